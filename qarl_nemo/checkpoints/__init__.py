@@ -1,0 +1,1 @@
+"""Checkpoint conversion: Hugging Face safetensors in, quantized vLLM checkpoints out."""

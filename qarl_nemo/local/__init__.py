@@ -1,0 +1,1 @@
+"""The embedded engine: the whole method in one process, on a CPU or one GPU."""

@@ -1,0 +1,1 @@
+"""Objectives over NeMo-RL's data keys: one file each, on the shared ratios of `ratios.py`."""

@@ -1,0 +1,1 @@
+"""What a run writes and shows: mismatch, error tokens, throughput, event files and the HTML report."""
