@@ -1,0 +1,108 @@
+"""The expert MLP in the rollout engine's order of operations.
+
+fc1 -> SwiGLU (rounded as the engine rounds it) -> [quantize activations] -> fc2 -> router weight -> sum over experts.
+The router weight is FP32 and multiplied after fc2; where it is rounded depends on the format (`formats.py`).
+The two GEMMs are arguments, so the learner (autograd) and the sampler (packed tensors) run this same function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_kernels.formats import QuantFormat
+
+GroupedGemm = Callable[[Tensor, list[int], torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """Rows sorted by expert.
+
+    Attributes:
+        order: [T * k] int64, position of each sorted row in the flattened [T, k] choices.
+        offsets: E + 1 row offsets on the host.
+    """
+
+    order: Tensor
+    offsets: list[int]
+
+
+def route_rows(topk_index: Tensor, num_experts: int) -> RoutedRows:
+    """Sort the T * k choices by expert, stable in token order.
+
+    Args:
+        topk_index: [T, k] int64 expert of each choice.
+        num_experts: E.
+
+    Returns:
+        The permutation and the experts' offsets.
+    """
+    flat = topk_index.reshape(-1)
+    counts = torch.bincount(flat, minlength=num_experts)
+    return RoutedRows(flat.argsort(stable=True), [0, *counts.cumsum(0).tolist()])
+
+
+def expert_mlp(
+    x: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    fc1: GroupedGemm,
+    fc2: GroupedGemm,
+    fmt: QuantFormat,
+    num_experts: int,
+) -> Tensor:
+    """Run routed tokens through their experts and sum the weighted outputs.
+
+    Args:
+        x: [T, H] activations.
+        topk_index: [T, k] int64.
+        topk_weight: [T, k] FP32 router weights.
+        fc1: rows [M, H], offsets, out dtype -> [M, 2 I], gate rows before up rows.
+        fc2: rows [M, I], offsets, out dtype -> [M, H].
+        fmt: decides the rounding points.
+        num_experts: E.
+
+    Returns:
+        [T, H] in x's dtype.
+    """
+    num_tokens, top_k = topk_index.shape
+    routed = route_rows(topk_index, num_experts)
+    rows = x[routed.order // top_k]
+    hidden = swiglu(fc1(rows, routed.offsets, x.dtype), fmt)
+    on_accumulator = fmt.router_weight == "on_accumulator"
+    out_rows = fc2(hidden, routed.offsets, torch.float32 if on_accumulator else x.dtype)
+    inverse = torch.empty_like(routed.order)
+    inverse[routed.order] = torch.arange(len(inverse), device=inverse.device)
+    choices = out_rows[inverse].view(num_tokens, top_k, -1)
+    return _combine(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype)
+
+
+def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
+    """Return silu(gate) * up, rounded after each factor, or in FP32 unrounded where the engine fuses it (fp8_block).
+
+    Args:
+        hidden: [M, 2 I], gate columns before up columns.
+        fmt: the format.
+
+    Returns:
+        [M, I] in hidden's dtype; FP32 for fp8_block.
+    """
+    gate, up = hidden.chunk(2, dim=-1)
+    if fmt.weight_kind == "fp8_block":
+        return torch.nn.functional.silu(gate.float()) * up.float()
+    return torch.nn.functional.silu(gate) * up
+
+
+def _combine(choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: torch.dtype) -> Tensor:
+    if fmt.router_weight == "rounded_product":
+        weighted = (choices * weight.to(dtype)).float()
+    elif fmt.router_weight == "weighted_sum":
+        weighted = weight * choices.float()
+    else:
+        weighted = (choices * weight).to(dtype).float()
+    total = weighted[:, 0]
+    for choice in range(1, weighted.shape[1]):
+        total = total + weighted[:, choice]
+    return total.to(dtype)

@@ -1,0 +1,117 @@
+"""GEMM per format with the rollout engine's rounding points, in torch: y = round(sum_k x * W^T).
+
+`w*a16`, `bf16`: the products of bf16(code * scale), FP32 accumulation, one rounding to the activation dtype.
+`w4a8`, `fp8_channel`: activations to FP8 per token; y = round(channel_scale * (token_scale * acc)).
+`fp8_block`: activations to FP8 per 1x128; per K-block acc += (a8 @ w8^T) * token_scale * block_scale in FP32.
+
+Activations may be BF16 (the engine's dtype) or FP32 (CPU experiments); rounding is to the activation dtype.
+Shape letters: M rows, N out-features, K in-features, E experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import fp8
+from qarl_kernels.formats import FP8_BLOCK, QuantFormat
+from qarl_kernels.weights import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class GemmOperand:
+    """A quantized weight in the form the GEMM multiplies, as an engine's repacked kernel weight is.
+
+    Attributes:
+        format: the format.
+        values: [..., N, K] in the compute dtype (16-bit activations) or FP32 holding E4M3 values (FP8 activations).
+        scale: [..., N, 1] channel scales, [..., ceil(N/128), K/128] block scales, or None.
+    """
+
+    format: QuantFormat
+    values: Tensor
+    scale: Tensor | None
+
+    @classmethod
+    def from_weight(cls, weight: QuantizedWeight, dtype: torch.dtype) -> "GemmOperand":
+        """Prepare a stored weight for activations of `dtype`."""
+        fmt = weight.format
+        if fmt.name == "w4a8":
+            values, scale = fp8.encode_int4_as_fp8(weight.codes(), weight.tensors["weight_scale"])
+            return cls(fmt, values.float(), scale)
+        if fmt.weight_kind == "fp8_channel":
+            return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale"])
+        if fmt.weight_kind == "fp8_block":
+            return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale_inv"])
+        return cls(fmt, weight.dequantize().to(dtype), None)
+
+    def effective_weight(self) -> Tensor:
+        """Return the weight this GEMM multiplies by, [..., N, K]: BF16 or FP32 without scale, FP32 otherwise."""
+        if self.scale is None:
+            return self.values
+        if self.format.weight_kind == "fp8_block":
+            return self.values * fp8.expand_block_scale(self.scale, *self.values.shape[-2:])
+        return self.values * self.scale
+
+    def expert(self, index: int) -> "GemmOperand":
+        """Return one expert of a stacked operand."""
+        return GemmOperand(self.format, self.values[index], None if self.scale is None else self.scale[index])
+
+
+def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None, after_swiglu: bool = False) -> Tensor:
+    """Multiply activations by one quantized weight: y = round(x_q @ W_q^T).
+
+    Args:
+        x: [M, K] BF16 or FP32 activations, not yet quantized.
+        weight: operand [N, K].
+        out_dtype: dtype of the result; None = x's. FP32 returns the accumulator unrounded.
+        after_swiglu: x is a SwiGLU output (fp8_block: the engine quantizes it with its fused kernel's floor).
+
+    Returns:
+        [M, N] in out_dtype.
+    """
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    activation_kind = weight.format.activation_kind
+    if activation_kind == "none":
+        if out_dtype == x.dtype:
+            return x @ weight.values.to(x.dtype).mT
+        return (x.float() @ weight.values.float().mT).to(out_dtype)
+    assert weight.scale is not None
+    if activation_kind == "fp8_token":
+        a8, token_scale = fp8.quantize_token(x)
+        accumulator = a8.float() @ weight.values.mT
+        return (weight.scale.mT * (token_scale * accumulator)).to(out_dtype)
+    a8, group_scale = fp8.quantize_group(x, after_swiglu=after_swiglu)
+    row_scale = weight.scale.repeat_interleave(FP8_BLOCK, 0)[: weight.values.shape[0]]
+    blocks = zip(a8.float().split(FP8_BLOCK, -1), weight.values.split(FP8_BLOCK, -1), strict=True)
+    accumulator = torch.zeros(x.shape[0], weight.values.shape[0], device=x.device)
+    for block, (a_block, w_block) in enumerate(blocks):
+        accumulator += (a_block @ w_block.mT) * group_scale[:, block, None] * row_scale[None, :, block]
+    return accumulator.to(out_dtype)
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: GemmOperand,
+    offsets: list[int],
+    *,
+    out_dtype: torch.dtype | None = None,
+    after_swiglu: bool = False,
+) -> Tensor:
+    """Multiply rows sorted by expert, each by its expert's weight; experts may have no row.
+
+    Args:
+        x: [M, K] rows, sorted by expert.
+        weight: operand [E, N, K].
+        offsets: E + 1 row offsets; expert e owns rows offsets[e] to offsets[e+1].
+        out_dtype: see `gemm`.
+        after_swiglu: see `gemm`.
+
+    Returns:
+        [M, N] in out_dtype.
+    """
+    out = x.new_empty(x.shape[0], weight.values.shape[-2], dtype=x.dtype if out_dtype is None else out_dtype)
+    for index, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        if stop > start:
+            out[start:stop] = gemm(x[start:stop], weight.expert(index), out_dtype=out_dtype, after_swiglu=after_swiglu)
+    return out

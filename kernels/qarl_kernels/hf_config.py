@@ -1,0 +1,60 @@
+"""The `quantization_config` of config.json that makes stock vLLM 0.25.1 load a checkpoint in a format."""
+
+from typing import Any
+
+from qarl_kernels.formats import FP8_BLOCK, QuantFormat
+
+
+def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | None:
+    """Return what `config.json` says about the quantized linears.
+
+    Args:
+        fmt: the checkpoint's format.
+        ignore: modules that stay BF16: names or `re:` patterns for compressed-tensors formats, exact names for
+            fp8_block (vLLM's `fp8` method matches names exactly, so every layer's router must be listed).
+
+    Returns:
+        The dictionary, or None for bf16.
+
+    Raises:
+        ValueError: vLLM has no rollout kernel for the format.
+    """
+    if not fmt.served_by_vllm:
+        raise ValueError(f"format {fmt.name!r} is experimental: vLLM 0.25.1 has no kernel that serves it")
+    if fmt.weight_kind == "bf16":
+        return None
+    if fmt.weight_kind == "fp8_block":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": list(ignore),
+        }
+    integer = fmt.weight_kind == "int"
+    weights = {
+        "num_bits": fmt.num_bits,
+        "type": "int" if integer else "float",
+        "strategy": "group" if integer else "channel",
+        "group_size": fmt.group_size if integer else None,
+        "symmetric": True,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+    }
+    token_wise = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if integer else "float-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": list(ignore),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": token_wise if fmt.activation_kind == "fp8_token" else None,
+                "output_activations": None,
+            }
+        },
+    }

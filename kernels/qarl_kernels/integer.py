@@ -1,0 +1,101 @@
+"""Symmetric group-wise integer quantization for 2 to 8 bits: `w ~ code * scale`, one BF16 scale per group along K.
+
+The scale is rounded to BF16 before codes are computed, so codes are the nearest grid points of the grid that is
+stored. Packing is compressed-tensors' `pack-quantized`: 32 // num_bits codes per int32, lowest bits first, each
+stored with the offset 2^(num_bits-1).
+"""
+
+import torch
+from torch import Tensor
+
+from qarl_kernels.formats import ScaleConvention
+
+
+def integer_grid(num_bits: int, scale_convention: ScaleConvention) -> tuple[int, int, float]:
+    """Return the smallest code, the largest code and the divisor of the group maximum.
+
+    Args:
+        num_bits: 2 to 8.
+        scale_convention: `narrow_range` or `full_range`.
+
+    Returns:
+        code_min, code_max and divisor, with scale = amax / divisor.
+    """
+    code_max = 2 ** (num_bits - 1) - 1
+    if scale_convention == "narrow_range":
+        return -code_max, code_max, float(code_max)
+    return -code_max - 1, code_max, (2**num_bits - 1) / 2
+
+
+def quantize_integer(
+    weight: Tensor, num_bits: int, group_size: int, scale_convention: ScaleConvention
+) -> tuple[Tensor, Tensor]:
+    """Quantize along K: scale = bf16(amax / divisor), code = clamp(round(w / scale)); an all-zero group gets scale 1.
+
+    Args:
+        weight: [..., N, K] float, K a multiple of group_size.
+        num_bits: 2 to 8.
+        group_size: elements per scale along K.
+        scale_convention: the grid.
+
+    Returns:
+        codes: [..., N, K] int8; scale: [..., N, K / group_size] BF16.
+
+    Source: vLLM 0.25.1 `compressed_tensors` W4A16 contract; arXiv 2604.07853 section 2.2 with z = 0.
+    """
+    code_min, code_max, divisor = integer_grid(num_bits, scale_convention)
+    groups = weight.float().unflatten(-1, (-1, group_size))
+    scale = (groups.abs().amax(-1) / divisor).to(torch.bfloat16)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    codes = torch.round(groups / scale.float().unsqueeze(-1)).clamp_(code_min, code_max)
+    return codes.to(torch.int8).flatten(-2), scale
+
+
+def dequantize_integer(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return bf16(bf16(code) * scale), the product every W4A16 kernel of vLLM feeds its BF16 GEMM.
+
+    Args:
+        codes: [..., N, K] int8.
+        scale: [..., N, G] BF16, G dividing K.
+
+    Returns:
+        weight: [..., N, K] BF16.
+    """
+    groups = codes.to(torch.bfloat16).unflatten(-1, (scale.shape[-1], -1))
+    return (groups * scale.unsqueeze(-1)).flatten(-2)
+
+
+def pack_int32(codes: Tensor, num_bits: int) -> Tensor:
+    """Pack codes along K, 32 // num_bits per word, lowest bits first, offset 2^(num_bits-1); the tail is zero bits.
+
+    Args:
+        codes: [..., N, K] int8.
+        num_bits: 2 to 8.
+
+    Returns:
+        packed: [..., N, ceil(K / (32 // num_bits))] int32.
+    """
+    per_word = 32 // num_bits
+    unsigned = codes.to(torch.int32) + 2 ** (num_bits - 1)
+    unsigned = torch.nn.functional.pad(unsigned, (0, -codes.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
+    packed = unsigned[..., 0].clone()
+    for lane in range(1, per_word):
+        packed |= unsigned[..., lane] << (num_bits * lane)
+    return packed
+
+
+def unpack_int32(packed: Tensor, num_bits: int, num_columns: int) -> Tensor:
+    """Invert `pack_int32`.
+
+    Args:
+        packed: [..., N, W] int32.
+        num_bits: 2 to 8.
+        num_columns: K, the number of codes in a row.
+
+    Returns:
+        codes: [..., N, K] int8.
+    """
+    per_word = 32 // num_bits
+    mask = 2**num_bits - 1
+    lanes = torch.stack([(packed >> (num_bits * lane)) & mask for lane in range(per_word)], dim=-1)
+    return (lanes.flatten(-2)[..., :num_columns] - 2 ** (num_bits - 1)).to(torch.int8)

@@ -1,0 +1,120 @@
+"""One quantizer for the forward and the publisher: a weight in, the tensors that are stored and published out."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import fp8, integer
+from qarl_kernels.formats import FP8_BLOCK, QuantFormat
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight in its stored form.
+
+    Attributes:
+        format: the format that produced it.
+        shape: logical shape [..., N, K].
+        tensors: stored tensors by checkpoint suffix: `weight_packed` + `weight_scale` (integer), `weight` +
+            `weight_scale_inv` (fp8_block), `weight` + `weight_scale` (fp8_channel), `weight` (bf16).
+    """
+
+    format: QuantFormat
+    shape: tuple[int, ...]
+    tensors: dict[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored size in bytes, scales included."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def codes(self) -> Tensor:
+        """Return the integer codes [..., N, K] int8 of an integer format."""
+        assert self.format.weight_kind == "int"
+        return integer.unpack_int32(self.tensors["weight_packed"], self.format.num_bits, self.shape[-1])
+
+    def dequantize(self) -> Tensor:
+        """Return the stored weight as numbers: code * scale (integer, in BF16) or bf16(w8 * scale) (FP8).
+
+        Returns:
+            [..., N, K] BF16.
+        """
+        kind = self.format.weight_kind
+        if kind == "int":
+            return integer.dequantize_integer(self.codes(), self.tensors["weight_scale"])
+        if kind == "bf16":
+            return self.tensors["weight"]
+        values = self.tensors["weight"].float()
+        if kind == "fp8_channel":
+            return (values * self.tensors["weight_scale"]).to(torch.bfloat16)
+        scale = fp8.expand_block_scale(self.tensors["weight_scale_inv"], *self.shape[-2:])
+        return (values * scale).to(torch.bfloat16)
+
+
+def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
+    """Say why a weight of this shape cannot be stored in this format; an empty list when it can.
+
+    Args:
+        shape: [..., N, K].
+        fmt: the format.
+
+    Returns:
+        One sentence for each problem.
+    """
+    if len(shape) < 2:
+        return [f"needs at least two dimensions [N, K], got shape {list(shape)}"]
+    columns = shape[-1]
+    if fmt.weight_kind == "int" and columns % fmt.group_size:
+        legal = [size for size in (128, 64, 32) if columns % size == 0]
+        return [f"K={columns} is not a multiple of group_size={fmt.group_size} (group sizes that divide it: {legal})"]
+    if fmt.weight_kind == "fp8_block" and columns % FP8_BLOCK:
+        return [f"K={columns} is not a multiple of {FP8_BLOCK}, the activation group of fp8_block"]
+    return []
+
+
+def quantize_weight(weight: Tensor, fmt: QuantFormat, *, name: str = "weight") -> QuantizedWeight:
+    """Quantize bf16(weight) into the tensors that are executed, stored and published.
+
+    Args:
+        weight: [..., N, K] float; rounded to BF16 first, as the learner's model weights are.
+        fmt: the format.
+        name: what to call the weight in errors.
+
+    Returns:
+        The stored form.
+
+    Raises:
+        ValueError: the shape does not fit the format, or the weight holds NaN or Inf (tensor and first index named).
+    """
+    problems = weight_problems(tuple(weight.shape), fmt)
+    if problems:
+        raise ValueError(f"{name} {list(weight.shape)} cannot be stored as {fmt.name}: " + "; ".join(problems))
+    weight = weight.detach().to(torch.bfloat16)
+    _require_finite(weight, name)
+    return QuantizedWeight(fmt, tuple(weight.shape), _stored_tensors(weight, fmt))
+
+
+def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
+    if fmt.weight_kind == "int":
+        assert fmt.scale_convention is not None
+        codes, scale = integer.quantize_integer(weight, fmt.num_bits, fmt.group_size, fmt.scale_convention)
+        return {"weight_packed": integer.pack_int32(codes, fmt.num_bits), "weight_scale": scale}
+    if fmt.weight_kind == "fp8_channel":
+        values, scale = fp8.quantize_channel(weight)
+        return {"weight": values, "weight_scale": scale}
+    if fmt.weight_kind == "fp8_block":
+        values, scale = fp8.quantize_block(weight)
+        return {"weight": values, "weight_scale_inv": scale}
+    return {"weight": weight.clone()}
+
+
+def _require_finite(weight: Tensor, name: str) -> None:
+    finite = torch.isfinite(weight)
+    if not bool(finite.all()):
+        bad = (~finite).nonzero()
+        first = bad[0].tolist()
+        raise ValueError(
+            f"{name} {list(weight.shape)} holds {len(bad)} NaN or Inf value(s), the first at index {first} "
+            f"({weight[tuple(first)].item()}); a quantized copy would spread it over its whole group"
+        )
