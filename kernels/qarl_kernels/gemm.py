@@ -9,6 +9,7 @@ Shape letters: M rows, N out-features, K in-features, E experts.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def grouped_gemm(
         [M, N] in out_dtype.
     """
     out = x.new_empty(x.shape[0], weight.values.shape[-2], dtype=x.dtype if out_dtype is None else out_dtype)
-    for index, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for index, (start, stop) in enumerate(pairwise(offsets)):
         if stop > start:
             out[start:stop] = gemm(x[start:stop], weight.expert(index), out_dtype=out_dtype, after_swiglu=after_swiglu)
     return out
