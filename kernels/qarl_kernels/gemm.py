@@ -58,6 +58,10 @@ class GemmOperand:
         """Return one expert of a stacked operand."""
         return GemmOperand(self.format, self.values[index], None if self.scale is None else self.scale[index])
 
+    def stacked(self) -> "GemmOperand":
+        """Return a dense operand as a stack of one expert."""
+        return GemmOperand(self.format, self.values[None], None if self.scale is None else self.scale[None])
+
 
 def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None, after_swiglu: bool = False) -> Tensor:
     """Multiply activations by one quantized weight: y = round(x_q @ W_q^T).

@@ -1,0 +1,183 @@
+"""The `qarl:` block and how every YAML is read: `defaults:`, `a.b=c` overrides, strict models. Imports no torch."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Alignment = Literal["aligned", "rollout_only", "none"]
+
+
+class StrictModel(BaseModel):
+    """A config block: unknown keys are errors, values are never rewritten."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class QarlConfig(StrictModel):
+    """What is quantized, how, and whether the learner executes it."""
+
+    alignment: Alignment = "aligned"
+    """`aligned`: the learner executes what it publishes (QaRL); `rollout_only`: quantized rollouts, BF16 learner;
+    `none`: BF16 on both sides."""
+    format: str = "w4a16"
+    """w4a16 | w4a8 | fp8_block | fp8_channel | bf16, or an experimental w{2..8}a16."""
+    group_size: int | None = Field(None, description="Elements per scale along K: 128, 64, 32; integer formats only.")
+    scale_convention: Literal["narrow_range", "full_range"] | None = None
+    """Integer grid: amax/7 on [-7, 7] (`narrow_range`) or amax/7.5 on [-8, 7] (`full_range`)."""
+    targets: tuple[Literal["experts", "attention", "mlp"], ...] = Field(("experts",), min_length=1)
+    """Which linears are quantized; router, norms, embeddings and lm_head never are."""
+    backward: Literal["dequantized", "high_precision"] = "dequantized"
+    """Weight of the input gradient: the one that ran, or the master."""
+    router_replay: bool = True
+    """The learner uses the experts the rollout engine chose."""
+
+    @model_validator(mode="after")
+    def none_means_bf16(self) -> "QarlConfig":
+        """Tie `alignment: none` to `format: bf16`."""
+        if (self.alignment == "none") != (self.format == "bf16"):
+            raise ValueError(
+                f"alignment={self.alignment!r} with format={self.format!r}: `none` means BF16 on both sides, so "
+                "alignment=none and format=bf16 go together"
+            )
+        return self
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used; the message lists every problem."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Model:
+    """Read a YAML with its `defaults:`, apply `a.b=c` overrides and validate strictly.
+
+    Args:
+        path: the YAML file.
+        overrides: dotted assignments, applied in order.
+        model: the pydantic model of the whole file.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        ConfigError: unreadable file, malformed override, unknown key (with the nearest legal one) or illegal value;
+            all problems of a file are listed at once.
+    """
+    merged = merge_overrides(read_yaml(path), overrides)
+    return validate(OmegaConf.to_container(merged, resolve=True), model, source=str(path))
+
+
+def read_yaml(path: Path, _seen: tuple[Path, ...] = ()) -> DictConfig:
+    """Read a YAML; `defaults:` (one path or a list, relative to the file) are merged below it.
+
+    Args:
+        path: the YAML file.
+
+    Returns:
+        The merged, unvalidated config.
+
+    Raises:
+        ConfigError: the file or one of its defaults is missing, malformed or refers to itself.
+    """
+    path = path.resolve()
+    if path in _seen:
+        raise ConfigError(f"defaults form a circle: {' -> '.join(map(str, (*_seen, path)))}")
+    if not path.is_file():
+        raise ConfigError(f"no config file {path}" + (f", named in defaults of {_seen[-1]}" if _seen else ""))
+    try:
+        own = OmegaConf.load(path)
+    except Exception as error:  # YAML scanners raise a family of unrelated types
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(own, DictConfig):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    parents = own.pop("defaults", [])
+    parents = [parents] if isinstance(parents, str) else list(parents)
+    layers = [read_yaml(path.parent / parent, (*_seen, path)) for parent in parents]
+    merged = OmegaConf.merge(*layers, own)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def merge_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Apply `a.b=c` assignments.
+
+    Args:
+        config: where they apply.
+        overrides: the assignments.
+
+    Returns:
+        The merged config.
+
+    Raises:
+        ConfigError: an assignment without `=` or with a value that is not YAML.
+    """
+    malformed = [text for text in overrides if "=" not in text or text.startswith("-")]
+    if malformed:
+        raise ConfigError(f"overrides must look like a.b=c; not usable: {', '.join(malformed)}")
+    try:
+        merged = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"cannot apply overrides {list(overrides)}: {error}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def validate(values: Any, model: type[Model], *, source: str) -> Model:
+    """Validate plain values against a strict model.
+
+    Args:
+        values: nested dictionaries and lists.
+        model: the pydantic model.
+        source: where the values come from, for the error.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        ConfigError: every unknown key and illegal value, one a line.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(problem, model) for problem in error.errors()]
+        raise ConfigError(f"{source}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from error
+
+
+def _explain(problem: Any, model: type[BaseModel]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    dotted = ".".join(location)
+    if problem["type"] != "extra_forbidden":
+        return f"{dotted or 'config'}: {problem['msg'].removeprefix('Value error, ')}"
+    legal = _legal_keys(model, location[:-1])
+    nearest = difflib.get_close_matches(location[-1], legal, n=1, cutoff=0.0)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown key {dotted!r}: {hint}legal here: {', '.join(sorted(legal))}"
+
+
+def _legal_keys(model: type[BaseModel], location: list[str]) -> list[str]:
+    """Follow a pydantic error location (field names, union tags, list indices) to the keys legal there."""
+    candidates = [model]
+    for part in location:
+        following = []
+        for candidate in candidates:
+            if part in candidate.model_fields:
+                following += _models_in(candidate.model_fields[part].annotation)
+        # A union tag (`loss_fn.tbpo`) or an index names no field: it narrows or keeps what was found.
+        candidates = following or [c for c in candidates if _has_tag(c, part)] or candidates
+    return sorted({key for candidate in candidates for key in candidate.model_fields})
+
+
+def _has_tag(model: type[BaseModel], tag: str) -> bool:
+    return any(field.default == tag for field in model.model_fields.values())
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]

@@ -1,0 +1,66 @@
+"""The routed experts of one layer, executed on their quantized weights in the rollout engine's order of operations."""
+
+import torch
+from torch import Tensor, nn
+
+from qarl_kernels import QuantFormat, expert_mlp
+from qarl_nemo.layers.autograd import aligned_grouped_gemm
+from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
+
+
+class AlignedExperts(nn.Module):
+    """fc1 -> SwiGLU -> fc2 -> router weight -> sum; takes over the stacked parameters of the experts it replaces.
+
+    Args:
+        experts: module with `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I].
+        fmt: the format to execute.
+        version: the model's weight version.
+        name: the module's name in the model.
+        mode: which weight the input gradient uses.
+
+    Raises:
+        ValueError: unknown backward mode.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        fmt: QuantFormat,
+        version: WeightVersion,
+        *,
+        name: str = "experts",
+        mode: BackwardMode = "dequantized",
+    ) -> None:
+        super().__init__()
+        require_backward_mode(mode)
+        self.gate_up_proj = experts.gate_up_proj
+        self.down_proj = experts.down_proj
+        self.num_experts = self.gate_up_proj.shape[0]
+        self.format = fmt
+        self.mode = mode
+        self.aligned = {
+            proj: AlignedWeight(f"{name}.{proj}", getattr(self, proj), fmt, version)
+            for proj in ("gate_up_proj", "down_proj")
+        }
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Apply the routed experts.
+
+        Args:
+            hidden_states: [T, H].
+            top_k_index: [T, k] int64.
+            top_k_weights: [T, k] FP32.
+
+        Returns:
+            [T, H] in hidden_states' dtype.
+        """
+
+        def fc1(rows: Tensor, offsets: list[int], dtype: torch.dtype) -> Tensor:
+            return aligned_grouped_gemm(rows, self.aligned["gate_up_proj"], offsets, out_dtype=dtype, mode=self.mode)
+
+        def fc2(rows: Tensor, offsets: list[int], dtype: torch.dtype) -> Tensor:
+            return aligned_grouped_gemm(
+                rows, self.aligned["down_proj"], offsets, out_dtype=dtype, mode=self.mode, after_swiglu=True
+            )
+
+        return expert_mlp(hidden_states, top_k_index, top_k_weights, fc1, fc2, self.format, self.num_experts)

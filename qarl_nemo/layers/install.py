@@ -1,0 +1,144 @@
+"""Swap a model's linears and experts for aligned ones, in place, and report what was quantized and what was not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from qarl_kernels import QuantFormat, weight_problems
+from qarl_nemo.layers.experts import AlignedExperts
+from qarl_nemo.layers.linear import AlignedLinear
+from qarl_nemo.layers.router import AlignedRouter, RouteControl
+from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion
+from qarl_nemo.refit.names import TARGETS, check_targets, module_kind
+
+
+@dataclass(frozen=True, slots=True)
+class InstallRow:
+    """One line of the install table.
+
+    Attributes:
+        name: module name.
+        kind: `experts`, `attention`, `mlp`, `router`, or the class name of a module that stays as it is.
+        shape: shape of its weights, one entry each.
+        format: format its forward executes.
+        quantized: whether that is a low-bit format.
+        reason: why it is not.
+    """
+
+    name: str
+    kind: str
+    shape: str
+    format: str
+    quantized: bool
+    reason: str
+
+
+@dataclass(slots=True)
+class InstallReport:
+    """What `install` did.
+
+    Attributes:
+        format: what the aligned layers execute.
+        targets: what was asked for.
+        rows: one line for each module with weights.
+        weights: every aligned weight by parameter name.
+        routes: shared by all routers.
+        num_routers: L, how many routers the model has.
+        version: shared by all aligned weights.
+    """
+
+    format: QuantFormat
+    targets: tuple[str, ...]
+    rows: list[InstallRow] = field(default_factory=list)
+    weights: dict[str, AlignedWeight] = field(default_factory=dict)
+    routes: RouteControl = field(default_factory=RouteControl)
+    num_routers: int = 0
+    version: WeightVersion = field(default_factory=WeightVersion)
+
+
+def install(
+    model: nn.Module, targets: Sequence[str], fmt: QuantFormat, *, mode: BackwardMode = "dequantized"
+) -> InstallReport:
+    """Replace the targeted layers of a Hugging Face Qwen model by aligned ones and its routers by FP32-weight routers.
+
+    Args:
+        model: changed in place; parameters and their names stay.
+        targets: `experts`, `attention`, `mlp`.
+        fmt: format the replaced layers execute; bf16 runs the same code path unquantized.
+        mode: which weight the input gradient uses.
+
+    Returns:
+        The table and the handles to weights, routes and version.
+
+    Raises:
+        ValueError: unknown target, a target that matches nothing, or shapes the format cannot store; all listed.
+    """
+    targets = check_targets(targets)
+    report = InstallReport(fmt, targets)
+    found = {name: module_kind(name) for name, module in model.named_modules() if _holds_weights(module)}
+    _require_present(targets, {kind for kind in found.values() if kind in TARGETS})
+    _require_shapes(model, found, targets, fmt)
+    for name, module in list(model.named_modules()):
+        if found.get(name) in targets:
+            _swap(model, name, _aligned(name, module, report, mode))
+        elif found.get(name) == "router":
+            _swap(model, name, AlignedRouter(module, report.routes, report.num_routers))
+            report.num_routers += 1
+    _fill_table(model, found, report)
+    return report
+
+
+def _aligned(name: str, module: nn.Module, report: InstallReport, mode: BackwardMode) -> nn.Module:
+    layer = AlignedLinear if isinstance(module, nn.Linear) else AlignedExperts
+    aligned = layer(module, report.format, report.version, name=name, mode=mode)
+    report.weights.update({f"{name}.{key}": weight for key, weight in aligned.aligned.items()})
+    return aligned
+
+
+def _holds_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _swap(model: nn.Module, name: str, replacement: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, replacement)
+
+
+def _require_present(targets: Sequence[str], present: set[str]) -> None:
+    absent = [target for target in targets if target not in present]
+    if absent:
+        raise ValueError(
+            f"targets {absent} match no module of this model, which has {sorted(present)}; nothing was quantized. "
+            "Dense models have `mlp` in place of `experts`"
+        )
+
+
+def _require_shapes(model: nn.Module, found: dict[str, str], targets: Sequence[str], fmt: QuantFormat) -> None:
+    problems = []
+    for name, module in model.named_modules():
+        if found.get(name) not in targets:
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if key == "bias":
+                continue
+            reasons = weight_problems(tuple(parameter.shape), fmt)
+            if fmt.weight_kind == "fp8_block" and key == "gate_up_proj" and parameter.shape[-2] % 256:
+                reasons.append(f"I={parameter.shape[-2] // 2} is not a multiple of 128: a block would hold gate and up")
+            problems += [f"{name}.{key} {list(parameter.shape)}: {reason}" for reason in reasons]
+    if problems:
+        raise ValueError(f"{len(problems)} weights cannot be stored as {fmt.name}:\n  " + "\n  ".join(problems))
+
+
+def _fill_table(model: nn.Module, found: dict[str, str], report: InstallReport) -> None:
+    for name, kind in found.items():
+        module, reason = model.get_submodule(name), ""
+        if isinstance(module, AlignedLinear | AlignedExperts):
+            reason = "format bf16" if report.format.weight_kind == "bf16" else ""
+        elif kind in TARGETS:
+            reason = f"not targeted: add {kind!r} to targets to quantize it"
+        else:
+            reason = f"{kind}: never quantized"
+        shapes = " ".join(str(list(parameter.shape)) for parameter in module.parameters(recurse=False))
+        executed = "bf16" if reason else report.format.name
+        report.rows.append(InstallRow(name, kind, shapes, executed, not reason, reason))

@@ -1,0 +1,52 @@
+"""A dense linear layer that executes its quantized weight."""
+
+from torch import Tensor, nn
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.layers.autograd import aligned_grouped_gemm
+from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
+
+
+class AlignedLinear(nn.Module):
+    """y = gemm(quantize(x), quantize(W)) + b; takes over the parameters of the linear layer it replaces.
+
+    Args:
+        linear: the layer to replace.
+        fmt: the format to execute.
+        version: the model's weight version.
+        name: the layer's name in the model.
+        mode: which weight the input gradient uses.
+
+    Raises:
+        ValueError: unknown backward mode.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        fmt: QuantFormat,
+        version: WeightVersion,
+        *,
+        name: str = "linear",
+        mode: BackwardMode = "dequantized",
+    ) -> None:
+        super().__init__()
+        require_backward_mode(mode)
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.mode = mode
+        self.aligned = {"weight": AlignedWeight(name, linear.weight, fmt, version)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x: [..., K].
+
+        Returns:
+            [..., N] in x's dtype.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        out = aligned_grouped_gemm(rows, self.aligned["weight"], [0, len(rows)], mode=self.mode)
+        out = out.view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias

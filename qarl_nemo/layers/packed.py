@@ -1,0 +1,82 @@
+"""The receiving side: layers without parameters that execute the packed tensors a refit brought."""
+
+import torch
+from torch import Tensor, nn
+
+from qarl_kernels import GemmOperand, QuantFormat, QuantizedWeight, expert_mlp, grouped_gemm
+
+
+class PackedWeight:
+    """A slot for one published weight.
+
+    Args:
+        fmt: the format the slot takes.
+        shape: logical shape [..., N, K].
+        dtype: activation dtype.
+        keep_operand: keep what the GEMM multiplies, repacked once at refit as engines do; False repacks at each use,
+            so that nothing but the packed tensors stays in memory.
+    """
+
+    def __init__(self, fmt: QuantFormat, shape: tuple[int, ...], dtype: torch.dtype, *, keep_operand: bool) -> None:
+        self.format = fmt
+        self.shape = shape
+        self.dtype = dtype
+        self.keep_operand = keep_operand
+        self.weight: QuantizedWeight | None = None
+        self._operand: GemmOperand | None = None
+
+    def fill(self, weight: QuantizedWeight) -> None:
+        """Serve this weight from now on."""
+        self.weight = weight
+        self._operand = GemmOperand.from_weight(weight, self.dtype) if self.keep_operand else None
+
+    def operand(self) -> GemmOperand:
+        """Return what the GEMM multiplies."""
+        assert self.weight is not None, "no refit has reached this layer"
+        return self._operand or GemmOperand.from_weight(self.weight, self.dtype)
+
+
+class PackedLinear(nn.Module):
+    """A dense linear layer served from packed tensors.
+
+    Args:
+        slot: where refits put the weight [N, K].
+        bias: the bias parameter of the layer it replaces, or None.
+    """
+
+    def __init__(self, slot: PackedWeight, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.slots = {"weight": slot}
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: x [..., K] -> [..., N]."""
+        rows = x.reshape(-1, x.shape[-1])
+        out = grouped_gemm(rows, self.slots["weight"].operand().stacked(), [0, len(rows)])
+        out = out.view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+class PackedExperts(nn.Module):
+    """Routed experts served from packed tensors.
+
+    Args:
+        gate_up: slot for [E, 2 I, H].
+        down: slot for [E, H, I].
+    """
+
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight) -> None:
+        super().__init__()
+        self.slots = {"gate_up_proj": gate_up, "down_proj": down}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Apply the routed experts: hidden_states [T, H] -> [T, H]."""
+        gate_up, down = self.slots["gate_up_proj"], self.slots["down_proj"]
+
+        def fc1(rows: Tensor, offsets: list[int], dtype: torch.dtype) -> Tensor:
+            return grouped_gemm(rows, gate_up.operand(), offsets, out_dtype=dtype)
+
+        def fc2(rows: Tensor, offsets: list[int], dtype: torch.dtype) -> Tensor:
+            return grouped_gemm(rows, down.operand(), offsets, out_dtype=dtype, after_swiglu=True)
+
+        return expert_mlp(hidden_states, top_k_index, top_k_weights, fc1, fc2, gate_up.format, gate_up.shape[0])

@@ -1,0 +1,92 @@
+"""A master weight with the quantized form its forward executes and its publisher sends: computed once per version."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor, nn
+
+from qarl_kernels import GemmOperand, QuantFormat, QuantizedWeight, quantize_weight
+
+BackwardMode = Literal["dequantized", "high_precision"]
+
+
+@dataclass(slots=True)
+class WeightVersion:
+    """The number of times the master weights changed; whoever changes them calls `bump`.
+
+    Attributes:
+        value: the version that the current master weights have.
+    """
+
+    value: int = 0
+
+    def bump(self) -> None:
+        """Declare the master weights changed, so that every cached quantized weight is stale."""
+        self.value += 1
+
+
+@dataclass(slots=True)
+class AlignedWeight:
+    """One master weight and its caches.
+
+    Attributes:
+        name: module that owns it, the prefix of its published tensors: `<name>.weight_packed`, ...
+        master: [N, K] or [E, N, K] parameter; BF16, or FP32 for CPU experiments.
+        format: what the forward executes.
+        version: shared by all weights of a model.
+    """
+
+    name: str
+    master: nn.Parameter
+    format: QuantFormat
+    version: WeightVersion
+    _quantized: QuantizedWeight | None = field(default=None, init=False)
+    _operand: GemmOperand | None = field(default=None, init=False)
+    _cached_version: int = field(default=-1, init=False)
+
+    def quantized(self) -> QuantizedWeight:
+        """Return the stored tensors of the current version, the same objects for the forward and the publisher."""
+        if self._quantized is None or self._cached_version != self.version.value:
+            self._quantized = quantize_weight(self.master, self.format, name=self.name)
+            self._operand = None
+            self._cached_version = self.version.value
+        return self._quantized
+
+    def operand(self) -> GemmOperand:
+        """Return what the GEMM multiplies in the current version; FP32 compute for FP32 masters, else BF16."""
+        quantized = self.quantized()
+        if self._operand is None:
+            self._operand = GemmOperand.from_weight(quantized, self.master.dtype)
+        return self._operand
+
+    def release(self) -> None:
+        """Drop the caches, for example before an offload."""
+        self._quantized = self._operand = None
+
+
+def straight_through_weight(weight: AlignedWeight, mode: BackwardMode) -> Tensor:
+    """Return W of dX = dY @ W: the weight that ran (`dequantized`) or the master (`high_precision`).
+
+    Args:
+        weight: the aligned weight.
+        mode: Transformer-Engine's two words for it.
+
+    Returns:
+        [..., N, K] in the master's dtype.
+    """
+    if mode == "high_precision":
+        return weight.master.detach()
+    return weight.operand().effective_weight().to(weight.master.dtype)
+
+
+def require_backward_mode(mode: str) -> None:
+    """Raise unless `mode` is a legal backward mode.
+
+    Args:
+        mode: what the user asked for.
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    if mode not in ("dequantized", "high_precision"):
+        raise ValueError(f"unknown backward mode {mode!r}; legal: dequantized, high_precision")
