@@ -24,7 +24,7 @@ class QarlConfig(StrictModel):
     alignment: Alignment = "aligned"
     """`aligned`: the learner executes what it publishes (QaRL); `rollout_only`: quantized rollouts, BF16 learner;
     `none`: BF16 on both sides."""
-    format: str = "w4a16"
+    format: str = Field("w4a16", pattern=r"^(w[2-8]a16|w4a8|fp8_block|fp8_channel|bf16)$")
     """w4a16 | w4a8 | fp8_block | fp8_channel | bf16, or an experimental w{2..8}a16."""
     group_size: int | None = Field(None, description="Elements per scale along K: 128, 64, 32; integer formats only.")
     scale_convention: Literal["narrow_range", "full_range"] | None = None

@@ -52,6 +52,32 @@ class QuantizedWeight:
         return (values * scale).to(torch.bfloat16)
 
 
+def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the stored tensors' shapes and dtypes without quantizing anything.
+
+    Args:
+        shape: logical shape [..., N, K].
+        fmt: the format.
+
+    Returns:
+        Checkpoint suffix -> (shape, dtype).
+    """
+    *batch, rows, columns = shape
+    if fmt.weight_kind == "int":
+        words = -(-columns // (32 // fmt.num_bits))
+        return {
+            "weight_packed": ((*batch, rows, words), torch.int32),
+            "weight_scale": ((*batch, rows, columns // fmt.group_size), torch.bfloat16),
+        }
+    if fmt.weight_kind == "bf16":
+        return {"weight": (shape, torch.bfloat16)}
+    values = {"weight": (shape, torch.float8_e4m3fn)}
+    if fmt.weight_kind == "fp8_channel":
+        return values | {"weight_scale": ((*batch, rows, 1), torch.float32)}
+    blocks = (*batch, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    return values | {"weight_scale_inv": (blocks, torch.float32)}
+
+
 def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
     """Say why a weight of this shape cannot be stored in this format; an empty list when it can.
 

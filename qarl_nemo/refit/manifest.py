@@ -69,6 +69,32 @@ class Manifest:
         return found
 
 
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def layout_problems(tensors: Mapping[str, Tensor], expected: Layout) -> list[str]:
+    """Compare what arrived with what the rollout engine holds.
+
+    Args:
+        tensors: what arrived.
+        expected: name -> (shape, dtype) of every tensor the engine takes.
+
+    Returns:
+        One sentence for each missing, unknown or differently laid out tensor.
+    """
+    found = [f"the update lacks {name}, which this engine needs" for name in expected if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in expected:
+            found.append(f"this engine has no place for {name}")
+        elif (tuple(tensor.shape), tensor.dtype) != expected[name]:
+            shape, dtype = expected[name]
+            found.append(
+                f"{name} is {_dtype_name(tensor)} {list(tensor.shape)}, this engine holds "
+                f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+            )
+    return found
+
+
 def checksum(tensor: Tensor) -> int:
     """Return sum_i (2 i + 1) * word_i modulo 2^64 over the tensor's bytes as 32-bit words, on the tensor's device.
 

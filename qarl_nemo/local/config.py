@@ -1,0 +1,195 @@
+"""The embedded engine's config; block and key names follow NeMo-RL's where both have them. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from qarl_nemo.config import QarlConfig, StrictModel
+from qarl_nemo.losses.config import LossConfig
+
+
+class ModelInit(StrictModel):
+    """A randomly initialized Qwen3-MoE with a character tokenizer, for models that know nothing yet."""
+
+    hidden_size: int = Field(128, ge=32)
+    num_hidden_layers: int = Field(2, ge=1)
+    num_attention_heads: int = Field(4, ge=1)
+    num_key_value_heads: int = Field(2, ge=1)
+    head_dim: int = Field(32, ge=8)
+    num_experts: int = Field(8, ge=1)
+    num_experts_per_tok: int = Field(2, ge=1)
+    moe_intermediate_size: int = Field(128, ge=32)
+    max_position_embeddings: int = Field(256, ge=16)
+
+
+class WarmStart(StrictModel):
+    """Supervised warm start on the training tasks' answers, before RL begins."""
+
+    steps: int = Field(0, ge=0)
+    batch_size: int = Field(256, ge=1)
+    lr: float = Field(2e-3, gt=0)
+
+
+class AdamWConfig(StrictModel):
+    """torch.optim.AdamW."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(5e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+
+
+class MuonConfig(StrictModel):
+    """torch.optim.Muon on hidden matrices (each expert its own), AdamW on embeddings, head, routers, norms, biases."""
+
+    name: Literal["muon"] = "muon"
+    lr: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    momentum: float = Field(0.95, ge=0, lt=1)
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+
+
+class PolicyConfig(StrictModel):
+    """The learner: which model, in which precision, trained how."""
+
+    model_path: Path | None = Field(None, description="Local Qwen3 / Qwen3-MoE checkpoint directory.")
+    model_init: ModelInit | None = Field(None, description="A tiny random model instead of a checkpoint.")
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of parameters and activations; bfloat16 keeps FP32 masters in the optimizer."""
+    warm_start: WarmStart = WarmStart()
+    train_micro_batch_size: int = Field(256, ge=1, description="Sequences of one forward and backward.")
+    logprob_batch_size: int = Field(512, ge=1, description="Sequences of one forward without gradient.")
+    max_grad_norm: float = Field(1.0, gt=0)
+    max_skipped_steps: int = Field(3, ge=1, description="Non-finite steps in a row before the run stops.")
+    optimizer: Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")] = AdamWConfig()
+
+    @model_validator(mode="after")
+    def one_model_source(self) -> "PolicyConfig":
+        """Require exactly one of model_path and model_init."""
+        if (self.model_path is None) == (self.model_init is None):
+            raise ValueError("set exactly one of model_path (a checkpoint directory) and model_init (a random model)")
+        return self
+
+
+class RolloutConfig(StrictModel):
+    """The rollout engine: `packed` is the built-in sampler that holds only what refits brought."""
+
+    engine: Literal["packed"] = "packed"
+    max_new_tokens: int = Field(8, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Truncates sampling; logprobs on both sides stay those of the untruncated distribution at `temperature`."""
+    batch_size: int = Field(1024, ge=1, description="Responses decoded at once.")
+    keep_operand: bool = True
+    """Keep what the GEMM multiplies beside the packed tensors; false repacks at each use: least memory, slower."""
+
+
+class GrpoConfig(StrictModel):
+    """The RL loop."""
+
+    num_prompts_per_step: int = Field(64, ge=1)
+    num_generations_per_prompt: int = Field(8, ge=2)
+    train_global_batch_size: int = Field(256, ge=1, description="Sequences of one optimizer step (a minibatch).")
+    max_num_steps: int = Field(200, ge=1)
+    normalize_rewards: bool = True
+    """Divide group-centred rewards by the group's standard deviation."""
+    val_period: int = Field(50, ge=0, description="Steps between validations; 0 turns validation off.")
+    val_num_prompts: int = Field(256, ge=1)
+    val_temperature: float = Field(0.0, ge=0, description="0 decodes greedily.")
+    val_top_p: float = Field(1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def minibatches_divide_the_batch(self) -> "GrpoConfig":
+        """Require whole minibatches."""
+        total = self.num_prompts_per_step * self.num_generations_per_prompt
+        if total % self.train_global_batch_size:
+            legal = [total // n for n in range(1, 17) if total % n == 0]
+            raise ValueError(
+                f"train_global_batch_size={self.train_global_batch_size} does not divide the {total} responses of a "
+                f"step (num_prompts_per_step * num_generations_per_prompt); legal: {', '.join(map(str, legal))}"
+            )
+        return self
+
+
+class ArithmeticData(StrictModel):
+    """Seeded tasks such as `12+34=`, answers verified like any other."""
+
+    source: Literal["arithmetic"] = "arithmetic"
+    digits: int = Field(2, ge=1, le=6)
+    num_terms: int = Field(2, ge=2, le=6)
+    operators: str = Field("+", pattern=r"^[-+*]+$")
+
+
+class JsonlData(StrictModel):
+    """JSONL files with `problem` and `answer` in each line."""
+
+    source: Literal["jsonl"]
+    train: Path
+    validation: Path | None = None
+    prompt_template: str = Field("{problem}", pattern=r"\{problem\}")
+
+
+class HfData(StrictModel):
+    """A Hugging Face dataset with OpenR1-Math-46K's fields: `prompt` messages and `reward_model.ground_truth`."""
+
+    source: Literal["huggingface"]
+    path: str = Field(..., description="Hub name, or a local directory or data file.")
+    train_split: str = "train"
+    validation_split: str | None = None
+
+
+class CheckpointingConfig(StrictModel):
+    """Atomic checkpoints; a killed run resumes to the same numbers."""
+
+    enabled: bool = True
+    save_period: int = Field(50, ge=1)
+    keep_last: int = Field(2, ge=1)
+
+
+class WandbConfig(StrictModel):
+    """Weights & Biases, beside TensorBoard."""
+
+    project: str
+    name: str | None = None
+
+
+class LoggerConfig(StrictModel):
+    """Event files: metrics.jsonl and TensorBoard always."""
+
+    wandb: WandbConfig | None = None
+    diagnostics_period: int = Field(20, ge=1, description="Steps between dumps of ratios, scatter and examples.")
+
+
+class RunLabels(StrictModel):
+    """How reports call this run."""
+
+    name: str = "run"
+    arm: str | None = None
+
+
+class CompareConfig(StrictModel):
+    """Several arms and seeds from one file: each arm is a set of dotted overrides."""
+
+    arms: dict[str, dict[str, Any]] = Field(..., min_length=1)
+    seeds: list[int] = Field(..., min_length=1)
+
+
+class LocalConfig(StrictModel):
+    """Everything one `qarl train` needs."""
+
+    run: RunLabels = RunLabels()
+    run_dir: Path
+    seed: int = Field(0, ge=0)
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    num_threads: int | None = Field(None, ge=1, description="CPU threads; None = torch's choice.")
+    qarl: QarlConfig = QarlConfig()
+    policy: PolicyConfig
+    rollout: RolloutConfig = RolloutConfig()
+    loss_fn: LossConfig
+    grpo: GrpoConfig = GrpoConfig()
+    data: Annotated[ArithmeticData | JsonlData | HfData, Field(discriminator="source")] = ArithmeticData()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
+    compare: CompareConfig | None = None

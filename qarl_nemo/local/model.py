@@ -1,0 +1,105 @@
+"""The learner's model: a local Qwen3 / Qwen3-MoE checkpoint, or a tiny random one with its tokenizer."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from qarl_nemo.local.config import ModelInit, PolicyConfig
+from qarl_nemo.local.tokenizer import character_tokenizer
+
+SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2")
+
+
+def load_model(
+    policy: PolicyConfig, device: torch.device, seed: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load or make the model and its tokenizer.
+
+    Args:
+        policy: the policy block.
+        device: where the parameters go.
+        seed: seeds a random model's weights.
+
+    Returns:
+        The model in the configured precision, and its tokenizer.
+
+    Raises:
+        ValueError: the directory is not a checkpoint of a supported model type.
+    """
+    dtype = getattr(torch, policy.precision)
+    if policy.model_init is not None:
+        tokenizer = character_tokenizer()
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(tiny_config(policy.model_init, tokenizer)).to(dtype)
+    else:
+        assert policy.model_path is not None
+        model, tokenizer = load_checkpoint(policy.model_path, dtype)
+    return model.to(device), tokenizer
+
+
+def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a checkpoint directory from disk, safetensors only.
+
+    Args:
+        path: the directory.
+        dtype: dtype of the parameters.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        ValueError: no such directory, or an unsupported model type.
+    """
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no config.json")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ValueError(f"{path} is a {config.model_type!r} model; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
+    return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def tiny_config(init: ModelInit, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:
+    """Return the Qwen3-MoE config of a tiny random model.
+
+    Args:
+        init: sizes.
+        tokenizer: vocabulary size and special tokens.
+
+    Returns:
+        The config.
+    """
+    return Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        intermediate_size=init.moe_intermediate_size,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **init.model_dump(),
+    )
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end a response: the generation config's and the tokenizer's.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+
+    Returns:
+        Sorted token ids.
+    """
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = {tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])}
+    return sorted(token for token in ids if token is not None)

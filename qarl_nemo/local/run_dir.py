@@ -1,0 +1,49 @@
+"""A run's folder: new, to be resumed, or refused."""
+
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from qarl_nemo.config import ConfigError
+from qarl_nemo.local.config import LocalConfig
+
+# Keys that may change between the parts of a resumed run: they do not change any number that was computed.
+_FREE_KEYS = ("run_dir", "grpo.max_num_steps", "checkpointing.", "logger.", "num_threads", "compare")
+
+
+def open_run_dir(config: LocalConfig) -> None:
+    """Write config.yaml into a new run's folder, or check that an existing one is of the same run.
+
+    Args:
+        config: the resolved config.
+
+    Raises:
+        ConfigError: the folder holds another run; every key that differs is listed.
+    """
+    path = config.run_dir / "config.yaml"
+    resolved = config.model_dump(mode="json", exclude={"compare"})
+    if path.is_file():
+        found = OmegaConf.to_container(OmegaConf.load(path))
+        differing = _differences(_flatten(found), _flatten(resolved))
+        if differing:
+            raise ConfigError(
+                f"{config.run_dir} holds a run with another config; resume it with the same one, or choose another "
+                "run_dir=... Differing keys:\n  " + "\n  ".join(differing)
+            )
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
+    partial.replace(path)
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    keys = sorted(key for key in {*found, *wanted} if not key.startswith(_FREE_KEYS))
+    return [
+        f"{key}: there {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys if found.get(key) != wanted.get(key)
+    ]
+
+
+def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix.removesuffix("."): values}
+    return {k: v for key, value in values.items() for k, v in _flatten(value, f"{prefix}{key}.").items()}

@@ -1,0 +1,245 @@
+"""The built-in rollout engine: a model that holds only the packed tensors it received through refit."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+
+from qarl_kernels import QuantFormat, QuantizedWeight, stored_layout
+from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
+from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
+from qarl_nemo.local.rollouts import Rollouts, pad_left, positions
+from qarl_nemo.refit.manifest import Layout, layout_problems
+from qarl_nemo.refit.names import module_kind
+from qarl_nemo.refit.publish import RefitUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How responses are drawn.
+
+    Attributes:
+        max_new_tokens: budget, tokens.
+        temperature: 0 decodes greedily (logprobs are then those at temperature 1).
+        top_p: smallest probability mass kept; truncates sampling, not the reported logprobs.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+class PackedSampler:
+    """Batched decoding with a KV cache from packed weights.
+
+    Args:
+        config: the learner's model config.
+        fmt: format of the packed weights.
+        targets: which layers are packed.
+        dtype: activations and unquantized parameters.
+        device: where everything lives.
+        stop_ids: tokens that end a response.
+        pad_id: filler.
+        keep_operand: see `PackedWeight`.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        fmt: QuantFormat,
+        targets: tuple[str, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        stop_ids: list[int],
+        pad_id: int,
+        keep_operand: bool = True,
+    ) -> None:
+        self.format = fmt
+        self.device = device
+        self.pad_id = pad_id
+        self.stop_ids = torch.tensor(stop_ids, device=device)
+        self.routes = RouteControl()
+        self.num_routers = 0
+        self.version: int | None = None
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        self.slots = self._empty_packed_layers(model, targets, dtype, keep_operand)
+        model.to_empty(device=device)
+        # Its frequencies are computed, not loaded, so the meta device left them empty.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+        model.tie_weights()
+        self.model = model.eval().requires_grad_(False)
+
+    def _empty_packed_layers(
+        self, model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, keep_operand: bool
+    ) -> dict[str, PackedWeight]:
+        slots: dict[str, PackedWeight] = {}
+        for name, module in list(model.named_modules()):
+            kind = module_kind(name)
+            replacement: nn.Module
+            if kind == "router":
+                replacement = AlignedRouter(module, self.routes, self.num_routers)
+                self.num_routers += 1
+            elif kind in targets and isinstance(module, nn.Linear):
+                slots[name] = PackedWeight(self.format, tuple(module.weight.shape), dtype, keep_operand=keep_operand)
+                replacement = PackedLinear(slots[name], module.bias)
+            elif kind in targets and hasattr(module, "gate_up_proj"):
+                pair = [
+                    PackedWeight(self.format, tuple(weight.shape), dtype, keep_operand=keep_operand)
+                    for weight in (module.gate_up_proj, module.down_proj)
+                ]
+                slots[f"{name}.gate_up_proj"], slots[f"{name}.down_proj"] = pair
+                replacement = PackedExperts(*pair)
+            else:
+                continue
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replacement)
+        return slots
+
+    @torch.no_grad()
+    def load(self, update: RefitUpdate) -> None:
+        """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.
+
+        Args:
+            update: what the learner published.
+
+        Raises:
+            ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds;
+                all are listed, and the old version keeps serving.
+        """
+        problems = update.manifest.problems(update.tensors) + layout_problems(update.tensors, self._layout())
+        if update.manifest.format != self.format.name:
+            problems.append(f"the update is in format {update.manifest.format}, this engine serves {self.format.name}")
+        if problems:
+            serving = "nothing" if self.version is None else f"version {self.version}"
+            raise ValueError(
+                f"refit to version {update.manifest.version} refused, {serving} keeps serving; {len(problems)} "
+                "problem(s):\n  " + "\n  ".join(problems)
+            )
+        parameters = dict(self.model.named_parameters())
+        packed: dict[str, dict[str, Tensor]] = {name: {} for name in self.slots}
+        for name, tensor in update.tensors.items():
+            owner, _, suffix = name.rpartition(".")
+            if owner in packed:
+                packed[owner][suffix] = tensor.to(self.device, copy=True)
+            else:
+                parameters[name].copy_(tensor)
+        for name, slot in self.slots.items():
+            slot.fill(QuantizedWeight(self.format, slot.shape, packed[name]))
+        self.version = update.manifest.version
+
+    def _layout(self) -> Layout:
+        stored = {
+            f"{name}.{suffix}": layout
+            for name, slot in self.slots.items()
+            for suffix, layout in stored_layout(slot.shape, self.format).items()
+        }
+        plain = {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
+        return stored | plain
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        generator: torch.Generator,
+        *,
+        num_prompt_columns: int = 0,
+    ) -> Rollouts:
+        """Sample one response for each prompt.
+
+        Args:
+            prompts: token ids.
+            params: how to draw.
+            generator: source of randomness on this engine's device.
+            num_prompt_columns: least number of prompt columns P.
+
+        Returns:
+            The rollouts; `generation_logprobs` are log_softmax(logits / temperature) in FP32.
+        """
+        assert self.version is not None, "no refit has reached this engine"
+        input_ids, prompt_mask = pad_left(prompts, self.pad_id, self.device, width=num_prompt_columns)
+        tokens, logprobs, masks, routes = [], [], [], []
+        alive = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
+        cache, step_ids, attention = DynamicCache(), input_ids, prompt_mask
+        for column in range(params.max_new_tokens):
+            with self.routes.record() as chosen:
+                logits = self._step(step_ids, attention, cache)
+            routes.append(_stack_routes(chosen, step_ids.shape))
+            token, logprob = draw(logits, params, generator)
+            token = torch.where(alive, token, self.pad_id)
+            tokens.append(token)
+            logprobs.append(torch.where(alive, logprob, 0.0))
+            masks.append(alive)
+            alive = alive & ~torch.isin(token, self.stop_ids)
+            if column + 1 == params.max_new_tokens or not bool(alive.any()):
+                break
+            step_ids = token.unsqueeze(-1)
+            attention = torch.cat([attention, masks[-1].unsqueeze(-1)], dim=-1)
+        response_mask = torch.stack(masks, dim=-1)
+        return Rollouts(
+            input_ids=torch.cat([input_ids, torch.stack(tokens, dim=-1)], dim=-1),
+            attention_mask=torch.cat([prompt_mask, response_mask], dim=-1),
+            response_mask=response_mask,
+            generation_logprobs=torch.stack(logprobs, dim=-1),
+            routes=_join_routes(routes, input_ids.shape[1] + len(tokens)),
+            truncated=alive,
+            weight_version=self.version,
+        )
+
+    def _step(self, step_ids: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
+        out = self.model(
+            input_ids=step_ids,
+            attention_mask=attention,
+            position_ids=positions(attention)[:, -step_ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1].float()
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights held, in bytes: packed tensors and unquantized parameters, without the repacked GEMM operands."""
+        packed = sum(slot.weight.num_bytes for slot in self.slots.values() if slot.weight)
+        return packed + sum(parameter.nbytes for parameter in self.model.parameters())
+
+
+def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row.
+
+    Args:
+        logits: [B, V] FP32.
+        params: temperature and top-p.
+        generator: source of randomness.
+
+    Returns:
+        token [B] int64 and its logprob [B] FP32 under the untruncated distribution.
+    """
+    logprobs = (logits / (params.temperature or 1.0)).log_softmax(-1)
+    if params.temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        probabilities = logprobs.exp()
+        if params.top_p < 1:
+            ordered, order = probabilities.sort(dim=-1, descending=True)
+            outside = ordered.cumsum(-1) - ordered >= params.top_p
+            probabilities = probabilities.masked_fill(outside.gather(-1, order.argsort(-1)), 0.0)
+        token = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    return token, logprobs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+
+def _stack_routes(chosen: list[Tensor], shape: torch.Size) -> Tensor | None:
+    if not chosen:
+        return None
+    return torch.stack(chosen, dim=1).view(*shape, len(chosen), -1).to(torch.int16)
+
+
+def _join_routes(parts: list[Tensor | None], num_columns: int) -> Tensor | None:
+    if parts[0] is None:
+        return None
+    joined = torch.cat(parts, dim=1)
+    # The last token was sampled but never fed back, so no router has seen it.
+    return nn.functional.pad(joined, (0, 0, 0, 0, 0, num_columns - joined.shape[1]), value=NO_ROUTE)

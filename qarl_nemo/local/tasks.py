@@ -1,0 +1,190 @@
+"""Problems with verifiable answers: generated arithmetic, JSONL, and datasets in OpenR1-Math-46K's fields."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl_nemo.local.config import ArithmeticData, HfData, JsonlData
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem.
+
+    Attributes:
+        prompt: text, or chat messages for the tokenizer's template.
+        answer: what math-verify compares with.
+    """
+
+    prompt: str | tuple[dict[str, str], ...]
+    answer: str
+
+
+class TaskSource:
+    """Where prompts come from, drawn as a function of seed and step alone, so that a resumed run sees the same.
+
+    Args:
+        config: the data block.
+        seed: the run's seed.
+
+    Raises:
+        ValueError: a file is missing or a record lacks a field; all are listed.
+    """
+
+    def __init__(self, config: ArithmeticData | JsonlData | HfData, seed: int) -> None:
+        self.config = config
+        self.seed = seed
+        self._train: Sequence[Task] = ()
+        self._validation: Sequence[Task] = ()
+        if isinstance(config, JsonlData):
+            self._train = read_jsonl(config.train, config.prompt_template)
+            if config.validation:
+                self._validation = read_jsonl(config.validation, config.prompt_template)
+        elif isinstance(config, HfData):
+            self._train = read_huggingface(config.path, config.train_split)
+            if config.validation_split:
+                self._validation = read_huggingface(config.path, config.validation_split)
+
+    def train(self, step: int, num_prompts: int, *, stream: str = "train") -> list[Task]:
+        """Return the prompts of one step: generated ones, or an epoch-wise shuffle of the data.
+
+        Args:
+            step: 1-based step.
+            num_prompts: how many.
+            stream: a name that separates independent draws (`train`, `warm_start`).
+
+        Returns:
+            The tasks.
+        """
+        if isinstance(self.config, ArithmeticData):
+            return arithmetic_tasks(self.config, num_prompts, random.Random(f"{stream}-{self.seed}-{step}"))
+        first = (step - 1) * num_prompts
+        return [self._at(index, stream) for index in range(first, first + num_prompts)]
+
+    def validation(self, num_prompts: int) -> list[Task]:
+        """Return the validation prompts, the same at each call: generated ones, the validation split, or train's head.
+
+        Args:
+            num_prompts: how many at most.
+
+        Returns:
+            The tasks.
+        """
+        if isinstance(self.config, ArithmeticData):
+            return arithmetic_tasks(self.config, num_prompts, random.Random("validation"))
+        return list((self._validation or self._train)[:num_prompts])
+
+    def _at(self, index: int, stream: str) -> Task:
+        epoch, position = divmod(index, len(self._train))
+        order = random.Random(f"{stream}-{self.seed}-epoch-{epoch}").sample(range(len(self._train)), len(self._train))
+        return self._train[order[position]]
+
+
+def arithmetic_tasks(config: ArithmeticData, num_tasks: int, rng: random.Random) -> list[Task]:
+    """Draw problems such as `12+34=`; terms are zero-padded to `digits`.
+
+    Args:
+        config: digits, terms and operators.
+        num_tasks: how many.
+        rng: source of randomness.
+
+    Returns:
+        The tasks.
+    """
+    tasks = []
+    for _ in range(num_tasks):
+        terms = [rng.randrange(10**config.digits) for _ in range(config.num_terms)]
+        operators = [rng.choice(config.operators) for _ in terms[1:]]
+        total = eval_chain(terms, operators)
+        text = f"{terms[0]:0{config.digits}d}"
+        for operator, term in zip(operators, terms[1:], strict=True):
+            text += f"{operator}{term:0{config.digits}d}"
+        tasks.append(Task(text + "=", str(total)))
+    return tasks
+
+
+def eval_chain(terms: Sequence[int], operators: Sequence[str]) -> int:
+    """Evaluate terms[0] op[0] terms[1] ..., products first.
+
+    Args:
+        terms: the numbers.
+        operators: one of `+-*` between each pair.
+
+    Returns:
+        The value.
+    """
+    summands = [terms[0]]
+    for operator, term in zip(operators, terms[1:], strict=True):
+        if operator == "*":
+            summands[-1] *= term
+        else:
+            summands.append(-term if operator == "-" else term)
+    return sum(summands)
+
+
+def read_jsonl(path: Path, prompt_template: str) -> list[Task]:
+    """Read `problem` and `answer` from each line.
+
+    Args:
+        path: the file.
+        prompt_template: text with `{problem}`.
+
+    Returns:
+        The tasks.
+
+    Raises:
+        ValueError: the file is missing or empty, or lines lack a field or are not JSON; all are listed.
+    """
+    if not path.is_file():
+        raise ValueError(f"data file {path} does not exist")
+    tasks, problems = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            tasks.append(Task(prompt_template.replace("{problem}", record["problem"]), str(record["answer"])))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            problems.append(f"line {number}: {type(error).__name__} {error}")
+    if problems or not tasks:
+        raise ValueError(
+            f"{path}: every line needs the text fields `problem` and `answer`; "
+            + ("; ".join(problems[:20]) or "the file is empty")
+        )
+    return tasks
+
+
+def read_huggingface(path: str, split: str) -> list[Task]:
+    """Read a dataset with `prompt` (chat messages) and `reward_model.ground_truth`, as OpenR1-Math-46K has them.
+
+    Args:
+        path: hub name, local dataset directory, or one .jsonl / .json / .parquet file.
+        split: split name.
+
+    Returns:
+        The tasks.
+
+    Raises:
+        ValueError: the fields are missing.
+
+    Source: Elliott/Openr1-Math-46k-8192 on the Hugging Face hub.
+    """
+    import datasets
+
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    kind = kinds.get(Path(path).suffix)
+    if kind:
+        data = datasets.load_dataset(kind, data_files={split: path}, split=split)
+    else:
+        data = datasets.load_dataset(path, split=split)
+    missing = {"prompt", "reward_model"} - set(data.column_names)
+    if missing:
+        raise ValueError(f"dataset {path} lacks {sorted(missing)}; it has {data.column_names}")
+    return [Task(_messages(record["prompt"]), str(record["reward_model"]["ground_truth"])) for record in data]
+
+
+def _messages(messages: list[dict[str, Any]]) -> tuple[dict[str, str], ...]:
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)

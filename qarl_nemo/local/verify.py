@@ -1,0 +1,30 @@
+"""Verifiable rewards: 1 when math-verify finds the response equal to the answer, else 0."""
+
+import functools
+import re
+
+_INTEGER = re.compile(r"\s*-?\d+\s*")
+
+
+def reward(response: str, answer: str) -> float:
+    """Return 1.0 if `response` gives `answer`, else 0.0.
+
+    Args:
+        response: decoded response text.
+        answer: the expected answer, plain or LaTeX.
+
+    Returns:
+        0.0 or 1.0.
+    """
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(response):
+        # Two plain integers need no parser, which costs milliseconds a call.
+        return float(int(response) == int(answer))
+    return _verified(response, answer)
+
+
+@functools.lru_cache(maxsize=65536)
+def _verified(response: str, answer: str) -> float:
+    from math_verify import parse, verify
+
+    gold = parse(answer if "\\" in answer or "$" in answer else f"${answer}$")
+    return float(verify(gold, parse(response)))
