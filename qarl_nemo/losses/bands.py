@@ -1,0 +1,97 @@
+"""Bands: the interval of the ratio in which a unit (response or token) has a gradient, by the sign of its advantage.
+
+Every clipped objective here is `weight * clip(r, lower, upper) * A` with bounds that depend on sign(A) only. PPO's
+outer min is one such pair of bounds: min(r A, clip(r, 1-l, 1+h) A) = clip(r, 0, 1+h) A for A > 0 and
+clip(r, 1-l, inf) A for A < 0.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_nemo.losses.ratios import LogRatios, LossOutput, Units, loss_output
+
+Bounds = tuple[float | Tensor, float | Tensor]
+UNBOUNDED: Bounds = (-math.inf, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Bounds of the ratio per unit; unbounded where the advantage is 0 (masked units too), which is in no band at all.
+
+    Attributes:
+        lower: [B] or [B, T].
+        upper: like lower.
+        positive: bool, advantage > 0.
+        negative: bool, advantage < 0.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    positive: Tensor
+    negative: Tensor
+
+    @classmethod
+    def by_sign(cls, advantages: Tensor, *, positive: Bounds, negative: Bounds = UNBOUNDED) -> "Band":
+        """Choose (lower, upper) per unit by the sign of its advantage."""
+        above, below = advantages > 0, advantages < 0
+        lower, upper = (torch.full_like(advantages, bound) for bound in UNBOUNDED)
+        lower = torch.where(above, positive[0], torch.where(below, negative[0], lower))
+        upper = torch.where(above, positive[1], torch.where(below, negative[1], upper))
+        return cls(lower=lower, upper=upper, positive=above, negative=below)
+
+    def clip(self, ratio: Tensor) -> Tensor:
+        """Hold the ratio in its band; outside, its gradient is exactly zero. On a bound it still flows."""
+        return ratio.clamp(self.lower, self.upper)
+
+    def contains(self, ratio: Tensor) -> Tensor:
+        """Tell where the gradient flows: lower <= ratio <= upper."""
+        return (ratio >= self.lower) & (ratio <= self.upper)
+
+    @torch.no_grad()
+    def metrics(self, ratio: Tensor, units: Units) -> dict[str, Tensor]:
+        """Return the share of all valid units with a sign in, below and above its band, and the counts in it.
+
+        For the share within a sign divide by `fraction_<sign>`, once all micro-batches are added up.
+        """
+        places = {"in_band": self.contains(ratio), "below_band": ratio < self.lower, "above_band": ratio > self.upper}
+        result = {}
+        for sign, has_sign in (("positive", self.positive), ("negative", self.negative)):
+            for place, is_there in places.items():
+                result[f"{place}_fraction_{sign}"] = units.average(is_there & has_sign)
+            result[f"num_in_band_{sign}"] = (places["in_band"] & has_sign).sum()
+        return result
+
+
+def clipped_output(
+    logs: LogRatios,
+    *,
+    units: Units,
+    advantages: Tensor,
+    ratio: Tensor,
+    weight: Tensor | float,
+    band: Band,
+    metrics: dict[str, Tensor],
+) -> LossOutput:
+    """Return the output of loss = -(sum over units of weight * clip(ratio) * A) / global count of units.
+
+    Args:
+        logs: the compared micro-batch.
+        units: responses or tokens.
+        advantages: [B] or [B, T], one per unit.
+        ratio: like advantages, with a graph.
+        weight: like advantages, detached; a unit of weight 0 is dropped but stays in the denominator.
+        band: the bounds of `ratio`.
+        metrics: the objective's own additive metrics, beside those of the band.
+    """
+    weight = torch.as_tensor(weight, dtype=ratio.dtype, device=ratio.device)
+    return loss_output(
+        logs,
+        units=units,
+        advantages=advantages,
+        loss=units.average(-weight * band.clip(ratio) * advantages),
+        kept=band.contains(ratio) & (weight > 0),
+        metrics=band.metrics(ratio, units) | metrics,
+    )
