@@ -1,0 +1,75 @@
+import pickle
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+from loss_batches import NAMES, random_batch
+from pydantic import TypeAdapter, ValidationError
+
+from qarl_nemo.losses.build import build_loss
+from qarl_nemo.losses.config import LossConfig, TBPOConfig
+
+ADAPTER = TypeAdapter(LossConfig)
+MODELS = get_args(get_args(LossConfig)[0])
+
+
+def test_tbpo_defaults_are_the_papers():
+    assert TBPOConfig().model_dump() == {
+        "objective": "tbpo",
+        "positive_clip_high": 0.0004,
+        "negative_clip_low": 0.0003,
+        "negative_clip_high": 0.0007,
+        "mismatch_cap": 2.0,
+    }
+
+
+def test_every_objective_of_the_union_can_be_built_from_its_defaults():
+    assert sorted(model.model_fields["objective"].default for model in MODELS) == NAMES
+    curr, data = random_batch(0)
+    for model in MODELS:
+        config = ADAPTER.validate_python({"objective": model.model_fields["objective"].default})
+        assert type(config) is model
+        loss_fn = pickle.loads(pickle.dumps(build_loss(config)))
+        assert loss_fn(curr, data).loss.isfinite()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_setting_has_a_description_and_a_bound(model):
+    for name, field in model.model_fields.items():
+        if name != "objective":
+            assert field.description, name
+            assert field.metadata, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"objective": "tbpo", "positive_clip_hihg": 0.1}, "positive_clip_hihg"),
+        ({"objective": "gspo", "mismatch_cap": 2.0}, "mismatch_cap"),
+        ({"objective": "tpbo"}, "'tbpo'"),
+        ({"mismatch_cap": 2.0}, "objective"),
+        ({"objective": "tbpo", "mismatch_cap": 1.0}, "greater than 1"),
+        ({"objective": "tbpo", "negative_clip_low": 1.0}, "less than 1"),
+        ({"objective": "tbpo", "positive_clip_high": 0.0}, "greater than 0"),
+        ({"objective": "tbpo", "positive_clip_high": float("nan")}, "finite number"),
+        ({"objective": "tbpo", "mismatch_cap": "2"}, "valid number"),
+        ({"objective": "mis_gspo", "mismatch_low": 1.1}, "less than 1"),
+        ({"objective": "mis_gspo", "mismatch_high": 0.9}, "greater than 1"),
+        ({"objective": "dual_clip_grpo", "dual_clip": 1.0}, "greater than 1"),
+        ({"objective": "sapo", "tau_neg": -1.0}, "greater than 0"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        ADAPTER.validate_python(settings)
+
+
+def test_a_config_cannot_be_changed_after_it_was_checked():
+    with pytest.raises(ValidationError, match="frozen"):
+        TBPOConfig().mismatch_cap = 0.5
+
+
+def test_importing_the_config_leaves_torch_out():
+    code = "import sys, qarl_nemo.losses.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
