@@ -18,7 +18,7 @@ def grpo_tis_loss(curr_logprobs: Tensor, data: LossData, config: GRPOTISConfig) 
         config: clip lines and mismatch cap.
 
     Source: PPO clip, arXiv 1707.06347 Eq. 7; clip-higher and the token mean, arXiv 2503.14476 section 3; truncation,
-        https://github.com/yaof20/Flash-RL.
+        github.com/yaof20/Flash-RL.
     """
     logs = compare(curr_logprobs, data)
     return clipped_output(
