@@ -74,7 +74,7 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
 
 
 def read_yaml(path: Path, _seen: tuple[Path, ...] = ()) -> DictConfig:
-    """Read a YAML; `defaults:` (one path or a list, relative to the file) are merged below it.
+    """Read a YAML; `defaults:` (one path or a list, relative to the file) are merged below it, `_override_` replaces.
 
     Args:
         path: the YAML file.
@@ -98,9 +98,30 @@ def read_yaml(path: Path, _seen: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     parents = own.pop("defaults", [])
     parents = [parents] if isinstance(parents, str) else list(parents)
-    layers = [read_yaml(path.parent / parent, (*_seen, path)) for parent in parents]
-    merged = OmegaConf.merge(*layers, own)
-    assert isinstance(merged, DictConfig)
+    merged: dict[str, Any] = {}
+    for parent in parents:
+        merged = merge_mappings(merged, OmegaConf.to_container(read_yaml(path.parent / parent, (*_seen, path))))
+    return OmegaConf.create(merge_mappings(merged, OmegaConf.to_container(own)))
+
+
+def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Merge two nested mappings; one that holds `_override_: true` replaces what it covers, as in NeMo-RL's configs.
+
+    Args:
+        below: the defaults.
+        above: what wins.
+
+    Returns:
+        A new mapping without `_override_` keys.
+    """
+    replace = above.get("_override_", False)
+    merged = {} if replace else dict(below)
+    for key, value in above.items():
+        if isinstance(value, dict):
+            under = merged.get(key)
+            merged[key] = merge_mappings(under if isinstance(under, dict) else {}, value)
+        elif key != "_override_":
+            merged[key] = value
     return merged
 
 
