@@ -1,0 +1,260 @@
+"""Parameter names: which target a tensor belongs to, and how stacked refit names and checkpoint names correspond.
+
+Strings only. Names are Hugging Face's for Qwen2, Qwen3 and Qwen3-MoE, which vLLM reads too.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+TARGETS = ("experts", "attention", "mlp")
+
+_LAYER = r"(?:.*\.)?layers\.\d+\."
+_KIND_PATTERNS = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        ("experts", _LAYER + r"mlp\.experts(?:\.\d+\.(?:gate|up|down)_proj|\.(?:gate_up|down)_proj)?"),
+        ("attention", _LAYER + r"self_attn\.[qkvo]_proj"),
+        ("mlp", _LAYER + r"mlp\.(?:gate|up|down)_proj"),
+        ("router", _LAYER + r"mlp\.gate"),
+        ("shared_experts", _LAYER + r"mlp\.shared_experts?(?:_gate|\..+)?"),
+        ("norm", r"(?:.*\.)?(?:\w+_)?(?:layer)?norm"),
+        ("embedding", r"(?:.*\.)?embed_tokens"),
+        ("lm_head", r"(?:.*\.)?lm_head"),
+    )
+)
+_EXPERT = re.compile(
+    rf"(?P<block>{_LAYER}mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.(?P<suffix>.+)"
+)
+_STACKED = re.compile(rf"(?P<block>{_LAYER}mlp\.experts)\.(?P<projection>gate_up|down)_proj\.(?P<suffix>.+)")
+_PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlice:
+    """Where one expert's projection lives in a stacked refit tensor [num_experts, num_parts * N, ...].
+
+    Attributes:
+        stacked: the refit name, e.g. `model.layers.3.mlp.experts.gate_up_proj.weight_packed`.
+        expert: index along the first dimension.
+        part: which block of N rows: 0 is gate (or down), 1 is up.
+        num_parts: 2 for gate_up_proj, 1 for down_proj.
+    """
+
+    stacked: str
+    expert: int
+    part: int
+    num_parts: int
+
+
+def check_targets(targets: Sequence[str]) -> tuple[str, ...]:
+    """Return `targets` without duplicates, in the order of `TARGETS`.
+
+    Args:
+        targets: names out of `TARGETS`.
+
+    Returns:
+        The canonical tuple.
+
+    Raises:
+        ValueError: `targets` is empty or holds unknown names; every one is listed.
+    """
+    if isinstance(targets, str):
+        raise ValueError(f"targets must be a list, got the string {targets!r}; write [{targets}]")
+    unknown = [str(target) for target in targets if target not in TARGETS]
+    if unknown or not targets:
+        given = "unknown targets: " + ", ".join(unknown) if unknown else "no target given"
+        raise ValueError(f"{given}; legal: {', '.join(TARGETS)}")
+    return tuple(target for target in TARGETS if target in targets)
+
+
+def module_kind(module: str) -> str:
+    """Return what a module is.
+
+    Args:
+        module: module name, e.g. `model.layers.3.mlp.gate`.
+
+    Returns:
+        A target, or one of `router`, `shared_experts`, `norm`, `embedding`, `lm_head`, `other`.
+    """
+    return next((kind for kind, pattern in _KIND_PATTERNS if pattern.fullmatch(module)), "other")
+
+
+def tensor_kind(name: str) -> str:
+    """Return the `module_kind` of the module that owns a parameter.
+
+    Args:
+        name: parameter name, e.g. `model.layers.3.self_attn.q_proj.bias`.
+
+    Returns:
+        The kind.
+    """
+    return module_kind(name.rpartition(".")[0])
+
+
+def target_of(name: str) -> str | None:
+    """Return the target whose weight matrix a checkpoint parameter is; None for biases, norms, routers and the rest.
+
+    Args:
+        name: parameter name, e.g. `model.layers.3.mlp.experts.7.gate_proj.weight`.
+
+    Returns:
+        A name out of `TARGETS`, or None.
+    """
+    module, _, suffix = name.rpartition(".")
+    kind = module_kind(module)
+    return kind if suffix == "weight" and kind in TARGETS else None
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key that puts layer 2 before layer 10.
+
+    Args:
+        name: any dotted name.
+
+    Returns:
+        The key.
+    """
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("."))
+
+
+def expert_slice(name: str) -> ExpertSlice | None:
+    """Return where a per-expert checkpoint tensor lives in the layer's stacked refit tensor.
+
+    Args:
+        name: e.g. `model.layers.3.mlp.experts.7.up_proj.weight_scale`.
+
+    Returns:
+        The slice, or None when the name is not a per-expert tensor.
+    """
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    fused = "down" if match["projection"] == "down" else "gate_up"
+    parts = _PARTS[fused]
+    stacked = f"{match['block']}.{fused}_proj.{match['suffix']}"
+    return ExpertSlice(stacked, int(match["expert"]), parts.index(match["projection"]), len(parts))
+
+
+def expert_names(stacked: str, num_experts: int) -> list[list[str]]:
+    """Return the checkpoint names held by a stacked refit tensor: `[expert][part]`, gate before up.
+
+    Args:
+        stacked: e.g. `model.layers.3.mlp.experts.gate_up_proj.weight_packed`.
+        num_experts: size of the first dimension.
+
+    Returns:
+        One list of 2 (gate_up_proj) or 1 (down_proj) names for each expert.
+
+    Raises:
+        ValueError: the name is not a stacked expert name.
+    """
+    match = _STACKED.fullmatch(stacked)
+    if match is None:
+        raise ValueError(
+            f"{stacked!r} is not a stacked expert name; legal: <layer>.mlp.experts.gate_up_proj.<suffix> and "
+            "<layer>.mlp.experts.down_proj.<suffix>"
+        )
+    parts = _PARTS[match["projection"]]
+    return [
+        [f"{match['block']}.{expert}.{part}_proj.{match['suffix']}" for part in parts] for expert in range(num_experts)
+    ]
+
+
+def compressed_tensors_ignore(names: Iterable[str], targets: Sequence[str]) -> list[str]:
+    """Return the `ignore` list of a compressed-tensors config: routers by name, whole families by pattern.
+
+    Args:
+        names: every parameter name of the model.
+        targets: what is quantized.
+
+    Returns:
+        Exact names first, then `re:` patterns for the families of linears that stay BF16.
+
+    Raises:
+        ValueError: a target is unknown.
+    """
+    targets = check_targets(targets)
+    modules = _modules_by_kind(names)
+    patterns = {
+        "experts": r"re:.*\.mlp\.experts(\..*)?$",
+        "attention": r"re:.*\.self_attn\..*",
+        "mlp": r"re:.*\.mlp\.(gate|up|gate_up|down)_proj$",
+        "shared_experts": r"re:.*\.mlp\.shared_experts?(_gate|\..*)?$",
+    }
+    untouched = [pattern for kind, pattern in patterns.items() if kind in modules and kind not in targets]
+    return ["lm_head", *modules.get("router", []), *untouched]
+
+
+def fp8_modules_to_not_convert(names: Iterable[str], targets: Sequence[str]) -> list[str]:
+    """Return `modules_to_not_convert` for vLLM's `fp8` method, which compares exact names, fused ones included.
+
+    Args:
+        names: every parameter name of the model.
+        targets: what is quantized.
+
+    Returns:
+        Exact module names: lm_head, every router, and the linears of every kind that stays BF16.
+
+    Raises:
+        ValueError: a target is unknown.
+    """
+    targets = check_targets(targets)
+    modules = _modules_by_kind(names)
+    kept = ["lm_head", *modules.get("router", [])]
+    for kind in ("attention", "mlp", "shared_experts"):
+        if kind not in targets:
+            kept += [name for module in modules.get(kind, []) for name in _with_fused(module)]
+    if "experts" not in targets:
+        # vLLM asks for the whole block `...mlp.experts`, never for one expert.
+        kept += [module.partition(".mlp.experts")[0] + ".mlp.experts" for module in modules.get("experts", [])]
+    return list(dict.fromkeys(kept))
+
+
+def summarize_names(names: Iterable[str]) -> str:
+    """Return every name in one line, numbers that form a full grid written as `{0..47}`.
+
+    Args:
+        names: dotted names.
+
+    Returns:
+        E.g. `model.layers.{0..47}.mlp.experts.{0..127}.up_proj.weight`; nothing is left out or abbreviated.
+    """
+    grids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for name in sorted(set(names), key=natural_key):
+        parts = name.split(".")
+        template = tuple("#" if part.isdecimal() else part for part in parts)
+        grids.setdefault(template, []).append(tuple(int(part) for part in parts if part.isdecimal()))
+    return ", ".join(text for template, grid in grids.items() for text in _grid_texts(template, grid))
+
+
+def _grid_texts(template: tuple[str, ...], grid: list[tuple[int, ...]]) -> list[str]:
+    axes = [sorted(set(axis)) for axis in zip(*grid, strict=True)]
+    cells = 1
+    for axis in axes:
+        cells *= len(axis)
+    dense = all(axis[-1] - axis[0] + 1 == len(axis) for axis in axes)
+    if cells == len(grid) and dense:
+        ranges = iter(str(axis[0]) if len(axis) == 1 else f"{{{axis[0]}..{axis[-1]}}}" for axis in axes)
+        return [".".join(next(ranges) if part == "#" else part for part in template)]
+    rows = (iter(map(str, row)) for row in grid)
+    return [".".join(next(row) if part == "#" else part for part in template) for row in rows]
+
+
+def _modules_by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    modules: dict[str, list[str]] = {}
+    for module in sorted({name.rpartition(".")[0] for name in names}, key=natural_key):
+        modules.setdefault(module_kind(module), []).append(module)
+    return modules
+
+
+def _with_fused(module: str) -> list[str]:
+    parent, _, leaf = module.rpartition(".")
+    return [module, f"{parent}.{_FUSED[leaf]}"] if leaf in _FUSED else [module]

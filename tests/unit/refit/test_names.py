@@ -1,0 +1,138 @@
+import re
+
+import pytest
+
+from qarl_nemo.refit.names import (
+    ExpertSlice,
+    check_targets,
+    compressed_tensors_ignore,
+    expert_names,
+    expert_slice,
+    fp8_modules_to_not_convert,
+    natural_key,
+    summarize_names,
+    target_of,
+    tensor_kind,
+)
+
+# Layer 0 is a Qwen3-MoE block, layer 1 a dense one, layer 2 has a Qwen2-MoE shared expert.
+PARAMETERS = [
+    "model.embed_tokens.weight",
+    *(f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "qkvo"),
+    *(f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2)),
+    *(
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in (0, 2)
+        for expert in range(2)
+        for part in ("gate", "up", "down")
+    ),
+    *(f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    *(f"model.layers.2.mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "model.layers.2.mlp.shared_expert_gate.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "target"),
+    [
+        ("model.layers.3.mlp.experts.7.gate_proj.weight", "experts", "experts"),
+        ("model.layers.3.mlp.experts.gate_up_proj.weight", "experts", "experts"),
+        ("model.layers.3.mlp.experts.gate_up_proj", "experts", None),
+        ("model.layers.3.self_attn.q_proj.weight", "attention", "attention"),
+        ("model.layers.3.self_attn.q_proj.bias", "attention", None),
+        ("model.layers.3.self_attn.q_norm.weight", "norm", None),
+        ("model.layers.3.mlp.gate_proj.weight", "mlp", "mlp"),
+        ("model.layers.3.mlp.gate.weight", "router", None),
+        ("model.layers.3.mlp.shared_expert.gate_proj.weight", "shared_experts", None),
+        ("model.layers.3.mlp.shared_experts.down_proj.weight", "shared_experts", None),
+        ("model.layers.3.mlp.shared_expert_gate.weight", "shared_experts", None),
+        ("model.layers.3.post_attention_layernorm.weight", "norm", None),
+        ("model.norm.weight", "norm", None),
+        ("model.embed_tokens.weight", "embedding", None),
+        ("lm_head.weight", "lm_head", None),
+        ("model.layers.3.block_sparse_moe.experts.0.w1.weight", "other", None),
+        # An unescaped dot in the patterns would let this one through.
+        ("model.layers.3.mlpXgate_proj.weight", "other", None),
+    ],
+)
+def test_classification(name, kind, target):
+    assert tensor_kind(name) == kind
+    assert target_of(name) == target
+
+
+def test_targets_are_canonical_and_unknown_ones_are_all_named():
+    assert check_targets(["attention", "experts", "attention"]) == ("experts", "attention")
+    with pytest.raises(ValueError, match="unknown targets: expert, router; legal: experts, attention, mlp"):
+        check_targets(["expert", "mlp", "router"])
+    with pytest.raises(ValueError, match="no target given; legal: experts, attention, mlp"):
+        check_targets([])
+    with pytest.raises(ValueError, match=re.escape("write [experts]")):
+        check_targets("experts")
+
+
+def test_per_expert_names_map_to_stacked_slices():
+    stacked = "model.layers.3.mlp.experts.gate_up_proj.weight_packed"
+    assert expert_slice("model.layers.3.mlp.experts.7.gate_proj.weight_packed") == ExpertSlice(stacked, 7, 0, 2)
+    assert expert_slice("model.layers.3.mlp.experts.7.up_proj.weight_packed") == ExpertSlice(stacked, 7, 1, 2)
+    down = "model.layers.3.mlp.experts.down_proj.weight_scale"
+    assert expert_slice("model.layers.3.mlp.experts.11.down_proj.weight_scale") == ExpertSlice(down, 11, 0, 1)
+    assert expert_slice("model.layers.3.mlp.gate.weight") is None
+    assert expert_slice("model.layers.3.mlp.shared_expert.gate_proj.weight") is None
+
+
+@pytest.mark.parametrize("projection", ["gate_up", "down"])
+def test_stacked_names_round_trip(projection):
+    stacked = f"model.layers.12.mlp.experts.{projection}_proj.weight_scale_inv"
+    names = expert_names(stacked, num_experts=3)
+    assert [len(parts) for parts in names] == [2 if projection == "gate_up" else 1] * 3
+    for expert, parts in enumerate(names):
+        for part, name in enumerate(parts):
+            assert expert_slice(name) == ExpertSlice(stacked, expert, part, len(parts))
+
+
+def test_other_names_are_not_stacked():
+    with pytest.raises(ValueError, match="not a stacked expert name; legal"):
+        expert_names("model.layers.0.self_attn.q_proj.weight", 2)
+
+
+def test_compressed_tensors_ignore():
+    assert compressed_tensors_ignore(PARAMETERS, ["experts"]) == [
+        "lm_head",
+        "model.layers.0.mlp.gate",
+        "model.layers.2.mlp.gate",
+        r"re:.*\.self_attn\..*",
+        r"re:.*\.mlp\.(gate|up|gate_up|down)_proj$",
+        r"re:.*\.mlp\.shared_experts?(_gate|\..*)?$",
+    ]
+
+
+def test_fp8_modules_are_exact_and_include_fused_names():
+    assert fp8_modules_to_not_convert(PARAMETERS, ["experts", "mlp"]) == [
+        "lm_head",
+        "model.layers.0.mlp.gate",
+        "model.layers.2.mlp.gate",
+        *(f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(3) for part in ("k", "qkv", "o", "q", "v")),
+        "model.layers.2.mlp.shared_expert.down_proj",
+        "model.layers.2.mlp.shared_expert.gate_proj",
+        "model.layers.2.mlp.shared_expert.gate_up_proj",
+        "model.layers.2.mlp.shared_expert.up_proj",
+        "model.layers.2.mlp.shared_expert_gate",
+    ]
+    blocks = fp8_modules_to_not_convert(PARAMETERS, ["attention"])
+    assert "model.layers.0.mlp.experts" in blocks
+    assert not any(".experts." in name for name in blocks)
+
+
+def test_natural_order_counts_layers():
+    names = [f"model.layers.{layer}.mlp.gate.weight" for layer in (10, 9, 2)]
+    assert sorted(names, key=natural_key) == names[::-1]
+
+
+def test_summary_compresses_full_grids_only():
+    full = [f"layers.{layer}.experts.{expert}.w" for layer in range(3) for expert in range(12)]
+    assert summarize_names(full) == "layers.{0..2}.experts.{0..11}.w"
+    # One cell missing: the braces would claim a name that is not in the list.
+    assert summarize_names(full[:2] + full[12:13]) == "layers.0.experts.0.w, layers.0.experts.1.w, layers.1.experts.0.w"
+    assert summarize_names(["layers.0.w", "layers.2.w", "norm"]) == "layers.0.w, layers.2.w, norm"
