@@ -1,0 +1,126 @@
+"""The files around the weights: config.json, the index, the record of what was quantized, tokenizer files."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl_kernels import QuantFormat, quantization_config
+from qarl_nemo import __version__
+from qarl_nemo.checkpoints.plan import QuantizePlan
+from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
+from qarl_nemo.refit import names
+
+RECORD_FILE = "qarl_quantization.json"
+TOOL = f"qarl-nemo {__version__}"
+_COPIED_PATTERNS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template*",
+    "*.jinja",
+    "LICENSE*",
+)
+
+
+def model_quantization_config(
+    fmt: QuantFormat, parameter_names: Iterable[str], targets: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return config.json's `quantization_config` for a model, its list of BF16 modules filled in.
+
+    Args:
+        fmt: the format.
+        parameter_names: every parameter name of the model.
+        targets: what is quantized.
+
+    Returns:
+        The dictionary, or None for bf16.
+
+    Raises:
+        ValueError: a target is unknown, or vLLM does not serve the format.
+    """
+    exact = fmt.weight_kind == "fp8_block"
+    list_kept = names.fp8_modules_to_not_convert if exact else names.compressed_tensors_ignore
+    return quantization_config(fmt, ignore=list_kept(parameter_names, targets))
+
+
+def record_rows(plan: QuantizePlan) -> list[dict[str, Any]]:
+    """Return what became of every source tensor.
+
+    Args:
+        plan: the conversion.
+
+    Returns:
+        One `{name, kind, shape, format, quantized, reason}` for each source tensor, in output order.
+    """
+    return [
+        {
+            "name": tensor.info.name,
+            "kind": tensor.kind,
+            "shape": list(tensor.info.shape),
+            "format": plan.fmt.name if tensor.quantized else tensor.info.dtype.lower(),
+            "quantized": tensor.quantized,
+            "reason": tensor.reason,
+        }
+        for tensor in plan.tensors
+    ]
+
+
+def settings_record(plan: QuantizePlan) -> dict[str, Any]:
+    """Return the choices that determine the output, as they are recorded beside it.
+
+    Args:
+        plan: the conversion.
+
+    Returns:
+        Tool version, format, group size, scale convention and targets.
+    """
+    return {
+        "tool": TOOL,
+        "format": plan.fmt.name,
+        "group_size": plan.fmt.group_size,
+        "scale_convention": plan.fmt.scale_convention,
+        "targets": list(plan.targets),
+    }
+
+
+def write_companion_files(folder: Path, plan: QuantizePlan, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """Write everything of a checkpoint that is not a shard.
+
+    Args:
+        folder: where the shards are.
+        plan: the conversion.
+        weight_map: output tensor name -> shard file.
+        total_bytes: size of all output tensors.
+    """
+    source = plan.checkpoint.folder
+    for path in sorted({path for pattern in _COPIED_PATTERNS for path in source.glob(pattern) if path.is_file()}):
+        shutil.copyfile(path, folder / path.name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX_FILE, index)
+    write_json(folder / CONFIG_FILE, _output_config(plan))
+    write_json(folder / RECORD_FILE, {**settings_record(plan), "tensors": record_rows(plan)})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write indented JSON.
+
+    Args:
+        path: the file.
+        content: anything JSON can hold.
+    """
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _output_config(plan: QuantizePlan) -> dict[str, Any]:
+    config = dict(plan.checkpoint.config)
+    dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    config.update(dict.fromkeys(dtype_keys, "bfloat16"))
+    quantization = model_quantization_config(plan.fmt, (info.name for info in plan.checkpoint.tensors), plan.targets)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    return config

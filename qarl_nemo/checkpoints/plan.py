@@ -1,0 +1,204 @@
+"""Decide from names and shapes alone what is quantized, what is copied and which shard each tensor goes to."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo
+from qarl_nemo.checkpoints.shapes import shape_problems, stored_bytes
+from qarl_nemo.refit import names
+
+DEFAULT_MAX_SHARD_BYTES = 2**30
+_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+_QUANTIZED_SUFFIXES = (
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_zero_point",
+    ".input_scale",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+)
+_KEPT = {
+    "router": "the router stays BF16",
+    "shared_experts": "shared experts are never quantized",
+    "norm": "not a linear layer",
+    "embedding": "not a linear layer",
+    "lm_head": "lm_head stays BF16",
+    "other": "not a linear layer this tool knows",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One source tensor and what becomes of it.
+
+    Attributes:
+        info: the source tensor.
+        kind: target or other kind of the module that owns it.
+        quantized: whether it is stored in the plan's format; copied bit for bit otherwise.
+        reason: why.
+        num_bytes: size in the output, scales included.
+    """
+
+    info: TensorInfo
+    kind: str
+    quantized: bool
+    reason: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """One output file.
+
+    Attributes:
+        file: its name.
+        tensors: source tensors written into it, in order.
+    """
+
+    file: str
+    tensors: tuple[PlannedTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePlan:
+    """The whole conversion, decided before anything is written.
+
+    Attributes:
+        checkpoint: the source.
+        fmt: format of the quantized tensors.
+        targets: what is quantized, in canonical order.
+        max_shard_bytes: limit of one output file; a single larger tensor gets a file of its own.
+        shards: the output files.
+    """
+
+    checkpoint: Checkpoint
+    fmt: QuantFormat
+    targets: tuple[str, ...]
+    max_shard_bytes: int
+    shards: tuple[PlannedShard, ...]
+
+    @property
+    def tensors(self) -> Iterator[PlannedTensor]:
+        """Every tensor in output order."""
+        return (tensor for shard in self.shards for tensor in shard.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all output tensors in bytes."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def source_bytes(self) -> int:
+        """Size of all source tensors in bytes."""
+        return sum(info.num_bytes for info in self.checkpoint.tensors)
+
+
+def plan_quantization(
+    checkpoint: Checkpoint, fmt: QuantFormat, targets: Sequence[str], max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+) -> QuantizePlan:
+    """Plan a conversion; the same inputs always give the same plan.
+
+    Args:
+        checkpoint: the source, from `open_checkpoint`.
+        fmt: format of the quantized tensors.
+        targets: what to quantize, out of `names.TARGETS`.
+        max_shard_bytes: limit of one output file.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: the conversion cannot give a checkpoint vLLM serves; every problem is listed with every name.
+    """
+    targets = names.check_targets(targets)
+    problems = _settings_problems(checkpoint, fmt, max_shard_bytes)
+    problems += _tensor_problems(checkpoint, fmt, targets) + _target_problems(checkpoint, targets)
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise ValueError(f"cannot quantize {checkpoint.folder} to {fmt.name}:\n{listed}")
+    tensors = [_plan_tensor(info, fmt, targets) for info in checkpoint.tensors]
+    return QuantizePlan(checkpoint, fmt, targets, max_shard_bytes, _into_shards(tensors, max_shard_bytes))
+
+
+def _settings_problems(checkpoint: Checkpoint, fmt: QuantFormat, max_shard_bytes: int) -> list[str]:
+    problems = []
+    if not fmt.served_by_vllm:
+        problems.append(f"format {fmt.name} is experimental, no kernel of vLLM 0.25.1 serves it; use w4a16 or w4a8")
+    if max_shard_bytes < 1:
+        problems.append(f"max_shard_bytes={max_shard_bytes} must be at least 1")
+    quantized = [
+        info.name
+        for info in checkpoint.tensors
+        if info.name.endswith(_QUANTIZED_SUFFIXES) or info.dtype.startswith(("F8", "F6", "F4"))
+    ]
+    if "quantization_config" in checkpoint.config or quantized:
+        where = f" (tensors {names.summarize_names(quantized)})" if quantized else " (config.json says so)"
+        problems.append(f"the source is already quantized{where}; start from the BF16 checkpoint")
+    return problems
+
+
+def _tensor_problems(checkpoint: Checkpoint, fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
+    by_problem: dict[str, list[str]] = {}
+    for info in checkpoint.tensors:
+        target = names.target_of(info.name)
+        if info.name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
+            stacked = (
+                "stacked expert weights; save the model with one tensor per expert (transformers' save_pretrained)"
+            )
+            by_problem.setdefault(stacked, []).append(info.name)
+        if target not in targets:
+            continue
+        if info.dtype not in _FLOAT_DTYPES:
+            by_problem.setdefault(f"{info.dtype} weights are not floating point", []).append(info.name)
+        for problem in shape_problems(info.name, target, info.shape, fmt):
+            by_problem.setdefault(problem, []).append(info.name)
+    return [f"{problem}: {names.summarize_names(offending)}" for problem, offending in by_problem.items()]
+
+
+def _target_problems(checkpoint: Checkpoint, targets: tuple[str, ...]) -> list[str]:
+    counts = Counter(names.target_of(info.name) for info in checkpoint.tensors)
+    unmatched = [target for target in targets if not counts[target]]
+    if not unmatched:
+        return []
+    present = ", ".join(f"{target} ({counts[target]} weights)" for target in names.TARGETS if counts[target])
+    return [
+        f"targets that match no weight: {', '.join(unmatched)}; legal targets are {', '.join(names.TARGETS)}, and this "
+        f"model has {present or 'none of them'}"
+    ]
+
+
+def _plan_tensor(info: TensorInfo, fmt: QuantFormat, targets: tuple[str, ...]) -> PlannedTensor:
+    kind = names.tensor_kind(info.name)
+    target = names.target_of(info.name)
+    if target not in targets:
+        reason = _KEPT.get(kind) or ("not a target" if target else "not a weight matrix")
+    elif fmt.weight_kind == "bf16":
+        reason = "format bf16 quantizes nothing"
+    else:
+        return PlannedTensor(info, kind, True, f"target {target}", stored_bytes(info.shape, fmt))
+    return PlannedTensor(info, kind, False, reason, info.num_bytes)
+
+
+def _into_shards(tensors: list[PlannedTensor], max_shard_bytes: int) -> tuple[PlannedShard, ...]:
+    groups: list[list[PlannedTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not groups or tensor.num_bytes > room:
+            groups.append([])
+            room = max_shard_bytes
+        groups[-1].append(tensor)
+        room -= tensor.num_bytes
+    count = len(groups)
+    return tuple(
+        PlannedShard(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(group))
+        for number, group in enumerate(groups, 1)
+    )

@@ -1,0 +1,194 @@
+"""Quantize a Hugging Face BF16 checkpoint shard by shard into one that stock vLLM loads."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import QuantFormat, quantize_weight
+from qarl_nemo.checkpoints.hf_config import record_rows, settings_record, write_companion_files
+from qarl_nemo.checkpoints.partial import PartialFolder, partial_path
+from qarl_nemo.checkpoints.plan import (
+    DEFAULT_MAX_SHARD_BYTES,
+    PlannedShard,
+    PlannedTensor,
+    QuantizePlan,
+    plan_quantization,
+)
+from qarl_nemo.checkpoints.reader import TensorReader, open_checkpoint
+from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeProgress:
+    """Where a running conversion is; given to the progress callback after each tensor.
+
+    Attributes:
+        tensor: name of the tensor just converted.
+        done_bytes: source bytes converted so far, resumed shards included.
+        total_bytes: source bytes in all.
+        shard: number of the output file, from 1.
+        num_shards: output files in all.
+    """
+
+    tensor: str
+    done_bytes: int
+    total_bytes: int
+    shard: int
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """What a finished conversion wrote.
+
+    Attributes:
+        destination: the checkpoint.
+        fmt: format of the quantized tensors.
+        rows: `{name, kind, shape, format, quantized, reason}` of every source tensor.
+        source_bytes: size of the source tensors.
+        output_bytes: size of the output tensors, scales included.
+        num_shards: output files.
+        num_resumed_shards: how many of them an earlier, killed run had finished.
+    """
+
+    destination: Path
+    fmt: QuantFormat
+    rows: list[dict[str, Any]]
+    source_bytes: int
+    output_bytes: int
+    num_shards: int
+    num_resumed_shards: int
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    fmt: QuantFormat,
+    targets: Sequence[str],
+    *,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    device: str = "cpu",
+    progress: Callable[[QuantizeProgress], None] | None = None,
+) -> QuantizeReport:
+    """Write `destination`, a checkpoint whose target weights are `quantize_weight(source weight, fmt)`.
+
+    Memory is bounded by one output shard and one tensor. Work goes to `<destination>.partial`; a killed conversion
+    goes on from its finished shards when called again, and gives the same bytes.
+
+    Args:
+        source: Hugging Face safetensors checkpoint.
+        destination: folder to create.
+        fmt: format of the quantized tensors; bf16 copies.
+        targets: what to quantize, out of `qarl_nemo.refit.names.TARGETS`.
+        max_shard_bytes: limit of one output file.
+        overwrite: replace a destination this tool wrote, and an unfinished conversion with other settings.
+        device: where `quantize_weight` runs.
+        progress: called after each tensor.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: the source, the settings or the destination are unfit (every problem listed, nothing written), or a
+            weight holds NaN or Inf (the partial folder stays).
+    """
+    source, destination = Path(source), Path(destination)
+    _check_apart(source, destination)
+    plan = plan_quantization(open_checkpoint(source), fmt, targets, max_shard_bytes)
+    _check_space(plan, partial_path(destination))
+    partial = PartialFolder(destination, _fingerprint(plan), overwrite=overwrite)
+    records, num_resumed = _write_shards(plan, partial, device, progress or (lambda _: None))
+    output_bytes = sum(record["tensor_bytes"] for record in records.values())
+    assert output_bytes == plan.num_bytes
+    weight_map = {name: file for file, record in records.items() for name in record["names"]}
+    write_companion_files(partial.folder, plan, weight_map, output_bytes)
+    partial.publish()
+    return QuantizeReport(
+        destination, fmt, record_rows(plan), plan.source_bytes, output_bytes, len(plan.shards), num_resumed
+    )
+
+
+def _write_shards(
+    plan: QuantizePlan, partial: PartialFolder, device: str, progress: Callable[[QuantizeProgress], None]
+) -> tuple[dict[str, dict[str, Any]], int]:
+    records: dict[str, dict[str, Any]] = {}
+    done_bytes = num_resumed = 0
+    buffer = ShardBuffer(plan.shards)
+    with TensorReader(plan.checkpoint.folder) as reader:
+        for number, shard in enumerate(plan.shards, 1):
+            sources = _source_stamps(plan, shard)
+            record = partial.finished(shard.file, sources)
+            if record is not None:
+                num_resumed += 1
+                done_bytes += sum(tensor.info.num_bytes for tensor in shard.tensors)
+                records[shard.file] = record
+                continue
+            buffer.clear()
+            for tensor in shard.tensors:
+                buffer.hold(_convert(reader, tensor, plan.fmt, device))
+                done_bytes += tensor.info.num_bytes
+                progress(QuantizeProgress(tensor.info.name, done_bytes, plan.source_bytes, number, len(plan.shards)))
+            records[shard.file] = _save_shard(partial, shard.file, buffer.tensors, plan, sources)
+    return records, num_resumed
+
+
+def _convert(reader: TensorReader, tensor: PlannedTensor, fmt: QuantFormat, device: str) -> dict[str, Tensor]:
+    weight = reader.read(tensor.info)
+    if not tensor.quantized:
+        return {tensor.info.name: weight}
+    module = tensor.info.name.removesuffix(".weight")
+    stored = quantize_weight(weight.to(device), fmt, name=tensor.info.name).tensors
+    output = {f"{module}.{suffix}": value for suffix, value in stored.items()}
+    if fmt.weight_kind == "int":
+        output[f"{module}.weight_shape"] = torch.tensor(tensor.info.shape, dtype=torch.int64)
+    return output
+
+
+def _save_shard(
+    partial: PartialFolder, file: str, tensors: dict[str, Tensor], plan: QuantizePlan, sources: dict[str, list[int]]
+) -> dict[str, Any]:
+    temporary = partial.folder / (file + ".tmp")
+    settings = {f"qarl_{key}": str(value) for key, value in settings_record(plan).items() if key != "targets"}
+    save_shard(tensors, temporary, {"format": "pt", **settings})
+    tensor_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    return partial.record(file, temporary, sources=sources, tensor_bytes=tensor_bytes, names=sorted(tensors))
+
+
+def _fingerprint(plan: QuantizePlan) -> dict[str, Any]:
+    table = [[info.name, info.shape, info.dtype, info.file] for info in plan.checkpoint.tensors]
+    source = json.dumps([plan.checkpoint.config, table], sort_keys=True).encode()
+    return {
+        **settings_record(plan),
+        "max_shard_bytes": plan.max_shard_bytes,
+        "source_table_sha256": hashlib.sha256(source).hexdigest(),
+    }
+
+
+def _source_stamps(plan: QuantizePlan, shard: PlannedShard) -> dict[str, list[int]]:
+    stats = {file: (plan.checkpoint.folder / file).stat() for file in sorted({t.info.file for t in shard.tensors})}
+    return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+
+
+def _check_apart(source: Path, destination: Path) -> None:
+    inner, outer = destination.resolve(), source.resolve()
+    if inner == outer or outer in inner.parents or inner in outer.parents:
+        raise ValueError(f"source {source} and destination {destination} must not contain each other")
+
+
+def _check_space(plan: QuantizePlan, folder: Path) -> None:
+    held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free, needed = shutil.disk_usage(existing).free, plan.num_bytes - held
+    if needed > free:
+        raise ValueError(
+            f"{folder} needs {needed / 2**30:.1f} GiB more and its disk has {free / 2**30:.1f} GiB free; free some or "
+            "choose another destination, then run again"
+        )

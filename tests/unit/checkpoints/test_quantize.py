@@ -1,0 +1,174 @@
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import match_name
+from safetensors import safe_open
+
+from qarl_kernels import get_format, quantize_weight
+from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.refit.names import expert_names
+
+FORMATS = {
+    "w4a16": get_format("w4a16"),
+    "w4a16_g32": get_format("w4a16", group_size=32, scale_convention="narrow_range"),
+    "w4a8": get_format("w4a8"),
+    "fp8_block": get_format("fp8_block"),
+    "fp8_channel": get_format("fp8_channel"),
+    "bf16": get_format("bf16"),
+}
+ALL_TARGETS = ["experts", "attention", "mlp"]
+
+
+@pytest.mark.parametrize("key", FORMATS)
+def test_round_trip_is_the_one_quantizer(key, source, tmp_path, read_all, read_quantized):
+    fmt = FORMATS[key]
+    report = quantize_checkpoint(source, tmp_path / "out", fmt, ALL_TARGETS, max_shard_bytes=500_000)
+    before, after = read_all(source), read_all(tmp_path / "out")
+    assert report.num_shards > 1
+    assert report.source_bytes == sum(tensor.nbytes for tensor in before.values())
+    assert report.output_bytes == sum(tensor.nbytes for tensor in after.values())
+    quantized = [row["name"] for row in report.rows if row["quantized"]]
+    # 2 sparse layers x 4 experts x 3 projections, 3 layers x 4 attention projections, 1 dense layer x 3.
+    assert len(quantized) == (0 if key == "bf16" else 24 + 12 + 3)
+    expected_names = set()
+    for name, weight in before.items():
+        if name not in quantized:
+            assert torch.equal(after[name], weight)
+            expected_names.add(name)
+            continue
+        expected = quantize_weight(weight, fmt)
+        stored = {f"{name.removesuffix('.weight')}.{suffix}": value for suffix, value in expected.tensors.items()}
+        for suffix_name, value in stored.items():
+            assert after[suffix_name].dtype == value.dtype
+            assert after[suffix_name].equal(value)
+        assert torch.equal(read_quantized(after, name, fmt), expected.dequantize())
+        assert not torch.equal(expected.dequantize(), weight)
+        expected_names |= {*stored} | ({f"{name}_shape"} if fmt.weight_kind == "int" else set())
+    assert set(after) == expected_names
+
+
+@pytest.mark.parametrize("key", ["w4a16", "w4a16_g32"])
+def test_compressed_tensors_decompresses_to_the_same_bits(key, source, tmp_path, read_all, read_quantized):
+    fmt = FORMATS[key]
+    quantize_checkpoint(source, tmp_path / "out", fmt, ["experts"])
+    tensors = read_all(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    for name in ("model.layers.0.mlp.experts.0.gate_proj", "model.layers.1.mlp.experts.3.down_proj"):
+        stored = {key: tensors[f"{name}.{key}"] for key in ("weight_packed", "weight_scale", "weight_shape")}
+        theirs = PackedQuantizationCompressor.decompress(dict(stored), scheme)["weight"]
+        ours = read_quantized(tensors, f"{name}.weight", fmt)
+        assert theirs.dtype == ours.dtype == torch.bfloat16
+        assert torch.equal(theirs, ours)
+        # One flipped code must show.
+        stored["weight_packed"] = stored["weight_packed"].clone()
+        stored["weight_packed"][0, 0] ^= 1
+        assert not torch.equal(PackedQuantizationCompressor.decompress(stored, scheme)["weight"], ours)
+
+
+@pytest.mark.parametrize("key", ["w4a16", "fp8_block", "fp8_channel"])
+def test_stacked_refit_tensors_hold_the_same_bits(key, source, tmp_path, read_all):
+    fmt = FORMATS[key]
+    quantize_checkpoint(source, tmp_path / "out", fmt, ["experts"])
+    before, after = read_all(source), read_all(tmp_path / "out")
+    for projection in ("gate_up", "down"):
+        block = f"model.layers.1.mlp.experts.{projection}_proj"
+        stacked = torch.stack([torch.cat([before[n] for n in parts]) for parts in expert_names(f"{block}.weight", 4)])
+        for suffix, value in quantize_weight(stacked, fmt).tensors.items():
+            rows = [torch.cat([after[n] for n in parts]) for parts in expert_names(f"{block}.{suffix}", 4)]
+            assert torch.stack(rows).equal(value)
+
+
+def vllm_skips(module, config):
+    """Mirror vLLM's two rules: exact names and `re:` for compressed-tensors, exact names only for fp8."""
+    if config["quant_method"] == "fp8":
+        kept = config["modules_to_not_convert"]
+        block, found, _ = module.partition(".mlp.experts")
+        return block + found in kept if found else module in kept
+    return any(match_name(module, pattern) for pattern in config["ignore"])
+
+
+@pytest.mark.parametrize("key", ["w4a16", "w4a8", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("targets", [["experts"], ["attention"], ["experts", "attention"], ["mlp"]])
+def test_exactly_the_quantized_linears_are_not_ignored(key, targets, source, tmp_path):
+    report = quantize_checkpoint(source, tmp_path / "out", FORMATS[key], targets)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    linears = [row for row in report.rows if row["kind"] in {"experts", "attention", "mlp", "router"}]
+    for row in linears:
+        assert vllm_skips(row["name"].removesuffix(".weight"), config) == (not row["quantized"])
+    routers = [row for row in linears if row["kind"] == "router"]
+    assert len(routers) == 2
+    assert vllm_skips("lm_head", config)
+    fused = "model.layers.0.self_attn.qkv_proj"
+    assert vllm_skips(fused, config) == ("attention" not in targets)
+
+
+def test_config_keeps_the_model_and_adds_the_format(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "out", FORMATS["w4a8"], ["experts"])
+    before = json.loads((source / "config.json").read_text())
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    quantization = after.pop("quantization_config")
+    assert after == before
+    assert after["dtype"] == "bfloat16"
+    assert quantization["format"] == "pack-quantized"
+    assert quantization["config_groups"]["group_0"]["weights"]["group_size"] == 128
+    assert quantization["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
+
+
+def test_a_float32_checkpoint_is_declared_bf16(make_source, tmp_path, read_all):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight = torch.randn(128, 128)
+    folder = make_source({name: weight}, {"torch_dtype": "float32"})
+    quantize_checkpoint(folder, tmp_path / "out", FORMATS["w4a16"], ["attention"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["torch_dtype"], "dtype" in config) == ("bfloat16", False)
+    expected = quantize_weight(weight.to(torch.bfloat16), FORMATS["w4a16"]).tensors["weight_packed"]
+    assert torch.equal(read_all(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight_packed"], expected)
+
+
+def test_bf16_writes_no_quantization_config(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "out", FORMATS["bf16"], ["experts"])
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_record_and_companion_files(source, tmp_path):
+    out = tmp_path / "out"
+    report = quantize_checkpoint(source, out, FORMATS["w4a16_g32"], ["experts"])
+    record = json.loads((out / "qarl_quantization.json").read_text())
+    assert record["scale_convention"] == "narrow_range"
+    assert record["group_size"] == 32
+    assert record["targets"] == ["experts"]
+    assert record["tensors"] == report.rows
+    with safe_open(out / "model-00001-of-00001.safetensors", framework="pt") as handle:
+        metadata = handle.metadata()
+    assert metadata["format"] == "pt"
+    assert metadata["qarl_scale_convention"] == "narrow_range"
+    assert metadata["qarl_tool"] == record["tool"]
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert {path.suffix for path in out.iterdir()} == {".json", ".jinja", ".safetensors"}
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
+
+
+def test_router_and_shared_experts_are_never_quantized(make_source, tmp_path):
+    weight = torch.randn(128, 128, dtype=torch.bfloat16)
+    layer = "model.layers.0.mlp"
+    kept = [f"{layer}.shared_expert.up_proj.weight", f"{layer}.shared_expert_gate.weight", f"{layer}.gate.weight"]
+    folder = make_source({name: weight.clone() for name in [f"{layer}.experts.0.up_proj.weight", *kept]})
+    report = quantize_checkpoint(folder, tmp_path / "out", FORMATS["w4a16"], ["experts"])
+    assert [row["name"] for row in report.rows if not row["quantized"]] == [kept[2], kept[0], kept[1]]
+
+
+def test_a_source_that_is_unfit_leaves_nothing_behind(source, tmp_path):
+    with pytest.raises(ValueError, match="unknown targets: expert"):
+        quantize_checkpoint(source, tmp_path / "out", FORMATS["w4a16"], ["expert"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_source_and_destination_must_be_apart(source):
+    for destination in (source, source / "inside", source.parent):
+        with pytest.raises(ValueError, match="must not contain each other"):
+            quantize_checkpoint(source, destination, FORMATS["w4a16"], ["experts"])
