@@ -1,0 +1,169 @@
+"""Event files of a run: metrics.jsonl, TensorBoard always, Weights & Biases when asked for.
+
+metrics.jsonl holds one JSON object per step with flat keys, flushed per step. Resuming cuts away what was written after
+the checkpoint, so the file of a killed and resumed run holds the records of an uninterrupted one. JSON has no NaN or
+infinity: such values are written as null.
+"""
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from qarl_nemo.metrics.atomic import write_atomic
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class EventWriter:
+    """Writes one step's metrics to every sink of a run.
+
+    Args:
+        run_dir: the run's folder, created when missing.
+        resume_step: last step the restored checkpoint contains: later records are dropped. None starts a new run.
+        tensorboard: also write `run_dir/tensorboard`.
+        wandb: also log to Weights & Biases, under an id kept in `run_dir/wandb_id` so that a resumed run continues.
+        wandb_project: project shown there.
+        config: resolved config shown there.
+
+    Raises:
+        ValueError: `run_dir` already holds records and `resume_step` is None.
+        ImportError: W&B asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        resume_step: int | None = None,
+        tensorboard: bool = True,
+        wandb: bool = False,
+        wandb_project: str = "qarl-nemo",
+        config: Mapping[str, Any] | None = None,
+    ):
+        wandb_module = _import_wandb() if wandb else None
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS_FILE
+        self._last_step = _prepare_file(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard = _open_tensorboard(run_dir, resume_step) if tensorboard else None
+        self._wandb = None
+        if wandb_module is not None:
+            self._wandb = _open_wandb(wandb_module, run_dir, wandb_project, config or {})
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one step to every sink and flushes it.
+
+        Args:
+            step: training step, larger than the last one written.
+            metrics: flat keys such as `reward/mean`; numbers or one-element tensors. Non-finite values become null in
+                JSON and are left out of TensorBoard and W&B.
+        """
+        assert self._last_step is None or step > self._last_step, f"step {step} after step {self._last_step}"
+        self._last_step = step
+        numbers = {name: _as_number(value) for name, value in metrics.items()}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        record = {"step": step} | {name: finite.get(name) for name in numbers}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
+            self._tensorboard.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(finite, step=step)
+
+    def close(self) -> None:
+        """Closes every sink."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of one JSON object per line; a last line cut short by a kill is left out.
+
+    Args:
+        path: file to read.
+
+    Returns:
+        The objects, in order.
+
+    Raises:
+        ValueError: a line other than an unfinished last one is not a JSON object.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object: {line.strip()[:80]}")
+        records.append(record)
+    return records
+
+
+def _as_number(value: float) -> float | int:
+    return value if isinstance(value, int) else float(value)
+
+
+def _prepare_file(path: Path, resume_step: int | None) -> int | None:
+    records = read_jsonl(path) if path.exists() else []
+    if resume_step is None:
+        if records:
+            raise ValueError(
+                f"{path} already holds steps {records[0]['step']} to {records[-1]['step']}: "
+                "resume that run, or choose another run directory"
+            )
+        return None
+    kept = [record for record in records if record["step"] <= resume_step]
+    write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept[-1]["step"] if kept else None
+
+
+def _open_tensorboard(run_dir: Path, resume_step: int | None) -> EventFileWriter:
+    writer = EventFileWriter(str(run_dir / "tensorboard"))
+    if resume_step is not None:
+        # a session start makes TensorBoard discard the events of earlier files from this step on
+        restart = SessionLog(status=SessionLog.START)
+        writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
+    return writer
+
+
+def _import_wandb() -> Any:
+    try:
+        # optional and slow to import: only for those who ask for it
+        import wandb
+    except ImportError as error:
+        raise ImportError("logging to W&B needs the package wandb: pip install 'qarl-nemo[wandb]'") from error
+    return wandb
+
+
+def _open_wandb(wandb: Any, run_dir: Path, project: str, config: Mapping[str, Any]) -> Any:
+    id_file = run_dir / "wandb_id"
+    if not id_file.exists():
+        write_atomic(id_file, uuid.uuid4().hex[:12])
+    run_id = id_file.read_text(encoding="utf-8")
+    return wandb.init(project=project, name=run_dir.name, dir=run_dir, id=run_id, resume="allow", config=dict(config))

@@ -1,0 +1,87 @@
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qarl_nemo.metrics.events import EventWriter, read_jsonl
+
+
+def metrics_of(step):
+    return {"reward/mean": 0.1 * step, "weight_version": step, "loss/total": 1 / 3 * step}
+
+
+def write_steps(run_dir, steps, **settings):
+    with EventWriter(run_dir, **settings) as writer:
+        for step in steps:
+            writer.write(step, metrics_of(step))
+    return run_dir / "metrics.jsonl"
+
+
+def test_each_step_is_one_flat_record_on_disk_at_once(tmp_path):
+    writer = EventWriter(tmp_path, tensorboard=False)
+    writer.write(1, {"reward/mean": torch.tensor(0.5), "weight_version": 3, "optim/lr": np.float32(0.25)})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    writer.close()
+    assert text == '{"step": 1, "reward/mean": 0.5, "weight_version": 3, "optim/lr": 0.25}\n'
+
+
+def test_values_json_does_not_have_become_null(tmp_path):
+    with EventWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 7, "rew'], ids=["whole", "cut short"])
+def test_a_killed_and_resumed_run_writes_the_bytes_of_an_uninterrupted_one(tmp_path, tail):
+    whole = write_steps(tmp_path / "whole", range(1, 9), tensorboard=False)
+    killed = write_steps(tmp_path / "killed", range(1, 7), tensorboard=False)
+    with killed.open("a") as file:
+        file.write(tail)
+    write_steps(tmp_path / "killed", range(5, 9), resume_step=4, tensorboard=False)
+    assert killed.read_bytes() == whole.read_bytes()
+    write_steps(tmp_path / "killed", range(6, 9), resume_step=4, tensorboard=False)
+    assert killed.read_bytes() != whole.read_bytes()
+
+
+def test_resuming_before_the_first_checkpoint_starts_over(tmp_path):
+    write_steps(tmp_path, range(1, 4), tensorboard=False)
+    path = write_steps(tmp_path, [1], resume_step=0, tensorboard=False)
+    assert [record["step"] for record in read_jsonl(path)] == [1]
+
+
+def test_a_new_run_does_not_write_into_an_old_one(tmp_path):
+    write_steps(tmp_path, range(1, 4), tensorboard=False)
+    with pytest.raises(ValueError, match="already holds steps 1 to 3"):
+        EventWriter(tmp_path, tensorboard=False)
+
+
+def test_a_broken_line_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_jsonl(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match="line 1 is not a JSON object"):
+        read_jsonl(path)
+
+
+def test_tensorboard_shows_the_resumed_steps_once(tmp_path):
+    write_steps(tmp_path, range(1, 7))
+    with EventWriter(tmp_path, resume_step=4) as writer:
+        writer.write(5, {"reward/mean": 50.0, "loss/total": math.nan})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(event.step, round(event.value, 6)) for event in events.Scalars("reward/mean")]
+    assert points == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 50.0)]
+    assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
+
+
+def test_wandb_asked_for_and_missing_names_the_install_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"pip install 'qarl-nemo\[wandb\]'"):
+        EventWriter(tmp_path, wandb=True)
+    assert list(tmp_path.iterdir()) == []
