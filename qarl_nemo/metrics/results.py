@@ -1,0 +1,137 @@
+"""Measured figures as data: docs/results/*.json, and the Markdown tables rendered from them."""
+
+import datetime
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from qarl_nemo.metrics.atomic import write_atomic
+
+
+class ResultRow(BaseModel):
+    """One measured figure, where it was measured and what it should be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str = Field(min_length=1)
+    """What was measured, e.g. demo_train_s; unique per hardware."""
+    value: float
+    """The measurement; finite."""
+    unit: str
+    """Unit of value and goal, e.g. s, tokens/s, nats; empty for a ratio."""
+    op: Literal["<=", ">=", "<", ">", "=="]
+    """How value should compare with goal."""
+    goal: float | None
+    """What value should reach; null when nothing was promised."""
+    hardware: str = Field(min_length=1)
+    """Machine, e.g. 2 CPU cores or 1x H200."""
+    versions: dict[str, str]
+    """Package versions that matter, e.g. torch: 2.13.0."""
+    command: str = Field(min_length=1)
+    """Command that measures it again."""
+    date: str
+    """Day of the measurement, YYYY-MM-DD."""
+
+    @field_validator("value", "goal")
+    @classmethod
+    def _is_finite(cls, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{value} is not a measurement")
+        return value
+
+    @field_validator("date")
+    @classmethod
+    def _is_day(cls, value: str) -> str:
+        if datetime.date.fromisoformat(value).isoformat() != value:
+            raise ValueError(f"{value!r} is not YYYY-MM-DD")
+        return value
+
+    @property
+    def met(self) -> bool | None:
+        """Whether value reaches goal; None without a goal."""
+        if self.goal is None:
+            return None
+        return {
+            "<=": self.value <= self.goal,
+            ">=": self.value >= self.goal,
+            "<": self.value < self.goal,
+            ">": self.value > self.goal,
+            "==": self.value == self.goal,
+        }[self.op]
+
+
+_ROWS = TypeAdapter(list[ResultRow])
+
+
+def read_results(path: Path) -> list[ResultRow]:
+    """Reads and validates a results file.
+
+    Args:
+        path: a JSON list of rows.
+
+    Raises:
+        ValueError: the file is not such a list; every offending row and field is named.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    return _validate(content, str(path))
+
+
+def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) -> list[ResultRow]:
+    """Adds rows to a results file; one with the name and hardware of an earlier row takes its place. Atomic.
+
+    Args:
+        path: results file, created with its folder when missing.
+        rows: new rows, see `ResultRow`.
+
+    Returns:
+        Every row now in the file, in its order.
+
+    Raises:
+        ValueError: a new row, or one in the file, is not valid; nothing is written.
+    """
+    new = _validate([row.model_dump() if isinstance(row, ResultRow) else dict(row) for row in rows], "new rows")
+    old = read_results(path) if path.exists() else []
+    merged = {(row.name, row.hardware): row for row in [*old, *new]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps([row.model_dump() for row in merged.values()], indent=1) + "\n")
+    return list(merged.values())
+
+
+def render_table(rows: Sequence[ResultRow]) -> str:
+    """Renders rows as a Markdown table, in their order.
+
+    Args:
+        rows: rows to show.
+
+    Returns:
+        Table lines joined by newlines, without a final one.
+    """
+    lines = ["| figure | value | goal | met | hardware | date | command |", "|---|---:|---:|---|---|---|---|"]
+    for row in rows:
+        goal = "" if row.goal is None else f"{row.op} {_format(row.goal)}"
+        met = {None: "", True: "yes", False: "**no**"}[row.met]
+        value = f"{_format(row.value)} {row.unit}".rstrip()
+        cells = [f"`{row.name}`", value, goal, met, row.hardware, row.date, f"`{row.command}`"]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _format(value: float) -> str:
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _validate(content: Any, source: str) -> list[ResultRow]:
+    try:
+        return _ROWS.validate_python(content)
+    except ValidationError as error:
+        problems = "; ".join(f"row {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ValueError(f"{source}: {problems}. Fields of a row: {', '.join(ResultRow.model_fields)}") from error

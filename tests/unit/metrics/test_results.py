@@ -1,0 +1,120 @@
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from qarl_nemo.metrics.results import append_results, read_results, render_table
+
+TOOL = Path(__file__).parents[3] / "tools" / "render_results.py"
+
+
+def row(name="demo_train_s", **changes):
+    return {
+        "name": name,
+        "value": 96.4,
+        "unit": "s",
+        "op": "<=",
+        "goal": 180,
+        "hardware": "2 CPU cores",
+        "versions": {"torch": "2.13.0"},
+        "command": "make demo",
+        "date": "2026-11-21",
+    } | changes
+
+
+def test_a_row_of_the_same_name_and_hardware_takes_the_old_ones_place(tmp_path):
+    path = tmp_path / "results" / "local.json"
+    append_results(path, [row(), row("reward_ratio", op=">=", goal=2, unit="", value=2.5)])
+    append_results(path, [row(value=90.0), row(value=20.0, hardware="1x H200")])
+    assert [(item.name, item.hardware, item.value) for item in read_results(path)] == [
+        ("demo_train_s", "2 CPU cores", 90.0),
+        ("reward_ratio", "2 CPU cores", 2.5),
+        ("demo_train_s", "1x H200", 20.0),
+    ]
+    assert json.loads(path.read_text())[0] == row(value=90.0, goal=180.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"value": "96"},
+        {"value": math.nan},
+        {"op": "~"},
+        {"date": "21.11.2026"},
+        {"date": "20261121"},
+        {"name": ""},
+        {"versions": {"torch": 2}},
+        {"note": "extra"},
+    ],
+    ids=str,
+)
+def test_an_illegal_row_is_named_and_nothing_is_written(tmp_path, changes):
+    path = tmp_path / "local.json"
+    with pytest.raises(ValueError, match=rf"row 1\.{next(iter(changes))}.*Fields of a row: name, value"):
+        append_results(path, [row(), row("other") | changes])
+    assert not path.exists()
+
+
+def test_goal_is_required_but_may_be_null(tmp_path):
+    incomplete = row()
+    del incomplete["goal"]
+    with pytest.raises(ValueError, match=r"row 0\.goal"):
+        append_results(tmp_path / "a.json", [incomplete])
+    (stored,) = append_results(tmp_path / "a.json", [row(goal=None)])
+    assert stored.met is None
+
+
+@pytest.mark.parametrize(("op", "met"), [("<=", True), (">=", True), ("==", True), ("<", False), (">", False)])
+def test_met_compares_value_with_goal(tmp_path, op, met):
+    (stored,) = append_results(tmp_path / "a.json", [row(op=op, value=2.0, goal=2.0)])
+    assert stored.met is met
+
+
+def test_table_shows_value_goal_and_whether_it_is_met(tmp_path):
+    rows = append_results(tmp_path / "a.json", [row(), row("slow", value=1234.5, command="a | b"), row("x", goal=None)])
+    lines = render_table(rows).splitlines()
+    assert lines[2] == "| `demo_train_s` | 96.4 s | <= 180 | yes | 2 CPU cores | 2026-11-21 | `make demo` |"
+    assert lines[3].startswith("| `slow` | 1,234 s | <= 180 | **no** |")
+    assert r"`a \| b`" in lines[3]
+    assert lines[4].startswith("| `x` | 96.4 s |  |  |")
+
+
+@pytest.fixture
+def docs(tmp_path):
+    append_results(tmp_path / "results" / "local.json", [row()])
+    (tmp_path / "guide.md").write_text("before\n<!-- results:local -->\nold\n<!-- /results -->\nafter\n")
+    return tmp_path
+
+
+def render(docs, monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["render_results.py", "--docs", str(docs), *flags])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    return exit_info.value.code
+
+
+def test_check_fails_until_the_document_is_rendered(docs, monkeypatch, capsys):
+    before = (docs / "guide.md").read_text()
+    assert render(docs, monkeypatch, "--check") == 1
+    assert "out of date: guide.md" in capsys.readouterr().out
+    assert (docs / "guide.md").read_text() == before
+    assert render(docs, monkeypatch) == 0
+    table = render_table(read_results(docs / "results" / "local.json"))
+    expected = f"before\n<!-- results:local -->\n{table}\n<!-- /results -->\nafter\n"
+    assert (docs / "guide.md").read_text() == expected
+    assert render(docs, monkeypatch, "--check") == 0
+    append_results(docs / "results" / "local.json", [row(value=1.0)])
+    assert render(docs, monkeypatch, "--check") == 1
+
+
+def test_blocks_without_results_or_end_are_errors(docs, monkeypatch, capsys):
+    (docs / "a.md").write_text("<!-- results:gpu -->\n<!-- /results -->\n")
+    (docs / "b.md").write_text("<!-- results:local -->\n")
+    assert render(docs, monkeypatch) == 2
+    errors = capsys.readouterr().err
+    assert "a.md: no results for ['gpu']" in errors
+    assert "b.md: 1 opening and 0 closing markers" in errors
+    assert render_table(read_results(docs / "results" / "local.json")) in (docs / "guide.md").read_text()

@@ -1,0 +1,64 @@
+"""Rewrites the blocks between `<!-- results:NAME -->` and `<!-- /results -->` in docs/*.md.
+
+NAME stands for docs/results/NAME.json, whose rows become a table.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from qarl_nemo.metrics.results import read_results, render_table
+
+_BLOCK = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
+
+
+def render_document(text: str, results_dir: Path) -> str:
+    """Returns `text` with every results block rendered anew.
+
+    Args:
+        text: Markdown.
+        results_dir: folder of the NAME.json files.
+
+    Raises:
+        ValueError: blocks name results that do not exist, or a marker has no counterpart.
+    """
+    names = [match["name"] for match in _BLOCK.finditer(text)]
+    markers = len(re.findall(r"<!-- results:", text)), len(re.findall(r"<!-- /results -->", text))
+    if markers != (len(names), len(names)):
+        raise ValueError(f"{markers[0]} opening and {markers[1]} closing markers make only {len(names)} blocks")
+    missing = sorted({name for name in names if not (results_dir / f"{name}.json").exists()})
+    if missing:
+        raise ValueError(f"no results for {missing} in {results_dir}")
+    tables = {name: render_table(read_results(results_dir / f"{name}.json")) for name in names}
+    return _BLOCK.sub(lambda match: f"{match[1]}{tables[match['name']]}\n{match[4]}", text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Renders, or with --check only compares; returns 1 when a document is out of date, 2 when one is broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[1] / "docs", help="folder of the documents")
+    parser.add_argument("--check", action="store_true", help="change nothing, fail when a table is out of date")
+    options = parser.parse_args(arguments)
+    stale, broken = [], []
+    for document in sorted(options.docs.glob("*.md")):
+        text = document.read_text(encoding="utf-8")
+        try:
+            rendered = render_document(text, options.docs / "results")
+        except ValueError as error:
+            broken.append(f"{document.name}: {error}")
+            continue
+        if rendered != text:
+            stale.append(document.name)
+            if not options.check:
+                document.write_text(rendered, encoding="utf-8")
+    if broken:
+        print("\n".join(broken), file=sys.stderr)
+        return 2
+    if stale:
+        print(f"{'out of date' if options.check else 'rewrote'}: {', '.join(stale)}")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
