@@ -1,0 +1,110 @@
+"""Arms of a comparison: runs that differ only by seed, their common colour and their curves as mean and range."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from qarl_nemo.metrics.runs import Floats, Run
+from qarl_nemo.metrics.summary import smoothing_window
+
+# Okabe-Ito and Tol hues that stay apart under the common colour blindnesses; blue and vermillion are kept for the sign
+_ALIGNMENT_COLORS = {"none": "#4D4D4D", "rollout_only": "#AA3377", "aligned": "#009E73"}
+_OTHER_COLORS = ("#E69F00", "#56B4E9", "#332288", "#999933", "#882255", "#88CCEE", "#117733", "#CC6677")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Runs of one arm.
+
+    Attributes:
+        name: shown in legends.
+        color: hex colour in every figure.
+        runs: its runs, one per seed.
+    """
+
+    name: str
+    color: str
+    runs: tuple[Run, ...]
+
+    def curve(self, key: str, *, smooth: bool = True) -> tuple[Floats, Floats, Floats, Floats]:
+        """Averages a metric over the arm's runs, step by step.
+
+        Args:
+            key: key of metrics.jsonl.
+            smooth: take each run's moving mean first.
+
+        Returns:
+            steps, mean, lowest and highest [S'], over the steps at which some run has a value.
+        """
+        values: dict[float, list[float]] = {}
+        for run in self.runs:
+            steps, column = finite_points(run, key)
+            for step, value in zip(steps, moving_mean(column) if smooth else column, strict=True):
+                values.setdefault(step, []).append(value)
+        steps = np.array(sorted(values))
+        rows = [values[step] for step in steps]
+        statistics = [np.array([function(row) for row in rows]) for function in (np.mean, np.min, np.max)]
+        return steps, statistics[0], statistics[1], statistics[2]
+
+    @property
+    def has_diagnostics(self) -> bool:
+        """Tells whether some run has diagnostics."""
+        return any(run.diagnostics is not None for run in self.runs)
+
+    def diagnostic(self, name: str) -> Floats:
+        """Pools one array of the newest diagnostics over the arm's runs.
+
+        Args:
+            name: array of `qarl_nemo.metrics.diagnostics`, e.g. seq_prox_ratio.
+        """
+        parts = [run.diagnostics.arrays[name] for run in self.runs if run.diagnostics is not None]
+        return np.concatenate([*parts, np.empty(0)]).astype(float)
+
+
+def group_by_arm(runs: list[Run]) -> list[Arm]:
+    """Groups runs by arm, in order of appearance, and gives each arm its colour.
+
+    Two runs of one arm with the same seed are no repetition: something else differs, so each becomes its own arm.
+
+    Args:
+        runs: as `load_runs` returns them.
+    """
+    counts = Counter((run.arm, run.seed) for run in runs)
+    clashing = {arm for (arm, _), count in counts.items() if count > 1}
+    grouped: dict[str, list[Run]] = {}
+    for run in runs:
+        grouped.setdefault(run.name if run.arm in clashing else run.arm, []).append(run)
+    used: set[str] = set()
+    arms = []
+    for name, members in grouped.items():
+        color = _choose_color(members[0].setting("qarl.alignment"), used)
+        used.add(color)
+        arms.append(Arm(name, color, tuple(members)))
+    return arms
+
+
+def finite_points(run: Run, key: str) -> tuple[Floats, Floats]:
+    """Returns the steps at which a metric has a finite value, and those values."""
+    column = run.column(key)
+    finite = np.isfinite(column)
+    return run.steps[finite], column[finite]
+
+
+def moving_mean(values: Floats) -> Floats:
+    """Averages each value with those before it, over at most `smoothing_window(len(values))` of them.
+
+    Args:
+        values: [S] finite.
+    """
+    window = smoothing_window(len(values))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _choose_color(alignment: str | None, used: set[str]) -> str:
+    preferred = [_ALIGNMENT_COLORS[alignment]] if alignment in _ALIGNMENT_COLORS else []
+    free = [color for color in (*preferred, *_OTHER_COLORS) if color not in used]
+    return free[0] if free else _OTHER_COLORS[len(used) % len(_OTHER_COLORS)]

@@ -1,0 +1,99 @@
+"""Clip and cap lines of an objective, as the report draws them over histograms."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from qarl_nemo.losses import config as losses
+
+Interval = tuple[float, float]
+_EVERYTHING: Interval = (0.0, math.inf)
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(losses.LossConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveBands:
+    """Where an objective clips.
+
+    Attributes:
+        unit: what its ratios are of: whole responses (geometric mean) or tokens.
+        prox: interval of the prox ratio with a gradient, by advantage sign.
+        mismatch: interval in which the mismatch weight is used as it is.
+    """
+
+    unit: Literal["response", "token"] = "response"
+    prox: dict[str, Interval] = field(default_factory=lambda: {"positive": _EVERYTHING, "negative": _EVERYTHING})
+    mismatch: Interval = _EVERYTHING
+
+
+def objective_bands(loss_fn: Any) -> ObjectiveBands | None:
+    """Derives the band and cap lines from a run's `loss_fn` block.
+
+    Args:
+        loss_fn: mapping with `objective` and its settings; left-out settings have the objective's defaults.
+
+    Returns:
+        The lines, infinite where the objective has none; None for a block this version does not know.
+    """
+    try:
+        config = _ADAPTER.validate_python(loss_fn)
+    except ValidationError:
+        return None
+    return _BANDS[type(config)](config)
+
+
+def _sign(positive_high: float = math.inf, negative: Interval = _EVERYTHING) -> dict[str, Interval]:
+    return {"positive": (0.0, positive_high), "negative": negative}
+
+
+def _tbpo(config: losses.TBPOConfig) -> ObjectiveBands:
+    negative = (1 - config.negative_clip_low, 1 + config.negative_clip_high)
+    cap = config.mismatch_cap
+    return ObjectiveBands("response", _sign(1 + config.positive_clip_high, negative), (1 / cap, cap))
+
+
+def _gspo(config: losses.GSPOConfig) -> ObjectiveBands:
+    return ObjectiveBands("response", _sign(1 + config.clip_high, (1 - config.clip_low, math.inf)))
+
+
+def _mis_gspo(config: losses.MISGSPOConfig) -> ObjectiveBands:
+    prox = _sign(1 + config.clip_high, (1 - config.clip_low, math.inf))
+    return ObjectiveBands("response", prox, (config.mismatch_low, config.mismatch_high))
+
+
+def _ppo(config: losses.GRPOTISConfig | losses.QuRLACRConfig) -> ObjectiveBands:
+    prox = _sign(1 + config.clip_high, (1 - config.clip_low, math.inf))
+    return ObjectiveBands("token", prox, (0.0, config.mismatch_cap))
+
+
+def _positive(config: losses.PositiveGRPOConfig) -> ObjectiveBands:
+    return ObjectiveBands("token", _sign(1 + config.clip_high), (0.0, config.mismatch_cap))
+
+
+def _on_policy(config: losses.OnPolicyGRPOConfig) -> ObjectiveBands:
+    return ObjectiveBands("token", mismatch=(0.0, config.mismatch_cap))
+
+
+def _dual_clip(config: losses.DualClipGRPOConfig) -> ObjectiveBands:
+    prox = _sign(1 + config.clip_high, (1 - config.clip_low, config.dual_clip))
+    return ObjectiveBands("token", prox, (0.0, config.mismatch_cap))
+
+
+def _sapo(_: losses.SAPOConfig) -> ObjectiveBands:
+    return ObjectiveBands("token")
+
+
+_BANDS: dict[type, Callable[[Any], ObjectiveBands]] = {
+    losses.TBPOConfig: _tbpo,
+    losses.GRPOTISConfig: _ppo,
+    losses.GSPOConfig: _gspo,
+    losses.MISGSPOConfig: _mis_gspo,
+    losses.PositiveGRPOConfig: _positive,
+    losses.OnPolicyGRPOConfig: _on_policy,
+    losses.DualClipGRPOConfig: _dual_clip,
+    losses.SAPOConfig: _sapo,
+    losses.QuRLACRConfig: _ppo,
+}

@@ -1,0 +1,178 @@
+"""Run directories as the report reads them: whole, cut short by a kill, or only just begun."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+
+from qarl_nemo.config import read_yaml
+from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
+from qarl_nemo.metrics.events import METRICS_FILE, read_jsonl
+
+CONFIG_FILE = "config.yaml"
+QUANTIZED_FILE = "quantized.json"
+WARM_START_FILE = "warm_start.jsonl"
+_EXAMPLE_STEPS = 5
+_ALIGNMENT_NAMES = {"aligned": "aligned", "rollout_only": "rollout only", "none": "BF16"}
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run directory, read.
+
+    Attributes:
+        path: the directory.
+        name: `run.name` of its config, else the directory's name.
+        arm: what is compared: `run.arm`, else alignment, format and objective. Runs of one arm differ by seed.
+        config: resolved config, empty when missing.
+        steps: [S] training steps recorded.
+        columns: key of metrics.jsonl -> [S], NaN where a step has no such value; and `band_share/<place>_<sign>`,
+            the share of one advantage sign's responses (or tokens) that lie in_band, below_band or above_band.
+        diagnostics: newest readable step, None when there is none.
+        examples: example rollouts of the newest steps, newest first, each with its `step`.
+        quantized: rows of quantized.json.
+        warm_start: records of warm_start.jsonl.
+        missing: sentences saying what a complete run would have and this one lacks.
+    """
+
+    path: Path
+    name: str
+    arm: str
+    config: dict[str, Any]
+    steps: Floats
+    columns: dict[str, Floats]
+    diagnostics: StepDiagnostics | None
+    examples: list[dict[str, Any]]
+    quantized: list[dict[str, Any]]
+    warm_start: list[dict[str, Any]]
+    missing: tuple[str, ...]
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the config."""
+        return self.config.get("seed")
+
+    def column(self, key: str) -> Floats:
+        """Returns [S] values of one metric, all NaN when it was never written."""
+        return self.columns.get(key, np.full(len(self.steps), np.nan))
+
+    def setting(self, dotted: str) -> Any:
+        """Looks up `a.b` in the config, None when absent."""
+        value: Any = self.config
+        for part in dotted.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+
+def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
+    """Reads run directories, in the order given; runs of the same name go by their directory's.
+
+    Args:
+        run_dirs: one or more run directories.
+
+    Raises:
+        ValueError: directories that are not runs, all of them named with what was looked for; or broken files.
+    """
+    if not run_dirs:
+        raise ValueError("no run directories given")
+    problems = [problem for problem in map(_why_not_a_run, run_dirs) if problem]
+    if problems:
+        raise ValueError("not a run directory:\n  " + "\n  ".join(problems))
+    runs = [load_run(path) for path in run_dirs]
+    for label in (lambda run: run.path.resolve().name, lambda run: str(run.path)):
+        counts = Counter(run.name for run in runs)
+        runs = [replace(run, name=label(run)) if counts[run.name] > 1 else run for run in runs]
+    return runs
+
+
+def load_run(path: Path) -> Run:
+    """Reads one run directory; whatever a killed run did not come to write is listed in `missing`.
+
+    Args:
+        path: directory with at least config.yaml or metrics.jsonl.
+
+    Raises:
+        ValueError: a file is broken in another way than an unfinished last line.
+    """
+    missing = []
+    config: dict[str, Any] = {}
+    if (path / CONFIG_FILE).exists():
+        config = OmegaConf.to_container(read_yaml(path / CONFIG_FILE), resolve=False)  # type: ignore[assignment]
+    else:
+        missing.append(f"{CONFIG_FILE}: no arm, seed, band lines or resolved config")
+    records = read_jsonl(path / METRICS_FILE) if (path / METRICS_FILE).exists() else []
+    if not records:
+        missing.append(f"{METRICS_FILE}: no training step has finished yet, so there are no curves")
+    diagnostics, examples = _read_diagnostics(path, missing)
+    quantized = json.loads((path / QUANTIZED_FILE).read_text(encoding="utf-8")) if _has(path, QUANTIZED_FILE) else []
+    if not quantized:
+        missing.append(f"{QUANTIZED_FILE}: no table of quantized modules")
+    run_block = config.get("run") or {}
+    name = run_block.get("name") or path.resolve().name
+    return Run(
+        path=path,
+        name=name,
+        arm=run_block.get("arm") or _describe_arm(config) or name,
+        config=config,
+        steps=np.array([record["step"] for record in records], float),
+        columns=_add_band_shares(_columns(records)),
+        diagnostics=diagnostics,
+        examples=examples,
+        quantized=quantized,
+        warm_start=read_jsonl(path / WARM_START_FILE) if _has(path, WARM_START_FILE) else [],
+        missing=tuple(missing),
+    )
+
+
+def _has(path: Path, name: str) -> bool:
+    return (path / name).exists()
+
+
+def _why_not_a_run(path: Path) -> str | None:
+    if not path.is_dir():
+        return f"{path}: no such directory (looked for {CONFIG_FILE} or {METRICS_FILE} in it)"
+    if _has(path, CONFIG_FILE) or _has(path, METRICS_FILE):
+        return None
+    inner = sorted(child.name for child in path.iterdir() if child.is_dir() and _why_not_a_run(child) is None)
+    found = f"; these folders in it are runs: {', '.join(inner)}" if inner else ""
+    return f"{path}: has neither {CONFIG_FILE} nor {METRICS_FILE}{found}"
+
+
+def _describe_arm(config: dict[str, Any]) -> str:
+    qarl, loss = config.get("qarl") or {}, config.get("loss_fn") or {}
+    alignment = qarl.get("alignment")
+    parts = [_ALIGNMENT_NAMES.get(alignment, alignment), None if alignment == "none" else qarl.get("format")]
+    return " ".join(str(part) for part in [*parts, loss.get("objective")] if part)
+
+
+def _columns(records: list[dict[str, Any]]) -> dict[str, Floats]:
+    keys = {key: None for record in records for key in record if key != "step"}
+    return {key: np.array([record.get(key) for record in records], dtype=float) for key in keys}
+
+
+def _add_band_shares(columns: dict[str, Floats]) -> dict[str, Floats]:
+    shares = {}
+    for sign in ("positive", "negative"):
+        of_sign = columns.get(f"loss/fraction_{sign}")
+        for place in ("in_band", "below_band", "above_band"):
+            part = columns.get(f"loss/{place}_fraction_{sign}")
+            if part is not None and of_sign is not None:
+                shares[f"band_share/{place}_{sign}"] = np.where(of_sign > 0, part, np.nan) / of_sign
+    return columns | shares
+
+
+def _read_diagnostics(path: Path, missing: list[str]) -> tuple[StepDiagnostics | None, list[dict[str, Any]]]:
+    steps = diagnostic_steps(path)
+    if not steps:
+        missing.append("diagnostics/: none written yet, so there are no histograms, scatters or examples")
+        return None, []
+    newest = [read_diagnostics(path, step) for step in steps[: -_EXAMPLE_STEPS - 1 : -1]]
+    return newest[0], [example | {"step": item.step} for item in newest for example in item.examples]

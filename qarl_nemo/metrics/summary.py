@@ -1,0 +1,52 @@
+"""A run in a few figures, and the window they are averaged over."""
+
+import math
+
+import numpy as np
+
+from qarl_nemo.metrics.runs import Floats, Run
+
+
+def smoothing_window(num_steps: int) -> int:
+    """Chooses the moving mean's length: a fifth of the run, between 1 and 10 steps.
+
+    Args:
+        num_steps: recorded steps.
+    """
+    return max(1, min(10, num_steps // 5))
+
+
+def summarize_run(run: Run) -> dict[str, float]:
+    """Condenses a run into the figures of the report's headline.
+
+    Args:
+        run: the run.
+
+    Returns:
+        num_steps; reward_first and reward_final (mean of the first and last `smoothing_window` steps); reward_ratio
+        (final over first); abs_gap_mean (nats, mean over steps); error_token_rate (fraction, last window);
+        skipped_steps (sum); time_s. NaN where nothing was recorded.
+    """
+    window = smoothing_window(len(run.steps))
+    reward = run.column("reward/mean")
+    first, final = _mean(reward[:window]), _mean(reward[-window:])
+    return {
+        "num_steps": float(len(run.steps)),
+        "reward_first": first,
+        "reward_final": final,
+        "reward_ratio": final / first if first > 0 else math.nan,
+        "abs_gap_mean": _mean(run.column("mismatch/abs_gap_mean")),
+        "error_token_rate": _mean(run.column("error_tokens/rate")[-window:]),
+        "skipped_steps": float(np.nansum(run.column("optim/skipped_steps"))),
+        "time_s": _last(run.column("time_s")),
+    }
+
+
+def _mean(values: Floats) -> float:
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _last(values: Floats) -> float:
+    values = values[np.isfinite(values)]
+    return float(values[-1]) if len(values) else math.nan

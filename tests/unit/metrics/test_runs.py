@@ -1,0 +1,117 @@
+import json
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from qarl_nemo.metrics.arms import group_by_arm, moving_mean
+from qarl_nemo.metrics.runs import load_run, load_runs
+from qarl_nemo.metrics.summary import smoothing_window, summarize_run
+
+
+def write_records(run_dir, records):
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run_dir
+
+
+def test_a_complete_run_misses_nothing(make_run):
+    run = load_run(make_run("demo", num_steps=4))
+    assert run.missing == ()
+    assert (run.name, run.arm, run.seed) == ("demo", "aligned w4a16 tbpo", 0)
+    assert run.steps.tolist() == [1, 2, 3, 4]
+    assert run.setting("qarl.group_size") == 32
+    assert run.setting("qarl.group_size.deeper") is None
+    assert run.diagnostics.step == 4
+    assert run.examples[0]["step"] == 4
+
+
+def test_what_a_killed_run_did_not_write_is_listed(tmp_path):
+    run = load_run(write_records(tmp_path / "killed", [{"step": 1, "reward/mean": 0.5}]))
+    assert [sentence.split(":")[0] for sentence in run.missing] == ["config.yaml", "diagnostics/", "quantized.json"]
+    assert run.arm == "killed"
+
+
+def test_everything_that_is_not_a_run_is_named_with_what_was_looked_for(tmp_path, make_run):
+    (tmp_path / "empty").mkdir()
+    make_run("group/inner", num_steps=1, diagnostics=False)
+    with pytest.raises(ValueError, match="not a run directory") as error:
+        load_runs([tmp_path / "absent", tmp_path / "empty", tmp_path / "group"])
+    absent, empty, group = str(error.value).splitlines()[1:]
+    assert "absent: no such directory (looked for config.yaml or metrics.jsonl" in absent
+    assert empty.endswith("empty: has neither config.yaml nor metrics.jsonl")
+    assert group.endswith("these folders in it are runs: inner")
+    with pytest.raises(ValueError, match="no run directories given"):
+        load_runs([])
+
+
+def test_runs_of_one_name_go_by_their_directory(tmp_path):
+    for folder in ("a/x", "a/y", "b/x"):
+        write_records(tmp_path / folder, [{"step": 1}])
+        OmegaConf.save({"run": {"name": "run"}}, tmp_path / folder / "config.yaml")
+    assert [run.name for run in load_runs([tmp_path / "a/x", tmp_path / "a/y"])] == ["x", "y"]
+    names = [run.name for run in load_runs([tmp_path / "a/x", tmp_path / "a/y", tmp_path / "b/x"])]
+    assert names == [str(tmp_path / "a/x"), "y", str(tmp_path / "b/x")]
+
+
+def test_null_and_absent_values_are_nan(tmp_path):
+    run = load_run(write_records(tmp_path, [{"step": 1, "a": None}, {"step": 2, "a": 0.5, "b": 1}]))
+    assert np.array_equal(run.column("a"), [np.nan, 0.5], equal_nan=True)
+    assert np.array_equal(run.column("b"), [np.nan, 1.0], equal_nan=True)
+    assert np.array_equal(run.column("never"), [np.nan, np.nan], equal_nan=True)
+
+
+def test_band_shares_are_within_a_sign(tmp_path):
+    records = [
+        {"step": 1, "loss/fraction_positive": 0.4, "loss/in_band_fraction_positive": 0.3},
+        {"step": 2, "loss/fraction_positive": 0.0, "loss/in_band_fraction_positive": 0.0},
+    ]
+    share = load_run(write_records(tmp_path, records)).column("band_share/in_band_positive")
+    # 0.3 of 0.4 at step 1; at step 2 no response has the sign
+    assert np.allclose(share, [0.75, np.nan], equal_nan=True)
+
+
+@pytest.mark.parametrize(("num_steps", "window"), [(0, 1), (3, 1), (10, 2), (50, 10), (1000, 10)])
+def test_window_is_a_fifth_of_the_run_up_to_ten_steps(num_steps, window):
+    assert smoothing_window(num_steps) == window
+
+
+def test_summary_compares_the_last_window_with_the_first(tmp_path):
+    # ten steps, so the window is 2: first (0.1 + 0.3) / 2, final (0.7 + 0.9) / 2
+    rewards = [0.1, 0.3, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.7, 0.9]
+    records = [{"step": i, "reward/mean": reward, "time_s": 2.0 * i} for i, reward in enumerate(rewards)]
+    summary = summarize_run(load_run(write_records(tmp_path, records)))
+    assert summary["reward_first"] == pytest.approx(0.2)
+    assert summary["reward_final"] == pytest.approx(0.8)
+    assert summary["reward_ratio"] == pytest.approx(4.0)
+    assert summary["time_s"] == 18.0
+    assert np.isnan(summary["abs_gap_mean"])
+
+
+def test_moving_mean_looks_back_over_the_window():
+    # window 2 for ten values
+    assert moving_mean(np.array([1.0, 3, 5, 7, 9, 9, 9, 9, 9, 1])).tolist() == [1, 2, 4, 6, 8, 9, 9, 9, 9, 5]
+
+
+def test_seeds_of_an_arm_are_one_curve_with_a_range(tmp_path):
+    for seed, values in ((1, [1.0, 3.0]), (2, [3.0, 9.0, 5.0])):
+        run_dir = write_records(tmp_path / str(seed), [{"step": i, "a": value} for i, value in enumerate(values)])
+        OmegaConf.save({"seed": seed, "run": {"arm": "x"}, "qarl": {"alignment": "aligned"}}, run_dir / "config.yaml")
+    (arm,) = group_by_arm(load_runs([tmp_path / "1", tmp_path / "2"]))
+    steps, mean, low, high = arm.curve("a")
+    assert (steps.tolist(), mean.tolist()) == ([0, 1, 2], [2, 6, 5])
+    assert (low.tolist(), high.tolist()) == ([1, 3, 5], [3, 9, 5])
+
+
+def test_arms_have_their_own_colours_and_equal_seeds_are_not_repetitions(make_run):
+    runs = load_runs(
+        [
+            make_run("a", alignment="aligned", seed=1, num_steps=1, diagnostics=False),
+            make_run("b", alignment="aligned", seed=1, num_steps=1, diagnostics=False, optimizer={"lr": 1e-4}),
+            make_run("c", alignment="none", seed=1, num_steps=1, diagnostics=False),
+            make_run("d", alignment="none", seed=2, num_steps=1, diagnostics=False),
+        ]
+    )
+    arms = group_by_arm(runs)
+    assert [(arm.name, len(arm.runs)) for arm in arms] == [("a", 1), ("b", 1), ("BF16 gspo", 2)]
+    assert len({arm.color for arm in arms}) == 3
