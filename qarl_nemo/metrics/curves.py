@@ -1,0 +1,151 @@
+"""Curves over training steps: one line per arm, moving means, ranges over seeds."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qarl_nemo.metrics.arms import Arm, finite_points
+from qarl_nemo.metrics.runs import Floats
+from qarl_nemo.metrics.style import HALF_WIDTH_IN, log_ticks, new_figure, percent_axis, step_axis
+
+LOG_FLOOR = 1e-12
+MAX_POINTS = 400
+
+
+def curve_figure(
+    arms: Sequence[Arm],
+    key: str,
+    ylabel: str,
+    *,
+    log: bool = False,
+    percent: bool = False,
+    smooth: bool = True,
+) -> Figure | None:
+    """Draws one metric over training steps: moving mean per arm, every step faintly behind, range over seeds shaded.
+
+    Args:
+        arms: what is compared.
+        key: key of metrics.jsonl.
+        ylabel: axis label with unit.
+        log: logarithmic y axis; values below LOG_FLOOR are drawn there.
+        percent: the metric is a fraction, shown in percent.
+        smooth: draw the moving mean.
+
+    Returns:
+        The figure, or None when no run has a value.
+    """
+    if not has_values(arms, key):
+        return None
+    figure = new_figure(HALF_WIDTH_IN, 3.3)
+    axes = figure.subplots()
+    draw_curves(axes, arms, key, log=log, smooth=smooth)
+    finish_curves(axes, ylabel, percent=percent)
+    return figure
+
+
+def reward_figure(arms: Sequence[Arm], width_in: float, height_in: float) -> Figure | None:
+    """Draws reward over training steps with validation points; None without rewards.
+
+    Args:
+        arms: what is compared.
+        width_in: width, inches.
+        height_in: height, inches.
+    """
+    if not has_values(arms, "reward/mean"):
+        return None
+    figure = new_figure(width_in, height_in)
+    axes = figure.subplots()
+    draw_rewards(axes, arms)
+    finish_curves(axes, "mean reward")
+    return figure
+
+
+def draw_rewards(axes: Axes, arms: Sequence[Arm]) -> None:
+    """Draws training reward as curves and validation reward as points."""
+    draw_curves(axes, arms, "reward/mean")
+    for arm in arms:
+        steps, mean, low, high = arm.curve("validation/reward", smooth=False)
+        if not len(steps):
+            continue
+        if len(arm.runs) > 1:
+            axes.vlines(steps, low, high, color=arm.color, linewidth=1.2)
+        axes.plot(steps, mean, "o", color=arm.color, markeredgecolor="white", markersize=7, zorder=4)
+
+
+def draw_curves(axes: Axes, arms: Sequence[Arm], key: str, *, log: bool = False, smooth: bool = True) -> None:
+    """Draws one metric of every arm on given axes."""
+    floor: Callable = (lambda values: np.maximum(values, LOG_FLOOR)) if log else (lambda values: values)
+    if log:
+        axes.set_yscale("log")
+    for arm in arms:
+        steps, mean, low, high = thin_out(*arm.curve(key, smooth=smooth))
+        mean, low, high = floor(mean), floor(low), floor(high)
+        if not len(steps):
+            continue
+        if len(arm.runs) > 1:
+            axes.fill_between(steps, low, high, color=arm.color, alpha=0.16, linewidth=0)
+        else:
+            raw_steps, raw = thin_out(*finite_points(arm.runs[0], key))
+            axes.plot(raw_steps, floor(raw), color=arm.color, alpha=0.25, linewidth=0.9)
+        seeds = f" ({len(arm.runs)} seeds)" if len(arm.runs) > 1 else ""
+        marker = "o" if len(steps) == 1 else None
+        axes.plot(steps, mean, color=arm.color, marker=marker, label=arm.name + seeds)
+
+
+def finish_curves(axes: Axes, ylabel: str, *, percent: bool = False, legend: bool = False) -> None:
+    """Labels axes of curves; the legend goes above the data, where it covers none."""
+    axes.set_ylabel(ylabel)
+    step_axis(axes)
+    if axes.get_yscale() == "log":
+        log_ticks(axes.yaxis)
+    if percent:
+        percent_axis(axes)
+    if legend:
+        add_legend(axes)
+
+
+def add_legend(axes: Axes) -> None:
+    """Puts a legend above the axes."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.3, handlelength=1.6)
+
+
+def warm_start_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
+    """Draws loss and reward of the supervised warm start; None when no run had one.
+
+    Args:
+        arms: what is compared.
+        width_in: width, inches.
+    """
+    if not any(run.warm_start for arm in arms for run in arm.runs):
+        return None
+    figure = new_figure(width_in, 3.0)
+    labels = {"loss": "loss per token (nats)", "reward": "reward"}
+    for axes, (field, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+        for arm in arms:
+            for run in arm.runs:
+                points = [(row["step"], row[field]) for row in run.warm_start if row.get(field) is not None]
+                if points:
+                    steps, values = thin_out(*np.array(points, float).T)
+                    axes.plot(steps, values, color=arm.color, marker="o" if len(steps) < 12 else None, markersize=4)
+        finish_curves(axes, label)
+        axes.set_xlabel("warm-start step")
+    return figure
+
+
+def thin_out(*columns: Floats) -> tuple[Floats, ...]:
+    """Keeps at most MAX_POINTS evenly spaced points, the last one always, so that long runs make small pages.
+
+    Args:
+        columns: arrays of one length.
+    """
+    count = len(columns[0])
+    kept = np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).round().astype(int))
+    return tuple(column[kept] for column in columns)
+
+
+def has_values(arms: Sequence[Arm], key: str) -> bool:
+    """Tells whether some run has a finite value of a metric."""
+    return any(len(finite_points(run, key)[0]) for arm in arms for run in arm.runs)

@@ -1,0 +1,90 @@
+"""One self-contained HTML page about one run or several compared: no scripts, no network, figures inline."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from qarl_nemo import __version__
+from qarl_nemo.metrics import tables
+from qarl_nemo.metrics.arms import group_by_arm
+from qarl_nemo.metrics.atomic import write_atomic
+from qarl_nemo.metrics.bands import objective_bands
+from qarl_nemo.metrics.examples import example_rows
+from qarl_nemo.metrics.runs import CONFIG_FILE, Run, load_runs
+from qarl_nemo.metrics.sections import build_sections
+from qarl_nemo.metrics.style import report_style
+from qarl_nemo.metrics.summary import summarize_run
+from qarl_nemo.metrics.timings import phase_table
+
+_TEMPLATE = "report.html.j2"
+
+
+def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
+    """Writes the HTML report of one run, or of several laid over each other by arm.
+
+    A run that was killed, or has just begun, gives a page that says what is missing.
+
+    Args:
+        run_dirs: run directories; those of one arm with different seeds are drawn as mean and range.
+        output: HTML file to write; its folder is created.
+
+    Returns:
+        `output`.
+
+    Raises:
+        ValueError: directories that are not runs, all named with what was looked for; or a broken file in one.
+    """
+    runs = load_runs([Path(path) for path in run_dirs])
+    arms = group_by_arm(runs)
+    with report_style():
+        sections = build_sections(arms)
+    context = {
+        "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs, {len(arms)} arm{'s' * (len(arms) > 1)}",
+        "version": __version__,
+        "runs": runs,
+        "arms": arms,
+        "sections": sections,
+        "notices": _notices(runs),
+        "cards": tables.headline(runs[0]) if len(runs) == 1 else [],
+        "arm_rows": tables.arm_rows(arms),
+        "seeds": tables.seed_table(arms),
+        "differences": tables.config_differences(arms),
+        "phases": phase_table(runs),
+        "modules": tables.module_tables(arms),
+        "examples": example_rows(arms),
+        "configs": [{"run": run, "text": _config_text(run)} for run in runs],
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, _environment().get_template(_TEMPLATE).render(context))
+    return output
+
+
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _notices(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    notices = []
+    for run in runs:
+        problems = list(run.missing)
+        if run.config and objective_bands(run.config.get("loss_fn")) is None:
+            problems.append(f"{CONFIG_FILE}: loss_fn is not an objective this version knows, so no band lines")
+        skipped = summarize_run(run)["skipped_steps"]
+        if skipped > 0:
+            problems.append(f"optim/skipped_steps: {skipped:.0f} updates skipped for a non-finite loss or gradient")
+        if problems:
+            notices.append({"run": run.name, "problems": problems})
+    return notices
+
+
+def _config_text(run: Run) -> str:
+    path = run.path / CONFIG_FILE
+    return path.read_text(encoding="utf-8") if path.exists() else ""

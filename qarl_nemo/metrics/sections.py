@@ -1,0 +1,149 @@
+"""The report's sections, in order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qarl_nemo.metrics import curves, distributions, sign_curves, timings
+from qarl_nemo.metrics.arms import Arm
+from qarl_nemo.metrics.panels import Panel, curve_panel, figure_panel, histogram_panel, scatter_panel
+from qarl_nemo.metrics.style import FULL_WIDTH_IN
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled group of panels; `anchor` is its id on the page."""
+
+    anchor: str
+    title: str
+    intro: str
+    panels: tuple[Panel, ...]
+
+
+def build_sections(arms: Sequence[Arm]) -> list[Section]:
+    """Draws every figure of the report.
+
+    Args:
+        arms: what is compared.
+    """
+    return [_learning(arms), _mismatch(arms), _bands(arms), _errors(arms), _time(arms), _optimizer(arms)]
+
+
+def _learning(arms: Sequence[Arm]) -> Section:
+    reward = curves.reward_figure(arms, FULL_WIDTH_IN, 4.2)
+    panels = [
+        figure_panel("Reward", "Points: validation.", reward, "Not recorded: reward/mean in metrics.jsonl.", wide=True),
+        curve_panel(arms, "KL of the updates", "loss/kl_k3", "KL prev to curr (nats)", "k3 per token.", log=True),
+        curve_panel(arms, "Entropy", "loss/entropy", "entropy per token (nats)", "Of the learner's distribution."),
+        curve_panel(
+            arms, "Response length", "response_length_tokens/mean", "response length (tokens)", "Mean over rollouts."
+        ),
+        curve_panel(
+            arms,
+            "Truncated responses",
+            "truncated_fraction",
+            "share of rollouts",
+            "Rollouts that hit the length limit.",
+            percent=True,
+        ),
+    ]
+    warm_start = curves.warm_start_figure(arms, FULL_WIDTH_IN)
+    if warm_start is not None:
+        caption = "Supervised steps before the first rollout."
+        panels.append(figure_panel("Warm start", caption, warm_start, "", wide=True))
+    intro = "Bold: moving mean; faint: every step. Several seeds of an arm: their mean, with the range shaded."
+    return Section("learning", "Learning", intro, tuple(panels))
+
+
+def _mismatch(arms: Sequence[Arm]) -> Section:
+    measured = [arm for arm in arms if arm.has_diagnostics]
+    panels = (
+        curve_panel(
+            arms,
+            "Logprob gap",
+            "mismatch/abs_gap_mean",
+            "mean |prev - generation| (nats)",
+            f"Per response token, between learner and rollout engine. Below {curves.LOG_FLOOR:g} it is drawn there.",
+            log=True,
+        ),
+        curve_panel(arms, "KL sampler to learner", "mismatch/kl_k3", "KL (nats)", "k3 per token.", log=True),
+        histogram_panel(
+            distributions.mismatch_weights(measured),
+            "mismatch weight",
+            "cap",
+            "Mismatch weight",
+            "exp(prev - generation); shaded: used without a cap. The outermost bins hold what lies beyond.",
+        ),
+        scatter_panel(
+            measured,
+            ("generation", "prev"),
+            ("p under the rollout engine", "p under the learner (prev)"),
+            "Rollout engine against learner",
+            "One point per sampled token; on the dashed line both agree.",
+        ),
+    )
+    intro = "How far the learner's view of a response is from the rollout engine's that sampled it, before any update."
+    return Section("mismatch", "Training-inference mismatch", intro, panels)
+
+
+def _bands(arms: Sequence[Arm]) -> Section:
+    measured = [arm for arm in arms if arm.has_diagnostics]
+    panels = (
+        histogram_panel(
+            distributions.prox_ratios(measured),
+            "prox ratio",
+            "band",
+            "Prox ratio",
+            "exp(curr - prev); shaded: the objective has a gradient. The outermost bins hold what lies beyond.",
+        ),
+        scatter_panel(
+            measured,
+            ("prev", "curr"),
+            ("old p (prev)", "new p (curr)"),
+            "Old against new token probability",
+            "Error tokens sit at the lower left, where small changes are large ratios.",
+        ),
+        figure_panel(
+            "Share in the band",
+            "Over the responses (token-level objectives: tokens) of one advantage sign.",
+            sign_curves.band_share_figure(arms, FULL_WIDTH_IN),
+            "Not recorded: loss/in_band_fraction_positive, loss/in_band_fraction_negative in metrics.jsonl.",
+            wide=True,
+        ),
+    )
+    intro = "What the objective keeps: the ratio of the learner now to the learner at rollout time, and its clip lines."
+    return Section("bands", "Ratios and bands", intro, panels)
+
+
+def _errors(arms: Sequence[Arm]) -> Section:
+    figure = sign_curves.error_rate_figure(arms, FULL_WIDTH_IN)
+    panel = figure_panel(
+        "Error-token rate",
+        "Share of response tokens, by advantage sign.",
+        figure,
+        "Not recorded: error_tokens/rate_positive, error_tokens/rate_negative in metrics.jsonl.",
+        wide=True,
+    )
+    intro = "Error tokens are improbable under both policies (garbled), or part of a long repetition of one n-gram."
+    return Section("errors", "Error tokens", intro, (panel,))
+
+
+def _time(arms: Sequence[Arm]) -> Section:
+    panels = (
+        figure_panel("Phases", "Time per step by phase.", timings.phase_figure(arms), "Not recorded: timing/*_s."),
+        figure_panel(
+            "Tokens per second",
+            "Rollout and update.",
+            timings.throughput_figure(arms),
+            "Not recorded: throughput/rollout_tokens_s, throughput/update_tokens_s in metrics.jsonl.",
+        ),
+    )
+    return Section("time", "Time", "Seconds are wall time.", panels)
+
+
+def _optimizer(arms: Sequence[Arm]) -> Section:
+    panels = (
+        curve_panel(arms, "Gradient norm", "optim/grad_norm", "gradient norm", "Before clipping.", log=True),
+        curve_panel(arms, "Learning rate", "optim/lr", "learning rate", "As scheduled.", smooth=False),
+    )
+    intro = "Updates with a non-finite loss or gradient are skipped and counted."
+    return Section("optimizer", "Optimizer", intro, panels)

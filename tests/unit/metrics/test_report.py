@@ -1,0 +1,228 @@
+import base64
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from qarl_nemo.metrics.arms import group_by_arm
+from qarl_nemo.metrics.curves import LOG_FLOOR, curve_figure
+from qarl_nemo.metrics.examples import mark_errors
+from qarl_nemo.metrics.report import write_report
+from qarl_nemo.metrics.runs import load_runs
+from qarl_nemo.metrics.style import format_duration, format_number
+from qarl_nemo.metrics.summary_figure import write_summary_figure
+
+SECTIONS = ["learning", "mismatch", "bands", "errors", "time", "optimizer", "modules", "config"]
+PANELS = [
+    "Reward",
+    "KL of the updates",
+    "Entropy",
+    "Response length",
+    "Truncated responses",
+    "Logprob gap",
+    "KL sampler to learner",
+    "Mismatch weight",
+    "Rollout engine against learner",
+    "Prox ratio",
+    "Old against new token probability",
+    "Share in the band",
+    "Error-token rate",
+    "Phases",
+    "Tokens per second",
+    "Gradient norm",
+    "Learning rate",
+]
+
+
+def report(run_dirs, folder):
+    return write_report(run_dirs, folder / "out" / "report.html").read_text()
+
+
+def figures(page):
+    return re.findall(r'<img src="data:image/svg\+xml;base64,([^"]+)" alt="([^."]+)', page)
+
+
+def cell_rows(page, heading):
+    table = page[page.index(f"<h3>{heading}</h3>") :].split("</table>")[0]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    return [[re.sub(r"<[^>]+>", "", cell) for cell in row] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def single_page(tmp_path_factory, write_synthetic_run):
+    folder = tmp_path_factory.mktemp("single")
+    run_dir = write_synthetic_run(folder / "demo", num_steps=10)
+    (run_dir / "warm_start.jsonl").write_text('{"step": 0, "loss": 3.2, "reward": 0.0}\n{"step": 50, "loss": 1.1}\n')
+    return report([run_dir], folder)
+
+
+def test_the_page_has_every_section_and_figure(single_page):
+    assert re.findall(r'<h2 id="(\w+)"', single_page) == SECTIONS
+    assert sorted(title for _, title in figures(single_page)) == sorted([*PANELS, "Warm start"])
+    assert "absent" not in single_page.split("</style>")[1]
+    assert "Note on" not in single_page
+
+
+def test_figures_are_drawings(single_page):
+    for content, _ in figures(single_page):
+        assert b"<path" in base64.b64decode(content)
+
+
+def test_the_page_stands_alone_and_is_small(single_page):
+    assert not re.search(r'(src|href)="(?!data:|#)', single_page)
+    assert "<script" not in single_page
+    assert "@import" not in single_page
+    assert len(single_page) < 3_000_000
+
+
+def test_the_headline_tells_what_ran(single_page):
+    cards = dict(re.findall(r'class="label">(.*?)</div><div class="value">(.*?)</div>', single_page))
+    assert cards["Arm"] == "aligned w4a16 tbpo"
+    assert cards["Format"] == "w4a16"
+    assert cards["Alignment"] == "aligned"
+    assert cards["Objective"] == "tbpo"
+    assert re.fullmatch(r"0\.\d+ to 0\.\d+", cards["Reward"])
+    assert cards["Total time"] == "3.5 s"  # 10 steps of 0.35 s
+
+
+def test_error_tokens_of_examples_are_marked_and_text_is_escaped(single_page):
+    marks = re.findall(r'<mark title="([^"]+)">(.*?)</mark>', single_page)
+    assert [text for _, text in marks] == ["&lt;b&gt;", "+", "+", "9"]
+    # exp(-8) = 3.4e-4, exp(-8.2) = 2.7e-4
+    assert marks[0][0] == "p = 0.00034 under the learner, 0.00027 under the rollout engine"
+
+
+def test_modules_are_grouped_and_the_config_is_folded_in(single_page):
+    modules = single_page[single_page.index('id="modules"') :]
+    assert modules.index("model.layers.1.mlp.experts") < modules.index("lm_head stays BF16")
+    assert "<pre>seed: 0" in modules
+
+
+def test_arms_are_compared_by_seed(tmp_path, make_run):
+    runs = [
+        make_run(f"{alignment}-{seed}", alignment=alignment, seed=seed, num_steps=10)
+        for alignment in ("none", "rollout_only", "aligned")
+        for seed in (1, 2)
+    ]
+    page = report(runs, tmp_path)
+    assert "<h1>6 runs, 3 arms</h1>" in page
+    arms = cell_rows(page, "Arms")
+    assert [row[:2] for row in arms] == [
+        ["BF16 gspo", "2"],
+        ["rollout only w4a16 grpo_tis", "2"],
+        ["aligned w4a16 tbpo", "2"],
+    ]
+    gaps = [float(row[5]) for row in arms]
+    assert gaps[1] > 100 * max(gaps[0], gaps[2])
+    seeds = cell_rows(page, "Final reward by arm and seed")
+    assert all(re.fullmatch(r"0\.\d{3}", cell) for row in seeds for cell in row[1:])
+    # the mean over seeds stands in the arms' table
+    for arm, by_seed in zip(arms, seeds, strict=True):
+        assert float(arm[3]) == pytest.approx(np.mean([float(cell) for cell in by_seed[1:]]), abs=1e-3)
+    assert ["qarl.alignment", "none", "rollout_only", "aligned"] in cell_rows(page, "Settings that differ")
+    assert sorted(title for _, title in figures(page)) == sorted(PANELS)
+
+
+def test_seeds_and_arms_may_be_incomplete(tmp_path, make_run):
+    runs = [
+        make_run("a1", alignment="aligned", seed=1, num_steps=8),
+        make_run("a2", alignment="aligned", seed=2, num_steps=3, diagnostics=False),
+        make_run("b1", alignment="none", seed=1, num_steps=8, diagnostics=False),
+    ]
+    page = report(runs, tmp_path)
+    assert [row[-1] for row in cell_rows(page, "Final reward by arm and seed")][1] == ""
+    assert page.count("<b>Note on a2</b>") == page.count("<b>Note on b1</b>") == 1
+
+
+def test_a_run_killed_at_step_three_says_what_is_missing(tmp_path, make_run):
+    killed = make_run("killed", num_steps=3, diagnostics=False)
+    (killed / "quantized.json").unlink()
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    page = report([killed], tmp_path)
+    assert "diagnostics/: none written yet" in page
+    assert "Not written yet: quantized.json" in page
+    assert page.count("No diagnostics have been written yet") == 4
+    shown = {title for _, title in figures(page)}
+    assert {"Reward", "Phases"} <= shown
+    assert "Prox ratio" not in shown
+
+
+def test_a_run_before_its_first_step_gives_a_page(tmp_path, make_run):
+    started = make_run("started", num_steps=0, diagnostics=False)
+    page = report([started], tmp_path)
+    assert "no training step has finished yet" in page
+    assert "Not recorded: reward/mean" in page
+    assert figures(page) == []
+
+
+def test_unknown_objectives_and_skipped_updates_are_pointed_out(tmp_path, make_run):
+    run_dir = make_run("other", num_steps=2, diagnostics=False, loss_fn={"objective": "new"})
+    text = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text(text.replace('"optim/skipped_steps": 0', '"optim/skipped_steps": 1'))
+    page = report([run_dir], tmp_path)
+    assert "loss_fn is not an objective this version knows" in page
+    assert "2 updates skipped for a non-finite loss or gradient" in page
+
+
+def test_a_gap_of_exactly_zero_is_drawn(make_run):
+    run_dir = make_run("exact", num_steps=3, diagnostics=False)
+    text = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text(re.sub(r'("mismatch/abs_gap_mean"): [^,]+', r"\1: 0.0", text))
+    figure = curve_figure(group_by_arm(load_runs([run_dir])), "mismatch/abs_gap_mean", "gap", log=True)
+    for line in figure.axes[0].lines:
+        assert line.get_ydata().tolist() == [LOG_FLOOR] * 3
+
+
+def test_no_page_is_written_for_what_is_not_a_run(tmp_path):
+    with pytest.raises(ValueError, match=r"looked for config\.yaml or metrics\.jsonl"):
+        write_report([tmp_path / "absent"], tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_summary_figure_is_readable_at_1200_pixels(tmp_path, make_run):
+    runs = [make_run(name, alignment=name, num_steps=6, seed=1) for name in ("none", "aligned")]
+    for name, chosen in (("compare.png", runs), ("one.png", runs[:1])):
+        image = imread(write_summary_figure(chosen, tmp_path / "images" / name))
+        assert image.shape[1] == 2400
+        assert 0.02 < (image[..., :3].min(axis=-1) < 0.8).mean() < 0.5
+
+
+def test_a_report_needs_no_torch():
+    code = "import sys, qarl_nemo.metrics.report, qarl_nemo.metrics.summary_figure; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_errors_without_a_position_are_searched_for_in_order():
+    segments = mark_errors("a-b-c", [{"text": "-", "prev_prob": 0.1}, {"text": "-", "prev_prob": 0.1}])
+    assert [segment["text"] for segment in segments if segment["note"]] == ["-", "-"]
+    assert "".join(segment["text"] for segment in segments) == "a-b-c"
+
+
+def test_long_responses_are_cut_around_the_first_error():
+    response = "x" * 5000 + "#" + "y" * 5000
+    segments = mark_errors(response, [{"text": "#", "start": 5000, "prev_prob": 1e-4, "generation_prob": 1e-4}])
+    texts = [segment["text"] for segment in segments]
+    assert texts[0] == "[...] "
+    assert texts[1] == "x" * 160
+    assert texts[2] == "#"
+    assert texts[3].endswith("y [...]")
+    assert sum(map(len, texts)) < 720
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.12345, "0.123"), (12.345, "12.3"), (1234.5, "1,234"), (3.2e-5, "3.2e-05"), (np.nan, "-")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.5, "3.5 s"), (41, "41 s"), (125, "2 min 05 s"), (11520, "3 h 12 min"), (np.nan, "-")]
+)
+def test_durations_are_for_people(seconds, text):
+    assert format_duration(seconds) == text
