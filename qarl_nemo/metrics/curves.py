@@ -1,6 +1,6 @@
 """Curves over training steps: one line per arm, moving means, ranges over seeds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +10,6 @@ from qarl_nemo.metrics.arms import Arm, finite_points
 from qarl_nemo.metrics.runs import Floats
 from qarl_nemo.metrics.style import HALF_WIDTH_IN, log_ticks, new_figure, percent_axis, step_axis
 
-LOG_FLOOR = 1e-12
 MAX_POINTS = 400
 
 
@@ -29,7 +28,7 @@ def curve_figure(
         arms: what is compared.
         key: key of metrics.jsonl.
         ylabel: axis label with unit.
-        log: logarithmic y axis; values below LOG_FLOOR are drawn there.
+        log: logarithmic y axis; zero is drawn below the smallest other value.
         percent: the metric is a fraction, shown in percent.
         smooth: draw the moving mean.
 
@@ -76,19 +75,19 @@ def draw_rewards(axes: Axes, arms: Sequence[Arm]) -> None:
 
 def draw_curves(axes: Axes, arms: Sequence[Arm], key: str, *, log: bool = False, smooth: bool = True) -> None:
     """Draws one metric of every arm on given axes."""
-    floor: Callable = (lambda values: np.maximum(values, LOG_FLOOR)) if log else (lambda values: values)
+    lowest = _log_floor(arms, key) if log else -np.inf
     if log:
         axes.set_yscale("log")
     for arm in arms:
         steps, mean, low, high = thin_out(*arm.curve(key, smooth=smooth))
-        mean, low, high = floor(mean), floor(low), floor(high)
+        mean, low, high = (np.maximum(values, lowest) for values in (mean, low, high))
         if not len(steps):
             continue
         if len(arm.runs) > 1:
             axes.fill_between(steps, low, high, color=arm.color, alpha=0.16, linewidth=0)
         else:
             raw_steps, raw = thin_out(*finite_points(arm.runs[0], key))
-            axes.plot(raw_steps, floor(raw), color=arm.color, alpha=0.25, linewidth=0.9)
+            axes.plot(raw_steps, np.maximum(raw, lowest), color=arm.color, alpha=0.25, linewidth=0.9)
         seeds = f" ({len(arm.runs)} seeds)" if len(arm.runs) > 1 else ""
         marker = "o" if len(steps) == 1 else None
         axes.plot(steps, mean, color=arm.color, marker=marker, label=arm.name + seeds)
@@ -144,6 +143,11 @@ def thin_out(*columns: Floats) -> tuple[Floats, ...]:
     count = len(columns[0])
     kept = np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).round().astype(int))
     return tuple(column[kept] for column in columns)
+
+
+def _log_floor(arms: Sequence[Arm], key: str) -> float:
+    values = np.concatenate([finite_points(run, key)[1] for arm in arms for run in arm.runs])
+    return float(values[values > 0].min(initial=1.0)) / 3
 
 
 def has_values(arms: Sequence[Arm], key: str) -> bool:

@@ -81,7 +81,7 @@ def histogram_figure(panels: Sequence[Ratios], quantity: str, line_name: str, wi
         line_name: what the interval is called: band or cap.
         width_in: width, inches.
     """
-    figure = new_figure(width_in, 4.3)
+    figure = new_figure(width_in, 4.6)
     grid = figure.subplots(2, len(panels), squeeze=False)
     scales = {unit: _Scale.of([panel for panel in panels if panel.unit == unit]) for unit in {p.unit for p in panels}}
     for column, panel in enumerate(panels):
@@ -92,7 +92,7 @@ def histogram_figure(panels: Sequence[Ratios], quantity: str, line_name: str, wi
         grid[0, column].tick_params(labelbottom=False)
         grid[1, column].set_xlabel(scale.label(f"{quantity} per {panel.unit}"))
         if len(panels) > 1:
-            grid[0, column].set_title(panel.arm.name, color=panel.arm.color)
+            grid[0, column].set_title(panel.arm.name, color=panel.arm.color, pad=28)
     for axes, sign in zip(grid[:, 0], SIGN_COLORS, strict=True):
         axes.set_ylabel(f"{SIGN_LABELS[sign]}: share")
     return figure
@@ -112,7 +112,7 @@ class _Scale:
         low, high = np.quantile(values, [0.005, 0.995]) if len(values) else (1.0, 1.0)
         reach = _LINE_REACH * max(high - 1, 1 - low, _SMALLEST_SPAN)
         lines = [line for panel in panels for interval in panel.lines.values() for line in interval]
-        near = [line for line in lines if abs(line - 1) <= reach]
+        near = [line for line in lines if line > 0 and abs(line - 1) <= reach]
         low, high = min(low, *near, 1 - _SMALLEST_SPAN), max(high, *near, 1 + _SMALLEST_SPAN)
         if low > 0 and high / low > _LOG_FACTOR:
             return cls(low / 1.1, high * 1.1, True)
@@ -162,14 +162,13 @@ def _draw_histogram(axes: Axes, values: Floats, lines: Interval, scale: _Scale, 
 
 def _annotate(axes: Axes, panel: Ratios, sign: str, scale: _Scale, line_name: str) -> None:
     values, (low, high) = panel.by_sign[sign], panel.lines[sign]
-    text = [f"n = {len(values):,}"]
+    text = f"n = {len(values):,}"
     if (low > 0 or high < np.inf) and len(values):
-        share = np.mean((values >= low) & (values <= high))
-        text.append(f"{100 * share:.3g} % in the {line_name}")
+        text += f", {100 * np.mean((values >= low) & (values <= high)):.3g} % in the {line_name}"
         hidden = [f"{line:.4g}" for line in (low, high) if 0 < line < np.inf and not scale.low <= line <= scale.high]
         if hidden:
-            text.append(f"{line_name} at {' and '.join(hidden)},\noff this axis")
-    axes.text(0.98, 0.95, "\n".join(text), transform=axes.transAxes, ha="right", va="top", fontsize=8.5, color=MUTED)
+            text += f"\n{line_name} at {' and '.join(hidden)}, off this axis"
+    axes.text(1, 1.02, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=8.5, color=MUTED)
 
 
 def _bands(arm: Arm) -> ObjectiveBands:

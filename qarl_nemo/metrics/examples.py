@@ -29,7 +29,7 @@ def example_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
                     "step": example["step"],
                     "reward": format_number(example["reward"]),
                     "advantage": format_number(example["advantage"]),
-                    "positive": example["advantage"] > 0,
+                    "sign": _sign(example["advantage"]),
                     "prompt": example["prompt"],
                     "answer": example["answer"],
                     "num_errors": len(example["error_tokens"]),
@@ -69,6 +69,12 @@ def mark_errors(response: str, errors: Sequence[Mapping[str, Any]]) -> list[dict
         position = start + len(error["text"])
     segments.append({"text": response[position:end] + (" [...]" if end < len(response) else ""), "note": ""})
     return [segment for segment in segments if segment["text"]]
+
+
+def _sign(advantage: float) -> str:
+    if advantage == 0:
+        return "zero"
+    return "positive" if advantage > 0 else "negative"
 
 
 def _probability(value: float | None) -> str:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from qarl_nemo.metrics.arms import Arm
 from qarl_nemo.metrics.runs import Floats
-from qarl_nemo.metrics.style import INK, SIGN_COLORS, SIGN_LABELS, log_ticks, new_figure
+from qarl_nemo.metrics.style import INK, SIGN_COLORS, SIGN_LABELS, ZERO_COLOR, ZERO_LABEL, log_ticks, new_figure
 
 _LOWEST_PROB = 1e-7
 
@@ -22,15 +22,15 @@ def scatter_figure(arms: Sequence[Arm], x: str, y: str, labels: tuple[str, str],
         labels: axis labels.
         width_in: width, inches.
     """
-    figure = new_figure(width_in, 4.3)
+    figure = new_figure(width_in, 4.6)
     grid = figure.subplots(1, len(arms), squeeze=False, sharex=True, sharey=True)[0]
     lowest = min(_probabilities(arm, name).min(initial=0.5) for arm in arms for name in (x, y))
     for axes, arm in zip(grid, arms, strict=True):
         advantage = arm.diagnostic("token_advantage")
-        signed = advantage != 0
-        colors = np.where(advantage > 0, SIGN_COLORS["positive"], SIGN_COLORS["negative"])[signed]
-        points = (_probabilities(arm, name)[signed] for name in (x, y))
-        axes.scatter(*points, c=colors, s=7, alpha=0.45, linewidths=0, rasterized=True)
+        signed = np.where(advantage > 0, SIGN_COLORS["positive"], SIGN_COLORS["negative"])
+        for chosen, colors in ((advantage == 0, np.full(len(advantage), ZERO_COLOR)), (advantage != 0, signed)):
+            points = (_probabilities(arm, name)[chosen] for name in (x, y))
+            axes.scatter(*points, c=colors[chosen], s=7, alpha=0.45, linewidths=0, rasterized=True)
         axes.plot([lowest / 2, 1.6], [lowest / 2, 1.6], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
         axes.set(xscale="log", yscale="log", xlabel=labels[0], xlim=(lowest / 2, 1.6), ylim=(lowest / 2, 1.6))
         log_ticks(axes.xaxis)
@@ -38,10 +38,8 @@ def scatter_figure(arms: Sequence[Arm], x: str, y: str, labels: tuple[str, str],
         if len(arms) > 1:
             axes.set_title(arm.name, color=arm.color)
     grid[0].set_ylabel(labels[1])
-    handles = [
-        grid[0].plot([], [], "o", color=color, markersize=5, label=SIGN_LABELS[sign])[0]
-        for sign, color in SIGN_COLORS.items()
-    ]
+    legend = {SIGN_LABELS[sign]: color for sign, color in SIGN_COLORS.items()} | {ZERO_LABEL: ZERO_COLOR}
+    handles = [grid[0].plot([], [], "o", color=color, markersize=5, label=label)[0] for label, color in legend.items()]
     grid[0].legend(handles=handles, loc="upper left", handletextpad=0.2)
     return figure
 

@@ -62,7 +62,7 @@ def _mismatch(arms: Sequence[Arm]) -> Section:
             "Logprob gap",
             "mismatch/abs_gap_mean",
             "mean |prev - generation| (nats)",
-            f"Per response token, between learner and rollout engine. Below {curves.LOG_FLOOR:g} it is drawn there.",
+            "Per response token, between learner and rollout engine.",
             log=True,
         ),
         curve_panel(arms, "KL sampler to learner", "mismatch/kl_k3", "KL (nats)", "k3 per token.", log=True),

@@ -10,10 +10,19 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 SIGN_COLORS = {"positive": "#0072B2", "negative": "#D55E00"}
 SIGN_LABELS = {"positive": "A > 0", "negative": "A < 0"}
+ZERO_COLOR, ZERO_LABEL = "#B4BCC4", "A = 0"
 PHASE_COLORS = {
     "rollout": "#332288",
     "reward": "#88CCEE",
@@ -128,10 +137,14 @@ def step_axis(axes: Axes) -> None:
 
 
 def log_ticks(axis: Axis) -> None:
-    """Gives a logarithmic axis few labels: powers of ten, or 1, 2, 5 where it spans less than two decades."""
-    low, high = axis.get_view_interval()
-    narrow = low > 0 and high / low < 100
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=7))
+    """Gives a logarithmic axis few labels: powers of ten, or finer ones where it spans less than two decades."""
+    low, high = sorted(axis.get_view_interval())
+    if high < 10 * low:
+        ticks = MaxNLocator(nbins=5).tick_values(low, high)
+        axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=7))
     axis.set_major_formatter(FuncFormatter(lambda value, _: _power_of_ten(value)))
     axis.set_minor_formatter(NullFormatter())
 

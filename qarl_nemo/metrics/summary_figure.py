@@ -83,7 +83,7 @@ def _draw_mismatch(axes: Axes, arms: Sequence[Arm]) -> None:
     deviations = [np.abs(np.concatenate(list(ratios.by_sign.values())) - 1) for ratios in collected]
     deviations = [np.sort(np.maximum(values, _SMALLEST_DEVIATION)) for values in deviations]
     for ratios, values in zip(collected, deviations, strict=True):
-        axes.plot(values, np.arange(1, len(values) + 1) / len(values), color=ratios.arm.color)
+        axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", color=ratios.arm.color)
     axes.set_xscale("log")
     unit = collected[0].unit
     axes.set(xlabel=f"|mismatch weight - 1| per {unit}", ylabel=f"share of {unit}s at or below")

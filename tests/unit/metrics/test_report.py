@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from qarl_nemo.metrics.arms import group_by_arm
-from qarl_nemo.metrics.curves import LOG_FLOOR, curve_figure
+from qarl_nemo.metrics.curves import curve_figure
 from qarl_nemo.metrics.examples import mark_errors
 from qarl_nemo.metrics.report import write_report
 from qarl_nemo.metrics.runs import load_runs
@@ -169,12 +169,16 @@ def test_unknown_objectives_and_skipped_updates_are_pointed_out(tmp_path, make_r
 
 
 def test_a_gap_of_exactly_zero_is_drawn(make_run):
-    run_dir = make_run("exact", num_steps=3, diagnostics=False)
-    text = (run_dir / "metrics.jsonl").read_text()
-    (run_dir / "metrics.jsonl").write_text(re.sub(r'("mismatch/abs_gap_mean"): [^,]+', r"\1: 0.0", text))
-    figure = curve_figure(group_by_arm(load_runs([run_dir])), "mismatch/abs_gap_mean", "gap", log=True)
-    for line in figure.axes[0].lines:
-        assert line.get_ydata().tolist() == [LOG_FLOOR] * 3
+    exact, other = (make_run(name, num_steps=3, diagnostics=False) for name in ("exact", "other"))
+    for run_dir, value in ((exact, "0.0"), (other, "3e-6")):
+        text = (run_dir / "metrics.jsonl").read_text()
+        text = re.sub(r'("mismatch/abs_gap_mean"): [^,]+', rf"\1: {value}", text)
+        (run_dir / "metrics.jsonl").write_text(text)
+    figure = curve_figure(group_by_arm(load_runs([exact, other])), "mismatch/abs_gap_mean", "gap", log=True)
+    faint, bold, _, _ = figure.axes[0].lines
+    # a third of the smallest value above zero
+    assert faint.get_ydata() == pytest.approx([1e-6] * 3)
+    assert bold.get_ydata() == pytest.approx([1e-6] * 3)
 
 
 def test_no_page_is_written_for_what_is_not_a_run(tmp_path):
