@@ -108,6 +108,8 @@ def test_other_settings_are_refused_and_named(source, tmp_path):
         run(source, out, fmt=get_format("w4a16", group_size=64), targets=["experts", "attention"])
     assert "group_size was 128, now 64" in str(error.value)
     assert "targets was ['experts'], now ['experts', 'attention']" in str(error.value)
+    with pytest.raises(ValueError, match=r"\(max_shard_bytes was 150000, now 150001\)"):
+        run(source, out, max_shard_bytes=SHARD_BYTES + 1)
     assert contents(tmp_path / "out.partial") == before
     report = run(source, out, fmt=get_format("fp8_block"), overwrite=True)
     assert report.num_resumed_shards == 0
