@@ -120,6 +120,7 @@ class ArithmeticData(StrictModel):
     digits: int = Field(2, ge=1, le=6)
     num_terms: int = Field(2, ge=2, le=6)
     operators: str = Field("+", pattern=r"^[-+*]+$")
+    answer_digits: int = Field(1, ge=1, le=12, description="Answers are zero-padded to this many digits.")
 
 
 class JsonlData(StrictModel):

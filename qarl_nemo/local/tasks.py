@@ -102,7 +102,7 @@ def arithmetic_tasks(config: ArithmeticData, num_tasks: int, rng: random.Random)
         text = f"{terms[0]:0{config.digits}d}"
         for operator, term in zip(operators, terms[1:], strict=True):
             text += f"{operator}{term:0{config.digits}d}"
-        tasks.append(Task(text + "=", str(total)))
+        tasks.append(Task(text + "=", f"{total:0{config.answer_digits}d}"))
     return tasks
 
 

@@ -4,7 +4,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
-CHARACTERS = "0123456789+-*=()/., abcdefghijklmnopqrstuvwxyz"
+CHARACTERS = "0123456789+-*= "
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
