@@ -1,0 +1,116 @@
+"""The house rules a machine can check: who imports whom, what stays free of torch, how long things get."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+# Contract -> a module and the import that breaks it; every contract of pyproject.toml has at least one.
+VIOLATIONS = [
+    pytest.param("floors", "qarl_nemo/losses/ratios.py", "import qarl_nemo.metrics.mismatch", id="up-import"),
+    pytest.param("floors", "qarl_nemo/config.py", "from qarl_nemo.losses import config", id="up-import-to-config"),
+    pytest.param("floors", "qarl_nemo/layers/weight.py", "import qarl_nemo.refit.manifest", id="sibling"),
+    pytest.param("floors", "qarl_nemo/metrics/runs.py", "from qarl_nemo.checkpoints import plan", id="other-sibling"),
+    pytest.param("floors", "qarl_nemo/homeless/__init__.py", "", id="package-without-floor"),
+    pytest.param("kernels", "kernels/qarl_kernels/fp8.py", "import qarl_nemo.config", id="kernels-up"),
+    pytest.param("losses", "qarl_nemo/losses/tbpo.py", "from qarl_kernels import get_format", id="loss-knows-formats"),
+    pytest.param("floor-zero", "qarl_nemo/refit/names.py", "import torch", id="names-load-torch"),
+    pytest.param("floor-zero", "qarl_nemo/losses/config.py", "import qarl_nemo.losses.ratios", id="config-loads-torch"),
+    pytest.param("quick-start", "qarl_nemo/metrics/style.py", "import torch", id="report-loads-torch"),
+    pytest.param("door-transformers", "qarl_nemo/layers/router.py", "import transformers", id="transformers"),
+    pytest.param("door-vllm", "qarl_nemo/refit/publish.py", "from vllm import LLM", id="vllm"),
+    pytest.param("door-vllm", "qarl_nemo/local/sampler.py", "from vllm.config import VllmConfig", id="vllm-in-local"),
+    pytest.param("door-scale-out", "qarl_nemo/local/trainer.py", "import ray", id="ray"),
+    pytest.param("door-scale-out", "qarl_nemo/layers/linear.py", "import megatron.core", id="megatron"),
+]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of both packages and their contracts, to plant violations in."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "qarl_nemo", tmp_path / "qarl_nemo", ignore=ignore)
+    shutil.copytree(ROOT / "kernels" / "qarl_kernels", tmp_path / "kernels" / "qarl_kernels", ignore=ignore)
+    return tmp_path
+
+
+def lint_imports(tree: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    # The lint reads what Python would import, so both packages are looked up in the tree first.
+    program = "import sys; sys.path[:0] = ['.', 'kernels']; from importlinter.cli import lint_imports_command as c; c()"
+    command = [sys.executable, "-c", program, "--no-cache", "--no-logo", *options]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120, check=False)
+
+
+def python_files() -> Iterator[Path]:
+    for folder in ("qarl_nemo", "kernels", "tools", "examples", "tests"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def test_every_contract_holds(tree):
+    result = lint_imports(tree)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 broken" in result.stdout
+
+
+@pytest.mark.parametrize(("contract", "module", "statement"), VIOLATIONS)
+def test_a_planted_violation_breaks_its_contract(tree, contract, module, statement):
+    path = tree / module
+    path.parent.mkdir(exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "") + f"\n{statement}\n")
+    result = lint_imports(tree, "--contract", contract)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "1 broken" in result.stdout
+
+
+def test_a_door_lets_in_what_it_is_for(tree):
+    (tree / "qarl_nemo" / "refit" / "load.py").write_text("import vllm\n")
+    nemo = tree / "qarl_nemo" / "nemo"
+    nemo.mkdir(exist_ok=True)
+    (nemo / "__init__.py").touch()
+    (nemo / "policy.py").write_text("import megatron.core\nimport nemo_rl.algorithms\nimport ray\nimport vllm\n")
+    result = lint_imports(tree)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_contract_has_a_planted_violation():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert {contract["id"] for contract in contracts} == {violation.values[0] for violation in VIOLATIONS}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["config", "losses.config", "refit.names", "local.config", "metrics.report", "metrics.results", "cli"],
+)
+def test_importing_it_loads_no_torch(module):
+    program = f"import sys, qarl_nemo.{module}; print(*{{'torch', 'transformers', 'vllm', 'ray'}} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == []
+
+
+def test_the_name_kernels_stays_free_for_the_package_that_nemo_rl_imports():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_files_and_functions_stay_short():
+    too_long = []
+    for path in python_files():
+        text = path.read_text(encoding="utf-8")
+        num_lines = len(text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            too_long.append(f"{path.relative_to(ROOT)}: {num_lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = node.end_lineno - node.lineno + 1
+                if num_lines > MAX_FUNCTION_LINES:
+                    too_long.append(f"{path.relative_to(ROOT)}:{node.name}: {num_lines} lines")
+    assert too_long == []
