@@ -3,8 +3,9 @@
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -70,7 +71,11 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
             all problems of a file are listed at once.
     """
     merged = merge_overrides(read_yaml(path), overrides)
-    return validate(OmegaConf.to_container(merged, resolve=True), model, source=str(path))
+    try:
+        values = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return validate(values, model, source=str(path))
 
 
 def read_yaml(path: Path, _seen: tuple[Path, ...] = ()) -> DictConfig:
@@ -97,7 +102,9 @@ def read_yaml(path: Path, _seen: tuple[Path, ...] = ()) -> DictConfig:
     if not isinstance(own, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     parents = own.pop("defaults", [])
-    parents = [parents] if isinstance(parents, str) else list(parents)
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, Sequence) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigError(f"defaults of {path} must be one path or a list of paths, not {parents!r}")
     merged: dict[str, Any] = {}
     for parent in parents:
         merged = merge_mappings(merged, OmegaConf.to_container(read_yaml(path.parent / parent, (*_seen, path))))
@@ -126,27 +133,40 @@ def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, An
 
 
 def merge_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Apply `a.b=c` assignments.
+    """Apply `a.b=c` assignments; as in a file, `a._override_=true` empties block `a` first.
 
     Args:
         config: where they apply.
-        overrides: the assignments.
+        overrides: the assignments, in order.
 
     Returns:
         The merged config.
 
     Raises:
-        ConfigError: an assignment without `=` or with a value that is not YAML.
+        ConfigError: assignments without `=` or with a value that is not YAML; all are listed.
     """
-    malformed = [text for text in overrides if "=" not in text or text.startswith("-")]
+    merged = OmegaConf.to_container(config)
+    assert isinstance(merged, dict)
+    malformed = []
+    for text in overrides:
+        try:
+            assigned = None if text.startswith("-") else _assignment(text)
+        except (OmegaConfBaseException, yaml.YAMLError):
+            assigned = None
+        if assigned is None:
+            malformed.append(text)
+        else:
+            merged = merge_mappings(merged, assigned)
     if malformed:
-        raise ConfigError(f"overrides must look like a.b=c; not usable: {', '.join(malformed)}")
-    try:
-        merged = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"cannot apply overrides {list(overrides)}: {error}") from error
-    assert isinstance(merged, DictConfig)
-    return merged
+        raise ConfigError(f"overrides must look like a.b=c, c being YAML; not usable: {', '.join(malformed)}")
+    return OmegaConf.create(merged)
+
+
+def _assignment(text: str) -> dict[str, Any] | None:
+    key, equals, _ = text.partition("=")
+    if not equals or not all(part.strip() for part in key.split(".")):
+        return None
+    return OmegaConf.to_container(OmegaConf.from_dotlist([text]))
 
 
 def validate(values: Any, model: type[Model], *, source: str) -> Model:
@@ -171,31 +191,39 @@ def validate(values: Any, model: type[Model], *, source: str) -> Model:
 
 
 def _explain(problem: Any, model: type[BaseModel]) -> str:
-    location = [str(part) for part in problem["loc"]]
-    dotted = ".".join(location)
-    if problem["type"] != "extra_forbidden":
-        return f"{dotted or 'config'}: {problem['msg'].removeprefix('Value error, ')}"
-    legal = _legal_keys(model, location[:-1])
-    nearest = difflib.get_close_matches(location[-1], legal, n=1, cutoff=0.0)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown key {dotted!r}: {hint}legal here: {', '.join(sorted(legal))}"
+    location, models = _follow([str(part) for part in problem["loc"]], model)
+    dotted, kind = ".".join(location), problem["type"]
+    if kind == "extra_forbidden":
+        return f"unknown key {dotted!r}: {_hint(location[-1], sorted({key for m in models for key in m.model_fields}))}"
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        key = problem["ctx"]["discriminator"].strip("'")
+        legal = [tag for m in models for tag in get_args(m.model_fields[key].annotation)]
+        if kind == "union_tag_not_found":
+            return f"{dotted}.{key} is missing and says which keys {dotted} has; legal: {', '.join(legal)}"
+        return f"unknown {dotted}.{key} {problem['ctx']['tag']!r}: {_hint(problem['ctx']['tag'], legal)}"
+    return f"{dotted or 'config'}: {problem['msg'].removeprefix('Value error, ')}"
 
 
-def _legal_keys(model: type[BaseModel], location: list[str]) -> list[str]:
-    """Follow a pydantic error location (field names, union tags, list indices) to the keys legal there."""
-    candidates = [model]
-    for part in location:
-        following = []
-        for candidate in candidates:
-            if part in candidate.model_fields:
-                following += _models_in(candidate.model_fields[part].annotation)
-        # A union tag (`loss_fn.tbpo`) or an index names no field: it narrows or keeps what was found.
-        candidates = following or [c for c in candidates if _has_tag(c, part)] or candidates
-    return sorted({key for candidate in candidates for key in candidate.model_fields})
+def _hint(wrong: str, legal: list[str]) -> str:
+    nearest = difflib.get_close_matches(wrong, legal, n=1, cutoff=0.0)
+    return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"legal here: {', '.join(legal)}"
 
 
-def _has_tag(model: type[BaseModel], tag: str) -> bool:
-    return any(field.default == tag for field in model.model_fields.values())
+def _follow(location: list[str], model: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
+    """Follow a pydantic error location to the keys a user wrote and the models around its last part."""
+    keys, models = [], [model]
+    for depth, part in enumerate(location):
+        tagged = [m for m in models if any(part in get_args(f.annotation) for f in m.model_fields.values())]
+        inside = [
+            m for held in models if part in held.model_fields for m in _models_in(held.model_fields[part].annotation)
+        ]
+        if tagged and not inside and depth + 1 < len(location):
+            # pydantic names a union's member by its tag (`loss_fn.tbpo.clip_low`), which the user's path does not hold.
+            models = tagged
+            continue
+        keys.append(part)
+        models = inside or models
+    return keys, models
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

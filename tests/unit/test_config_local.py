@@ -1,0 +1,137 @@
+"""The embedded engine's config: its own checks, every example, and that reading one needs no torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
+from qarl_nemo.local.config import AdamWConfig, HfData, LocalConfig, MuonConfig
+from qarl_nemo.losses.config import TBPOConfig
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = sorted((REPOSITORY / "examples" / "configs").glob("**/local_*.yaml"))
+MINIMAL = {"run_dir": "runs/x", "policy": {"model_init": {}}, "loss_fn": {"objective": "tbpo"}}
+
+
+def make(**blocks) -> LocalConfig:
+    return validate(MINIMAL | blocks, LocalConfig, source="test")
+
+
+def test_a_minimal_config_is_qarl_with_int4_experts_and_tbpo():
+    config = make()
+    assert (config.qarl.alignment, config.qarl.format, config.qarl.targets) == ("aligned", "w4a16", ("experts",))
+    assert config.loss_fn == TBPOConfig()
+    assert config.policy.optimizer == AdamWConfig()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_loads_and_so_does_each_arm_it_compares(path):
+    config = load_config(path, [], LocalConfig)
+    assert config.run_dir.parts[0] == "runs"
+    for arm, settings in (config.compare.arms if config.compare else {}).items():
+        overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        assert load_config(path, overrides, LocalConfig), arm
+
+
+def test_examples_are_found():
+    assert REPOSITORY / "examples/configs/local_demo.yaml" in EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_misspelled_key_in_an_example_fails_with_the_nearest_legal_one(path, tmp_path):
+    values = OmegaConf.to_container(read_yaml(path))
+    values["grpo"]["max_num_setps"] = values["grpo"].pop("max_num_steps", 1)
+    values["loss_fn"]["objektive"] = "tbpo"
+    misspelled = tmp_path / "misspelled.yaml"
+    OmegaConf.save(OmegaConf.create(values), misspelled)
+    with pytest.raises(ConfigError) as raised:
+        load_config(misspelled, [], LocalConfig)
+    assert "unknown key 'grpo.max_num_setps': did you mean 'max_num_steps'?" in str(raised.value)
+    assert "unknown key 'loss_fn.objektive': did you mean 'objective'?" in str(raised.value)
+
+
+def test_reading_configs_leaves_torch_and_transformers_alone():
+    code = (
+        "import sys, qarl_nemo.config, qarl_nemo.local.config\n"
+        "from pathlib import Path\n"
+        f"path = Path({str(EXAMPLES[0])!r})\n"
+        "qarl_nemo.config.load_config(path, ['seed=3'], qarl_nemo.local.config.LocalConfig)\n"
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        # the path a user wrote, without the union tag that pydantic puts into it
+        (
+            {"loss_fn": {"objective": "tbpo", "positive_clip_hihg": 0.1}},
+            "unknown key 'loss_fn.positive_clip_hihg': did you mean 'positive_clip_high'?",
+        ),
+        # a key of another objective: only the chosen one's keys are legal
+        (
+            {"loss_fn": {"objective": "gspo", "mismatch_cap": 2.0}},
+            "unknown key 'loss_fn.mismatch_cap': did you mean 'clip_low'? legal here: clip_high, clip_low, objective",
+        ),
+        (
+            {"policy": {"model_init": {}, "optimizer": {"name": "muon", "beta": 0.9}}},
+            "unknown key 'policy.optimizer.beta'",
+        ),
+        (
+            {"policy": {"model_init": {"hiden_size": 64}}},
+            "unknown key 'policy.model_init.hiden_size': did you mean 'hidden_size'?",
+        ),
+        (
+            {"data": {"source": "jsonl", "train": "x", "validaton": "y"}},
+            "unknown key 'data.validaton': did you mean 'validation'? legal here: prompt_template, source, train, "
+            "validation",
+        ),
+        ({"qarl": {"target": ["experts"]}}, "unknown key 'qarl.target': did you mean 'targets'?"),
+        ({"qarl": {"targets": ["expert"]}}, "qarl.targets.0: Input should be 'experts', 'attention' or 'mlp'"),
+        ({"loss_fn": {"objective": "tpbo"}}, "unknown loss_fn.objective 'tpbo': did you mean 'tbpo'?"),
+        ({"data": {"digits": 3}}, "data.source is missing and says which keys data has; legal: arithmetic, jsonl"),
+        ({"data": {"source": "jsonl", "train": "x", "prompt_template": "Solve."}}, "data.prompt_template"),
+        ({"grpo": {"num_generations_per_prompt": 1}}, "grpo.num_generations_per_prompt: Input should be greater"),
+        ({"compare": {"arms": {}, "seeds": [1]}}, "compare.arms: Dictionary should have at least 1 item"),
+    ],
+)
+def test_errors_name_the_key_the_legal_values_and_the_nearest(blocks, expected):
+    with pytest.raises(ConfigError) as raised:
+        make(**blocks)
+    assert expected in str(raised.value)
+
+
+def test_minibatches_must_divide_the_batch():
+    grpo = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
+    assert make(grpo=grpo | {"train_global_batch_size": 12}).grpo.train_global_batch_size == 12
+    # 24 responses: 24/1, 24/2, 24/3, 24/4, 24/6, 24/8, 24/12 (at most 16 minibatches are proposed)
+    with pytest.raises(ConfigError, match=r"does not divide the 24 responses .* legal: 24, 12, 8, 6, 4, 3, 2$"):
+        make(grpo=grpo | {"train_global_batch_size": 9})
+
+
+@pytest.mark.parametrize("sources", [{}, {"model_path": "m", "model_init": {}}])
+def test_exactly_one_model_source(sources):
+    with pytest.raises(ConfigError, match=r"policy: set exactly one of model_path .* and model_init"):
+        make(policy=sources)
+
+
+def test_unions_pick_the_named_block():
+    config = make(
+        policy={"model_path": "m", "optimizer": {"name": "muon", "lr": 1e-3}},
+        data={"source": "huggingface", "path": "org/data"},
+    )
+    assert config.policy.optimizer == MuonConfig(lr=1e-3)
+    assert config.data == HfData(source="huggingface", path="org/data")
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path):
+    config = make(qarl={"targets": ["experts", "attention"], "format": "w4a8"}, logger={"wandb": {"project": "p"}})
+    path = tmp_path / "config.yaml"
+    OmegaConf.save(OmegaConf.create(config.model_dump(mode="json")), path)
+    assert load_config(path, [], LocalConfig) == config
