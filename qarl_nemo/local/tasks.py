@@ -1,5 +1,6 @@
 """Problems with verifiable answers: generated arithmetic, JSONL, and datasets in OpenR1-Math-46K's fields."""
 
+import functools
 import json
 import random
 from collections.abc import Sequence
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qarl_nemo.local.config import ArithmeticData, HfData, JsonlData
+
+_NUM_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,13 @@ class TaskSource:
 
     def _at(self, index: int, stream: str) -> Task:
         epoch, position = divmod(index, len(self._train))
-        order = random.Random(f"{stream}-{self.seed}-epoch-{epoch}").sample(range(len(self._train)), len(self._train))
-        return self._train[order[position]]
+        return self._train[_epoch_order(f"{stream}-{self.seed}-epoch-{epoch}", len(self._train))[position]]
+
+
+# A step asks for one epoch's order once for each prompt; at an epoch's end two are in use, in two streams.
+@functools.lru_cache(maxsize=4)
+def _epoch_order(key: str, num_tasks: int) -> list[int]:
+    return random.Random(key).sample(range(num_tasks), num_tasks)
 
 
 def arithmetic_tasks(config: ArithmeticData, num_tasks: int, rng: random.Random) -> list[Task]:
@@ -102,7 +110,7 @@ def arithmetic_tasks(config: ArithmeticData, num_tasks: int, rng: random.Random)
         text = f"{terms[0]:0{config.digits}d}"
         for operator, term in zip(operators, terms[1:], strict=True):
             text += f"{operator}{term:0{config.digits}d}"
-        tasks.append(Task(text + "=", f"{total:0{config.answer_digits}d}"))
+        tasks.append(Task(text + "=", "-" * (total < 0) + f"{abs(total):0{config.answer_digits}d}"))
     return tasks
 
 
@@ -146,15 +154,10 @@ def read_jsonl(path: Path, prompt_template: str) -> list[Task]:
             continue
         try:
             record = json.loads(line)
-            tasks.append(Task(prompt_template.replace("{problem}", record["problem"]), str(record["answer"])))
+            tasks.append(Task(prompt_template.replace("{problem}", record["problem"]), _answer(record["answer"])))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             problems.append(f"line {number}: {type(error).__name__} {error}")
-    if problems or not tasks:
-        raise ValueError(
-            f"{path}: every line needs the text fields `problem` and `answer`; "
-            + ("; ".join(problems[:20]) or "the file is empty")
-        )
-    return tasks
+    return _whole(tasks, problems, f"{path}: every line needs the text fields `problem` and `answer`")
 
 
 def read_huggingface(path: str, split: str) -> list[Task]:
@@ -162,13 +165,13 @@ def read_huggingface(path: str, split: str) -> list[Task]:
 
     Args:
         path: hub name, local dataset directory, or one .jsonl / .json / .parquet file.
-        split: split name.
+        split: split name, or a part of a split such as `train[:100]`.
 
     Returns:
         The tasks.
 
     Raises:
-        ValueError: the fields are missing.
+        ValueError: the file is missing, or records lack a field; all are listed.
 
     Source: Elliott/Openr1-Math-46k-8192 on the Hugging Face hub.
     """
@@ -177,14 +180,36 @@ def read_huggingface(path: str, split: str) -> list[Task]:
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     kind = kinds.get(Path(path).suffix)
     if kind:
-        data = datasets.load_dataset(kind, data_files={split: path}, split=split)
+        if not Path(path).is_file():
+            raise ValueError(f"data file {path} does not exist")
+        data = datasets.load_dataset(kind, data_files={split.partition("[")[0]: path}, split=split)
     else:
         data = datasets.load_dataset(path, split=split)
     missing = {"prompt", "reward_model"} - set(data.column_names)
     if missing:
         raise ValueError(f"dataset {path} lacks {sorted(missing)}; it has {data.column_names}")
-    return [Task(_messages(record["prompt"]), str(record["reward_model"]["ground_truth"])) for record in data]
+    tasks, problems = [], []
+    for number, record in enumerate(data):
+        try:
+            tasks.append(Task(_messages(record["prompt"]), _answer(record["reward_model"]["ground_truth"])))
+        except (KeyError, TypeError) as error:
+            problems.append(f"record {number}: {type(error).__name__} {error}")
+    needs = "`prompt`, a list of messages with `role` and `content`, and `reward_model.ground_truth`"
+    return _whole(tasks, problems, f"dataset {path}: every record needs {needs}")
 
 
 def _messages(messages: list[dict[str, Any]]) -> tuple[dict[str, str], ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+
+
+def _answer(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError(f"the answer is {value!r}, neither text nor a number")
+    return str(value)
+
+
+def _whole(tasks: list[Task], problems: list[str], expected: str) -> list[Task]:
+    if problems or not tasks:
+        more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
+        raise ValueError(f"{expected}; " + ("; ".join(problems[:_NUM_SHOWN]) + more or "it is empty"))
+    return tasks
