@@ -75,7 +75,7 @@ def expert_mlp(
     out_rows = fc2(hidden, routed.offsets, torch.float32 if on_accumulator else x.dtype)
     inverse = torch.empty_like(routed.order)
     inverse[routed.order] = torch.arange(len(inverse), device=inverse.device)
-    choices = out_rows[inverse].view(num_tokens, top_k, -1)
+    choices = out_rows[inverse].view(num_tokens, top_k, out_rows.shape[-1])
     return _combine(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype)
 
 

@@ -48,5 +48,5 @@ class AlignedLinear(nn.Module):
         """
         rows = x.reshape(-1, x.shape[-1])
         out = aligned_grouped_gemm(rows, self.aligned["weight"], [0, len(rows)], mode=self.mode)
-        out = out.view(*x.shape[:-1], -1)
+        out = out.view(*x.shape[:-1], out.shape[-1])
         return out if self.bias is None else out + self.bias

@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
         """Apply the layer: x [..., K] -> [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
         out = grouped_gemm(rows, self.slots["weight"].operand().stacked(), [0, len(rows)])
-        out = out.view(*x.shape[:-1], -1)
+        out = out.view(*x.shape[:-1], out.shape[-1])
         return out if self.bias is None else out + self.bias
 
 
