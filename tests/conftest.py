@@ -1,0 +1,36 @@
+import pytest
+import torch
+from format_cases import FORMATS
+
+# The tests' tensors are small, and test processes share the cores: threads cost more than they give.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    without_cuda = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(without_cuda)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Give every test the same random numbers, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=FORMATS)
+def fmt(request):
+    """Every number format, integer ones in both conventions and several group sizes."""
+    return FORMATS[request.param]
+
+
+@pytest.fixture
+def poisoned_empty():
+    """Fill memory that `torch.empty` and its kin return with NaN, so that reading unwritten elements shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
