@@ -26,9 +26,12 @@ class ModelInit(StrictModel):
 class WarmStart(StrictModel):
     """Supervised warm start on the training tasks' answers, before RL begins."""
 
-    steps: int = Field(0, ge=0)
+    steps: int = Field(0, ge=0, description="At most this many; 0 skips the warm start.")
     batch_size: int = Field(256, ge=1)
-    lr: float = Field(2e-3, gt=0)
+    lr: float = Field(1e-3, gt=0)
+    target_reward: float | None = Field(None, gt=0, le=1)
+    """Stop once greedy answers to the validation tasks reach this reward, so that seeds start RL alike."""
+    check_period: int = Field(10, ge=1, description="Steps between looks at the greedy reward.")
 
 
 class AdamWConfig(StrictModel):

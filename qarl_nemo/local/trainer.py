@@ -22,7 +22,7 @@ from qarl_nemo.local.sampler import PackedSampler, SamplingParams
 from qarl_nemo.local.step_metrics import diagnostics_examples, step_metrics
 from qarl_nemo.local.tasks import Task, TaskSource
 from qarl_nemo.local.verify import reward
-from qarl_nemo.local.warm_start import warm_start
+from qarl_nemo.local.warm_start import greedy_answers, warm_start
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
@@ -89,10 +89,18 @@ class Trainer:
         if not settings.steps:
             return
         started = time.perf_counter()
+        tasks = self.source.validation(self.config.grpo.val_num_prompts)
+
+        def greedy_reward() -> float:
+            answers = greedy_answers(self.model, self.tokenizer, tasks, self.config.rollout.max_new_tokens)
+            return sum(reward(text, task.answer) for text, task in zip(answers, tasks, strict=True)) / len(tasks)
+
         with LiveProgress("warm start", settings.steps) as progress:
-            warm_start(
-                self.model, self.tokenizer, self.source, settings, lambda step, loss: progress.update(step, loss=loss)
-            )
+
+            def show(step: int, loss: float) -> None:
+                progress.update(step, loss=loss)
+
+            warm_start(self.model, self.tokenizer, self.source, settings, show, greedy_reward)
         self.elapsed_s += time.perf_counter() - started
 
     def _build_engines(self) -> None:
