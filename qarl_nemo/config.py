@@ -13,6 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 Alignment = Literal["aligned", "rollout_only", "none"]
 
 
+# Arms of a comparison are merged onto the rest of the config later, so their `_override_` marks must survive.
+_MERGED_LATER = ("arms",)
+
+
 class StrictModel(BaseModel):
     """A config block: unknown keys are errors, values are never rewritten."""
 
@@ -124,7 +128,9 @@ def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, An
     replace = above.get("_override_", False)
     merged = {} if replace else dict(below)
     for key, value in above.items():
-        if isinstance(value, dict):
+        if key in _MERGED_LATER:
+            merged[key] = value
+        elif isinstance(value, dict):
             under = merged.get(key)
             merged[key] = merge_mappings(under if isinstance(under, dict) else {}, value)
         elif key != "_override_":

@@ -1,0 +1,90 @@
+"""What this machine can run: looked up without loading an engine."""
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One capability.
+
+    Attributes:
+        capability: what one would want to do.
+        usable: whether this machine can.
+        reason: what was found, and what to do when it cannot.
+    """
+
+    capability: str
+    usable: bool
+    reason: str
+
+
+def examine() -> list[Finding]:
+    """Look at Python, packages, CPU and GPU.
+
+    Returns:
+        One finding for each capability, the embedded engine first.
+    """
+    return [_python(), _packages(), *_devices(), *_engines()]
+
+
+def _python() -> Finding:
+    return Finding("Python >= 3.11", sys.version_info >= (3, 11), platform.python_version())
+
+
+def _packages() -> Finding:
+    needed = ("torch", "transformers", "safetensors", "omegaconf", "pydantic", "math-verify", "matplotlib")
+    found = {name: _version(name) for name in needed}
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        return Finding("train on the CPU", False, f"missing: {', '.join(missing)}; pip install -e .")
+    return Finding("train on the CPU", True, ", ".join(f"{name} {value}" for name, value in found.items()))
+
+
+def _devices() -> Iterator[Finding]:
+    if _version("torch") is None:
+        yield Finding("train on a GPU", False, "torch is not installed; pip install -e .")
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("train on a GPU", False, f"torch {torch.__version__} sees no CUDA device")
+        return
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    text = f"{torch.cuda.device_count()} x {name}, {memory:.0f} GiB, SM{capability[0]}{capability[1]}"
+    yield Finding("train on a GPU", True, text)
+    yield Finding("FP8 tensor cores", capability >= (8, 9), f"SM{capability[0]}{capability[1]}; needs SM89 or newer")
+
+
+def _engines() -> Iterator[Finding]:
+    wanted = {
+        "vllm": ("serve quantized checkpoints", "pip install -e '.[vllm]'"),
+        "megatron-core": ("Megatron learner", "pip install -e '.[megatron]'"),
+        "ray": ("several nodes", "pip install -e '.[nemo]'"),
+    }
+    for package, (capability, install) in wanted.items():
+        found = _version(package)
+        yield Finding(capability, found is not None, f"{package} {found}" if found else f"{package} missing; {install}")
+    nemo = importlib.util.find_spec("nemo_rl") is not None
+    yield Finding("NeMo-RL", nemo, "nemo_rl found" if nemo else "nemo_rl missing; put its source on PYTHONPATH")
+    bf16 = _cpu_flag("avx512_bf16")
+    reason = "AVX512-BF16 found" if bf16 else "no AVX512-BF16: packed experts in CPU vLLM need it"
+    yield Finding("quantized experts in CPU vLLM", bf16, reason)
+
+
+def _cpu_flag(name: str) -> bool:
+    path = Path("/proc/cpuinfo")
+    return path.is_file() and name in path.read_text().split()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

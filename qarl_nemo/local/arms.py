@@ -1,0 +1,100 @@
+"""Several arms and seeds from one config: every run is validated first, then each runs in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from qarl_nemo.config import ConfigError, merge_mappings, validate
+from qarl_nemo.local.config import LocalConfig
+
+
+def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
+    """Return one config for each arm and seed; run directories are `<run_dir>/<arm>-seed<seed>`.
+
+    Args:
+        config: a config with a `compare:` block.
+        source: where it came from, for errors.
+
+    Returns:
+        The runs' configs, seeds outermost.
+
+    Raises:
+        ConfigError: an arm's overrides are illegal; every arm's problems are listed.
+    """
+    assert config.compare is not None
+    base = config.model_dump(mode="json", exclude={"compare"})
+    runs, problems = [], []
+    for seed in config.compare.seeds:
+        for arm, overrides in config.compare.arms.items():
+            labels = {"name": f"{arm}-seed{seed}", "arm": arm}
+            own = {"seed": seed, "run_dir": str(config.run_dir / f"{_slug(arm)}-seed{seed}"), "run": labels}
+            values: dict[str, Any] = merge_mappings(merge_mappings(base, overrides), own)
+            try:
+                runs.append(validate(values, LocalConfig, source=f"{source}, arm {arm!r}"))
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return runs
+
+
+def _slug(arm: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", arm)
+
+
+def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
+    """Run every config to its end, `parallel` at a time; finished runs are skipped, killed ones resume.
+
+    Args:
+        runs: from `expand_arms`.
+        parallel: processes at a time.
+
+    Returns:
+        The run directories, in order.
+
+    Raises:
+        RuntimeError: runs failed; each is named with the end of its log. The others are finished first.
+    """
+    console, started = Console(), time.perf_counter()
+    waiting, running, failed, finished = list(runs), list[tuple[LocalConfig, Any]](), [], 0
+    while waiting or running:
+        while waiting and len(running) < parallel:
+            running.append((waiting[0], _start(waiting[0])))
+            waiting.pop(0)
+        time.sleep(0.5)
+        for entry in [entry for entry in running if entry[1].poll() is not None]:
+            running.remove(entry)
+            config, process = entry
+            finished += 1
+            if process.returncode:
+                failed.append(f"{config.run.name} ended with code {process.returncode}:\n{_log_tail(config)}")
+            elapsed = time.perf_counter() - started
+            state = "failed" if process.returncode else "done"
+            eta = elapsed / finished * (len(runs) - finished)
+            console.print(f"{config.run.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return [config.run_dir for config in runs]
+
+
+def _start(config: LocalConfig) -> subprocess.Popen[bytes]:
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    path = config.run_dir / "arm.yaml"
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json", exclude={"compare"}))))
+    environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
+    with (config.run_dir / "log.txt").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "qarl_nemo.cli", "train", str(path)], stdout=log, stderr=log, env=environment
+        )
+
+
+def _log_tail(config: LocalConfig) -> str:
+    lines = (config.run_dir / "log.txt").read_text(errors="replace").splitlines()
+    return "\n".join(f"    {line}" for line in lines[-15:])
