@@ -1,0 +1,173 @@
+"""Quantization error of the two integer scale conventions, on Gaussian and heavy-tailed weights.
+
+`narrow_range`: scale = amax / (2^(b-1) - 1) on the symmetric grid; `full_range`: scale = amax / ((2^b - 1) / 2) on the
+whole two's-complement grid. Weights are BF16 and go through the quantizer that the forward and the publisher call.
+
+    snr_db         = 10 log10( sum w^2 / sum (w - w_hat)^2 ), the mean over seeds; higher is better
+    mean_abs_error = mean |w - w_hat| / rms(w), the mean over seeds; lower is better
+    gain_db        = snr_db(full_range) - snr_db(narrow_range) on the same weights; above 0, full_range is better
+"""
+
+import argparse
+import datetime
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from qarl_kernels import get_format, quantize_weight
+from qarl_kernels.formats import SCALE_CONVENTIONS, ScaleConvention
+from qarl_kernels.integer import dequantize_integer, quantize_integer
+from qarl_nemo.metrics.results import append_results
+
+NUM_BITS = (2, 3, 4, 8)
+GROUP_SIZES = (128, 64, 32)
+COMMAND = "python kernels/benchmarks/scale_convention.py"
+DOCS_RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+class Case(NamedTuple):
+    """What one measurement is of."""
+
+    num_bits: int
+    group_size: int
+    distribution: str
+
+
+class Error(NamedTuple):
+    """Distance of a dequantized weight from the weight."""
+
+    snr_db: float
+    mean_abs_error: float
+
+
+def student_t(degrees: float) -> Callable[[tuple[int, int]], Tensor]:
+    """Return a sampler of Student's t, whose tails are the heavier the fewer the degrees of freedom."""
+    return lambda shape: torch.distributions.StudentT(torch.tensor(degrees)).sample(shape)
+
+
+DISTRIBUTIONS: dict[str, Callable[[tuple[int, int]], Tensor]] = {
+    "gaussian": torch.randn,
+    "laplace": torch.distributions.Laplace(torch.tensor(0.0), torch.tensor(1.0)).sample,
+    "student_t5": student_t(5.0),
+    "student_t3": student_t(3.0),
+}
+
+
+def quantization_error(weight: Tensor, case: Case, convention: ScaleConvention) -> Error:
+    """Quantize and compare.
+
+    Args:
+        weight: [N, K] BF16.
+        case: bits and group size.
+        convention: the integer grid.
+
+    Returns:
+        The error of the weight that a GEMM would multiply by.
+
+    Raises:
+        RuntimeError: the stored tensors do not give back the codes; no figure is worth reporting then.
+    """
+    fmt = get_format(f"w{case.num_bits}a16", group_size=case.group_size, scale_convention=convention)
+    dequantized = quantize_weight(weight, fmt).dequantize()
+    unpacked = dequantize_integer(*quantize_integer(weight, case.num_bits, case.group_size, convention))
+    if not torch.equal(dequantized, unpacked):
+        raise RuntimeError(f"{fmt.name} {convention}: unpacked codes differ from packed ones; run the tests first")
+    exact, difference = weight.double(), weight.double() - dequantized.double()
+    power = exact.square().mean()
+    return Error(
+        snr_db=float(10 * torch.log10(power / difference.square().mean())),
+        mean_abs_error=float(difference.abs().mean() / power.sqrt()),
+    )
+
+
+def measure(shape: tuple[int, int], seeds: Iterable[int]) -> dict[Case, dict[ScaleConvention, list[Error]]]:
+    """Measure every case on the same weights for both conventions.
+
+    Args:
+        shape: N and K of each weight.
+        seeds: one weight for each.
+
+    Returns:
+        Case -> convention -> one error per seed.
+    """
+    errors: dict[Case, dict[ScaleConvention, list[Error]]] = defaultdict(lambda: defaultdict(list))
+    for seed in seeds:
+        for distribution, sample in DISTRIBUTIONS.items():
+            torch.manual_seed(seed)
+            weight = sample(shape).to(torch.bfloat16)
+            for num_bits in NUM_BITS:
+                for group_size in GROUP_SIZES:
+                    case = Case(num_bits, group_size, distribution)
+                    for convention in SCALE_CONVENTIONS:
+                        errors[case][convention].append(quantization_error(weight, case, convention))
+    return errors
+
+
+def gains_db(by_convention: dict[ScaleConvention, list[Error]]) -> list[float]:
+    """Return the signal-to-noise ratio that full_range gains over narrow_range, per seed."""
+    pairs = zip(by_convention["full_range"], by_convention["narrow_range"], strict=True)
+    return [full.snr_db - narrow.snr_db for full, narrow in pairs]
+
+
+def result_rows(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> Iterator[dict[str, Any]]:
+    """Yield a results row for each figure, averaged over seeds."""
+    facts = {
+        "goal": None,
+        "hardware": f"{os.cpu_count()} CPU cores",
+        "versions": {"torch": torch.__version__},
+        "command": COMMAND,
+        "date": datetime.date.today().isoformat(),
+    }
+    for case, by_convention in errors.items():
+        prefix = f"int{case.num_bits}_g{case.group_size}"
+        gain = statistics.fmean(gains_db(by_convention))
+        yield {"name": f"{prefix}_{case.distribution}_gain_db", "value": gain, "unit": "dB", "op": ">=", **facts}
+        for convention, measured in by_convention.items():
+            name = f"{prefix}_{convention}_{case.distribution}"
+            snr = statistics.fmean(error.snr_db for error in measured)
+            mean_abs = statistics.fmean(error.mean_abs_error for error in measured)
+            yield {"name": f"{name}_snr_db", "value": snr, "unit": "dB", "op": ">=", **facts}
+            yield {"name": f"{name}_mean_abs_error", "value": mean_abs, "unit": "rms", "op": "<=", **facts}
+
+
+def print_table(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> None:
+    """Print both conventions side by side, with the gain's spread over seeds."""
+    table = Table(title="integer scale conventions: narrow_range | full_range")
+    for heading in ("bits", "group", "weights", "SNR dB", "mean |error| / rms", "full_range gain dB"):
+        table.add_column(heading, justify="left" if heading == "weights" else "right")
+    for case, by_convention in errors.items():
+        cells = []
+        for field in Error._fields:
+            means = (statistics.fmean(getattr(e, field) for e in by_convention[c]) for c in SCALE_CONVENTIONS)
+            cells.append(" | ".join(f"{mean:.4f}" if field == "mean_abs_error" else f"{mean:.2f}" for mean in means))
+        gains = gains_db(by_convention)
+        spread = f"{statistics.fmean(gains):+.3f} +- {statistics.pstdev(gains):.3f}"
+        table.add_row(str(case.num_bits), str(case.group_size), case.distribution, *cells, spread)
+    Console().print(table)
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512, help="N of each weight")
+    parser.add_argument("--columns", type=int, default=2048, help="K of each weight")
+    parser.add_argument("--seeds", type=int, default=8, help="weights per distribution")
+    parser.add_argument("--results", type=Path, default=DOCS_RESULTS, help="folder that receives formats*.json")
+    options = parser.parse_args()
+    errors = measure((options.rows, options.columns), range(options.seeds))
+    print_table(errors)
+    rows = list(result_rows(errors))
+    append_results(options.results / "formats.json", [row for row in rows if not row["name"].endswith("_gain_db")])
+    append_results(options.results / "formats_gain.json", [row for row in rows if row["name"].endswith("_gain_db")])
+
+
+if __name__ == "__main__":
+    main()
