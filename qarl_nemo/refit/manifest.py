@@ -104,7 +104,8 @@ def checksum(tensor: Tensor) -> int:
     Returns:
         A signed 64-bit integer; it differs when one word changes or two different words change places.
     """
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # Of one element any stride counts as contiguous, and a view as bytes takes only stride 1.
+    raw = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
     for start in range(0, words.numel(), _CHUNK_WORDS):
