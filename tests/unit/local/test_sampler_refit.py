@@ -1,0 +1,152 @@
+"""A refit is all or nothing: whatever is wrong is listed, and the old version keeps serving bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+from engine_parts import W4A16_G32, make_engine, make_sampler, sample
+
+from qarl_kernels import get_format
+from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import RefitUpdate
+
+EXPERTS = "model.layers.0.mlp.experts"
+PACKED = f"{EXPERTS}.gate_up_proj.weight_packed"
+SCALE = f"{EXPERTS}.down_proj.weight_scale"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def engine():
+    return make_engine()
+
+
+def described(tensors, *, version=5, fmt="w4a16") -> RefitUpdate:
+    """An update whose manifest agrees with its tensors: only the engine can refuse it."""
+    return RefitUpdate(Manifest.of(tensors, version=version, fmt=fmt), tensors)
+
+
+def flip_one_bit(tensor: torch.Tensor) -> torch.Tensor:
+    flipped = tensor.clone()
+    flipped.view(-1).view(torch.uint8)[-1] ^= 1
+    return flipped
+
+
+def step_weights(engine):
+    """Change every parameter, as an optimizer step would."""
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(1.1)
+    engine.report.version.bump()
+
+
+def assert_refused(engine, update, *expected):
+    before = sample(engine)
+    with pytest.raises(ValueError, match=r"refused, version 0 keeps serving") as raised:
+        engine.sampler.load(update)
+    lines = str(raised.value).splitlines()[1:]
+    assert f"{len(lines)} problem(s)" in str(raised.value)
+    for text in expected:
+        assert any(text in line for line in lines), f"{text!r} not in:\n{raised.value}"
+    assert engine.sampler.version == 0
+    after = sample(engine)
+    assert after.weight_version == 0
+    assert_bitwise_equal(after.input_ids, before.input_ids)
+    assert_bitwise_equal(after.generation_logprobs, before.generation_logprobs)
+
+
+def test_a_whole_update_is_served(engine):
+    before = sample(engine)
+    step_weights(engine)
+    engine.refit()
+    assert engine.sampler.version == 1
+    assert not torch.equal(sample(engine).generation_logprobs, before.generation_logprobs)
+
+
+def test_every_problem_of_an_update_is_listed_at_once(engine):
+    step_weights(engine)
+    update = engine.publish()
+    values = update.tensors
+    broken = replace(
+        update,
+        tensors={name: tensor for name, tensor in values.items() if name != NORM}
+        | {
+            "model.layers.9.extra.weight": torch.zeros(2),
+            PACKED: flip_one_bit(values[PACKED]),
+            SCALE: values[SCALE].float(),
+            "lm_head.weight": values["lm_head.weight"][:-1],
+        },
+    )
+    assert_refused(
+        engine,
+        broken,
+        f"missing: {NORM}",
+        "not in the manifest: model.layers.9.extra.weight",
+        f"{PACKED}: its bytes differ from the manifest's checksum",
+        f"{SCALE}: got float32 [4, 128, 4], the manifest says bfloat16 [4, 128, 4]",
+        "lm_head.weight: got float32 [18, 128], the manifest says float32 [19, 128]",
+    )
+
+
+@pytest.mark.parametrize("name", [PACKED, SCALE, NORM, "model.layers.1.mlp.gate.weight"])
+def test_one_flipped_bit_is_enough(engine, name):
+    step_weights(engine)
+    update = engine.publish()
+    broken = replace(update, tensors=update.tensors | {name: flip_one_bit(update.tensors[name])})
+    assert_refused(engine, broken, f"{name}: its bytes differ")
+
+
+def test_an_update_that_agrees_with_its_manifest_but_not_with_the_engine(engine):
+    step_weights(engine)
+    tensors = dict(engine.publish().tensors)
+    del tensors[NORM]
+    tensors["surprise"] = torch.zeros(1)
+    tensors[SCALE] = tensors[SCALE].half()
+    tensors[PACKED] = tensors[PACKED][:3].contiguous()
+    assert_refused(
+        engine,
+        described(tensors),
+        f"the update lacks {NORM}, which this engine needs",
+        "this engine has no place for surprise",
+        f"{SCALE} is float16 [4, 128, 4], this engine holds bfloat16 [4, 128, 4]",
+        f"{PACKED} is int32 [3, 256, 16], this engine holds int32 [4, 256, 16]",
+    )
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "bf16", "w3a16"])
+def test_another_format_is_refused(engine, name):
+    step_weights(engine)
+    other = engine.publish(get_format(name))
+    assert_refused(engine, other, f"the update is in format {name}, this engine serves w4a16", PACKED)
+
+
+def test_another_group_size_is_refused(engine):
+    step_weights(engine)
+    other = engine.publish(get_format("w4a16", group_size=128))
+    assert_refused(engine, other, f"{SCALE} is bfloat16 [4, 128, 1], this engine holds bfloat16 [4, 128, 4]")
+
+
+def test_w4a8_shares_w4a16s_layout_and_is_told_apart_by_name():
+    engine = make_engine(get_format("w4a16"))
+    update = engine.publish(get_format("w4a8"))
+    assert_refused(engine, update, "the update is in format w4a8, this engine serves w4a16")
+
+
+def test_a_refusal_before_the_first_refit_says_that_nothing_is_served(engine):
+    fresh = make_sampler(engine.model, W4A16_G32)
+    update = engine.publish()
+    with pytest.raises(ValueError, match="refused, nothing keeps serving"):
+        fresh.load(replace(update, tensors={name: update.tensors[name] for name in update.tensors if name != NORM}))
+    assert fresh.version is None
+
+
+def test_published_tensors_dequantize_to_what_the_learners_forward_multiplies(fmt):
+    engine = make_engine(fmt)
+    step_weights(engine)
+    engine.refit()
+    for name, slot in engine.sampler.slots.items():
+        forward = engine.report.weights[name].operand()
+        assert_bitwise_equal(slot.operand().values, forward.values)
+        if forward.scale is not None:
+            assert_bitwise_equal(slot.operand().scale, forward.scale)
