@@ -1,0 +1,46 @@
+"""The example configs are complete, tell runs apart, and are listed where a reader looks."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from qarl_kernels import FORMAT_NAMES, get_format
+from qarl_nemo.config import load_config
+from qarl_nemo.local.config import LocalConfig
+from qarl_nemo.losses.config import LossConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIGS = {path.stem: load_config(path, [], LocalConfig) for path in sorted(EXAMPLES.glob("configs/local_*.yaml"))}
+OBJECTIVES = [model.model_fields["objective"].default for model in get_args(get_args(LossConfig)[0])]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_has_a_config(objective):
+    assert CONFIGS[f"local_objective_{objective}"].loss_fn.objective == objective
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_every_format_has_a_config(name):
+    qarl = CONFIGS[f"local_format_{name}"].qarl
+    fmt = get_format(qarl.format, group_size=qarl.group_size, scale_convention=qarl.scale_convention)
+    assert (fmt.name, qarl.alignment) == (name, "none" if name == "bf16" else "aligned")
+
+
+def test_on_policy_grpo_makes_one_optimizer_step_per_rollout_batch():
+    grpo = CONFIGS["local_objective_on_policy_grpo"].grpo
+    assert grpo.train_global_batch_size == grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+
+
+def test_no_two_configs_share_a_folder_or_a_name():
+    assert {stem: str(config.run_dir) for stem, config in CONFIGS.items()} == {stem: f"runs/{stem}" for stem in CONFIGS}
+    assert len({config.run.name for config in CONFIGS.values()}) == len(CONFIGS)
+
+
+def test_the_readme_lists_every_config():
+    listed = set()
+    for row in re.findall(r"^\| (`local_.*?) \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE):
+        first, *suffixes = re.findall(r"`([\w.]+)`", row)
+        listed |= {first, *(first.replace(".yaml", f"{suffix}.yaml") for suffix in suffixes)}
+    assert listed >= {f"{stem}.yaml" for stem in CONFIGS}
