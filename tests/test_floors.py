@@ -101,6 +101,17 @@ def test_the_name_kernels_stays_free_for_the_package_that_nemo_rl_imports():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+def test_every_package_and_template_is_installed():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found, templates = set(), set()
+    for root in (ROOT / "qarl_nemo", ROOT / "kernels" / "qarl_kernels"):
+        found |= {".".join(path.parent.relative_to(root.parent).parts) for path in root.rglob("__init__.py")}
+        templates |= set(root.rglob("*.j2"))
+    assert set(setuptools["packages"]) == found
+    patterns = setuptools["package-data"]["qarl_nemo"]
+    assert templates == {path for pattern in patterns for path in (ROOT / "qarl_nemo").glob(pattern)}
+
+
 def test_files_and_functions_stay_short():
     too_long = []
     for path in python_files():
