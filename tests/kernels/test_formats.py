@@ -1,0 +1,95 @@
+import dataclasses
+import re
+
+import pytest
+
+from qarl_kernels import FORMAT_NAMES, get_format
+
+# weight_kind, activation_kind, num_bits, group_size, scale_convention, router_weight, served_by_vllm
+EXPECTED = {
+    "w4a16": ("int", "none", 4, 128, "full_range", "rounded_product", True),
+    "w4a8": ("int", "fp8_token", 4, 128, "full_range", "weighted_sum", True),
+    "fp8_block": ("fp8_block", "fp8_group", 8, 128, None, "on_accumulator", True),
+    "fp8_channel": ("fp8_channel", "fp8_token", 8, 0, None, "weighted_sum", True),
+    "bf16": ("bf16", "none", 16, 0, None, "on_accumulator", True),
+}
+
+
+def test_every_name_has_its_record():
+    assert set(FORMAT_NAMES) == set(EXPECTED)
+    for name, expected in EXPECTED.items():
+        assert dataclasses.astuple(get_format(name)) == (name, *expected)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7, 8])
+def test_experimental_bits_are_w4a16_with_other_bits(bits):
+    assert get_format(f"w{bits}a16", group_size=64) == dataclasses.replace(
+        get_format("w4a16", group_size=64), name=f"w{bits}a16", num_bits=bits, served_by_vllm=False
+    )
+
+
+def test_options_of_integer_formats():
+    fmt = get_format("w4a16", group_size=32, scale_convention="narrow_range")
+    assert (fmt.group_size, fmt.scale_convention) == (32, "narrow_range")
+    assert get_format("w4a8", scale_convention="narrow_range").scale_convention == "narrow_range"
+
+
+@pytest.mark.parametrize("name", ["w4a4", "w1a16", "w9a16", "w16a16", "W4A16", "fp8", "int4", "", "w4a16 "])
+def test_unknown_name_lists_the_legal_ones(name):
+    with pytest.raises(ValueError, match=re.escape(repr(name))) as error:
+        get_format(name)
+    for legal in (*FORMAT_NAMES, "w2a16 .. w8a16"):
+        assert legal in str(error.value)
+
+
+def test_every_illegal_option_is_listed_with_its_legal_values():
+    with pytest.raises(ValueError, match=r"'w4a16' cannot take") as error:
+        get_format("w4a16", group_size=48, scale_convention="symmetric")
+    message = str(error.value)
+    assert "group_size=48 (legal for w4a16: 128, 64, 32)" in message
+    assert "scale_convention='symmetric' (legal: narrow_range, full_range)" in message
+
+
+@pytest.mark.parametrize("group_size", [0, -128, 64, 32, 256])
+def test_w4a8_takes_only_groups_of_128(group_size):
+    with pytest.raises(ValueError, match=rf"group_size={group_size} \(legal for w4a8: 128\)"):
+        get_format("w4a8", group_size=group_size)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "bf16"])
+def test_formats_without_groups_refuse_integer_options(name):
+    with pytest.raises(ValueError, match="takes no group_size=128, scale_convention=full_range") as error:
+        get_format(name, group_size=128, scale_convention="full_range")
+    assert "w4a16, w4a8" in str(error.value)
+    with pytest.raises(ValueError, match="takes no group_size=128: only"):
+        get_format(name, group_size=128)
+
+
+# Integer: an int32 word holds 32 // bits codes, and a group shares 16 bits of scale.
+#   w4, g128: 32 / 8 + 16 / 128 = 4.125;  w4, g32: 4 + 0.5 = 4.5;  w3, g64: 32 / 10 + 16 / 64 = 3.2 + 0.25
+#   w5, g128: 32 / 6 + 0.125 = 5.45833..;  w8, g128: 32 / 4 + 0.125
+# fp8_block: 32 bits of scale for 16384 weights = 0.001953125.
+@pytest.mark.parametrize(
+    ("name", "group_size", "expected"),
+    [
+        ("w4a16", None, 4.125),
+        ("w4a8", None, 4.125),
+        ("w4a16", 32, 4.5),
+        ("w2a16", None, 2.125),
+        ("w3a16", 64, 3.45),
+        ("w5a16", None, 16 / 3 + 0.125),
+        ("w8a16", None, 8.125),
+        ("fp8_block", None, 8.001953125),
+        ("fp8_channel", None, 8.0),
+        ("bf16", None, 16.0),
+    ],
+)
+def test_bits_per_weight(name, group_size, expected):
+    assert get_format(name, group_size=group_size).bits_per_weight == pytest.approx(expected, rel=1e-12)
+
+
+def test_formats_are_values():
+    assert get_format("w4a16") == get_format("w4a16", group_size=128, scale_convention="full_range")
+    assert len({get_format("w4a16"), get_format("w4a16", group_size=128), get_format("w4a8")}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        get_format("w4a16").group_size = 64
