@@ -39,5 +39,6 @@ def assert_zero_grad(tensor: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    # Of one element any stride counts as contiguous, and a view as bytes takes only stride 1.
+    flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).view(-1, flat.element_size())
