@@ -1,0 +1,134 @@
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+from format_cases import FORMATS, uneven_weight
+
+from qarl_kernels import QuantizedWeight, get_format, quantize_weight, stored_layout, weight_problems
+
+SUFFIXES = {
+    "int": ["weight_packed", "weight_scale"],
+    "fp8_channel": ["weight", "weight_scale"],
+    "fp8_block": ["weight", "weight_scale_inv"],
+    "bf16": ["weight"],
+}
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (1, 128), (130, 384), (3, 96, 128)])
+def test_the_layout_is_known_without_quantizing(fmt, shape):
+    stored = quantize_weight(uneven_weight(*shape), fmt)
+    real = {suffix: (tuple(tensor.shape), tensor.dtype) for suffix, tensor in stored.tensors.items()}
+    assert stored_layout(shape, fmt) == real
+    assert list(real) == SUFFIXES[fmt.weight_kind]
+    assert stored.shape == shape
+    assert stored.num_bytes == sum(tensor.nbytes for tensor in stored.tensors.values())
+
+
+@pytest.mark.parametrize("num_bits", range(2, 9))
+def test_the_layout_of_every_bit_width(num_bits):
+    fmt = get_format(f"w{num_bits}a16", group_size=32)
+    stored = quantize_weight(uneven_weight(4, 96), fmt)
+    real = {suffix: (tuple(tensor.shape), tensor.dtype) for suffix, tensor in stored.tensors.items()}
+    assert stored_layout((4, 96), fmt) == real
+
+
+def test_stored_bytes_are_bits_per_weight(fmt):
+    # 256 x 1920: 1920 is a multiple of 128 and of 10 (codes of w3 in a word); a row has one FP32 scale in fp8_channel.
+    stored = quantize_weight(uneven_weight(256, 1920), fmt)
+    row_scales = 256 * 4 if fmt.weight_kind == "fp8_channel" else 0
+    assert stored.num_bytes == fmt.bits_per_weight * 256 * 1920 / 8 + row_scales
+
+
+def largest_error(stored, weight):
+    """Half a step of the stored grid, plus what BF16 adds: 2^-9 of the product and, where clamped, of the scale."""
+    bf16_error = 2.0**-7 * weight.double().abs()
+    scale = stored.tensors[SUFFIXES[stored.format.weight_kind][1]].double()
+    if stored.format.weight_kind == "int":
+        return scale.repeat_interleave(stored.format.group_size, -1) / 2 + bf16_error
+    if stored.format.weight_kind == "fp8_block":
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    # E4M3: half of 2^-3 of the number's power of two, or half of 2^-9 below 2^-6.
+    return torch.maximum(2.0**-4 * weight.double().abs(), 2.0**-10 * scale) + bf16_error
+
+
+@pytest.mark.parametrize("key", [key for key, fmt in FORMATS.items() if fmt.weight_kind != "bf16"])
+def test_dequantized_weights_are_within_half_a_step(key):
+    fmt, weight = FORMATS[key], uneven_weight(256, 256)
+    stored = quantize_weight(weight, fmt)
+    bound = largest_error(stored, weight)
+    assert stored.dequantize().dtype == torch.bfloat16
+    within = lambda rebuilt: bool(((rebuilt.double() - weight.double()).abs() <= bound).all())  # noqa: E731
+    assert within(stored.dequantize())
+    suffix = SUFFIXES[fmt.weight_kind][1]
+    shifted = stored.tensors | {suffix: stored.tensors[suffix].roll(1, 0)}
+    assert not within(QuantizedWeight(fmt, stored.shape, shifted).dequantize())
+    if fmt.weight_kind == "int":
+        scale = stored.tensors["weight_scale"].repeat_interleave(fmt.group_size, -1)
+        assert within(stored.codes() * scale)
+        assert not within((stored.codes() + 1) * scale)
+
+
+def test_bf16_is_stored_as_it_is():
+    weight = uneven_weight(3, 5, 32)
+    assert_bitwise_equal(quantize_weight(weight, get_format("bf16")).dequantize(), weight)
+
+
+def test_masters_of_more_precision_are_rounded_to_bf16_first(fmt):
+    weight = torch.randn(128, 256)
+    stored, rounded = quantize_weight(weight, fmt), quantize_weight(weight.bfloat16(), fmt)
+    for suffix, tensor in rounded.tensors.items():
+        assert_bitwise_equal(stored.tensors[suffix], tensor)
+
+
+def test_a_stored_weight_is_a_copy(fmt):
+    weight = uneven_weight(128, 128).requires_grad_()
+    before = weight.detach().clone()
+    stored = quantize_weight(weight, fmt)
+    kept = stored.dequantize().clone()
+    assert_bitwise_equal(weight.detach(), before)
+    assert not any(tensor.requires_grad for tensor in stored.tensors.values())
+    with torch.no_grad():
+        weight.zero_()
+    assert_bitwise_equal(stored.dequantize(), kept)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_non_finite_weight_names_tensor_and_index(fmt, bad):
+    weight = uneven_weight(3, 128, 128)
+    weight[2, 5, 100] = bad
+    weight[1, 127, 3] = bad
+    with pytest.raises(ValueError, match="NaN or Inf") as error:
+        quantize_weight(weight, fmt, name="model.layers.3.mlp.experts.down_proj")
+    message = str(error.value)
+    assert "model.layers.3.mlp.experts.down_proj [3, 128, 128] holds 2" in message
+    assert f"the first at index [1, 127, 3] ({bad})" in message
+
+
+def test_a_weight_beyond_bf16_counts_as_infinite():
+    weight = torch.zeros(1, 128)
+    weight[0, 7] = 3.4e38
+    with pytest.raises(ValueError, match=r"index \[0, 7\] \(inf\)"):
+        quantize_weight(weight, get_format("w4a16"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "group_size", "fitting"),
+    [(192, 128, "[64, 32]"), (96, 64, "[32]"), (100, 32, "[]"), (64, 128, "[64, 32]")],
+)
+def test_a_row_that_is_no_multiple_of_the_group_names_groups_that_fit(columns, group_size, fitting):
+    fmt = get_format("w4a16", group_size=group_size)
+    with pytest.raises(ValueError, match="q_proj") as error:
+        quantize_weight(torch.zeros(8, columns), fmt, name="q_proj")
+    assert f"K={columns} is not a multiple of group_size={group_size}" in str(error.value)
+    assert f"(group sizes that divide it: {fitting})" in str(error.value)
+
+
+def test_a_row_that_fp8_block_activations_cannot_split_is_refused():
+    with pytest.raises(ValueError, match="K=192 is not a multiple of 128, the activation group of fp8_block"):
+        quantize_weight(torch.zeros(128, 192), get_format("fp8_block"))
+    assert weight_problems((192, 128), get_format("fp8_block")) == []
+    assert weight_problems((8, 100), get_format("fp8_channel")) == []
+
+
+def test_a_vector_is_refused(fmt):
+    with pytest.raises(ValueError, match=r"at least two dimensions \[N, K\], got shape \[128\]"):
+        quantize_weight(torch.zeros(128), fmt)
