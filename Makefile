@@ -25,8 +25,9 @@ demo: $(RUN) ## Train a small Qwen3-MoE with int4 rollouts in three minutes and 
 compare: $(RUN) ## BF16, rollout-only and QaRL side by side, several seeds each, one report
 	$(BIN)/qarl train examples/configs/local_compare.yaml
 
-bench: $(RUN) ## Measure quantization error of the integer scale conventions
+bench: $(RUN) ## Measure quantization error of the integer scale conventions, into docs/
 	$(BIN)/python kernels/benchmarks/scale_convention.py
+	$(BIN)/python tools/render_results.py
 
 test: $(DEV) ## Run all tests; those that need a GPU skip without one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
