@@ -1,5 +1,6 @@
 """The learner: logprobs through the aligned forward, and one policy update over a rollout batch's minibatches."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ class UpdateResult:
     """What one pass over a rollout batch did.
 
     Attributes:
-        metrics: objective's metrics averaged over minibatches, grad_norm, lr, skipped steps.
+        metrics: objective's metrics, grad_norm and lr averaged over minibatches; counts and skipped steps summed.
         sequences: per-response values of every minibatch, in rollout order.
         curr_logprobs: [B, R] FP32, as each response's own update saw them.
     """
@@ -103,7 +104,7 @@ class Learner:
     def update(
         self, rollouts: Rollouts, prev_logprobs: Tensor, advantages: Tensor, minibatches: list[Tensor]
     ) -> UpdateResult:
-        """Take one optimizer step for each minibatch.
+        """Take one optimizer step for each minibatch; one whose loss or gradient is not finite is skipped and counted.
 
         Args:
             rollouts: B responses.
@@ -121,9 +122,7 @@ class Learner:
             step = self._minibatch(rollouts, prev_logprobs, advantages, rows, curr, sequences)
             for name, value in step.items():
                 totals[name] = totals.get(name, 0.0) + value
-        # Counts of skipped steps and samples add up over minibatches; everything else is a mean of their values.
-        summed = ("optim/skipped_steps",)
-        metrics = {name: value if name in summed else value / len(minibatches) for name, value in totals.items()}
+        metrics = {name: value if _is_count(name) else value / len(minibatches) for name, value in totals.items()}
         return UpdateResult(metrics, sequences, curr)
 
     def _minibatch(
@@ -137,7 +136,7 @@ class Learner:
     ) -> dict[str, float]:
         mask = rollouts.response_mask[rows]
         valid_seqs, valid_toks = mask.any(-1).sum(), mask.sum()
-        metrics: dict[str, float] = {}
+        loss, metrics = 0.0, dict[str, float]()
         for part in rows.split(self.micro_batch_size):
             batch = rollouts.select(part)
             logprobs, entropy = self.token_logprobs(batch)
@@ -155,13 +154,18 @@ class Learner:
                 ),
             )
             out.loss.backward()
+            loss += float(out.loss.detach())
             curr[part] = logprobs.detach()
             for name, value in out.sequences.items():
                 sequences.setdefault(name, torch.zeros(len(curr), dtype=value.dtype, device=value.device))[part] = value
             for name, value in out.metrics.items():
                 metrics[f"loss/{name}"] = metrics.get(f"loss/{name}", 0.0) + float(value)
         lr = self.optimizer.lr
-        norm, applied = self.optimizer.step()
+        norm, applied = self.optimizer.step(finite=math.isfinite(loss))
         if applied:
             self.report.version.bump()
         return metrics | {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(not applied)}
+
+
+def _is_count(metric: str) -> bool:
+    return metric == "optim/skipped_steps" or metric.startswith("loss/num_")

@@ -58,14 +58,17 @@ class MasterOptimizer:
             yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
 
     @torch.no_grad()
-    def step(self) -> tuple[float, bool]:
+    def step(self, *, finite: bool = True) -> tuple[float, bool]:
         """Clip and apply the accumulated gradients, unless they are not finite; clears them either way.
+
+        Args:
+            finite: false skips the step whatever the gradients are, for a loss that was not finite.
 
         Returns:
             The gradient norm before clipping, and whether the step was applied.
         """
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
-        applied = bool(torch.isfinite(norm))
+        applied = finite and bool(torch.isfinite(norm))
         if applied:
             self._hand_gradients_to_masters()
             self._set_lr()
