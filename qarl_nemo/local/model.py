@@ -10,7 +10,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from qarl_nemo.local.config import ModelInit, PolicyConfig
@@ -39,7 +38,8 @@ def load_model(
     if policy.model_init is not None:
         tokenizer = character_tokenizer()
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(tiny_config(policy.model_init, tokenizer)).to(dtype)
+        # Built in its dtype: a cast would round the rotary frequencies too, which stay FP32 in every other model.
+        model = AutoModelForCausalLM.from_config(tiny_config(policy.model_init, tokenizer), dtype=dtype)
     else:
         assert policy.model_path is not None
         model, tokenizer = load_checkpoint(policy.model_path, dtype)
@@ -54,10 +54,10 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
         dtype: dtype of the parameters.
 
     Returns:
-        The model and its tokenizer.
+        The model and its tokenizer, which pads with its end token where it has no pad token.
 
     Raises:
-        ValueError: no such directory, or an unsupported model type.
+        ValueError: no such directory, an unsupported model type, or a tokenizer without an end token.
     """
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no config.json")
@@ -65,7 +65,12 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(f"{path} is a {config.model_type!r} model; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
-    return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {path} has no eos_token, so that no response could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
 
 
 def tiny_config(init: ModelInit, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:

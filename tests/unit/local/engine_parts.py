@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qarl_kernels import get_format
 from qarl_nemo.layers.install import InstallReport, install
@@ -27,18 +27,18 @@ W4A16_G32 = get_format("w4a16", group_size=32)
 BF16 = get_format("bf16")
 
 
-def tiny_model(*, dtype=torch.float32, seed=0, **sizes) -> Qwen3MoeForCausalLM:
+def tiny_model(*, dtype=torch.float32, seed=0, **sizes) -> PreTrainedModel:
     """A random model; its weights are five times the usual size, so that logits differ and mistakes show."""
     init = ModelInit(**{"num_experts": 4, "moe_intermediate_size": 128} | sizes)
     config = tiny_config(init, TOKENIZER)
     config.initializer_range = 0.1
     torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM(config).to(dtype).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 @dataclass
 class Engine:
-    model: Qwen3MoeForCausalLM
+    model: PreTrainedModel
     report: InstallReport
     optimizer: MasterOptimizer
     learner: Learner

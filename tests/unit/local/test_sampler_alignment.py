@@ -111,10 +111,10 @@ def test_a_column_without_routes_is_routed_by_the_learner():
     assert gaps(engine, replace(rollouts, routes=partly)).max() < 1e-4
 
 
-def test_bf16_engines_stay_close():
+def test_bf16_engines_are_as_close():
     engine = make_engine(W4A16_G32, model=tiny_model(dtype=torch.bfloat16))
-    gap = gaps(engine, sample(engine, **SAMPLING, temperature=1.0))
-    # BF16 activations keep 8 bits: 2^-8 of logits around 3, less after averaging over layers
-    assert gap.mean() < 0.02
-    quantized_rollouts_only = make_engine(W4A16_G32, executed=BF16, model=tiny_model(dtype=torch.bfloat16))
-    assert gaps(quantized_rollouts_only, sample(quantized_rollouts_only, **SAMPLING)).mean() > 0.05
+    gap = gaps(engine, sample(engine, **SAMPLING))
+    # Sums in another order may round an activation to a neighbour in BF16, 2^-8 away; here none does.
+    assert gap.mean() < 1e-3
+    rollout_only = make_engine(W4A16_G32, executed=BF16, model=tiny_model(dtype=torch.bfloat16))
+    assert gaps(rollout_only, sample(rollout_only, **SAMPLING)).mean() > 0.05
