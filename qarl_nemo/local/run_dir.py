@@ -5,14 +5,18 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.local.checkpoint import checkpoint_steps
 from qarl_nemo.local.config import LocalConfig
+from qarl_nemo.metrics.events import METRICS_FILE
 
 # Keys that may change between the parts of a resumed run: they do not change any number that was computed.
 _FREE_KEYS = ("run_dir", "grpo.max_num_steps", "checkpointing.", "logger.", "num_threads", "compare")
 
 
 def open_run_dir(config: LocalConfig) -> None:
-    """Write config.yaml into a new run's folder, or check that an existing one is of the same run.
+    """Write config.yaml into a new run's folder, or check that one with results is of the same run.
+
+    A run that failed before its first result (a wrong path, say) leaves a folder that a corrected config may take.
 
     Args:
         config: the resolved config.
@@ -22,7 +26,7 @@ def open_run_dir(config: LocalConfig) -> None:
     """
     path = config.run_dir / "config.yaml"
     resolved = config.model_dump(mode="json", exclude={"compare"})
-    if path.is_file():
+    if path.is_file() and _has_results(config):
         found = OmegaConf.to_container(OmegaConf.load(path))
         differing = _differences(_flatten(found), _flatten(resolved))
         if differing:
@@ -34,6 +38,11 @@ def open_run_dir(config: LocalConfig) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
     partial.replace(path)
+
+
+def _has_results(config: LocalConfig) -> bool:
+    metrics = config.run_dir / METRICS_FILE
+    return bool(checkpoint_steps(config.run_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
