@@ -1,0 +1,100 @@
+"""Measure the embedded engine: tokens/s of rollout, prev_logprobs and update, seconds of refit, and memory."""
+
+import argparse
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import torch
+from machine import hardware
+from record_local import row
+from rich.console import Console
+from rich.table import Table
+
+from qarl_nemo.config import load_config
+from qarl_nemo.local.config import LocalConfig
+from qarl_nemo.local.trainer import Trainer
+from qarl_nemo.metrics.events import read_jsonl
+from qarl_nemo.metrics.results import append_results
+
+FORMATS = ("bf16", "w4a16", "w4a8", "fp8_channel", "fp8_block")
+WARM_UP_STEPS = 3
+
+
+def bench(config: Path, format_name: str, device: str, steps: int, overrides: list[str]) -> dict[str, float]:
+    """Train a few steps from random weights and return medians.
+
+    Args:
+        config: the run's YAML.
+        format_name: rollout and learner format.
+        device: `cpu` or `cuda`.
+        steps: measured steps, after three of warm-up.
+        overrides: dotted overrides.
+
+    Returns:
+        Figures by name, units in the names.
+    """
+    integer = format_name.startswith("w")
+    settings = [
+        f"qarl.format={format_name}",
+        f"qarl.alignment={'none' if format_name == 'bf16' else 'aligned'}",
+        f"qarl.group_size={128 if integer else 'null'}",
+        f"device={device}",
+        f"grpo.max_num_steps={steps + WARM_UP_STEPS}",
+        "grpo.val_period=0",
+        "policy.warm_start.steps=0",
+        "checkpointing.enabled=false",
+        *overrides,
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(load_config(config, [*settings, f"run_dir={folder}/run"], LocalConfig))
+        trainer.train()
+        records = read_jsonl(Path(folder) / "run" / "metrics.jsonl")[WARM_UP_STEPS:]
+    names = {f"{phase}_tokens_s": f"throughput/{phase}_tokens_s" for phase in ("rollout", "prev_logprobs", "update")}
+    figures = {name: median(record[key] for record in records) for name, key in names.items()}
+    operands = [slot.operand() for slot in trainer.sampler.slots.values()]
+    return figures | {
+        "refit_s": median(record["timing/refit_s"] for record in records),
+        "refit_bytes": records[-1]["refit/bytes"],
+        "master_bytes": float(sum(p.nbytes for p in trainer.model.parameters())),
+        "sampler_bytes": float(trainer.sampler.num_bytes),
+        "sampler_operand_bytes": float(sum(operand.values.nbytes for operand in operands)),
+        "peak_bytes": records[-1]["memory/device_peak_bytes" if device == "cuda" else "memory/process_peak_bytes"],
+    }
+
+
+def main() -> None:
+    """Run every format, print the table, and record it when asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, default=Path("examples/configs/local_demo.yaml"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/bench.json")
+    parser.add_argument("overrides", nargs="*", help="dotted overrides, a.b=c")
+    arguments = parser.parse_args()
+    rows, table = [], None
+    for name in arguments.formats:
+        # A process for each format: the peak of one must not hide the next one's.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            task = (arguments.config, name, arguments.device, arguments.steps, arguments.overrides)
+            figures = pool.submit(bench, *task).result()
+        table = table or Table("format", *figures, title=hardware(arguments.device))
+        table.add_row(name, *(f"{value:,.4g}" for value in figures.values()))
+        command = f"python tools/bench_local.py --device {arguments.device}"
+        for key, value in figures.items():
+            unit = "tokens/s" if key.endswith("_tokens_s") else key.rpartition("_")[2]
+            op = ">=" if unit == "tokens/s" else "<="
+            rows.append(
+                row(f"bench_{name}_{key}", value, unit, None, op, command, "cpu")
+                | {"hardware": hardware(arguments.device)}
+            )
+    Console(width=200).print(table)
+    if arguments.record:
+        append_results(arguments.record, rows)
+
+
+if __name__ == "__main__":
+    main()

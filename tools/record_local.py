@@ -1,0 +1,93 @@
+"""Turn finished runs into rows of docs/results/local.json: the demo's figures, and a comparison's arms and seeds."""
+
+import argparse
+import datetime
+import re
+from pathlib import Path
+
+import numpy as np
+from machine import hardware, versions
+
+from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.runs import Run, load_run
+from qarl_nemo.metrics.summary import summarize_run
+
+DEMO = "qarl train examples/configs/local_demo.yaml"
+COMPARE = "qarl train examples/configs/local_compare.yaml"
+
+
+def row(name: str, value: float, unit: str, goal: float | None, op: str, command: str, device: str) -> dict:
+    """Return one result row of today on this machine."""
+    return {
+        "name": name,
+        "value": float(f"{value:.5g}"),
+        "unit": unit,
+        "op": op,
+        "goal": goal,
+        "hardware": hardware(device),
+        "versions": versions(),
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def demo_rows(run: Run, device: str) -> list[dict]:
+    """Return time, reward ratio, gap and throughput of the demo."""
+    summary = summarize_run(run)
+    figures = [
+        ("demo_train_s", summary["time_s"], "s", 180.0, "<="),
+        ("reward_ratio", summary["reward_ratio"], "", 2.0, ">="),
+        ("demo_reward_first", summary["reward_first"], "", None, ">="),
+        ("demo_reward_final", summary["reward_final"], "", None, ">="),
+        ("demo_aligned_gap", summary["abs_gap_mean"], "nats", None, "<="),
+    ]
+    for phase in ("rollout", "prev_logprobs", "update"):
+        median = float(np.nanmedian(run.column(f"throughput/{phase}_tokens_s")))
+        figures.append((f"{phase}_tokens_s", median, "tokens/s", None, ">="))
+    figures.append(("refit_s", float(np.nanmedian(run.column("timing/refit_s"))), "s", None, "<="))
+    return [row(*figure, _on(DEMO, device), device) for figure in figures]
+
+
+def compare_rows(runs: list[Run], device: str) -> list[dict]:
+    """Return every arm's and seed's final reward, and each arm's mean |logprob gap| over seeds."""
+    rows, gaps = [], {}
+    for run in runs:
+        arm, summary = slug(run.setting("run.arm")), summarize_run(run)
+        name = f"compare_{arm}_seed{run.seed}"
+        rows.append(row(name, summary["reward_final"], "", None, ">=", _on(COMPARE, device), device))
+        gaps.setdefault((run.setting("qarl.alignment"), run.setting("qarl.format")), []).append(summary["abs_gap_mean"])
+    for (alignment, fmt), values in gaps.items():
+        rows.append(
+            row(f"{alignment}_gap_{fmt}", float(np.mean(values)), "nats", None, "<=", _on(COMPARE, device), device)
+        )
+    return rows
+
+
+def _on(command: str, device: str) -> str:
+    return command + (" device=cuda" if device == "cuda" else "")
+
+
+def slug(text: str) -> str:
+    """Return `text` as an identifier."""
+    return re.sub(r"\W+", "_", text).lower()
+
+
+def main() -> None:
+    """Read run directories, append rows, print them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--demo", type=Path, help="run directory of local_demo.yaml")
+    parser.add_argument("--compare", type=Path, help="folder of local_compare.yaml's run directories")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what the runs ran on")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/local.json"))
+    arguments = parser.parse_args()
+    rows = demo_rows(load_run(arguments.demo), arguments.device) if arguments.demo else []
+    if arguments.compare:
+        folders = sorted(path.parent for path in arguments.compare.glob("*/metrics.jsonl"))
+        rows += compare_rows([load_run(folder) for folder in folders], arguments.device)
+    append_results(arguments.output, rows)
+    for entry in rows:
+        print(f"{entry['name']:42s} {entry['value']:>12g} {entry['unit']}")
+
+
+if __name__ == "__main__":
+    main()
