@@ -1,9 +1,9 @@
-"""The formats that are tested, and weights in which a swapped or shifted scale shows."""
+"""The formats that are tested, weights in which a swapped or shifted scale shows, activations as the GEMM sees them."""
 
 import torch
 from torch import Tensor
 
-from qarl_kernels import get_format
+from qarl_kernels import QuantFormat, get_format
 
 FORMATS = {
     "w4a16": get_format("w4a16"),
@@ -23,3 +23,17 @@ def uneven_weight(*shape: int) -> Tensor:
     group_size = torch.exp2(torch.randint(-2, 3, (*batch, rows, columns // 32)).float())
     weight = torch.randn(shape) * row_size * group_size.repeat_interleave(32, -1) * columns**-0.5
     return weight.to(torch.bfloat16)
+
+
+def quantized_activations(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False) -> Tensor:
+    """x as float64 after the format's activation quantization, written down again from the engine's formulas."""
+    if fmt.activation_kind == "none":
+        return x.double()
+    rows = x.float() if fmt.activation_kind == "fp8_token" else x.float().unflatten(-1, (-1, 128))
+    amax = rows.abs().amax(-1, keepdim=True)
+    if fmt.activation_kind == "fp8_token" or after_swiglu:
+        scale = torch.maximum(amax / 448, torch.tensor(1 / (448 * 512)))
+    else:
+        scale = torch.maximum(amax, torch.tensor(1e-10)) / 448
+    values = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
+    return values.view(x.shape)

@@ -71,12 +71,12 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("examples/configs/local_demo.yaml"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated")
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/bench.json")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, a.b=c")
     arguments = parser.parse_args()
     rows, table = [], None
-    for name in arguments.formats:
+    for name in arguments.formats.split(","):
         # A process for each format: the peak of one must not hide the next one's.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             task = (arguments.config, name, arguments.device, arguments.steps, arguments.overrides)

@@ -1,31 +1,16 @@
 import pytest
 import torch
 from asserts import assert_bitwise_equal, assert_snr
-from format_cases import FORMATS, uneven_weight
+from format_cases import FORMATS, quantized_activations, uneven_weight
 
 from qarl_kernels import GemmOperand, QuantizedWeight, gemm, get_format, grouped_gemm, quantize_weight
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16]
 # Only the accumulation order differs from float64: FP32 keeps 24 bits; rounding the result to BF16 costs 2^-9.
 MIN_DB = {torch.float32: 110, torch.bfloat16: 45}
 M, N, K = 9, 256, 256
-
-
-def quantized_activations(x, fmt):
-    """x as float64 after the format's activation quantization, written down again from the engine's formulas."""
-    if fmt.activation_kind == "none":
-        return x.double()
-    rows = x.float() if fmt.activation_kind == "fp8_token" else x.float().unflatten(-1, (-1, 128))
-    amax = rows.abs().amax(-1, keepdim=True)
-    if fmt.activation_kind == "fp8_token":
-        scale = torch.maximum(amax / 448, torch.tensor(1 / (448 * 512)))
-    else:
-        scale = torch.maximum(amax, torch.tensor(1e-10)) / 448
-    values = (rows / scale).clamp(-448, 448).to(E4M3).double() * scale.double()
-    return values.view(x.shape)
 
 
 def expected_product(x, weight, fmt):
