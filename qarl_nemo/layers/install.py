@@ -125,7 +125,8 @@ def _require_shapes(model: nn.Module, found: dict[str, str], targets: Sequence[s
             reasons = weight_problems(tuple(parameter.shape), fmt)
             if fmt.weight_kind == "fp8_block" and key == "gate_up_proj" and parameter.shape[-2] % 256:
                 reasons.append(f"I={parameter.shape[-2] // 2} is not a multiple of 128: a block would hold gate and up")
-            problems += [f"{name}.{key} {list(parameter.shape)}: {reason}" for reason in reasons]
+            if reasons:
+                problems.append(f"{name}.{key} {list(parameter.shape)}: {'; '.join(reasons)}")
     if problems:
         raise ValueError(f"{len(problems)} weights cannot be stored as {fmt.name}:\n  " + "\n  ".join(problems))
 
