@@ -24,7 +24,7 @@ def make_layer(fmt, *, dtype=torch.float32, mode="dequantized"):
 
 
 def min_db(fmt, dtype, part):
-    # FP32 leaves 128 dB and BF16, which rounds fc1, SwiGLU, fc2 and their gradients, 45 dB. What is made of FP8 codes has
+    # FP32 leaves 128 dB; BF16, which rounds fc1, SwiGLU, fc2 and their gradients, 45 dB. What is made of FP8 codes has
     # less: codes are formed from rounded numbers, and some of them fall the other way.
     codes = part in ("out", "router_weight") and fmt.activation_kind != "none"
     if dtype == torch.bfloat16:
