@@ -20,13 +20,13 @@ help: ## Show this list
 
 demo: $(RUN) ## Train a small Qwen3-MoE with int4 rollouts in three minutes and write its report
 	$(BIN)/qarl train examples/configs/local_demo.yaml
-	$(BIN)/qarl report runs/local_demo
 
 compare: $(RUN) ## BF16, rollout-only and QaRL side by side, several seeds each, one report
 	$(BIN)/qarl train examples/configs/local_compare.yaml
 
-bench: $(RUN) ## Measure quantization error of the integer scale conventions, into docs/
+bench: $(RUN) ## Measure quantization error and the engine, into docs/
 	$(BIN)/python kernels/benchmarks/scale_convention.py
+	$(BIN)/python tools/bench_local.py --record docs/results/bench.json
 	$(BIN)/python tools/render_results.py
 
 test: $(DEV) ## Run all tests; those that need a GPU skip without one

@@ -11,9 +11,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen3MoeConfig,
 )
+from transformers.utils import logging as transformers_logging
 
 from qarl_nemo.local.config import ModelInit, PolicyConfig
 from qarl_nemo.local.tokenizer import character_tokenizer
+
+# Its bars for single shards would tear the run's own progress display.
+transformers_logging.disable_progress_bar()
 
 SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2")
 
