@@ -121,11 +121,11 @@ class PackedSampler:
         parameters = dict(self.model.named_parameters())
         packed: dict[str, dict[str, Tensor]] = {name: {} for name in self.slots}
         for name, tensor in update.tensors.items():
-            owner, _, suffix = name.rpartition(".")
-            if owner in packed:
-                packed[owner][suffix] = tensor.to(self.device, copy=True)
-            else:
+            if name in parameters:
                 parameters[name].copy_(tensor)
+            else:
+                owner, _, suffix = name.rpartition(".")
+                packed[owner][suffix] = tensor.to(self.device, copy=True)
         for name, slot in self.slots.items():
             slot.fill(QuantizedWeight(self.format, slot.shape, packed[name]))
         self.version = update.manifest.version

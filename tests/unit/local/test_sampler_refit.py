@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from asserts import assert_bitwise_equal
-from engine_parts import W4A16_G32, make_engine, make_sampler, sample
+from engine_parts import W4A16_G32, gaps, make_engine, make_sampler, sample, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from qarl_kernels import get_format
 from qarl_nemo.refit.manifest import Manifest
@@ -150,3 +152,17 @@ def test_published_tensors_dequantize_to_what_the_learners_forward_multiplies(fm
         assert_bitwise_equal(slot.operand().values, forward.values)
         if forward.scale is not None:
             assert_bitwise_equal(slot.operand().scale, forward.scale)
+
+
+def test_biases_of_packed_layers_are_refitted_too():
+    config = tiny_model().config
+    config.attention_bias = True
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            nn.init.normal_(parameter)
+    engine = make_engine(targets=("experts", "attention"), model=model)
+    for name, parameter in engine.sampler.model.named_parameters():
+        assert_bitwise_equal(parameter.detach(), model.get_parameter(name).detach())
+    assert "model.layers.0.self_attn.q_proj.bias" in dict(engine.sampler.model.named_parameters())
+    assert gaps(engine, sample(engine)).max() < 1e-4
