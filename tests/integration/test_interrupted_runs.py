@@ -1,0 +1,166 @@
+"""A run that was killed, or stopped and continued, writes the numbers of one that was not."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+from safetensors.torch import load_file
+from tiny_runs import QARL, make_config, read_metrics, train, without_clocks, write_config
+
+from qarl_nemo.config import ConfigError
+from qarl_nemo.local.trainer import Trainer
+
+REPOSITORY = Path(__file__).parents[2]
+LONG = 30
+
+
+def assert_same_run(run_dir, expected_dir):
+    found, expected = without_clocks(read_metrics(run_dir)), without_clocks(read_metrics(expected_dir))
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for record, wanted in zip(found, expected, strict=True):
+        assert record == wanted
+    last = f"checkpoints/step_{expected[-1]['step']:06d}/model/model.safetensors"
+    weights, wanted = load_file(run_dir / last), load_file(expected_dir / last)
+    for name, weight in wanted.items():
+        assert_bitwise_equal(weights[name], weight)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    train(run_dir, grpo={"max_num_steps": LONG}, checkpointing={"save_period": 4})
+    return run_dir
+
+
+def start_and_kill(config: Path, run_dir: Path, step: int) -> int:
+    """Run in a process of its own until `step` is on disk, then kill -9; returns the steps that were written."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])}
+    command = [sys.executable, "-m", "qarl_nemo.cli", "train", str(config)]
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    try:
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
+            assert process.poll() is None, f"the run ended with code {process.returncode} before step {step}"
+            assert time.monotonic() < deadline, f"step {step} was not reached in two minutes"
+            time.sleep(0.002)
+        time.sleep(random.uniform(0, 0.05))
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    return metrics.read_bytes().count(b"\n")
+
+
+def test_a_killed_run_resumes_to_the_same_metrics(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    blocks = {"grpo": {"max_num_steps": LONG}, "checkpointing": {"save_period": 4}}
+    config = write_config(tmp_path / "run.yaml", run_dir, **blocks)
+    step = random.SystemRandom().randrange(1, LONG - 4)
+    written = start_and_kill(config, run_dir, step)
+    assert written < LONG, f"killed after step {step}, but the run had already ended"
+    trainer = Trainer(make_config(run_dir, **blocks))
+    assert trainer.step is not None
+    assert written - 4 <= trainer.step <= written, f"killed after step {step}"
+    trainer.train()
+    assert_same_run(run_dir, uninterrupted)
+
+
+def test_another_seed_gives_other_metrics(uninterrupted, tmp_path):
+    train(tmp_path, seed=4)
+    records, expected = (without_clocks(read_metrics(folder)) for folder in (tmp_path, uninterrupted))
+    assert records[0] != expected[0]
+
+
+CONTINUED = {
+    "muon": {"policy": {"optimizer": {"_override_": True, "name": "muon", "lr": 1e-3, "warmup_steps": 3}}},
+    "bfloat16": {"policy": {"precision": "bfloat16"}},
+    "bfloat16-muon": {"policy": {"precision": "bfloat16", "optimizer": {"_override_": True, "name": "muon"}}},
+    "fp8_block": {"qarl": QARL["fp8_block"]},
+    "rollout_only": {"qarl": {"alignment": "rollout_only"}},
+}
+
+
+@pytest.mark.parametrize("blocks", CONTINUED.values(), ids=CONTINUED)
+def test_a_run_continued_with_more_steps_equals_one_run(blocks, tmp_path):
+    train(tmp_path / "whole", **blocks)
+    train(tmp_path / "parts", grpo={"max_num_steps": 2}, **blocks)
+    assert len(read_metrics(tmp_path / "parts")) == 2
+    train(tmp_path / "parts", **blocks)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
+    Trainer(make_config(tmp_path / "run"))  # config.yaml and quantized.json are there, no checkpoint is
+    train(tmp_path / "run")
+    train(tmp_path / "whole")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path):
+    train(tmp_path / "whole")
+    train(tmp_path / "parts", grpo={"max_num_steps": 2})
+    partial = tmp_path / "parts" / "checkpoints" / "step_000004.partial" / "model"
+    partial.mkdir(parents=True)
+    (partial / "model.safetensors").write_bytes(b"half")
+    train(tmp_path / "parts")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    train(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    train(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_another_config_is_refused_naming_the_keys(tmp_path):
+    train(tmp_path, grpo={"max_num_steps": 1})
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError) as raised:
+        train(tmp_path, qarl={"group_size": 64}, loss_fn={"mismatch_cap": 3.0}, seed=5)
+    for line in (
+        "qarl.group_size: there 32, now 64",
+        "loss_fn.mismatch_cap: there 2.0, now 3.0",
+        "seed: there 3, now 5",
+    ):
+        assert line in str(raised.value)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+class NotFinite:
+    """The run's own objective times NaN."""
+
+    def __init__(self, loss_fn):
+        self.loss_fn = loss_fn
+
+    def __call__(self, logprobs, data):
+        return self.loss_fn(logprobs * float("nan"), data)
+
+
+def test_repeated_non_finite_steps_stop_the_run_with_a_checkpoint(tmp_path):
+    train(tmp_path, grpo={"max_num_steps": 1})
+    trainer = Trainer(make_config(tmp_path, grpo={"max_num_steps": 9}, checkpointing={"save_period": 9}))
+    trainer.learner.loss_fn = NotFinite(trainer.learner.loss_fn)
+    good = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    # two minibatches a step, three skipped steps allowed: the second step is the last
+    with pytest.raises(RuntimeError, match="4 optimizer steps in a row had a non-finite loss"):
+        trainer.train()
+    assert [record["optim/skipped_steps"] for record in read_metrics(tmp_path)] == [0, 2, 2]
+    assert [record["weight_version"] for record in read_metrics(tmp_path)] == [2, 2, 2]
+    resumed = Trainer(make_config(tmp_path, grpo={"max_num_steps": 4}))
+    assert resumed.step == 3
+    for name, parameter in resumed.model.named_parameters():
+        assert_bitwise_equal(parameter.detach(), good[name])
+    resumed.train()
+    assert read_metrics(tmp_path)[-1]["optim/skipped_steps"] == 0
+    assert all(torch.isfinite(parameter).all() for parameter in resumed.model.parameters())

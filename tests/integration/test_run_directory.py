@@ -1,0 +1,106 @@
+"""A tiny run in every alignment and format writes its whole folder and shows the gap it should."""
+
+import json
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from tiny_runs import QARL, STEPS, make_config, read_metrics, train
+from transformers import AutoModelForCausalLM
+
+CASES = [
+    pytest.param(qarl | {"alignment": alignment}, id=f"{name}-{alignment}")
+    for name, qarl in QARL.items()
+    for alignment in (["none"] if qarl["format"] == "bf16" else ["aligned", "rollout_only"])
+]
+PER_STEP = {
+    "": "step time_s weight_version truncated_fraction",
+    "reward/": "mean std",
+    "response_length_tokens/": "mean",
+    "loss/": "total kl_k3 entropy kept_fraction in_band_fraction_positive in_band_fraction_negative num_valid_seqs",
+    "prox_ratio/": "p01 p50 p99",
+    "mismatch/": "abs_gap_mean abs_gap_max kl_k3 weight_p01 weight_p50 weight_p99",
+    "error_tokens/": "rate rate_positive rate_negative",
+    "optim/": "grad_norm lr skipped_steps",
+    "timing/": "rollout_s reward_s prev_logprobs_s update_s refit_s step_s",
+    "throughput/": "rollout_tokens_s prev_logprobs_tokens_s update_tokens_s",
+    "refit/": "bytes",
+    "memory/": "process_peak_bytes",
+}
+KEYS = [prefix + name for prefix, names in PER_STEP.items() for name in names.split()]
+DIAGNOSTICS = {
+    "seq_prox_ratio",
+    "seq_mismatch_weight",
+    "seq_advantage",
+    "seq_kept",
+    "token_prev_logprob",
+    "token_curr_logprob",
+    "token_generation_logprob",
+    "token_advantage",
+}
+
+
+@pytest.mark.parametrize("qarl", CASES)
+def test_every_file_of_a_run_is_written(qarl, tmp_path):
+    train(tmp_path, qarl=qarl)
+    records = read_metrics(tmp_path)
+    check_metrics(records)
+    check_gap(records, qarl["alignment"])
+    assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == make_config(
+        tmp_path, qarl=qarl
+    ).model_dump(mode="json", exclude={"compare"})
+    check_quantized(json.loads((tmp_path / "quantized.json").read_text()), qarl)
+    check_diagnostics(tmp_path / "diagnostics")
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step_000004" / "model")
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def check_metrics(records):
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    for record in records:
+        assert [key for key in KEYS if key not in record] == []
+    assert [record["step"] for record in records if "validation/reward" in record] == [1, 2, 4]
+    # two minibatches a step, each one version
+    assert [record["weight_version"] for record in records] == [2, 4, 6, 8]
+    assert all(record["optim/skipped_steps"] == 0 for record in records)
+    # 32 responses a step, of which the run learns something
+    assert {record["loss/num_valid_seqs"] for record in records} == {32}
+    assert any(record["optim/grad_norm"] > 0 for record in records)
+    assert any(0 < record["reward/mean"] < 1 for record in records)
+
+
+def check_gap(records, alignment):
+    gaps = [record["mismatch/abs_gap_mean"] for record in records]
+    if alignment == "rollout_only":
+        assert min(gaps) > 1e-3
+    else:
+        assert max(gaps) < 1e-4
+
+
+def check_quantized(rows, qarl):
+    quantized = {row["kind"] for row in rows if row["quantized"]}
+    if qarl["alignment"] == "aligned":
+        assert quantized == set(qarl.get("targets", ["experts"]))
+        assert {row["format"] for row in rows if row["quantized"]} == {qarl["format"]}
+    else:  # the learner executes BF16
+        assert quantized == set()
+    assert all(row["reason"] for row in rows if not row["quantized"])
+
+
+def check_diagnostics(folder):
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_000001.jsonl",
+        "step_000001.npz",
+        "step_000003.jsonl",
+        "step_000003.npz",
+    ]
+    with np.load(folder / "step_000003.npz") as arrays:
+        assert set(arrays) >= DIAGNOSTICS
+        assert len(arrays["seq_prox_ratio"]) == 32
+        assert np.isfinite(arrays["token_curr_logprob"]).all()
+    examples = [json.loads(line) for line in (folder / "step_000003.jsonl").read_text().splitlines()]
+    assert examples
+    assert {"prompt", "response", "answer", "reward", "advantage", "error_tokens"} <= set(examples[0])
+    assert examples[0]["prompt"].endswith("=")
