@@ -158,6 +158,9 @@ class PackedSampler:
 
         Returns:
             The rollouts; `generation_logprobs` are log_softmax(logits / temperature) in FP32.
+
+        Raises:
+            RuntimeError: the weights give logits that are not finite.
         """
         assert self.version is not None, "no refit has reached this engine"
         input_ids, prompt_mask = pad_left(prompts, self.pad_id, self.device, width=num_prompt_columns)
@@ -167,6 +170,8 @@ class PackedSampler:
         for column in range(params.max_new_tokens):
             with self.routes.record() as chosen:
                 logits = self._step(step_ids, attention, cache)
+            if column == 0:
+                self._require_finite(logits)
             routes.append(_stack_routes(chosen, step_ids.shape))
             token, logprob = draw(logits, params, generator)
             token = torch.where(alive, token, self.pad_id)
@@ -199,6 +204,14 @@ class PackedSampler:
             logits_to_keep=1,
         )
         return out.logits[:, -1].float()
+
+    def _require_finite(self, logits: Tensor) -> None:
+        broken = int((~logits.isfinite()).any(-1).sum())
+        if broken:
+            raise RuntimeError(
+                f"weight version {self.version} gives NaN or infinite logits for {broken} of {len(logits)} prompts: the "
+                "policy has diverged. Resume from an earlier checkpoint with a lower policy.optimizer.lr"
+            )
 
     @property
     def num_bytes(self) -> int:
