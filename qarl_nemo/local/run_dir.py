@@ -10,7 +10,15 @@ from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.metrics.events import METRICS_FILE
 
 # Keys that may change between the parts of a resumed run: they do not change any number that was computed.
-_FREE_KEYS = ("run_dir", "grpo.max_num_steps", "checkpointing.", "logger.", "num_threads", "compare")
+_FREE_KEYS = (
+    "run_dir",
+    "grpo.max_num_steps",
+    "policy.max_skipped_steps",
+    "checkpointing.",
+    "logger.",
+    "num_threads",
+    "compare",
+)
 
 
 def open_run_dir(config: LocalConfig) -> None:

@@ -209,8 +209,8 @@ class PackedSampler:
         broken = int((~logits.isfinite()).any(-1).sum())
         if broken:
             raise RuntimeError(
-                f"weight version {self.version} gives NaN or infinite logits for {broken} of {len(logits)} prompts: the "
-                "policy has diverged. Resume from an earlier checkpoint with a lower policy.optimizer.lr"
+                f"weight version {self.version} gives NaN or infinite logits for {broken} of {len(logits)} prompts: "
+                "the policy has diverged. Start a new run with a lower policy.optimizer.lr"
             )
 
     @property

@@ -36,6 +36,7 @@ def test_keys_that_change_no_number_may_differ(begun):
     longer = config(
         begun,
         grpo={"max_num_steps": 7},
+        policy={"model_init": {}, "max_skipped_steps": 9},
         num_threads=3,
         checkpointing={"save_period": 1, "keep_last": 9},
         logger={"diagnostics_period": 3, "wandb": {"project": "p"}},
