@@ -1,4 +1,4 @@
-"""Supervised warm start: next-token cross-entropy on the answers, in full precision, for models that know nothing."""
+"""Supervised warm start: next-token cross-entropy on the answers, unquantized, for models that know nothing."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qarl_nemo.local.config import WarmStart
+from qarl_nemo.local.config import AdamWConfig, WarmStart
+from qarl_nemo.local.optimizer import MasterOptimizer
 from qarl_nemo.local.rollouts import encode_prompts, pad_left, positions
 from qarl_nemo.local.tasks import Task, TaskSource
 
@@ -19,7 +20,7 @@ def warm_start(
     progress: Callable[[int, float], None],
     greedy_reward: Callable[[], float],
 ) -> None:
-    """Minimize -mean log p(answer, stop | prompt) over the answers' tokens with AdamW, until the target is reached.
+    """Minimize -mean log p(answer, stop | prompt) over the answers' tokens with AdamW until the target is reached.
 
     Args:
         model: trained in place.
@@ -29,12 +30,11 @@ def warm_start(
         progress: called with the step and its loss.
         greedy_reward: mean reward of the model's greedy answers now.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
+    settings = AdamWConfig(lr=config.lr, betas=(0.9, 0.999))
+    optimizer = MasterOptimizer(model.named_parameters(), settings, max_grad_norm=1.0)
     for step in range(1, config.steps + 1):
         loss = _answer_loss(model, tokenizer, source.train(step, config.batch_size, stream="warm_start"))
-        optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         progress(step, float(loss.detach()))
         looking = config.target_reward is not None and step % config.check_period == 0
