@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from qarl_kernels.division import divide
 from qarl_kernels.formats import FP8_BLOCK
 
 FP8_MAX = 448.0
@@ -37,7 +38,7 @@ def quantize_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
         w8: [..., N, K] float8_e4m3fn; scale: [..., N, 1] FP32.
     """
     weight = weight.float()
-    scale = _nonzero(weight.abs().amax(-1, keepdim=True) / FP8_MAX)
+    scale = _nonzero(divide(weight.abs().amax(-1, keepdim=True), FP8_MAX))
     return cast_fp8(weight / scale), scale
 
 
@@ -54,7 +55,7 @@ def quantize_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape[-2:]
     padded = torch.nn.functional.pad(weight, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     blocks = padded.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))
-    scale = _nonzero(blocks.abs().amax((-3, -1)) / FP8_MAX)
+    scale = _nonzero(divide(blocks.abs().amax((-3, -1)), FP8_MAX))
     return cast_fp8(weight / expand_block_scale(scale, rows, columns)), scale
 
 
@@ -85,7 +86,7 @@ def quantize_token(activations: Tensor) -> tuple[Tensor, Tensor]:
     Source: vLLM 0.25.1 csrc/libtorch_stable/quantization/w8a8/fp8/common.cu.
     """
     activations = activations.float()
-    scale = (activations.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=MIN_TOKEN_SCALE)
+    scale = divide(activations.abs().amax(-1, keepdim=True), FP8_MAX).clamp(min=MIN_TOKEN_SCALE)
     return cast_fp8(activations / scale), scale
 
 
@@ -104,9 +105,9 @@ def quantize_group(activations: Tensor, *, after_swiglu: bool = False) -> tuple[
     groups = activations.float().unflatten(-1, (-1, FP8_BLOCK))
     amax = groups.abs().amax(-1, keepdim=True)
     if after_swiglu:
-        scale = (amax / FP8_MAX).clamp(min=MIN_TOKEN_SCALE)
+        scale = divide(amax, FP8_MAX).clamp(min=MIN_TOKEN_SCALE)
     else:
-        scale = amax.clamp(min=MIN_GROUP_AMAX) / FP8_MAX
+        scale = divide(amax.clamp(min=MIN_GROUP_AMAX), FP8_MAX)
     return cast_fp8(groups / scale).flatten(-2), scale.squeeze(-1)
 
 
@@ -125,7 +126,7 @@ def encode_int4_as_fp8(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     Source: vLLM 0.25.1 convert_bf16_scales_to_fp8 (quant_utils.py) and the CUTLASS int4 x fp8 lookup table.
     """
     scale = scale.float()
-    channel_scale = (scale.amax(-1, keepdim=True) / FP8_MAX).clamp(min=MIN_TOKEN_SCALE)
+    channel_scale = divide(scale.amax(-1, keepdim=True), FP8_MAX).clamp(min=MIN_TOKEN_SCALE)
     scale8 = cast_fp8(cast_fp8(scale / channel_scale).float() / 8.0)
     groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
     return cast_fp8(groups * scale8.float().unsqueeze(-1)).flatten(-2), channel_scale * 8.0

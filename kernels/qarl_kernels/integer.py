@@ -8,6 +8,7 @@ stored with the offset 2^(num_bits-1).
 import torch
 from torch import Tensor
 
+from qarl_kernels.division import divide
 from qarl_kernels.formats import ScaleConvention
 
 
@@ -45,7 +46,7 @@ def quantize_integer(
     """
     code_min, code_max, divisor = integer_grid(num_bits, scale_convention)
     groups = weight.float().unflatten(-1, (-1, group_size))
-    scale = (groups.abs().amax(-1) / divisor).to(torch.bfloat16)
+    scale = divide(groups.abs().amax(-1), divisor).to(torch.bfloat16)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = torch.round(groups / scale.float().unsqueeze(-1)).clamp_(code_min, code_max)
     return codes.to(torch.int8).flatten(-2), scale
