@@ -119,13 +119,13 @@ def test_chat_data_in_openr1_fields_train_and_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     data = write_openr1(tmp_path / "sums.parquet", 9)
     write_checkpoint(tmp_path / "model", CONFIGS["qwen3_moe"])
-    policy = {"model_init": None, "model_path": str(tmp_path / "model"), "warm_start": {"steps": 10}}
+    policy = {"model_init": None, "model_path": str(tmp_path / "model"), "warm_start": {"steps": 5}}
     train(tmp_path / "whole", policy=policy, data=data)
     train(tmp_path / "parts", policy=policy, data=data, grpo={"max_num_steps": 2})
     trainer = train(tmp_path / "parts", policy=policy, data=data)
     whole, parts = (without_clocks(read_metrics(tmp_path / name)) for name in ("whole", "parts"))
     assert whole == parts
-    assert any(record["optim/grad_norm"] > 0 for record in whole)
+    assert any(0 < record["reward/mean"] < 1 and record["optim/grad_norm"] > 0 for record in whole)
     # the checkpoint kept the template
     assert trainer.tokenizer.chat_template == TEMPLATE
     examples = (tmp_path / "whole" / "diagnostics" / "step_000001.jsonl").read_text().splitlines()

@@ -1,6 +1,5 @@
 """The embedded engine's config: its own checks, every example, and that reading one needs no torch."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
+from qarl_nemo.local.arms import expand_arms
 from qarl_nemo.local.config import AdamWConfig, HfData, LocalConfig, MuonConfig
 from qarl_nemo.losses.config import TBPOConfig
 
@@ -32,9 +32,9 @@ def test_a_minimal_config_is_qarl_with_int4_experts_and_tbpo():
 def test_every_example_loads_and_so_does_each_arm_it_compares(path):
     config = load_config(path, [], LocalConfig)
     assert config.run_dir.parts[0] == "runs"
-    for arm, settings in (config.compare.arms if config.compare else {}).items():
-        overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        assert load_config(path, overrides, LocalConfig), arm
+    if config.compare:
+        runs = expand_arms(config, str(path))
+        assert len(runs) == len(config.compare.arms) * len(config.compare.seeds)
 
 
 def test_examples_are_found():
