@@ -122,8 +122,7 @@ def doctor() -> None:
 
 
 def _write_report(run_dirs: list[Path], folder: Path) -> None:
-    from qarl_nemo.metrics.report import write_report
-    from qarl_nemo.metrics.summary_figure import write_summary_figure
+    from qarl_nemo.metrics.report import write_report, write_summary_figure
 
     write_summary_figure(run_dirs, folder / "summary.png")
     typer.echo(f"report: {write_report(run_dirs, folder / 'report.html')}")

@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 
 from qarl_nemo.losses.config import LossConfig
-from qarl_nemo.metrics.bands import objective_bands
+from qarl_nemo.metrics.report.bands import objective_bands
 
 ANY = (0.0, math.inf)
 

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgba
 
-from qarl_nemo.metrics.arms import Arm, group_by_arm
-from qarl_nemo.metrics.distributions import Ratios, histogram_figure, mismatch_weights, prox_ratios
+from qarl_nemo.metrics.report.arms import Arm, group_by_arm
+from qarl_nemo.metrics.report.distributions import Ratios, histogram_figure, mismatch_weights, prox_ratios
+from qarl_nemo.metrics.report.scatter import scatter_figure
+from qarl_nemo.metrics.report.style import SIGN_COLORS, ZERO_COLOR
+from qarl_nemo.metrics.report.timings import phase_seconds, phase_table
 from qarl_nemo.metrics.runs import load_runs
-from qarl_nemo.metrics.scatter import scatter_figure
-from qarl_nemo.metrics.style import SIGN_COLORS, ZERO_COLOR
-from qarl_nemo.metrics.timings import phase_seconds, phase_table
 
 EVERYTHING = (0.0, np.inf)
 

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from qarl_nemo.metrics.arms import group_by_arm
-from qarl_nemo.metrics.curves import curve_figure
-from qarl_nemo.metrics.examples import mark_errors
-from qarl_nemo.metrics.report import write_report
+from qarl_nemo.metrics.report import write_report, write_summary_figure
+from qarl_nemo.metrics.report.arms import group_by_arm
+from qarl_nemo.metrics.report.curves import curve_figure
+from qarl_nemo.metrics.report.examples import mark_errors
+from qarl_nemo.metrics.report.style import format_duration, format_number
 from qarl_nemo.metrics.runs import load_runs
-from qarl_nemo.metrics.style import format_duration, format_number
-from qarl_nemo.metrics.summary_figure import write_summary_figure
 
 SECTIONS = ["learning", "mismatch", "bands", "errors", "time", "optimizer", "modules", "config"]
 PANELS = [
@@ -196,7 +195,7 @@ def test_the_summary_figure_is_readable_at_1200_pixels(tmp_path, make_run):
 
 
 def test_a_report_needs_no_torch():
-    code = "import sys, qarl_nemo.metrics.report, qarl_nemo.metrics.summary_figure; print('torch' in sys.modules)"
+    code = "import sys, qarl_nemo.metrics.report; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 

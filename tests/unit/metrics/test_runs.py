@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from qarl_nemo.metrics.arms import group_by_arm, moving_mean
+from qarl_nemo.metrics.report.arms import group_by_arm, moving_mean
 from qarl_nemo.metrics.runs import load_run, load_runs
 from qarl_nemo.metrics.summary import smoothing_window, summarize_run
 

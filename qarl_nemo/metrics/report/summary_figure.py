@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from qarl_nemo.metrics.arms import Arm, group_by_arm
-from qarl_nemo.metrics.curves import draw_curves, draw_rewards, finish_curves, has_values
-from qarl_nemo.metrics.distributions import mismatch_weights
-from qarl_nemo.metrics.runs import load_runs
-from qarl_nemo.metrics.style import (
+from qarl_nemo.metrics.report.arms import Arm, group_by_arm
+from qarl_nemo.metrics.report.curves import draw_curves, draw_rewards, finish_curves, has_values
+from qarl_nemo.metrics.report.distributions import mismatch_weights
+from qarl_nemo.metrics.report.style import (
     MUTED,
     SIGN_COLORS,
     SIGN_LABELS,
@@ -19,6 +18,7 @@ from qarl_nemo.metrics.style import (
     percent_axis,
     report_style,
 )
+from qarl_nemo.metrics.runs import load_runs
 
 _SIZE_IN = (12.0, 4.1)
 _DPI = 200

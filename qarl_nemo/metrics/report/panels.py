@@ -6,10 +6,10 @@ from typing import TypeVar
 
 from matplotlib.figure import Figure
 
-from qarl_nemo.metrics import curves, distributions, scatter
-from qarl_nemo.metrics.arms import Arm
-from qarl_nemo.metrics.distributions import Ratios
-from qarl_nemo.metrics.style import FULL_WIDTH_IN, HALF_WIDTH_IN, MAX_COLUMNS, figure_uri
+from qarl_nemo.metrics.report import curves, distributions, scatter
+from qarl_nemo.metrics.report.arms import Arm
+from qarl_nemo.metrics.report.distributions import Ratios
+from qarl_nemo.metrics.report.style import FULL_WIDTH_IN, HALF_WIDTH_IN, MAX_COLUMNS, figure_uri
 
 Item = TypeVar("Item")
 _NEEDS_DIAGNOSTICS = "No diagnostics have been written yet (diagnostics/step_*.npz)."

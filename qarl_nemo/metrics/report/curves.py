@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qarl_nemo.metrics.arms import Arm, finite_points
+from qarl_nemo.metrics.report.arms import Arm, finite_points
+from qarl_nemo.metrics.report.style import HALF_WIDTH_IN, log_ticks, new_figure, percent_axis, step_axis
 from qarl_nemo.metrics.runs import Floats
-from qarl_nemo.metrics.style import HALF_WIDTH_IN, log_ticks, new_figure, percent_axis, step_axis
 
 MAX_POINTS = 400
 

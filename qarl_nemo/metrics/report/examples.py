@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qarl_nemo.metrics.arms import Arm
-from qarl_nemo.metrics.style import format_number
+from qarl_nemo.metrics.report.arms import Arm
+from qarl_nemo.metrics.report.style import format_number
 
 _MAX_EXAMPLES = 8
 _EXCERPT_CHARS = 700

@@ -7,16 +7,16 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qarl_nemo import __version__
-from qarl_nemo.metrics import tables
-from qarl_nemo.metrics.arms import group_by_arm
 from qarl_nemo.metrics.atomic import write_atomic
-from qarl_nemo.metrics.bands import objective_bands
-from qarl_nemo.metrics.examples import example_rows
+from qarl_nemo.metrics.report import tables
+from qarl_nemo.metrics.report.arms import group_by_arm
+from qarl_nemo.metrics.report.bands import objective_bands
+from qarl_nemo.metrics.report.examples import example_rows
+from qarl_nemo.metrics.report.sections import build_sections
+from qarl_nemo.metrics.report.style import report_style
+from qarl_nemo.metrics.report.timings import phase_table
 from qarl_nemo.metrics.runs import CONFIG_FILE, Run, load_runs
-from qarl_nemo.metrics.sections import build_sections
-from qarl_nemo.metrics.style import report_style
 from qarl_nemo.metrics.summary import summarize_run
-from qarl_nemo.metrics.timings import phase_table
 
 _TEMPLATE = "report.html.j2"
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from qarl_nemo.metrics.arms import Arm
+from qarl_nemo.metrics.report.arms import Arm
+from qarl_nemo.metrics.report.style import INK, SIGN_COLORS, SIGN_LABELS, ZERO_COLOR, ZERO_LABEL, log_ticks, new_figure
 from qarl_nemo.metrics.runs import Floats
-from qarl_nemo.metrics.style import INK, SIGN_COLORS, SIGN_LABELS, ZERO_COLOR, ZERO_LABEL, log_ticks, new_figure
 
 _LOWEST_PROB = 1e-7
 

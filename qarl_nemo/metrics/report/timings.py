@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from qarl_nemo.metrics.arms import Arm
-from qarl_nemo.metrics.curves import add_legend, draw_curves, finish_curves, has_values, thin_out
-from qarl_nemo.metrics.runs import Floats, Run
-from qarl_nemo.metrics.style import (
+from qarl_nemo.metrics.report.arms import Arm
+from qarl_nemo.metrics.report.curves import add_legend, draw_curves, finish_curves, has_values, thin_out
+from qarl_nemo.metrics.report.style import (
     EXTRA_PHASE_COLORS,
     HALF_WIDTH_IN,
     OTHER_COLOR,
@@ -17,6 +16,7 @@ from qarl_nemo.metrics.style import (
     step_axis,
     thousands_axis,
 )
+from qarl_nemo.metrics.runs import Floats, Run
 
 _THROUGHPUTS = {"throughput/rollout_tokens_s": "rollout", "throughput/update_tokens_s": "update"}
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from qarl_nemo.metrics.arms import Arm
-from qarl_nemo.metrics.curves import draw_curves, finish_curves, has_values, thin_out
-from qarl_nemo.metrics.style import SIGN_COLORS, SIGN_LABELS, new_figure
+from qarl_nemo.metrics.report.arms import Arm
+from qarl_nemo.metrics.report.curves import draw_curves, finish_curves, has_values, thin_out
+from qarl_nemo.metrics.report.style import SIGN_COLORS, SIGN_LABELS, new_figure
 
 _PLACE_STYLES = {"in_band": "-", "above_band": "--", "below_band": ":"}
 _PLACE_LABELS = {"in_band": "in the band", "above_band": "above it", "below_band": "below it"}

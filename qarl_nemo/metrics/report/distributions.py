@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from qarl_nemo.metrics.arms import Arm
-from qarl_nemo.metrics.bands import Interval, ObjectiveBands, objective_bands
+from qarl_nemo.metrics.report.arms import Arm
+from qarl_nemo.metrics.report.bands import Interval, ObjectiveBands, objective_bands
+from qarl_nemo.metrics.report.style import INK, MUTED, SIGN_COLORS, SIGN_LABELS, log_ticks, new_figure
 from qarl_nemo.metrics.runs import Floats
-from qarl_nemo.metrics.style import INK, MUTED, SIGN_COLORS, SIGN_LABELS, log_ticks, new_figure
 
 _BINS = 48
 _SMALLEST_SPAN = 1e-6

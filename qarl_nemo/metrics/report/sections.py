@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qarl_nemo.metrics import curves, distributions, sign_curves, timings
-from qarl_nemo.metrics.arms import Arm
-from qarl_nemo.metrics.panels import Panel, curve_panel, figure_panel, histogram_panel, scatter_panel
-from qarl_nemo.metrics.style import FULL_WIDTH_IN
+from qarl_nemo.metrics.report import curves, distributions, sign_curves, timings
+from qarl_nemo.metrics.report.arms import Arm
+from qarl_nemo.metrics.report.panels import Panel, curve_panel, figure_panel, histogram_panel, scatter_panel
+from qarl_nemo.metrics.report.style import FULL_WIDTH_IN
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qarl_nemo.metrics.arms import Arm
+from qarl_nemo.metrics.report.arms import Arm
+from qarl_nemo.metrics.report.style import format_duration, format_number
 from qarl_nemo.metrics.runs import Run
-from qarl_nemo.metrics.style import format_duration, format_number
 from qarl_nemo.metrics.summary import smoothing_window, summarize_run
 
 _MAX_SHAPES = 3
