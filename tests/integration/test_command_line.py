@@ -1,0 +1,90 @@
+"""`qarl train` as a user starts it: from a YAML, with overrides."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import read_metrics, write_config
+
+from qarl_nemo.cli import main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def qarl(monkeypatch, capfd):
+    """Call the command line; returns the exit code and what it printed."""
+
+    def call(*arguments) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["qarl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capfd.readouterr()
+        return ended.value.code, printed.out + printed.err
+
+    return call
+
+
+def test_train_runs_a_config_with_overrides_and_reports(qarl, tmp_path):
+    config = write_config(tmp_path / "run.yaml", tmp_path / "run")
+    code, printed = qarl("train", config, "grpo.max_num_steps=2", "qarl.targets=[experts,attention]")
+    assert code == 0, printed
+    assert len(read_metrics(tmp_path / "run")) == 2
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    assert (tmp_path / "run" / "summary.png").exists()
+    # progress with reward, gap and time left, and where the report is
+    assert all(word in printed for word in ("reward", "gap", "ETA"))
+    assert str(tmp_path / "run" / "report.html") in printed.replace("\n", "")
+
+
+@pytest.mark.slow
+def test_train_compares_arms_and_seeds_in_one_report(qarl, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")]))
+    arms = {"ours": {}, "rollout only": {"qarl": {"alignment": "rollout_only"}}}
+    blocks = {"grpo": {"max_num_steps": 2}, "compare": {"seeds": [1], "arms": arms}}
+    code, printed = qarl("train", write_config(tmp_path / "compare.yaml", tmp_path / "runs", **blocks))
+    assert code == 0, printed
+    ours, rollout_only = (
+        read_metrics(tmp_path / "runs" / f"{name}-seed1")[-1]["mismatch/abs_gap_mean"]
+        for name in ("ours", "rollout-only")
+    )
+    assert ours < 1e-4 < 1e-3 < rollout_only
+    report = (tmp_path / "runs" / "report.html").read_text()
+    assert all(arm in report for arm in arms)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.max_num_setps=2", "unknown key 'grpo.max_num_setps': did you mean 'max_num_steps'?"),
+        ("seed", "overrides must look like a.b=c"),
+        ("policy.model_path=nowhere", "set exactly one of model_path"),
+        ("qarl.format=fp8_block", "takes no group_size=32"),
+        ("device=cuda", "torch sees no CUDA device"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_message_and_no_folder(qarl, override, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, printed = qarl("train", write_config(tmp_path / "run.yaml", tmp_path / "run"), override)
+    assert code == 2
+    assert message in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_and_config_errors_come_without_torch(tmp_path):
+    config = write_config(tmp_path / "run.yaml", tmp_path / "run", sede=1)
+    code = (
+        "import sys\nfrom qarl_nemo.cli import app\n"
+        f"for arguments in (['--help'], ['train', '--help'], ['train', {str(config)!r}]):\n"
+        "    try:\n        app(arguments, standalone_mode=False)\n"
+        "    except ValueError as error:\n        print(error)\n"
+        "print('loaded:', sorted({'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "train" in done.stdout
+    assert "did you mean 'seed'?" in done.stdout
+    assert done.stdout.rstrip().endswith("loaded: []")
