@@ -1,9 +1,10 @@
 from dataclasses import fields
 
+import layer_cases
 import pytest
 import torch
 from asserts import assert_bitwise_equal, assert_snr, assert_zero_grad
-from format_cases import FORMATS
+from format_cases import FORMATS, quantized_activations
 from layer_cases import INNER, ExpertGradients, H, StackedExperts, T, closed_form, executed, routing
 
 from qarl_kernels import QuantizedWeight
@@ -32,9 +33,9 @@ def min_db(fmt, dtype, part):
     return 60 if codes else 100
 
 
-def run(layer, dtype):
+def run(layer, dtype, *, size=1.0):
     index, router_weight = routing()
-    x, router_weight = torch.randn(T, H).to(dtype).requires_grad_(), router_weight.requires_grad_()
+    x, router_weight = (size * torch.randn(T, H)).to(dtype).requires_grad_(), router_weight.requires_grad_()
     out = layer(x, index, router_weight)
     grad_out = torch.randn(T, H).to(dtype)
     out.backward(grad_out)
@@ -63,6 +64,17 @@ def test_gradients_are_the_straight_through_closed_form(fmt, mode, dtype):
         for part in ("x", "gate_up"):
             with pytest.raises(AssertionError, match="SNR"):
                 assert_snr(getattr(actual, part), getattr(wrong, part), min_db(fmt, dtype, part))
+
+
+def test_small_swiglu_outputs_meet_the_floor_of_the_fused_kernel(monkeypatch):
+    # Inputs of 2^-8 make SwiGLU outputs of 1e-5; over the floor 1 / 229376 these are FP8 codes around 2.
+    layer = make_layer(FORMATS["fp8_block"])
+    actual, inputs = run(layer, torch.float32, size=2.0**-8)
+    forward = weights_of(layer, "dequantized")
+    assert_snr(actual.out, closed_form(*inputs, forward, forward).out, 60)
+    monkeypatch.setattr(layer_cases, "quantized_activations", lambda x, fmt, **_: quantized_activations(x, fmt))
+    with pytest.raises(AssertionError, match="SNR"):
+        assert_snr(actual.out, closed_form(*inputs, forward, forward).out, 60)
 
 
 def test_the_closed_form_is_the_finite_difference():
@@ -141,10 +153,10 @@ def packed_from(layer, dtype, *, keep_operand=True):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("keep_operand", [True, False])
-def test_the_rollout_side_computes_the_same_bits(fmt, dtype, keep_operand):
+@pytest.mark.parametrize(("keep_operand", "size"), [(True, 1.0), (True, 2.0**-8), (False, 1.0)])
+def test_the_rollout_side_computes_the_same_bits(fmt, dtype, keep_operand, size):
     layer, (index, router_weight) = make_layer(fmt, dtype=dtype), routing()
-    x = torch.randn(T, H).to(dtype)
+    x = (size * torch.randn(T, H)).to(dtype)
     packed = packed_from(layer, dtype, keep_operand=keep_operand)
     assert not list(packed.parameters())
     assert_bitwise_equal(packed(x, index, router_weight), layer(x, index, router_weight).detach())
