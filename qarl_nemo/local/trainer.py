@@ -1,50 +1,27 @@
 """The RL loop of the embedded engine: rollout, reward, prev_logprobs, update, refit, and what is written beside it."""
 
-import json
 import time
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from qarl_kernels import get_format
-from qarl_nemo.layers.install import install
 from qarl_nemo.local.advantages import group_advantages
-from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps, load_optimizer, read_state, save_checkpoint
+from qarl_nemo.local.checkpoint import checkpoint_steps, save_checkpoint
 from qarl_nemo.local.config import LocalConfig
-from qarl_nemo.local.learner import Learner, UpdateResult
-from qarl_nemo.local.model import load_checkpoint, load_model, stop_token_ids
-from qarl_nemo.local.optimizer import MasterOptimizer
+from qarl_nemo.local.learner import UpdateResult
 from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.local.rollouts import Rollouts, encode_prompts
 from qarl_nemo.local.run_dir import open_run_dir
-from qarl_nemo.local.sampler import PackedSampler, SamplingParams
+from qarl_nemo.local.sampler import SamplingParams
+from qarl_nemo.local.setup import build_learner, build_sampler, resolve_device, starting_model
 from qarl_nemo.local.step_metrics import diagnostics_examples, step_metrics
 from qarl_nemo.local.tasks import Task, TaskSource
 from qarl_nemo.local.verify import reward
-from qarl_nemo.local.warm_start import greedy_answers, warm_start
-from qarl_nemo.losses.build import build_loss
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
 from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
 from qarl_nemo.refit.publish import RefitUpdate, publish
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device a config names.
-
-    Args:
-        name: `cpu`, `cuda`, or `auto` for a GPU when there is one.
-
-    Returns:
-        The device.
-
-    Raises:
-        ValueError: `cuda` without a usable GPU.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
-    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
 
 
 class Trainer:
@@ -68,71 +45,11 @@ class Trainer:
         self.source = TaskSource(config.data, config.seed)
         open_run_dir(config)
         self.step = max(checkpoint_steps(config.run_dir), default=None)
-        self.elapsed_s = 0.0
         self.skipped_in_a_row = 0
-        self._load_model()
-        self._build_engines()
-
-    def _load_model(self) -> None:
-        config = self.config
-        if self.step is None:
-            self.model, self.tokenizer = load_model(config.policy, self.device, config.seed)
-            self._warm_start()
-            return
-        dtype = getattr(torch, config.policy.precision)
-        self.model, self.tokenizer = load_checkpoint(checkpoint_dir(config.run_dir, self.step) / "model", dtype)
-        self.model.to(self.device)
-        self.elapsed_s = read_state(config.run_dir, self.step)["elapsed_s"]
-
-    def _warm_start(self) -> None:
-        settings = self.config.policy.warm_start
-        if not settings.steps:
-            return
-        started = time.perf_counter()
-        tasks = self.source.validation(self.config.grpo.val_num_prompts)
-
-        def greedy_reward() -> float:
-            answers = greedy_answers(self.model, self.tokenizer, tasks, self.config.rollout.max_new_tokens)
-            return sum(reward(text, task.answer) for text, task in zip(answers, tasks, strict=True)) / len(tasks)
-
-        with LiveProgress("warm start", settings.steps) as progress:
-
-            def show(step: int, loss: float) -> None:
-                progress.update(step, loss=loss)
-
-            warm_start(self.model, self.tokenizer, self.source, settings, show, greedy_reward)
-        self.elapsed_s += time.perf_counter() - started
-
-    def _build_engines(self) -> None:
-        config, qarl = self.config, self.config.qarl
-        executed = self.format if qarl.alignment == "aligned" else get_format("bf16")
-        self.report = install(self.model, qarl.targets, executed, mode=qarl.backward)
-        rows = [asdict(row) for row in self.report.rows]
-        (config.run_dir / "quantized.json").write_text(json.dumps(rows, indent=1))
-        optimizer = MasterOptimizer(self.model.named_parameters(), config.policy.optimizer, config.policy.max_grad_norm)
-        if self.step is not None:
-            load_optimizer(config.run_dir, self.step, optimizer, self.device)
-            self.report.version.value = int(read_state(config.run_dir, self.step)["weight_version"])
-        self.learner = Learner(
-            self.model,
-            self.report,
-            optimizer,
-            build_loss(config.loss_fn),
-            temperature=config.rollout.temperature,
-            replay_routes=qarl.router_replay,
-            micro_batch_size=config.policy.train_micro_batch_size,
-            logprob_batch_size=config.policy.logprob_batch_size,
-        )
-        self.sampler = PackedSampler(
-            self.model.config,
-            self.format,
-            self.report.targets,
-            dtype=self.model.dtype,
-            device=self.device,
-            stop_ids=stop_token_ids(self.model, self.tokenizer),
-            pad_id=self.tokenizer.pad_token_id,
-            keep_operand=config.rollout.keep_operand,
-        )
+        self.model, self.tokenizer, self.elapsed_s = starting_model(config, self.source, self.device, self.step)
+        self.learner = build_learner(config, self.model, self.format, self.device, self.step)
+        self.report = self.learner.report
+        self.sampler = build_sampler(config, self.model, self.tokenizer, self.report, self.format, self.device)
 
     def publish(self) -> RefitUpdate:
         """Return the learner's weights as the rollout engine will serve them."""
