@@ -145,6 +145,9 @@ def test_an_engine_without_weights_refuses_to_generate():
 
 def test_the_sampler_shares_no_memory_with_the_learner():
     engine = make_engine()
+    for name, slot in engine.sampler.slots.items():
+        published = engine.report.weights[name].quantized().tensors
+        assert all(tensor.data_ptr() != published[key].data_ptr() for key, tensor in slot.weight.tensors.items())
     before = sample(engine)
     with torch.no_grad():
         for parameter in engine.model.parameters():
