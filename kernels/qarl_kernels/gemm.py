@@ -89,7 +89,7 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
     a8, group_scale = fp8.quantize_group(x, after_swiglu=after_swiglu)
     row_scale = weight.scale.repeat_interleave(FP8_BLOCK, 0)[: weight.values.shape[0]]
     blocks = zip(a8.float().split(FP8_BLOCK, -1), weight.values.split(FP8_BLOCK, -1), strict=True)
-    accumulator = torch.zeros(x.shape[0], weight.values.shape[0], device=x.device)
+    accumulator = torch.zeros(x.shape[0], weight.values.shape[0], dtype=torch.float32, device=x.device)
     for block, (a_block, w_block) in enumerate(blocks):
         accumulator += (a_block @ w_block.mT) * group_scale[:, block, None] * row_scale[None, :, block]
     return accumulator.to(out_dtype)
@@ -115,6 +115,7 @@ def grouped_gemm(
     Returns:
         [M, N] in out_dtype.
     """
+    assert offsets[-1] == len(x), f"{len(x)} rows, but the experts' offsets end at {offsets[-1]}"
     out = x.new_empty(x.shape[0], weight.values.shape[-2], dtype=x.dtype if out_dtype is None else out_dtype)
     for index, (start, stop) in enumerate(pairwise(offsets)):
         if stop > start:

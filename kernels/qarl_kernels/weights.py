@@ -37,6 +37,9 @@ class QuantizedWeight:
     def dequantize(self) -> Tensor:
         """Return the stored weight as numbers: code * scale (integer, in BF16) or bf16(w8 * scale) (FP8).
 
+        A GEMM multiplies `GemmOperand.effective_weight`: the same numbers, except that w4a8's engine re-encodes the
+        stored int4 weight to FP8 (`fp8.encode_int4_as_fp8`) and FP8 products are not rounded to BF16.
+
         Returns:
             [..., N, K] BF16.
         """

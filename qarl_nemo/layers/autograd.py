@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from qarl_kernels import grouped_gemm
 from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, straight_through_weight
@@ -35,6 +36,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
         return grouped_gemm(x, operand, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         assert ctx.version == ctx.weight.version.value, f"{ctx.weight.name} changed between forward and backward"

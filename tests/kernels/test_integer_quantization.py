@@ -1,12 +1,12 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal
+from asserts import assert_bitwise_equal, assert_snr
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from format_cases import uneven_weight
 
-from qarl_kernels import get_format, quantize_weight
+from qarl_kernels import GemmOperand, get_format, quantize_weight
 from qarl_kernels.integer import dequantize_integer, integer_grid, quantize_integer
 
 CONVENTIONS = ("narrow_range", "full_range")
@@ -111,16 +111,25 @@ def test_codes_are_the_nearest_points_of_the_stored_grid():
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_an_all_zero_group_has_scale_one_and_stays_zero(convention):
+def test_an_all_zero_group_has_the_smallest_scale_and_stays_zero(convention):
     weight = torch.zeros(2, 64)
     weight[0, 32:] = 7.0
     fmt = get_format("w4a16", group_size=32, scale_convention=convention)
     stored = quantize_weight(weight, fmt)
-    assert stored.tensors["weight_scale"][:, 0].tolist() == [1.0, 1.0]
-    assert stored.tensors["weight_scale"][1].tolist() == [1.0, 1.0]
+    tiny = 2.0**-126
+    assert stored.tensors["weight_scale"][:, 0].tolist() == [tiny, tiny]
+    assert stored.tensors["weight_scale"][1].tolist() == [tiny, tiny]
     assert stored.codes()[0, :32].eq(0).all()
     assert stored.codes()[1].eq(0).all()
     assert_bitwise_equal(stored.dequantize()[1], torch.zeros(64).bfloat16())
+
+
+def test_an_empty_group_does_not_coarsen_w4a8_in_the_rest_of_its_row():
+    # A scale of 1 for the empty group would set the FP8 channel scale to 8/448 and leave the others subnormal scales.
+    weight = torch.zeros(1, 256)
+    weight[0, 128:] = torch.linspace(-3e-5, 3e-5, 128)
+    operand = GemmOperand.from_weight(quantize_weight(weight, get_format("w4a8")), torch.float32)
+    assert_snr(operand.effective_weight()[:, 128:], weight.bfloat16().double()[:, 128:], min_db=15)
 
 
 def test_negative_zero_becomes_zero():
@@ -155,7 +164,7 @@ def test_denormals_keep_the_smallest_scale():
     assert codes[:4] == [1, -8, 3, 0]
     # amax 3 t / 7.5 = 0.4 t rounds to zero: the group counts as all zero.
     codes, scale = first_codes(padded_group(3 * t, -t), "full_range")
-    assert (codes, scale) == ([0] * 32, 1.0)
+    assert (codes, scale) == ([0] * 32, 2.0**-126)
 
 
 def test_one_row_is_the_row_of_many():
