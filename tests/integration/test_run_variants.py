@@ -4,7 +4,6 @@ import pytest
 import torch
 from tiny_runs import QARL, make_config, read_metrics, train, without_clocks
 
-from qarl_nemo.config import merge_mappings
 from qarl_nemo.local.trainer import resolve_device
 from qarl_nemo.metrics.report import write_report
 
@@ -101,8 +100,7 @@ def test_a_format_option_that_does_not_fit_is_refused_before_a_folder_is_made(tm
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", QARL)
 def test_a_gpu_trains_aligned(name, precision, tmp_path):
-    blocks = merge_mappings({"device": "cuda", "policy": {"precision": precision}}, {"qarl": QARL[name]})
-    trainer = train(tmp_path, **blocks)
+    trainer = train(tmp_path, device="cuda", policy={"precision": precision}, qarl=QARL[name])
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cuda"}
     records = read_metrics(tmp_path)
     # FP8 and BF16 round: batches of other shapes may put a value on the other side of a rounding boundary
