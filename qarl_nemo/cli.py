@@ -71,11 +71,11 @@ def quantize(
         TimeRemainingColumn(),
     )
     with Progress(*columns) as bar:
-        task = bar.add_task("quantizing", total=None)
+        task = bar.add_task("quantizing", total=None, visible=False)
 
         def show(event: QuantizeProgress) -> None:
             text = f"shard {event.shard}/{event.num_shards}"
-            bar.update(task, completed=event.done_bytes, total=event.total_bytes, description=text)
+            bar.update(task, completed=event.done_bytes, total=event.total_bytes, description=text, visible=True)
 
         report = quantize_checkpoint(
             source,
@@ -111,13 +111,14 @@ def report(
 def doctor() -> None:
     """Say what this machine can run, and why not."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from qarl_nemo.doctor import examine
 
     table = Table("capability", "here", "why / how")
     for finding in examine():
-        table.add_row(finding.capability, "[green]yes[/]" if finding.usable else "[red]no[/]", finding.reason)
+        table.add_row(finding.capability, "[green]yes[/]" if finding.usable else "[red]no[/]", escape(finding.reason))
     Console().print(table)
 
 

@@ -197,3 +197,14 @@ class LocalConfig(StrictModel):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     compare: CompareConfig | None = None
+
+    @model_validator(mode="after")
+    def on_policy_takes_one_step(self) -> "LocalConfig":
+        """Hold `on_policy_grpo`, which has no ratio, to one optimizer step for each rollout batch."""
+        total = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        if self.loss_fn.objective == "on_policy_grpo" and self.grpo.train_global_batch_size != total:
+            raise ValueError(
+                "loss_fn.objective=on_policy_grpo is right for one optimizer step a rollout batch only; set "
+                f"grpo.train_global_batch_size={total}"
+            )
+        return self

@@ -44,7 +44,7 @@ def test_train_runs_a_config_with_overrides_and_reports(qarl, tmp_path):
 def test_train_compares_arms_and_seeds_in_one_report(qarl, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")]))
     arms = {"ours": {}, "rollout only": {"qarl": {"alignment": "rollout_only"}}}
-    blocks = {"grpo": {"max_num_steps": 2}, "compare": {"seeds": [1], "arms": arms}}
+    blocks = {"grpo": {"max_num_steps": 1}, "compare": {"seeds": [1], "arms": arms}}
     code, printed = qarl("train", write_config(tmp_path / "compare.yaml", tmp_path / "runs", **blocks))
     assert code == 0, printed
     ours, rollout_only = (

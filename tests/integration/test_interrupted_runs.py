@@ -84,7 +84,6 @@ def test_another_seed_gives_other_metrics(uninterrupted, tmp_path):
 CONTINUED = {
     "muon": {"policy": {"optimizer": {"_override_": True, "name": "muon", "lr": 1e-3, "warmup_steps": 3}}},
     "bfloat16": {"policy": {"precision": "bfloat16"}},
-    "bfloat16-muon": {"policy": {"precision": "bfloat16", "optimizer": {"_override_": True, "name": "muon"}}},
     "fp8_block": {"qarl": QARL["fp8_block"]},
     "rollout_only": {"qarl": {"alignment": "rollout_only"}},
 }

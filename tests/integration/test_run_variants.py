@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_runs import QARL, make_config, read_metrics, train, without_clocks
 
-from qarl_nemo.local.trainer import resolve_device
+from qarl_nemo.local.setup import resolve_device
 from qarl_nemo.metrics.report import write_report
 
 

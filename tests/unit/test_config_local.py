@@ -115,6 +115,14 @@ def test_minibatches_must_divide_the_batch():
         make(grpo=grpo | {"train_global_batch_size": 9})
 
 
+def test_on_policy_grpo_takes_one_step_a_rollout_batch():
+    grpo = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
+    loss_fn = {"objective": "on_policy_grpo"}
+    assert make(loss_fn=loss_fn, grpo=grpo | {"train_global_batch_size": 24}).loss_fn.objective == "on_policy_grpo"
+    with pytest.raises(ConfigError, match=r"set grpo\.train_global_batch_size=24"):
+        make(loss_fn=loss_fn, grpo=grpo | {"train_global_batch_size": 12})
+
+
 @pytest.mark.parametrize("sources", [{}, {"model_path": "m", "model_init": {}}])
 def test_exactly_one_model_source(sources):
     with pytest.raises(ConfigError, match=r"policy: set exactly one of model_path .* and model_init"):
