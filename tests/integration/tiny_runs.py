@@ -17,7 +17,7 @@ BASE: dict[str, Any] = {
     "num_threads": 1,
     "qarl": {"format": "w4a16", "group_size": 32},
     "policy": {
-        "model_init": {"num_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2},
+        "model_init": {"num_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1},
         "warm_start": {"steps": 20, "batch_size": 32, "lr": 4.0e-3},
         "optimizer": {"name": "adamw", "lr": 3.0e-4, "warmup_steps": 2},
         "train_micro_batch_size": 8,
