@@ -29,6 +29,7 @@ class MasterOptimizer:
         self.config = config
         self.max_grad_norm = max_grad_norm
         self.num_steps = 0
+        self.skipped_in_a_row = 0
         self.masters = {
             name: parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
             for name, parameter in self.parameters.items()
@@ -69,6 +70,7 @@ class MasterOptimizer:
         """
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
         applied = finite and bool(torch.isfinite(norm))
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if applied:
             self._hand_gradients_to_masters()
             self._set_lr()

@@ -45,7 +45,6 @@ class Trainer:
         self.source = TaskSource(config.data, config.seed)
         open_run_dir(config)
         self.step = max(checkpoint_steps(config.run_dir), default=None)
-        self.skipped_in_a_row = 0
         self.model, self.tokenizer, self.elapsed_s = starting_model(config, self.source, self.device, self.step)
         self.learner = build_learner(config, self.model, self.format, self.device, self.step)
         self.report = self.learner.report
@@ -89,7 +88,7 @@ class Trainer:
                 progress.update(self.step, reward=metrics["reward/mean"], gap=metrics["mismatch/abs_gap_mean"])
                 if self.step % config.checkpointing.save_period == 0 or self.step == total:
                     self._save()
-                self._stop_if_diverged(metrics)
+                self._stop_if_diverged()
 
     def _one_step(self, step: int, timer: PhaseTimer) -> dict[str, float]:
         grpo = self.config.grpo
@@ -207,14 +206,14 @@ class Trainer:
                 keep_last=checkpointing.keep_last,
             )
 
-    def _stop_if_diverged(self, metrics: dict[str, float]) -> None:
-        skipped, limit = int(metrics["optim/skipped_steps"]), self.config.policy.max_skipped_steps
-        minibatches = len(self._minibatches(self.step))
-        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped == minibatches else 0
-        if self.skipped_in_a_row >= limit:
-            self._save()
-            raise RuntimeError(
-                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient (step "
-                f"{self.step}); the weights are those of the last finite step, saved in {self.config.run_dir}. Lower "
-                "policy.optimizer.lr, or raise policy.max_skipped_steps"
-            )
+    def _stop_if_diverged(self) -> None:
+        skipped = self.learner.optimizer.skipped_in_a_row
+        if skipped < self.config.policy.max_skipped_steps:
+            return
+        self._save()
+        saved = f"saved in {self.config.run_dir}" if self.config.checkpointing.enabled else "not saved"
+        raise RuntimeError(
+            f"{skipped} optimizer steps in a row had a non-finite loss or gradient (step {self.step}); the weights are "
+            f"those of the last finite step, {saved}. Start anew in another run_dir with a lower "
+            "policy.optimizer.lr, or go on with a larger policy.max_skipped_steps"
+        )
