@@ -29,7 +29,9 @@ def test_the_resolved_config_is_written(tmp_path):
 
 
 def test_the_same_config_may_come_back(begun):
+    before = (begun / "config.yaml").read_text()
     open_run_dir(config(begun))
+    assert (begun / "config.yaml").read_text() == before
 
 
 def test_keys_that_change_no_number_may_differ(begun):
