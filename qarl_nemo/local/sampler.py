@@ -1,7 +1,5 @@
 """The built-in rollout engine: a model that holds only the packed tensors it received through refit."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
@@ -10,24 +8,10 @@ from qarl_kernels import QuantFormat, QuantizedWeight, stored_layout
 from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
 from qarl_nemo.local.rollouts import Rollouts, pad_left, positions
+from qarl_nemo.local.sampling import SamplingParams, draw
 from qarl_nemo.refit.manifest import Layout, layout_problems
 from qarl_nemo.refit.names import module_kind
 from qarl_nemo.refit.publish import RefitUpdate
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How responses are drawn.
-
-    Attributes:
-        max_new_tokens: budget, tokens.
-        temperature: 0 decodes greedily (logprobs are then those at temperature 1).
-        top_p: smallest probability mass kept; truncates sampling, not the reported logprobs.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
 
 
 class PackedSampler:
@@ -218,30 +202,6 @@ class PackedSampler:
         """Weights held, in bytes: packed tensors and unquantized parameters, without the repacked GEMM operands."""
         packed = sum(slot.weight.num_bytes for slot in self.slots.values() if slot.weight)
         return packed + sum(parameter.nbytes for parameter in self.model.parameters())
-
-
-def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row.
-
-    Args:
-        logits: [B, V] FP32.
-        params: temperature and top-p.
-        generator: source of randomness.
-
-    Returns:
-        token [B] int64 and its logprob [B] FP32 under the untruncated distribution.
-    """
-    logprobs = (logits / (params.temperature or 1.0)).log_softmax(-1)
-    if params.temperature == 0:
-        token = logits.argmax(-1)
-    else:
-        probabilities = logprobs.exp()
-        if params.top_p < 1:
-            ordered, order = probabilities.sort(dim=-1, descending=True)
-            outside = ordered.cumsum(-1) - ordered >= params.top_p
-            probabilities = probabilities.masked_fill(outside.gather(-1, order.argsort(-1)), 0.0)
-        token = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
-    return token, logprobs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
 def _stack_routes(chosen: list[Tensor], shape: torch.Size) -> Tensor | None:

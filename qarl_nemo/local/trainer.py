@@ -13,7 +13,7 @@ from qarl_nemo.local.learner import UpdateResult
 from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.local.rollouts import Rollouts, encode_prompts
 from qarl_nemo.local.run_dir import open_run_dir
-from qarl_nemo.local.sampler import SamplingParams
+from qarl_nemo.local.sampling import SamplingParams
 from qarl_nemo.local.setup import build_learner, build_sampler, resolve_device, starting_model
 from qarl_nemo.local.step_metrics import diagnostics_examples, step_metrics
 from qarl_nemo.local.tasks import Task, TaskSource

@@ -13,7 +13,8 @@ from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import tiny_config
 from qarl_nemo.local.optimizer import MasterOptimizer
 from qarl_nemo.local.rollouts import Rollouts
-from qarl_nemo.local.sampler import PackedSampler, SamplingParams
+from qarl_nemo.local.sampler import PackedSampler
+from qarl_nemo.local.sampling import SamplingParams
 from qarl_nemo.local.tokenizer import character_tokenizer
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.losses.config import GRPOTISConfig

@@ -7,7 +7,7 @@ from engine_parts import BF16, EOS, PAD, PROMPTS, W4A16_G32, make_engine, make_s
 from torch import nn
 
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.local.sampler import SamplingParams
+from qarl_nemo.local.sampling import SamplingParams
 
 
 @torch.no_grad()

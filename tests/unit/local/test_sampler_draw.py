@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qarl_nemo.local.sampler import SamplingParams, draw
+from qarl_nemo.local.sampling import SamplingParams, draw
 
 PROBABILITIES = [0.1, 0.5, 0.05, 0.35]
 LOGITS = torch.tensor(PROBABILITIES).log() + 3.0  # logits are known up to a constant
