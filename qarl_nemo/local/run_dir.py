@@ -9,7 +9,8 @@ from qarl_nemo.local.checkpoint import checkpoint_steps
 from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.metrics.events import METRICS_FILE
 
-# Keys that may change between the parts of a resumed run: they do not change any number that was computed.
+# Keys that may change between the parts of a resumed run: they belong to no result. More or fewer threads are allowed,
+# too, but sum in another order: bit-identical resumption needs the same num_threads.
 _FREE_KEYS = (
     "run_dir",
     "grpo.max_num_steps",
