@@ -11,8 +11,8 @@ from torch import Tensor
 from qarl_kernels.division import divide
 from qarl_kernels.formats import ScaleConvention
 
-# Scale of a group whose maximum is (nearly) zero: positive, and so small that w4a8's channel scale, the largest of a
-# row's group scales, is never set by an empty group.
+# Smallest scale, that of an empty group: so small that w4a8's channel scale, the largest of a row's group scales, is
+# never set by an empty group, and normal, so that kernels may multiply by its reciprocal.
 EMPTY_GROUP_SCALE = torch.finfo(torch.bfloat16).tiny
 
 
@@ -35,7 +35,7 @@ def integer_grid(num_bits: int, scale_convention: ScaleConvention) -> tuple[int,
 def quantize_integer(
     weight: Tensor, num_bits: int, group_size: int, scale_convention: ScaleConvention
 ) -> tuple[Tensor, Tensor]:
-    """Quantize along K: scale = bf16(amax / divisor), code = clamp(round(w / scale)); zeros stay zeros.
+    """Quantize along K: scale = max(bf16(amax / divisor), 2^-126), code = clamp(round(w / scale)); zeros stay zeros.
 
     Args:
         weight: [..., N, K] float, K a multiple of group_size.
@@ -50,8 +50,7 @@ def quantize_integer(
     """
     code_min, code_max, divisor = integer_grid(num_bits, scale_convention)
     groups = weight.float().unflatten(-1, (-1, group_size))
-    scale = divide(groups.abs().amax(-1), divisor).to(torch.bfloat16)
-    scale = torch.where(scale == 0, torch.full_like(scale, EMPTY_GROUP_SCALE), scale)
+    scale = divide(groups.abs().amax(-1), divisor).to(torch.bfloat16).clamp(min=EMPTY_GROUP_SCALE)
     codes = torch.round(groups / scale.float().unsqueeze(-1)).clamp_(code_min, code_max)
     return codes.to(torch.int8).flatten(-2), scale
 

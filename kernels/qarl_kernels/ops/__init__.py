@@ -1,0 +1,1 @@
+"""Triton operators for Hopper: each computes what the torch reference beside this folder defines."""

@@ -1,0 +1,59 @@
+"""Triton's interpreter with IEEE rounding: runs the kernels on a CPU where there is no CUDA device.
+
+The interpreter of Triton 3.6 to 3.9 truncates when it casts down and multiplies the raw bits of BF16 operands; torch's
+casts and products round as the hardware does. Import this module before the first kernel is defined.
+"""
+
+import os
+
+import torch
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np  # noqa: E402
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+# Triton type -> (torch dtype, the numpy dtype that the interpreter stores its bits in)
+_TYPES = {
+    tl.float32: (torch.float32, np.float32),
+    tl.float16: (torch.float16, np.float16),
+    tl.bfloat16: (torch.bfloat16, np.uint16),
+    tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+}
+
+
+def _to_torch(data, dtype):
+    torch_dtype, numpy_dtype = _TYPES[dtype]
+    bits = np.ascontiguousarray(data).view(f"i{np.dtype(numpy_dtype).itemsize}")
+    return torch.from_numpy(bits).view(torch_dtype)
+
+
+def _to_numpy(tensor, dtype):
+    numpy_dtype = np.dtype(_TYPES[dtype][1])
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[numpy_dtype.itemsize]
+    return tensor.contiguous().view(bits).numpy().view(numpy_dtype)
+
+
+def _cast(self, src, dst_type, rounding_mode=None):
+    source, target = src.dtype.scalar, dst_type.scalar
+    if source in _TYPES and target in _TYPES:
+        values = _to_torch(src.data, source).float()
+        if target == tl.float8e4nv:
+            values = values.clamp(-448.0, 448.0)  # the hardware's cast saturates
+        return interpreter.TensorHandle(_to_numpy(values.to(_TYPES[target][0]), target), target)
+    return interpreter.TensorHandle(src.data.astype(interpreter._get_np_dtype(dst_type)), target)
+
+
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    left, right = (_to_torch(operand.data, operand.dtype.scalar).float().numpy() for operand in (a, b))
+    return interpreter.TensorHandle(np.matmul(left, right, dtype=np.float32) + d.data, d.dtype.scalar)
+
+
+if INTERPRETED:
+    for name in ("cast_impl", "create_fp_to_fp"):
+        setattr(interpreter.InterpreterBuilder, name, _cast)
+    interpreter.InterpreterBuilder.create_dot = _dot
