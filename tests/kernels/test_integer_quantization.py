@@ -156,15 +156,16 @@ def test_no_code_leaves_the_grid(convention):
     assert (codes.min(), codes.max()) == (code_min, code_max)
 
 
-def test_denormals_keep_the_smallest_scale():
-    # BF16's smallest subnormal is t = 2^-133. amax 8 t / 7.5 = 1.07 t rounds to the scale t: codes are the multiples.
-    t = 2.0**-133
-    codes, scale = first_codes(padded_group(t, -8 * t, 3 * t), "full_range")
-    assert scale == t
-    assert codes[:4] == [1, -8, 3, 0]
-    # amax 3 t / 7.5 = 0.4 t rounds to zero: the group counts as all zero.
-    codes, scale = first_codes(padded_group(3 * t, -t), "full_range")
-    assert (codes, scale) == ([0] * 32, 2.0**-126)
+def test_no_scale_is_denormal():
+    # BF16's smallest normal number is t = 2^-126: a smaller scale would have a reciprocal that FP32 cannot hold.
+    t = 2.0**-126
+    codes, scale = first_codes(padded_group(t / 8, -t, 3 * t), "full_range")
+    assert (codes[:4], scale) == ([0, -1, 3, 0], t)
+    codes, scale = first_codes(padded_group(t / 8, -t / 4), "full_range")
+    assert (codes, scale) == ([0] * 32, t)
+    # Twice the group maximum at which amax / 7.5 rounds to t.
+    codes, scale = first_codes(padded_group(15 * t, -15 * t), "full_range")
+    assert (codes[:2], scale) == ([7, -8], 2 * t)
 
 
 def test_one_row_is_the_row_of_many():
