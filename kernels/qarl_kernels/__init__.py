@@ -1,10 +1,22 @@
 """Number formats of quantized rollouts and their arithmetic; the torch reference defines what is correct."""
 
-from qarl_kernels.expert_mlp import RoutedRows, expert_mlp, route_rows
+from qarl_kernels.dispatch import (
+    backward_weight,
+    expert_mlp,
+    gemm_operand,
+    grouped_gemm,
+    grouped_input_grad,
+    grouped_weight_grad,
+    quantize_weight,
+    require_finite,
+    runs_kernels,
+)
+from qarl_kernels.expert_mlp import expert_mlp_reference
 from qarl_kernels.formats import FORMAT_NAMES, QuantFormat, get_format
-from qarl_kernels.gemm import GemmOperand, gemm, grouped_gemm
+from qarl_kernels.gemm import GemmOperand, gemm
 from qarl_kernels.hf_config import quantization_config
-from qarl_kernels.weights import QuantizedWeight, quantize_weight, stored_layout, weight_problems
+from qarl_kernels.routing import RoutedRows, one_group, route_rows
+from qarl_kernels.weights import QuantizedWeight, stored_layout, weight_problems
 
 __all__ = [
     "FORMAT_NAMES",
@@ -12,13 +24,21 @@ __all__ = [
     "QuantFormat",
     "QuantizedWeight",
     "RoutedRows",
+    "backward_weight",
     "expert_mlp",
+    "expert_mlp_reference",
     "gemm",
+    "gemm_operand",
     "get_format",
     "grouped_gemm",
+    "grouped_input_grad",
+    "grouped_weight_grad",
+    "one_group",
     "quantization_config",
     "quantize_weight",
+    "require_finite",
     "route_rows",
+    "runs_kernels",
     "stored_layout",
     "weight_problems",
 ]

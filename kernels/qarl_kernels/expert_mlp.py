@@ -6,45 +6,17 @@ The two GEMMs are arguments, so the learner (autograd) and the sampler (packed t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qarl_kernels.formats import QuantFormat
+from qarl_kernels.routing import route_rows
 
-GroupedGemm = Callable[[Tensor, list[int], torch.dtype], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedRows:
-    """Rows sorted by expert.
-
-    Attributes:
-        order: [T * k] int64, position of each sorted row in the flattened [T, k] choices.
-        offsets: E + 1 row offsets on the host.
-    """
-
-    order: Tensor
-    offsets: list[int]
+GroupedGemm = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
-def route_rows(topk_index: Tensor, num_experts: int) -> RoutedRows:
-    """Sort the T * k choices by expert, stable in token order.
-
-    Args:
-        topk_index: [T, k] int64 expert of each choice.
-        num_experts: E.
-
-    Returns:
-        The permutation and the experts' offsets.
-    """
-    flat = topk_index.reshape(-1)
-    counts = torch.bincount(flat, minlength=num_experts)
-    return RoutedRows(flat.argsort(stable=True), [0, *counts.cumsum(0).tolist()])
-
-
-def expert_mlp(
+def expert_mlp_reference(
     x: Tensor,
     topk_index: Tensor,
     topk_weight: Tensor,
@@ -73,9 +45,7 @@ def expert_mlp(
     hidden = swiglu(fc1(rows, routed.offsets, x.dtype), fmt)
     on_accumulator = fmt.router_weight == "on_accumulator"
     out_rows = fc2(hidden, routed.offsets, torch.float32 if on_accumulator else x.dtype)
-    inverse = torch.empty_like(routed.order)
-    inverse[routed.order] = torch.arange(len(inverse), device=inverse.device)
-    choices = out_rows[inverse].view(num_tokens, top_k, out_rows.shape[-1])
+    choices = out_rows[routed.inverse].view(num_tokens, top_k, out_rows.shape[-1])
     return _combine(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype)
 
 

@@ -25,7 +25,8 @@ class GemmOperand:
 
     Attributes:
         format: the format.
-        values: [..., N, K] in the compute dtype (16-bit activations) or FP32 holding E4M3 values (FP8 activations).
+        values: [..., N, K] in the compute dtype (16-bit activations) or E4M3 values (FP8 activations),
+            which the reference holds in FP32.
         scale: [..., N, 1] channel scales, [..., ceil(N/128), K/128] block scales, or None.
     """
 
@@ -50,9 +51,10 @@ class GemmOperand:
         """Return the weight this GEMM multiplies by, [..., N, K]: BF16 or FP32 without scale, FP32 otherwise."""
         if self.scale is None:
             return self.values
+        values = self.values.float()
         if self.format.weight_kind == "fp8_block":
-            return self.values * fp8.expand_block_scale(self.scale, *self.values.shape[-2:])
-        return self.values * self.scale
+            return values * fp8.expand_block_scale(self.scale, *self.values.shape[-2:])
+        return values * self.scale
 
     def expert(self, index: int) -> "GemmOperand":
         """Return one expert of a stacked operand."""
@@ -98,7 +100,7 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
 def grouped_gemm(
     x: Tensor,
     weight: GemmOperand,
-    offsets: list[int],
+    offsets: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
     after_swiglu: bool = False,
@@ -108,16 +110,49 @@ def grouped_gemm(
     Args:
         x: [M, K] rows, sorted by expert.
         weight: operand [E, N, K].
-        offsets: E + 1 row offsets; expert e owns rows offsets[e] to offsets[e+1].
+        offsets: [E + 1] int32; expert e owns rows offsets[e] to offsets[e+1].
         out_dtype: see `gemm`.
         after_swiglu: see `gemm`.
 
     Returns:
         [M, N] in out_dtype.
     """
-    assert offsets[-1] == len(x), f"{len(x)} rows, but the experts' offsets end at {offsets[-1]}"
+    bounds = offsets.tolist()
+    assert bounds[-1] == len(x), f"{len(x)} rows, but the experts' offsets end at {bounds[-1]}"
     out = x.new_empty(x.shape[0], weight.values.shape[-2], dtype=x.dtype if out_dtype is None else out_dtype)
-    for index, (start, stop) in enumerate(pairwise(offsets)):
+    for index, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
             out[start:stop] = gemm(x[start:stop], weight.expert(index), out_dtype=out_dtype, after_swiglu=after_swiglu)
     return out
+
+
+def grouped_input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return dX = dY @ W for rows sorted by expert.
+
+    Args:
+        grad_out: [M, N].
+        weight: [E, N, K] of the same dtype.
+        offsets: [E + 1] int32.
+
+    Returns:
+        [M, K] in grad_out's dtype.
+    """
+    grad = grad_out.new_empty(len(grad_out), weight.shape[-1])
+    for index, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        grad[start:stop] = grad_out[start:stop] @ weight[index]
+    return grad
+
+
+def grouped_weight_grad(grad_out: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """Return dW = dY^T @ X of every expert; zero for an expert without rows.
+
+    Args:
+        grad_out: [M, N].
+        x: [M, K], cast to grad_out's dtype.
+        offsets: [E + 1] int32.
+
+    Returns:
+        [E, N, K] in grad_out's dtype.
+    """
+    bounds = list(pairwise(offsets.tolist()))
+    return torch.stack([grad_out[start:stop].mT @ x[start:stop].to(grad_out.dtype) for start, stop in bounds])

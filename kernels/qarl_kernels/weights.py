@@ -18,11 +18,13 @@ class QuantizedWeight:
         shape: logical shape [..., N, K].
         tensors: stored tensors by checkpoint suffix: `weight_packed` + `weight_scale` (integer), `weight` +
             `weight_scale_inv` (fp8_block), `weight` + `weight_scale` (fp8_channel), `weight` (bf16).
+        nonfinite: int32 count of NaN and Inf that nobody has looked at yet, on the device; None where they were errors.
     """
 
     format: QuantFormat
     shape: tuple[int, ...]
     tensors: dict[str, Tensor]
+    nonfinite: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -102,11 +104,11 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
     return []
 
 
-def quantize_weight(weight: Tensor, fmt: QuantFormat, *, name: str = "weight") -> QuantizedWeight:
-    """Quantize bf16(weight) into the tensors that are executed, stored and published.
+def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) -> QuantizedWeight:
+    """Quantize a BF16 weight in torch: what every other quantizer must equal bit for bit.
 
     Args:
-        weight: [..., N, K] float; rounded to BF16 first, as the learner's model weights are.
+        weight: [..., N, K] BF16 of a shape without `weight_problems`.
         fmt: the format.
         name: what to call the weight in errors.
 
@@ -114,12 +116,8 @@ def quantize_weight(weight: Tensor, fmt: QuantFormat, *, name: str = "weight") -
         The stored form.
 
     Raises:
-        ValueError: the shape does not fit the format, or the weight holds NaN or Inf (tensor and first index named).
+        ValueError: the weight holds NaN or Inf (tensor and first index named).
     """
-    problems = weight_problems(tuple(weight.shape), fmt)
-    if problems:
-        raise ValueError(f"{name} {list(weight.shape)} cannot be stored as {fmt.name}: " + "; ".join(problems))
-    weight = weight.detach().to(torch.bfloat16)
     _require_finite(weight, name)
     return QuantizedWeight(fmt, tuple(weight.shape), _stored_tensors(weight, fmt))
 
@@ -143,7 +141,21 @@ def _require_finite(weight: Tensor, name: str) -> None:
     if not bool(finite.all()):
         bad = (~finite).nonzero()
         first = bad[0].tolist()
-        raise ValueError(
-            f"{name} {list(weight.shape)} holds {len(bad)} NaN or Inf value(s), the first at index {first} "
-            f"({weight[tuple(first)].item()}); a quantized copy would spread it over its whole group"
+        raise nonfinite_error(
+            [f"{name} {list(weight.shape)} ({len(bad)}, the first at index {first}: {weight[tuple(first)].item()})"]
         )
+
+
+def nonfinite_error(weights: list[str]) -> ValueError:
+    """Return the error for weights that hold NaN or Inf.
+
+    Args:
+        weights: each weight's name and count.
+
+    Returns:
+        The error to raise.
+    """
+    return ValueError(
+        f"NaN or Inf in {len(weights)} weight(s), with the number of such values: {', '.join(weights)}; "
+        "a quantized copy would spread them over their whole groups"
+    )

@@ -1,10 +1,9 @@
 """The routed experts of one layer, executed on their quantized weights in the rollout engine's order of operations."""
 
-import torch
 from torch import Tensor, nn
 
-from qarl_kernels import QuantFormat, expert_mlp
-from qarl_nemo.layers.autograd import aligned_grouped_gemm
+from qarl_kernels import QuantFormat
+from qarl_nemo.layers.expert_autograd import aligned_expert_mlp
 from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
 
 
@@ -54,13 +53,5 @@ class AlignedExperts(nn.Module):
         Returns:
             [T, H] in hidden_states' dtype.
         """
-
-        def fc1(rows: Tensor, offsets: list[int], dtype: torch.dtype) -> Tensor:
-            return aligned_grouped_gemm(rows, self.aligned["gate_up_proj"], offsets, out_dtype=dtype, mode=self.mode)
-
-        def fc2(rows: Tensor, offsets: list[int], dtype: torch.dtype) -> Tensor:
-            return aligned_grouped_gemm(
-                rows, self.aligned["down_proj"], offsets, out_dtype=dtype, mode=self.mode, after_swiglu=True
-            )
-
-        return expert_mlp(hidden_states, top_k_index, top_k_weights, fc1, fc2, self.format, self.num_experts)
+        gate_up, down = self.aligned["gate_up_proj"], self.aligned["down_proj"]
+        return aligned_expert_mlp(hidden_states, top_k_index, top_k_weights, gate_up, down, mode=self.mode)

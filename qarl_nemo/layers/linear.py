@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from qarl_kernels import QuantFormat
+from qarl_kernels import QuantFormat, one_group
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
 from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
 
@@ -47,6 +47,6 @@ class AlignedLinear(nn.Module):
             [..., N] in x's dtype.
         """
         rows = x.reshape(-1, x.shape[-1])
-        out = aligned_grouped_gemm(rows, self.aligned["weight"], [0, len(rows)], mode=self.mode)
+        out = aligned_grouped_gemm(rows, self.aligned["weight"], one_group(rows), mode=self.mode)
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if self.bias is None else out + self.bias

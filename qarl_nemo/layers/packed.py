@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from qarl_kernels import GemmOperand, QuantFormat, QuantizedWeight, expert_mlp, grouped_gemm
+from qarl_kernels import (
+    GemmOperand,
+    QuantFormat,
+    QuantizedWeight,
+    expert_mlp,
+    gemm_operand,
+    grouped_gemm,
+    one_group,
+)
 
 
 class PackedWeight:
@@ -28,12 +36,12 @@ class PackedWeight:
     def fill(self, weight: QuantizedWeight) -> None:
         """Serve this weight from now on."""
         self.weight = weight
-        self._operand = GemmOperand.from_weight(weight, self.dtype) if self.keep_operand else None
+        self._operand = gemm_operand(weight, self.dtype) if self.keep_operand else None
 
     def operand(self) -> GemmOperand:
         """Return what the GEMM multiplies."""
         assert self.weight is not None, "no refit has reached this layer"
-        return self._operand or GemmOperand.from_weight(self.weight, self.dtype)
+        return self._operand or gemm_operand(self.weight, self.dtype)
 
 
 class PackedLinear(nn.Module):
@@ -52,7 +60,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: x [..., K] -> [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
-        out = grouped_gemm(rows, self.slots["weight"].operand().stacked(), [0, len(rows)])
+        out = grouped_gemm(rows, self.slots["weight"].operand().stacked(), one_group(rows))
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if self.bias is None else out + self.bias
 
@@ -71,12 +79,5 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the routed experts: hidden_states [T, H] -> [T, H]."""
-        gate_up, down = self.slots["gate_up_proj"], self.slots["down_proj"]
-
-        def fc1(rows: Tensor, offsets: list[int], dtype: torch.dtype) -> Tensor:
-            return grouped_gemm(rows, gate_up.operand(), offsets, out_dtype=dtype)
-
-        def fc2(rows: Tensor, offsets: list[int], dtype: torch.dtype) -> Tensor:
-            return grouped_gemm(rows, down.operand(), offsets, out_dtype=dtype, after_swiglu=True)
-
-        return expert_mlp(hidden_states, top_k_index, top_k_weights, fc1, fc2, gate_up.format, gate_up.shape[0])
+        fc1, fc2 = self.slots["gate_up_proj"].operand(), self.slots["down_proj"].operand()
+        return expert_mlp(hidden_states, top_k_index, top_k_weights, fc1, fc2)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from qarl_kernels import GemmOperand, QuantFormat, QuantizedWeight, quantize_weight
+from qarl_kernels import GemmOperand, QuantFormat, QuantizedWeight, backward_weight, gemm_operand, quantize_weight
 
 BackwardMode = Literal["dequantized", "high_precision"]
 
@@ -56,7 +56,7 @@ class AlignedWeight:
         """Return what the GEMM multiplies in the current version; FP32 compute for FP32 masters, else BF16."""
         quantized = self.quantized()
         if self._operand is None:
-            self._operand = GemmOperand.from_weight(quantized, self.master.dtype)
+            self._operand = gemm_operand(quantized, self.master.dtype)
         return self._operand
 
     def release(self) -> None:
@@ -76,7 +76,7 @@ def straight_through_weight(weight: AlignedWeight, mode: BackwardMode) -> Tensor
     """
     if mode == "high_precision":
         return weight.master.detach()
-    return weight.operand().effective_weight().to(weight.master.dtype)
+    return backward_weight(weight.operand(), weight.master.dtype)
 
 
 def require_backward_mode(mode: str) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight
+from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight, require_finite
 from qarl_nemo.refit.manifest import Manifest
 
 
@@ -58,11 +58,16 @@ def publish(
 
     Returns:
         The update; its tensors are the learner's own, so a receiver that keeps them must copy.
+
+    Raises:
+        ValueError: a weight holds NaN or Inf; every one that the kernels quantized is named.
     """
-    tensors: dict[str, Tensor] = {}
-    for weight in weights.values():
-        same = weight.format == fmt
-        quantized = weight.quantized() if same else quantize_weight(weight.master, fmt, name=weight.name)
-        tensors.update({f"{weight.name}.{suffix}": tensor for suffix, tensor in quantized.tensors.items()})
+    quantized = {weight.name: _quantized(weight, fmt) for weight in weights.values()}
+    require_finite(quantized)
+    tensors = {f"{name}.{suffix}": part for name, whole in quantized.items() for suffix, part in whole.tensors.items()}
     tensors.update({name: tensor.detach() for name, tensor in parameters if name not in weights})
     return RefitUpdate(Manifest.of(tensors, version=version, fmt=fmt.name), tensors)
+
+
+def _quantized(weight: PublishableWeight, fmt: QuantFormat) -> QuantizedWeight:
+    return weight.quantized() if weight.format == fmt else quantize_weight(weight.master, fmt, name=weight.name)

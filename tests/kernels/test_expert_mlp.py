@@ -3,7 +3,7 @@ import torch
 from asserts import assert_bitwise_equal, assert_snr
 from format_cases import FORMATS, uneven_weight
 
-from qarl_kernels import GemmOperand, expert_mlp, grouped_gemm, quantize_weight, route_rows
+from qarl_kernels import GemmOperand, expert_mlp, quantize_weight, route_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -112,15 +112,7 @@ def make_case(fmt, dtype):
 
 def run(x, index, router_weight, gate_up, down):
     fc1, fc2 = (GemmOperand.from_weight(stored, x.dtype) for stored in (gate_up, down))
-    return expert_mlp(
-        x,
-        index,
-        router_weight,
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc1, offsets, out_dtype=dtype),
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc2, offsets, out_dtype=dtype, after_swiglu=True),
-        gate_up.format,
-        E,
-    )
+    return expert_mlp(x, index, router_weight, fc1, fc2)
 
 
 def test_the_mlp_is_the_engines_token_by_token(fmt, dtype):
@@ -194,4 +186,5 @@ def test_rows_are_sorted_by_expert_and_stable():
     # Choices in order: 2 0 | 1 2 | 0 2; expert 0 has positions 1 and 4, expert 1 has 2, expert 2 has 0, 3, 5.
     routed = route_rows(torch.tensor([[2, 0], [1, 2], [0, 2]]), num_experts=5)
     assert routed.order.tolist() == [1, 4, 2, 0, 3, 5]
-    assert routed.offsets == [0, 2, 3, 6, 6, 6]
+    assert routed.inverse.tolist() == [3, 0, 2, 4, 1, 5]
+    assert (routed.offsets.tolist(), routed.offsets.dtype) == ([0, 2, 3, 6, 6, 6], torch.int32)

@@ -3,7 +3,7 @@ import torch
 from asserts import assert_bitwise_equal, assert_snr
 from format_cases import FORMATS, quantized_activations, uneven_weight
 
-from qarl_kernels import GemmOperand, QuantizedWeight, gemm, get_format, grouped_gemm, quantize_weight
+from qarl_kernels import GemmOperand, QuantizedWeight, gemm, get_format, grouped_gemm, one_group, quantize_weight
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -144,7 +144,7 @@ def test_the_floor_after_swiglu_by_hand():
 def test_grouped_gemm_is_each_experts_gemm(fmt, dtype, offsets):
     x = torch.randn(offsets[-1], K).to(dtype)
     operand = GemmOperand.from_weight(quantize_weight(uneven_weight(4, 130, K), fmt), dtype)
-    result = grouped_gemm(x, operand, offsets)
+    result = grouped_gemm(x, operand, torch.tensor(offsets))
     assert (result.shape, result.dtype) == ((offsets[-1], 130), dtype)
     for expert in range(4):
         rows = slice(offsets[expert], offsets[expert + 1])
@@ -158,7 +158,7 @@ def test_grouped_gemm_passes_its_options_on(fmt):
     x = torch.full((4, 128), 1e-4, dtype=torch.bfloat16)
     operand = GemmOperand.from_weight(quantize_weight(uneven_weight(2, 128, 128), fmt), torch.bfloat16)
     options = {"out_dtype": torch.float32, "after_swiglu": True}
-    result = grouped_gemm(x, operand, [0, 1, 4], **options)
+    result = grouped_gemm(x, operand, torch.tensor([0, 1, 4]), **options)
     assert_bitwise_equal(result[:1], gemm(x[:1], operand.expert(0), **options))
     assert_bitwise_equal(result[1:], gemm(x[1:], operand.expert(1), **options))
 
@@ -166,7 +166,7 @@ def test_grouped_gemm_passes_its_options_on(fmt):
 def test_a_dense_weight_is_a_stack_of_one(fmt):
     x = torch.randn(5, K).bfloat16()
     operand = GemmOperand.from_weight(quantize_weight(uneven_weight(N, K), fmt), torch.bfloat16)
-    assert_bitwise_equal(grouped_gemm(x, operand.stacked(), [0, 5]), gemm(x, operand))
+    assert_bitwise_equal(grouped_gemm(x, operand.stacked(), one_group(x)), gemm(x, operand))
 
 
 def test_one_row(fmt):

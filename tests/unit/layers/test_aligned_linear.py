@@ -140,9 +140,7 @@ def test_a_broken_master_is_named_by_the_forward(fmt, bad):
     layer = make_linear(fmt)
     with torch.no_grad():
         layer.weight[3, 7] = bad
-    with pytest.raises(
-        ValueError, match=r"q_proj \[192, 256\] holds 1 NaN or Inf value\(s\), the first at index \[3, 7\]"
-    ):
+    with pytest.raises(ValueError, match=r"q_proj \[192, 256\] \(1, the first at index \[3, 7\]"):
         layer(torch.randn(1, 256))
 
 

@@ -1,0 +1,215 @@
+"""Where one of two implementations is chosen: Triton operators for BF16 on a Hopper GPU, the torch reference elsewhere.
+
+Everything above this package calls these functions; nothing else asks for a device. The reference also serves a GPU
+when activations are FP32 (experiments) or the GPU has no FP8 tensor cores and no bulk tensor copies (before Hopper).
+"""
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import gemm as reference
+from qarl_kernels.expert_mlp import expert_mlp_reference
+from qarl_kernels.formats import QuantFormat
+from qarl_kernels.gemm import GemmOperand
+from qarl_kernels.routing import route_rows
+from qarl_kernels.weights import QuantizedWeight, nonfinite_error, quantize_weight_reference, weight_problems
+
+_HOPPER = (9, 0)
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Return whether the Triton operators compute this: BF16 on a GPU of compute capability 9.0 or later.
+
+    Args:
+        x: activations or a weight.
+    """
+    return x.is_cuda and x.dtype == torch.bfloat16 and _is_hopper(x.device.index)
+
+
+@cache
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) >= _HOPPER
+
+
+def quantize_weight(weight: Tensor, fmt: QuantFormat, *, name: str = "weight") -> QuantizedWeight:
+    """Quantize bf16(weight) into the tensors that are executed, stored and published.
+
+    Args:
+        weight: [..., N, K] float; rounded to BF16 first, as the learner's model weights are.
+        fmt: the format.
+        name: what to call the weight in errors.
+
+    Returns:
+        The stored form. From the kernels its NaN and Inf are counted on the device, for `require_finite` to read.
+
+    Raises:
+        ValueError: the shape does not fit the format, or the weight holds NaN or Inf (tensor and first index named);
+            the kernels leave the second to `require_finite`.
+    """
+    problems = weight_problems(tuple(weight.shape), fmt)
+    if problems:
+        raise ValueError(f"{name} {list(weight.shape)} cannot be stored as {fmt.name}: " + "; ".join(problems))
+    weight = weight.detach().to(torch.bfloat16)
+    if runs_kernels(weight) and _has_quantizer(fmt):
+        from qarl_kernels.ops.weights import quantize_weight_kernel
+
+        return quantize_weight_kernel(weight, fmt)
+    return quantize_weight_reference(weight, fmt, name=name)
+
+
+def _has_quantizer(fmt: QuantFormat) -> bool:
+    return fmt.weight_kind.startswith("fp8") or (fmt.weight_kind == "int" and fmt.num_bits == 4)
+
+
+def require_finite(weights: Mapping[str, QuantizedWeight]) -> None:
+    """Raise if a weight that the kernels quantized held NaN or Inf; reads the device once for all of them.
+
+    Args:
+        weights: quantized weights by name.
+
+    Raises:
+        ValueError: names every such weight and how many values were not finite.
+    """
+    counted = {name: weight.nonfinite for name, weight in weights.items() if weight.nonfinite is not None}
+    if not counted:
+        return
+    counts = torch.stack([count.reshape(()) for count in counted.values()]).tolist()
+    bad = [f"{name} ({count})" for name, count in zip(counted, counts, strict=True) if count]
+    if bad:
+        raise nonfinite_error(bad)
+
+
+def gemm_operand(weight: QuantizedWeight, dtype: torch.dtype) -> GemmOperand:
+    """Prepare a stored weight for GEMMs with activations of `dtype`.
+
+    Args:
+        weight: the stored form.
+        dtype: BF16 or FP32.
+
+    Returns:
+        The operand: FP8 values and scales, or a BF16 weight; on a CPU FP32 holding the same values.
+    """
+    stored = next(iter(weight.tensors.values()))
+    if dtype == torch.bfloat16 and runs_kernels(stored.new_empty(0, dtype=dtype)):
+        from qarl_kernels.ops.weights import operand_from_weight
+
+        return operand_from_weight(weight)
+    return GemmOperand.from_weight(weight, dtype)
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: GemmOperand,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    after_swiglu: bool = False,
+) -> Tensor:
+    """Multiply rows sorted by expert, each by its expert's weight: y = round(x_q @ W_q^T); experts may have no row.
+
+    Args:
+        x: [M, K] BF16 or FP32 rows, sorted by expert, not yet quantized.
+        weight: operand [E, N, K].
+        offsets: [E + 1] int32; expert e owns rows offsets[e] to offsets[e+1].
+        out_dtype: dtype of the result; None = x's. FP32 returns the accumulator unrounded.
+        after_swiglu: x is a SwiGLU output (fp8_block: the engine quantizes it with its fused kernel's floor).
+
+    Returns:
+        [M, N] in out_dtype.
+
+    Raises:
+        ValueError: a shape the kernels cannot take, with the legal ones.
+    """
+    if runs_kernels(x):
+        from qarl_kernels.ops.operand_gemm import grouped_gemm_kernel
+
+        return grouped_gemm_kernel(x, weight, offsets, out_dtype=out_dtype or x.dtype, after_swiglu=after_swiglu)
+    return reference.grouped_gemm(x, weight, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu)
+
+
+def backward_weight(weight: GemmOperand, dtype: torch.dtype) -> Tensor:
+    """Return the weight that a GEMM multiplied by, for dX = dY @ W.
+
+    Args:
+        weight: operand [..., N, K].
+        dtype: of the result.
+
+    Returns:
+        [..., N, K].
+    """
+    if dtype == torch.bfloat16 and runs_kernels(weight.values.new_empty(0, dtype=dtype)):
+        from qarl_kernels.ops.weights import dequantize_operand
+
+        return dequantize_operand(weight)
+    return weight.effective_weight().to(dtype)
+
+
+def grouped_input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return dX = dY @ W for rows sorted by expert.
+
+    Args:
+        grad_out: [M, N].
+        weight: [E, N, K] of the same dtype.
+        offsets: [E + 1] int32.
+
+    Returns:
+        [M, K] in grad_out's dtype.
+    """
+    if runs_kernels(grad_out):
+        from qarl_kernels.ops.operand_gemm import input_grad
+
+        return input_grad(grad_out, weight, offsets)
+    return reference.grouped_input_grad(grad_out, weight, offsets)
+
+
+def grouped_weight_grad(grad_out: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """Return dW = dY^T @ X of every expert; zero for an expert without rows.
+
+    Args:
+        grad_out: [M, N].
+        x: [M, K], cast to grad_out's dtype.
+        offsets: [E + 1] int32.
+
+    Returns:
+        [E, N, K] in grad_out's dtype.
+    """
+    if runs_kernels(grad_out):
+        from qarl_kernels.ops.operand_gemm import weight_grad
+
+        return weight_grad(grad_out, x.to(grad_out.dtype), offsets)
+    return reference.grouped_weight_grad(grad_out, x, offsets)
+
+
+def expert_mlp(x: Tensor, topk_index: Tensor, topk_weight: Tensor, fc1: GemmOperand, fc2: GemmOperand) -> Tensor:
+    """Run routed tokens through their experts, y = sum_k w_k fc2(SwiGLU(fc1(x))), in the engine's order of operations.
+
+    Args:
+        x: [T, H] BF16 or FP32.
+        topk_index: [T, k] int64.
+        topk_weight: [T, k] FP32 router weights.
+        fc1: [E, 2 I, H], gate rows before up rows.
+        fc2: [E, H, I].
+
+    Returns:
+        [T, H] in x's dtype.
+
+    Raises:
+        ValueError: a shape the kernels cannot take, with the legal ones.
+    """
+    num_experts = fc1.values.shape[0]
+    if runs_kernels(x):
+        from qarl_kernels.ops.mlp import expert_mlp_kernels
+
+        return expert_mlp_kernels(x, route_rows(topk_index, num_experts), topk_weight, fc1, fc2)
+    return expert_mlp_reference(
+        x,
+        topk_index,
+        topk_weight,
+        lambda rows, offsets, dtype: reference.grouped_gemm(rows, fc1, offsets, out_dtype=dtype),
+        lambda rows, offsets, dtype: reference.grouped_gemm(rows, fc2, offsets, out_dtype=dtype, after_swiglu=True),
+        fc1.format,
+        num_experts,
+    )

@@ -1,0 +1,44 @@
+"""Rows sorted by expert: where each routed choice goes, on the device and without a synchronization."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """The order in which T * k routed choices lie as rows, expert by expert.
+
+    Attributes:
+        order: [T * k] int64, position of each row in the flattened [T, k] choices.
+        inverse: [T * k] int64, row of each choice.
+        offsets: [E + 1] int32 on the device; expert e owns rows offsets[e] to offsets[e+1].
+    """
+
+    order: Tensor
+    inverse: Tensor
+    offsets: Tensor
+
+
+def route_rows(topk_index: Tensor, num_experts: int) -> RoutedRows:
+    """Sort the T * k choices by expert, stable in token order.
+
+    Args:
+        topk_index: [T, k] int64 expert of each choice.
+        num_experts: E.
+
+    Returns:
+        The permutation, its inverse and the experts' offsets.
+    """
+    experts, order = topk_index.reshape(-1).to(torch.int32).sort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    # Unlike bincount, a search needs no value of the device to size its result.
+    bounds = torch.arange(num_experts + 1, dtype=torch.int32, device=order.device)
+    return RoutedRows(order, inverse, torch.searchsorted(experts, bounds, out_int32=True))
+
+
+def one_group(x: Tensor) -> Tensor:
+    """Return the offsets [0, M] of a dense layer's rows x [M, K], as int32 on x's device."""
+    return torch.arange(2, dtype=torch.int32, device=x.device) * len(x)

@@ -1,0 +1,96 @@
+"""The straight-through expert MLP: one autograd node over the fused kernels, one node a GEMM on the reference.
+
+With c1 = [g, u] = fc1(x), a = silu(g) u, y = sum_k w_k fc2(a) and quantization counting as the identity:
+da = dy W2, dw = da . a_q (a_q: what fc2 multiplied), [dg, du] = SwiGLU'(c1, w da), dx = [dg, du] W1,
+dW2 = dy^T (w a), dW1 = [dg, du]^T x; W1, W2 as `straight_through_weight` says.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qarl_kernels import RoutedRows, expert_mlp_reference, route_rows, runs_kernels
+from qarl_nemo.layers.autograd import aligned_grouped_gemm
+from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, straight_through_weight
+
+
+class _AlignedExpertMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_weight: Tensor,
+        gate_up_master: Tensor,
+        down_master: Tensor,
+        gate_up: AlignedWeight,
+        down: AlignedWeight,
+        routed: RoutedRows,
+        mode: BackwardMode,
+    ) -> Tensor:
+        from qarl_kernels.ops.mlp import expert_mlp_forward
+
+        out, hidden = expert_mlp_forward(x, routed, topk_weight, gate_up.operand(), down.operand())
+        ctx.save_for_backward(x, topk_weight, hidden)
+        ctx.gate_up, ctx.down, ctx.routed, ctx.mode = gate_up, down, routed, mode
+        ctx.version = gate_up.version.value
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        from qarl_kernels.ops.mlp import expert_mlp_backward
+
+        x, topk_weight, hidden = ctx.saved_tensors
+        gate_up, down = ctx.gate_up, ctx.down
+        assert ctx.version == gate_up.version.value, f"{gate_up.name} changed between forward and backward"
+        grads = expert_mlp_backward(
+            grad_out,
+            x,
+            hidden,
+            ctx.routed,
+            topk_weight,
+            straight_through_weight(gate_up, ctx.mode),
+            straight_through_weight(down, ctx.mode),
+            gate_up.format,
+        )
+        return grads.x, grads.topk_weight, grads.gate_up, grads.down, None, None, None, None
+
+
+def aligned_expert_mlp(
+    x: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    gate_up: AlignedWeight,
+    down: AlignedWeight,
+    *,
+    mode: BackwardMode = "dequantized",
+) -> Tensor:
+    """Run routed tokens through their quantized experts, straight-through in the backward.
+
+    Args:
+        x: [T, H].
+        topk_index: [T, k] int64.
+        topk_weight: [T, k] FP32 router weights.
+        gate_up: [E, 2 I, H].
+        down: [E, H, I].
+        mode: which weights the input gradient uses.
+
+    Returns:
+        [T, H] in x's dtype.
+
+    Source: arXiv 2604.07853 section 3.1 (rollout-aligned forward, STE backward).
+    """
+    num_experts = gate_up.master.shape[0]
+    if runs_kernels(x):
+        routed = route_rows(topk_index, num_experts)
+        return _AlignedExpertMlp.apply(x, topk_weight.float(), gate_up.master, down.master, gate_up, down, routed, mode)
+
+    def fc1(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        return aligned_grouped_gemm(rows, gate_up, offsets, out_dtype=dtype, mode=mode)
+
+    def fc2(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        return aligned_grouped_gemm(rows, down, offsets, out_dtype=dtype, mode=mode, after_swiglu=True)
+
+    return expert_mlp_reference(x, topk_index, topk_weight, fc1, fc2, gate_up.format, num_experts)
