@@ -38,6 +38,9 @@ class QarlConfig(StrictModel):
     """Which linears are quantized; router, norms, embeddings and lm_head never are."""
     backward: Literal["dequantized", "high_precision"] = "dequantized"
     """Weight of the input gradient: the one that ran, or the master."""
+    keep_operand: bool = True
+    """Keep what the learner's GEMMs multiply until the weights change; false unpacks it at each use, so that only the
+    packed tensors stay in memory."""
     router_replay: bool = True
     """The learner uses the experts the rollout engine chose."""
 

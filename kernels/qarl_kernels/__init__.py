@@ -8,6 +8,7 @@ from qarl_kernels.dispatch import (
     grouped_input_grad,
     grouped_weight_grad,
     quantize_weight,
+    quantize_with_operand,
     require_finite,
     runs_kernels,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "one_group",
     "quantization_config",
     "quantize_weight",
+    "quantize_with_operand",
     "require_finite",
     "route_rows",
     "runs_kernels",

@@ -43,11 +43,11 @@ def quantize_weight(weight: Tensor, fmt: QuantFormat, *, name: str = "weight") -
         name: what to call the weight in errors.
 
     Returns:
-        The stored form. From the kernels its NaN and Inf are counted on the device, for `require_finite` to read.
+        The stored form. On a GPU its NaN and Inf are counted, for `require_finite` to read.
 
     Raises:
-        ValueError: the shape does not fit the format, or the weight holds NaN or Inf (tensor and first index named);
-            the kernels leave the second to `require_finite`.
+        ValueError: the shape does not fit the format, or on a CPU the weight holds NaN or Inf (tensor and first index
+            named).
     """
     problems = weight_problems(tuple(weight.shape), fmt)
     if problems:
@@ -60,12 +60,36 @@ def quantize_weight(weight: Tensor, fmt: QuantFormat, *, name: str = "weight") -
     return quantize_weight_reference(weight, fmt, name=name)
 
 
+def quantize_with_operand(
+    weight: Tensor, fmt: QuantFormat, *, name: str = "weight"
+) -> tuple[QuantizedWeight, GemmOperand]:
+    """Quantize a weight and prepare it for GEMMs with activations of its dtype; the kernels do both in one pass.
+
+    Args:
+        weight: [..., N, K] BF16 or FP32.
+        fmt: the format.
+        name: what to call the weight in errors.
+
+    Returns:
+        The stored form and the operand.
+
+    Raises:
+        ValueError: see `quantize_weight`.
+    """
+    if runs_kernels(weight) and _has_quantizer(fmt) and not weight_problems(tuple(weight.shape), fmt):
+        from qarl_kernels.ops import weights
+
+        return weights.quantize_with_operand(weight.detach(), fmt)
+    quantized = quantize_weight(weight, fmt, name=name)
+    return quantized, gemm_operand(quantized, weight.dtype)
+
+
 def _has_quantizer(fmt: QuantFormat) -> bool:
     return fmt.weight_kind.startswith("fp8") or (fmt.weight_kind == "int" and fmt.num_bits == 4)
 
 
 def require_finite(weights: Mapping[str, QuantizedWeight]) -> None:
-    """Raise if a weight that the kernels quantized held NaN or Inf; reads the device once for all of them.
+    """Raise if a weight quantized on a GPU held NaN or Inf; reads the device once for all of them.
 
     Args:
         weights: quantized weights by name.
@@ -82,12 +106,13 @@ def require_finite(weights: Mapping[str, QuantizedWeight]) -> None:
         raise nonfinite_error(bad)
 
 
-def gemm_operand(weight: QuantizedWeight, dtype: torch.dtype) -> GemmOperand:
+def gemm_operand(weight: QuantizedWeight, dtype: torch.dtype, *, packed: bool = False) -> GemmOperand:
     """Prepare a stored weight for GEMMs with activations of `dtype`.
 
     Args:
         weight: the stored form.
         dtype: BF16 or FP32.
+        packed: let the kernels' GEMM dequantize w4a16 itself; the reference unpacks all the same.
 
     Returns:
         The operand: FP8 values and scales, or a BF16 weight; on a CPU FP32 holding the same values.
@@ -96,7 +121,7 @@ def gemm_operand(weight: QuantizedWeight, dtype: torch.dtype) -> GemmOperand:
     if dtype == torch.bfloat16 and runs_kernels(stored.new_empty(0, dtype=dtype)):
         from qarl_kernels.ops.weights import operand_from_weight
 
-        return operand_from_weight(weight)
+        return operand_from_weight(weight, packed=packed)
     return GemmOperand.from_weight(weight, dtype)
 
 
@@ -201,9 +226,9 @@ def expert_mlp(x: Tensor, topk_index: Tensor, topk_weight: Tensor, fc1: GemmOper
     """
     num_experts = fc1.values.shape[0]
     if runs_kernels(x):
-        from qarl_kernels.ops.mlp import expert_mlp_kernels
+        from qarl_kernels.ops.mlp import expert_mlp_forward
 
-        return expert_mlp_kernels(x, route_rows(topk_index, num_experts), topk_weight, fc1, fc2)
+        return expert_mlp_forward(x, route_rows(topk_index, num_experts), topk_weight.float(), fc1, fc2)[0]
     return expert_mlp_reference(
         x,
         topk_index,

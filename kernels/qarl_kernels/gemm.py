@@ -25,9 +25,9 @@ class GemmOperand:
 
     Attributes:
         format: the format.
-        values: [..., N, K] in the compute dtype (16-bit activations) or E4M3 values (FP8 activations),
-            which the reference holds in FP32.
-        scale: [..., N, 1] channel scales, [..., ceil(N/128), K/128] block scales, or None.
+        values: [..., N, K] in the compute dtype (16-bit activations) or E4M3 values (FP8 activations), which the
+            reference holds in FP32; for kernels that dequantize themselves, packed int32 [..., N, K / 8].
+        scale: [..., N, 1] channel scales, [..., ceil(N/128), K/128] block scales, packed values' group scales, or None.
     """
 
     format: QuantFormat
@@ -46,6 +46,11 @@ class GemmOperand:
         if fmt.weight_kind == "fp8_block":
             return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale_inv"])
         return cls(fmt, weight.dequantize().to(dtype), None)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the GEMM itself dequantizes the packed tensors."""
+        return self.values.dtype == torch.int32
 
     def effective_weight(self) -> Tensor:
         """Return the weight this GEMM multiplies by, [..., N, K]: BF16 or FP32 without scale, FP32 otherwise."""

@@ -16,6 +16,7 @@ class AlignedExperts(nn.Module):
         version: the model's weight version.
         name: the module's name in the model.
         mode: which weight the input gradient uses.
+        keep_operand: see `AlignedWeight`.
 
     Raises:
         ValueError: unknown backward mode.
@@ -29,6 +30,7 @@ class AlignedExperts(nn.Module):
         *,
         name: str = "experts",
         mode: BackwardMode = "dequantized",
+        keep_operand: bool = True,
     ) -> None:
         super().__init__()
         require_backward_mode(mode)
@@ -38,7 +40,7 @@ class AlignedExperts(nn.Module):
         self.format = fmt
         self.mode = mode
         self.aligned = {
-            proj: AlignedWeight(f"{name}.{proj}", getattr(self, proj), fmt, version)
+            proj: AlignedWeight(f"{name}.{proj}", getattr(self, proj), fmt, version, keep_operand)
             for proj in ("gate_up_proj", "down_proj")
         }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -58,7 +59,12 @@ class InstallReport:
 
 
 def install(
-    model: nn.Module, targets: Sequence[str], fmt: QuantFormat, *, mode: BackwardMode = "dequantized"
+    model: nn.Module,
+    targets: Sequence[str],
+    fmt: QuantFormat,
+    *,
+    mode: BackwardMode = "dequantized",
+    keep_operand: bool = True,
 ) -> InstallReport:
     """Replace the targeted layers of a Hugging Face Qwen model by aligned ones and its routers by FP32-weight routers.
 
@@ -67,6 +73,7 @@ def install(
         targets: `experts`, `attention`, `mlp`.
         fmt: format the replaced layers execute; bf16 runs the same code path unquantized.
         mode: which weight the input gradient uses.
+        keep_operand: keep what the GEMMs multiply between uses; False keeps the packed tensors alone.
 
     Returns:
         The table and the handles to weights, routes and version.
@@ -81,7 +88,7 @@ def install(
     _require_shapes(model, found, targets, fmt)
     for name, module in list(model.named_modules()):
         if found.get(name) in targets:
-            _swap(model, name, _aligned(name, module, report, mode))
+            _swap(model, name, _aligned(name, module, report, mode=mode, keep_operand=keep_operand))
         elif found.get(name) == "router":
             _swap(model, name, AlignedRouter(module, report.routes, report.num_routers))
             report.num_routers += 1
@@ -89,9 +96,9 @@ def install(
     return report
 
 
-def _aligned(name: str, module: nn.Module, report: InstallReport, mode: BackwardMode) -> nn.Module:
+def _aligned(name: str, module: nn.Module, report: InstallReport, **options: Any) -> nn.Module:
     layer = AlignedLinear if isinstance(module, nn.Linear) else AlignedExperts
-    aligned = layer(module, report.format, report.version, name=name, mode=mode)
+    aligned = layer(module, report.format, report.version, name=name, **options)
     report.weights.update({f"{name}.{key}": weight for key, weight in aligned.aligned.items()})
     return aligned
 

@@ -16,6 +16,7 @@ class AlignedLinear(nn.Module):
         version: the model's weight version.
         name: the layer's name in the model.
         mode: which weight the input gradient uses.
+        keep_operand: see `AlignedWeight`.
 
     Raises:
         ValueError: unknown backward mode.
@@ -29,13 +30,14 @@ class AlignedLinear(nn.Module):
         *,
         name: str = "linear",
         mode: BackwardMode = "dequantized",
+        keep_operand: bool = True,
     ) -> None:
         super().__init__()
         require_backward_mode(mode)
         self.weight = linear.weight
         self.bias = linear.bias
         self.mode = mode
-        self.aligned = {"weight": AlignedWeight(name, linear.weight, fmt, version)}
+        self.aligned = {"weight": AlignedWeight(name, linear.weight, fmt, version, keep_operand)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.

@@ -41,7 +41,7 @@ class PackedWeight:
     def operand(self) -> GemmOperand:
         """Return what the GEMM multiplies."""
         assert self.weight is not None, "no refit has reached this layer"
-        return self._operand or gemm_operand(self.weight, self.dtype)
+        return self._operand or gemm_operand(self.weight, self.dtype, packed=True)
 
 
 class PackedLinear(nn.Module):

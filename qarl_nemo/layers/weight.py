@@ -5,7 +5,15 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from qarl_kernels import GemmOperand, QuantFormat, QuantizedWeight, backward_weight, gemm_operand, quantize_weight
+from qarl_kernels import (
+    GemmOperand,
+    QuantFormat,
+    QuantizedWeight,
+    backward_weight,
+    gemm_operand,
+    quantize_weight,
+    quantize_with_operand,
+)
 
 BackwardMode = Literal["dequantized", "high_precision"]
 
@@ -34,12 +42,15 @@ class AlignedWeight:
         master: [N, K] or [E, N, K] parameter; BF16, or FP32 for CPU experiments.
         format: what the forward executes.
         version: shared by all weights of a model.
+        keep_operand: keep what the GEMM multiplies, made in the quantizer's pass; False unpacks at each use, so that
+            nothing but the packed tensors stays in memory.
     """
 
     name: str
     master: nn.Parameter
     format: QuantFormat
     version: WeightVersion
+    keep_operand: bool = True
     _quantized: QuantizedWeight | None = field(default=None, init=False)
     _operand: GemmOperand | None = field(default=None, init=False)
     _cached_version: int = field(default=-1, init=False)
@@ -47,17 +58,17 @@ class AlignedWeight:
     def quantized(self) -> QuantizedWeight:
         """Return the stored tensors of the current version, the same objects for the forward and the publisher."""
         if self._quantized is None or self._cached_version != self.version.value:
-            self._quantized = quantize_weight(self.master, self.format, name=self.name)
-            self._operand = None
+            if self.keep_operand:
+                self._quantized, self._operand = quantize_with_operand(self.master, self.format, name=self.name)
+            else:
+                self._quantized = quantize_weight(self.master, self.format, name=self.name)
             self._cached_version = self.version.value
         return self._quantized
 
     def operand(self) -> GemmOperand:
         """Return what the GEMM multiplies in the current version; FP32 compute for FP32 masters, else BF16."""
         quantized = self.quantized()
-        if self._operand is None:
-            self._operand = gemm_operand(quantized, self.master.dtype)
-        return self._operand
+        return self._operand or gemm_operand(quantized, self.master.dtype, packed=True)
 
     def release(self) -> None:
         """Drop the caches, for example before an offload."""

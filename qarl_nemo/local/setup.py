@@ -98,7 +98,7 @@ def build_learner(
     """
     qarl, policy = config.qarl, config.policy
     executed = fmt if qarl.alignment == "aligned" else get_format("bf16")
-    report = install(model, qarl.targets, executed, mode=qarl.backward)
+    report = install(model, qarl.targets, executed, mode=qarl.backward, keep_operand=qarl.keep_operand)
     rows = [asdict(row) for row in report.rows]
     (config.run_dir / "quantized.json").write_text(json.dumps(rows, indent=1))
     optimizer = MasterOptimizer(model.named_parameters(), policy.optimizer, policy.max_grad_norm)

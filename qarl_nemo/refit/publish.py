@@ -60,7 +60,7 @@ def publish(
         The update; its tensors are the learner's own, so a receiver that keeps them must copy.
 
     Raises:
-        ValueError: a weight holds NaN or Inf; every one that the kernels quantized is named.
+        ValueError: a weight holds NaN or Inf; on a GPU every such weight is named.
     """
     quantized = {weight.name: _quantized(weight, fmt) for weight in weights.values()}
     require_finite(quantized)

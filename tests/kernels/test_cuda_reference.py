@@ -1,11 +1,14 @@
-"""CUDA runs the same arithmetic as the CPU reference: quantizers bit for bit, GEMMs up to the accumulation order."""
+"""A GPU computes what the CPU reference computes: quantizers bit for bit, GEMMs up to the accumulation order.
+
+In BF16 on a Hopper GPU these are the Triton operators, in FP32 the reference itself on CUDA.
+"""
 
 import pytest
 import torch
 from asserts import assert_bitwise_equal, assert_snr
 from format_cases import uneven_weight
 
-from qarl_kernels import GemmOperand, expert_mlp, gemm, grouped_gemm, quantize_weight
+from qarl_kernels import expert_mlp, gemm_operand, grouped_gemm, one_group, quantize_weight, require_finite
 from qarl_kernels.fp8 import quantize_group, quantize_token
 
 pytestmark = pytest.mark.gpu
@@ -34,8 +37,9 @@ def activations(dtype):
     return x.to(dtype)
 
 
-def move(operand):
-    return GemmOperand(operand.format, operand.values.cuda(), None if operand.scale is None else operand.scale.cuda())
+def operands(weight, fmt, dtype):
+    """The same weight quantized and prepared on the CPU and on the GPU."""
+    return tuple(gemm_operand(quantize_weight(copy, fmt), dtype) for copy in (weight, weight.cuda()))
 
 
 def test_weights_quantize_to_the_same_bits(fmt):
@@ -50,12 +54,21 @@ def test_weights_quantize_to_the_same_bits(fmt):
         assert_bitwise_equal(other.dequantize().cpu(), on_cpu.dequantize())
 
 
+def test_the_kernels_count_what_is_not_finite(fmt):
+    weight = uneven_weight(3, 128, 128).cuda()
+    weight[2, 5, 100] = torch.nan
+    weight[1, 127, 3] = torch.inf
+    good = quantize_weight(uneven_weight(128, 128).cuda(), fmt)
+    with pytest.raises(ValueError, match="NaN or Inf") as error:
+        require_finite({"good_proj": good, "down_proj": quantize_weight(weight, fmt, name="down_proj")})
+    assert "down_proj" in str(error.value)
+    assert "good_proj" not in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operands_are_the_same_bits(fmt, dtype):
-    weight = extreme_weight()
-    on_cpu = GemmOperand.from_weight(quantize_weight(weight, fmt), dtype)
-    on_cuda = GemmOperand.from_weight(quantize_weight(weight.cuda(), fmt), dtype)
-    assert_bitwise_equal(on_cuda.values.cpu(), on_cpu.values)
+    on_cpu, on_cuda = operands(extreme_weight(), fmt, dtype)
+    assert_bitwise_equal(on_cuda.values.float().cpu(), on_cpu.values.float())
     assert_bitwise_equal(on_cuda.effective_weight().cpu(), on_cpu.effective_weight())
 
 
@@ -72,49 +85,38 @@ def test_activations_quantize_to_the_same_bits(quantize, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemms_agree(fmt, dtype):
     x = activations(dtype)
-    operand = GemmOperand.from_weight(quantize_weight(uneven_weight(256, 384), fmt), dtype)
-    expected = gemm(x, operand)
-    assert_snr(gemm(x.cuda(), move(operand)).cpu(), expected, MIN_DB)
+    on_cpu, on_cuda = operands(uneven_weight(256, 384), fmt, dtype)
+    expected = grouped_gemm(x, on_cpu.stacked(), one_group(x))
+    actual = grouped_gemm(x.cuda(), on_cuda.stacked(), one_group(x.cuda())).cpu()
+    assert_snr(actual, expected, MIN_DB)
     # Rows differ in size by 2^16: the large ones must not hide the small.
     small = expected.float().abs().amax(-1) < 1
-    assert_snr(gemm(x.cuda(), move(operand)).cpu()[small], expected[small], MIN_DB)
+    assert_snr(actual[small], expected[small], MIN_DB)
     with pytest.raises(AssertionError, match="SNR"):
-        assert_snr(gemm(x.cuda(), move(operand)).cpu().roll(1, -1), expected, MIN_DB)
+        assert_snr(actual.roll(1, -1), expected, MIN_DB)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_gemms_agree_with_empty_experts(fmt, dtype):
-    x, offsets = torch.randn(33, 384).to(dtype), [0, 0, 20, 20, 33]
-    operand = GemmOperand.from_weight(quantize_weight(uneven_weight(4, 130, 384), fmt), dtype)
-    expected = grouped_gemm(x, operand, offsets)
-    assert_snr(grouped_gemm(x.cuda(), move(operand), offsets).cpu(), expected, MIN_DB)
-    assert grouped_gemm(x[:0].cuda(), move(operand), [0] * 5).shape == (0, 130)
+    x, offsets = torch.randn(33, 384).to(dtype), torch.tensor([0, 0, 20, 20, 33], dtype=torch.int32)
+    on_cpu, on_cuda = operands(uneven_weight(4, 144, 384), fmt, dtype)
+    expected = grouped_gemm(x, on_cpu, offsets)
+    assert_snr(grouped_gemm(x.cuda(), on_cuda, offsets.cuda()).cpu(), expected, MIN_DB)
+    assert grouped_gemm(x[:0].cuda(), on_cuda, torch.zeros_like(offsets).cuda()).shape == (0, 144)
+    wrong = torch.tensor([0, 0, 19, 19, 33], dtype=torch.int32)
     with pytest.raises(AssertionError, match="SNR"):
-        assert_snr(grouped_gemm(x.cuda(), move(operand), [0, 0, 19, 19, 33]).cpu(), expected, MIN_DB)
-
-
-def run_mlp(x, index, router_weight, fc1, fc2):
-    return expert_mlp(
-        x,
-        index,
-        router_weight,
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc1, offsets, out_dtype=dtype),
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc2, offsets, out_dtype=dtype, after_swiglu=True),
-        fc1.format,
-        4,
-    )
+        assert_snr(grouped_gemm(x.cuda(), on_cuda, wrong.cuda()).cpu(), expected, MIN_DB)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_expert_mlps_agree(fmt, dtype):
     x, router_weight = torch.randn(16, 256).to(dtype), torch.rand(16, 2)
     index = torch.stack([torch.tensor([0, 3] if token % 3 else [1, 0]) for token in range(16)])
-    fc1 = GemmOperand.from_weight(quantize_weight(3 * uneven_weight(4, 256, 256), fmt), dtype)
-    fc2 = GemmOperand.from_weight(quantize_weight(3 * uneven_weight(4, 256, 128), fmt), dtype)
-    expected = run_mlp(x, index, router_weight, fc1, fc2)
+    fc1 = operands(3 * uneven_weight(4, 256, 256), fmt, dtype)
+    fc2 = operands(3 * uneven_weight(4, 256, 128), fmt, dtype)
+    expected = expert_mlp(x, index, router_weight, fc1[0], fc2[0])
     # A last bit of fc1 that falls the other way may move an FP8 code of fc2's input by one.
     min_db = MIN_DB if fmt.activation_kind == "none" else 40
-    on_cuda = run_mlp(x.cuda(), index.cuda(), router_weight.cuda(), move(fc1), move(fc2)).cpu()
-    assert_snr(on_cuda, expected, min_db)
+    assert_snr(expert_mlp(x.cuda(), index.cuda(), router_weight.cuda(), fc1[1], fc2[1]).cpu(), expected, min_db)
     with pytest.raises(AssertionError, match="SNR"):
-        assert_snr(run_mlp(x, index.flip(-1), router_weight, fc1, fc2), expected, min_db)
+        assert_snr(expert_mlp(x, index.flip(-1), router_weight, fc1[0], fc2[0]), expected, min_db)

@@ -14,13 +14,13 @@ from qarl_nemo.refit.publish import publish
 @pytest.fixture
 def quantizer_calls(monkeypatch):
     """Names of the weights the real quantizer was called for, in order."""
-    calls, quantize = [], weight_module.quantize_weight
+    calls, quantize = [], weight_module.quantize_with_operand
 
     def counted(*args, name):
         calls.append(name)
         return quantize(*args, name=name)
 
-    monkeypatch.setattr(weight_module, "quantize_weight", counted)
+    monkeypatch.setattr(weight_module, "quantize_with_operand", counted)
     return calls
 
 
