@@ -1,0 +1,244 @@
+"""Quantize activations to FP8 (E4M3) per token or per 1x128 group, and back: bit-equal to `qarl_kernels.fp8`.
+
+scale = max(amax / 448, floor) and a8 = fp8_rn(x / scale) with correctly rounded divisions; x is BF16 or FP32
+[M, K], contiguous; the scales are FP32. One program holds a whole row (or 16 groups) in registers, so that memory is
+read once; in return a row has at most 32768 columns. Saturation needs no clamp: |x / scale| <= 448 (1 + 2^-23).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.formats import FP8_BLOCK
+from qarl_kernels.fp8 import FP8_MAX, MIN_GROUP_AMAX, MIN_TOKEN_SCALE
+from qarl_kernels.ops.checks import refuse, tensor_problems
+from qarl_kernels.ops.exact_math import divide, largest_magnitude
+
+MAX_COLUMNS = 32768
+FLOATS = (torch.bfloat16, torch.float32)
+_COLUMNS_PER_WARP = 1024  # 32 elements, four 16-byte BF16 loads, in flight per thread
+_GROUPS_PER_PROGRAM = 16
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_MIN_GROUP_AMAX = tl.constexpr(MIN_GROUP_AMAX)
+_MIN_TOKEN_SCALE = tl.constexpr(MIN_TOKEN_SCALE)
+
+
+def row_tiles(columns: int) -> tuple[int, int, int]:
+    """Split a row among the threads of one program: tiles of 8 elements per thread, at most 4 tiles.
+
+    Args:
+        columns: length of the row, at most `MAX_COLUMNS`.
+
+    Returns:
+        Columns per tile, number of tiles, warps of the program.
+    """
+    num_warps = triton.next_power_of_2(max(1, triton.cdiv(columns, _COLUMNS_PER_WARP)))
+    tile = 256 * num_warps
+    return tile, triton.cdiv(columns, tile), num_warps
+
+
+@triton.jit
+def floored_scale(amax, BEFORE: tl.constexpr) -> tl.tensor:
+    """Scale max(amax / 448, 1/(448*512)), or with BEFORE max(amax, 1e-10) / 448; NaN stays NaN."""
+    if BEFORE:
+        floored = tl.maximum(amax, _MIN_GROUP_AMAX, propagate_nan=tl.PropagateNan.ALL)
+        scale = tl.math.div_rn(floored, _FP8_MAX)
+    else:
+        scale = tl.math.div_rn(amax, _FP8_MAX)
+        scale = tl.maximum(scale, _MIN_TOKEN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+    return scale
+
+
+@triton.jit
+def _quantize_token_kernel(
+    x_ptr,  # [M, K]
+    a8_ptr,  # [M, K]
+    scale_ptr,  # [M]
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([TILE], tl.float32)
+    tiles = ()
+    for tile in tl.static_range(TILES):
+        column = tile * TILE + tl.arange(0, TILE)
+        values = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0)
+        magnitude = tl.abs(values.to(tl.float32))
+        largest = tl.maximum(largest, magnitude, propagate_nan=tl.PropagateNan.ALL)
+        tiles = tiles + (values,)  # noqa: RUF005
+    scale = floored_scale(largest_magnitude(largest, 0), False)
+    tl.store(scale_ptr + row, scale)
+    for tile in tl.static_range(TILES):
+        column = tile * TILE + tl.arange(0, TILE)
+        a8 = divide(tiles[tile].to(tl.float32), scale).to(tl.float8e4nv)
+        tl.store(a8_ptr + row * K + column, a8, mask=column < K)
+
+
+@triton.jit
+def _quantize_group_kernel(
+    x_ptr,  # [num_groups, GROUP]
+    a8_ptr,  # [num_groups, GROUP]
+    scale_ptr,  # [num_groups]
+    num_groups,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    AFTER_SWIGLU: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    exists = group < num_groups
+    values = tl.load(x_ptr + offsets, mask=exists[:, None], other=0.0).to(tl.float32)
+    scale = floored_scale(largest_magnitude(values, 1), not AFTER_SWIGLU)
+    tl.store(scale_ptr + group, scale, mask=exists)
+    tl.store(a8_ptr + offsets, divide(values, scale[:, None]).to(tl.float8e4nv), mask=exists[:, None])
+
+
+@triton.jit
+def _dequantize_kernel(
+    a8_ptr,  # [num_groups, GROUP]
+    scale_ptr,  # [num_groups]
+    x_ptr,  # [num_groups, GROUP]
+    num_groups,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = group < num_groups
+    offsets = group[:, None] * GROUP + column[None, :]
+    mask = exists[:, None] & (column < GROUP)[None, :]
+    a8 = tl.load(a8_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + group, mask=exists, other=0.0)
+    tl.store(x_ptr + offsets, (a8 * scale[:, None]).to(tl.bfloat16), mask=mask)
+
+
+def quantize_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each token: scale = max(amax / 448, 1/(448*512)), a8 = fp8(x / scale).
+
+    Args:
+        x: [M, K] BF16 or FP32, contiguous.
+
+    Returns:
+        a8: [M, K] float8_e4m3fn; scale: [M, 1] FP32.
+
+    Raises:
+        ValueError: shape, dtype or device is not supported.
+
+    Source: `qarl_kernels.fp8.quantize_token`.
+    """
+    problems = tensor_problems("x", x, FLOATS)
+    if x.dim() == 2 and not 1 <= x.shape[1] <= MAX_COLUMNS:
+        problems.append(f"x has {x.shape[1]} columns (legal: 1 .. {MAX_COLUMNS})")
+    refuse("quantize_token", problems)
+    return _quantize_token(x)
+
+
+def quantize_group(x: Tensor, *, after_swiglu: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize 1x128 groups: scale = max(amax, 1e-10) / 448, or max(amax / 448, 1/(448*512)) after SwiGLU.
+
+    Args:
+        x: [M, K] BF16 or FP32, contiguous, K a multiple of 128.
+        after_swiglu: use the floor of the engine's fused SwiGLU quantizer.
+
+    Returns:
+        a8: [M, K] float8_e4m3fn; scale: [M, K / 128] FP32.
+
+    Raises:
+        ValueError: shape, dtype or device is not supported.
+
+    Source: `qarl_kernels.fp8.quantize_group`.
+    """
+    problems = tensor_problems("x", x, FLOATS)
+    if x.dim() == 2 and x.shape[1] % FP8_BLOCK:
+        problems.append(f"x has {x.shape[1]} columns (legal: multiples of {FP8_BLOCK})")
+    refuse("quantize_group", problems)
+    return _quantize_group(x, after_swiglu)
+
+
+def dequantize_token(a8: Tensor, scale: Tensor) -> Tensor:
+    """Return bf16(a8 * scale), one scale per token.
+
+    Args:
+        a8: [M, K] float8_e4m3fn, contiguous.
+        scale: [M, 1] FP32.
+
+    Returns:
+        [M, K] BF16.
+
+    Raises:
+        ValueError: shape, dtype or device is not supported.
+    """
+    return _checked_dequantize("dequantize_token", a8, scale, a8.shape[-1])
+
+
+def dequantize_group(a8: Tensor, scale: Tensor) -> Tensor:
+    """Return bf16(a8 * scale), one scale per 1x128 group.
+
+    Args:
+        a8: [M, K] float8_e4m3fn, contiguous, K a multiple of 128.
+        scale: [M, K / 128] FP32.
+
+    Returns:
+        [M, K] BF16.
+
+    Raises:
+        ValueError: shape, dtype or device is not supported.
+    """
+    return _checked_dequantize("dequantize_group", a8, scale, FP8_BLOCK)
+
+
+def _checked_dequantize(op: str, a8: Tensor, scale: Tensor, group: int) -> Tensor:
+    problems = tensor_problems("a8", a8, (torch.float8_e4m3fn,)) + tensor_problems("scale", scale, (torch.float32,))
+    if a8.dim() == 2:
+        if group < 1 or a8.shape[1] % group:
+            problems.append(f"a8 has {a8.shape[1]} columns (legal: positive multiples of {max(group, 1)})")
+        elif scale.shape != (a8.shape[0], a8.shape[1] // group):
+            legal = [a8.shape[0], a8.shape[1] // group]
+            problems.append(f"scale is {list(scale.shape)} (legal for a8 {list(a8.shape)}: {legal})")
+    refuse(op, problems)
+    return _dequantize(a8, scale, group)
+
+
+@torch.library.custom_op("qarl::quantize_token", mutates_args=())
+def _quantize_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    a8, scale = _quantize_token_fake(x)
+    tile, tiles, num_warps = row_tiles(x.shape[1])
+    _quantize_token_kernel[(x.shape[0],)](x, a8, scale, x.shape[1], tile, tiles, num_warps=num_warps)
+    return a8, scale
+
+
+@_quantize_token.register_fake
+def _quantize_token_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+@torch.library.custom_op("qarl::quantize_group", mutates_args=())
+def _quantize_group(x: Tensor, after_swiglu: bool) -> tuple[Tensor, Tensor]:
+    a8, scale = _quantize_group_fake(x, after_swiglu)
+    grid = (triton.cdiv(scale.numel(), _GROUPS_PER_PROGRAM),)
+    _quantize_group_kernel[grid](x, a8, scale, scale.numel(), FP8_BLOCK, _GROUPS_PER_PROGRAM, after_swiglu, num_warps=2)
+    return a8, scale
+
+
+@_quantize_group.register_fake
+def _quantize_group_fake(x: Tensor, after_swiglu: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    scale = x.new_empty(x.shape[0], x.shape[1] // FP8_BLOCK, dtype=torch.float32)
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), scale
+
+
+@torch.library.custom_op("qarl::dequantize_activations", mutates_args=())
+def _dequantize(a8: Tensor, scale: Tensor, group: int) -> Tensor:
+    x = _dequantize_fake(a8, scale, group)
+    columns = min(triton.next_power_of_2(group), 1024)
+    groups = 2048 // columns
+    grid = (triton.cdiv(scale.numel(), groups), triton.cdiv(group, columns))
+    _dequantize_kernel[grid](a8, scale, x, scale.numel(), group, groups, columns, num_warps=4)
+    return x
+
+
+@_dequantize.register_fake
+def _dequantize_fake(a8: Tensor, scale: Tensor, group: int) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(a8, dtype=torch.bfloat16)

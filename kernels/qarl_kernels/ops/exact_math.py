@@ -1,0 +1,61 @@
+"""Arithmetic that rounds the same on a GPU and in Triton's interpreter.
+
+Triton's `/` and `tl.exp` are approximations on a GPU, while torch and the rollout engine divide and exponentiate with
+CUDA's correctly rounded division and `expf`. Trade-off: a correctly rounded division costs about a dozen instructions;
+where many numbers share a divisor, `divide` spends five and no special-function unit.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def exp(x) -> tl.tensor:
+    """CUDA's `expf`; numpy's in the interpreter, which has no libdevice and may differ in the last bit."""
+    if _INTERPRETED:
+        result = tl.exp(x)
+    else:
+        result = libdevice.exp(x)
+    return result
+
+
+@triton.jit
+def silu(gate) -> tl.tensor:
+    """FP32 g / (1 + exp(-g)) with a correctly rounded division, as torch and vLLM's activation kernel compute it."""
+    return tl.math.div_rn(gate, 1.0 + exp(-gate))
+
+
+@triton.jit
+def largest_magnitude(values, axis: tl.constexpr) -> tl.tensor:
+    """Maximum of |values| along `axis` in FP32; NaN wins, as in torch."""
+    # As integers non-negative floats keep their order, and NaN lies above infinity; a float maximum would drop it.
+    bits = tl.abs(values).to(tl.int32, bitcast=True)
+    return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def divide(x, divisor) -> tl.tensor:
+    """Correctly rounded x / divisor, for one positive divisor of many x.
+
+    Markstein's division: with r = rn(1 / divisor), q = rn(x * r) and two steps q -= (q * divisor - x) * r in fused
+    multiply-adds. An infinite divisor gives 0, or NaN for an infinite x; signs of zeros are those of x.
+
+    Source: P. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor, 1990.
+    """
+    if _INTERPRETED:
+        # The interpreter's fma rounds twice.
+        quotient = tl.math.div_rn(x, divisor)
+    else:
+        reciprocal = tl.math.div_rn(1.0, divisor)
+        # 0 * inf would make the residual NaN.
+        finite = tl.where(divisor == float("inf"), 0.0, divisor)
+        # Triton's -x is the subtraction 0 - x; a product with -1 becomes a free sign flip.
+        negative = x * -1.0
+        quotient = x * reciprocal
+        quotient = tl.fma(tl.fma(quotient, finite, negative), -reciprocal, quotient)
+        quotient = tl.fma(tl.fma(quotient, finite, negative), -reciprocal, quotient)
+    return quotient
