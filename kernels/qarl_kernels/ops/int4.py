@@ -1,0 +1,231 @@
+"""Int4 weights in one pass over memory: BF16 [E, N, K] -> packed int32 [E, N, K / 8] and BF16 scales.
+
+For each group of 32, 64 or 128 weights along K, exactly as `integer.quantize_integer` and `integer.pack_int32`:
+    scale = max(bf16(amax / divisor), 2^-126), code = clamp(round(w / scale)), word = sum_lane (code + 8) << 4 lane
+and in the same pass, when asked, the BF16 weight bf16(code * scale) or `fp8.encode_int4_as_fp8`: fp8(code * s8) and a
+channel scale. The FP8 encoding needs the largest scale of a row before it writes the row, and keeps rows in registers:
+hence its limit on K.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from qarl_kernels.formats import SCALE_CONVENTIONS, ScaleConvention
+from qarl_kernels.integer import integer_grid
+from qarl_kernels.ops.int4_kernels import (
+    _int4_dequantize_kernel,
+    _int4_encode_fp8_kernel,
+    _int4_quantize_encode_kernel,
+    _int4_quantize_pack_kernel,
+)
+from qarl_kernels.ops.stacks import Weights, address_table, device_problems, expert_weights, row_tile, stack_shape
+
+Emit = Literal["packed", "bf16", "fp8"]
+
+GROUP_SIZES = (32, 64, 128)
+EMITS = ("packed", "bf16", "fp8")
+FP8_GROUP_SIZE = 128
+MAX_COLUMNS = 16384
+_TILE_WEIGHTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weights:
+    """Quantized expert weights; without the expert dimension where the weight was one tensor [N, K].
+
+    Attributes:
+        packed: [E, N, K / 8] int32, compressed-tensors' `pack-quantized`.
+        scale: [E, N, K / group_size] BF16.
+        nonfinite: [1] int32 on the device, the number of groups that hold NaN or Inf: their codes mean nothing.
+        dequantized: [E, N, K] BF16, bf16(code * scale), with emit="bf16".
+        w8: [E, N, K] float8_e4m3fn, with emit="fp8".
+        channel_scale: [E, N, 1] FP32, with emit="fp8".
+    """
+
+    packed: Tensor
+    scale: Tensor
+    nonfinite: Tensor
+    dequantized: Tensor | None = None
+    w8: Tensor | None = None
+    channel_scale: Tensor | None = None
+
+
+def int4_quantize_pack(
+    weights: Weights, group_size: int, scale_convention: ScaleConvention, *, emit: Emit = "packed"
+) -> Int4Weights:
+    """Quantize to int4 along K and pack: scale = max(bf16(amax / divisor), 2^-126), code = clamp(round(w / scale)).
+
+    Args:
+        weights: BF16 [N, K], [E, N, K] with any stride between experts, or E tensors [N, K]; each expert contiguous.
+        group_size: weights per scale, 32, 64 or 128.
+        scale_convention: the grid, `narrow_range` or `full_range`.
+        emit: what the same pass writes besides: nothing, the dequantized BF16 weight, or its FP8 encoding.
+
+    Returns:
+        The quantized weights. Nothing waits for the device to see whether there were NaN or Inf.
+
+    Raises:
+        ValueError: an argument, shape, dtype or device is not legal; everything wrong is named.
+
+    Source: `integer.quantize_integer`, `integer.pack_int32`, `integer.dequantize_integer`, `fp8.encode_int4_as_fp8`.
+    """
+    problems = []
+    if group_size not in GROUP_SIZES:
+        problems.append(f"group_size={group_size} (legal: 32, 64, 128)")
+    if scale_convention not in SCALE_CONVENTIONS:
+        problems.append(f"scale_convention={scale_convention!r} (legal: {', '.join(SCALE_CONVENTIONS)})")
+    if emit not in EMITS:
+        problems.append(f"emit={emit!r} (legal: {', '.join(EMITS)})")
+    if emit == "fp8" and group_size != FP8_GROUP_SIZE:
+        problems.append(f"group_size={group_size} with emit='fp8' (legal: {FP8_GROUP_SIZE})")
+    if problems:
+        raise ValueError("int4_quantize_pack: " + "; ".join(problems))
+    tensors, stacked = expert_weights("int4_quantize_pack", weights, group_size, MAX_COLUMNS if emit == "fp8" else None)
+    with torch.no_grad():
+        results = torch.ops.qarl.int4_quantize_pack(tensors, group_size, scale_convention, emit)
+    packed, scale, *extra = results[:-1] if stacked else [result[0] for result in results[:-1]]
+    names = {"packed": (), "bf16": ("dequantized",), "fp8": ("w8", "channel_scale")}[emit]
+    return Int4Weights(packed, scale, results[-1], **dict(zip(names, extra, strict=True)))
+
+
+def _empty_results(tensors: list[Tensor], group_size: int, emit: str) -> list[Tensor]:
+    experts, rows, columns = stack_shape(tensors)
+    layout = [(columns // 8, torch.int32), (columns // group_size, torch.bfloat16)]
+    layout += {
+        "packed": [],
+        "bf16": [(columns, torch.bfloat16)],
+        "fp8": [(columns, torch.float8_e4m3fn), (1, torch.float32)],
+    }[emit]
+    device = tensors[0].device
+    results = [torch.empty(experts, rows, width, dtype=dtype, device=device) for width, dtype in layout]
+    return [*results, torch.zeros(1, dtype=torch.int32, device=device)]
+
+
+@torch.library.custom_op("qarl::int4_quantize_pack", mutates_args=())
+def _int4_quantize_pack(weights: list[Tensor], group_size: int, scale_convention: str, emit: str) -> list[Tensor]:
+    results = _empty_results(weights, group_size, emit)
+    experts, rows, columns = stack_shape(weights)
+    with torch.cuda.device_of(weights[0]):
+        table, alignment = address_table(weights)
+        _, code_max, divisor = integer_grid(4, scale_convention)
+        grid = {"INVERSE_DIVISOR": 1 / divisor, "CODE_MAX": code_max, "ALIGNMENT": alignment}
+        if emit == "fp8":
+            groups = columns // group_size
+            tile_rows, spread, depth, num_warps = row_tile(groups, width=FP8_GROUP_SIZE // 8)
+            _int4_quantize_encode_kernel[triton.cdiv(rows, tile_rows), experts](
+                table, *results, rows, GROUPS=groups, TILE_ROWS=tile_rows, SPREAD=spread, DEPTH=depth, **grid,
+                num_warps=num_warps,
+            )  # fmt: skip
+        else:
+            packed, scale, *extra, nonfinite = results
+            groups, tile = rows * columns // group_size, _TILE_WEIGHTS // group_size
+            _int4_quantize_pack_kernel[triton.cdiv(groups, tile), experts](
+                table, packed, scale, extra[0] if extra else packed, nonfinite, groups, GROUP=group_size, TILE=tile,
+                EMIT_BF16=emit == "bf16", **grid,
+            )  # fmt: skip
+    return results
+
+
+@_int4_quantize_pack.register_fake
+def _(weights: list[Tensor], group_size: int, scale_convention: str, emit: str) -> list[Tensor]:  # noqa: ARG001
+    return _empty_results(weights, group_size, emit)
+
+
+def int4_dequantize(packed: Tensor, scale: Tensor) -> Tensor:
+    """Return bf16(code * scale), the weight that int4 GEMMs multiply by.
+
+    Args:
+        packed: [..., N, K / 8] int32, contiguous.
+        scale: [..., N, K / group_size] BF16, contiguous.
+
+    Returns:
+        [..., N, K] BF16.
+
+    Raises:
+        ValueError: a shape, dtype or device is not legal; everything wrong is named.
+
+    Source: `integer.dequantize_integer`.
+    """
+    _check_packed("int4_dequantize", packed, scale, GROUP_SIZES)
+    with torch.no_grad():
+        return torch.ops.qarl.int4_dequantize(packed, scale)
+
+
+@torch.library.custom_op("qarl::int4_dequantize", mutates_args=())
+def _int4_dequantize(packed: Tensor, scale: Tensor) -> Tensor:
+    weight = packed.new_empty(*packed.shape[:-1], packed.shape[-1] * 8, dtype=torch.bfloat16)
+    group_size = weight.shape[-1] // scale.shape[-1]
+    tile = _TILE_WEIGHTS // group_size
+    with torch.cuda.device_of(packed):
+        _int4_dequantize_kernel[triton.cdiv(scale.numel(), tile),](
+            packed, scale, weight, scale.numel(), GROUP=group_size, TILE=tile
+        )
+    return weight
+
+
+@_int4_dequantize.register_fake
+def _(packed: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG001
+    return packed.new_empty(*packed.shape[:-1], packed.shape[-1] * 8, dtype=torch.bfloat16)
+
+
+def int4_encode_fp8(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Re-encode int4 weights for FP8 tensor cores: w8 = fp8(code * s8), weight ~ w8 * channel_scale.
+
+    Args:
+        packed: [..., N, K / 8] int32, contiguous.
+        scale: [..., N, K / 128] BF16, contiguous.
+
+    Returns:
+        w8: [..., N, K] float8_e4m3fn; channel_scale: [..., N, 1] FP32.
+
+    Raises:
+        ValueError: a shape, dtype or device is not legal; everything wrong is named.
+
+    Source: `fp8.encode_int4_as_fp8`.
+    """
+    _check_packed("int4_encode_fp8", packed, scale, (FP8_GROUP_SIZE,))
+    with torch.no_grad():
+        return torch.ops.qarl.int4_encode_fp8(packed, scale)
+
+
+@torch.library.custom_op("qarl::int4_encode_fp8", mutates_args=())
+def _int4_encode_fp8(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    w8, channel_scale = _empty_encoding(packed)
+    groups = scale.shape[-1]
+    row_groups = triton.next_power_of_2(groups)
+    with torch.cuda.device_of(packed):
+        _int4_encode_fp8_kernel[channel_scale.numel(),](
+            packed, scale, w8, channel_scale, groups, ROW_GROUPS=row_groups, TILE=min(row_groups, 16), num_warps=2
+        )
+    return w8, channel_scale
+
+
+@_int4_encode_fp8.register_fake
+def _(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return _empty_encoding(packed)
+
+
+def _empty_encoding(packed: Tensor) -> tuple[Tensor, Tensor]:
+    *batch, words = packed.shape
+    w8 = packed.new_empty(*batch, words * 8, dtype=torch.float8_e4m3fn)
+    return w8, packed.new_empty(*batch, 1, dtype=torch.float32)
+
+
+def _check_packed(op: str, packed: Tensor, scale: Tensor, group_sizes: tuple[int, ...]) -> None:
+    problems = device_problems([packed, scale])
+    if not (packed.is_contiguous() and scale.is_contiguous()):
+        problems.append(f"strides {packed.stride()} and {scale.stride()} (legal: packed and scale contiguous)")
+    if (packed.dtype, scale.dtype) != (torch.int32, torch.bfloat16):
+        problems.append(f"packed is {packed.dtype} and scale {scale.dtype} (legal: torch.int32, torch.bfloat16)")
+    legal = [(*packed.shape[:-1], packed.shape[-1] * 8 // size) for size in group_sizes]
+    if packed.ndim < 2 or packed.numel() == 0 or tuple(scale.shape) not in legal:
+        problems.append(
+            f"scale is {list(scale.shape)} for packed {list(packed.shape)} "
+            f"(legal: [..., N, K / 8] and [..., N, K / group_size], group_size {', '.join(map(str, group_sizes))})"
+        )
+    if problems:
+        raise ValueError(f"{op}: " + "; ".join(problems))

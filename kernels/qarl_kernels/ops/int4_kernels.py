@@ -1,0 +1,230 @@
+"""Triton kernels of `ops/int4.py`.
+
+No division for each weight. w and scale have 8 significant bits, so |w / scale| <= 8 either is n + 1/2 exactly or lies
+further than 2^-11 from it. t = w * (1 / scale) + 384 is rounded to multiples of 2^-15, far more than the error of the
+product: ties stay ties, everything else stays on its side, whether or not multiply and add are fused. Adding 1.5 * 2^23
+rounds half to even and leaves the code in the low bits. amax / divisor may be amax * fl(1 / divisor): no quotient of a
+BF16 amax lies near enough to where its BF16 rounding flips. Both are tested over all pairs of significands.
+
+A thread holds 8 neighbouring weights: one 16-byte load, one packed word. Experts are the grid's second dimension.
+"""
+
+import triton
+import triton.language as tl
+
+from qarl_kernels.fp8 import MIN_TOKEN_SCALE
+from qarl_kernels.integer import EMPTY_GROUP_SCALE
+from qarl_kernels.ops.split_reciprocal import divide_by_fp8_max, split_multiply, split_reciprocal
+
+_EMPTY_SCALE = tl.constexpr(EMPTY_GROUP_SCALE)
+_MIN_TOKEN_SCALE = tl.constexpr(MIN_TOKEN_SCALE)
+_INF_BITS = tl.constexpr(0x7F800000)
+_ABS_BITS = tl.constexpr(0x7FFFFFFF)
+# A float in [256, 512) is a multiple of 2^-15.
+_SNAP = tl.constexpr(384.0)
+# The float that code 0 becomes, 1.5 * 2^23 with the stored offset 8, and what a snapped quotient lacks of it.
+_CODE_ZERO = tl.constexpr(12582920.0)
+_TO_CODE = tl.constexpr(12582920.0 - 384.0)
+# What the eight floats' upper bits add to a word, modulo 2^32 and signed.
+_PACK_BIAS = tl.constexpr((sum(0x4B400000 << 4 * lane for lane in range(8)) + 2**31) % 2**32 - 2**31)
+# 2^23 as bits, and the float that a stored code 8, zero, becomes in its low bits.
+_MANTISSA_BITS = tl.constexpr(0x4B000000)
+_STORED_ZERO = tl.constexpr(8388616.0)
+
+
+@triton.jit
+def _abs_bits(values):
+    # As integers: NaN and Inf come out largest.
+    return values.to(tl.int32, bitcast=True) & _ABS_BITS
+
+
+@triton.jit
+def _group_scale(amax_bits, INVERSE_DIVISOR: tl.constexpr):
+    rounded = (amax_bits.to(tl.float32, bitcast=True) * INVERSE_DIVISOR).to(tl.bfloat16).to(tl.float32)
+    return tl.maximum(rounded, _EMPTY_SCALE), _abs_bits(rounded) >= _INF_BITS
+
+
+@triton.jit
+def _round_to_codes(weights, inverse_scale, CODE_MAX: tl.constexpr):
+    # |w / scale| < code_max + 1 on both grids: only +8 is off the grid, and -8 is on the one that reaches it.
+    snapped = tl.minimum(tl.fma(weights, inverse_scale, _SNAP), _SNAP + CODE_MAX)
+    return snapped + _TO_CODE
+
+
+@triton.jit
+def _pack_words(codes, lane, AXIS: tl.constexpr):
+    words = tl.sum(codes.to(tl.int32, bitcast=True) << (4 * lane), AXIS)
+    return tl.sub(words, _PACK_BIAS, sanitize_overflow=False)
+
+
+@triton.jit
+def _hide_order(words, count):
+    # XOR with 0 hides from the compiler that words follow one another. It would move them between threads through
+    # shared memory to load or store four at once; so each stays in the thread that has its eight weights.
+    return words ^ (count >> 31)
+
+
+@triton.jit
+def _channel_scale(largest):
+    return tl.maximum(divide_by_fp8_max(largest), _MIN_TOKEN_SCALE)
+
+
+@triton.jit
+def _encode_scale(scale, high, low):
+    # Quotients are positive and at most 448 (1 + 2^-23): casts to FP8 saturate.
+    coarse = split_multiply(scale, high, low).to(tl.float8e4nv).to(tl.float32)
+    return (coarse * 0.125).to(tl.float8e4nv).to(tl.float32)
+
+
+@triton.jit
+def _int4_quantize_pack_kernel(
+    table_ptr,  # [E] addresses of BF16 [N, K]
+    packed_ptr,  # [E, N, K / 8]
+    scale_ptr,  # [E, N, K / GROUP]
+    dequantized_ptr,  # [E, N, K]
+    nonfinite_ptr,  # [1]
+    num_groups,
+    INVERSE_DIVISOR: tl.constexpr,
+    CODE_MAX: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    EMIT_BF16: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    WORDS: tl.constexpr = GROUP // 8
+    SPREAD: tl.constexpr = min(WORDS, 8)
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * TILE
+    weights_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(tl.bfloat16))
+    weights_ptr = tl.multiple_of(weights_ptr, ALIGNMENT)
+    # Of dimensions without contiguous elements the compiler spreads the first over neighbouring threads, SPREAD words
+    # of a group, and keeps the last, the rest of its words, in one thread.
+    word = tl.arange(0, SPREAD)[:, None, None] + tl.arange(0, WORDS // SPREAD)[None, None, :] * SPREAD
+    group = tl.arange(0, TILE)
+    lane = tl.arange(0, 8)[None, None, None, :]
+    valid = group < num_groups - first
+    start = first.to(tl.int64) * GROUP
+    out = expert * num_groups
+    words = group[None, :, None] * WORDS + word
+    offsets = words[:, :, :, None] * 8 + lane
+
+    weights = tl.load(weights_ptr + start + offsets, mask=valid[None, :, None, None], other=0.0).to(tl.float32)
+    amax_bits = tl.max(tl.max(tl.max(_abs_bits(weights), 3), 2), 0)
+    scale, bad = _group_scale(amax_bits, INVERSE_DIVISOR)
+    codes = _round_to_codes(weights, (1.0 / scale)[None, :, None, None], CODE_MAX)
+    packed_ptrs = packed_ptr + (out + first) * WORDS + _hide_order(words, num_groups)
+    tl.store(packed_ptrs, _pack_words(codes, lane, 3), mask=valid[None, :, None])
+    if EMIT_BF16:
+        values = ((codes - _CODE_ZERO) * scale[None, :, None, None]).to(tl.bfloat16)
+        tl.store(dequantized_ptr + out * GROUP + start + offsets, values, mask=valid[None, :, None, None])
+    tl.store(scale_ptr + out + first + group, scale.to(tl.bfloat16), mask=valid)
+    tl.atomic_add(nonfinite_ptr + group * 0, 1, mask=valid & bad, sem="relaxed")
+
+
+@triton.jit
+def _int4_quantize_encode_kernel(
+    table_ptr,  # [E] addresses of BF16 [N, K]
+    packed_ptr,  # [E, N, K / 8]
+    scale_ptr,  # [E, N, K / 128]
+    w8_ptr,  # [E, N, K]
+    channel_scale_ptr,  # [E, N]
+    nonfinite_ptr,  # [1]
+    num_rows,
+    GROUPS: tl.constexpr,  # of one row
+    INVERSE_DIVISOR: tl.constexpr,
+    CODE_MAX: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * TILE_ROWS
+    weights_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(tl.bfloat16))
+    weights_ptr = tl.multiple_of(weights_ptr, ALIGNMENT)
+    # A row's groups: SPREAD side by side in the threads of one or more warps, DEPTH one after another in a thread.
+    row = tl.arange(0, TILE_ROWS)
+    group = tl.arange(0, SPREAD)[:, None, None] + tl.arange(0, DEPTH)[None, None, :] * SPREAD
+    word = tl.arange(0, 16)[:, None, None, None]
+    lane = tl.arange(0, 8)[None, None, None, None, :]
+    valid_rows = row < num_rows - first
+    valid = valid_rows[None, :, None] & (group < GROUPS)
+    groups = row[None, :, None] * GROUPS + group
+    words = groups[None, :, :, :] * 16 + word
+    offsets = words[:, :, :, :, None] * 8 + lane
+    start = first.to(tl.int64) * GROUPS
+    out = expert * num_rows * GROUPS + start
+
+    weights = tl.load(weights_ptr + start * 128 + offsets, mask=valid[None, :, :, :, None], other=0.0).to(tl.float32)
+    scale, bad = _group_scale(tl.max(tl.max(_abs_bits(weights), 4), 0), INVERSE_DIVISOR)
+    # Groups beyond K have the smallest scale and do not raise the row's largest.
+    largest = tl.max(tl.max(scale, 2), 0)
+    channel_scale = _channel_scale(largest)
+    high, low = split_reciprocal(channel_scale)
+    scale8 = _encode_scale(scale, high[None, :, None], low[None, :, None])
+    codes = _round_to_codes(weights, (1.0 / scale)[None, :, :, :, None], CODE_MAX)
+    packed_ptrs = packed_ptr + out * 16 + _hide_order(words, num_rows)
+    tl.store(packed_ptrs, _pack_words(codes, lane, 4), mask=valid[None, :, :, :])
+    w8 = ((codes - _CODE_ZERO) * scale8[None, :, :, :, None]).to(tl.float8e4nv)
+    tl.store(w8_ptr + out * 128 + offsets, w8, mask=valid[None, :, :, :, None])
+    tl.store(scale_ptr + out + groups, scale.to(tl.bfloat16), mask=valid)
+    tl.store(channel_scale_ptr + expert * num_rows + first + row, channel_scale * 8.0, mask=valid_rows)
+    tl.atomic_add(nonfinite_ptr + groups * 0, 1, mask=valid & bad, sem="relaxed")
+
+
+@triton.jit
+def _stored_codes(words, lane):
+    # A nibble in the low bits of a float of 2^23 and more: cheaper than a conversion from int.
+    return (((words >> (4 * lane)) & 15) | _MANTISSA_BITS).to(tl.float32, bitcast=True) - _STORED_ZERO
+
+
+@triton.jit
+def _int4_dequantize_kernel(
+    packed_ptr,  # [M, GROUP / 8]
+    scale_ptr,  # [M]
+    weight_ptr,  # [M, GROUP]
+    num_groups,  # M = E * N * K / GROUP
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    WORDS: tl.constexpr = GROUP // 8
+    first = tl.program_id(0) * TILE
+    word = tl.arange(0, WORDS)[:, None]
+    group = tl.arange(0, TILE)
+    lane = tl.arange(0, 8)[None, None, :]
+    valid = group < num_groups - first
+    start = first.to(tl.int64)
+    words = group[None, :] * WORDS + word
+    packed = tl.load(packed_ptr + start * WORDS + _hide_order(words, num_groups), mask=valid[None, :])
+    scale = tl.load(scale_ptr + start + group, mask=valid).to(tl.float32)
+    values = (_stored_codes(packed[:, :, None], lane) * scale[None, :, None]).to(tl.bfloat16)
+    tl.store(weight_ptr + start * GROUP + words[:, :, None] * 8 + lane, values, mask=valid[None, :, None])
+
+
+@triton.jit
+def _int4_encode_fp8_kernel(
+    packed_ptr,  # [M, K / 8]
+    scale_ptr,  # [M, K / 128]
+    w8_ptr,  # [M, K]
+    channel_scale_ptr,  # [M]
+    num_groups,
+    ROW_GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, ROW_GROUPS)
+    scales = tl.load(scale_ptr + row * num_groups + every, mask=every < num_groups, other=0.0)
+    channel_scale = _channel_scale(tl.max(scales.to(tl.float32), 0))
+    tl.store(channel_scale_ptr + row, channel_scale * 8.0)
+    high, low = split_reciprocal(channel_scale)
+    word = tl.arange(0, 16)[:, None]
+    lane = tl.arange(0, 8)[None, None, :]
+    for first in range(0, num_groups, TILE):
+        group = first + tl.arange(0, TILE)
+        valid = group < num_groups
+        words = group[None, :] * 16 + word
+        packed = tl.load(packed_ptr + row * num_groups * 16 + _hide_order(words, num_groups), mask=valid[None, :])
+        scale = tl.load(scale_ptr + row * num_groups + group, mask=valid, other=0.0).to(tl.float32)
+        scale8 = _encode_scale(scale, high, low)
+        w8 = (_stored_codes(packed[:, :, None], lane) * scale8[None, :, None]).to(tl.float8e4nv)
+        tl.store(w8_ptr + row * num_groups * 128 + words[:, :, None] * 8 + lane, w8, mask=valid[None, :, None])

@@ -1,0 +1,197 @@
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+from format_cases import uneven_weight
+from triton_interpreter import DEVICE, INTERPRETED
+from weight_cases import LAYOUTS, WEIGHTS, heavy_tailed, significand_pairs
+
+from qarl_kernels import fp8, integer
+from qarl_kernels.ops.int4 import MAX_COLUMNS, int4_dequantize, int4_encode_fp8, int4_quantize_pack
+
+CONVENTIONS = ("narrow_range", "full_range")
+SHAPES = [(1, 128), (5, 768), (3, 7, 384)] if INTERPRETED else [(1, 128), (2, 1, 768), (7, 1531, 2048), (5, 16384)]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+def check(quantized, weight, group_size, convention):
+    """Everything that was written is what the reference computes."""
+    codes, scale = integer.quantize_integer(weight, 4, group_size, convention)
+    assert_bitwise_equal(quantized.packed, integer.pack_int32(codes, 4))
+    assert_bitwise_equal(quantized.scale, scale)
+    assert quantized.nonfinite.tolist() == [0]
+    if quantized.dequantized is not None:
+        assert_bitwise_equal(quantized.dequantized, integer.dequantize_integer(codes, scale))
+    if quantized.w8 is not None:
+        w8, channel_scale = fp8.encode_int4_as_fp8(codes, scale)
+        assert_bitwise_equal(quantized.channel_scale, channel_scale)
+        assert_bitwise_equal(quantized.w8, w8)
+
+
+@pytest.mark.parametrize("make", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize(
+    ("group_size", "emit"), [(32, "packed"), (32, "bf16"), (64, "bf16"), (128, "packed"), (128, "bf16"), (128, "fp8")]
+)
+def test_quantizes_as_the_reference(make, shape, convention, group_size, emit):
+    weight = make(*shape).to(DEVICE)
+    quantized = int4_quantize_pack(weight, group_size, convention, emit=emit)
+    assert (quantized.dequantized is not None, quantized.w8 is not None) == (emit == "bf16", emit == "fp8")
+    check(quantized, weight, group_size, convention)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("emit", ["bf16", "fp8"])
+def test_experts_may_lie_anywhere(layout, emit):
+    weight = uneven_weight(4, 3, 256).to(DEVICE)
+    quantized = int4_quantize_pack(layout(weight), 128, "full_range", emit=emit)
+    check(quantized, weight, 128, "full_range")
+    with pytest.raises(AssertionError, match="elements differ"):
+        check(quantized, weight.flip(0), 128, "full_range")
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("exponent", [-120, 0, 120])
+def test_all_pairs_of_significands(convention, exponent):
+    # Scales below 2^-126 are clamped: at 2^-120 small maxima have ties of their own.
+    weight = (significand_pairs(128, octaves=6).float() * 2.0**exponent).bfloat16().to(DEVICE)
+    check(int4_quantize_pack(weight, 128, convention, emit="fp8"), weight, 128, convention)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("reciprocal_error", [-(2.0**-20), 0.0, 2.0**-20])
+def test_snapped_quotients_round_as_exact_ones(fused, reciprocal_error):
+    # FP64 holds w * r + 384 exactly: rounding that once is what a fused multiply-add does.
+    weights, scales = torch.meshgrid(
+        (torch.arange(128, 256) * 2.0 ** torch.arange(-12, 4)[:, None]).flatten() / 128,
+        torch.arange(128, 256) / 128,
+        indexing="ij",
+    )
+    within = weights <= 7.6 * scales
+    weights, scales = weights[within].float(), scales[within].float()
+    reciprocal = (1 / scales.double() * (1 + reciprocal_error)).float()
+    exact = weights.double() * reciprocal.double() + 384.0
+    snapped = exact.float() if fused else weights * reciprocal + 384.0
+    assert_bitwise_equal(snapped + 12582528.0 - 12582912.0, torch.round(weights / scales))
+    # Without the snapping, a reciprocal's rounding moves ties.
+    unsnapped = (weights.double() * reciprocal.double()).float() + 12582912.0 - 12582912.0
+    assert not torch.equal(unsnapped, torch.round(weights / scales))
+
+
+@pytest.mark.parametrize("divisor", [7.0, 7.5])
+def test_scales_may_be_multiplied_by_a_rounded_reciprocal(divisor):
+    amax = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
+    exact = (amax / divisor).bfloat16()
+    multiplied = (amax * torch.tensor(1 / divisor)).bfloat16()
+    clamp = integer.EMPTY_GROUP_SCALE
+    assert_bitwise_equal(multiplied.clamp(min=clamp), exact.clamp(min=clamp))
+    assert not torch.equal(amax * torch.tensor(1 / divisor), amax / divisor)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_unpacks_as_the_reference(group_size):
+    codes = torch.randint(-8, 8, (3, 5, 384), dtype=torch.int8)
+    scale = heavy_tailed(3, 5, 384 // group_size).abs()
+    packed = integer.pack_int32(codes, 4).to(DEVICE)
+    weight = int4_dequantize(packed, scale.to(DEVICE))
+    assert_bitwise_equal(weight, integer.dequantize_integer(codes, scale).to(DEVICE))
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(weight, integer.dequantize_integer(codes - 1, scale).to(DEVICE))
+
+
+@pytest.mark.parametrize("columns", [128, 768, 4224])
+def test_encodes_as_the_reference(columns):
+    codes = torch.randint(-8, 8, (3, columns), dtype=torch.int8)
+    scale = heavy_tailed(3, columns // 128).abs().clamp(min=integer.EMPTY_GROUP_SCALE)
+    scale[1] = integer.EMPTY_GROUP_SCALE
+    packed = integer.pack_int32(codes, 4).to(DEVICE)
+    w8, channel_scale = int4_encode_fp8(packed, scale.to(DEVICE))
+    expected_w8, expected_scale = fp8.encode_int4_as_fp8(codes, scale)
+    assert_bitwise_equal(channel_scale, expected_scale.to(DEVICE))
+    assert_bitwise_equal(w8, expected_w8.to(DEVICE))
+
+
+@pytest.mark.parametrize("emit", ["packed", "fp8"])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_counts_groups_with_nonfinite_weights(bad, emit):
+    weight = uneven_weight(3, 2, 768).to(DEVICE)
+    weight[1, 0, 130:133] = bad
+    weight[2, 1, 767] = bad
+    assert int4_quantize_pack(weight, 128, "full_range", emit=emit).nonfinite.tolist() == [2]
+
+
+def test_registered_operators_have_faithful_fakes():
+    weight = uneven_weight(2, 3, 256).to(DEVICE)
+    tests = ("test_schema", "test_faketensor")
+    for emit in ("packed", "bf16", "fp8"):
+        torch.library.opcheck(
+            torch.ops.qarl.int4_quantize_pack.default, ([weight], 128, "full_range", emit), test_utils=tests
+        )
+    quantized = int4_quantize_pack(weight, 128, "full_range")
+    for op in (torch.ops.qarl.int4_dequantize.default, torch.ops.qarl.int4_encode_fp8.default):
+        torch.library.opcheck(op, (quantized.packed, quantized.scale), test_utils=tests)
+
+
+def test_compiles_without_graph_breaks():
+    weight = uneven_weight(2, 3, 256).to(DEVICE)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def roundtrip(weight):
+        quantized = int4_quantize_pack(weight, 128, "full_range", emit="bf16")
+        return quantized.dequantized, int4_dequantize(quantized.packed, quantized.scale)
+
+    assert_bitwise_equal(*roundtrip(weight))
+
+
+def test_results_need_no_gradient():
+    weight = uneven_weight(3, 256).to(DEVICE).requires_grad_()
+    assert not int4_quantize_pack(weight, 128, "full_range", emit="bf16").dequantized.requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [LAYOUTS["reverse"], LAYOUTS["scattered"]])
+def test_a_cuda_graph_sees_new_weights(layout):
+    weights = layout(uneven_weight(4, 64, 2048).to(DEVICE))
+    int4_quantize_pack(weights, 128, "full_range", emit="bf16")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantized = int4_quantize_pack(weights, 128, "full_range", emit="bf16")
+    for _ in range(2):
+        for weight in weights:
+            weight.copy_(uneven_weight(64, 2048))
+        graph.replay()
+        check(quantized, torch.stack(weights), 128, "full_range")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_all_pairs_of_bf16_numbers(convention):
+    """10^9 weights: groups of every finite maximum with every number up to it."""
+    numbers = torch.arange(0x7F80, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+    spread = torch.nn.functional.pad(numbers, (0, -len(numbers) % 127)).view(-1, 127)
+    for amax in numbers.split(1024):
+        weight = torch.minimum(spread[None], amax[:, None, None])
+        weight = torch.cat([amax[:, None, None].expand(-1, len(spread), 1), -weight], -1).flatten(1)
+        check(int4_quantize_pack(weight, 128, convention, emit="bf16"), weight, 128, convention)
+
+
+def test_errors_name_everything_wrong():
+    with pytest.raises(ValueError, match=r"group_size=48 .*32, 64, 128.*'both'.*narrow_range.*'int8'.*packed, bf16"):
+        int4_quantize_pack(torch.zeros(2, 96), 48, "both", emit="int8")
+    with pytest.raises(ValueError, match=r"group_size=64 with emit='fp8' \(legal: 128\)"):
+        int4_quantize_pack(torch.zeros(2, 128), 64, "full_range", emit="fp8")
+    weights = [torch.zeros(2, 96, device=DEVICE), torch.zeros(2, 3, device=DEVICE).bfloat16().t()]
+    message = r"\[0\] is torch.float32.*\[0\] has K=96.*\[1\] has K=2.*strides.*as the first, \[2, 96\]"
+    with pytest.raises(ValueError, match=message):
+        int4_quantize_pack(weights, 128, "full_range")
+    with pytest.raises(ValueError, match=r"weights is \[128\] \(legal: \[N, K\] or \[E, N, K\]"):
+        int4_quantize_pack(torch.zeros(128, device=DEVICE).bfloat16(), 128, "full_range")
+    with pytest.raises(ValueError, match="empty list"):
+        int4_quantize_pack([], 128, "full_range")
+    wide = torch.zeros(1, MAX_COLUMNS + 128, device=DEVICE).bfloat16()
+    with pytest.raises(ValueError, match=rf"K={MAX_COLUMNS + 128} \(legal: at most {MAX_COLUMNS}\)"):
+        int4_quantize_pack(wide, 128, "full_range", emit="fp8")
+    packed = torch.zeros(2, 16, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"scale torch.float32 .*scale is \[2, 3\] for packed \[2, 16\]"):
+        int4_dequantize(packed, torch.zeros(2, 3, device=DEVICE))
