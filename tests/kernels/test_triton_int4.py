@@ -6,6 +6,7 @@ from triton_interpreter import DEVICE, INTERPRETED
 from weight_cases import LAYOUTS, WEIGHTS, heavy_tailed, significand_pairs
 
 from qarl_kernels import fp8, integer
+from qarl_kernels.ops import split_reciprocal
 from qarl_kernels.ops.int4 import MAX_COLUMNS, int4_dequantize, int4_encode_fp8, int4_quantize_pack
 
 CONVENTIONS = ("narrow_range", "full_range")
@@ -86,6 +87,14 @@ def test_scales_may_be_multiplied_by_a_rounded_reciprocal(divisor):
     clamp = integer.EMPTY_GROUP_SCALE
     assert_bitwise_equal(multiplied.clamp(min=clamp), exact.clamp(min=clamp))
     assert not torch.equal(amax * torch.tensor(1 / divisor), amax / divisor)
+
+
+def test_the_largest_scale_may_be_divided_in_two_products():
+    amax = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
+    amax = amax[amax >= 2.0**-100]
+    high, low = torch.tensor(split_reciprocal._HIGH.value), torch.tensor(split_reciprocal._LOW.value)
+    assert_bitwise_equal(amax * high + amax * low, amax / 448)
+    assert not torch.equal(amax * (high + low), amax / 448)
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])

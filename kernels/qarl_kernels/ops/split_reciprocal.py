@@ -37,5 +37,5 @@ def split_multiply(x, high, low) -> tl.tensor:
 
 @triton.jit
 def divide_by_fp8_max(amax) -> tl.tensor:
-    """Correctly rounded amax / 448 of a BF16 amax from 2^-117 on: amax / 7 lies at least 1/14 ulp from a midpoint."""
+    """Correctly rounded amax / 448 of a BF16 amax from 2^-100 on: amax / 7 lies at least 1/14 ulp from a midpoint."""
     return split_multiply(amax, _HIGH, _LOW)
