@@ -31,11 +31,13 @@ def route_rows(topk_index: Tensor, num_experts: int) -> RoutedRows:
     Returns:
         The permutation, its inverse and the experts' offsets.
     """
-    experts, order = topk_index.reshape(-1).to(torch.int32).sort(stable=True)
+    # Narrow keys save passes of the radix sort.
+    key_dtype = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
+    experts, order = topk_index.reshape(-1).to(key_dtype).sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     # Unlike bincount, a search needs no value of the device to size its result.
-    bounds = torch.arange(num_experts + 1, dtype=torch.int32, device=order.device)
+    bounds = torch.arange(num_experts + 1, dtype=key_dtype, device=order.device)
     return RoutedRows(order, inverse, torch.searchsorted(experts, bounds, out_int32=True))
 
 

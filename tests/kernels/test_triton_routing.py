@@ -7,9 +7,9 @@ from triton_interpreter import DEVICE, INTERPRETED
 from qarl_kernels import get_format, route_rows
 from qarl_kernels.expert_mlp import _combine
 from qarl_kernels.ops.activations import dequantize_token, quantize_token
-from qarl_kernels.ops.combine import ROUTER_WEIGHTS, combine_backward, combine_rows
-from qarl_kernels.ops.routing import gather_rows, inverse_order, spread_rows
-from qarl_kernels.ops.swiglu import swiglu, swiglu_backward
+from qarl_kernels.ops.combine import ROUTER_WEIGHTS, combine_rows
+from qarl_kernels.ops.routing import spread_rows
+from qarl_kernels.ops.swiglu import swiglu
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -37,17 +37,11 @@ def sorted_rows(routed, columns):
     return rows.to(DEVICE, torch.bfloat16)
 
 
-def test_the_inverse_finds_each_choice(routed):
-    routed, _, _, _ = routed
-    assert_bitwise_equal(inverse_order(routed.order), routed.inverse)
-
-
-@pytest.mark.parametrize("copy", [gather_rows, spread_rows])
-def test_empty_batches(copy):
+def test_empty_batches():
     routed = route_rows(torch.zeros(0, 2, dtype=torch.int64, device=DEVICE), 3)
     x = torch.zeros(0, 64, dtype=torch.bfloat16, device=DEVICE)
-    assert copy(x, routed.order, 2).shape == (0, 64)
-    assert combine_rows(x, inverse_order(routed.order), None, None, top_k=2).shape == (0, 64)
+    assert spread_rows(x, routed.inverse, 2).shape == (0, 64)
+    assert combine_rows(x, routed.inverse, None, None, top_k=2).shape == (0, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
@@ -56,12 +50,10 @@ def test_every_token_is_copied_to_its_experts(routed, dtype):
     top_k = index.shape[1]
     x = torch.randn(len(index), columns).to(DEVICE, dtype)
     expected = x[routed.order // top_k]
-    assert_bitwise_equal(gather_rows(x, routed.order, top_k), expected)
     assert_bitwise_equal(spread_rows(x, routed.inverse, top_k), expected)
     if top_k > 1:
-        for wrong in (gather_rows(x, routed.inverse, top_k), spread_rows(x, routed.order, top_k)):
-            with pytest.raises(AssertionError, match="elements differ"):
-                assert_bitwise_equal(wrong, expected)
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_bitwise_equal(spread_rows(x, routed.order, top_k), expected)
 
 
 @pytest.mark.parametrize("width", [1, 16])
@@ -69,7 +61,6 @@ def test_scales_are_copied_like_rows(routed, width):
     routed, index, _, _ = routed
     scale = torch.rand(len(index), width, device=DEVICE)
     expected = scale[routed.order // index.shape[1]]
-    assert_bitwise_equal(gather_rows(scale, routed.order, index.shape[1]), expected)
     assert_bitwise_equal(spread_rows(scale, routed.inverse, index.shape[1]), expected)
 
 
@@ -97,49 +88,7 @@ def test_combine_is_bit_equal_to_the_reference(routed, mode):
         assert_bitwise_equal(combine_rows(rows, routed.inverse, None, None, top_k=weights.shape[1]), actual)
 
 
-def exact_gradients(grad_out, rows, routed, weights, mode):
-    """float64 autograd through the combination: (grad of the rows, grad of the weights)."""
-    choices = rows.double()[routed.inverse].view(*weights.shape, -1)
-    if mode == "on_accumulator":  # what combine_rows sums is the product
-        choices = choices / weights.double().unsqueeze(-1)
-    factors = weights.bfloat16().double() if mode == "rounded_product" else weights.double()
-    choices, factors = choices.requires_grad_(), factors.requires_grad_()
-    total = (factors.unsqueeze(-1) * choices).sum(1)
-    grad_choices, grad_weights = torch.autograd.grad(total, (choices, factors), grad_out.double())
-    return grad_choices.flatten(0, 1)[routed.order], grad_weights
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("mode", ROUTER_WEIGHTS)
-def test_combine_backward_against_autograd_in_float64(routed, mode, dtype):
-    routed, _, weights, columns = routed
-    rows = sorted_rows(routed, columns)
-    grad_out = torch.randn(len(weights), columns).to(DEVICE, dtype)
-    expected_rows, expected_weights = exact_gradients(grad_out, rows, routed, weights, mode)
-    grad_rows, grad_weights = combine_backward(grad_out, rows, routed.inverse, weights, mode)
-    assert (grad_rows.dtype, grad_weights.dtype) == (torch.bfloat16, torch.float32)
-    assert_snr(grad_rows, expected_rows, 45)
-    assert_snr(grad_weights, expected_weights, 90)
-    without_rows, nothing = combine_backward(grad_out, None, routed.inverse, weights, mode)
-    assert nothing is None
-    assert_bitwise_equal(without_rows, grad_rows)
-    for wrong_weights in (weights.roll(1, 0), torch.ones_like(weights)):
-        with pytest.raises(AssertionError, match="SNR"):
-            assert_snr(combine_backward(grad_out, None, routed.inverse, wrong_weights, mode)[0], expected_rows, 45)
-    with pytest.raises(AssertionError, match="SNR"):
-        assert_snr(combine_backward(grad_out, rows.roll(1, 0), routed.inverse, weights, mode)[1], expected_weights, 90)
-
-
-def test_a_weight_of_zero_has_no_gradient_on_the_accumulator():
-    routed = route_rows(torch.tensor([[0, 1]], device=DEVICE), 2)
-    rows, grad_out = (torch.ones(count, 64, dtype=torch.bfloat16, device=DEVICE) for count in (2, 1))
-    weights = torch.tensor([[0.0, 0.5]], device=DEVICE)
-    grad_rows, grad_weights = combine_backward(grad_out, rows, routed.inverse, weights, "on_accumulator")
-    assert grad_weights.tolist() == [[0.0, 128.0]]
-    assert grad_rows[:, 0].tolist() == [0.0, 0.5]
-
-
-def test_the_plain_sum_is_the_gradient_of_the_gather(routed):
+def test_the_plain_sum_is_the_gradient_of_the_copy(routed):
     routed, index, _, columns = routed
     grad_rows = sorted_rows(routed, columns)
     x = torch.zeros(len(index), columns, dtype=torch.float64, device=DEVICE, requires_grad=True)
@@ -154,16 +103,14 @@ def test_the_plain_sum_is_the_gradient_of_the_gather(routed):
 def test_errors_name_everything_wrong(routed):
     routed, index, weights, columns = routed
     rows = sorted_rows(routed, columns)
-    with pytest.raises(ValueError, match=r"order is torch.int32 \(legal: torch.int64\)"):
-        gather_rows(rows[: len(index)], routed.order.int(), index.shape[1])
+    with pytest.raises(ValueError, match=r"inverse is torch.int32 \(legal: torch.int64\)"):
+        spread_rows(rows[: len(index)], routed.inverse.int(), index.shape[1])
     with pytest.raises(ValueError, match=r"x has 3 columns of torch.bfloat16 \(legal: rows of a multiple of 4 bytes\)"):
-        gather_rows(rows[: len(index), :3].contiguous(), routed.order, index.shape[1])
+        spread_rows(rows[: len(index), :3].contiguous(), routed.inverse, index.shape[1])
     with pytest.raises(ValueError, match=r"weights are given for router_weight='on_accumulator'"):
         combine_rows(rows, routed.inverse, weights, "on_accumulator")
     with pytest.raises(ValueError, match=r"router_weight='sum' .*weights are missing .*top_k is None"):
         combine_rows(rows, routed.inverse, None, "sum")
-    with pytest.raises(ValueError, match=r"weights is torch.float64 .*grad_out has 0 columns"):
-        combine_backward(rows[: len(index), :0], None, routed.inverse, weights.double(), "weighted_sum")
 
 
 def test_operators_are_registered_for_tracing():
@@ -174,29 +121,24 @@ def test_operators_are_registered_for_tracing():
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.qarl
     for operator, arguments in [
-        (ops.inverse_order, (routed.order,)),
-        (ops.gather_rows, (x, routed.order, 2)),
         (ops.spread_rows, (x, routed.inverse, 2)),
         (ops.combine_rows, (rows, routed.inverse, weights, "weighted_sum", 2)),
-        (ops.combine_backward, (x, rows, routed.inverse, weights, "weighted_sum")),
-        (ops.weight_rows, (x, routed.inverse, weights, "rounded_product")),
     ]:
         torch.library.opcheck(operator, arguments, test_utils=checks)
     with FakeTensorMode():
-        order = inverse_order(torch.empty(14, dtype=torch.int64, device=DEVICE))
+        inverse = torch.empty(14, dtype=torch.int64, device=DEVICE)
         x = torch.empty(7, 64, dtype=torch.bfloat16, device=DEVICE)
-        for rows in (gather_rows(x, order, 2), spread_rows(x, order, 2)):
-            assert rows.shape == (14, 64)
-            assert combine_rows(rows, order, None, None, top_k=2).shape == x.shape
+        rows = spread_rows(x, inverse, 2)
+        assert rows.shape == (14, 64)
+        assert combine_rows(rows, inverse, None, None, top_k=2).shape == x.shape
 
 
 def test_the_operators_compile_into_one_graph_for_any_number_of_tokens():
     def quantized_copy_and_back(x, index, weights):
         routed = route_rows(index, 4)
         a8, scale = quantize_token(x)
-        rows = dequantize_token(gather_rows(a8, routed.order, 2), spread_rows(scale, routed.inverse, 2))
-        hidden = swiglu_backward(rows, swiglu(rows))[0]
-        return combine_rows(hidden, routed.inverse, weights, "weighted_sum")
+        rows = dequantize_token(spread_rows(a8, routed.inverse, 2), spread_rows(scale, routed.inverse, 2))
+        return combine_rows(swiglu(rows), routed.inverse, weights, "weighted_sum")
 
     compiled = torch.compile(quantized_copy_and_back, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (5, 9):

@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
+from asserts import assert_bitwise_equal
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels import fp8, get_format
 from qarl_kernels.expert_mlp import swiglu as reference_swiglu
-from qarl_kernels.ops.swiglu import swiglu, swiglu_backward, swiglu_quantize_group, swiglu_quantize_token
+from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -99,54 +99,11 @@ def test_small_products_take_the_floor_of_the_fused_quantizers():
     assert (swiglu_quantize_group(hidden)[1] == 1 / (448 * 512)).all()
 
 
-def exact_gradient(hidden, grad):
-    leaf = hidden.double().requires_grad_()
-    gate, up = leaf.chunk(2, -1)
-    return torch.autograd.grad(F.silu(gate) * up, leaf, grad.double())[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_backward_against_autograd_in_float64(shape, dtype):
-    hidden = hidden_rows(*shape).clamp(-60, 60)
-    grad = torch.randn(shape).to(DEVICE, dtype)
-    expected = exact_gradient(hidden, grad)
-    actual, activation = swiglu_backward(hidden, grad)
-    assert activation is None
-    assert actual.dtype == torch.bfloat16
-    # The halves apart: the gate's gradient is the larger one and would hide the other.
-    for half, expected_half in zip(actual.chunk(2, -1), expected.chunk(2, -1), strict=True):
-        assert_snr(half, expected_half, 45)
-    with pytest.raises(AssertionError, match="SNR"):
-        assert_snr(swiglu_backward(swap(hidden), grad)[0], expected, 45)
-    with pytest.raises(AssertionError, match="SNR"):
-        assert_snr(swap(actual), expected, 45)
-
-
-def test_backward_saturates_without_nan():
-    gate = torch.tensor([[3e38, -3e38, 90.0, -90.0, 0.0, -0.0]])
-    hidden = torch.cat([gate, torch.ones(1, 6)], -1).to(DEVICE, torch.bfloat16)
-    grad_hidden, activation = swiglu_backward(
-        hidden, torch.ones(1, 6, dtype=torch.bfloat16, device=DEVICE), with_activation=True
-    )
-    assert grad_hidden[0, :6].tolist() == [1, 0, 1, 0, 0.5, 0.5]
-    assert activation[0].tolist() == [hidden[0, 0].item(), 0, 90, 0, 0, 0]
-
-
-def test_backward_returns_the_forward_again():
-    hidden = hidden_rows(*SHAPES[1])
-    grad = torch.randn(SHAPES[1]).to(DEVICE, torch.bfloat16)
-    grad_hidden, activation = swiglu_backward(hidden, grad, with_activation=True)
-    assert_bitwise_equal(activation, swiglu(hidden))
-    assert_bitwise_equal(grad_hidden, swiglu_backward(hidden, grad)[0])
-
-
 def test_no_rows_and_odd_widths():
     empty = torch.empty(0, 512, dtype=torch.bfloat16, device=DEVICE)
     assert swiglu(empty).shape == (0, 256)
     assert [list(part.shape) for part in swiglu_quantize_token(empty)] == [[0, 256], [0, 1]]
     assert [list(part.shape) for part in swiglu_quantize_group(empty)] == [[0, 256], [0, 2]]
-    assert swiglu_backward(empty, swiglu(empty))[0].shape == (0, 512)
     hidden = hidden_rows(3, 77)
     assert_bitwise_equal(swiglu(hidden), rounded_swiglu(hidden))
     assert_bitwise_equal(swiglu_quantize_token(hidden)[0], fp8.quantize_token(swiglu(hidden))[0])
@@ -157,20 +114,14 @@ def test_errors_name_everything_wrong():
         swiglu(torch.zeros(2, 5, device=DEVICE))
     with pytest.raises(ValueError, match=r"hidden has 128 columns \(legal: multiples of 256\)"):
         swiglu_quantize_group(torch.zeros(2, 128, device=DEVICE, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"grad is \[2, 128\] \(legal for hidden \[2, 128\]: \[2, 64\]\)"):
-        swiglu_backward(torch.zeros(2, 128, device=DEVICE, dtype=torch.bfloat16), torch.zeros(2, 128, device=DEVICE))
 
 
 def test_operators_are_registered_for_tracing():
     hidden = hidden_rows(3, 128)
-    grad = swiglu(hidden)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.qarl
     for operator in (ops.swiglu, ops.swiglu_quantize_token, ops.swiglu_quantize_group):
         torch.library.opcheck(operator, (hidden,), test_utils=checks)
-    for operator in (ops.swiglu_backward, ops.swiglu_backward_with_activation):
-        torch.library.opcheck(operator, (hidden, grad), test_utils=checks)
     with FakeTensorMode():
         hidden = torch.empty(7, 512, dtype=torch.bfloat16, device=DEVICE)
         assert [list(part.shape) for part in swiglu_quantize_group(hidden)] == [[7, 256], [7, 2]]
-        assert swiglu_backward(hidden, swiglu(hidden), with_activation=True)[1].shape == (7, 256)

@@ -1,8 +1,7 @@
 """Copy the tokens' rows to their experts: the k choices c = t * k + j of T tokens, sorted by expert.
 
-Both copies compute rows[i] = x[order[i] // k]. `gather_rows` runs over the sorted rows and reads a token's row k times,
-from the cache where it still holds it; `spread_rows` runs over the tokens, reads each row once and writes it k times
-where `inverse` says. Rows are copied as 4-byte words, so that one kernel serves BF16, FP32 and FP8.
+rows[inverse[c]] = x[c // k]. The kernel runs over tokens, not over sorted rows: it reads each row once and writes it k
+times. Rows are copied as 4-byte words, so that one kernel serves BF16, FP32 and FP8.
 """
 
 import torch
@@ -14,38 +13,6 @@ from qarl_kernels.ops.checks import refuse, tensor_problems
 
 _WORD_BYTES = 4
 _ELEMENTS_PER_PROGRAM = 1024
-
-
-@triton.jit
-def _inverse_order_kernel(
-    order_ptr,  # [T * k]
-    inverse_ptr,  # [T * k]
-    num_rows,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    choice = tl.load(order_ptr + row, mask=row < num_rows, other=0)
-    tl.store(inverse_ptr + choice, row, mask=row < num_rows)
-
-
-@triton.jit
-def _gather_rows_kernel(
-    x_ptr,  # [T, WORDS]
-    order_ptr,  # [T * TOP_K]
-    out_ptr,  # [T * TOP_K, WORDS]
-    num_rows,
-    WORDS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = row < num_rows
-    mask = exists[:, None] & (column < WORDS)[None, :]
-    token = tl.load(order_ptr + row, mask=exists, other=0) // TOP_K
-    words = tl.load(x_ptr + token[:, None] * WORDS + column[None, :], mask=mask, other=0)
-    tl.store(out_ptr + row[:, None] * WORDS + column[None, :], words, mask=mask)
 
 
 @triton.jit
@@ -69,30 +36,14 @@ def _spread_rows_kernel(
         tl.store(out_ptr + row[:, None] * WORDS + column[None, :], words, mask=mask)
 
 
-def inverse_order(order: Tensor) -> Tensor:
-    """Return the inverse permutation: inverse[order[i]] = i.
-
-    Args:
-        order: [T * k] int64, a permutation of 0 .. T * k - 1.
-
-    Returns:
-        [T * k] int64.
-
-    Raises:
-        ValueError: shape, dtype or device is not supported.
-    """
-    refuse("inverse_order", tensor_problems("order", order, (torch.int64,), 1))
-    return _inverse_order(order)
-
-
-def gather_rows(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Return the tokens' rows sorted by expert, row by row: out[i] = x[order[i] // top_k].
+def spread_rows(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    """Return the tokens' rows sorted by expert: out[inverse[c]] = x[c // top_k].
 
     Its backward is `combine_rows` without weights.
 
     Args:
         x: [T, H] BF16, FP32 or float8_e4m3fn, contiguous, a row's bytes a multiple of 4.
-        order: [T * top_k] int64 of `RoutedRows`.
+        inverse: [T * top_k] int64 of `RoutedRows`.
         top_k: choices per token.
 
     Returns:
@@ -101,25 +52,7 @@ def gather_rows(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     Raises:
         ValueError: shape, dtype or device is not supported.
     """
-    refuse("gather_rows", _copy_problems(x, "order", order, top_k))
-    return _gather_rows(x, order, top_k)
-
-
-def spread_rows(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-    """Return the tokens' rows sorted by expert, token by token: out[inverse[c]] = x[c // top_k].
-
-    Args:
-        x: [T, H] BF16, FP32 or float8_e4m3fn, contiguous, a row's bytes a multiple of 4.
-        inverse: [T * top_k] int64 of `RoutedRows`.
-        top_k: choices per token.
-
-    Returns:
-        [T * top_k, H] of x's dtype, the same as `gather_rows`.
-
-    Raises:
-        ValueError: shape, dtype or device is not supported.
-    """
-    refuse("spread_rows", _copy_problems(x, "inverse", inverse, top_k))
+    refuse("spread_rows", _copy_problems(x, inverse, top_k))
     return _spread_rows(x, inverse, top_k)
 
 
@@ -143,50 +76,27 @@ def permutation_problems(name: str, permutation: Tensor, num_tokens: int, top_k:
     return problems
 
 
-def _copy_problems(x: Tensor, name: str, permutation: Tensor, top_k: int) -> list[str]:
+def _copy_problems(x: Tensor, inverse: Tensor, top_k: int) -> list[str]:
     problems = tensor_problems("x", x, (torch.bfloat16, torch.float32, torch.float8_e4m3fn))
     if x.dim() == 2:
-        problems += permutation_problems(name, permutation, x.shape[0], top_k)
+        problems += permutation_problems("inverse", inverse, x.shape[0], top_k)
         if not x.shape[1] or x.shape[1] * x.element_size() % _WORD_BYTES:
             problems.append(f"x has {x.shape[1]} columns of {x.dtype} (legal: rows of a multiple of 4 bytes)")
     return problems
 
 
-@torch.library.custom_op("qarl::inverse_order", mutates_args=())
-def _inverse_order(order: Tensor) -> Tensor:
-    inverse = _inverse_order_fake(order)
-    grid = (triton.cdiv(order.numel(), _ELEMENTS_PER_PROGRAM),)
-    _inverse_order_kernel[grid](order, inverse, order.numel(), _ELEMENTS_PER_PROGRAM, num_warps=4)
-    return inverse
-
-
-@_inverse_order.register_fake
-def _inverse_order_fake(order: Tensor) -> Tensor:
-    return torch.empty_like(order)
-
-
-@torch.library.custom_op("qarl::gather_rows", mutates_args=())
-def _gather_rows(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    return _copy_rows(_gather_rows_kernel, x, order, top_k, len(order))
-
-
 @torch.library.custom_op("qarl::spread_rows", mutates_args=())
 def _spread_rows(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-    return _copy_rows(_spread_rows_kernel, x, inverse, top_k, len(x))
-
-
-@_gather_rows.register_fake
-@_spread_rows.register_fake
-def _copy_rows_fake(x: Tensor, permutation: Tensor, top_k: int) -> Tensor:  # noqa: ARG001
-    return x.new_empty(x.shape[0] * top_k, x.shape[1])
-
-
-def _copy_rows(kernel: triton.JITFunction, x: Tensor, permutation: Tensor, top_k: int, num_steps: int) -> Tensor:
-    out = _copy_rows_fake(x, permutation, top_k)
+    out = _spread_rows_fake(x, inverse, top_k)
     source, target = x.view(torch.int32), out.view(torch.int32)
     words = source.shape[1]
     block = min(triton.next_power_of_2(words), _ELEMENTS_PER_PROGRAM)
-    steps = _ELEMENTS_PER_PROGRAM // block
-    grid = (triton.cdiv(num_steps, steps), triton.cdiv(words, block))
-    kernel[grid](source, permutation, target, num_steps, words, top_k, steps, block, num_warps=4)
+    tokens = _ELEMENTS_PER_PROGRAM // block
+    grid = (triton.cdiv(len(x), tokens), triton.cdiv(words, block))
+    _spread_rows_kernel[grid](source, inverse, target, len(x), words, top_k, tokens, block, num_warps=4)
     return out
+
+
+@_spread_rows.register_fake
+def _spread_rows_fake(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape[0] * top_k, x.shape[1])

@@ -1,9 +1,8 @@
-"""SwiGLU on the rows of fc1, alone or fused with the activation quantization, and its backward.
+"""SwiGLU on the rows of fc1, alone or fused with the activation quantization.
 
 hidden is BF16 [M, 2 I], gate columns before up columns; silu(g) = g / (1 + exp(-g)) in FP32. Rounding points follow the
 engine: A = bf16(bf16(silu(gate)) * up), except before 1x128 groups, where the FP32 product stays unrounded. Each
-operator reads its inputs once and keeps nothing but its outputs: the backward computes silu, and on request A for fc2's
-weight gradient, again from hidden instead of loading what the forward would have had to save.
+operator reads its inputs once. The backward is in `swiglu_backward.py`.
 """
 
 import torch
@@ -12,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.formats import FP8_BLOCK
-from qarl_kernels.ops.activations import FLOATS, MAX_COLUMNS, floored_scale, row_tiles
+from qarl_kernels.ops.activations import MAX_COLUMNS, floored_scale, row_tiles
 from qarl_kernels.ops.checks import refuse, tensor_problems
-from qarl_kernels.ops.exact_math import divide, exp, largest_magnitude, silu
+from qarl_kernels.ops.exact_math import divide, largest_magnitude, silu
 
 _ROWS, _COLUMNS = 8, 256  # one program's elements in the kernels without a reduction
 _GROUPS_PER_PROGRAM = 8
@@ -97,34 +96,6 @@ def _swiglu_quantize_group_kernel(
     tl.store(out_ptrs, divide(product, scale[:, None]).to(tl.float8e4nv), mask=exists)
 
 
-@triton.jit
-def _swiglu_backward_kernel(
-    hidden_ptr,  # [M, 2 I]
-    grad_ptr,  # [M, I]
-    grad_hidden_ptr,  # [M, 2 I]
-    activation_ptr,  # [M, I]
-    M,
-    INNER: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WITH_ACTIVATION: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (row < M)[:, None] & (column < INNER)[None, :]
-    wide = row[:, None] * (2 * INNER) + column[None, :]
-    narrow = row[:, None] * INNER + column[None, :]
-    gate = tl.load(hidden_ptr + wide, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(hidden_ptr + wide + INNER, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + narrow, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + exp(-gate))
-    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(grad_hidden_ptr + wide, (grad * up * slope).to(tl.bfloat16), mask=mask)
-    tl.store(grad_hidden_ptr + wide + INNER, (grad * gate * sigmoid).to(tl.bfloat16), mask=mask)
-    if WITH_ACTIVATION:
-        tl.store(activation_ptr + narrow, _rounded_swiglu(gate, up), mask=mask)
-
-
 def swiglu(hidden: Tensor) -> Tensor:
     """Return A = bf16(bf16(silu(gate)) * up).
 
@@ -185,30 +156,6 @@ def swiglu_quantize_group(hidden: Tensor) -> tuple[Tensor, Tensor]:
     return _swiglu_quantize_group(hidden)
 
 
-def swiglu_backward(hidden: Tensor, grad: Tensor, *, with_activation: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return d/dgate = grad * up * s * (1 + gate * (1 - s)) and d/dup = grad * gate * s, with s = sigmoid(gate).
-
-    Args:
-        hidden: [M, 2 I] BF16, contiguous, the forward's input.
-        grad: [M, I] BF16 or FP32, contiguous, of the forward's output.
-        with_activation: also compute the forward's output again.
-
-    Returns:
-        grad_hidden: [M, 2 I] BF16, rounded once; activation: [M, I] BF16, bit-equal to `swiglu(hidden)`, or None.
-
-    Raises:
-        ValueError: shape, dtype or device is not supported.
-    """
-    problems = _hidden_problems(hidden) + tensor_problems("grad", grad, FLOATS)
-    if hidden.dim() == 2 and grad.shape != (hidden.shape[0], hidden.shape[1] // 2):
-        legal = [hidden.shape[0], hidden.shape[1] // 2]
-        problems.append(f"grad is {list(grad.shape)} (legal for hidden {list(hidden.shape)}: {legal})")
-    refuse("swiglu_backward", problems)
-    if with_activation:
-        return _swiglu_backward_with_activation(hidden, grad)
-    return _swiglu_backward(hidden, grad), None
-
-
 def _hidden_problems(hidden: Tensor) -> list[str]:
     problems = tensor_problems("hidden", hidden, (torch.bfloat16,))
     if hidden.dim() == 2 and (hidden.shape[1] % 2 or not hidden.shape[1]):
@@ -263,37 +210,3 @@ def _swiglu_quantize_group_fake(hidden: Tensor) -> tuple[Tensor, Tensor]:
     rows, inner = hidden.shape[0], hidden.shape[1] // 2
     a8 = hidden.new_empty(rows, inner, dtype=torch.float8_e4m3fn)
     return a8, hidden.new_empty(rows, inner // FP8_BLOCK, dtype=torch.float32)
-
-
-@torch.library.custom_op("qarl::swiglu_backward", mutates_args=())
-def _swiglu_backward(hidden: Tensor, grad: Tensor) -> Tensor:
-    grad_hidden = torch.empty_like(hidden)
-    # Without an activation the kernel never touches its pointer.
-    _launch_backward(hidden, grad, grad_hidden, grad_hidden, with_activation=False)
-    return grad_hidden
-
-
-@_swiglu_backward.register_fake
-def _swiglu_backward_fake(hidden: Tensor, grad: Tensor) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(hidden)
-
-
-@torch.library.custom_op("qarl::swiglu_backward_with_activation", mutates_args=())
-def _swiglu_backward_with_activation(hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    grad_hidden, activation = torch.empty_like(hidden), torch.empty_like(grad, dtype=torch.bfloat16)
-    _launch_backward(hidden, grad, grad_hidden, activation, with_activation=True)
-    return grad_hidden, activation
-
-
-@_swiglu_backward_with_activation.register_fake
-def _swiglu_backward_with_activation_fake(hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(grad, dtype=torch.bfloat16)
-
-
-def _launch_backward(
-    hidden: Tensor, grad: Tensor, grad_hidden: Tensor, activation: Tensor, *, with_activation: bool
-) -> None:
-    rows, inner = grad.shape
-    _swiglu_backward_kernel[_grid(rows, inner)](
-        hidden, grad, grad_hidden, activation, rows, inner, _ROWS, _COLUMNS, with_activation, num_warps=4
-    )
