@@ -30,6 +30,7 @@ GROUP_SIZES = (32, 64, 128)
 EMITS = ("packed", "bf16", "fp8")
 FP8_GROUP_SIZE = 128
 MAX_COLUMNS = 16384
+_ENCODED_GROUPS = 32  # of one program of int4_encode_fp8
 _TILE_WEIGHTS = 4096
 
 
@@ -196,10 +197,20 @@ def int4_encode_fp8(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def _int4_encode_fp8(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     w8, channel_scale = _empty_encoding(packed)
     groups = scale.shape[-1]
-    row_groups = triton.next_power_of_2(groups)
+    row_groups, num_rows = triton.next_power_of_2(groups), channel_scale.numel()
+    rows = max(1, _ENCODED_GROUPS // row_groups)
     with torch.cuda.device_of(packed):
-        _int4_encode_fp8_kernel[channel_scale.numel(),](
-            packed, scale, w8, channel_scale, groups, ROW_GROUPS=row_groups, TILE=min(row_groups, 16), num_warps=2
+        _int4_encode_fp8_kernel[triton.cdiv(num_rows, rows),](
+            packed,
+            scale,
+            w8,
+            channel_scale,
+            num_rows,
+            groups,
+            ROW_GROUPS=row_groups,
+            TILE=min(row_groups, 16),
+            ROWS=rows,
+            num_warps=2,
         )
     return w8, channel_scale
 

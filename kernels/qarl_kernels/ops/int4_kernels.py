@@ -207,24 +207,29 @@ def _int4_encode_fp8_kernel(
     scale_ptr,  # [M, K / 128]
     w8_ptr,  # [M, K]
     channel_scale_ptr,  # [M]
+    num_rows,
     num_groups,
     ROW_GROUPS: tl.constexpr,
     TILE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, ROW_GROUPS)
-    scales = tl.load(scale_ptr + row * num_groups + every, mask=every < num_groups, other=0.0)
-    channel_scale = _channel_scale(tl.max(scales.to(tl.float32), 0))
-    tl.store(channel_scale_ptr + row, channel_scale * 8.0)
-    high, low = split_reciprocal(channel_scale)
     word = tl.arange(0, 16)[:, None]
     lane = tl.arange(0, 8)[None, None, :]
-    for first in range(0, num_groups, TILE):
-        group = first + tl.arange(0, TILE)
-        valid = group < num_groups
-        words = group[None, :] * 16 + word
-        packed = tl.load(packed_ptr + row * num_groups * 16 + _hide_order(words, num_groups), mask=valid[None, :])
-        scale = tl.load(scale_ptr + row * num_groups + group, mask=valid, other=0.0).to(tl.float32)
-        scale8 = _encode_scale(scale, high, low)
-        w8 = (_stored_codes(packed[:, :, None], lane) * scale8[None, :, None]).to(tl.float8e4nv)
-        tl.store(w8_ptr + row * num_groups * 128 + words[:, :, None] * 8 + lane, w8, mask=valid[None, :, None])
+    # Rows one after another, unrolled: the loads of the next are in flight while one is computed.
+    for step in tl.static_range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + step
+        exists = row < num_rows
+        scales = tl.load(scale_ptr + row * num_groups + every, mask=(every < num_groups) & exists, other=0.0)
+        channel_scale = _channel_scale(tl.max(scales.to(tl.float32), 0))
+        tl.store(channel_scale_ptr + row, channel_scale * 8.0, mask=exists)
+        high, low = split_reciprocal(channel_scale)
+        for first in range(0, num_groups, TILE):
+            group = first + tl.arange(0, TILE)
+            valid = (group < num_groups) & exists
+            words = group[None, :] * 16 + word
+            packed = tl.load(packed_ptr + row * num_groups * 16 + _hide_order(words, num_groups), mask=valid[None, :])
+            scale = tl.load(scale_ptr + row * num_groups + group, mask=valid, other=0.0).to(tl.float32)
+            scale8 = _encode_scale(scale, high, low)
+            w8 = (_stored_codes(packed[:, :, None], lane) * scale8[None, :, None]).to(tl.float8e4nv)
+            tl.store(w8_ptr + row * num_groups * 128 + words[:, :, None] * 8 + lane, w8, mask=valid[None, :, None])
