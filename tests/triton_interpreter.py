@@ -53,7 +53,17 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(np.matmul(left, right, dtype=np.float32) + d.data, d.dtype.scalar)
 
 
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor(tensor, scope):
+    # A loaded scalar is an array of one element, which numpy 2.4 and later do not turn into an integer by themselves.
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
 if INTERPRETED:
+    interpreter._patch_lang_tensor = _patch_tensor
     for name in ("cast_impl", "create_fp_to_fp"):
         setattr(interpreter.InterpreterBuilder, name, _cast)
     interpreter.InterpreterBuilder.create_dot = _dot

@@ -1,0 +1,217 @@
+"""Grouped GEMM on packed int4 weights: y[m] = epilogue(sum_k x[m, k] * bf16(code[e, n, k] * scale[e, n, k // g])).
+
+The weight is dequantized in registers, rounded to BF16 exactly as `integer.dequantize_integer`, and handed to the
+tensor cores through shared memory. It reads a quarter of the weight bytes and needs no BF16 copy of the weights; but
+each row tile dequantizes its weights again, between the products and not beside them, so with many rows per expert it
+is faster to dequantize once and run the BF16 GEMM.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.ops.checks import refuse, tensor_problems
+from qarl_kernels.ops.gemm_checks import epilogue_problems, offsets_problems
+from qarl_kernels.ops.gemm_kernels import scale_rows, store_tile
+from qarl_kernels.ops.grouped_gemm import EPILOGUES, compile_options, launch_grid, output_descriptor
+from qarl_kernels.ops.launch import TileConfig, tile_config
+from qarl_kernels.ops.tiles import build_tile_table, descriptor, tile_position
+
+GROUP_SIZES = (32, 64, 128)
+CODES_PER_WORD = 8
+
+
+@triton.jit
+def _nibble(words, scale, offset, POSITION: tl.constexpr):
+    """bf16((code - 8) * scale) of the code at bits 4 * POSITION; offset is -136 * scale."""
+    # 0x43000000 is 128.0, and its mantissa bits 16 to 19 count ones: 128 + code without an integer conversion.
+    # Factors of 8 bits and 13 bits of offset make (128 + code) * scale - 136 * scale exact until it is rounded.
+    if POSITION >= 4:
+        bits = (words >> (4 * POSITION - 16)) & 0xF0000
+    else:
+        bits = (words << (16 - 4 * POSITION)) & 0xF0000
+    return tl.fma((bits | 0x43000000).to(tl.float32, bitcast=True), scale, offset).to(tl.bfloat16)
+
+
+@triton.jit
+def dequantize_words(words, scale):
+    """bf16((code - 8) * scale) of words [N, W], 8 codes each, and scale [N] FP32 -> [N, 8 W] BF16."""
+    factor = tl.broadcast_to(scale[:, None], words.shape)
+    offset = factor * -136.0
+    # Joins put the first operand first in the new last axis: the chain below interleaves codes 0 to 7 in order.
+    even_pairs = tl.join(
+        tl.join(_nibble(words, factor, offset, 0), _nibble(words, factor, offset, 4)),
+        tl.join(_nibble(words, factor, offset, 2), _nibble(words, factor, offset, 6)),
+    )
+    odd_pairs = tl.join(
+        tl.join(_nibble(words, factor, offset, 1), _nibble(words, factor, offset, 5)),
+        tl.join(_nibble(words, factor, offset, 3), _nibble(words, factor, offset, 7)),
+    )
+    return tl.join(even_pairs, odd_pairs).reshape(words.shape[0], words.shape[1] * 8)
+
+
+@triton.jit
+def _grouped_gemm_int4_kernel(
+    x_desc,  # [M, K] BF16
+    packed_desc,  # [E, N, K / 8] int32
+    out_desc,  # [M, N], ragged
+    tiles_ptr,  # [1 + T, 4] int32
+    scale_ptr,  # [E, N, K / g] BF16
+    row_weight_ptr,  # [M] FP32
+    N,
+    K,
+    EPILOGUE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    tl.static_assert(GROUP_SIZE % BLOCK_K == 0, "one scale per row and step")
+    num_m_tiles = tl.load(tiles_ptr)
+    num_n_tiles = tl.cdiv(N, BLOCK_N)
+    num_groups = K // GROUP_SIZE
+    first, step = tl.program_id(0), tl.num_programs(0)
+    for tile in tl.range(first, num_m_tiles * num_n_tiles, step, flatten=FLATTEN):
+        m_tile, n_tile = tile_position(tile, num_m_tiles, num_n_tiles, GROUP_M)
+        record = tiles_ptr + 4 * (m_tile + 1)
+        expert = tl.load(record)
+        row = tl.load(record + 1)
+        stop = tl.load(record + 2)
+        column = n_tile * BLOCK_N
+        columns = column + tl.arange(0, BLOCK_N)
+        scale_row = scale_ptr + (expert.to(tl.int64) * N + columns) * num_groups
+        real_column = columns < N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, K, BLOCK_K):
+            x = x_desc.load([row, k])
+            words = packed_desc.load([expert, column, k // 8]).reshape(BLOCK_N, BLOCK_K // 8)
+            scale = tl.load(scale_row + k // GROUP_SIZE, mask=real_column, other=0.0).to(tl.float32)
+            acc = tl.dot(x, dequantize_words(words, scale).T, acc)
+        if EPILOGUE != 0:
+            rows = row + tl.arange(0, BLOCK_M)
+            weight = tl.load(row_weight_ptr + rows, mask=rows < stop, other=0.0)
+            acc = scale_rows(acc, weight[:, None], EPILOGUE)
+        store_tile(out_desc, acc, row, stop, column, SPLIT)
+
+
+def launch_grouped_gemm_int4(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offsets: Tensor,
+    row_weight: Tensor | None,
+    epilogue: int,
+    out: Tensor,
+    config: TileConfig,
+) -> Tensor:
+    """Run the int4 kernel with a given tile (for the operator below and for the tuner).
+
+    Args:
+        x: [M, K] BF16.
+        packed: [E, N, K / 8] int32.
+        scale: [E, N, K / g] BF16.
+        offsets: [E + 1] int32.
+        row_weight: [M] FP32 or None.
+        epilogue: a value of `EPILOGUES`.
+        out: [M, N], written.
+        config: the tile; steps longer than a group are shortened to it.
+
+    Returns:
+        out.
+    """
+    (num_rows, k), n = x.shape, out.shape[1]
+    if num_rows == 0:
+        return out
+    group_size = k // scale.shape[2]
+    block_k = min(config.block_k, group_size)
+    tiles = build_tile_table(offsets, num_rows, config.block_m)
+    _grouped_gemm_int4_kernel[launch_grid(x, tiles, n, config)](
+        descriptor(x, [config.block_m, block_k]),
+        descriptor(packed, [1, config.block_n, block_k // CODES_PER_WORD]),
+        output_descriptor(out, config),
+        tiles,
+        scale,
+        row_weight,
+        n,
+        k,
+        EPILOGUE=epilogue,
+        GROUP_SIZE=group_size,
+        BLOCK_K=block_k,
+        **compile_options(config),
+    )
+    return out
+
+
+@torch.library.custom_op("qarl::grouped_gemm_int4", mutates_args=())
+def _int4_op(
+    x: Tensor, packed: Tensor, scale: Tensor, offsets: Tensor, row_weight: Tensor | None, epilogue: int
+) -> Tensor:
+    out = x.new_empty(x.shape[0], packed.shape[1])
+    config = tile_config("int4", x, packed.shape[1], x.shape[1], packed.shape[0])
+    return launch_grouped_gemm_int4(x, packed, scale, offsets, row_weight, epilogue, out, config)
+
+
+@_int4_op.register_fake
+def _(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,  # noqa: ARG001
+    offsets: Tensor,  # noqa: ARG001
+    row_weight: Tensor | None,  # noqa: ARG001
+    epilogue: int,  # noqa: ARG001
+) -> Tensor:
+    return x.new_empty(x.shape[0], packed.shape[1])
+
+
+def grouped_gemm_int4(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offsets: Tensor,
+    *,
+    row_weight: Tensor | None = None,
+    weight_rounding: str | None = None,
+) -> Tensor:
+    """Multiply BF16 rows by their expert's packed weight: y = bf16(x @ bf16((code - 8) * scale)^T).
+
+    Args:
+        x: [M, K] BF16, rows sorted by expert.
+        packed: [E, N, K / 8] int32, 8 codes each, lowest bits first.
+        scale: [E, N, K / g] BF16, g 32, 64 or 128.
+        offsets: [E + 1] int32.
+        row_weight: [M] FP32 factor of each row, or None.
+        weight_rounding: with row_weight: see `grouped_gemm_bf16`.
+
+    Returns:
+        [M, N] BF16.
+
+    Raises:
+        ValueError: an operand is not legal; everything wrong is named.
+
+    Source: vLLM 0.25.1 marlin_template.h (the product is rounded to BF16 before it is multiplied).
+    """
+    problems = tensor_problems("x", x, (torch.bfloat16,)) + tensor_problems("packed", packed, (torch.int32,), 3)
+    problems += tensor_problems("scale", scale, (torch.bfloat16,), 3)
+    if not problems:
+        problems += _shape_problems(x, packed, scale) + offsets_problems(x, packed.shape[0], offsets)
+        problems += epilogue_problems(x, row_weight, weight_rounding)
+    refuse("grouped_gemm_int4", problems)
+    return _int4_op(x, packed, scale, offsets, row_weight, EPILOGUES[weight_rounding])
+
+
+def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor) -> list[str]:
+    num_experts, n, words = packed.shape
+    k = words * CODES_PER_WORD
+    problems = []
+    if x.shape[1] != k or k % 32 or k == 0:
+        problems.append(f"x has {x.shape[1]} columns, packed holds {k} (legal: the same multiple of 32)")
+    if n % 8 or n == 0:
+        problems.append(f"packed has N={n} (legal: multiples of 8)")
+    legal = [[num_experts, n, k // size] for size in GROUP_SIZES if k % size == 0]
+    if list(scale.shape) not in legal:
+        problems.append(f"scale has shape {list(scale.shape)} (legal: {legal}, for group sizes that divide K)")
+    return problems

@@ -1,0 +1,172 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from asserts import assert_snr
+from triton_interpreter import DEVICE, INTERPRETED
+
+from qarl_kernels import fp8
+from qarl_kernels.ops import launch
+from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16, grouped_gemm_fp8_block, grouped_gemm_fp8_channel
+
+# Experts' row counts, N, K: empty experts first, last and between, partial tiles, edge columns.
+CASES = (
+    [([0, 5, 0, 70, 33, 0], 72, 128)]
+    if INTERPRETED
+    else [
+        ([0, 5, 0, 700, 333, 128, 0], 1536, 2048),
+        ([1], 2048, 768),
+        ([0] * 100 + [257] * 28, 200, 384),
+        ([70000, 0, 20000], 1536, 2048),
+    ]
+)
+
+
+def offsets_of(counts):
+    return torch.tensor([0, *counts], device=DEVICE).cumsum(0).to(torch.int32)
+
+
+def uneven(*shape):
+    """Gaussian numbers whose size differs between rows and between 128-wide columns."""
+    *batch, rows, columns = shape
+    row_size = torch.exp2(torch.randint(-2, 3, (*batch, rows, 1), device=DEVICE).float())
+    column_size = torch.exp2(torch.randint(-2, 3, (*batch, 1, -(-columns // 128)), device=DEVICE).float())
+    values = torch.randn(shape, device=DEVICE) * row_size * column_size.repeat_interleave(128, -1)[..., :columns]
+    return (values * columns**-0.5).to(torch.bfloat16)
+
+
+def reference(x, weight, counts, dtype=torch.float64):
+    out = torch.zeros(len(x), weight.shape[1], dtype=dtype, device=x.device)
+    bounds = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
+        out[start:stop] = x[start:stop].to(dtype) @ weight[expert].to(dtype).T
+    return out
+
+
+@pytest.fixture(params=range(len(CASES)))
+def problem(request, poisoned_empty):
+    counts, n, k = CASES[request.param]
+    return counts, uneven(sum(counts), k), uneven(len(counts), n, k)
+
+
+def test_bf16_product(problem):
+    counts, x, weight = problem
+    out = grouped_gemm_bf16(x, weight, offsets_of(counts))
+    assert_snr(out, reference(x, weight, counts), 45)
+    if len(counts) > 1:
+        with pytest.raises(AssertionError):
+            assert_snr(out, reference(x, weight.roll(1, 0), counts), 45)
+
+
+def test_bf16_input_gradient_from_the_same_weight(problem):
+    counts, x, weight = problem
+    grad = uneven(len(x), weight.shape[1])
+    out = grouped_gemm_bf16(grad, weight, offsets_of(counts), transposed=True)
+    assert_snr(out, reference(grad, weight.mT, counts), 45)
+    with pytest.raises(AssertionError):
+        assert_snr(out, reference(grad, weight.flip(2).mT, counts), 45)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fp32_result_is_the_accumulator(problem, transposed):
+    counts, x, weight = problem
+    rows = uneven(len(x), weight.shape[1]) if transposed else x
+    out = grouped_gemm_bf16(rows, weight, offsets_of(counts), transposed=transposed, out_dtype=torch.float32)
+    expected = reference(rows, weight.mT if transposed else weight, counts)
+    assert_snr(out, expected, 90)
+    with pytest.raises(AssertionError):
+        assert_snr(out.to(torch.bfloat16), expected, 90)
+
+
+def test_router_weight_is_rounded_where_told(problem):
+    counts, x, weight = problem
+    row_weight = torch.rand(len(x), device=DEVICE) + 0.01
+    offsets = offsets_of(counts)
+    accumulator = grouped_gemm_bf16(x, weight, offsets, out_dtype=torch.float32)
+    on_accumulator = (accumulator * row_weight[:, None]).to(torch.bfloat16)
+    rounded = accumulator.to(torch.bfloat16) * row_weight.to(torch.bfloat16)[:, None]
+    for rounding, expected, other in (
+        ("on_accumulator", on_accumulator, rounded),
+        ("rounded_product", rounded, on_accumulator),
+    ):
+        out = grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
+        # The FP32 result may come from another tile shape, which adds in another order.
+        assert (out != expected).float().mean() < 0.01
+        assert (out != other).float().mean() > 0.1
+
+
+def test_fp8_channel_product(problem):
+    counts, x, weight = problem
+    a8, a_scale = fp8.quantize_token(x)
+    w8, w_scale = fp8.quantize_channel(weight)
+    out = grouped_gemm_fp8_channel(a8, a_scale, w8, w_scale, offsets_of(counts))
+    expected = reference(a8.double() * a_scale, w8.double() * w_scale, counts)
+    assert_snr(out, expected, 45)
+    wrong_axis = w_scale.flatten().roll(1).view_as(w_scale)
+    with pytest.raises(AssertionError):
+        assert_snr(out, reference(a8.double() * a_scale, w8.double() * wrong_axis, counts), 45)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_fp8_block_product(problem, weighted):
+    counts, x, weight = problem
+    row_weight = torch.rand(len(x), device=DEVICE) + 0.01 if weighted else None
+    a8, a_scale = fp8.quantize_group(x)
+    w8, w_scale = fp8.quantize_block(weight)
+    out = grouped_gemm_fp8_block(a8, a_scale, w8, w_scale, offsets_of(counts), row_weight=row_weight)
+    rows = a8.double() * a_scale.repeat_interleave(128, 1)
+    rows = rows if row_weight is None else rows * row_weight[:, None]
+    wide = fp8.expand_block_scale(w_scale, *weight.shape[1:])
+    assert_snr(out, reference(rows, w8.double() * wide, counts), 45)
+    with pytest.raises(AssertionError):
+        assert_snr(out, reference(rows, w8.double() * wide.roll(1, 0).flip(1), counts), 45)
+
+
+def test_rows_behind_the_last_offset_are_left_alone():
+    counts, n, k = CASES[0]
+    x, weight = uneven(sum(counts) + 40, k), uneven(len(counts), n, k)
+    out = grouped_gemm_bf16(x, weight, offsets_of(counts))
+    assert out.shape == (len(x), n)
+    assert_snr(out[: sum(counts)], reference(x[: sum(counts)], weight, counts), 45)
+
+
+def test_no_rows():
+    weight = uneven(3, 64, 128)
+    assert grouped_gemm_bf16(uneven(0, 128), weight, offsets_of([0, 0, 0])).shape == (0, 64)
+
+
+def test_all_problems_are_named():
+    x, weight = uneven(4, 96)[:, :90].contiguous(), uneven(2, 60, 96).float()
+    with pytest.raises(ValueError, match=r"weight is torch\.float32.*90 columns \(legal: 96.*N=60.*offsets has shape"):
+        grouped_gemm_bf16(x, weight, offsets_of([4]))
+    weight, row_weight = uneven(1, 64, 96), torch.ones(4, device=DEVICE)
+    with pytest.raises(ValueError, match="weight_rounding='sum'"):
+        grouped_gemm_bf16(uneven(4, 96), weight, offsets_of([4]), row_weight=row_weight, weight_rounding="sum")
+
+
+def test_a_problem_takes_the_tile_of_the_nearest_tuned_one():
+    device = "NVIDIA H200"
+    tuned = launch._tuned_table(device)
+    assert {key.split("/")[0] for key in tuned} <= set(launch.DEFAULTS)
+    key = launch.problem_key("fp8_channel", 1536, 2048, 128, 180224)
+    assert launch._nearest_tile(device, key) == tuned[key]
+    between = launch.problem_key("fp8_channel", 1536, 2048, 128, 150000)
+    assert launch._nearest_tile(device, between) == tuned[key]
+    assert launch._nearest_tile("a device without a table", key) is None
+
+
+@pytest.mark.gpu
+def test_compiled_and_captured():
+    counts, n, k = CASES[0]
+    x, weight, offsets = uneven(sum(counts), k), uneven(len(counts), n, k), offsets_of(counts)
+    expected = grouped_gemm_bf16(x, weight, offsets)
+    compiled = torch.compile(grouped_gemm_bf16, fullgraph=True)(x, weight, offsets)
+    assert torch.equal(compiled, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = grouped_gemm_bf16(x, weight, offsets)
+    captured.fill_(torch.nan)
+    other_counts = counts[::-1]
+    offsets.copy_(offsets_of(other_counts))
+    graph.replay()
+    assert_snr(captured, reference(x, weight, other_counts), 45)

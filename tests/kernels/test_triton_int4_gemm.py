@@ -1,0 +1,79 @@
+import pytest
+import torch
+from asserts import assert_bitwise_equal, assert_snr
+from format_cases import uneven_weight
+from triton_interpreter import DEVICE, INTERPRETED
+
+from qarl_kernels import integer
+from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16
+from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
+
+CASES = (
+    [([0, 5, 70, 0], 72, 128)]
+    if INTERPRETED
+    else [
+        ([0, 5, 0, 700, 333, 128, 0], 1536, 2048),
+        ([1], 2048, 768),
+        ([130] * 16, 768, 2048),
+    ]
+)
+
+
+@pytest.fixture(params=[(case, group) for case in range(len(CASES)) for group in (32, 64, 128)])
+def problem(request, poisoned_empty):
+    (counts, n, k), group_size = CASES[request.param[0]], request.param[1]
+    codes, scale = integer.quantize_integer(uneven_weight(len(counts), n, k), 4, group_size, "full_range")
+    x = torch.randn(sum(counts), k).to(torch.bfloat16)
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    return x.to(DEVICE), codes.to(DEVICE), scale.to(DEVICE), offsets.to(DEVICE)
+
+
+def product(x, weight, offsets):
+    bounds = offsets.tolist()
+    parts = [x[a:b].double() @ w.double().T for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]
+    return torch.cat(parts)
+
+
+def test_product(problem):
+    x, codes, scale, offsets = problem
+    packed = integer.pack_int32(codes, 4)
+    out = grouped_gemm_int4(x, packed, scale, offsets)
+    assert_snr(out, product(x, integer.dequantize_integer(codes, scale), offsets), 45)
+    shifted = integer.dequantize_integer(codes + 1, scale)
+    with pytest.raises(AssertionError):
+        assert_snr(out, product(x, shifted, offsets), 45)
+    wrong_axis = integer.dequantize_integer(codes, scale.flatten().roll(1).view_as(scale))
+    with pytest.raises(AssertionError):
+        assert_snr(out, product(x, wrong_axis, offsets), 45)
+
+
+def test_every_weight_is_rounded_as_the_reference(problem):
+    """Rows of the identity read the weight out."""
+    _, codes, scale, _ = problem
+    num_experts, _, k = codes.shape
+    eye = torch.eye(k, dtype=torch.bfloat16, device=DEVICE)
+    expert = num_experts - 1
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=DEVICE)
+    offsets[-1] = k
+    out = grouped_gemm_int4(eye, integer.pack_int32(codes, 4), scale, offsets)
+    assert_bitwise_equal(out + 0, integer.dequantize_integer(codes, scale)[expert].T.contiguous() + 0)
+
+
+def test_router_weight(problem):
+    x, codes, scale, offsets = problem
+    row_weight = torch.rand(len(x), device=DEVICE) + 0.01
+    packed, weight = integer.pack_int32(codes, 4), integer.dequantize_integer(codes, scale)
+    for rounding in ("on_accumulator", "rounded_product"):
+        out = grouped_gemm_int4(x, packed, scale, offsets, row_weight=row_weight, weight_rounding=rounding)
+        expected = grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
+        assert (out != expected).float().mean() < 0.05
+        assert_snr(out, expected, 45)
+
+
+def test_all_problems_are_named():
+    x = torch.zeros(4, 128, dtype=torch.bfloat16, device=DEVICE)
+    packed = torch.zeros(2, 60, 8, dtype=torch.int32, device=DEVICE)
+    scale = torch.zeros(2, 60, 3, dtype=torch.bfloat16, device=DEVICE)
+    offsets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"128 columns, packed holds 64.*N=60.*scale has shape \[2, 60, 3\] \(legal"):
+        grouped_gemm_int4(x, packed, scale, offsets)
