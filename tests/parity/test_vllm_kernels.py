@@ -1,0 +1,284 @@
+"""Our kernels and the torch reference against vLLM 0.25.1's expert kernels, on the tensors that are published.
+
+Weights, quantizers and SwiGLU must be the same bits; GEMMs and the whole MLP may differ by the order of their sums.
+Set QARL_VLLM_RESULTS to a file to keep the figures as rows of docs/results.
+"""
+
+import datetime
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+
+pytestmark = pytest.mark.gpu
+vllm = pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportError)
+
+import vllm._custom_ops as ops  # noqa: E402
+from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8  # noqa: E402
+from vllm_compare import ENGINES, case, equal_fraction, neighbours, sqnr_db  # noqa: E402
+from vllm_cutlass import CompiledW4A8  # noqa: E402
+
+from qarl_kernels import QuantizedWeight, fp8, gemm_operand, get_format, quantize_weight  # noqa: E402
+from qarl_kernels.expert_mlp import swiglu  # noqa: E402
+from qarl_kernels.gemm import GemmOperand  # noqa: E402
+from qarl_kernels.integer import pack_int32  # noqa: E402
+from qarl_kernels.ops import activations as kernels  # noqa: E402
+from qarl_kernels.ops.swiglu import swiglu as swiglu_kernel  # noqa: E402
+from qarl_kernels.ops.swiglu import swiglu_quantize_group, swiglu_quantize_token  # noqa: E402
+from qarl_kernels.ops.weights import dequantize_operand  # noqa: E402
+from qarl_nemo.metrics.results import append_results  # noqa: E402
+
+MIN_MLP_DB = 45.0
+MIN_FP32_SUMS_DB = 35.0
+# One GEMM on the same quantized operands; vLLM's Triton kernel rounds fp8_channel's fc2 after the router weight.
+MIN_GEMM_DB = 70.0
+ROUNDED_ONCE_MORE = {("fp8_channel_triton", "fc2"): 45.0}
+
+
+class Figures:
+    """Figures by name; each is printed, those with `keep` become rows of docs/results."""
+
+    def __init__(self):
+        self.rows = []
+
+    def note(self, name, value, *, unit="fraction", goal=None, keep=False):
+        print(f"FIGURE {name:60} {value:.6g} {unit}")
+        # Equal tensors have no finite ratio; the fraction of equal bits says it.
+        if keep and math.isfinite(value):
+            self.rows.append({"name": name, "value": value, "unit": unit, "op": ">=", "goal": goal})
+        return value
+
+    def compare(self, name, actual, expected, *, goal=None, keep=False):
+        """Note how far two tensors are apart; returns the dB."""
+        self.note(f"{name}_bit_equal_fraction".replace("_mlp_bit", "_bit"), equal_fraction(actual, expected), keep=keep)
+        return self.note(f"{name}_sqnr_db", sqnr_db(actual, expected), unit="dB", goal=goal, keep=keep)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    figures = Figures()
+    yield figures
+    facts = {
+        "hardware": f"1x {torch.cuda.get_device_name()}",
+        "versions": {"torch": torch.__version__, "vllm": vllm.__version__},
+        "command": "QARL_VLLM_RESULTS=docs/results/kernels.json python -m pytest tests/parity/test_vllm_kernels.py",
+        "date": datetime.date.today().isoformat(),
+    }
+    if path := os.environ.get("QARL_VLLM_RESULTS"):
+        append_results(Path(path), [row | facts for row in figures.rows])
+
+
+@pytest.fixture(params=ENGINES)
+def parts(request):
+    return case(request.param)
+
+
+def wrong_weight(parts, layer):
+    """The zero point off by one; where there is none, the neighbouring row's or block's scales; in BF16 up for gate."""
+    operand, stored = parts.reference_operands[layer], parts.stored[layer]
+    if stored.format.weight_kind == "int":
+        shifted = stored.codes().to(torch.bfloat16).unflatten(-1, (-1, 128)) + 1
+        return (shifted * stored.tensors["weight_scale"].unsqueeze(-1)).flatten(-2)
+    if operand.scale is None:
+        return operand.values.roll(operand.values.shape[1] // 2, 1)
+    return GemmOperand(operand.format, operand.values, operand.scale.roll(1, 1)).effective_weight().to(torch.bfloat16)
+
+
+def test_weights_are_the_same_bits(parts, figures):
+    """What vLLM's kernel multiplies by, read through the identity matrix, is what we dequantize."""
+    fractions = []
+    for layer in range(2):
+        # A product with zeros turns -0 into 0.
+        read = parts.engine.read_weight(layer) + 0.0
+        ours = dequantize_operand(parts.operands[layer]) + 0.0
+        fractions.append(equal_fraction(ours, read))
+        assert_bitwise_equal(ours, read)
+        assert_bitwise_equal(parts.reference_operands[layer].effective_weight().to(torch.bfloat16) + 0.0, read)
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_bitwise_equal(wrong_weight(parts, layer) + 0.0, read)
+    figures.note(f"{parts.name}_weight_bit_equal_fraction", min(fractions), goal=1.0, keep=True)
+
+
+def test_w4a8_values_and_channel_scales_are_the_same_bits():
+    parts = case("w4a8_cutlass")
+    for layer, operand in enumerate(parts.operands):
+        read, scale = parts.engine.read_values(layer), parts.engine.channel_scales[layer]
+        assert_bitwise_equal(operand.values.to(torch.bfloat16) + 0.0, read + 0.0)
+        assert_bitwise_equal(operand.scale, scale)
+
+
+def test_w4a8_weights_of_an_engine_with_torch_compile(figures):
+    """There Inductor quantizes the group scales, multiplying by a reciprocal: not every bit is the same."""
+    parts = case("w4a8_cutlass")
+    compiled = CompiledW4A8(*parts.stored)
+    equal = equal_fraction(compiled.read_values(0), parts.engine.read_values(0))
+    scales = equal_fraction(compiled.channel_scales[0], parts.engine.channel_scales[0])
+    figures.note("w4a8_vllm_cutlass_compiled_values_equal_fraction", equal, keep=True)
+    figures.note("w4a8_vllm_cutlass_compiled_channel_scale_equal_fraction", scales, keep=True)
+    out = compiled.mlp(parts.x, parts.index, parts.weight).out
+    figures.compare("w4a8_vllm_cutlass_compiled_mlp", out, parts.stages.out)
+    assert equal > 0.99
+
+
+def tokens():
+    x = torch.randn(2048, 2048, device="cuda") * torch.exp2(torch.randint(-8, 8, (2048, 1), device="cuda").float())
+    x[4] = 0.0
+    x[5] *= 2.0**-40
+    return x.to(torch.bfloat16)
+
+
+def assert_same_quantization(figures, name, ours, expected):
+    scale = ours[1].view_as(expected[1])
+    figures.note(f"{name}_values_equal_fraction", equal_fraction(ours[0], expected[0]))
+    figures.note(f"{name}_scale_equal_fraction", equal_fraction(scale, expected[1]))
+    assert_bitwise_equal(ours[0], expected[0])
+    assert_bitwise_equal(scale, expected[1])
+
+
+@pytest.mark.parametrize("origin", ["reference", "kernels"])
+def test_activations_quantize_to_the_same_bits(origin, figures):
+    x = tokens()
+    quantize = {"reference": fp8, "kernels": kernels}[origin]
+    by_token = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    by_group = per_token_group_quant_fp8(x, 128, use_ue8m0=False)
+    assert_same_quantization(figures, f"quantize_token_{origin}", quantize.quantize_token(x), by_token)
+    assert_same_quantization(figures, f"quantize_group_{origin}", quantize.quantize_group(x), by_group)
+    by_reciprocal = (x.float() * (1 / by_token[1])).to(torch.float8_e4m3fn)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(by_reciprocal, by_token[0])
+
+
+@pytest.mark.parametrize("origin", ["reference", "kernels"])
+def test_swiglu_is_the_same_bits(origin, figures):
+    hidden = tokens()
+    expected = torch.empty_like(hidden[:, :1024])
+    torch.ops._C.silu_and_mul(expected, hidden)
+    rounded = swiglu(hidden, get_format("bf16"))
+    assert_bitwise_equal(swiglu_kernel(hidden) if origin == "kernels" else rounded, expected)
+    by_token = ops.scaled_fp8_quant(expected, use_per_token_if_dynamic=True)
+    ours = swiglu_quantize_token(hidden) if origin == "kernels" else fp8.quantize_token(rounded)
+    assert_same_quantization(figures, f"swiglu_quantize_token_{origin}", ours, by_token)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(swiglu_kernel(hidden.roll(1024, 1)), expected)
+
+
+@pytest.mark.parametrize("origin", ["reference", "kernels"])
+def test_swiglu_before_groups_is_the_same_bits(origin, figures):
+    hidden = tokens()
+    expected = ops.silu_and_mul_per_block_quant(hidden, 128, torch.float8_e4m3fn)
+    unrounded = swiglu(hidden, get_format("fp8_block"))
+    ours = swiglu_quantize_group(hidden) if origin == "kernels" else fp8.quantize_group(unrounded, after_swiglu=True)
+    assert_same_quantization(figures, f"swiglu_quantize_group_{origin}", ours, expected)
+    rounded = fp8.quantize_group(unrounded.to(torch.bfloat16), after_swiglu=True)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(rounded[0], expected[0])
+
+
+def note_operators(figures, name, parts, origin):
+    """Compare each operator on the input that vLLM's had; returns fc1 and fc2 with their dB."""
+    stages, products = parts.stages, {}
+    for layer, expected in (("fc1", stages.fc1), ("fc2", stages.fc2)):
+        actual = getattr(parts, f"{origin}_{layer}")()
+        keep = origin == "kernels"
+        products[layer] = actual, figures.compare(f"{name}_{layer}", actual, expected, keep=keep)
+    values, scale = getattr(parts, f"{origin}_activation")()
+    figures.note(f"{name}_activation_equal_fraction", equal_fraction(values, stages.activation[0]))
+    if scale is not None:
+        equal = equal_fraction(scale, stages.activation[1].view_as(scale))
+        figures.note(f"{name}_activation_scale_equal_fraction", equal)
+    return products
+
+
+def test_operators_of_the_reference(parts, figures):
+    note_operators(figures, f"{parts.name}_reference", parts, "reference")
+    exact = parts.exact_fc1()
+    figures.note(f"{parts.name}_fc1_float64_sqnr_db", sqnr_db(parts.stages.fc1, exact), unit="dB")
+    figures.note(f"{parts.name}_rounded_fc1_float64_sqnr_db", sqnr_db(exact.to(torch.bfloat16), exact), unit="dB")
+
+
+def test_choices_are_summed_with_fused_products(parts, figures):
+    figures.note(
+        f"{parts.name}_unfused_sum_equal_fraction", equal_fraction(parts.summed(fused=False), parts.stages.out)
+    )
+    figures.note(f"{parts.name}_fused_sum_equal_fraction", equal_fraction(parts.summed(fused=True), parts.stages.out))
+    assert_bitwise_equal(parts.summed(fused=True), parts.stages.out)
+    if parts.router_weight == "weighted_sum":
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_bitwise_equal(parts.summed(fused=False), parts.stages.out)
+
+
+def test_operators_of_the_kernels(parts, figures):
+    products = note_operators(figures, parts.name, parts, "kernels")
+    for layer, (actual, db) in products.items():
+        least = ROUNDED_ONCE_MORE.get((parts.engine_name, layer), MIN_GEMM_DB)
+        assert db >= least
+        assert sqnr_db(actual.roll(1, 0), getattr(parts.stages, layer)) < least
+
+
+def swapped(parts):
+    """Fc1 with gate and up swapped, quantized."""
+    master = parts.masters[0]
+    return quantize_weight(master.roll(master.shape[1] // 2, 1), parts.format)
+
+
+def test_the_whole_mlp_of_the_reference(parts, figures):
+    """The reference sums FP8 products in FP32, Hopper's tensor cores in fewer bits; the next quantizer amplifies it."""
+    least = MIN_MLP_DB if parts.format.activation_kind == "none" else MIN_FP32_SUMS_DB
+    db = figures.compare(f"{parts.name}_reference_mlp", parts.reference_mlp(), parts.stages.out, keep=True)
+    assert db >= least
+    wrong = GemmOperand.from_weight(swapped(parts), torch.bfloat16)
+    assert sqnr_db(parts.reference_mlp(wrong), parts.stages.out) < least
+
+
+def test_the_whole_mlp_of_the_kernels(parts, figures):
+    name = f"{parts.name}_mlp"
+    db = figures.compare(name, parts.kernels_mlp(), parts.stages.out, goal=MIN_MLP_DB, keep=True)
+    assert db >= MIN_MLP_DB
+
+
+def wrong_operands(parts):
+    """Gate and up swapped; the zero point off by one where there is one, else the scales of the neighbouring row."""
+    stored, operand = parts.stored[0], parts.operands[0]
+    wrong = {"swapped": gemm_operand(swapped(parts), torch.bfloat16)}
+    if stored.format.weight_kind == "int":
+        packed = pack_int32((stored.codes() + 1).clamp(max=7), 4)
+        shifted = QuantizedWeight(stored.format, stored.shape, stored.tensors | {"weight_packed": packed})
+        wrong["zero_point"] = gemm_operand(shifted, torch.bfloat16)
+    elif operand.scale is not None:
+        wrong["scale"] = GemmOperand(operand.format, operand.values, operand.scale.roll(1, 1).contiguous())
+    return wrong
+
+
+def test_the_mlp_of_a_wrong_weight_fails(parts, figures):
+    for name, fc1 in wrong_operands(parts).items():
+        db = sqnr_db(parts.kernels_mlp(fc1), parts.stages.out)
+        figures.note(f"{parts.name}_wrong_{name}_mlp_sqnr_db", db, unit="dB")
+        assert db < MIN_MLP_DB
+
+
+def test_how_far_neighbouring_tokens_move_vllm(parts, figures):
+    """A tenth of the input moved by one unit in the last place, as another attention kernel may: vLLM and itself."""
+    x = neighbours(parts.x, 0.1)
+    figures.note(f"{parts.name}_moved_input_sqnr_db", sqnr_db(x, parts.x), unit="dB")
+    moved = sqnr_db(parts.engine.mlp(x, parts.index, parts.weight).out, parts.stages.out)
+    figures.note(f"{parts.name}_moved_mlp_sqnr_db", moved, unit="dB", keep=True)
+    assert moved < sqnr_db(parts.kernels_mlp(), parts.stages.out)
+
+
+def test_the_two_kernels_of_fp8_channel(figures):
+    """vLLM's CUTLASS and Triton kernels differ in where they multiply by the router weight."""
+    cutlass, triton = case("fp8_channel_cutlass"), case("fp8_channel_triton")
+    figures.compare("fp8_channel_vllm_cutlass_triton_fc1", cutlass.stages.fc1, triton.stages.fc1)
+    figures.compare("fp8_channel_vllm_cutlass_triton_mlp", cutlass.stages.out, triton.stages.out, keep=True)
+
+
+@pytest.mark.parametrize("name", ["fp8_channel_cutlass", "fp8_block_triton"])
+def test_the_order_of_two_scales_is_the_only_difference_of_the_gemm(name):
+    """Token scales that are powers of two multiply in any order without rounding: then every bit is the same."""
+    theirs, ours = case(name).rounded_token_scale_fc1()
+    assert_bitwise_equal(ours, theirs)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(ours.roll(1, 0), theirs)
