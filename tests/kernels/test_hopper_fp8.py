@@ -1,0 +1,171 @@
+"""Warp-specialised FP8 grouped GEMMs against float64; Gluon has no interpreter, so all but the checks need sm_90."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal, assert_snr
+
+from qarl_kernels.formats import FP8_BLOCK
+from qarl_kernels.fp8 import expand_block_scale, quantize_group
+from qarl_kernels.ops.hopper_fp8 import (
+    hopper_grouped_gemm_fp8_block,
+    hopper_grouped_gemm_fp8_channel,
+    hopper_swiglu_gemm_fp8_block,
+    hopper_swiglu_gemm_fp8_channel,
+)
+
+MIN_DB = 45
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")]
+needs_hopper = [pytest.param(name, marks=hopper) for name in ("channel", "block")]
+# Rows per expert (empty ones first, inside and last; below, at and past a tile), N, K.
+SHAPES = [([300], 256, 256), ([0, 100, 0, 617, 128, 1, 0], 512, 768), ([64, 65, 2500, 191], 384, 128)]
+GEMMS = {"channel": hopper_grouped_gemm_fp8_channel, "block": hopper_grouped_gemm_fp8_block}
+
+
+def operands(counts, n, k, kind, device="cuda"):
+    """Random codes with scales of many sizes: a8, a_scale, w8, w_scale, offsets."""
+    rows, experts = sum(counts), len(counts)
+    scales = ((rows, k // 128), (experts, n // 128, k // 128)) if kind == "block" else ((rows, 1), (experts, n, 1))
+    a_scale, w_scale = (torch.exp2(torch.randint(-6, 2, shape) + torch.rand(shape)) for shape in scales)
+    a8, w8 = (
+        (100 * torch.randn(shape)).clamp(-448, 448).to(torch.float8_e4m3fn) for shape in ((rows, k), (experts, n, k))
+    )
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    return [tensor.to(device) for tensor in (a8, a_scale, w8, w_scale, offsets)]
+
+
+def reference(a8, a_scale, w8, w_scale, offsets):
+    """The product in float64."""
+    a, w = a8.double(), w8.double()
+    if w_scale.shape[1] * FP8_BLOCK == w.shape[1]:
+        a = a * a_scale.double().repeat_interleave(FP8_BLOCK, 1)
+        w = w * expand_block_scale(w_scale.double(), *w.shape[-2:])
+    else:
+        a, w = a * a_scale.double(), w * w_scale.double()
+    bounds = offsets.tolist()
+    return torch.cat([a[start:stop] @ w[e].T for e, (start, stop) in enumerate(pairwise(bounds))])
+
+
+@pytest.mark.parametrize("kind", needs_hopper)
+@pytest.mark.parametrize(("counts", "n", "k"), SHAPES)
+def test_matches_float64(kind, counts, n, k, poisoned_empty):
+    arguments = operands(counts, n, k, kind)
+    expected = reference(*arguments)
+    assert_snr(GEMMS[kind](*arguments), expected, MIN_DB)
+    for wrong in (1, 3):
+        changed = list(arguments)
+        changed[wrong] = arguments[wrong].roll(1, dims=-1 if kind == "block" and k > FP8_BLOCK else -2)
+        with pytest.raises(AssertionError, match="SNR"):
+            assert_snr(GEMMS[kind](*changed), expected, MIN_DB)
+
+
+@pytest.mark.parametrize("kind", needs_hopper)
+def test_long_sums_of_many_experts(kind, poisoned_empty):
+    counts = torch.randint(0, 300, (130,)).tolist()
+    arguments = operands(counts, 1536, 2048, kind)
+    expected = reference(*arguments)
+    assert_snr(GEMMS[kind](*arguments), expected, MIN_DB)
+    shifted = arguments[4] - (arguments[4] > 0).int()
+    with pytest.raises(AssertionError, match="SNR"):
+        assert_snr(GEMMS[kind](*arguments[:4], shifted)[:-1], expected[:-1], MIN_DB)
+
+
+@pytest.mark.parametrize("kind", needs_hopper)
+def test_every_run_gives_the_same_bits(kind):
+    arguments = operands([1000, 3000, 37], 1536, 2048, kind)
+    first = GEMMS[kind](*arguments)
+    for _ in range(20):
+        assert_bitwise_equal(GEMMS[kind](*arguments), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
+def test_row_weight_multiplies_the_accumulator(poisoned_empty):
+    arguments = operands([70, 200], 256, 512, "block")
+    weight = torch.rand(270, device="cuda")
+    expected = reference(*arguments) * weight.double()[:, None]
+    assert_snr(hopper_grouped_gemm_fp8_block(*arguments, row_weight=weight), expected, MIN_DB)
+    with pytest.raises(AssertionError, match="SNR"):
+        assert_snr(hopper_grouped_gemm_fp8_block(*arguments, row_weight=weight.roll(1)), expected, MIN_DB)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(("counts", "n", "k"), [case for case in SHAPES if case[1] % 256 == 0])
+def test_swiglu_channel(counts, n, k, poisoned_empty):
+    arguments = operands(counts, n, k, "channel")
+    arguments[1] *= 2.0**-12  # gates around one
+    activation, hidden = hopper_swiglu_gemm_fp8_channel(*arguments, store_hidden=True)
+    assert_bitwise_equal(hidden, hopper_grouped_gemm_fp8_channel(*arguments))
+    gate, up = hidden.chunk(2, -1)
+    assert_snr(activation, torch.nn.functional.silu(gate) * up, MIN_DB)
+    with pytest.raises(AssertionError, match="SNR"):
+        assert_snr(activation, torch.nn.functional.silu(up) * gate, MIN_DB)
+    alone, nothing = hopper_swiglu_gemm_fp8_channel(*arguments)
+    assert nothing is None
+    assert_bitwise_equal(alone, activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(("counts", "n", "k"), [case for case in SHAPES if case[1] % 256 == 0])
+def test_swiglu_block(counts, n, k, poisoned_empty):
+    arguments = operands(counts, n, k, "block")
+    arguments[1] *= 2.0**-12
+    arguments[1][5] = 0.0  # an all-zero row takes the floor of the scale
+    a8, scale, hidden = hopper_swiglu_gemm_fp8_block(*arguments, store_hidden=True)
+    assert_bitwise_equal(hidden, hopper_grouped_gemm_fp8_block(*arguments))
+    gate, up = hidden.float().chunk(2, -1)
+    expected, expected_scale = quantize_group(torch.nn.functional.silu(gate) * up, after_swiglu=True)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
+    # silu to two ulp moves few products over a rounding border of E4M3.
+    assert (a8.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 1e-4
+    swapped, _ = quantize_group(torch.nn.functional.silu(up) * gate, after_swiglu=True)
+    assert (a8.view(torch.uint8) != swapped.view(torch.uint8)).float().mean() > 0.5
+    alone, alone_scale, nothing = hopper_swiglu_gemm_fp8_block(*arguments)
+    assert nothing is None
+    assert_bitwise_equal(alone.view(torch.uint8), a8.view(torch.uint8))
+    assert_bitwise_equal(alone_scale, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
+def test_quantized_exactly_where_silu_is():
+    # One-hot rows: gate 128 (silu is the gate) and up from the codes, so v, its scale and the division are exact.
+    a8 = torch.zeros(64, 128, device="cuda")
+    a8[torch.arange(64), torch.arange(64)] = 1.0
+    w8 = torch.full((1, 256, 128), 128.0, device="cuda")
+    w8[0, 128:] = (100 * torch.randn(128, 128, device="cuda")).clamp(-448, 448)
+    a8, w8 = a8.to(torch.float8_e4m3fn), w8.to(torch.float8_e4m3fn)
+    scales = torch.ones(64, 1, device="cuda"), torch.ones(1, 2, 1, device="cuda")
+    offsets = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
+    values, scale, _ = hopper_swiglu_gemm_fp8_block(a8, scales[0], w8, scales[1], offsets)
+    expected, expected_scale = quantize_group(128.0 * w8[0, 128:].float().T[:64].contiguous(), after_swiglu=True)
+    assert_bitwise_equal(scale, expected_scale)
+    assert_bitwise_equal(values.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", needs_hopper)
+def test_no_rows(kind):
+    assert GEMMS[kind](*operands([0, 0], 256, 256, kind)).shape == (0, 256)
+
+
+@pytest.mark.parametrize("kind", needs_hopper)
+def test_compiles_and_is_captured(kind):
+    arguments = operands([40, 90], 256, 256, kind)
+    expected = GEMMS[kind](*arguments)
+    assert_bitwise_equal(torch.compile(GEMMS[kind], fullgraph=True)(*arguments), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = GEMMS[kind](*arguments)
+    captured.zero_()
+    graph.replay()
+    assert_bitwise_equal(captured, expected)
+
+
+def test_refuses_what_it_cannot_multiply():
+    arguments = operands([3, 5], 256, 256, "block", device="cpu")
+    with pytest.raises(ValueError, match=r"a8 is on cpu \(legal: cuda"):
+        hopper_grouped_gemm_fp8_block(*arguments)
