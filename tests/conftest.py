@@ -1,5 +1,6 @@
 import pytest
 import torch
+import triton_interpreter  # noqa: F401 before any test imports a kernel
 from format_cases import FORMATS
 
 # The tests' tensors are small, and test processes share the cores: threads cost more than they give.

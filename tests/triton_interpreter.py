@@ -1,7 +1,7 @@
 """Triton's interpreter with IEEE rounding: runs the kernels on a CPU where there is no CUDA device.
 
-The interpreter of Triton 3.6 to 3.9 truncates when it casts down and multiplies the raw bits of BF16 operands; torch's
-casts and products round as the hardware does. Import this module before the first kernel is defined.
+The interpreter of Triton 3.6 to 3.9 truncates when it casts down, multiplies the raw bits of BF16 operands and rounds
+twice in a fused multiply-add; torch rounds as the hardware does. Import this module before the first kernel is defined.
 """
 
 import os
@@ -53,6 +53,11 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(np.matmul(left, right, dtype=np.float32) + d.data, d.dtype.scalar)
 
 
+def _fma(self, x, y, z):
+    exact = x.data.astype(np.float64) * y.data.astype(np.float64)
+    return interpreter.TensorHandle((exact + z.data).astype(z.data.dtype), z.dtype.scalar)
+
+
 _patch_lang_tensor = interpreter._patch_lang_tensor
 
 
@@ -67,3 +72,4 @@ if INTERPRETED:
     for name in ("cast_impl", "create_fp_to_fp"):
         setattr(interpreter.InterpreterBuilder, name, _cast)
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.create_fma = _fma

@@ -61,18 +61,27 @@ def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
     """
     gate, up = hidden.chunk(2, dim=-1)
     if fmt.weight_kind == "fp8_block":
-        return torch.nn.functional.silu(gate.float()) * up.float()
+        # The engine's fused kernel multiplies by the sigmoid where its plain one divides: the last bits differ.
+        return gate.float() * (1.0 / (1.0 + torch.exp(-gate.float()))) * up.float()
     return torch.nn.functional.silu(gate) * up
 
 
 def _combine(choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: torch.dtype) -> Tensor:
+    if fmt.router_weight == "weighted_sum":
+        return _fused_sum(choices, weight).to(dtype)
     if fmt.router_weight == "rounded_product":
         weighted = (choices * weight.to(dtype)).float()
-    elif fmt.router_weight == "weighted_sum":
-        weighted = weight * choices.float()
     else:
         weighted = (choices * weight).to(dtype).float()
     total = weighted[:, 0]
     for choice in range(1, weighted.shape[1]):
         total = total + weighted[:, choice]
     return total.to(dtype)
+
+
+def _fused_sum(choices: Tensor, weight: Tensor) -> Tensor:
+    # The engine adds with fused multiply-adds; in float64 a product of two FP32 numbers is exact.
+    total = weight[:, 0] * choices[:, 0].float()
+    for choice in range(1, choices.shape[1]):
+        total = (total.double() + weight[:, choice].double() * choices[:, choice].double()).float()
+    return total

@@ -31,7 +31,8 @@ class _AlignedExpertMlp(torch.autograd.Function):
     ) -> Tensor:
         from qarl_kernels.ops.mlp import expert_mlp_forward
 
-        out, hidden = expert_mlp_forward(x, routed, topk_weight, gate_up.operand(), down.operand())
+        operands = gate_up.operand(), down.operand()
+        out, hidden = expert_mlp_forward(x, routed, topk_weight, *operands, keep_hidden=any(ctx.needs_input_grad))
         ctx.save_for_backward(x, topk_weight, hidden)
         ctx.gate_up, ctx.down, ctx.routed, ctx.mode = gate_up, down, routed, mode
         ctx.version = gate_up.version.value

@@ -1,7 +1,7 @@
 """Sum each token's k expert rows, weighted as the format does.
 
 out[t] = bf16(sum_j term_j) with the terms of choice c = t * k + j taken from rows[inverse[c]], summed in FP32 in the
-order of j; products and sums round separately, as in the torch reference. The kernel runs over tokens and finds the
+order of j; `weighted_sum` adds with fused multiply-adds, as the engine does. The kernel runs over tokens and finds the
 sorted rows by `inverse`: each row crosses the memory bus once, each sum belongs to one program (no atomics, the same
 bits every run). Without weights it is also the gradient of `spread_rows`.
 """
@@ -37,13 +37,13 @@ def _combine_rows_kernel(
         term = tl.load(rows_ptr + row * H + column, mask=column < H, other=0.0).to(tl.float32)
         if MODE != "on_accumulator":
             weight = tl.load(weights_ptr + token * TOP_K + choice)
-            if MODE == "rounded_product":
-                term = (term * weight.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-            else:
-                term = term * weight
+        if MODE == "rounded_product":
+            term = (term * weight.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
         # A sum that began at 0 would turn -0 into 0.
         if choice == 0:
-            total = term
+            total = weight * term if MODE == "weighted_sum" else term
+        elif MODE == "weighted_sum":
+            total = tl.fma(weight, term, total)
         else:
             total = total + term
     tl.store(out_ptr + token * H + column, total.to(tl.bfloat16), mask=column < H)
@@ -114,9 +114,8 @@ def _combine_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None, mode: s
     out = _combine_rows_fake(rows, inverse, weights, mode, top_k)
     num_tokens, columns = out.shape
     block = min(triton.next_power_of_2(columns), _COLUMNS_PER_PROGRAM)
-    # Fused multiply-adds would skip the rounding of the products.
     _combine_rows_kernel[(num_tokens, triton.cdiv(columns, block))](
-        rows, inverse, weights, out, columns, top_k, mode, block, num_warps=4, enable_fp_fusion=False
+        rows, inverse, weights, out, columns, top_k, mode, block, num_warps=4
     )
     return out
 

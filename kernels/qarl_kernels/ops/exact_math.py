@@ -30,6 +30,12 @@ def silu(gate) -> tl.tensor:
 
 
 @triton.jit
+def silu_by_sigmoid(gate):
+    """FP32 g * (1 / (1 + exp(-g))), as vLLM's kernel that fuses SwiGLU with the 1x128 quantization computes it."""
+    return gate * tl.math.div_rn(1.0, 1.0 + exp(-gate))
+
+
+@triton.jit
 def largest_magnitude(values, axis: tl.constexpr) -> tl.tensor:
     """Maximum of |values| along `axis` in FP32; NaN wins, as in torch."""
     # As integers non-negative floats keep their order, and NaN lies above infinity; a float maximum would drop it.

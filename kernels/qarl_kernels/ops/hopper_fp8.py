@@ -293,6 +293,8 @@ def _check(
     columns: int = FP8_BLOCK,
     row_weight: Tensor | None = None,
 ) -> None:
+    if not a8.is_cuda:
+        refuse(op, [f"a8 is on {a8.device} (legal: cuda; Triton's interpreter does not run this one)"])
     problems = tensor_problems("a8", a8, (torch.float8_e4m3fn,)) + tensor_problems("w8", w8, (torch.float8_e4m3fn,), 3)
     refuse(op, problems)
     rows, depth = a8.shape

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 FP8_MAX = gl.constexpr(448.0)
 MIN_SCALE = gl.constexpr(1.0 / (448.0 * 512.0))
-MINUS_LOG2_E = gl.constexpr(-1.4426950408889634)
 FP8_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 BF16_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
@@ -40,12 +39,48 @@ def _pin(value):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.bfloat16, False, 2)
 
 
+# d = 1 + expf(-g) and r = rn(1 / d) by CUDA's own instructions, so that SwiGLU has the bits of the kernels that are not
+# fused. CUDA's slow paths, for d near the largest number, are left out: g stays above -87, where silu is 1e-36.
+_RECIPROCAL = """
+    .reg .f32 g, x, t, d, r; .reg .b32 s;
+    max.NaN.f32 g, $1, 0fC2AE0000;
+    neg.f32 x, g;
+    fma.rn.sat.f32 t, x, 0f3BBB989D, 0f3F000000;
+    fma.rm.f32 t, t, 0f437C0000, 0f4B400001;
+    mov.b32 s, t;
+    shl.b32 s, s, 23;
+    add.f32 t, t, 0fCB40007F;
+    neg.f32 t, t;
+    fma.rn.f32 t, x, 0f3FB8AA3B, t;
+    fma.rn.f32 t, x, 0f32A57060, t;
+    ex2.approx.ftz.f32 t, t;
+    mov.b32 x, s;
+    mul.f32 t, t, x;
+    add.f32 d, t, 0f3F800000;
+    rcp.approx.ftz.f32 r, d;
+    neg.f32 d, d;
+    fma.rn.f32 t, d, r, 0f3F800000;
+    fma.rn.f32 r, r, t, r;
+"""
+_QUOTIENT = """
+    mul.f32 x, g, r;
+    fma.rn.f32 t, d, x, g;
+    fma.rn.f32 x, r, t, x;
+    fma.rn.f32 t, d, x, g;
+    fma.rn.f32 $0, r, t, x;
+"""
+_SILU_BY_DIVISION = gl.constexpr("{" + _RECIPROCAL + _QUOTIENT + "}")
+_SILU_BY_SIGMOID = gl.constexpr("{" + _RECIPROCAL + "mul.f32 $0, g, r;}")
+
+
 @gluon.jit
-def _silu(gate):
-    """Return gate / (1 + exp(-gate)) to about two ulp; the power is capped so that its reciprocal stays normal."""
-    power = gl.exp2(gl.minimum(gate * MINUS_LOG2_E, 100.0))
-    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], gl.float32, True, 1)
-    return gate * inverse
+def _silu(gate, BY_SIGMOID: gl.constexpr):
+    """Return gate / (1 + exp(-gate)), or with BY_SIGMOID gate * (1 / (1 + exp(-gate))): see `exact_math`."""
+    if BY_SIGMOID:
+        silu = gl.inline_asm_elementwise(_SILU_BY_SIGMOID, "=f,f", [gate], gl.float32, True, 1)
+    else:
+        silu = gl.inline_asm_elementwise(_SILU_BY_DIVISION, "=f,f", [gate], gl.float32, True, 1)
+    return silu
 
 
 @gluon.jit
@@ -82,7 +117,7 @@ def _store_swiglu(
     else:
         gate = _pin(gate)
         up = _pin(up)
-    silu = _silu(gate.to(gl.float32))
+    silu = _silu(gate.to(gl.float32), BLOCK)
     up = up.to(gl.float32)
     if BLOCK:
         a8, scale = _quantize_rows(silu * up)

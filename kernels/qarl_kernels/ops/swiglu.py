@@ -13,7 +13,7 @@ from torch import Tensor
 from qarl_kernels.formats import FP8_BLOCK
 from qarl_kernels.ops.activations import MAX_COLUMNS, floored_scale, row_tiles
 from qarl_kernels.ops.checks import refuse, tensor_problems
-from qarl_kernels.ops.exact_math import divide, largest_magnitude, silu
+from qarl_kernels.ops.exact_math import divide, largest_magnitude, silu, silu_by_sigmoid
 
 _ROWS, _COLUMNS = 8, 256  # one program's elements in the kernels without a reduction
 _GROUPS_PER_PROGRAM = 8
@@ -89,7 +89,7 @@ def _swiglu_quantize_group_kernel(
     gate_ptrs = hidden_ptr + gate_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     gate = tl.load(gate_ptrs, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + INNER, mask=exists, other=0.0).to(tl.float32)
-    product = silu(gate) * up
+    product = silu_by_sigmoid(gate) * up
     scale = floored_scale(largest_magnitude(product, 1), False)
     tl.store(scale_ptr + group, scale, mask=group < num_groups)
     out_ptrs = a8_ptr + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -1,0 +1,116 @@
+"""How much of a device copy's bandwidth the weight and activation quantizers reach, bytes read and written once."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from device_time import copy_gb_s, median_ms
+from moe_shapes import HIDDEN, INTERMEDIATE, expert_weights
+from record import Figure, record
+from torch import Tensor
+
+from qarl_kernels import get_format
+from qarl_kernels.ops.activations import quantize_group, quantize_token
+from qarl_kernels.ops.fp8_weights import fp8_block_quantize, fp8_channel_quantize
+from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
+from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
+from qarl_kernels.weights import quantize_weight_reference
+
+GOAL = 0.85
+
+
+def require_equal_codes(weight: Tensor) -> None:
+    """Exit unless the int4 kernel's codes and scales are the reference's."""
+    fmt = get_format("w4a16")
+    expected = quantize_weight_reference(weight, fmt, name="weight").tensors
+    done = int4_quantize_pack(weight, fmt.group_size, fmt.scale_convention)
+    for suffix, actual in (("weight_packed", done.packed), ("weight_scale", done.scale)):
+        if not torch.equal(actual, expected[suffix]):
+            raise SystemExit(f"nothing is reported: {suffix} differs from the reference")
+
+
+def moved_bytes(inputs: tuple[Tensor, ...], result: Any) -> int:
+    """Return the bytes of all inputs and of every tensor in a result."""
+    parts = list(inputs)
+    pending = [result]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            parts.append(item)
+        elif isinstance(item, tuple):
+            pending += item
+        elif item is not None and not isinstance(item, int | str):
+            pending += [getattr(item, field) for field in item.__dataclass_fields__]
+    return sum(part.nbytes for part in parts)
+
+
+def bandwidth(name: str, function: Callable[..., Any], *inputs: Tensor, copy: float, goal: float | None) -> Figure:
+    """Time one operator.
+
+    Args:
+        name: of the figure, without `_bandwidth`.
+        function: the operator.
+        inputs: its tensors.
+        copy: bandwidth of a copy in GB/s.
+        goal: fraction to reach.
+
+    Returns:
+        The fraction of the copy's bandwidth.
+    """
+    num_bytes = moved_bytes(inputs, function(*inputs))
+    return Figure(f"{name}_bandwidth", num_bytes / median_ms(lambda: function(*inputs)) / 1e6 / copy, "", ">=", goal)
+
+
+def weight_figures(copy: float, num_experts: int) -> Iterator[Figure]:
+    """Yield the figures of weight quantizers on both projections of one layer."""
+    for projection, weight in zip(("fc1", "fc2"), expert_weights(num_experts), strict=True):
+        require_equal_codes(weight[:4])
+        suffix = "" if projection == "fc1" else "_fc2"
+        stored = int4_quantize_pack(weight, 128, "full_range")
+        for kind, emit in (("", "packed"), ("_bf16", "bf16"), ("_fp8", "fp8")):
+
+            def quantize(weight: Tensor, emit: str = emit) -> Any:
+                return int4_quantize_pack(weight, 128, "full_range", emit=emit)
+
+            yield bandwidth(f"int4_quantize_pack{kind}{suffix}", quantize, weight, copy=copy, goal=GOAL)
+        for name, function, inputs in (
+            ("int4_dequantize", int4_dequantize, (stored.packed, stored.scale)),
+            ("int4_encode_fp8", int4_encode_fp8, (stored.packed, stored.scale)),
+            ("fp8_channel_quantize", fp8_channel_quantize, (weight,)),
+            ("fp8_block_quantize", fp8_block_quantize, (weight,)),
+        ):
+            yield bandwidth(f"{name}{suffix}", function, *inputs, copy=copy, goal=GOAL)
+
+
+def activation_figures(copy: float, num_rows: int) -> Iterator[Figure]:
+    """Yield the figures of activation quantizers, fused and alone."""
+    x = torch.randn(num_rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(num_rows, 2 * INTERMEDIATE, device="cuda", dtype=torch.bfloat16)
+    for function, tensor in (
+        (quantize_token, x),
+        (quantize_group, x),
+        (swiglu, hidden),
+        (swiglu_quantize_token, hidden),
+        (swiglu_quantize_group, hidden),
+    ):
+        yield bandwidth(function.__name__, function, tensor, copy=copy, goal=GOAL)
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=180224)
+    parser.add_argument("--record", type=Path, help="results file that receives the figures")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    copy = copy_gb_s()
+    figures = [Figure("copy_gb_s", copy, "GB/s", ">="), *weight_figures(copy, options.experts)]
+    figures += activation_figures(copy, options.rows)
+    record(figures, "python kernels/benchmarks/quantize_bandwidth.py", options.record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Grouped GEMMs by format: activations quantized as the format says, then the fastest kernel that takes the operand.
+
+Measured on an H200 (docs/benchmarks.md): one expert's BF16 product is fastest in cuBLAS, that of more experts in our
+grouped GEMM; FP8 in the warp-specialised kernels wherever their shapes allow; packed int4 is dequantized in the GEMM
+while an expert has few rows, since reading a quarter of the weight's bytes is what counts there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_kernels.formats import FP8_BLOCK, QuantFormat
+from qarl_kernels.gemm import GemmOperand
+from qarl_kernels.ops.activations import quantize_group, quantize_token
+from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16, grouped_gemm_fp8_block, grouped_gemm_fp8_channel
+from qarl_kernels.ops.hopper_fp8 import (
+    HOPPER,
+    hopper_grouped_gemm_fp8_block,
+    hopper_grouped_gemm_fp8_channel,
+    hopper_swiglu_gemm_fp8_block,
+    hopper_swiglu_gemm_fp8_channel,
+)
+from qarl_kernels.ops.int4 import int4_dequantize
+from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
+from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
+from qarl_kernels.ops.wgrad import grouped_wgrad
+
+# Rows per expert up to which reading a quarter of the weight bytes is worth more than a GEMM on plain BF16.
+FUSED_INT4_MAX_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A GEMM's input as its format multiplies it.
+
+    Attributes:
+        values: [M, K] BF16, or E4M3.
+        scale: [M, 1] per token or [M, K / 128] per group, FP32; None for BF16.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+
+
+def quantize_rows(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False) -> QuantizedRows:
+    """Quantize activations as the format says.
+
+    Args:
+        x: [M, K] BF16.
+        fmt: the format.
+        after_swiglu: x is a SwiGLU output.
+
+    Returns:
+        The rows; x itself for 16-bit activations.
+    """
+    if fmt.activation_kind == "none":
+        return QuantizedRows(x, None)
+    if fmt.activation_kind == "fp8_token":
+        return QuantizedRows(*quantize_token(x))
+    return QuantizedRows(*quantize_group(x, after_swiglu=after_swiglu))
+
+
+def multiply_rows(
+    rows: QuantizedRows, weight: GemmOperand, offsets: Tensor, *, row_weight: Tensor | None = None
+) -> Tensor:
+    """Multiply quantized rows, each by its expert's weight; y = round(x_q W_q^T), times the router weight if given.
+
+    Args:
+        rows: [M, K], sorted by expert.
+        weight: operand [E, N, K].
+        offsets: [E + 1] int32.
+        row_weight: [M] FP32 router weights, rounded where the format says; not for formats that weight the sum.
+
+    Returns:
+        [M, N] BF16.
+    """
+    rounding = None if row_weight is None else weight.format.router_weight
+    if rows.scale is None:
+        if weight.is_packed:
+            return _multiply_packed(rows.values, weight, offsets, row_weight, rounding)
+        return _multiply_bf16(rows.values, weight.values, offsets, row_weight, rounding)
+    operands = (rows.values, rows.scale, weight.values, weight.scale, offsets)
+    on_hopper = _fits_hopper(rows, weight, FP8_BLOCK)
+    if weight.format.activation_kind == "fp8_token":
+        assert row_weight is None
+        return (hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_fp8_channel)(*operands)
+    return (hopper_grouped_gemm_fp8_block if on_hopper else grouped_gemm_fp8_block)(*operands, row_weight=row_weight)
+
+
+def multiply_swiglu(
+    rows: QuantizedRows, weight: GemmOperand, offsets: Tensor, *, keep_hidden: bool
+) -> tuple[QuantizedRows, Tensor | None]:
+    """Run fc1 and SwiGLU and quantize for fc2; on Hopper FP8 formats do it without a pass over fc1's output.
+
+    Args:
+        rows: [M, H], sorted by expert.
+        weight: fc1 [E, 2 I, H], gate rows before up rows.
+        offsets: [E + 1] int32.
+        keep_hidden: return fc1's output, which the backward needs; what fc2 gets is the same bits either way.
+
+    Returns:
+        fc2's input [M, I]; fc1's output [M, 2 I] BF16 or None.
+    """
+    kind = weight.format.activation_kind
+    if kind != "none" and _fits_hopper(rows, weight, 2 * FP8_BLOCK):
+        operands = (rows.values, rows.scale, weight.values, weight.scale, offsets)
+        if kind == "fp8_token":
+            activation, hidden = hopper_swiglu_gemm_fp8_channel(*operands, store_hidden=keep_hidden)
+            return QuantizedRows(*quantize_token(activation)), hidden
+        values, scale, hidden = hopper_swiglu_gemm_fp8_block(*operands, store_hidden=keep_hidden)
+        return QuantizedRows(values, scale), hidden
+    hidden = multiply_rows(rows, weight, offsets)
+    if kind == "none":
+        activation = QuantizedRows(swiglu(hidden), None)
+    else:
+        quantize = swiglu_quantize_token if kind == "fp8_token" else swiglu_quantize_group
+        activation = QuantizedRows(*quantize(hidden))
+    return activation, hidden if keep_hidden else None
+
+
+def _fits_hopper(rows: QuantizedRows, weight: GemmOperand, columns: int) -> bool:
+    # The specialised kernels are compiled for this compute capability alone, and take whole tiles of weights.
+    right_gpu = rows.values.is_cuda and torch.cuda.get_device_capability(rows.values.device) == HOPPER
+    return right_gpu and weight.values.shape[-2] % columns == 0 and weight.values.shape[-1] % FP8_BLOCK == 0
+
+
+def _multiply_bf16(
+    x: Tensor, weight: Tensor, offsets: Tensor, row_weight: Tensor | None, rounding: str | None
+) -> Tensor:
+    if len(weight) == 1 and row_weight is None:
+        return x @ weight[0].mT
+    return grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
+
+
+def _multiply_packed(
+    x: Tensor, weight: GemmOperand, offsets: Tensor, row_weight: Tensor | None, rounding: str | None
+) -> Tensor:
+    num_experts = weight.values.shape[0]
+    if len(x) <= FUSED_INT4_MAX_ROWS * num_experts:
+        return grouped_gemm_int4(
+            x, weight.values, weight.scale, offsets, row_weight=row_weight, weight_rounding=rounding
+        )
+    return _multiply_bf16(x, int4_dequantize(weight.values, weight.scale), offsets, row_weight, rounding)
+
+
+def grouped_gemm_kernel(
+    x: Tensor, weight: GemmOperand, offsets: Tensor, *, out_dtype: torch.dtype, after_swiglu: bool
+) -> Tensor:
+    """Quantize rows and multiply them; see `qarl_kernels.dispatch.grouped_gemm`.
+
+    Args:
+        x: [M, K] BF16.
+        weight: operand [E, N, K].
+        offsets: [E + 1] int32.
+        out_dtype: BF16; the router weight that needs an FP32 accumulator belongs in the GEMM (`multiply_rows`).
+        after_swiglu: x is a SwiGLU output.
+
+    Returns:
+        [M, N] BF16.
+
+    Raises:
+        ValueError: another out_dtype.
+    """
+    if out_dtype != torch.bfloat16:
+        raise ValueError(f"out_dtype={out_dtype}: the kernels return torch.bfloat16; pass row weights to multiply_rows")
+    return multiply_rows(quantize_rows(x, weight.format, after_swiglu=after_swiglu), weight, offsets)
+
+
+def input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return dX = dY @ W for rows sorted by expert.
+
+    Args:
+        grad_out: [M, N] BF16.
+        weight: [E, N, K] BF16.
+        offsets: [E + 1] int32.
+
+    Returns:
+        [M, K] BF16.
+    """
+    if len(weight) == 1:
+        return grad_out @ weight[0]
+    return grouped_gemm_bf16(grad_out, weight, offsets, transposed=True)
+
+
+def weight_grad(grad_out: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """Return dW = dY^T @ X of every expert; zero for an expert without rows.
+
+    Args:
+        grad_out: [M, N] BF16.
+        x: [M, K] BF16.
+        offsets: [E + 1] int32.
+
+    Returns:
+        [E, N, K] BF16.
+    """
+    if len(offsets) == 2:
+        return (grad_out.mT @ x).unsqueeze(0)
+    return grouped_wgrad(grad_out, x, offsets)

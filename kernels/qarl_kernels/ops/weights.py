@@ -1,0 +1,100 @@
+"""A whole weight through the kernels: quantized, prepared for the GEMM, and back to BF16 for the backward."""
+
+from torch import Tensor
+
+from qarl_kernels.formats import QuantFormat
+from qarl_kernels.gemm import GemmOperand
+from qarl_kernels.ops.fp8_weights import (
+    fp8_block_dequantize,
+    fp8_block_quantize,
+    fp8_channel_dequantize,
+    fp8_channel_quantize,
+)
+from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
+from qarl_kernels.weights import QuantizedWeight
+
+
+def quantize_weight_kernel(weight: Tensor, fmt: QuantFormat) -> QuantizedWeight:
+    """Quantize a BF16 weight in one pass over memory.
+
+    Args:
+        weight: [..., N, K] BF16.
+        fmt: FP8 or 4-bit integers.
+
+    Returns:
+        The stored form.
+    """
+    return _quantize(weight, fmt, emit="packed")[0]
+
+
+def quantize_with_operand(weight: Tensor, fmt: QuantFormat) -> tuple[QuantizedWeight, GemmOperand]:
+    """Quantize and prepare a BF16 weight for the GEMM in the same pass over memory.
+
+    Args:
+        weight: [..., N, K] BF16.
+        fmt: FP8 or 4-bit integers.
+
+    Returns:
+        The stored form and the operand.
+    """
+    return _quantize(weight, fmt, emit="fp8" if fmt.activation_kind == "fp8_token" else "bf16")
+
+
+def _quantize(weight: Tensor, fmt: QuantFormat, *, emit: str) -> tuple[QuantizedWeight, GemmOperand]:
+    shape = tuple(weight.shape)
+    if fmt.weight_kind == "int":
+        assert fmt.scale_convention is not None
+        done = int4_quantize_pack(weight, fmt.group_size, fmt.scale_convention, emit=emit)
+        tensors = {"weight_packed": done.packed, "weight_scale": done.scale}
+        values, scale = {
+            "packed": (done.packed, done.scale),
+            "bf16": (done.dequantized, None),
+            "fp8": (done.w8, done.channel_scale),
+        }[emit]
+        return QuantizedWeight(fmt, shape, tensors, done.nonfinite), GemmOperand(fmt, values, scale)
+    quantize, suffix = {
+        "fp8_channel": (fp8_channel_quantize, "weight_scale"),
+        "fp8_block": (fp8_block_quantize, "weight_scale_inv"),
+    }[fmt.weight_kind]
+    values, scale, nonfinite = quantize(weight)
+    return QuantizedWeight(fmt, shape, {"weight": values, suffix: scale}, nonfinite), GemmOperand(fmt, values, scale)
+
+
+def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> GemmOperand:
+    """Prepare a stored weight for the GEMM.
+
+    Args:
+        weight: the stored form.
+        packed: w4a16: keep the packed tensors, a quarter of the memory, and dequantize inside the GEMM.
+
+    Returns:
+        The operand.
+    """
+    fmt = weight.format
+    if fmt.weight_kind == "int":
+        stored = weight.tensors["weight_packed"], weight.tensors["weight_scale"]
+        if fmt.activation_kind == "fp8_token":
+            return GemmOperand(fmt, *int4_encode_fp8(*stored))
+        if fmt.num_bits != 4:
+            return GemmOperand(fmt, weight.dequantize(), None)
+        return GemmOperand(fmt, *stored) if packed else GemmOperand(fmt, int4_dequantize(*stored), None)
+    scale = weight.tensors.get("weight_scale", weight.tensors.get("weight_scale_inv"))
+    return GemmOperand(fmt, weight.tensors["weight"], scale)
+
+
+def dequantize_operand(operand: GemmOperand) -> Tensor:
+    """Return the weight an operand multiplies by: bf16(code * scale), bf16(w8 * scale).
+
+    Args:
+        operand: [..., N, K].
+
+    Returns:
+        [..., N, K] BF16.
+    """
+    if operand.scale is None:
+        return operand.values
+    if operand.is_packed:
+        return int4_dequantize(operand.values, operand.scale)
+    if operand.format.weight_kind == "fp8_block":
+        return fp8_block_dequantize(operand.values, operand.scale)
+    return fp8_channel_dequantize(operand.values, operand.scale)
