@@ -1,6 +1,7 @@
 """Times on the device and the limits they are compared with."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,37 @@ def median_ms(function: Callable[[], Any], *, warmup_ms: int = 25, repeat_ms: in
         Milliseconds.
     """
     return float(triton.testing.do_bench(function, warmup=warmup_ms, rep=repeat_ms, return_mode="median"))
+
+
+def interleaved_ms(functions: Mapping[str, Callable[[], Any]], *, rounds: int = 21) -> dict[str, float]:
+    """Return the median device time of each call, the calls taking turns, so that a clock that drifts drifts for all.
+
+    Each call is captured as a CUDA graph: what is timed is the device's work, not how fast Python launches it.
+
+    Args:
+        functions: calls by name; each works on tensors larger than the L2 cache.
+        rounds: turns of each.
+
+    Returns:
+        Milliseconds by name.
+    """
+    graphs, pool = {}, torch.cuda.graph_pool_handle()
+    for name, function in functions.items():
+        function()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], pool=pool):
+            function()
+    turns = {name: [] for name in graphs}
+    for _ in range(rounds + 2):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            turns[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(start.elapsed_time(end) for start, end in took[2:]) for name, took in turns.items()}
 
 
 def copy_gb_s(num_bytes: int = 4 << 30) -> float:

@@ -101,7 +101,9 @@ def test_swiglu_channel(counts, n, k, poisoned_empty):
     activation, hidden = hopper_swiglu_gemm_fp8_channel(*arguments, store_hidden=True)
     assert_bitwise_equal(hidden, hopper_grouped_gemm_fp8_channel(*arguments))
     gate, up = hidden.chunk(2, -1)
-    assert_bitwise_equal(activation, swiglu(hidden))
+    expected, large = swiglu(hidden), gate > -87
+    assert_bitwise_equal(activation[large], expected[large])
+    assert not (activation - expected)[~large].abs().gt(1e-30).any()  # silu is under 1e-36 there
     with pytest.raises(AssertionError, match="elements differ"):
         assert_bitwise_equal(activation, torch.nn.functional.silu(up) * gate)
     alone, nothing = hopper_swiglu_gemm_fp8_channel(*arguments)
