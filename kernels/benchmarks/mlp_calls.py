@@ -80,12 +80,11 @@ def format_calls(name: str, data: Inputs) -> dict[str, Callable[[], Any]]:
     """Return one format's calls; rows are given in BF16."""
     fmt = get_format(name)
     operands = tuple(quantize_with_operand(weight, fmt)[1] for weight in data.weights)
-    _, hidden = forward(data, fmt, operands, keep_hidden=True)
+    _, hidden = forward(data, fmt, operands)
     backward = partial(mlp_rows_backward, data.grad, data.x, hidden, data.offsets, data.row_weight)
     calls = {
         "quantize": lambda: [quantize_with_operand(weight, fmt) for weight in data.weights],
         "forward": partial(forward, data, fmt, operands),
-        "training": partial(forward, data, fmt, operands, keep_hidden=True),
         "backward": lambda: backward(*map(dequantize_operand, operands), fmt),
         "backward_high_precision": lambda: backward(*data.weights, fmt),
     }
@@ -114,11 +113,9 @@ def bf16_forward(data: Inputs, grouped: Grouped) -> Tensor:
     return grouped(swiglu(grouped(data.x, data.weights[0], data.offsets)), data.weights[1], data.offsets)
 
 
-def forward(
-    data: Inputs, fmt: QuantFormat, operands: Operands, *, keep_hidden: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def forward(data: Inputs, fmt: QuantFormat, operands: Operands) -> tuple[Tensor, Tensor]:
     """Run the aligned expert MLP from BF16 rows."""
-    return mlp_rows(quantize_rows(data.x, fmt), data.offsets, data.row_weight, *operands, keep_hidden=keep_hidden)
+    return mlp_rows(quantize_rows(data.x, fmt), data.offsets, data.row_weight, *operands)
 
 
 def _has_tokens(case: MoeCase) -> bool:

@@ -31,8 +31,7 @@ class _AlignedExpertMlp(torch.autograd.Function):
     ) -> Tensor:
         from qarl_kernels.ops.mlp import expert_mlp_forward
 
-        operands = gate_up.operand(), down.operand()
-        out, hidden = expert_mlp_forward(x, routed, topk_weight, *operands, keep_hidden=any(ctx.needs_input_grad))
+        out, hidden = expert_mlp_forward(x, routed, topk_weight, gate_up.operand(), down.operand())
         ctx.save_for_backward(x, topk_weight, hidden)
         ctx.gate_up, ctx.down, ctx.routed, ctx.mode = gate_up, down, routed, mode
         ctx.version = gate_up.version.value

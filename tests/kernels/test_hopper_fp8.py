@@ -7,14 +7,11 @@ import torch
 from asserts import assert_bitwise_equal, assert_snr
 
 from qarl_kernels.formats import FP8_BLOCK
-from qarl_kernels.fp8 import expand_block_scale, quantize_group
+from qarl_kernels.fp8 import expand_block_scale
 from qarl_kernels.ops.hopper_fp8 import (
     hopper_grouped_gemm_fp8_block,
     hopper_grouped_gemm_fp8_channel,
-    hopper_swiglu_gemm_fp8_block,
-    hopper_swiglu_gemm_fp8_channel,
 )
-from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group
 
 MIN_DB = 45
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -90,63 +87,6 @@ def test_row_weight_multiplies_the_accumulator(poisoned_empty):
     assert_snr(hopper_grouped_gemm_fp8_block(*arguments, row_weight=weight), expected, MIN_DB)
     with pytest.raises(AssertionError, match="SNR"):
         assert_snr(hopper_grouped_gemm_fp8_block(*arguments, row_weight=weight.roll(1)), expected, MIN_DB)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
-@pytest.mark.parametrize(("counts", "n", "k"), [case for case in SHAPES if case[1] % 256 == 0])
-def test_swiglu_channel(counts, n, k, poisoned_empty):
-    arguments = operands(counts, n, k, "channel")
-    arguments[1] *= 2.0**-12  # gates around one
-    activation, hidden = hopper_swiglu_gemm_fp8_channel(*arguments, store_hidden=True)
-    assert_bitwise_equal(hidden, hopper_grouped_gemm_fp8_channel(*arguments))
-    gate, up = hidden.chunk(2, -1)
-    expected, large = swiglu(hidden), gate > -87
-    assert_bitwise_equal(activation[large], expected[large])
-    assert not (activation - expected)[~large].abs().gt(1e-30).any()  # silu is under 1e-36 there
-    with pytest.raises(AssertionError, match="elements differ"):
-        assert_bitwise_equal(activation, torch.nn.functional.silu(up) * gate)
-    alone, nothing = hopper_swiglu_gemm_fp8_channel(*arguments)
-    assert nothing is None
-    assert_bitwise_equal(alone, activation)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
-@pytest.mark.parametrize(("counts", "n", "k"), [case for case in SHAPES if case[1] % 256 == 0])
-def test_swiglu_block(counts, n, k, poisoned_empty):
-    arguments = operands(counts, n, k, "block")
-    arguments[1] *= 2.0**-12
-    arguments[1][5] = 0.0  # an all-zero row takes the floor of the scale
-    a8, scale, hidden = hopper_swiglu_gemm_fp8_block(*arguments, store_hidden=True)
-    assert_bitwise_equal(hidden, hopper_grouped_gemm_fp8_block(*arguments))
-    gate, up = hidden.float().chunk(2, -1)
-    expected, expected_scale = swiglu_quantize_group(hidden)
-    assert_bitwise_equal(scale, expected_scale)
-    assert_bitwise_equal(a8.view(torch.uint8), expected.view(torch.uint8))
-    swapped, _ = quantize_group(torch.nn.functional.silu(up) * gate, after_swiglu=True)
-    assert (a8.view(torch.uint8) != swapped.view(torch.uint8)).float().mean() > 0.5
-    alone, alone_scale, nothing = hopper_swiglu_gemm_fp8_block(*arguments)
-    assert nothing is None
-    assert_bitwise_equal(alone.view(torch.uint8), a8.view(torch.uint8))
-    assert_bitwise_equal(alone_scale, scale)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
-def test_quantized_exactly_where_silu_is():
-    # One-hot rows: gate 128 (silu is the gate) and up from the codes, so v, its scale and the division are exact.
-    a8 = torch.zeros(64, 128, device="cuda")
-    a8[torch.arange(64), torch.arange(64)] = 1.0
-    w8 = torch.full((1, 256, 128), 128.0, device="cuda")
-    w8[0, 128:] = (100 * torch.randn(128, 128, device="cuda")).clamp(-448, 448)
-    a8, w8 = a8.to(torch.float8_e4m3fn), w8.to(torch.float8_e4m3fn)
-    scales = torch.ones(64, 1, device="cuda"), torch.ones(1, 2, 1, device="cuda")
-    offsets = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
-    values, scale, _ = hopper_swiglu_gemm_fp8_block(a8, scales[0], w8, scales[1], offsets)
-    expected, expected_scale = quantize_group(128.0 * w8[0, 128:].float().T[:64].contiguous(), after_swiglu=True)
-    assert_bitwise_equal(scale, expected_scale)
-    assert_bitwise_equal(values.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", needs_hopper)

@@ -2,7 +2,7 @@
 
 Triton's `/` and `tl.exp` are approximations on a GPU, while torch and the rollout engine divide and exponentiate with
 CUDA's correctly rounded division and `expf`. Trade-off: a correctly rounded division costs about a dozen instructions;
-where many numbers share a divisor, `divide` spends five and no special-function unit.
+where many numbers share a divisor, `divide` spends three and no special-function unit.
 """
 
 import triton
@@ -47,8 +47,8 @@ def largest_magnitude(values, axis: tl.constexpr) -> tl.tensor:
 def divide(x, divisor) -> tl.tensor:
     """Correctly rounded x / divisor, for one positive divisor of many x.
 
-    Markstein's division: with r = rn(1 / divisor), q = rn(x * r) and two steps q -= (q * divisor - x) * r in fused
-    multiply-adds. An infinite divisor gives 0, or NaN for an infinite x; signs of zeros are those of x.
+    Markstein's division: with r = rn(1 / divisor), q = rn(x * r) and q -= (q * divisor - x) * r in fused multiply-adds.
+    An infinite divisor gives 0, or NaN for an infinite x; signs of zeros are those of x.
 
     Source: P. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor, 1990.
     """
@@ -62,6 +62,5 @@ def divide(x, divisor) -> tl.tensor:
         # Triton's -x is the subtraction 0 - x; a product with -1 becomes a free sign flip.
         negative = x * -1.0
         quotient = x * reciprocal
-        quotient = tl.fma(tl.fma(quotient, finite, negative), -reciprocal, quotient)
         quotient = tl.fma(tl.fma(quotient, finite, negative), -reciprocal, quotient)
     return quotient

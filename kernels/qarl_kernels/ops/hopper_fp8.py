@@ -1,12 +1,11 @@
-"""FP8 grouped GEMMs for sm_90: each expert's rows times that expert's weight, for fc1 with SwiGLU in the same kernel.
+"""FP8 grouped GEMMs for sm_90: each expert's rows times that expert's weight.
 
 channel: y = bf16(w_scale[e, n] * (a_scale[m] * (a8 @ w8[e]^T))), summed in the tensor cores (fast accumulation).
 block: acc += (a8 @ w8[e]^T) * (a_scale[m, k] * w_scale[e, n, k]) per 128 of K, in FP32; y = bf16(acc * row_weight[m]).
-SwiGLU (rows of w8: gate, then up), gate and up rounded to BF16: the channel format gives bf16(bf16(silu) * up), the
-block format v = silu * up in FP32 as fp8(v / s) with s = max(amax_128(v) / 448, 1 / (448 * 512)).
 Operands: a8 [M, K] and w8 [E, N, K] float8_e4m3fn, scales FP32, offsets [E + 1] int32 on the device, all contiguous;
 expert e owns rows offsets[e] to offsets[e + 1]. The kernel is in `hopper_gemm`, its output in `hopper_store`.
-Trade-off: sm_90 and multiples of 128 alone; the plain Triton kernels serve the rest.
+Trade-offs: sm_90 and multiples of 128 alone, the plain Triton kernels serve the rest. SwiGLU and its quantization are
+not part of fc1's kernel: measured, a fused store cost what the pass over memory saved.
 """
 
 import functools
@@ -78,68 +77,6 @@ def hopper_grouped_gemm_fp8_block(
     return _block(a8, a_scale, w8, w_scale, offsets, row_weight)
 
 
-def hopper_swiglu_gemm_fp8_channel(
-    a8: Tensor,
-    a_scale: Tensor,
-    w8: Tensor,
-    w_scale: Tensor,
-    offsets: Tensor,
-    *,
-    store_hidden: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return bf16(bf16(silu(gate)) * up), where [gate, up] = `hopper_grouped_gemm_fp8_channel` of the operands.
-
-    Args:
-        a8: [M, K] float8_e4m3fn, rows sorted by expert; K a multiple of 128.
-        a_scale: [M, 1] FP32.
-        w8: [E, 2 I, K] float8_e4m3fn, gate rows before up rows; I a multiple of 128.
-        w_scale: [E, 2 I, 1] FP32.
-        offsets: [E + 1] int32 on the device.
-        store_hidden: also return gate and up, which the backward needs.
-
-    Returns:
-        activation: [M, I] BF16; hidden: [M, 2 I] BF16 or None.
-
-    Raises:
-        ValueError: an operand's shape, dtype, device or layout is not the stated one.
-    """
-    _check("hopper_swiglu_gemm_fp8_channel", a8, a_scale, w8, w_scale, offsets, block=False, columns=2 * FP8_BLOCK)
-    activation, hidden = _swiglu_channel(a8, a_scale, w8, w_scale, offsets, store_hidden)
-    return activation, hidden if store_hidden else None
-
-
-def hopper_swiglu_gemm_fp8_block(
-    a8: Tensor,
-    a_scale: Tensor,
-    w8: Tensor,
-    w_scale: Tensor,
-    offsets: Tensor,
-    *,
-    store_hidden: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return fp8(v / s) and s, where v = silu(gate) * up and [gate, up] = `hopper_grouped_gemm_fp8_block`.
-
-    Args:
-        a8: [M, K] float8_e4m3fn, rows sorted by expert; K a multiple of 128.
-        a_scale: [M, K / 128] FP32.
-        w8: [E, 2 I, K] float8_e4m3fn, gate rows before up rows; I a multiple of 128.
-        w_scale: [E, 2 I / 128, K / 128] FP32.
-        offsets: [E + 1] int32 on the device.
-        store_hidden: also return gate and up, which the backward needs.
-
-    Returns:
-        activation: [M, I] float8_e4m3fn; its scale: [M, I / 128] FP32; hidden: [M, 2 I] BF16 or None.
-
-    Raises:
-        ValueError: an operand's shape, dtype, device or layout is not the stated one.
-
-    Source: the floor of the scale is vLLM 0.25.1's fused_silu_mul_block_quant.cu.
-    """
-    _check("hopper_swiglu_gemm_fp8_block", a8, a_scale, w8, w_scale, offsets, block=True, columns=2 * FP8_BLOCK)
-    activation, scale, hidden = _swiglu_block(a8, a_scale, w8, w_scale, offsets, store_hidden)
-    return activation, scale, hidden if store_hidden else None
-
-
 @torch.library.custom_op("qarl::hopper_grouped_gemm_fp8_channel", mutates_args=())
 def _channel(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor) -> Tensor:
     out = a8.new_empty(len(a8), w8.shape[1], dtype=torch.bfloat16)
@@ -154,25 +91,6 @@ def _block(
     out = a8.new_empty(len(a8), w8.shape[1], dtype=torch.bfloat16)
     _launch(a8, a_scale, w8, w_scale, offsets, out, block=True, row_weight=row_weight)
     return out
-
-
-@torch.library.custom_op("qarl::hopper_swiglu_gemm_fp8_channel", mutates_args=())
-def _swiglu_channel(
-    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, store_hidden: bool
-) -> tuple[Tensor, Tensor]:
-    out, hidden = _swiglu_outputs(a8, w8, torch.bfloat16, store_hidden)
-    _launch(a8, a_scale, w8, w_scale, offsets, out, block=False, hidden=hidden, swiglu=True)
-    return out, hidden
-
-
-@torch.library.custom_op("qarl::hopper_swiglu_gemm_fp8_block", mutates_args=())
-def _swiglu_block(
-    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, store_hidden: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, hidden = _swiglu_outputs(a8, w8, torch.float8_e4m3fn, store_hidden)
-    scale = a_scale.new_empty(len(a8), out.shape[1] // FP8_BLOCK)
-    _launch(a8, a_scale, w8, w_scale, offsets, out, block=True, hidden=hidden, out_scale=scale, swiglu=True)
-    return out, scale, hidden
 
 
 @_channel.register_fake
@@ -192,37 +110,6 @@ def _(
     return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
 
 
-@_swiglu_channel.register_fake
-def _(
-    a8: Tensor,
-    a_scale: Tensor,  # noqa: ARG001
-    w8: Tensor,
-    w_scale: Tensor,  # noqa: ARG001
-    offsets: Tensor,  # noqa: ARG001
-    store_hidden: bool,
-) -> tuple[Tensor, Tensor]:
-    return _swiglu_outputs(a8, w8, torch.bfloat16, store_hidden)
-
-
-@_swiglu_block.register_fake
-def _(
-    a8: Tensor,
-    a_scale: Tensor,
-    w8: Tensor,
-    w_scale: Tensor,  # noqa: ARG001
-    offsets: Tensor,  # noqa: ARG001
-    store_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, hidden = _swiglu_outputs(a8, w8, torch.float8_e4m3fn, store_hidden)
-    return out, a_scale.new_empty(a8.shape[0], out.shape[1] // FP8_BLOCK), hidden
-
-
-def _swiglu_outputs(a8: Tensor, w8: Tensor, dtype: torch.dtype, store_hidden: bool) -> tuple[Tensor, Tensor]:
-    rows, columns = a8.shape[0], w8.shape[1]
-    out = a8.new_empty(rows, columns // 2, dtype=dtype)
-    return out, a8.new_empty(rows if store_hidden else 0, columns, dtype=torch.bfloat16)
-
-
 def _launch(
     a8: Tensor,
     a_scale: Tensor,
@@ -233,23 +120,15 @@ def _launch(
     *,
     block: bool,
     row_weight: Tensor | None = None,
-    hidden: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    swiglu: bool = False,
 ) -> None:
     num_experts, num_columns, depth = w8.shape
     if len(a8) == 0:
         return
-    if hidden is not None and len(hidden) == 0:
-        hidden = None
     hopper_gemm_kernel[(_num_sms(a8.device.index),)](
         _descriptor(a8, 64),
         _descriptor(w8.view(-1, depth), 128),
         _descriptor(out, 64),
-        None if hidden is None else _descriptor(hidden, 64),
         out,
-        hidden,
-        out_scale,
         a_scale,
         w_scale,
         row_weight,
@@ -260,8 +139,6 @@ def _launch(
         depth,
         BLOCK=block,
         WEIGHTED=row_weight is not None,
-        SWIGLU=swiglu,
-        HIDDEN=hidden is not None,
         EXPERTS=max(128, 1 << (num_experts - 1).bit_length()),
         STAGES=NUM_STAGES,
         num_warps=4,
@@ -290,7 +167,6 @@ def _check(
     offsets: Tensor,
     *,
     block: bool,
-    columns: int = FP8_BLOCK,
     row_weight: Tensor | None = None,
 ) -> None:
     if not a8.is_cuda:
@@ -299,8 +175,8 @@ def _check(
     refuse(op, problems)
     rows, depth = a8.shape
     experts, n, _ = w8.shape
-    if w8.shape[2] != depth or depth % FP8_BLOCK or n % columns or 0 in w8.shape:
-        legal = f"equal K, multiples of {FP8_BLOCK}, and N, multiples of {columns}"
+    if w8.shape[2] != depth or depth % FP8_BLOCK or n % FP8_BLOCK or 0 in w8.shape:
+        legal = f"equal K, and K and N multiples of {FP8_BLOCK}"
         problems.append(f"a8 is {list(a8.shape)} and w8 {list(w8.shape)} (legal: {legal})")
     scales = {
         "a_scale": (a_scale, [rows, depth // FP8_BLOCK if block else 1]),

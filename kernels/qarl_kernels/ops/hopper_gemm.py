@@ -1,7 +1,7 @@
 """Gluon kernel of the warp-specialised FP8 grouped GEMM for sm_90; `hopper_fp8` states its formulas and launches it.
 
 One persistent program per SM: a producer warp fills a ring of 128-wide K-blocks by TMA, two warpgroups of 64 rows each
-multiply from it. A tile is 128 rows of one expert by two bands of 128 weight rows: neighbours, or gate and up.
+multiply from it. A tile is 128 rows of one expert by 256 weight rows, in two bands.
 The producer runs into the next tile while the warpgroups store. Tiles are walked in order, so each role finds its
 expert by stepping through `offsets`: no table, no second launch.
 Channel scales: all K-blocks add up in the tensor cores. Block scales: each product is scaled and added in FP32 on the
@@ -34,10 +34,9 @@ def _seek(offsets, num_experts, tile_m, state):
 
 
 @gluon.jit
-def _produce(a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, bands, STAGES: gl.constexpr):
+def _produce(a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, STAGES: gl.constexpr):
     a_ring, w_ring, full, empty, _turns = ring
     N, K, n_tiles = sizes
-    tile_columns, second_band = bands
     step = 0
     state = (0, 0, 0, gl.load(offsets + 1))
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -45,7 +44,7 @@ def _produce(a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, bands
         state = _seek(offsets, num_experts, tile_m, state)
         expert, first, start, _stop = state
         row = start + (tile_m - first) * 128
-        w_row = expert * N + (tile % n_tiles) * tile_columns
+        w_row = expert * N + (tile % n_tiles) * 256
         for k in range(0, K, 128):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
@@ -53,7 +52,7 @@ def _produce(a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, bands
             mbarrier.expect(landed, 2 * a_desc.block_type.nbytes + 2 * w_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(a_desc, [row, k], landed, a_ring.index(2 * slot))
             tma.async_copy_global_to_shared(w_desc, [w_row, k], landed, w_ring.index(2 * slot))
-            tma.async_copy_global_to_shared(w_desc, [w_row + second_band, k], landed, w_ring.index(2 * slot + 1))
+            tma.async_copy_global_to_shared(w_desc, [w_row + 128, k], landed, w_ring.index(2 * slot + 1))
             tma.async_copy_global_to_shared(a_desc, [row + 64, k], landed, a_ring.index(2 * slot + 1))
             step += 1
 
@@ -119,10 +118,9 @@ def _accumulate_scaled(ring, step, k_blocks, pointers, loaded, GROUP: gl.constex
 
 
 @gluon.jit
-def _place(routing, tile, sizes, bands, state, GROUP: gl.constexpr):
+def _place(routing, tile, sizes, state, GROUP: gl.constexpr):
     """Locate this warpgroup's 64 rows and the first column of a tile (past the end, of the last tile)."""
     _N, _K, n_tiles = sizes
-    tile_columns, _second_band = bands
     offsets, num_experts, num_rows, num_tiles = routing
     tile = gl.minimum(tile, gl.maximum(num_tiles - 1, 0))
     tile_m = tile // n_tiles
@@ -131,30 +129,28 @@ def _place(routing, tile, sizes, bands, state, GROUP: gl.constexpr):
     row = start + (tile_m - first) * 128 + GROUP * 64
     # Rows past the last are read as the last; they are not stored.
     rows = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, MMA)), num_rows - 1 - row)
-    return row, (tile % n_tiles) * tile_columns, rows, state
+    return row, (tile % n_tiles) * 256, rows, state
 
 
 @gluon.jit
-def _block_scales(scales, expert, row, column, rows, sizes, bands):
+def _block_scales(scales, expert, row, column, rows, sizes):
     """Return pointers to the first K-block's scales of the rows and of both bands, and what they point to."""
     a_scale, w_scale, _row_weight = scales
     N, K, _n_tiles = sizes
-    _tile_columns, second_band = bands
     k_blocks = K // 128
     to_a = a_scale + row.to(gl.int64) * k_blocks + rows * k_blocks
     to_w0 = w_scale + (expert.to(gl.int64) * (N // 128) + column // 128) * k_blocks
     # An odd last band has no second one: nothing is stored with its scale, so any will do.
-    to_w1 = to_w0 + gl.where(column + second_band < N, second_band // 128, 0) * k_blocks
+    to_w1 = to_w0 + gl.where(column + 128 < N, 1, 0) * k_blocks
     return (to_a, to_w0, to_w1), (gl.load(to_a), gl.load(to_w0), gl.load(to_w1))
 
 
 @gluon.jit
-def _channel_scales(scales, expert, row, column, rows, sizes, bands):
+def _channel_scales(scales, expert, row, column, rows, sizes):
     a_scale, w_scale, _row_weight = scales
     N, _K, _n_tiles = sizes
-    _tile_columns, second_band = bands
     to_w = w_scale + expert.to(gl.int64) * N + column + gl.arange(0, 128, gl.SliceLayout(0, MMA))
-    w_scale1 = gl.load(to_w + gl.where(column + second_band < N, second_band, 0))
+    w_scale1 = gl.load(to_w + gl.where(column + 128 < N, 128, 0))
     return gl.load(a_scale + row + rows)[:, None], gl.load(to_w)[None, :], w_scale1[None, :]
 
 
@@ -166,23 +162,21 @@ def _consume(
     scales,
     routing,
     sizes,
-    bands,
     BLOCK: gl.constexpr,
     WEIGHTED: gl.constexpr,
-    SWIGLU: gl.constexpr,
-    HIDDEN: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     offsets, _num_experts, _num_rows, num_tiles = routing
     _a_scale, _w_scale, row_weight = scales
-    _N, K, _n_tiles = sizes
+    N, K, _n_tiles = sizes
+    out_desc, out = outputs
     step = 0
     state = (0, 0, 0, gl.load(offsets + 1))
-    row, column, rows, state = _place(routing, gl.program_id(0), sizes, bands, state, GROUP)
+    row, column, rows, state = _place(routing, gl.program_id(0), sizes, state, GROUP)
     pointers, loaded = (0, 0, 0), (0, 0, 0)
     if BLOCK:
-        pointers, loaded = _block_scales(scales, state[0], row, column, rows, sizes, bands)
+        pointers, loaded = _block_scales(scales, state[0], row, column, rows, sizes)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         if BLOCK:
             acc0, acc1, step = _accumulate_scaled(ring, step, K // 128, pointers, loaded, GROUP, STAGES)
@@ -191,18 +185,17 @@ def _consume(
                 acc0 *= weight
                 acc1 *= weight
         else:
-            s_a, s_w0, s_w1 = _channel_scales(scales, state[0], row, column, rows, sizes, bands)
+            s_a, s_w0, s_w1 = _channel_scales(scales, state[0], row, column, rows, sizes)
             acc0, acc1, step = _accumulate(ring, step, K // 128, GROUP, STAGES)
             acc0 = s_w0 * (s_a * acc0)
             acc1 = s_w1 * (s_a * acc1)
         tile_row, tile_stop, tile_column = row, state[3], column
-        row, column, rows, state = _place(routing, tile + gl.num_programs(0), sizes, bands, state, GROUP)
+        row, column, rows, state = _place(routing, tile + gl.num_programs(0), sizes, state, GROUP)
         if BLOCK:
             # The next tile's first scales, under the stores of this one.
-            pointers, loaded = _block_scales(scales, state[0], row, column, rows, sizes, bands)
+            pointers, loaded = _block_scales(scales, state[0], row, column, rows, sizes)
         if tile_row < tile_stop:
-            smem = stage.index(GROUP)
-            store_tile(acc0, acc1, smem, outputs, tile_row, tile_stop, tile_column, sizes, BLOCK, SWIGLU, HIDDEN)
+            store_tile(acc0, acc1, stage.index(GROUP), out_desc, out, tile_row, tile_stop, tile_column, N)
     tma.store_wait(0)
 
 
@@ -210,11 +203,8 @@ def _consume(
 def hopper_gemm_kernel(
     a_desc,  # [M, K] FP8
     w_desc,  # [E * N, K] FP8
-    out_desc,  # [M, N] BF16; SWIGLU: [M, N / 2] BF16, with BLOCK FP8
-    hidden_desc,  # [M, N] BF16
+    out_desc,  # [M, N] BF16
     out,  # the memory of out_desc
-    hidden,  # the memory of hidden_desc
-    out_scale,  # [M, N / 256]
     a_scale,  # [M, 1] or BLOCK: [M, K / 128]
     w_scale,  # [E, N, 1] or BLOCK: [E, N / 128, K / 128]
     row_weight,  # [M]
@@ -225,8 +215,6 @@ def hopper_gemm_kernel(
     K,
     BLOCK: gl.constexpr,
     WEIGHTED: gl.constexpr,
-    SWIGLU: gl.constexpr,
-    HIDDEN: gl.constexpr,
     EXPERTS: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
@@ -234,12 +222,7 @@ def hopper_gemm_kernel(
     experts = gl.arange(0, EXPERTS, gl.BlockedLayout([1], [32], [4], [0]))
     begin = gl.load(offsets + experts, mask=experts < num_experts, other=0)
     end = gl.load(offsets + experts + 1, mask=experts < num_experts, other=0)
-    if SWIGLU:
-        bands = (128, N // 2)
-        n_tiles = N // 256
-    else:
-        bands = (256, 128)
-        n_tiles = (N + 255) // 256
+    n_tiles = (N + 255) // 256
     num_tiles = gl.sum((end - begin + 127) // 128, 0) * n_tiles
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 64, 128], a_desc.layout)
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], w_desc.layout)
@@ -253,23 +236,14 @@ def hopper_gemm_kernel(
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     ring = (a_ring, w_ring, full, empty, turns)
-    outputs = (out_desc, out, hidden_desc, hidden, out_scale)
+    outputs = (out_desc, out)
     scales = (a_scale, w_scale, row_weight)
     sizes = (N, K, n_tiles)
     routing = (offsets, num_experts, num_rows, num_tiles)
-    load = (a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, bands, STAGES)
+    load = (a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, STAGES)
+    work = (ring, stage, outputs, scales, routing, sizes, BLOCK, WEIGHTED)
     gl.warp_specialize(
-        [
-            (
-                _consume,
-                (ring, stage, outputs, scales, routing, sizes, bands, BLOCK, WEIGHTED, SWIGLU, HIDDEN, 0, STAGES),
-            ),
-            (
-                _consume,
-                (ring, stage, outputs, scales, routing, sizes, bands, BLOCK, WEIGHTED, SWIGLU, HIDDEN, 1, STAGES),
-            ),
-            (_produce, load),
-        ],
+        [(_consume, (*work, 0, STAGES)), (_consume, (*work, 1, STAGES)), (_produce, load)],
         [4, 1],
         [240, 24],
     )

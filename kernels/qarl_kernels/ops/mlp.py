@@ -1,7 +1,7 @@
 """The expert MLP on the kernels, forward and backward, each one call.
 
-Forward, by rows: quantize -> fc1 -> SwiGLU and quantize -> fc2, router weight in its epilogue where the format puts it
-there. Tokens are quantized before they are copied to their experts: a row's scale does not depend on
+Forward, by rows: quantize -> fc1 -> SwiGLU and quantize in one pass -> fc2, router weight in its epilogue where the
+format puts it there. Tokens are quantized before they are copied to their experts: a row's scale does not depend on
 where the row lies, and k times fewer are read. Backward in BF16: with g = the output's gradient copied to the rows,
 
     da = g W2,  dw = da . a_q,  [dg, du] = SwiGLU'(c1, w da),  dW2 = g^T (w a),  dW1 = [dg, du]^T x,  dx = [dg, du] W1
@@ -20,8 +20,8 @@ from qarl_kernels.ops.operand_gemm import (
     QuantizedRows,
     input_grad,
     multiply_rows,
-    multiply_swiglu,
     quantize_rows,
+    swiglu_rows,
     weight_grad,
 )
 from qarl_kernels.ops.routing import spread_rows
@@ -47,14 +47,8 @@ class ExpertMlpGradients:
 
 
 def mlp_rows(
-    rows: QuantizedRows,
-    offsets: Tensor,
-    row_weight: Tensor,
-    fc1: GemmOperand,
-    fc2: GemmOperand,
-    *,
-    keep_hidden: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    rows: QuantizedRows, offsets: Tensor, row_weight: Tensor, fc1: GemmOperand, fc2: GemmOperand
+) -> tuple[Tensor, Tensor]:
     """Run rows sorted by expert through their experts: fc1 -> SwiGLU -> [quantize] -> fc2 [-> router weight].
 
     Args:
@@ -63,25 +57,19 @@ def mlp_rows(
         row_weight: [M] FP32 router weight of each row; unused by formats that weight the sum (`weighted_sum`).
         fc1: [E, 2 I, H].
         fc2: [E, H, I].
-        keep_hidden: return fc1's output, which the backward needs.
 
     Returns:
-        out rows [M, H] BF16; fc1's output [M, 2 I] BF16 or None.
+        out rows [M, H] BF16; fc1's output [M, 2 I] BF16, which the backward needs.
     """
-    activation, hidden = multiply_swiglu(rows, fc1, offsets, keep_hidden=keep_hidden)
+    hidden = multiply_rows(rows, fc1, offsets)
+    activation = swiglu_rows(hidden, fc1.format)
     weights_the_sum = fc1.format.router_weight == "weighted_sum"
     return multiply_rows(activation, fc2, offsets, row_weight=None if weights_the_sum else row_weight), hidden
 
 
 def expert_mlp_forward(
-    x: Tensor,
-    routed: RoutedRows,
-    topk_weight: Tensor,
-    fc1: GemmOperand,
-    fc2: GemmOperand,
-    *,
-    keep_hidden: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, routed: RoutedRows, topk_weight: Tensor, fc1: GemmOperand, fc2: GemmOperand
+) -> tuple[Tensor, Tensor]:
     """Run routed tokens through their experts and sum: y = sum_k w_k fc2(SwiGLU(fc1(x))).
 
     Args:
@@ -90,17 +78,16 @@ def expert_mlp_forward(
         topk_weight: [T, k] FP32.
         fc1: [E, 2 I, H], gate rows before up rows.
         fc2: [E, H, I].
-        keep_hidden: return fc1's output, which the backward needs; y is the same bits either way.
 
     Returns:
-        [T, H] BF16; fc1's output [T * k, 2 I] BF16 or None.
+        [T, H] BF16; fc1's output [T * k, 2 I] BF16, which the backward needs.
     """
     fmt, top_k = fc1.format, topk_weight.shape[1]
     tokens = quantize_rows(x, fmt)
     scale = None if tokens.scale is None else spread_rows(tokens.scale, routed.inverse, top_k)
     rows = QuantizedRows(spread_rows(tokens.values, routed.inverse, top_k), scale)
     row_weight = topk_weight.reshape(-1)[routed.order]
-    out_rows, hidden = mlp_rows(rows, routed.offsets, row_weight, fc1, fc2, keep_hidden=keep_hidden)
+    out_rows, hidden = mlp_rows(rows, routed.offsets, row_weight, fc1, fc2)
     if fmt.router_weight == "weighted_sum":
         return combine_rows(out_rows, routed.inverse, topk_weight, "weighted_sum"), hidden
     return combine_rows(out_rows, routed.inverse, None, None, top_k=top_k), hidden

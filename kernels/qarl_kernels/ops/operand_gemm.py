@@ -18,8 +18,6 @@ from qarl_kernels.ops.hopper_fp8 import (
     HOPPER,
     hopper_grouped_gemm_fp8_block,
     hopper_grouped_gemm_fp8_channel,
-    hopper_swiglu_gemm_fp8_block,
-    hopper_swiglu_gemm_fp8_channel,
 )
 from qarl_kernels.ops.int4 import int4_dequantize
 from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
@@ -81,48 +79,33 @@ def multiply_rows(
             return _multiply_packed(rows.values, weight, offsets, row_weight, rounding)
         return _multiply_bf16(rows.values, weight.values, offsets, row_weight, rounding)
     operands = (rows.values, rows.scale, weight.values, weight.scale, offsets)
-    on_hopper = _fits_hopper(rows, weight, FP8_BLOCK)
+    on_hopper = _fits_hopper(rows, weight)
     if weight.format.activation_kind == "fp8_token":
         assert row_weight is None
         return (hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_fp8_channel)(*operands)
     return (hopper_grouped_gemm_fp8_block if on_hopper else grouped_gemm_fp8_block)(*operands, row_weight=row_weight)
 
 
-def multiply_swiglu(
-    rows: QuantizedRows, weight: GemmOperand, offsets: Tensor, *, keep_hidden: bool
-) -> tuple[QuantizedRows, Tensor | None]:
-    """Run fc1 and SwiGLU and quantize for fc2; on Hopper FP8 formats do it without a pass over fc1's output.
+def swiglu_rows(hidden: Tensor, fmt: QuantFormat) -> QuantizedRows:
+    """Run SwiGLU on fc1's output and quantize it for fc2, in one pass over memory.
 
     Args:
-        rows: [M, H], sorted by expert.
-        weight: fc1 [E, 2 I, H], gate rows before up rows.
-        offsets: [E + 1] int32.
-        keep_hidden: return fc1's output, which the backward needs; what fc2 gets is the same bits either way.
+        hidden: [M, 2 I] BF16, gate columns before up columns.
+        fmt: the format.
 
     Returns:
-        fc2's input [M, I]; fc1's output [M, 2 I] BF16 or None.
+        fc2's input [M, I].
     """
-    kind = weight.format.activation_kind
-    if kind != "none" and _fits_hopper(rows, weight, 2 * FP8_BLOCK):
-        operands = (rows.values, rows.scale, weight.values, weight.scale, offsets)
-        if kind == "fp8_token":
-            activation, hidden = hopper_swiglu_gemm_fp8_channel(*operands, store_hidden=keep_hidden)
-            return QuantizedRows(*quantize_token(activation)), hidden
-        values, scale, hidden = hopper_swiglu_gemm_fp8_block(*operands, store_hidden=keep_hidden)
-        return QuantizedRows(values, scale), hidden
-    hidden = multiply_rows(rows, weight, offsets)
-    if kind == "none":
-        activation = QuantizedRows(swiglu(hidden), None)
-    else:
-        quantize = swiglu_quantize_token if kind == "fp8_token" else swiglu_quantize_group
-        activation = QuantizedRows(*quantize(hidden))
-    return activation, hidden if keep_hidden else None
+    if fmt.activation_kind == "none":
+        return QuantizedRows(swiglu(hidden), None)
+    quantize = swiglu_quantize_token if fmt.activation_kind == "fp8_token" else swiglu_quantize_group
+    return QuantizedRows(*quantize(hidden))
 
 
-def _fits_hopper(rows: QuantizedRows, weight: GemmOperand, columns: int) -> bool:
+def _fits_hopper(rows: QuantizedRows, weight: GemmOperand) -> bool:
     # The specialised kernels are compiled for this compute capability alone, and take whole tiles of weights.
     right_gpu = rows.values.is_cuda and torch.cuda.get_device_capability(rows.values.device) == HOPPER
-    return right_gpu and weight.values.shape[-2] % columns == 0 and weight.values.shape[-1] % FP8_BLOCK == 0
+    return right_gpu and not any(size % FP8_BLOCK for size in weight.values.shape[-2:])
 
 
 def _multiply_bf16(
