@@ -241,9 +241,12 @@ def hopper_gemm_kernel(
     sizes = (N, K, n_tiles)
     routing = (offsets, num_experts, num_rows, num_tiles)
     load = (a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, STAGES)
-    work = (ring, stage, outputs, scales, routing, sizes, BLOCK, WEIGHTED)
     gl.warp_specialize(
-        [(_consume, (*work, 0, STAGES)), (_consume, (*work, 1, STAGES)), (_produce, load)],
+        [
+            (_consume, (ring, stage, outputs, scales, routing, sizes, BLOCK, WEIGHTED, 0, STAGES)),
+            (_consume, (ring, stage, outputs, scales, routing, sizes, BLOCK, WEIGHTED, 1, STAGES)),
+            (_produce, load),
+        ],
         [4, 1],
         [240, 24],
     )

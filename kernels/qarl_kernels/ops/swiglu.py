@@ -16,8 +16,7 @@ from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.exact_math import divide, largest_magnitude, silu, silu_by_sigmoid
 
 _ROWS, _COLUMNS = 8, 256  # one program's elements in the kernels without a reduction
-_GROUPS_PER_PROGRAM = 16
-_WARPS = 4
+_GROUPS_PER_PROGRAM = 8
 
 
 @triton.jit
@@ -50,31 +49,27 @@ def _swiglu_quantize_token_kernel(
     hidden_ptr,  # [M, 2 I]
     a8_ptr,  # [M, I]
     scale_ptr,  # [M]
-    M,
     INNER: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    largest = tl.zeros([ROWS, TILE], tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([TILE], tl.float32)
     tiles = ()
     for tile in tl.static_range(TILES):
         column = tile * TILE + tl.arange(0, TILE)
-        mask = (row < M)[:, None] & (column < INNER)[None, :]
-        gate_ptrs = hidden_ptr + row[:, None] * (2 * INNER) + column[None, :]
-        gate = tl.load(gate_ptrs, mask=mask, other=0.0)
-        up = tl.load(gate_ptrs + INNER, mask=mask, other=0.0)
+        gate_ptrs = hidden_ptr + row * (2 * INNER) + column
+        gate = tl.load(gate_ptrs, mask=column < INNER, other=0.0)
+        up = tl.load(gate_ptrs + INNER, mask=column < INNER, other=0.0)
         product = _rounded_swiglu(gate, up)
         largest = tl.maximum(largest, tl.abs(product.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
         tiles = tiles + (product,)  # noqa: RUF005
-    scale = floored_scale(largest_magnitude(largest, 1), False)
-    tl.store(scale_ptr + row, scale, mask=row < M)
+    scale = floored_scale(largest_magnitude(largest, 0), False)
+    tl.store(scale_ptr + row, scale)
     for tile in tl.static_range(TILES):
         column = tile * TILE + tl.arange(0, TILE)
-        mask = (row < M)[:, None] & (column < INNER)[None, :]
-        a8 = divide(tiles[tile].to(tl.float32), scale[:, None]).to(tl.float8e4nv)
-        tl.store(a8_ptr + row[:, None] * INNER + column[None, :], a8, mask=mask)
+        a8 = divide(tiles[tile].to(tl.float32), scale).to(tl.float8e4nv)
+        tl.store(a8_ptr + row * INNER + column, a8, mask=column < INNER)
 
 
 @triton.jit
@@ -190,10 +185,7 @@ def _swiglu_quantize_token(hidden: Tensor) -> tuple[Tensor, Tensor]:
     a8, scale = _swiglu_quantize_token_fake(hidden)
     rows, inner = a8.shape
     tile, tiles, num_warps = row_tiles(inner)
-    together = max(1, _WARPS // num_warps)
-    _swiglu_quantize_token_kernel[(triton.cdiv(rows, together),)](
-        hidden, a8, scale, rows, inner, together, tile, tiles, num_warps=num_warps * together
-    )
+    _swiglu_quantize_token_kernel[(rows,)](hidden, a8, scale, inner, tile, tiles, num_warps=num_warps)
     return a8, scale
 
 
@@ -208,7 +200,7 @@ def _swiglu_quantize_group(hidden: Tensor) -> tuple[Tensor, Tensor]:
     a8, scale = _swiglu_quantize_group_fake(hidden)
     num_groups = scale.numel()
     _swiglu_quantize_group_kernel[(triton.cdiv(num_groups, _GROUPS_PER_PROGRAM),)](
-        hidden, a8, scale, num_groups, a8.shape[1], FP8_BLOCK, _GROUPS_PER_PROGRAM, num_warps=_WARPS
+        hidden, a8, scale, num_groups, a8.shape[1], FP8_BLOCK, _GROUPS_PER_PROGRAM, num_warps=2
     )
     return a8, scale
 
