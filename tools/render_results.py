@@ -1,16 +1,20 @@
 """Rewrites the blocks between `<!-- results:NAME -->` and `<!-- /results -->` in docs/*.md.
 
-NAME stands for docs/results/NAME.json, whose rows become a table.
+NAME stands for docs/results/NAME.json. Its rows become a table, or with `rows=a,b columns=c,d cell={row}_x_{column}` in
+the opening marker a grid of the figures so called; `only=*_bandwidth` keeps the rows whose names match.
 """
 
 import argparse
 import re
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from qarl_nemo.metrics.results import read_results, render_table
+from qarl_nemo.metrics.results import read_results, render_grid, render_table
 
-_BLOCK = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- results:(?P<name>[\w-]+)(?P<options>( \w+=\S+)*) -->\n)(?P<table>.*?)(?P<end><!-- /results -->)", re.DOTALL
+)
 
 
 def render_document(text: str, results_dir: Path) -> str:
@@ -30,8 +34,17 @@ def render_document(text: str, results_dir: Path) -> str:
     missing = sorted({name for name in names if not (results_dir / f"{name}.json").exists()})
     if missing:
         raise ValueError(f"no results for {missing} in {results_dir}")
-    tables = {name: render_table(read_results(results_dir / f"{name}.json")) for name in names}
-    return _BLOCK.sub(lambda match: f"{match[1]}{tables[match['name']]}\n{match[4]}", text)
+    return _BLOCK.sub(lambda match: f"{match[1]}{_render(match, results_dir)}\n{match['end']}", text)
+
+
+def _render(block: re.Match[str], results_dir: Path) -> str:
+    options = dict(option.split("=", 1) for option in block["options"].split())
+    rows = read_results(results_dir / f"{block['name']}.json")
+    if set(options) == {"rows", "columns", "cell"}:
+        return render_grid(rows, options["rows"].split(","), options["columns"].split(","), options["cell"])
+    if set(options) <= {"only"}:
+        return render_table([row for row in rows if fnmatchcase(row.name, options.get("only", "*"))])
+    raise ValueError(f"results:{block['name']} has options {sorted(options)} (legal: rows, columns and cell, or only)")
 
 
 def main(arguments: list[str] | None = None) -> int:

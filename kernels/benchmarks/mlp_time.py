@@ -45,8 +45,7 @@ def format_figures(name: str, case: MoeCase, ms: dict[str, float]) -> Iterator[F
     yield Figure(f"{name}_mlp_forward_tflops_{case.name}", case.flops / forward / 1e9, "TFLOP/s", ">=")
     for mode in ("", "_high_precision"):
         step = forward + ms[f"{name}/backward{mode}"]
-        prefix = "" if name.startswith("fp8") or name == "w4a16" else "fp8_"
-        figure = f"{prefix}{name}_step_ratio{mode}_{case.name}"
+        figure = f"{'w4a16_step_ratio' if name == 'w4a16' else f'fp8_step_ratio_{name}'}{mode}_{case.name}"
         yield Figure(figure, step / (best + ms["bf16/backward"]), "", "<=", STEP_GOAL[name])
     if f"{name}/tokens" in ms:
         ratio = (ms[f"{name}/tokens"] + share) / ms["bf16/tokens"]
@@ -87,7 +86,7 @@ def main() -> None:
             for skew in options.skew:
                 figures += case_figures(MoeCase(rows, experts, skew), options.formats)
                 torch.cuda.empty_cache()
-    record(figures, "python kernels/benchmarks/mlp_time.py", options.record)
+    record(figures, options.record)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def main() -> None:
     copy = copy_gb_s()
     figures = [Figure("copy_gb_s", copy, "GB/s", ">="), *weight_figures(copy, options.experts)]
     figures += activation_figures(copy, options.rows)
-    record(figures, "python kernels/benchmarks/quantize_bandwidth.py", options.record)
+    record(figures, options.record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A measured figure of a kernel, printed and appended to the results."""
 
 import datetime
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +22,11 @@ class Figure(NamedTuple):
     goal: float | None = None
 
 
-def record(figures: Iterable[Figure], command: str, path: Path | None) -> None:
-    """Print figures and append them to a results file.
+def record(figures: Iterable[Figure], path: Path | None) -> None:
+    """Print figures and append them to a results file with the command that is running.
 
     Args:
         figures: what was measured.
-        command: measures them again.
         path: docs/results/kernels.json; None only prints.
 
     Raises:
@@ -35,7 +35,7 @@ def record(figures: Iterable[Figure], command: str, path: Path | None) -> None:
     facts = {
         "hardware": f"1x {torch.cuda.get_device_name()}",
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "command": command,
+        "command": _command(),
         "date": datetime.date.today().isoformat(),
     }
     rows = [{**figure._asdict(), **facts} for figure in figures]
@@ -44,3 +44,11 @@ def record(figures: Iterable[Figure], command: str, path: Path | None) -> None:
         print(f"{row['name']:55} {row['value']:10.4g} {row['unit']}{goal}", flush=True)
     if path is not None:
         append_results(path, rows)
+
+
+def _command() -> str:
+    arguments = sys.argv[1:]
+    if "--record" in arguments:
+        at = arguments.index("--record")
+        del arguments[at : at + 2]
+    return " ".join(["python", f"kernels/benchmarks/{Path(sys.argv[0]).name}", *arguments])

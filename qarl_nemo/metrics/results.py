@@ -123,6 +123,38 @@ def render_table(rows: Sequence[ResultRow]) -> str:
     return "\n".join(lines)
 
 
+def render_grid(rows: Sequence[ResultRow], lines: Sequence[str], columns: Sequence[str], cell: str) -> str:
+    """Renders figures that differ in two words of their name as a Markdown grid; a missed goal is bold.
+
+    Args:
+        rows: rows to look in.
+        lines: what `{row}` stands for, one line each.
+        columns: what `{column}` stands for, one column each.
+        cell: name of a cell's figure, e.g. `{row}_mlp_forward_ratio_{column}`.
+
+    Returns:
+        Table lines joined by newlines, without a final one; a figure nobody measured is an empty cell.
+
+    Raises:
+        ValueError: no cell names a figure.
+    """
+    figures = {row.name: row for row in rows}
+    names = [[cell.format(row=line, column=column) for column in columns] for line in lines]
+    if not any(name in figures for line in names for name in line):
+        raise ValueError(f"no figure is called like {names[0][0]}")
+    table = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    for line, cells in zip(lines, names, strict=True):
+        values = (_cell(figures[name]) if name in figures else "" for name in cells)
+        table.append(f"| `{line}` | " + " | ".join(values) + " |")
+    return "\n".join(table)
+
+
+def _cell(row: ResultRow) -> str:
+    # A fraction near one and a ratio beside its goal differ in late digits.
+    value = f"{row.value:.6g}" if row.unit == "fraction" else f"{row.value:.4g} {row.unit}".rstrip()
+    return f"**{value}**" if row.met is False else value
+
+
 def _format(value: float) -> str:
     if value == int(value) and abs(value) < 1e9:
         return f"{int(value):,}"

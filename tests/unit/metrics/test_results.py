@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl_nemo.metrics.results import append_results, read_results, render_table
+from qarl_nemo.metrics.results import append_results, read_results, render_grid, render_table
 
 TOOL = Path(__file__).parents[3] / "tools" / "render_results.py"
 
@@ -82,6 +82,17 @@ def test_table_shows_value_goal_and_whether_it_is_met(tmp_path):
     assert lines[4].startswith("| `x` | 96.4 s |  |  |")
 
 
+def test_grid_places_figures_by_the_two_words_of_their_name(tmp_path):
+    names = {"a_ratio_e1": 0.5, "a_ratio_e2": 2.0, "b_ratio_e2": 1.5}
+    rows = append_results(
+        tmp_path / "a.json", [row(name, value=value, unit="", goal=1.0) for name, value in names.items()]
+    )
+    lines = render_grid(rows, ["a", "b"], ["e1", "e2"], "{row}_ratio_{column}").splitlines()
+    assert lines == ["| | e1 | e2 |", "|---|---:|---:|", "| `a` | 0.5 | **2** |", "| `b` |  | **1.5** |"]
+    with pytest.raises(ValueError, match="no figure is called like a_time_e1"):
+        render_grid(rows, ["a"], ["e1"], "{row}_time_{column}")
+
+
 @pytest.fixture
 def docs(tmp_path):
     append_results(tmp_path / "results" / "local.json", [row()])
@@ -118,3 +129,20 @@ def test_blocks_without_results_or_end_are_errors(docs, monkeypatch, capsys):
     assert "a.md: no results for ['gpu']" in errors
     assert "b.md: 1 opening and 0 closing markers" in errors
     assert render_table(read_results(docs / "results" / "local.json")) in (docs / "guide.md").read_text()
+
+
+def test_a_block_may_choose_rows_or_be_a_grid(docs, monkeypatch, capsys):
+    append_results(docs / "results" / "local.json", [row("w4a16_s_e1", value=2.0), row("w4a16_s_e2", value=3.0)])
+    (docs / "guide.md").write_text(
+        "<!-- results:local only=*_e1 -->\n<!-- /results -->\n"
+        "<!-- results:local rows=w4a16 columns=e1,e2 cell={row}_s_{column} -->\n<!-- /results -->\n"
+    )
+    assert render(docs, monkeypatch) == 0
+    text = (docs / "guide.md").read_text()
+    assert text.count("w4a16_s_e1") == 1
+    assert "demo_train_s" not in text
+    assert "| `w4a16` | 2 s | 3 s |" in text
+    assert render(docs, monkeypatch, "--check") == 0
+    (docs / "guide.md").write_text("<!-- results:local rows=w4a16 -->\n<!-- /results -->\n")
+    assert render(docs, monkeypatch) == 2
+    assert "legal: rows, columns and cell, or only" in capsys.readouterr().err
