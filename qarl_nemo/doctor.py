@@ -59,7 +59,10 @@ def _devices() -> Iterator[Finding]:
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     text = f"{torch.cuda.device_count()} x {name}, {memory:.0f} GiB, SM{capability[0]}{capability[1]}"
     yield Finding("train on a GPU", True, text)
-    yield Finding("FP8 tensor cores", capability >= (8, 9), f"SM{capability[0]}{capability[1]}; needs SM89 or newer")
+    triton = _version("triton")
+    found = f"SM{capability[0]}{capability[1]}, {f'triton {triton}' if triton else 'no triton'}"
+    usable = capability >= (9, 0) and triton is not None
+    yield Finding("fast kernels", usable, f"{found}; SM90 or newer, for policy.precision=bfloat16")
 
 
 def _engines() -> Iterator[Finding]:

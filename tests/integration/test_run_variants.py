@@ -20,6 +20,7 @@ def test_bfloat16_keeps_the_sides_together(tmp_path):
 
 SAME_NUMBERS = {
     "repacked at each use": {"rollout": {"keep_operand": False}},
+    "unpacked at each use by the learner": {"qarl": {"keep_operand": False}},
     "checkpoints at other steps": {"checkpointing": {"save_period": 1, "keep_last": 1}},
     "no checkpoints": {"checkpointing": {"enabled": False}},
 }

@@ -106,3 +106,13 @@ def test_released_weights_come_back_as_the_same_bits(fmt, quantizer_calls):
     assert quantizer_calls == ["q_proj"] * 2
     assert_bitwise_equal(after.dequantize(), kept)
     assert weight.operand() is weight.operand()
+
+
+def test_only_the_packed_tensors_stay_when_the_operand_is_not_kept(fmt):
+    kept = make_weight(fmt)
+    lean = AlignedWeight("q_proj", kept.master, fmt, kept.version, keep_operand=False)
+    first = lean.operand()
+    assert lean.operand() is not first
+    assert lean.quantized() is lean.quantized()
+    assert_bitwise_equal(first.effective_weight(), kept.operand().effective_weight())
+    assert lean._operand is None
