@@ -41,7 +41,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
         assert ctx.version == ctx.weight.version.value, f"{ctx.weight.name} changed between forward and backward"
         backward_weight = straight_through_weight(ctx.weight, ctx.mode)
         stacked = backward_weight if backward_weight.ndim == 3 else backward_weight.unsqueeze(0)
-        grad_out = grad_out.to(backward_weight.dtype)
+        grad_out = grad_out.to(backward_weight.dtype).contiguous()
         needs_x, needs_master = ctx.needs_input_grad[:2]
         grad_x = grouped_input_grad(grad_out, stacked, offsets).to(x.dtype) if needs_x else None
         grad_master = None

@@ -153,7 +153,7 @@ def expert_mlp_backward(
     top_k = topk_weight.shape[1]
     grad_x_rows, grad_weight, grad_gate_up, grad_down = mlp_rows_backward(
         spread_rows(grad_out.contiguous(), routed.inverse, top_k),
-        spread_rows(x, routed.inverse, top_k),
+        spread_rows(x.contiguous(), routed.inverse, top_k),
         hidden,
         routed.offsets,
         topk_weight.reshape(-1)[routed.order],

@@ -52,6 +52,7 @@ def quantize_rows(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False) ->
     Returns:
         The rows; x itself for 16-bit activations.
     """
+    x = x.contiguous()
     if fmt.activation_kind == "none":
         return QuantizedRows(x, None)
     if fmt.activation_kind == "fp8_token":
