@@ -9,9 +9,10 @@ from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
 from qarl_nemo.local.rollouts import Rollouts, pad_left, positions
 from qarl_nemo.local.sampling import SamplingParams, draw
-from qarl_nemo.refit.manifest import Layout, layout_problems
+from qarl_nemo.refit.manifest import Layout
 from qarl_nemo.refit.names import module_kind
 from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.receive import require_whole
 
 
 class PackedSampler:
@@ -93,15 +94,7 @@ class PackedSampler:
             ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds;
                 all are listed, and the old version keeps serving.
         """
-        problems = update.manifest.problems(update.tensors) + layout_problems(update.tensors, self._layout())
-        if update.manifest.format != self.format.name:
-            problems.append(f"the update is in format {update.manifest.format}, this engine serves {self.format.name}")
-        if problems:
-            serving = "nothing" if self.version is None else f"version {self.version}"
-            raise ValueError(
-                f"refit to version {update.manifest.version} refused, {serving} keeps serving; {len(problems)} "
-                "problem(s):\n  " + "\n  ".join(problems)
-            )
+        require_whole(update, self._layout(), self.format, serving=self.version)
         parameters = dict(self.model.named_parameters())
         packed: dict[str, dict[str, Tensor]] = {name: {} for name in self.slots}
         for name, tensor in update.tensors.items():
