@@ -1,0 +1,93 @@
+"""Which kernels vLLM chose for which layer, held against what the format asks for: no silent fall back."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qarl_kernels import QuantFormat
+
+_EXPERTS = {
+    "int": "CompressedTensorsWNA16MoEMethod",
+    "fp8_block": "Fp8MoEMethod",
+    "bf16": "UnquantizedFusedMoEMethod",
+}
+_LINEAR = {
+    "int": "CompressedTensorsLinearMethod/CompressedTensorsWNA16",
+    "fp8_block": "Fp8LinearMethod",
+    "bf16": "UnquantizedLinearMethod",
+}
+# vLLM fuses q, k and v, and a dense MLP's gate and up.
+_KINDS = (
+    ("experts", re.compile(r".*\.mlp\.experts(\.routed_experts)?")),
+    ("attention", re.compile(r".*\.self_attn\.(qkv|o)_proj")),
+    ("mlp", re.compile(r".*\.mlp\.(gate_up|down)_proj")),
+    ("router", re.compile(r".*\.mlp\.gate")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenMethod:
+    """How vLLM runs one layer.
+
+    Attributes:
+        layer: module name in vLLM.
+        method: class of its quantization method, `/` and its scheme's class where there is one.
+        backend: the method's kernels, as vLLM calls them; empty where it names none.
+    """
+
+    layer: str
+    method: str
+    backend: str
+
+
+def chosen_methods(model: Any) -> list[ChosenMethod]:
+    """Read the methods off a model that vLLM has loaded.
+
+    Args:
+        model: vLLM's model.
+
+    Returns:
+        One record for each linear, router and expert block.
+    """
+    found = []
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or _kind(name) is None:
+            continue
+        scheme = getattr(module, "scheme", None)
+        label = type(method).__name__ + ("" if scheme is None else f"/{type(scheme).__name__}")
+        backends = [str(value) for key, value in vars(method).items() if key.endswith("_backend")]
+        found.append(ChosenMethod(name, label, ", ".join(backends)))
+    return found
+
+
+def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> None:
+    """Refuse an engine that runs a layer by another method than its format's.
+
+    Args:
+        chosen: what vLLM chose.
+        fmt: format of the targeted layers; all others must be unquantized.
+        targets: which layers are quantized.
+
+    Raises:
+        ValueError: layers with another method, or a target that no layer of the engine is; all are listed.
+    """
+    problems, seen = [], set()
+    for record in chosen:
+        kind = _kind(record.layer)
+        seen.add(kind)
+        weights = fmt.weight_kind if kind in targets else "bf16"
+        expected = (_EXPERTS if kind == "experts" else _LINEAR)[weights]
+        if record.method != expected:
+            backend = f" ({record.backend})" if record.backend else ""
+            problems.append(f"{record.layer}: {record.method}{backend} in place of {expected}")
+    problems += [f"no layer of the engine is one of the target {target!r}" for target in targets if target not in seen]
+    if problems:
+        raise ValueError(
+            f"vLLM does not serve this model as {fmt.name} with targets {list(targets)}:\n  " + "\n  ".join(problems)
+        )
+
+
+def _kind(layer: str) -> str | None:
+    return next((kind for kind, pattern in _KINDS if pattern.fullmatch(layer)), None)

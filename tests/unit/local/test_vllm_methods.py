@@ -1,0 +1,50 @@
+"""The kernels vLLM chose are held against the format: whatever differs is named."""
+
+from dataclasses import replace
+
+import pytest
+
+from qarl_kernels import get_format
+from qarl_nemo.local.vllm_methods import ChosenMethod, require_methods
+
+W4A16 = get_format("w4a16", group_size=64)
+LAYER = "model.layers.0"
+CHOSEN = [
+    ChosenMethod(f"{LAYER}.self_attn.qkv_proj", "UnquantizedLinearMethod", ""),
+    ChosenMethod(f"{LAYER}.self_attn.o_proj", "UnquantizedLinearMethod", ""),
+    ChosenMethod(f"{LAYER}.mlp.gate", "UnquantizedLinearMethod", ""),
+    ChosenMethod(f"{LAYER}.mlp.experts.routed_experts", "CompressedTensorsWNA16MoEMethod", "WNA16MoEBackend.CPU"),
+]
+
+
+def test_the_formats_own_methods_pass():
+    require_methods(CHOSEN, W4A16, ["experts"])
+    fp8 = [*CHOSEN[:3], replace(CHOSEN[3], method="Fp8MoEMethod")]
+    require_methods(fp8, get_format("fp8_block"), ["experts"])
+    bf16 = [*CHOSEN[:3], replace(CHOSEN[3], method="UnquantizedFusedMoEMethod")]
+    require_methods(bf16, get_format("bf16"), ["experts"])
+
+
+def test_every_fall_back_is_named():
+    chosen = [
+        *CHOSEN[:2],
+        replace(CHOSEN[2], method="CompressedTensorsLinearMethod/CompressedTensorsWNA16"),
+        replace(CHOSEN[3], method="UnquantizedFusedMoEMethod", backend="UnquantizedMoeBackend.CPU"),
+    ]
+    with pytest.raises(ValueError, match="does not serve this model as w4a16") as raised:
+        require_methods(chosen, W4A16, ["experts"])
+    assert str(raised.value).splitlines()[1:] == [
+        f"  {LAYER}.mlp.gate: CompressedTensorsLinearMethod/CompressedTensorsWNA16 in place of UnquantizedLinearMethod",
+        f"  {LAYER}.mlp.experts.routed_experts: UnquantizedFusedMoEMethod (UnquantizedMoeBackend.CPU) in place of "
+        "CompressedTensorsWNA16MoEMethod",
+    ]
+
+
+def test_a_target_without_a_layer_is_named():
+    with pytest.raises(ValueError, match="no layer of the engine is one of the target 'experts'"):
+        require_methods(CHOSEN[:3], W4A16, ["experts"])
+
+
+def test_attention_that_stays_unquantized_though_targeted_is_named():
+    with pytest.raises(ValueError, match=r"qkv_proj: UnquantizedLinearMethod in place of Compressed.*\n.*o_proj"):
+        require_methods(CHOSEN, W4A16, ["experts", "attention"])
