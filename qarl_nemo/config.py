@@ -205,10 +205,12 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         return f"unknown key {dotted!r}: {_hint(location[-1], sorted({key for m in models for key in m.model_fields}))}"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
-        key = problem["ctx"]["discriminator"].strip("'")
-        legal = [tag for m in models for tag in get_args(m.model_fields[key].annotation)]
+        # Named by a key, or by the function that reads it, which is called like the key.
+        key = problem["ctx"]["discriminator"].strip("'()")
         if kind == "union_tag_not_found":
+            legal = [tag for m in models for tag in get_args(m.model_fields[key].annotation)]
             return f"{dotted}.{key} is missing and says which keys {dotted} has; legal: {', '.join(legal)}"
+        legal = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
         return f"unknown {dotted}.{key} {problem['ctx']['tag']!r}: {_hint(problem['ctx']['tag'], legal)}"
     return f"{dotted or 'config'}: {problem['msg'].removeprefix('Value error, ')}"
 

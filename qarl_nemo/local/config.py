@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from qarl_nemo.config import QarlConfig, StrictModel
 from qarl_nemo.losses.config import LossConfig
@@ -76,17 +76,40 @@ class PolicyConfig(StrictModel):
         return self
 
 
-class RolloutConfig(StrictModel):
-    """The rollout engine: `packed` is the built-in sampler that holds only what refits brought."""
+class RolloutSettings(StrictModel):
+    """What every rollout engine takes."""
 
-    engine: Literal["packed"] = "packed"
     max_new_tokens: int = Field(8, ge=1)
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     """Truncates sampling; logprobs on both sides stay those of the untruncated distribution at `temperature`."""
     batch_size: int = Field(1024, ge=1, description="Responses decoded at once.")
+
+
+class PackedRolloutConfig(RolloutSettings):
+    """The built-in sampler, which holds only what refits brought."""
+
+    engine: Literal["packed"] = "packed"
     keep_operand: bool = True
     """Keep what the GEMM multiplies beside the packed tensors; false repacks at each use: least memory, slower."""
+
+
+class VllmRolloutConfig(RolloutSettings):
+    """vLLM in this process, on a CPU; `vllm_problems` says what it serves there."""
+
+    engine: Literal["vllm"]
+    max_model_len: int | None = Field(None, ge=2, description="Tokens of prompt and response; None = the model's.")
+    kv_cache_gib: float = Field(1.0, gt=0, description="Memory of the KV cache, GiB.")
+
+
+def engine(rollout: Any) -> Any:
+    """Return which engine a rollout block asks for; the built-in sampler unless it says so."""
+    return rollout.get("engine", "packed") if isinstance(rollout, dict) else getattr(rollout, "engine", None)
+
+
+RolloutConfig = Annotated[
+    Annotated[PackedRolloutConfig, Tag("packed")] | Annotated[VllmRolloutConfig, Tag("vllm")], Discriminator(engine)
+]
 
 
 class GrpoConfig(StrictModel):
@@ -190,7 +213,7 @@ class LocalConfig(StrictModel):
     num_threads: int | None = Field(None, ge=1, description="CPU threads; None = torch's choice.")
     qarl: QarlConfig = QarlConfig()
     policy: PolicyConfig
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = PackedRolloutConfig()
     loss_fn: LossConfig
     grpo: GrpoConfig = GrpoConfig()
     data: Annotated[ArithmeticData | JsonlData | HfData, Field(discriminator="source")] = ArithmeticData()
@@ -208,3 +231,38 @@ class LocalConfig(StrictModel):
                 f"grpo.train_global_batch_size={total}"
             )
         return self
+
+    @model_validator(mode="after")
+    def vllm_serves_it(self) -> "LocalConfig":
+        """Hold `rollout.engine: vllm` to what vLLM computes right on a CPU; every conflict is listed."""
+        problems = vllm_problems(self) if self.rollout.engine == "vllm" else []
+        if problems:
+            raise ValueError("rollout.engine=vllm: " + "; ".join(problems))
+        return self
+
+
+def vllm_problems(config: LocalConfig) -> list[str]:
+    """Say what vLLM cannot do on a CPU.
+
+    Args:
+        config: a config whose rollout engine is vLLM.
+
+    Returns:
+        One clause for each setting that has to change, legal values named.
+    """
+    qarl, problems = config.qarl, []
+    if config.device == "cuda":
+        problems.append("runs on a CPU only; set device=cpu")
+    if qarl.format not in ("w4a16", "fp8_block", "bf16"):
+        problems.append(f"vLLM has no CPU kernel for qarl.format={qarl.format}; legal: w4a16, fp8_block, bf16")
+    if qarl.format == "w4a16" and qarl.group_size not in (None, 64, 128):
+        problems.append(f"its CPU kernel does not take qarl.group_size={qarl.group_size}; legal: 64, 128")
+    if qarl.format == "fp8_block" and qarl.targets != ("experts",):
+        problems.append("on a CPU fp8_block is served for experts only; set qarl.targets=[experts]")
+    if qarl.format != "bf16" and config.policy.precision != "bfloat16":
+        problems.append("its quantized kernels compute in BF16; set policy.precision=bfloat16")
+    if qarl.router_replay:
+        problems.append("on a CPU it returns no routed experts; set qarl.router_replay=false")
+    if config.rollout.top_p < 1:
+        problems.append("its logprobs would be of the truncated distribution; set rollout.top_p=1")
+    return problems

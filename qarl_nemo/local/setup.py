@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import InstallReport, install
 from qarl_nemo.local.checkpoint import checkpoint_dir, load_optimizer, read_state
-from qarl_nemo.local.config import LocalConfig
+from qarl_nemo.local.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import load_checkpoint, load_model, stop_token_ids
 from qarl_nemo.local.optimizer import MasterOptimizer
@@ -18,6 +18,8 @@ from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.tasks import TaskSource
 from qarl_nemo.local.verify import reward
+from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.local.vllm_rollout import VllmRollout
 from qarl_nemo.local.warm_start import greedy_answers, warm_start
 from qarl_nemo.losses.build import build_loss
 
@@ -37,6 +39,25 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
     return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
+
+
+def require_engine(config: LocalConfig, device: torch.device) -> None:
+    """Refuse a rollout engine that cannot run here, before anything is trained for it.
+
+    Args:
+        config: the resolved config.
+        device: the run's.
+
+    Raises:
+        ValueError: vLLM on another device than a CPU, missing, or of a version or on a CPU that does not serve.
+    """
+    if not isinstance(config.rollout, VllmRolloutConfig):
+        return
+    if device.type != "cpu":
+        raise ValueError("rollout.engine=vllm runs on a CPU only; set device=cpu")
+    problem = vllm_problem(quantized=config.qarl.format != "bf16")
+    if problem:
+        raise ValueError(f"rollout.engine=vllm does not run here: {problem}")
 
 
 def starting_model(
@@ -124,12 +145,12 @@ def build_sampler(
     report: InstallReport,
     fmt: QuantFormat,
     device: torch.device,
-) -> PackedSampler:
+) -> PackedSampler | VllmRollout:
     """Make the rollout engine; it serves nothing before its first refit.
 
     Args:
         config: the resolved config.
-        model: the learner's, for its config and dtype.
+        model: the learner's, for its config, dtype and, with vLLM, first weights.
         tokenizer: for stop and pad tokens.
         report: which layers are packed.
         fmt: the rollout format.
@@ -137,14 +158,20 @@ def build_sampler(
 
     Returns:
         The engine.
+
+    Raises:
+        ValueError: vLLM does not serve this model as configured; the reasons are listed.
     """
+    rollout, stop_ids, pad_id = config.rollout, stop_token_ids(model, tokenizer), tokenizer.pad_token_id
+    if isinstance(rollout, VllmRolloutConfig):
+        return VllmRollout(model, report, fmt, rollout, stop_ids=stop_ids, pad_id=pad_id)
     return PackedSampler(
         model.config,
         fmt,
         report.targets,
         dtype=model.dtype,
         device=device,
-        stop_ids=stop_token_ids(model, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        keep_operand=config.rollout.keep_operand,
+        stop_ids=stop_ids,
+        pad_id=pad_id,
+        keep_operand=rollout.keep_operand,
     )

@@ -14,7 +14,7 @@ from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.local.rollouts import Rollouts, encode_prompts
 from qarl_nemo.local.run_dir import open_run_dir
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.setup import build_learner, build_sampler, resolve_device, starting_model
+from qarl_nemo.local.setup import build_learner, build_sampler, require_engine, resolve_device, starting_model
 from qarl_nemo.local.step_metrics import diagnostics_examples, step_metrics
 from qarl_nemo.local.tasks import Task, TaskSource
 from qarl_nemo.local.verify import reward
@@ -37,6 +37,7 @@ class Trainer:
     def __init__(self, config: LocalConfig) -> None:
         self.config = config
         self.device = resolve_device(config.device)
+        require_engine(config, self.device)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.format = get_format(
