@@ -1,0 +1,238 @@
+"""The real vLLM engine on a CPU: it serves what the learner computes, takes refits whole, and trains."""
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+from tiny_runs import make_config, read_metrics, train, without_clocks
+
+from qarl_kernels import get_format
+from qarl_nemo.local import vllm_rollout
+from qarl_nemo.local.sampling import SamplingParams
+from qarl_nemo.local.trainer import Trainer
+from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.local.vllm_methods import chosen_methods, require_methods
+from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import RefitUpdate
+
+PROBLEM = vllm_problem()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]
+
+ROLLOUT = {"engine": "vllm", "max_model_len": 32, "kv_cache_gib": 0.03125}
+MODEL = {"num_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+QARL = {
+    "w4a16 g64": {"format": "w4a16", "group_size": 64},
+    "w4a16 g128": {"format": "w4a16", "group_size": 128},
+    "w4a16 attention too": {"format": "w4a16", "group_size": 64, "targets": ["experts", "attention"]},
+    "fp8_block": {"format": "fp8_block"},
+    "bf16": {"format": "bf16", "alignment": "none"},
+}
+# name -> bound of the mean |gap|, nats. CPU vLLM's int4 experts quantize activations to 8 bits and its FP8 experts do
+# not quantize them at all, so only bf16 is at the floor of BF16 arithmetic.
+BOUNDS = {"w4a16 g64": 0.04, "w4a16 g128": 0.04, "w4a16 attention too": 0.04, "fp8_block": 0.1, "bf16": 0.02}
+# 1 to 4 tokens: left padding of every width
+PROMPTS = [[4 + (3 * row + 5 * column) % 12 for column in range(1 + row % 4)] for row in range(128)]
+NORM = "model.norm.weight"
+PACKED = "model.layers.0.mlp.experts.gate_up_proj.weight_packed"
+SCALE = "model.layers.1.mlp.experts.down_proj.weight_scale"
+
+
+def blocks(**qarl):
+    policy = {"precision": "bfloat16", "model_init": MODEL}
+    return {"qarl": {"_override_": True, "router_replay": False, **qarl}, "policy": policy, "rollout": ROLLOUT}
+
+
+def prepared(run_dir, **qarl) -> Trainer:
+    """A random model whose experts matter, whose routers are decided and whose logits differ, so that mistakes show."""
+    config = blocks(**qarl)
+    config["policy"]["warm_start"] = {"steps": 0}
+    trainer = Trainer(make_config(run_dir, **config))
+    multiply(trainer, {"mlp.experts": 4.0, "mlp.gate.weight": 8.0, "lm_head": 4.0})
+    return trainer
+
+
+def multiply(trainer, factors):
+    """Change the parameters whose names hold a key, by powers of two, as an optimizer step would."""
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            for part, factor in factors.items():
+                if part in name:
+                    parameter.mul_(factor)
+    trainer.report.version.bump()
+
+
+def refit(trainer):
+    trainer.sampler.load(trainer.publish())
+
+
+def sample(trainer, *, temperature=1.0, seed=0):
+    params = SamplingParams(6, temperature)
+    return trainer.sampler.generate(PROMPTS, params, torch.Generator().manual_seed(seed))
+
+
+def gap(trainer, rollouts) -> float:
+    gaps = (trainer.learner.prev_logprobs(rollouts) - rollouts.generation_logprobs).abs()
+    return float(gaps[rollouts.response_mask].mean())
+
+
+def assert_same_responses(actual, expected):
+    assert actual.weight_version == expected.weight_version
+    assert_bitwise_equal(actual.input_ids, expected.input_ids)
+    assert_bitwise_equal(actual.generation_logprobs, expected.generation_logprobs)
+
+
+def kernel_tensors(trainer):
+    """Copies of all that vLLM computes with; it allocates `g_idx` and `weight_shape` and never reads them."""
+    engine = trainer.sampler.engine
+    tensors = engine.apply_model(lambda model: {n: p.detach().clone() for n, p in model.named_parameters()})[0]
+    return {name: tensor for name, tensor in tensors.items() if "g_idx" not in name and "weight_shape" not in name}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    trainer = prepared(tmp_path_factory.mktemp("w4a16"), **QARL["w4a16 g64"])
+    refit(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("name", QARL)
+def test_the_engine_serves_what_the_learner_computes(name, tmp_path):
+    trainer = prepared(tmp_path / "aligned", **QARL[name])
+    refit(trainer)
+    rollouts = sample(trainer)
+    aligned = gap(trainer, rollouts)
+    multiply(trainer, {"mlp.experts.down_proj": 0.5})
+    stale = gap(trainer, rollouts)
+    print(f"\nGAP {name}: {aligned:.5f}, after a step without refit {stale:.5f}")
+    assert aligned < BOUNDS[name] < stale
+    assert rollouts.routes is None
+    assert rollouts.weight_version == 1
+    assert rollouts.response_mask.sum() > 500
+
+
+@pytest.mark.parametrize("name", ["w4a16 g64", "w4a16 attention too"])
+def test_an_unaligned_learner_is_far_from_the_engine(name, trainer, tmp_path):
+    unaligned = prepared(tmp_path, **QARL[name], alignment="rollout_only")
+    refit(unaligned)
+    apart = gap(unaligned, sample(unaligned))
+    print(f"\nGAP {name}: unaligned {apart:.5f}")
+    assert apart > 4 * BOUNDS[name]
+
+
+@pytest.mark.parametrize(
+    "part", ["embed_tokens", "q_norm", "q_proj", "o_proj", "mlp.gate.", "gate_up_proj", "down_proj", "lm_head"]
+)
+def test_a_refit_reaches_every_kind_of_weight(part, tmp_path, trainer):
+    rollouts = sample(trainer)
+    multiply(trainer, {part: -1.0})
+    assert gap(trainer, rollouts) > 0.1
+    refit(trainer)
+    assert gap(trainer, sample(trainer)) < BOUNDS["w4a16 g64"]
+
+
+def test_the_first_refit_changes_no_bit_of_what_the_checkpoint_loaded(tmp_path):
+    trainer = Trainer(make_config(tmp_path, **blocks(**QARL["w4a16 attention too"])))
+    loaded = kernel_tensors(trainer)
+    refit(trainer)
+    refitted = kernel_tensors(trainer)
+    assert len(loaded) > 30
+    for name, tensor in loaded.items():
+        assert_bitwise_equal(refitted[name], tensor)
+
+
+def test_there_and_back_again_gives_the_same_tokens_and_logprobs(trainer):
+    there = trainer.publish()
+    # the learner's own tensors change with its next step
+    there = RefitUpdate(there.manifest, {name: tensor.clone() for name, tensor in there.tensors.items()})
+    trainer.sampler.load(there)
+    greedy, drawn = sample(trainer, temperature=0.0), sample(trainer)
+    multiply(trainer, {"": 0.5})
+    away = trainer.publish()
+    for _ in range(3):
+        trainer.sampler.load(away)
+        assert not torch.equal(sample(trainer, temperature=0.0).generation_logprobs, greedy.generation_logprobs)
+        trainer.sampler.load(there)
+        assert_same_responses(sample(trainer, temperature=0.0), greedy)
+        assert_same_responses(sample(trainer), drawn)
+    assert away.manifest.version == there.manifest.version + 1
+    multiply(trainer, {"": 2.0})
+
+
+def test_a_refit_that_is_not_whole_is_refused_before_the_first_weight(trainer):
+    refit(trainer)
+    version, held, before = trainer.sampler.version, kernel_tensors(trainer), sample(trainer)
+    multiply(trainer, {"": -1.0})
+    tensors = dict(trainer.publish().tensors)
+    del tensors[NORM]
+    tensors[PACKED] = tensors[PACKED][:3].contiguous()
+    tensors[SCALE] = tensors[SCALE].float()
+    tensors["model.layers.9.extra.weight"] = torch.zeros(2)
+    own = Manifest.of(tensors, version=version + 1, fmt="w4a8")
+    for manifest in (trainer.publish().manifest, own):
+        with pytest.raises(ValueError, match=f"refused, version {version} keeps serving") as raised:
+            trainer.sampler.load(RefitUpdate(manifest, tensors))
+        for name in (NORM, PACKED, SCALE, "model.layers.9.extra.weight"):
+            assert name in str(raised.value)
+    assert "in format w4a8, this engine serves w4a16" in str(raised.value)
+    for name, tensor in kernel_tensors(trainer).items():
+        assert_bitwise_equal(tensor, held[name])
+    assert_same_responses(sample(trainer), before)
+    multiply(trainer, {"": -1.0})
+
+
+def test_an_engine_that_breaks_off_a_refit_serves_nothing(tmp_path, monkeypatch):
+    trainer = prepared(tmp_path, **QARL["w4a16 g64"])
+    whole = vllm_rollout.checkpoint_tensors
+
+    def misshapen_late(tensors):
+        *most, (name, last) = whole(tensors)
+        yield from [*most, (name, last[:-1])]
+
+    monkeypatch.setattr(vllm_rollout, "checkpoint_tensors", misshapen_late)
+    with pytest.raises(RuntimeError, match="vLLM broke off the refit to version 1"):
+        refit(trainer)
+    with pytest.raises(RuntimeError, match="no whole weight version"):
+        sample(trainer)
+
+
+def test_the_engine_does_not_pass_for_another_format(trainer):
+    chosen = trainer.sampler.engine.apply_model(chosen_methods)[0]
+    with pytest.raises(ValueError, match="CompressedTensorsWNA16MoEMethod") as raised:
+        require_methods(chosen, get_format("bf16"), ["experts"])
+    assert "(WNA16MoEBackend.CPU) in place of UnquantizedFusedMoEMethod" in str(raised.value)
+    with pytest.raises(ValueError, match="qkv_proj"):
+        require_methods(chosen, trainer.format, ["experts", "attention"])
+
+
+def test_a_seed_decides_the_responses_whatever_else_was_drawn(trainer):
+    refit(trainer)
+    first, other = sample(trainer, seed=1), sample(trainer, seed=2)
+    torch.manual_seed(5)
+    assert_same_responses(sample(trainer, seed=1), first)
+    assert not torch.equal(other.input_ids, first.input_ids)
+
+
+def test_responses_end_at_their_stop_token_or_at_the_budget(trainer):
+    rollouts = sample(trainer)
+    responses = rollouts.input_ids[:, rollouts.num_prompt_columns :]
+    lengths = rollouts.response_mask.sum(-1)
+    last = responses.gather(-1, lengths[:, None] - 1).squeeze(-1)
+    stops = torch.isin(last, torch.tensor(trainer.sampler.stop_ids))
+    assert_bitwise_equal(rollouts.truncated, ~stops)
+    assert 0 < int(stops.sum()) < len(stops)
+    assert bool((lengths[rollouts.truncated] == 6).all())
+    assert rollouts.generation_logprobs[~rollouts.response_mask].abs().max() == 0
+    assert bool((responses[~rollouts.response_mask] == trainer.sampler.pad_id).all())
+
+
+def test_a_run_trains_and_resumes_to_the_same_numbers(tmp_path):
+    run = blocks(**QARL["w4a16 g64"])
+    whole = train(tmp_path / "whole", **run)
+    records = read_metrics(tmp_path / "whole")
+    # two minibatches, so two versions, a step
+    assert [record["weight_version"] for record in records] == [2, 4, 6, 8]
+    assert whole.sampler.version == 8
+    assert max(record["mismatch/abs_gap_mean"] for record in records) < 0.01
+    assert any(record["optim/grad_norm"] > 0 for record in records)
+    train(tmp_path / "halves", **run, grpo={"max_num_steps": 2})
+    train(tmp_path / "halves", **run)
+    assert without_clocks(read_metrics(tmp_path / "halves")) == without_clocks(records)
