@@ -24,7 +24,7 @@ from qarl_nemo.refit.receive import checkpoint_tensors, published_layout, requir
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Nothing runs often enough here to be worth 5 to 25 s of compilation.
+    # Compiling the sampler would hold up the first rollout for longer than it saves here.
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
