@@ -96,6 +96,65 @@ def quantize(
 
 
 @app.command()
+def compare(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face Qwen3 or Qwen3-MoE directory, not quantized.")],
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="What the engine serves; repeat for several. Default w4a16.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
+    targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
+    engine: Annotated[
+        str, typer.Option(help="packed (built in, any machine) or vllm (in its own process).")
+    ] = "packed",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    precision: Annotated[str, typer.Option(help="bfloat16, or float32 with the packed engine.")] = "bfloat16",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Text, one prompt a line, or JSONL with prompt_token_ids, prompt or problem; else random."),
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Random prompts (16), or the first ones of the file.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of a random prompt.")] = 32,
+    num_responses: Annotated[int, typer.Option(help="Sampled responses of each prompt; one more is greedy.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest response, tokens.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of random prompts and of sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Responses of one forward.")] = 16,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.8,
+    output: Annotated[Path, typer.Option(help="Folder of compare.json and compare.png.")] = Path("runs/compare"),
+) -> None:
+    """Measure how far learner and rollout engine are apart: |logprob gap|, k3 KL, sequence ratios, top-1 agreement.
+
+    The engine answers the prompts at temperature 1 and greedily; the learner scores the same tokens. Arms: aligned (the
+    learner executes the format that the engine serves), rollout_only (BF16 learner), and bf16 (both, the floor).
+    """
+    from rich.console import Console
+
+    from qarl_nemo.local.compare import compare as measure
+    from qarl_nemo.local.compare_output import comparison_tables, write_comparison
+    from qarl_nemo.local.compare_settings import CompareSettings
+
+    settings = CompareSettings(
+        checkpoint=checkpoint,
+        formats=tuple(formats or ["w4a16"]),
+        group_size=group_size,
+        targets=tuple(target.strip() for target in targets.split(",")),
+        engine=engine,
+        device=device,
+        precision=precision,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        prompt_tokens=prompt_tokens,
+        num_responses=num_responses,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        batch_size=batch_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    result = measure(settings, typer.echo)
+    Console().print(*comparison_tables(result))
+    typer.echo("written: " + ", ".join(map(str, write_comparison(output, settings, result))))
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
     output: Annotated[Path | None, typer.Option(help="HTML file; default <first run>/report.html.")] = None,
