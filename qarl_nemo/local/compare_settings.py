@@ -190,7 +190,8 @@ def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], confi
         _attempt(problems, install, model, settings.targets, fmt)
         if checkpoint:
             _attempt(problems, plan_quantization, checkpoint, fmt, settings.targets)
-        if settings.engine == "vllm" and settings.device == "cpu":
+        on_cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
+        if settings.engine == "vllm" and on_cpu:
             problems += _cpu_problems(fmt, settings.targets)
     return problems
 

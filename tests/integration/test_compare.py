@@ -162,6 +162,16 @@ def test_shapes_and_targets_a_model_lacks_are_refused_before_weights_are_read(ch
         prepare(settings(checkpoint, targets=("mlp",)))
 
 
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_what_vllm_does_not_serve_on_a_cpu_is_refused_before_it_starts(checkpoint, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    formats = ("w4a16", "w4a8", "fp8_channel", "fp8_block")
+    with pytest.raises(ValueError, match="problem") as error:
+        prepare(settings(checkpoint, engine="vllm", formats=formats, group_size=128, device=device))
+    refused = [name for name in formats if f"CPU does not serve {name}" in str(error.value)]
+    assert refused == ["w4a8", "fp8_channel"]
+
+
 EXPERTS, ATTENTION, GATE = (
     f"model.layers.0.{name}" for name in ("mlp.experts.routed_experts", "self_attn.o_proj", "mlp.gate")
 )
