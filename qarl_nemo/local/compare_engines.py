@@ -1,7 +1,6 @@
 """The engines of a comparison: each answers the job's prompts in one format and reports its own logprobs."""
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from qarl_nemo.local.compare_settings import Job
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.sampling import SamplingParams
+from qarl_nemo.local.vllm_methods import ChosenMethod, require_methods
 from qarl_nemo.refit.publish import publish
 
 # A greedy response's logprobs are those at temperature 1, on every engine.
@@ -26,14 +26,6 @@ TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 _SCRIPT = Path(__file__).with_name("vllm_responses.py")
 # Kernels whose arithmetic the learner follows; on a CPU vLLM has one kernel for each format.
 _MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
-# Part of the name of the class that multiplies a quantized weight.
-_METHOD_MARKS = {"w4a16": "WNA16", "w4a8": "W4A8", "fp8_block": "Fp8", "fp8_channel": "W8A8Fp8"}
-_VLLM_MODULES = {
-    "experts": re.compile(r".*\.mlp\.experts(\.routed_experts)?"),
-    "attention": re.compile(r".*\.self_attn\.(qkv|o)_proj"),
-    "mlp": re.compile(r".*\.mlp\.(gate_up|down)_proj"),
-    "cache": re.compile(r".*\.self_attn\.attn"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +126,8 @@ def _serve_vllm(job: Job, fmt: QuantFormat) -> Served:
             checkpoint = folder / "quantized"
             quantize_checkpoint(settings.checkpoint, checkpoint, fmt, settings.targets, device=job.device.type)
         answer: dict[str, Any] = _ask_vllm(folder, job, fmt, checkpoint)
-    problems = method_problems(answer["methods"], fmt, settings.targets)
-    if problems:
-        raise ValueError(f"vLLM {answer['version']} does not serve {fmt.name}:\n  " + "\n  ".join(problems))
+    chosen = [ChosenMethod(layer, method, "") for layer, method in answer["methods"].items()]
+    require_methods(chosen, fmt, settings.targets)
     parts = zip(TEMPERATURES, answer["responses"], strict=True)
     responses = {name: [Response(**row) for row in rows] for name, rows in parts}
     return Served(responses, f"vllm {answer['version']}", answer["methods"])
@@ -169,27 +160,3 @@ def _ask_vllm(folder: Path, job: Job, fmt: QuantFormat, checkpoint: Path) -> dic
             f"vLLM ended with status {done.returncode} while serving {fmt.name}; its last lines:\n{last}"
         )
     return json.loads(answered.read_text(encoding="utf-8"))
-
-
-def method_problems(methods: dict[str, str], fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
-    """Say where an engine multiplies in another format than it should.
-
-    Args:
-        methods: vLLM's module name -> its quantization method, `Class` or `Class/Scheme`.
-        fmt: what it should serve.
-        targets: what should be quantized; every other module should not.
-
-    Returns:
-        One sentence for each module that is wrong, and for each target without a module.
-    """
-    problems, seen = [], set()
-    for module, method in methods.items():
-        kind = next((kind for kind, name in _VLLM_MODULES.items() if name.fullmatch(module)), "other")
-        seen.add(kind)
-        if kind in targets and fmt.weight_kind != "bf16":
-            if _METHOD_MARKS[fmt.name] not in method:
-                problems.append(f"{module} runs {method}, which is not {fmt.name}")
-        elif kind != "cache" and not method.startswith("Unquantized"):
-            problems.append(f"{module} runs {method}, but is not to be quantized")
-    absent = [target for target in targets if target not in seen]
-    return problems + [f"the engine has no module of target {target}" for target in absent]

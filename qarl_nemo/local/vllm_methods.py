@@ -7,16 +7,22 @@ from typing import Any
 
 from qarl_kernels import QuantFormat
 
+# format -> class of the method; a GPU's int4 experts are Marlin's.
 _EXPERTS = {
-    "int": "CompressedTensorsWNA16MoEMethod",
+    "w4a16": "CompressedTensorsWNA16(Marlin)?MoEMethod",
+    "w4a8": "CompressedTensorsW4A8Fp8MoEMethod",
     "fp8_block": "Fp8MoEMethod",
+    "fp8_channel": "CompressedTensorsW8A8Fp8MoEMethod",
     "bf16": "UnquantizedFusedMoEMethod",
 }
 _LINEAR = {
-    "int": "CompressedTensorsLinearMethod/CompressedTensorsWNA16",
+    "w4a16": "CompressedTensorsLinearMethod/CompressedTensorsWNA16",
+    "w4a8": "CompressedTensorsLinearMethod/CompressedTensorsW4A8Fp8",
     "fp8_block": "Fp8LinearMethod",
+    "fp8_channel": "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8",
     "bf16": "UnquantizedLinearMethod",
 }
+_CACHE = re.compile(r".*\.self_attn\.attn")
 # vLLM fuses q, k and v, and a dense MLP's gate and up.
 _KINDS = (
     ("experts", re.compile(r".*\.mlp\.experts(\.routed_experts)?")),
@@ -62,31 +68,49 @@ def chosen_methods(model: Any) -> list[ChosenMethod]:
     return found
 
 
-def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> None:
-    """Refuse an engine that runs a layer by another method than its format's.
+def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> list[str]:
+    """Say where an engine runs a layer by another method than its format's.
 
     Args:
         chosen: what vLLM chose.
-        fmt: format of the targeted layers; all others must be unquantized.
+        fmt: format of the targeted layers; all others, except the cache, must be unquantized.
         targets: which layers are quantized.
 
-    Raises:
-        ValueError: layers with another method, or a target that no layer of the engine is; all are listed.
+    Returns:
+        One sentence for each such layer, and for each target that no layer of the engine is.
     """
     problems, seen = [], set()
     for record in chosen:
         kind = _kind(record.layer)
         seen.add(kind)
-        weights = fmt.weight_kind if kind in targets else "bf16"
-        expected = (_EXPERTS if kind == "experts" else _LINEAR)[weights]
-        if record.method != expected:
+        expected = "Unquantized.*" if kind is None else _methods(kind)[fmt.name if kind in targets else "bf16"]
+        if not re.fullmatch(expected, record.method) and not _CACHE.fullmatch(record.layer):
             backend = f" ({record.backend})" if record.backend else ""
             problems.append(f"{record.layer}: {record.method}{backend} in place of {expected}")
-    problems += [f"no layer of the engine is one of the target {target!r}" for target in targets if target not in seen]
+    absent = [target for target in targets if target not in seen]
+    return problems + [f"no layer of the engine is one of the target {target!r}" for target in absent]
+
+
+def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> None:
+    """Refuse an engine that runs a layer by another method than its format's.
+
+    Args:
+        chosen: what vLLM chose.
+        fmt: format of the targeted layers.
+        targets: which layers are quantized.
+
+    Raises:
+        ValueError: there are `method_problems`; all are listed.
+    """
+    problems = method_problems(chosen, fmt, targets)
     if problems:
         raise ValueError(
             f"vLLM does not serve this model as {fmt.name} with targets {list(targets)}:\n  " + "\n  ".join(problems)
         )
+
+
+def _methods(kind: str) -> dict[str, str]:
+    return _EXPERTS if kind == "experts" else _LINEAR
 
 
 def _kind(layer: str) -> str | None:

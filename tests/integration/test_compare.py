@@ -16,9 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from qarl_kernels import get_format
 from qarl_nemo.local.compare import compare
-from qarl_nemo.local.compare_engines import Response, method_problems
+from qarl_nemo.local.compare_engines import Response
 from qarl_nemo.local.compare_learner import score
 from qarl_nemo.local.compare_settings import CompareSettings, prepare
 from qarl_nemo.local.tokenizer import character_tokenizer
@@ -172,27 +171,7 @@ def test_what_vllm_does_not_serve_on_a_cpu_is_refused_before_it_starts(checkpoin
     assert refused == ["w4a8", "fp8_channel"]
 
 
-EXPERTS, ATTENTION, GATE = (
-    f"model.layers.0.{name}" for name in ("mlp.experts.routed_experts", "self_attn.o_proj", "mlp.gate")
-)
-METHODS = {
-    EXPERTS: "CompressedTensorsWNA16MarlinMoEMethod",
-    ATTENTION: "UnquantizedLinearMethod",
-    GATE: "UnquantizedLinearMethod",
-    "model.layers.0.self_attn.attn": "CompressedTensorsKVCacheMethod",
-}
-
-
-def test_methods_as_asked_are_accepted():
-    assert method_problems(METHODS, get_format("w4a16"), ("experts",)) == []
-
-
-def test_quantization_that_did_not_apply_is_an_error():
-    wrong = METHODS | {EXPERTS: "UnquantizedFusedMoEMethod", GATE: "CompressedTensorsLinearMethod/WNA16"}
-    problems = method_problems(wrong, get_format("w4a16"), ("experts", "attention"))
-    assert [problem.split(" ")[0] for problem in problems] == [EXPERTS, ATTENTION, GATE]
-    assert len(method_problems(METHODS, get_format("w4a8"), ("experts",))) == 1
-    assert method_problems({}, get_format("w4a16"), ("experts",)) == ["the engine has no module of target experts"]
+EXPERTS = "model.layers.0.mlp.experts.routed_experts"
 
 
 def keep_figures(comparison):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qarl_kernels import get_format
-from qarl_nemo.local.vllm_methods import ChosenMethod, require_methods
+from qarl_nemo.local.vllm_methods import ChosenMethod, method_problems, require_methods
 
 W4A16 = get_format("w4a16", group_size=64)
 LAYER = "model.layers.0"
@@ -36,7 +36,7 @@ def test_every_fall_back_is_named():
     assert str(raised.value).splitlines()[1:] == [
         f"  {LAYER}.mlp.gate: CompressedTensorsLinearMethod/CompressedTensorsWNA16 in place of UnquantizedLinearMethod",
         f"  {LAYER}.mlp.experts.routed_experts: UnquantizedFusedMoEMethod (UnquantizedMoeBackend.CPU) in place of "
-        "CompressedTensorsWNA16MoEMethod",
+        "CompressedTensorsWNA16(Marlin)?MoEMethod",
     ]
 
 
@@ -48,3 +48,9 @@ def test_a_target_without_a_layer_is_named():
 def test_attention_that_stays_unquantized_though_targeted_is_named():
     with pytest.raises(ValueError, match=r"qkv_proj: UnquantizedLinearMethod in place of Compressed.*\n.*o_proj"):
         require_methods(CHOSEN, W4A16, ["experts", "attention"])
+
+
+def test_a_quantized_head_is_named_and_a_quantized_cache_is_not():
+    others = [ChosenMethod("lm_head", "Fp8LinearMethod", ""), ChosenMethod(f"{LAYER}.self_attn.attn", "Fp8KVCache", "")]
+    problems = method_problems([*CHOSEN, *others], W4A16, ["experts"])
+    assert problems == ["lm_head: Fp8LinearMethod in place of Unquantized.*"]
