@@ -61,8 +61,10 @@ def make_prompts(
 def _random_prompts(
     settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> list[list[int]]:
-    size = min(len(tokenizer), config.vocab_size)
-    ordinary = torch.tensor(sorted(set(range(size)) - set(tokenizer.all_special_ids)))
+    special = set(tokenizer.all_special_ids)
+    known = set(range(min(len(tokenizer), config.vocab_size))) - special
+    # A checkpoint without tokenizer files loads a tokenizer that knows special tokens alone.
+    ordinary = torch.tensor(sorted(known or set(range(config.vocab_size)) - special))
     shape = (settings.num_prompts or DEFAULT_NUM_PROMPTS, settings.prompt_tokens)
     if min(shape) < 1:
         return []

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,13 @@ def test_the_aligned_learner_is_at_the_floor_and_the_other_is_not(checkpoint):
     assert rows["aligned", "w4a16", "sampled"]["num_responses"] == 8
     assert rows["aligned", "w4a16", "greedy"]["num_responses"] == 4
     assert set(comparison.methods["w4a16"].values()) == {"packed w4a16"}
+
+
+def test_random_prompts_need_no_tokenizer(checkpoint, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoint / name, tmp_path)
+    prompts = prepare(settings(tmp_path)).prompts
+    assert [len(prompt) for prompt in prompts] == [8] * 4
 
 
 def test_tokens_of_another_response_are_far_from_the_engine(checkpoint):
