@@ -271,8 +271,9 @@ def test_how_far_neighbouring_tokens_move_vllm(parts, figures):
 def test_the_two_kernels_of_fp8_channel(figures):
     """vLLM's CUTLASS and Triton kernels differ in where they multiply by the router weight."""
     cutlass, triton = case("fp8_channel_cutlass"), case("fp8_channel_triton")
-    figures.compare("fp8_channel_vllm_cutlass_triton_fc1", cutlass.stages.fc1, triton.stages.fc1)
-    figures.compare("fp8_channel_vllm_cutlass_triton_mlp", cutlass.stages.out, triton.stages.out, keep=True)
+    fc1 = figures.compare("fp8_channel_vllm_cutlass_triton_fc1", cutlass.stages.fc1, triton.stages.fc1)
+    mlp = figures.compare("fp8_channel_vllm_cutlass_triton_mlp", cutlass.stages.out, triton.stages.out, keep=True)
+    assert fc1 > MIN_GEMM_DB > mlp > MIN_MLP_DB
 
 
 @pytest.mark.parametrize("name", ["fp8_channel_cutlass", "fp8_block_triton"])
