@@ -193,7 +193,10 @@ def note_operators(figures, name, parts, origin):
 
 
 def test_operators_of_the_reference(parts, figures):
-    note_operators(figures, f"{parts.name}_reference", parts, "reference")
+    products = note_operators(figures, f"{parts.name}_reference", parts, "reference")
+    for layer, (actual, db) in products.items():
+        assert db > MIN_MLP_DB
+        assert sqnr_db(actual.roll(1, 0), getattr(parts.stages, layer)) < MIN_MLP_DB
     exact = parts.exact_fc1()
     figures.note(f"{parts.name}_fc1_float64_sqnr_db", sqnr_db(parts.stages.fc1, exact), unit="dB")
     figures.note(f"{parts.name}_rounded_fc1_float64_sqnr_db", sqnr_db(exact.to(torch.bfloat16), exact), unit="dB")

@@ -5,7 +5,7 @@ block: acc += (a8 @ w8[e]^T) * (a_scale[m, k] * w_scale[e, n, k]) per 128 of K, 
 Operands: a8 [M, K] and w8 [E, N, K] float8_e4m3fn, scales FP32, offsets [E + 1] int32 on the device, all contiguous;
 expert e owns rows offsets[e] to offsets[e + 1]. The kernel is in `hopper_gemm`, its output in `hopper_store`.
 Trade-offs: sm_90 and multiples of 128 alone, the plain Triton kernels serve the rest. SwiGLU and its quantization are
-not part of fc1's kernel: measured, a fused store cost what the pass over memory saved.
+not part of fc1's kernel: measured with fc1's output stored, as training needs it, the fused store was slower.
 """
 
 import functools
