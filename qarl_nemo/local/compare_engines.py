@@ -18,7 +18,7 @@ from qarl_nemo.local.compare_settings import Job
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.vllm_methods import ChosenMethod, require_methods
+from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
 from qarl_nemo.refit.publish import publish
 
 # A greedy response's logprobs are those at temperature 1, on every engine.

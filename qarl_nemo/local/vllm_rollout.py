@@ -16,7 +16,7 @@ from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.local.config import VllmRolloutConfig
 from qarl_nemo.local.rollouts import Rollouts, pad_left
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.vllm_methods import chosen_methods, require_methods
+from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.refit.receive import checkpoint_tensors, published_layout, require_whole
 

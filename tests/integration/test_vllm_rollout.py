@@ -10,7 +10,7 @@ from qarl_nemo.local import vllm_rollout
 from qarl_nemo.local.sampling import SamplingParams
 from qarl_nemo.local.trainer import Trainer
 from qarl_nemo.local.vllm_host import vllm_problem
-from qarl_nemo.local.vllm_methods import chosen_methods, require_methods
+from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qarl_kernels import get_format
-from qarl_nemo.local.vllm_methods import ChosenMethod, method_problems, require_methods
+from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems, require_methods
 
 W4A16 = get_format("w4a16", group_size=64)
 LAYER = "model.layers.0"
