@@ -1,7 +1,8 @@
 """The refit manifest: what an update holds, verified whole before one weight is replaced."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ class TensorRecord:
     dtype: str
     checksum: int
 
+    def difference(self, name: str, tensor: Tensor) -> str | None:
+        """Say how a tensor's shape or dtype differs from the record, if it does; its bytes are not read."""
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        if (shape, dtype) == (self.shape, self.dtype):
+            return None
+        return f"{name}: got {dtype} {list(shape)}, the manifest says {self.dtype} {list(self.shape)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -42,7 +50,44 @@ class Manifest:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], *, version: int, fmt: str) -> "Manifest":
         """Describe `tensors`."""
-        return cls(version, fmt, {name: _record(tensor) for name, tensor in tensors.items()})
+        sums = checksums(tensors.values())
+        records = {
+            name: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype), value)
+            for (name, tensor), value in zip(tensors.items(), sums, strict=True)
+        }
+        return cls(version, fmt, records)
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the manifest as what JSON and msgpack can hold."""
+        records = {name: [list(r.shape), r.dtype, r.checksum] for name, r in self.records.items()}
+        return {"version": self.version, "format": self.format, "records": records}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "Manifest":
+        """Return the manifest that `to_message` wrote."""
+        records = {
+            name: TensorRecord(tuple(shape), dtype, value) for name, (shape, dtype, value) in message["records"].items()
+        }
+        return cls(message["version"], message["format"], records)
+
+    def layout_problems(self, expected: "Layout") -> list[str]:
+        """Compare the manifest with what the rollout engine holds.
+
+        Args:
+            expected: name -> (shape, dtype) of every tensor the engine takes.
+
+        Returns:
+            One sentence for each missing, unknown or differently laid out tensor.
+        """
+        found = [f"the update lacks {name}, which this engine needs" for name in expected if name not in self.records]
+        for name, record in self.records.items():
+            if name not in expected:
+                found.append(f"this engine has no place for {name}")
+                continue
+            shape, dtype = expected[name][0], dtype_name(expected[name][1])
+            if (record.shape, record.dtype) != (shape, dtype):
+                found.append(f"{name} is {record.dtype} {list(record.shape)}, this engine holds {dtype} {list(shape)}")
+        return found
 
     def problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Compare what arrived with the manifest.
@@ -55,16 +100,15 @@ class Manifest:
         """
         found = [f"missing: {name}" for name in self.records if name not in tensors]
         found += [f"not in the manifest: {name}" for name in tensors if name not in self.records]
-        for name, expected in self.records.items():
-            if name not in tensors:
-                continue
-            tensor = tensors[name]
-            shape, dtype = tuple(tensor.shape), _dtype_name(tensor)
-            if (shape, dtype) != (expected.shape, expected.dtype):
-                found.append(
-                    f"{name}: got {dtype} {list(shape)}, the manifest says {expected.dtype} {list(expected.shape)}"
-                )
-            elif checksum(tensor) != expected.checksum:
+        comparable = {}
+        for name in self.records.keys() & tensors.keys():
+            difference = self.records[name].difference(name, tensors[name])
+            if difference:
+                found.append(difference)
+            else:
+                comparable[name] = tensors[name]
+        for name, value in zip(comparable, checksums(comparable.values()), strict=True):
+            if value != self.records[name].checksum:
                 found.append(f"{name}: its bytes differ from the manifest's checksum")
         return found
 
@@ -72,31 +116,13 @@ class Manifest:
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def layout_problems(tensors: Mapping[str, Tensor], expected: Layout) -> list[str]:
-    """Compare what arrived with what the rollout engine holds.
-
-    Args:
-        tensors: what arrived.
-        expected: name -> (shape, dtype) of every tensor the engine takes.
-
-    Returns:
-        One sentence for each missing, unknown or differently laid out tensor.
-    """
-    found = [f"the update lacks {name}, which this engine needs" for name in expected if name not in tensors]
-    for name, tensor in tensors.items():
-        if name not in expected:
-            found.append(f"this engine has no place for {name}")
-        elif (tuple(tensor.shape), tensor.dtype) != expected[name]:
-            shape, dtype = expected[name]
-            found.append(
-                f"{name} is {_dtype_name(tensor)} {list(tensor.shape)}, this engine holds "
-                f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-            )
-    return found
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the `checksum` of each tensor, waiting once for each device."""
+    return read_checksums([checksum_on_device(tensor) for tensor in tensors])
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return sum_i (2 i + 1) * word_i modulo 2^64 over the tensor's bytes as 32-bit words, on the tensor's device.
+    """Return sum_i (2 i + 1) * word_i modulo 2^64 over the tensor's bytes as 32-bit words, plus their number.
 
     Args:
         tensor: any dtype and shape.
@@ -104,20 +130,42 @@ def checksum(tensor: Tensor) -> int:
     Returns:
         A signed 64-bit integer; it differs when one word changes or two different words change places.
     """
-    # Of one element any stride counts as contiguous, and a view as bytes takes only stride 1.
-    raw = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
+    return int(checksum_on_device(tensor))
+
+
+def read_checksums(sums: Iterable[Tensor]) -> list[int]:
+    """Return what `checksum_on_device` computed, in order, waiting once for each device."""
+    sums = list(sums)
+    values: dict[torch.device, Iterator[int]] = {}
+    for device in {value.device for value in sums}:
+        values[device] = iter(torch.stack([value for value in sums if value.device == device]).tolist())
+    return [next(values[value.device]) for value in sums]
+
+
+def checksum_on_device(tensor: Tensor) -> Tensor:
+    """Return the `checksum` as an int64 scalar on the tensor's device, without waiting for it."""
+    raw = bytes_of(tensor)
+    aligned = raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0
+    words = (raw if aligned else torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).clone()).view(torch.int32)
+    if words.is_cuda:
+        from qarl_kernels.ops.checksum import weighted_word_sum
+
+        return weighted_word_sum(words) + raw.numel()
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
     for start in range(0, words.numel(), _CHUNK_WORDS):
         chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
         weights = torch.arange(2 * start + 1, 2 * (start + chunk.numel()) + 1, 2, device=raw.device)
         total += (chunk * weights).sum()
-    return int(total)
+    return total
 
 
-def _record(tensor: Tensor) -> TensorRecord:
-    return TensorRecord(tuple(tensor.shape), _dtype_name(tensor), checksum(tensor))
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes [num_bytes] uint8: a view when it is contiguous, else a copy."""
+    tensor = tensor.detach().contiguous()
+    # Of one element any stride counts as contiguous, and a view as bytes takes only stride 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the dtype as torch prints it, without the prefix."""
+    return str(dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import QuantFormat, stored_layout
-from qarl_nemo.refit.manifest import Layout, layout_problems
+from qarl_nemo.refit.manifest import Layout
 from qarl_nemo.refit.names import expert_names
 from qarl_nemo.refit.publish import PublishableWeight, RefitUpdate
 
@@ -48,7 +48,7 @@ def require_whole(update: RefitUpdate, expected: Layout, fmt: QuantFormat, *, se
         ValueError: a tensor is missing, unexpected, different from the manifest or from what the engine expects, or
             the format is another; all are listed.
     """
-    problems = update.manifest.problems(update.tensors) + layout_problems(update.tensors, expected)
+    problems = update.manifest.problems(update.tensors) + update.manifest.layout_problems(expected)
     if update.manifest.format != fmt.name:
         problems.append(f"the update is in format {update.manifest.format}, this engine serves {fmt.name}")
     if problems:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qarl_nemo.refit.manifest as manifest_module
-from qarl_nemo.refit.manifest import Manifest, TensorRecord, checksum, layout_problems
+from qarl_nemo.refit.manifest import Manifest, TensorRecord, checksum
 
 DTYPES = [
     torch.int32,
@@ -162,12 +162,13 @@ def test_two_tensors_that_change_places_are_found():
 
 def test_the_engines_layout_is_compared_whole(tensors):
     expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    assert layout_problems(tensors, expected) == []
+    manifest = Manifest.of(tensors, version=1, fmt="bf16")
+    assert manifest.layout_problems(expected) == []
     expected["o_proj.weight"] = ((2,), torch.float32)
     expected["norm.weight"] = ((8,), torch.bfloat16)
     expected["q_proj.weight_scale"] = ((4, 1), torch.bfloat16)
     del expected["empty"]
-    assert sorted(layout_problems(tensors, expected)) == [
+    assert sorted(manifest.layout_problems(expected)) == [
         "norm.weight is float32 [8], this engine holds bfloat16 [8]",
         "q_proj.weight_scale is bfloat16 [4, 2], this engine holds bfloat16 [4, 1]",
         "the update lacks o_proj.weight, which this engine needs",

@@ -1,0 +1,91 @@
+"""The ranks' half of `send.py`: how offered tensors arrive in one rank of an engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qarl_nemo.refit.collective import broadcast, make_group
+from qarl_nemo.refit.incoming import IncomingUpdate
+from qarl_nemo.refit.ipc import import_bytes
+from qarl_nemo.refit.manifest import TensorRecord
+
+
+class Arrivals:
+    """Everything that can bring tensors to one rank.
+
+    Args:
+        rank: in the engine.
+        device: of the rank.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.device = device
+        self._group: Any = None
+
+    def connect(self, message: dict[str, Any]) -> None:
+        """Join a learner's process group.
+
+        Args:
+            message: host, port and the settings of `make_group`.
+        """
+        store = dist.TCPStore(message.pop("host"), message.pop("port"), None, is_master=False)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._group = make_group(store, self.rank + 1, **message)
+
+    def receive(self, kind: str, message: Any, update: IncomingUpdate) -> None:
+        """Add what a sender offers to an update.
+
+        Args:
+            kind: `direct`, `ipc`, `file` or `collective`.
+            message: the sender's.
+            update: what takes the tensors.
+
+        Raises:
+            ValueError: unknown kind.
+        """
+        ways: dict[str, Callable[[Any, IncomingUpdate], None]] = {
+            "direct": self._direct,
+            "ipc": self._ipc,
+            "file": self._file,
+            "collective": self._collective,
+        }
+        if kind not in ways:
+            raise ValueError(f"unknown transport {kind!r}; legal: {', '.join(ways)}")
+        ways[kind](message, update)
+
+    def _direct(self, tensors: dict[str, Tensor], update: IncomingUpdate) -> None:
+        update.add(tensors)
+
+    def _ipc(self, descriptions: dict[str, list[dict[str, Any]]], update: IncomingUpdate) -> None:
+        for name, by_rank in descriptions.items():
+            raw, record = import_bytes(by_rank[self.rank]), update.manifest.records.get(name)
+            # A tensor that nobody announced, or of another size, stays bytes, and `add` says so.
+            update.add({name: raw if record is None else _shaped(raw, record)})
+
+    def _file(self, message: dict[str, str], update: IncomingUpdate) -> None:
+        from safetensors import safe_open
+
+        with safe_open(Path(message["path"]), framework="pt", device=str(self.device)) as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                update.add({name: file.get_tensor(name)}, buffered=True)
+
+    def _collective(self, message: dict[str, list[str]], update: IncomingUpdate) -> None:
+        records = {name: update.manifest.records[name] for name in message["names"]}
+        tensors = {
+            name: torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=self.device)
+            for name, record in records.items()
+        }
+        broadcast(self._group, list(tensors.values()))
+        update.add(tensors, buffered=True)
+
+
+def _shaped(raw: Tensor, record: TensorRecord) -> Tensor:
+    dtype = getattr(torch, record.dtype)
+    size = torch.empty((), dtype=dtype).element_size() * torch.Size(record.shape).numel()
+    return raw.view(dtype).view(record.shape) if size == raw.numel() else raw

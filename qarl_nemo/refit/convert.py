@@ -1,0 +1,165 @@
+"""Put new weights into a vLLM layer through vLLM's own conversion, without touching what captured CUDA graphs read.
+
+Conversion (`process_weights_after_loading`) replaces parameters and rebuilds kernels, workspaces and strides, whose
+addresses a CUDA graph has captured. Here it runs on a copy of the layer; the results are copied into the live tensors.
+
+Source: vLLM 0.25.1, `model_executor/model_loader/reload`, which restores, converts and copies back in the layer itself.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qarl_nemo.refit.convert_experts import quick_conversion
+from qarl_nemo.refit.engine_layout import Slot, is_experts
+from qarl_nemo.refit.manifest import bytes_of
+
+_OWNERS = ("quant_method", "scheme")
+_KERNELS = ("kernel", "fp8_linear", "w8a8_block_fp8_linear")
+
+
+def checkpoint_parameters(layer: nn.Module) -> dict[str, Tensor]:
+    """Return a layer's parameters as checkpoints are loaded into them, on the meta device.
+
+    Args:
+        layer: a layer of a model that vLLM built.
+
+    Returns:
+        Name -> meta tensor, with the attributes that vLLM's loaders read; of the layer alone, not of its children.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return dict(get_layerwise_info(layer).restore_metadata[0])
+
+
+def is_converted(layer: nn.Module) -> bool:
+    """Say whether the layer's kernels read other tensors than the ones checkpoints are loaded into."""
+    method = getattr(layer, "quant_method", None)
+    # BF16 experts may be shuffled for their kernel.
+    return method is not None and (is_experts(layer) or not type(method).__name__.startswith("Unquantized"))
+
+
+def load_parts(layer: nn.Module, parts: Iterable[tuple[Slot, Tensor]]) -> None:
+    """Load published tensors into a layer that holds its parameters as checkpoints are loaded into them.
+
+    Args:
+        layer: the layer.
+        parts: published tensors; of experts this rank's part, of all others the whole, which vLLM's loaders slice.
+    """
+    for slot, tensor in parts:
+        parameter = getattr(layer, slot.parameter)
+        loader = None if is_experts(layer) else getattr(parameter, "weight_loader", None)
+        if loader is None:
+            parameter.data.copy_(tensor)
+        else:
+            loader(parameter, tensor, *(() if slot.shard is None else (slot.shard,)))
+
+
+def convert(
+    layer: nn.Module, parts: Iterable[tuple[Slot, Tensor]], device: torch.device, *, check: bool
+) -> dict[str, Tensor]:
+    """Return the kernel tensors of a quantized layer with new weights.
+
+    Args:
+        layer: a live layer of vLLM's model; neither it nor its kernels change.
+        parts: every published tensor of the layer, this rank's part of it.
+        device: of the engine's rank.
+        check: hold a conversion of ours against vLLM's own.
+
+    Returns:
+        Name -> tensor, of all tensors of the layer that depend on the weights.
+
+    Raises:
+        RuntimeError: the two conversions differ.
+    """
+    scratch = _blank_copy(layer, device)
+    load_parts(scratch, parts)
+    quick = quick_conversion(layer)
+    if quick is None:
+        return _convert_as_vllm_does(scratch)
+    tensors = quick(scratch)
+    if check:
+        expected = _convert_as_vllm_does(scratch)
+        differing = [name for name, tensor in tensors.items() if not _same_bytes(tensor, expected[name])]
+        if differing:
+            raise RuntimeError(f"converted otherwise than vLLM {type(layer.quant_method).__name__} does: {differing}")
+    return tensors
+
+
+def overwrite(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy converted tensors into the live ones, whose addresses stay.
+
+    Args:
+        layer: the live layer.
+        tensors: what `convert` returned.
+
+    Raises:
+        RuntimeError: the live layer holds other tensors; nothing is copied.
+    """
+    live = _tensors(layer)
+    wrong = [
+        f"{name} {_describe(live[name]) if name in live else 'missing'} became {_describe(tensor)}"
+        for name, tensor in tensors.items()
+        if name not in live or _describe(live[name]) != _describe(tensor)
+    ]
+    if wrong:
+        raise RuntimeError("conversion gave other tensors than the engine's kernels read: " + "; ".join(wrong))
+    for name, tensor in tensors.items():
+        live[name].data.copy_(tensor)
+
+
+def _convert_as_vllm_does(scratch: nn.Module) -> dict[str, Tensor]:
+    shared = {id(buffer) for buffer in scratch._buffers.values()}
+    scratch.quant_method.process_weights_after_loading(scratch)
+    return {name: tensor.data for name, tensor in _tensors(scratch).items() if id(tensor) not in shared}
+
+
+def _blank_copy(layer: nn.Module, device: torch.device) -> nn.Module:
+    scratch = copy.copy(layer)
+    # A copied module shares its dictionaries with the original.
+    for name in ("_parameters", "_buffers", "_modules"):
+        scratch.__dict__[name] = dict(layer.__dict__[name])
+    scratch._parameters.clear()
+    for name, meta in checkpoint_parameters(layer).items():
+        scratch.register_parameter(name, _materialize(name, meta, layer, device))
+    for owner in _OWNERS:
+        if hasattr(layer, owner):
+            setattr(scratch, owner, _detached(getattr(layer, owner)))
+    return scratch
+
+
+def _materialize(name: str, meta: Tensor, layer: nn.Module, device: torch.device) -> Tensor:
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    tensor = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
+    live = layer._parameters.get(name)
+    if live is not None and _describe(live) == _describe(tensor):
+        # What no update brings (shapes, scales not yet derived) stays what the engine loaded.
+        tensor.copy_(live.data)
+    tensor.__class__, tensor.__dict__ = meta.__class__, dict(meta.__dict__)
+    # Loaders bound to the live layer: bound to the copy, they would keep it in memory until a garbage collection.
+    return restore_layer_refs(tensor, layer)
+
+
+def _detached(method: Any) -> Any:
+    method = copy.copy(method)
+    for name in _KERNELS:
+        if hasattr(method, name):
+            setattr(method, name, copy.copy(getattr(method, name)))
+    return method
+
+
+def _tensors(layer: nn.Module) -> Mapping[str, Tensor]:
+    own = layer._parameters | layer._buffers
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    return _describe(one) == _describe(other) and torch.equal(bytes_of(one), bytes_of(other))
+
+
+def _describe(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)

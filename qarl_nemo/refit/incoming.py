@@ -1,0 +1,65 @@
+"""An update on its way into one rank of an engine: announced, received, verified, and only then handed on."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from qarl_nemo.refit.manifest import Manifest, checksum_on_device, read_checksums
+
+
+class IncomingUpdate:
+    """What has arrived of one update.
+
+    Args:
+        manifest: what the learner announced.
+        part: returns what this rank keeps of a whole tensor.
+    """
+
+    def __init__(self, manifest: Manifest, part: Callable[[str, Tensor], Tensor]) -> None:
+        self.manifest = manifest
+        self.parts: dict[str, Tensor] = {}
+        self._part = part
+        self._checksums: dict[str, Tensor] = {}
+        self._arrived: set[str] = set()
+        self._problems: list[str] = []
+
+    def add(self, tensors: Mapping[str, Tensor], *, buffered: bool = False) -> None:
+        """Take whole tensors in; what is wrong with one is kept for `problems`.
+
+        Args:
+            tensors: by published name; their bytes must stay until the update is done.
+            buffered: the tensors are this rank's own buffers: what it does not serve of them is given back.
+        """
+        for name, tensor in tensors.items():
+            problem = self._problem(name, tensor)
+            self._arrived.add(name)
+            if problem:
+                self._problems.append(problem)
+                continue
+            self._checksums[name] = checksum_on_device(tensor)
+            part = self._part(name, tensor)
+            self.parts[name] = part.clone() if buffered and part.numel() < tensor.numel() else part
+
+    def problems(self) -> list[str]:
+        """Say what makes this update unfit to serve.
+
+        Returns:
+            One sentence for each missing, unexpected, repeated or different tensor; empty when the update is whole.
+        """
+        records = self.manifest.records
+        missing = [f"missing: {name}" for name in records if name not in self._arrived]
+        values = zip(self._checksums, read_checksums(self._checksums.values()), strict=True)
+        changed = [
+            f"{name}: its bytes differ from the manifest's checksum"
+            for name, value in values
+            if value != records[name].checksum
+        ]
+        return self._problems + missing + changed
+
+    def _problem(self, name: str, tensor: Tensor) -> str | None:
+        record = self.manifest.records.get(name)
+        if record is None:
+            return f"not in the manifest: {name}"
+        if name in self._arrived:
+            return f"sent twice: {name}"
+        return record.difference(name, tensor)

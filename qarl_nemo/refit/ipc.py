@@ -1,0 +1,71 @@
+"""CUDA IPC without pickle: what one process must know to read another's GPU memory, as numbers and bytes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from qarl_nemo.refit.manifest import bytes_of
+
+
+def export_tensor(tensor: Tensor) -> dict[str, Any]:
+    """Describe a tensor's memory for exactly one other process.
+
+    Args:
+        tensor: on a GPU, contiguous; it must outlive the other process's reading.
+
+    Returns:
+        What `import_bytes` takes; msgpack and JSON (but for its bytes) can hold it.
+
+    Source: torch 2.11, `torch/multiprocessing/reductions.py`.
+    """
+    raw = bytes_of(tensor)
+    _, arguments = reduce_tensor(raw)
+    _, size, _, offset, _, _, _, handle, size_bytes, offset_bytes, _, counter, counter_offset, event, sync = arguments
+    return {
+        "gpu": _gpu_id(raw.device.index),
+        "num_bytes": size[0],
+        "offset": offset,
+        "storage": [handle, size_bytes, offset_bytes],
+        "counter": [counter, counter_offset],
+        "event": [event, sync],
+    }
+
+
+def import_bytes(description: dict[str, Any]) -> Tensor:
+    """Return another process's memory as a tensor [num_bytes] uint8 on its own GPU.
+
+    Args:
+        description: of `export_tensor`.
+
+    Returns:
+        A view; it must be let go before the other process changes the memory.
+
+    Raises:
+        RuntimeError: this process does not see that GPU.
+    """
+    visible = {_gpu_id(index): index for index in range(torch.cuda.device_count())}
+    if description["gpu"] not in visible:
+        raise RuntimeError(
+            f"the learner's tensors are on GPU {description['gpu']}, this engine rank sees only "
+            f"{', '.join(visible)}; use CollectiveSender, or let the engine see that GPU"
+        )
+    return rebuild_cuda_tensor(
+        Tensor,
+        (description["num_bytes"],),
+        (1,),
+        description["offset"],
+        torch.storage.TypedStorage,
+        torch.uint8,
+        visible[description["gpu"]],
+        *description["storage"],
+        False,
+        *description["counter"],
+        *description["event"],
+    )
+
+
+def _gpu_id(index: int) -> str:
+    # Indices differ between processes with other CUDA_VISIBLE_DEVICES.
+    return str(torch.cuda.get_device_properties(index).uuid)

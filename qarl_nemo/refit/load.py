@@ -1,0 +1,215 @@
+"""vLLM's side of a refit: `worker_extension_cls="qarl_nemo.refit.load.PackedRefit"`.
+
+Each rank checks the announced update against its own layers, takes tensors in, verifies them whole, and only then
+converts layer by layer into the tensors its kernels and captured CUDA graphs already read.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qarl_kernels import get_format
+from qarl_nemo.refit.arrive import Arrivals
+from qarl_nemo.refit.convert import checkpoint_parameters, convert, is_converted, load_parts, overwrite
+from qarl_nemo.refit.engine_layout import Slot, engine_slots, expert_part, is_experts, layout, slot_name
+from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
+from qarl_nemo.refit.incoming import IncomingUpdate
+from qarl_nemo.refit.manifest import Manifest, checksums
+from qarl_nemo.refit.names import TARGETS, module_kind
+from qarl_nemo.refit.receive import checkpoint_tensors
+
+# int4 experts whose FP8 scales a reciprocal would round differently from the learner's division.
+_DIVIDES = {"w4a8": "+quant_fp8"}
+
+
+class PackedRefit:
+    """RPC methods that vLLM adds to its workers; `push` calls them."""
+
+    def qarl_process(self) -> int:
+        """Return the process that this rank runs in."""
+        return os.getpid()
+
+    def qarl_version(self) -> dict[str, Any]:
+        """Return the weight version served (None before the first refit) and whether it is whole."""
+        refit = _refit(self)
+        return {"version": refit.version, "whole": refit.whole}
+
+    def qarl_connect(self, message: dict[str, Any]) -> None:
+        """Join a learner's process group."""
+        _refit(self).arrivals.connect(message)
+
+    def qarl_begin(self, manifest: dict[str, Any]) -> list[str]:
+        """Expect an update; return what speaks against it."""
+        return _refit(self).begin(Manifest.from_message(manifest))
+
+    def qarl_receive(self, kind: str, message: Any) -> None:
+        """Take tensors of the expected update in."""
+        refit = _refit(self)
+        refit.arrivals.receive(kind, message, refit.expected())
+
+    def qarl_verify(self) -> list[str]:
+        """Return what makes the update unfit to serve."""
+        return _refit(self).expected().problems()
+
+    def qarl_replace(self) -> None:
+        """Serve the update."""
+        _refit(self).replace()
+
+    def qarl_abort(self) -> None:
+        """Forget the update; the old version keeps serving."""
+        _refit(self).update = None
+
+    def qarl_digests(self) -> dict[str, int]:
+        """Return the checksum of every tensor that this rank's kernels read, by name."""
+        model = _refit(self).model
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        return dict(zip(tensors, checksums(tensors.values()), strict=True))
+
+    def qarl_memory(self) -> dict[str, int]:
+        """Return this rank's GPU memory in bytes: allocated, reserved, and the peak of what was allocated."""
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "peak": torch.cuda.max_memory_allocated(),
+        }
+
+
+class RankRefit:
+    """Refits of one rank.
+
+    Args:
+        worker: vLLM's.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.device = torch.device(worker.device)
+        self.model: nn.Module = worker.model_runner.get_model()
+        self.arrivals = Arrivals(worker.rank, self.device)
+        self.update: IncomingUpdate | None = None
+        self.version: int | None = None
+        self.whole = True
+        self._layers = {name: layer for name, layer in self.model.named_modules() if checkpoint_parameters(layer)}
+        own = {
+            name: (layer, checkpoint_parameters(layer)) for name, layer in self._layers.items() if not _is_cache(name)
+        }
+        self._slots = engine_slots(own)
+        self._methods = chosen_methods(self.model)
+        self._checked: set[str] = set()
+
+    def begin(self, manifest: Manifest) -> list[str]:
+        """Expect an update.
+
+        Args:
+            manifest: of the update.
+
+        Returns:
+            What speaks against it.
+        """
+        problems = self._engine_problems(manifest) + manifest.layout_problems(layout(self._slots))
+        self.update = None if problems else IncomingUpdate(manifest, self._part)
+        return problems
+
+    def expected(self) -> IncomingUpdate:
+        """Return the announced update.
+
+        Raises:
+            RuntimeError: none was announced.
+        """
+        if self.update is None:
+            raise RuntimeError("no refit is under way in this rank: qarl_begin comes first")
+        return self.update
+
+    def replace(self) -> None:
+        """Serve the update, which has been verified."""
+        update, self.update = self.expected(), None
+        self.whole, self.version = False, update.manifest.version
+        if self.device.type == "cpu":
+            # CPU layers hold packed copies that no tensor of theirs shows; vLLM's own reload makes them anew.
+            arguments = {"weights_iterator": checkpoint_tensors(update.parts), "is_checkpoint_format": True}
+            self.worker.model_runner.reload_weights(**arguments)
+        else:
+            with self._as_vllm_loads():
+                self._replace_layers(update.parts)
+            torch.cuda.synchronize(self.device)
+        self.whole = True
+
+    def _replace_layers(self, parts: dict[str, Tensor]) -> None:
+        by_layer: dict[str, list[tuple[Slot, Tensor]]] = {}
+        for name in list(parts):
+            slot = self._slots[slot_name(name)]
+            by_layer.setdefault(slot.layer, []).append((slot, parts.pop(name)))
+        for name, layer in self._layers.items():
+            loads = by_layer.pop(name, None)
+            if loads is None:
+                continue
+            if is_converted(layer):
+                method = type(layer.quant_method).__name__
+                overwrite(layer, convert(layer, loads, self.device, check=method not in self._checked))
+                self._checked.add(method)
+            else:
+                load_parts(layer, loads)
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        slot = self._slots[slot_name(name)]
+        layer = self._layers[slot.layer]
+        if self.device.type == "cpu" or not is_experts(layer):
+            return whole
+        return expert_part(layer, slot.parameter, checkpoint_parameters(layer)[slot.parameter], whole)
+
+    def _engine_problems(self, manifest: Manifest) -> list[str]:
+        targets = sorted({module_kind(name.rpartition(".")[0]) for name in manifest.records if _is_quantized(name)})
+        fmt = get_format(manifest.format)
+        problems = method_problems(self._methods, fmt, [target for target in targets if target in TARGETS])
+        config = self.worker.vllm_config
+        if config.parallel_config.pipeline_parallel_size > 1:
+            problems.append("refits do not support pipeline_parallel_size > 1; use tensor or expert parallelism")
+        operator = _DIVIDES.get(fmt.name)
+        if operator and self.device.type == "cuda" and not _enabled(config.compilation_config.custom_ops, operator):
+            problems.append(
+                f"{fmt.name} needs vLLM's CUDA quantizer: compilation_config={{'custom_ops': ['{operator}']}}"
+            )
+        if _asleep(self.model):
+            problems.append("vLLM's weights are asleep; wake_up(tags=['weights']) first")
+        return problems
+
+    @contextmanager
+    def _as_vllm_loads(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config), self.device:
+            yield
+
+
+def _refit(worker: Any) -> RankRefit:
+    # A worker has its model only some time after it is made.
+    if "_qarl_refit" not in vars(worker):
+        worker._qarl_refit = RankRefit(worker)
+    return worker._qarl_refit
+
+
+def _is_cache(layer: str) -> bool:
+    return layer.endswith(".attn")
+
+
+def _is_quantized(name: str) -> bool:
+    return name.endswith((".weight_packed", ".weight_scale", ".weight_scale_inv"))
+
+
+def _enabled(custom_ops: list[str], operator: str) -> bool:
+    return operator in custom_ops or ("all" in custom_ops and operator.replace("+", "-") not in custom_ops)
+
+
+def _asleep(model: nn.Module) -> bool:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    if allocator is None:
+        return False
+    pointers = {parameter.data_ptr() for parameter in model.parameters()}
+    asleep = [(start, start + data.handle[1]) for start, data in allocator.pointer_to_data.items() if data.is_asleep]
+    return any(start <= pointer < end for pointer in pointers for start, end in asleep)

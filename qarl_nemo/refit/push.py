@@ -1,0 +1,137 @@
+"""One refit of a rollout engine, from the learner's side: announce, send, verify, replace."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.send import RolloutEngine, Sender
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """What one refit cost.
+
+    Attributes:
+        version: the weight version served now.
+        num_bytes: of the update's tensors.
+        seconds: by phase: `announce`, `transfer`, `verify`, `replace`.
+    """
+
+    version: int
+    num_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds.values())
+
+
+def push(update: RefitUpdate, engine: RolloutEngine, sender: Sender) -> RefitReport:
+    """Let `engine` serve `update`: all of it, or nothing changes.
+
+    Args:
+        update: what the learner published.
+        engine: vLLM, started with `worker_extension_cls="qarl_nemo.refit.load.PackedRefit"`.
+        sender: how the tensors get there.
+
+    Returns:
+        The version served and what it cost.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, repeated, different from the manifest or from what a rank holds,
+            the engine serves another format, or requests are under way; all are listed, the old version keeps serving.
+        RuntimeError: a rank failed while it replaced its weights; it serves nothing until a whole refit reaches it.
+    """
+    report = RefitReport(update.manifest.version, update.num_bytes)
+    served = _describe(engine.collective_rpc("qarl_version"))
+    try:
+        with _timed(report, "announce"):
+            _require_idle(engine)
+            _refuse(engine.collective_rpc("qarl_begin", args=(update.manifest.to_message(),)), report, served)
+        with _timed(report, "transfer"):
+            sender.send(update, engine)
+        with _timed(report, "verify"):
+            _refuse(engine.collective_rpc("qarl_verify"), report, served)
+            # Prefixes of the old version must not meet weights of the new one.
+            if not engine.reset_prefix_cache():
+                raise ValueError(_in_flight("a request holds cache blocks"))
+    except BaseException:
+        engine.collective_rpc("qarl_abort")
+        sender.release()
+        raise
+    try:
+        with _timed(report, "replace"):
+            engine.collective_rpc("qarl_replace")
+    except Exception as error:
+        raise RuntimeError(
+            f"the engine broke off while version {report.version} replaced {served}: it serves nothing until a whole "
+            "refit reaches it"
+        ) from error
+    finally:
+        sender.release()
+    return report
+
+
+def serving_version(engine: RolloutEngine) -> int | None:
+    """Return the version that every rank serves; None before the first refit.
+
+    Args:
+        engine: as for `push`.
+
+    Returns:
+        The version.
+
+    Raises:
+        RuntimeError: ranks serve different versions, or one broke off a refit.
+    """
+    states = engine.collective_rpc("qarl_version")
+    if not all(state == states[0] and state["whole"] for state in states):
+        raise RuntimeError(f"no single weight version to serve ({_describe(states)}); push a whole update")
+    return states[0]["version"]
+
+
+def _require_idle(engine: RolloutEngine) -> None:
+    front = getattr(engine, "llm_engine", None)
+    if front is not None and front.has_unfinished_requests():
+        raise ValueError(_in_flight("requests are unfinished"))
+
+
+def _in_flight(why: str) -> str:
+    return f"refit refused, {why}: a response is of one weight version only. Finish or abort requests first"
+
+
+def _describe(states: list[dict[str, Any]]) -> str:
+    texts = [
+        "a broken-off refit"
+        if not state["whole"]
+        else "the weights it started with"
+        if state["version"] is None
+        else f"version {state['version']}"
+        for state in states
+    ]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+
+
+def _refuse(problems_by_rank: list[list[str]], report: RefitReport, served: str) -> None:
+    ranks: dict[str, list[int]] = {}
+    for rank, problems in enumerate(problems_by_rank):
+        for problem in problems:
+            ranks.setdefault(problem, []).append(rank)
+    if not ranks:
+        return
+    lines = [text if len(who) == len(problems_by_rank) else f"{text} (ranks {who})" for text, who in ranks.items()]
+    raise ValueError(
+        f"refit to version {report.version} refused, the engine keeps serving {served}; {len(lines)} problem(s):\n  "
+        + "\n  ".join(lines)
+    )
+
+
+@contextmanager
+def _timed(report: RefitReport, phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    report.seconds[phase] = time.perf_counter() - start

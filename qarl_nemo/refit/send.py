@@ -1,0 +1,207 @@
+"""How an update's tensors reach the ranks of an engine: four ways, one protocol.
+
+A sender calls the ranks' `qarl_receive(kind, message)`, where `message` is what msgpack can hold; `arrive.py` is the
+other half of each. Every rank is offered whole tensors and keeps its part.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qarl_nemo.refit.collective import broadcast, make_group
+from qarl_nemo.refit.ipc import export_tensor
+from qarl_nemo.refit.publish import RefitUpdate
+
+_LAYER = re.compile(r".*layers\.(\d+)\.")
+
+
+class RolloutEngine(Protocol):
+    """What a refit needs of an engine; `vllm.LLM` has it."""
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call a method of every rank's worker and return the results, in the order of ranks."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; false while a request holds some."""
+
+
+class Sender(Protocol):
+    """One way to the engine's ranks."""
+
+    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+        """Bring every tensor of `update` to every rank."""
+
+    def release(self) -> None:
+        """Give back what was held for the ranks to read; called when they are done, or the refit is off."""
+
+
+class DirectSender:
+    """The engine is in this process: its rank is handed the learner's tensors."""
+
+    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+        """Hand every tensor over.
+
+        Args:
+            update: what to send.
+            engine: in this process.
+
+        Raises:
+            ValueError: the engine runs in other processes.
+        """
+        if engine.collective_rpc("qarl_process") != [os.getpid()]:
+            raise ValueError(
+                "DirectSender reaches one engine rank in this process; use IpcSender, or start vLLM with "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0 and tensor_parallel_size=1"
+            )
+        engine.collective_rpc("qarl_receive", args=("direct", update.tensors))
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class IpcSender:
+    """The engine's processes are on this host: they read the learner's GPU memory through CUDA IPC."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+
+    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+        """Tell every rank where the tensors lie.
+
+        Args:
+            update: its tensors are on GPUs and stay as they are until `release`.
+            engine: on this host.
+
+        Raises:
+            ValueError: tensors are not on a GPU; all are named.
+        """
+        elsewhere = [name for name, tensor in update.tensors.items() if not tensor.is_cuda]
+        if elsewhere:
+            raise ValueError(f"CUDA IPC shares GPU memory, these tensors are not on a GPU: {', '.join(elsewhere)}")
+        whole = {name: tensor.detach().contiguous() for name, tensor in update.tensors.items()}
+        self._held = list(whole.values())
+        # One description for each rank: its memory counts one reader.
+        num_ranks = len(engine.collective_rpc("qarl_process"))
+        descriptions = {name: [export_tensor(tensor) for _ in range(num_ranks)] for name, tensor in whole.items()}
+        torch.cuda.synchronize()
+        engine.collective_rpc("qarl_receive", args=("ipc", descriptions))
+
+    def release(self) -> None:
+        """Let go of the tensors; no rank reads them any more."""
+        self._held = []
+        torch.cuda.ipc_collect()
+
+
+class FileSender:
+    """The ranks read a safetensors file, which stays: for debugging, and for engines that nothing else reaches.
+
+    Args:
+        folder: that learner and engine both see.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+
+    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+        """Write `refit-<version>.safetensors` and let every rank read it.
+
+        Args:
+            update: what to send.
+            engine: any.
+        """
+        from safetensors.torch import save_file
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"refit-{update.manifest.version}.safetensors"
+        unfinished = path.with_suffix(".partial")
+        save_file({name: tensor.detach().contiguous() for name, tensor in update.tensors.items()}, unfinished)
+        unfinished.replace(path)
+        engine.collective_rpc("qarl_receive", args=("file", {"path": str(path)}))
+
+    def release(self) -> None:
+        """The file stays."""
+
+
+class CollectiveSender:
+    """Learner and engine are apart: layer by layer, tensors are broadcast through NCCL (or gloo, on CPUs).
+
+    Args:
+        num_ranks: of the engine.
+        device: of the learner's tensors.
+        backend: `nccl` or `gloo`.
+        host: address of this process that every rank reaches.
+        timeout_s: after which a broadcast that does not end is an error.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        backend: str = "nccl",
+        host: str = "127.0.0.1",
+        timeout_s: float = 120.0,
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.device = device
+        self.backend = backend
+        self.host = host
+        self.timeout_s = timeout_s
+        self._group: Any = None
+
+    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+        """Broadcast every tensor, one layer at a time.
+
+        Args:
+            update: what to send.
+            engine: of `num_ranks` ranks.
+
+        Raises:
+            RuntimeError: a rank failed or did not take part in time.
+        """
+        if self._group is None:
+            self._group = self._connect(engine)
+        for names in _layers(update.tensors):
+            tensors = [update.tensors[name].detach().to(self.device).contiguous() for name in names]
+            self._together(
+                engine, ("qarl_receive", "collective", {"names": names}), lambda t=tensors: broadcast(self._group, t)
+            )
+
+    def release(self) -> None:
+        """Nothing is held; the connection stays for the next update."""
+
+    def _connect(self, engine: RolloutEngine) -> Any:
+        timeout = timedelta(seconds=self.timeout_s)
+        store = dist.TCPStore(self.host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+        settings = {"size": self.num_ranks + 1, "backend": self.backend, "timeout_s": self.timeout_s}
+        message = {"host": self.host, "port": store.port, **settings}
+        return self._together(engine, ("qarl_connect", message), lambda: make_group(store, 0, **settings))
+
+    def _together(self, engine: RolloutEngine, call: tuple[Any, ...], here: Callable[[], Any]) -> Any:
+        # The ranks take part from inside the call, so it must be under way while this process does its half.
+        with ThreadPoolExecutor(1) as pool:
+            there = pool.submit(engine.collective_rpc, call[0], args=call[1:])
+            try:
+                return here()
+            except Exception:
+                # A rank that refused is why nobody took part here.
+                there.result()
+                raise
+            finally:
+                there.result()
+
+
+def _layers(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        match = _LAYER.match(name)
+        groups.setdefault(match[1] if match else "", []).append(name)
+    yield from groups.values()
