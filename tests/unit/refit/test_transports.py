@@ -1,0 +1,156 @@
+"""Every way from a learner to the ranks of an engine brings the announced bytes, or says what is wrong with them.
+
+The ranks here are the real receiving half without an engine around it; `tests/integration` has them inside vLLM.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+
+from qarl_nemo.refit.arrive import Arrivals
+from qarl_nemo.refit.incoming import IncomingUpdate
+from qarl_nemo.refit.ipc import export_tensor, import_bytes
+from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender
+
+CPU = torch.device("cpu")
+PACKED = "model.layers.0.mlp.experts.down_proj.weight_packed"
+SCALE = "model.layers.0.mlp.experts.down_proj.weight_scale"
+FP8 = "model.layers.1.self_attn.q_proj.weight"
+
+
+class Ranks:
+    """The receiving half of `num_ranks` ranks, each of which keeps its share of the experts."""
+
+    def __init__(self, manifest: Manifest, num_ranks: int, *, process: int | None = None) -> None:
+        self.process = process or os.getpid()
+        self.arrivals = [Arrivals(rank, CPU) for rank in range(num_ranks)]
+        self.updates = [
+            IncomingUpdate(manifest, lambda name, whole, r=r: self.part(name, whole, r)) for r in range(num_ranks)
+        ]
+
+    def part(self, name, whole, rank):
+        return whole.chunk(len(self.arrivals))[rank] if ".experts." in name else whole
+
+    def collective_rpc(self, method, timeout=None, args=()):
+        calls = {"qarl_process": self._process, "qarl_connect": self._connect, "qarl_receive": self._receive}
+        with ThreadPoolExecutor(len(self.arrivals)) as pool:
+            return list(pool.map(lambda rank: calls[method](rank, *args), range(len(self.arrivals))))
+
+    def reset_prefix_cache(self):
+        return True
+
+    def _process(self, rank):
+        return self.process
+
+    def _connect(self, rank, message):
+        self.arrivals[rank].connect(dict(message))
+
+    def _receive(self, rank, kind, message):
+        self.arrivals[rank].receive(kind, message, self.updates[rank])
+
+
+@pytest.fixture
+def update() -> RefitUpdate:
+    torch.manual_seed(0)
+    tensors = {
+        PACKED: torch.randint(-(2**31), 2**31 - 1, (4, 6, 5), dtype=torch.int32),
+        SCALE: torch.rand(4, 6, 1).bfloat16(),
+        FP8: torch.randn(8, 3).to(torch.float8_e4m3fn),
+        "model.norm.weight": torch.rand(7).bfloat16(),
+        "scalar": torch.tensor(3.0),
+    }
+    return RefitUpdate(Manifest.of(tensors, version=3, fmt="w4a16"), tensors)
+
+
+def senders(tmp_path):
+    return {"direct": DirectSender(), "file": FileSender(tmp_path), "gloo": CollectiveSender(2, CPU, backend="gloo")}
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("direct", 1), ("file", 1), ("file", 2), ("gloo", 2)])
+def test_every_rank_gets_its_part_bit_for_bit(update, tmp_path, kind, num_ranks):
+    ranks = Ranks(update.manifest, num_ranks)
+    sender = senders(tmp_path)[kind]
+    sender.send(update, ranks)
+    for rank, incoming in enumerate(ranks.updates):
+        assert incoming.problems() == []
+        assert incoming.parts.keys() == update.tensors.keys()
+        for name, part in incoming.parts.items():
+            assert_bitwise_equal(part, ranks.part(name, update.tensors[name], rank))
+    sender.release()
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("direct", 1), ("file", 2), ("gloo", 2)])
+def test_one_wrong_bit_is_found_by_every_rank(update, tmp_path, kind, num_ranks):
+    ranks = Ranks(update.manifest, num_ranks)
+    update.tensors[PACKED].view(-1)[7] ^= 1
+    senders(tmp_path)[kind].send(update, ranks)
+    expected = [f"{PACKED}: its bytes differ from the manifest's checksum"]
+    assert [incoming.problems() for incoming in ranks.updates] == [expected] * num_ranks
+
+
+def test_a_second_update_uses_the_same_connection(update):
+    ranks = Ranks(update.manifest, 2)
+    sender = CollectiveSender(2, CPU, backend="gloo")
+    sender.send(update, ranks)
+    group = sender._group
+    ranks.updates = Ranks(update.manifest, 2).updates
+    sender.send(update, ranks)
+    assert sender._group is group
+    assert [incoming.problems() for incoming in ranks.updates] == [[], []]
+
+
+def test_everything_wrong_is_listed_at_once(update):
+    ranks = Ranks(update.manifest, 1)
+    incoming = ranks.updates[0]
+    incoming.add({PACKED: update.tensors[PACKED], "stranger": torch.ones(1), FP8: update.tensors[FP8].float()})
+    incoming.add({PACKED: update.tensors[PACKED], SCALE: update.tensors[SCALE][:2]})
+    assert incoming.problems() == [
+        "not in the manifest: stranger",
+        f"{FP8}: got float32 [8, 3], the manifest says float8_e4m3fn [8, 3]",
+        f"sent twice: {PACKED}",
+        f"{SCALE}: got bfloat16 [2, 6, 1], the manifest says bfloat16 [4, 6, 1]",
+        "missing: model.norm.weight",
+        "missing: scalar",
+    ]
+
+
+def test_parts_of_buffers_do_not_keep_the_whole_buffer(update, tmp_path):
+    ranks = Ranks(update.manifest, 2)
+    FileSender(tmp_path).send(update, ranks)
+    part = ranks.updates[1].parts[PACKED]
+    assert part.untyped_storage().nbytes() == part.nbytes
+
+
+def test_direct_sender_refuses_an_engine_elsewhere(update):
+    with pytest.raises(ValueError, match="use IpcSender"):
+        DirectSender().send(update, Ranks(update.manifest, 1, process=1))
+    with pytest.raises(ValueError, match="one engine rank"):
+        DirectSender().send(update, Ranks(update.manifest, 2))
+
+
+def test_ipc_sender_names_tensors_that_are_not_on_a_gpu(update):
+    with pytest.raises(ValueError, match=rf"not on a GPU: {PACKED}, .*scalar"):
+        IpcSender().send(update, Ranks(update.manifest, 1))
+
+
+def test_unknown_transports_and_backends_name_the_legal_ones(update):
+    ranks = Ranks(update.manifest, 1)
+    with pytest.raises(ValueError, match="legal: direct, ipc, file, collective"):
+        ranks.collective_rpc("qarl_receive", args=("pigeon", {}))
+    with pytest.raises(ValueError, match="legal: nccl, gloo"):
+        CollectiveSender(1, CPU, backend="mpi", timeout_s=5).send(update, ranks)
+
+
+@pytest.mark.gpu
+def test_memory_that_this_process_exports_is_not_its_own_to_import():
+    # CUDA refuses to open a handle in the process that made it: what two processes do is tested with the engine.
+    tensor = torch.arange(5, device="cuda")
+    description = export_tensor(tensor)
+    assert description["num_bytes"] == tensor.nbytes
+    with pytest.raises(RuntimeError, match="sees only"):
+        import_bytes(description | {"gpu": "another"})
