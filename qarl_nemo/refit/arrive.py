@@ -33,10 +33,11 @@ class Arrivals:
         Args:
             message: host, port and the settings of `make_group`.
         """
-        store = dist.TCPStore(message.pop("host"), message.pop("port"), None, is_master=False)
+        settings = dict(message)
+        store = dist.TCPStore(settings.pop("host"), settings.pop("port"), None, is_master=False)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._group = make_group(store, self.rank + 1, **message)
+        self._group = make_group(store, self.rank + 1, **settings)
 
     def receive(self, kind: str, message: Any, update: IncomingUpdate) -> None:
         """Add what a sender offers to an update.

@@ -128,6 +128,8 @@ class RankRefit:
         """Serve the update, which has been verified."""
         update, self.update = self.expected(), None
         self.whole, self.version = False, update.manifest.version
+        # Whoever asks a half-replaced engine for tokens gets an error, not a mixture of two policies.
+        self.worker.model_runner.execute_model = _refuse_to_serve
         if self.device.type == "cpu":
             # CPU layers hold packed copies that no tensor of theirs shows; vLLM's own reload makes them anew.
             arguments = {"weights_iterator": checkpoint_tensors(update.parts), "is_checkpoint_format": True}
@@ -136,6 +138,7 @@ class RankRefit:
             with self._as_vllm_loads():
                 self._replace_layers(update.parts)
             torch.cuda.synchronize(self.device)
+        del self.worker.model_runner.execute_model
         self.whole = True
 
     def _replace_layers(self, parts: dict[str, Tensor]) -> None:
@@ -190,6 +193,10 @@ def _refit(worker: Any) -> RankRefit:
     if "_qarl_refit" not in vars(worker):
         worker._qarl_refit = RankRefit(worker)
     return worker._qarl_refit
+
+
+def _refuse_to_serve(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this engine's last refit broke off: its weights are of no version; push a whole update first")
 
 
 def _is_cache(layer: str) -> bool:
