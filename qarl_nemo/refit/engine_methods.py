@@ -79,6 +79,8 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
     Returns:
         One sentence for each such layer, and for each target that no layer of the engine is.
     """
+    if fmt.name not in _EXPERTS:
+        return [f"no method of vLLM serves {fmt.name}"]
     problems, seen = [], set()
     for record in chosen:
         kind = _kind(record.layer)

@@ -51,6 +51,8 @@ def push(update: RefitUpdate, engine: RolloutEngine, sender: Sender) -> RefitRep
     try:
         with _timed(report, "announce"):
             _require_idle(engine)
+            # A collective cannot send what its manifest does not describe.
+            _refuse([_contradictions(update)], report, served)
             _refuse(engine.collective_rpc("qarl_begin", args=(update.manifest.to_message(),)), report, served)
         with _timed(report, "transfer"):
             sender.send(update, engine)
@@ -98,6 +100,14 @@ def _require_idle(engine: RolloutEngine) -> None:
     front = getattr(engine, "llm_engine", None)
     if front is not None and front.has_unfinished_requests():
         raise ValueError(_in_flight("requests are unfinished"))
+
+
+def _contradictions(update: RefitUpdate) -> list[str]:
+    records, tensors = update.manifest.records, update.tensors
+    found = [f"missing: {name}" for name in records if name not in tensors]
+    found += [f"not in the manifest: {name}" for name in tensors if name not in records]
+    differences = (records[name].difference(name, tensor) for name, tensor in tensors.items() if name in records)
+    return found + [text for text in differences if text]
 
 
 def _in_flight(why: str) -> str:
