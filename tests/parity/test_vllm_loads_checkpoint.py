@@ -1,4 +1,4 @@
-"""Stock vLLM loads what `quantize_checkpoint` writes, with the method the format names, and says what the learner says.
+"""Stock vLLM loads what `quantize_checkpoint` writes, runs it by the format's methods, and says what the learner says.
 
 The learner's aligned forward on the BF16 source must agree with vLLM on the quantized checkpoint about the logprobs of
 vLLM's own greedy tokens; the unquantized forward on the same tokens is the deliberately wrong input.
@@ -22,15 +22,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from qarl_nemo.checkpoints import quantize_checkpoint  # noqa: E402
 from qarl_nemo.layers.install import install  # noqa: E402
+from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa: E402
 
-# format -> (vLLM's --moe-backend, method vLLM must choose for the experts)
-CASES = {
-    "w4a16": ("marlin", "CompressedTensorsWNA16MarlinMoEMethod"),
-    "w4a8": ("", "CompressedTensorsW4A8Fp8MoEMethod"),
-    "fp8_block": ("triton", "Fp8MoEMethod"),
-    "fp8_channel": ("", "CompressedTensorsW8A8Fp8MoEMethod"),
-    "bf16": ("triton", "UnquantizedFusedMoEMethod"),
-}
+# format -> vLLM's --moe-backend
+BACKENDS = {"w4a16": "marlin", "w4a8": "", "fp8_block": "triton", "fp8_channel": "", "bf16": "triton"}
+TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +65,9 @@ def vllm_generate(folder: Path, moe_backend: str) -> dict:
 
 
 @torch.no_grad()
-def learner_gap(source: Path, format_name: str, responses: list[dict]) -> float:
+def learner_gap(source: Path, format_name: str, targets: list[str], responses: list[dict]) -> float:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).cuda()
-    install(model, ["experts"], get_format(format_name))
+    install(model, targets, get_format(format_name))
     prompt = torch.tensor([response["prompt"] for response in responses]).cuda()
     tokens = torch.tensor([response["tokens"] for response in responses]).cuda()
     logits = model(torch.cat([prompt, tokens], dim=-1)).logits[:, prompt.shape[1] - 1 : -1].float()
@@ -80,17 +76,32 @@ def learner_gap(source: Path, format_name: str, responses: list[dict]) -> float:
     return float((ours - theirs).abs().mean())
 
 
-@pytest.mark.parametrize("format_name", CASES)
-def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(format_name: str, source: Path, tmp_path: Path) -> None:
-    moe_backend, expected = CASES[format_name]
-    quantize_checkpoint(source, tmp_path / "quantized", get_format(format_name), ["experts"])
-    result = vllm_generate(tmp_path / "quantized", moe_backend)
-    method = next(name for module, name in result["methods"].items() if module.startswith("model.layers.0.mlp.experts"))
-    aligned = learner_gap(source, format_name, result["responses"])
-    unaligned = learner_gap(source, "bf16", result["responses"])
-    print(f"\nPARITY {format_name}: method {method}, aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
-    assert method.startswith(expected), result["methods"]
-    assert not any("Compressed" in name for module, name in result["methods"].items() if module.endswith("mlp.gate"))
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("format_name", BACKENDS)
+def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
+    format_name: str, targets: str, source: Path, tmp_path: Path
+) -> None:
+    fmt, names = get_format(format_name), TARGETS[targets]
+    quantize_checkpoint(source, tmp_path / "quantized", fmt, names)
+    result = vllm_generate(tmp_path / "quantized", BACKENDS[format_name])
+    chosen = [ChosenMethod(**record) for record in result["methods"]]
+    aligned = learner_gap(source, format_name, names, result["responses"])
+    unaligned = learner_gap(source, "bf16", names, result["responses"])
+    print(f"\nPARITY {format_name} {targets}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
+    require_methods(chosen, fmt, names)
+    assert_wrong_expectations_fail(chosen, format_name, targets)
     assert aligned < 0.06
     if format_name in ("w4a16", "w4a8"):
         assert unaligned > 2 * aligned
+
+
+def assert_wrong_expectations_fail(chosen: list[ChosenMethod], format_name: str, targets: str) -> None:
+    for other in set(BACKENDS) - {format_name}:
+        with pytest.raises(ValueError, match="in place of") as raised:
+            require_methods(chosen, get_format(other), TARGETS[targets])
+        for layer in ("0.mlp.experts", "1.mlp.experts"):
+            assert f"model.layers.{layer}" in str(raised.value)
+    if format_name != "bf16":
+        opposite = next(names for key, names in TARGETS.items() if key != targets)
+        with pytest.raises(ValueError, match=r"self_attn\.qkv_proj"):
+            require_methods(chosen, get_format(format_name), opposite)

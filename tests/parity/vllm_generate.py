@@ -1,4 +1,4 @@
-"""Load a checkpoint in vLLM, generate greedily, and print tokens, logprobs and the quantization method of each layer.
+"""Load a checkpoint in vLLM, generate greedily, and print tokens, logprobs and the method that runs each layer.
 
 A process of its own: an engine keeps global state, and its environment must be set before it is imported.
 """
@@ -6,6 +6,7 @@ A process of its own: an engine keeps global state, and its environment must be 
 import json
 import os
 import sys
+from dataclasses import asdict
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -20,13 +21,16 @@ os.environ.update(
 def main(folder: str, moe_backend: str, num_prompts: int, num_tokens: int) -> None:
     from vllm import LLM, SamplingParams
 
+    from qarl_nemo.refit.engine_methods import chosen_methods
+
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=256,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=2**28,
         **({"moe_backend": moe_backend} if moe_backend else {}),
     )
     token_ids = [[(7 * row + 13 * column) % 500 + 1 for column in range(16)] for row in range(num_prompts)]
@@ -37,18 +41,8 @@ def main(folder: str, moe_backend: str, num_prompts: int, num_tokens: int) -> No
         best = output.outputs[0]
         logprobs = [entry[token].logprob for token, entry in zip(best.token_ids, best.logprobs, strict=True)]
         results.append({"prompt": prompt["prompt_token_ids"], "tokens": list(best.token_ids), "logprobs": logprobs})
-    methods = llm.apply_model(_methods)[0]
+    methods = [asdict(record) for record in llm.apply_model(chosen_methods)[0]]
     print("RESULT " + json.dumps({"responses": results, "methods": methods}))
-
-
-def _methods(model: object) -> dict[str, str]:
-    found = {}
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and name.startswith("model.layers.0."):
-            scheme = type(getattr(module, "scheme", None)).__name__
-            found[name] = type(method).__name__ + ("" if scheme == "NoneType" else f"/{scheme}")
-    return found
 
 
 if __name__ == "__main__":

