@@ -70,12 +70,14 @@ class PackedRefit:
         return dict(zip(tensors, checksums(tensors.values()), strict=True))
 
     def qarl_memory(self) -> dict[str, int]:
-        """Return this rank's GPU memory in bytes: allocated, reserved, and the peak of what was allocated."""
-        return {
+        """Return this rank's GPU memory in bytes: allocated, reserved, and the peak of `allocated` since the last call."""
+        memory = {
             "allocated": torch.cuda.memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
             "peak": torch.cuda.max_memory_allocated(),
         }
+        torch.cuda.reset_peak_memory_stats()
+        return memory
 
 
 class RankRefit:
