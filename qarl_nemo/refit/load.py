@@ -70,7 +70,7 @@ class PackedRefit:
         return dict(zip(tensors, checksums(tensors.values()), strict=True))
 
     def qarl_memory(self) -> dict[str, int]:
-        """Return this rank's GPU memory in bytes: allocated, reserved, and the peak of `allocated` since the last call."""
+        """Return this rank's GPU memory in bytes: allocated, reserved, and the peak since the last call."""
         memory = {
             "allocated": torch.cuda.memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
