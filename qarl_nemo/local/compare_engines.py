@@ -126,7 +126,8 @@ def _serve_vllm(job: Job, fmt: QuantFormat) -> Served:
             checkpoint = folder / "quantized"
             quantize_checkpoint(settings.checkpoint, checkpoint, fmt, settings.targets, device=job.device.type)
         answer: dict[str, Any] = _ask_vllm(folder, job, fmt, checkpoint)
-    chosen = [ChosenMethod(layer, method, "") for layer, method in answer["methods"].items()]
+    backend = job.device.type.upper()
+    chosen = [ChosenMethod(layer, method, backend) for layer, method in answer["methods"].items()]
     require_methods(chosen, fmt, settings.targets)
     parts = zip(TEMPERATURES, answer["responses"], strict=True)
     responses = {name: [Response(**row) for row in rows] for name, rows in parts}

@@ -7,9 +7,9 @@ from typing import Any
 
 from qarl_kernels import QuantFormat
 
-# format -> class of the method; a GPU's int4 experts are Marlin's.
+# format -> class of the method
 _EXPERTS = {
-    "w4a16": "CompressedTensorsWNA16(Marlin)?MoEMethod",
+    "w4a16": "CompressedTensorsWNA16MarlinMoEMethod",
     "w4a8": "CompressedTensorsW4A8Fp8MoEMethod",
     "fp8_block": "Fp8MoEMethod",
     "fp8_channel": "CompressedTensorsW8A8Fp8MoEMethod",
@@ -21,6 +21,12 @@ _LINEAR = {
     "fp8_block": "Fp8LinearMethod",
     "fp8_channel": "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8",
     "bf16": "UnquantizedLinearMethod",
+}
+_CPU_EXPERTS = {"w4a16": "CompressedTensorsWNA16MoEMethod"}
+# method -> why vLLM takes it on a GPU, without a word
+_FALL_BACKS = {
+    "CompressedTensorsWNA16MoEMethod": "; Marlin needs H to be a multiple of 128 and each rank's I a multiple of "
+    "group_size: use smaller groups, fewer ranks or expert parallelism"
 }
 _CACHE = re.compile(r".*\.self_attn\.attn")
 # vLLM fuses q, k and v, and a dense MLP's gate and up.
@@ -40,11 +46,13 @@ class ChosenMethod:
         layer: module name in vLLM.
         method: class of its quantization method, `/` and its scheme's class where there is one.
         backend: the method's kernels, as vLLM calls them; empty where it names none.
+        shape: of a rank's experts; empty for other layers.
     """
 
     layer: str
     method: str
     backend: str
+    shape: str = ""
 
 
 def chosen_methods(model: Any) -> list[ChosenMethod]:
@@ -64,7 +72,10 @@ def chosen_methods(model: Any) -> list[ChosenMethod]:
         scheme = getattr(module, "scheme", None)
         label = type(method).__name__ + ("" if scheme is None else f"/{type(scheme).__name__}")
         backends = [str(value) for key, value in vars(method).items() if key.endswith("_backend")]
-        found.append(ChosenMethod(name, label, ", ".join(backends)))
+        shape = ""
+        if _kind(name) == "experts" and hasattr(module, "intermediate_size_per_partition"):
+            shape = f"H={module.hidden_size}, I={module.intermediate_size_per_partition} on a rank"
+        found.append(ChosenMethod(name, label, ", ".join(backends), shape))
     return found
 
 
@@ -85,10 +96,12 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
     for record in chosen:
         kind = _kind(record.layer)
         seen.add(kind)
-        expected = "Unquantized.*" if kind is None else _methods(kind)[fmt.name if kind in targets else "bf16"]
+        expected = "Unquantized.*" if kind is None else _method(record, fmt.name if kind in targets else "bf16")
         if not re.fullmatch(expected, record.method) and not _CACHE.fullmatch(record.layer):
-            backend = f" ({record.backend})" if record.backend else ""
-            problems.append(f"{record.layer}: {record.method}{backend} in place of {expected}")
+            facts = ", ".join(fact for fact in (record.backend, record.shape) if fact)
+            method = record.method + (f" ({facts})" if facts else "")
+            reason = _FALL_BACKS.get(record.method, "")
+            problems.append(f"{record.layer}: {method} in place of {expected}{reason}")
     absent = [target for target in targets if target not in seen]
     return problems + [f"no layer of the engine is one of the target {target!r}" for target in absent]
 
@@ -111,8 +124,10 @@ def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
         )
 
 
-def _methods(kind: str) -> dict[str, str]:
-    return _EXPERTS if kind == "experts" else _LINEAR
+def _method(record: ChosenMethod, format_name: str) -> str:
+    if _kind(record.layer) != "experts":
+        return _LINEAR[format_name]
+    return (_EXPERTS | (_CPU_EXPERTS if "CPU" in record.backend else {}))[format_name]
 
 
 def _kind(layer: str) -> str | None:
