@@ -31,7 +31,7 @@ class Rig:
         self.format = get_format(case.format, group_size=case.group_size)
         self.scratch = scratch
         checkpoint = scratch / "checkpoint"
-        quantize_checkpoint(source / case.starts_from, checkpoint, self.format, case.targets)
+        quantize_checkpoint(source / f"{case.starts_from}{case.expert_size}", checkpoint, self.format, case.targets)
         self.llm = start(case, checkpoint)
         device = "cpu"
         if case.device == "cuda":
@@ -39,7 +39,7 @@ class Rig:
             device = f"cuda:{case.tensor_parallel if case.sender == 'collective' else 0}"
             torch.cuda.set_device(device)
         self.updates = {
-            name: published(source / name, self.format, case.targets, device, version=version)
+            name: published(source / f"{name}{case.expert_size}", self.format, case.targets, device, version=version)
             for version, name in enumerate("AB", 1)
         }
         self.other = "B" if case.starts_from == "A" else "A"
@@ -222,6 +222,11 @@ def in_flight(rig: Rig) -> dict[str, Any]:
     while engine.has_unfinished_requests():
         outputs += engine.step()
     return {"error": error, "same": [answered(outputs[-1])] == whole, "versions": rig.rpc("qarl_version")}
+
+
+def fall_back(rig: Rig) -> dict[str, str]:
+    """What an engine is answered that runs experts by another method than the format's."""
+    return {"error": rig.refusal(rig.updates["B"])}
 
 
 def memory(rig: Rig) -> list[list[dict[str, int]]]:

@@ -1,7 +1,7 @@
 """One vLLM engine put through refits: `python refit_engine.py FOLDER CASE.json FACTS.json`.
 
 A process of its own: an engine keeps global state and gives its memory back only when its process ends. FOLDER holds
-the BF16 checkpoints `A` and `B`; FACTS.json gets what every check of the case found, as soon as it is found.
+BF16 checkpoints called `A` and `B` and the width of their experts; FACTS.json gets what each check found, at once.
 """
 
 import json

@@ -13,14 +13,14 @@ from qarl_nemo.refit.publish import RefitUpdate, publish
 VOCAB_SIZE = 500
 
 
-def save_model(folder: Path, seed: int) -> Path:
-    """Save a BF16 checkpoint of random weights; half of 512 still divides as w4a8's experts and FP8 blocks must."""
+def save_model(folder: Path, seed: int, expert_size: int) -> None:
+    """Save a BF16 checkpoint of random weights; half of I=512 still divides as w4a8's experts and FP8 blocks must."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=512,
         intermediate_size=512,
-        moe_intermediate_size=512,
+        moe_intermediate_size=expert_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -38,7 +38,6 @@ def save_model(folder: Path, seed: int) -> Path:
             # Norms start as ones in every checkpoint, where one that no refit reached would not show.
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def published(source: Path, fmt: QuantFormat, targets: tuple[str, ...], device: str, *, version: int) -> RefitUpdate:

@@ -61,8 +61,9 @@ def answers(request, tmp_path_factory) -> dict[str, Future]:
     folder = tmp_path_factory.mktemp("refit")
     selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     cases = {case.name: case for case in selected if isinstance(case, EngineCase) and _runs(case)}
-    for seed, name in enumerate("AB"):
-        save_model(folder / name, seed)
+    for size in {case.expert_size for case in cases.values()}:
+        for seed, name in enumerate("AB"):
+            save_model(folder / f"{name}{size}", seed, size)
     first = count()
     pools = {device: ThreadPoolExecutor(number) for device, number in AT_ONCE.items()}
     return {name: pools[case.device].submit(run_engine, case, folder, first) for name, case in cases.items()}
@@ -199,6 +200,15 @@ def test_a_response_is_of_one_version(case, facts):
     assert found["error"].startswith("ValueError: refit refused")
     assert found["same"]
     assert {state["version"] for state in found["versions"]} == {1}
+
+
+@asked("fall_back")
+def test_an_engine_that_fell_back_is_named_with_the_reason(case, facts):
+    error = facts("fall_back")["error"]
+    for layer in range(2):
+        assert f"model.layers.{layer}.mlp.experts" in error
+    assert f"CompressedTensorsWNA16MoEMethod (H=512, I={case.expert_size // 2} on a rank)" in error
+    assert "each rank's I a multiple of group_size" in error
 
 
 @asked("memory")
