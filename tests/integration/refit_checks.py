@@ -191,7 +191,8 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
         halves = {name: update.tensors[name].repeat_interleave(2, dim=-1) for name in scales}
         add("group size", halves, scales, announced=True)
     served = "w4a8" if rig.format.name == "w4a16" else "w4a16"
-    for other, offending in ((served, "model.layers.0.mlp.experts"), ("w3a16", "w3a16")):
+    layer = served if rig.format.name == "bf16" else "model.layers.0.mlp.experts"
+    for other, offending in ((served, layer), ("w3a16", "w3a16")):
         cases[f"format {other}"] = RefitUpdate(replace(update.manifest, format=other), update.tensors), [offending]
     return cases
 
@@ -242,11 +243,19 @@ def sleep(rig: Rig) -> dict[str, Any]:
     """Whether a refit after a night gives what it gave by day, and whether the night changed anything."""
     rig.push("B")
     by_day = rig.state()
-    rig.llm.sleep(level=1)
-    rig.llm.wake_up()
+    _night(rig)
     after_night = rig.state()
     rig.push("A")
-    rig.llm.sleep(level=1)
-    rig.llm.wake_up()
+    _night(rig)
     rig.push("B")
     return {"after_night": after_night == by_day, "refitted": rig.state() == by_day}
+
+
+def _night(rig: Rig) -> None:
+    try:
+        rig.llm.sleep(level=1)
+    except Exception as error:
+        # vLLM holds the memory that another test's engine took meanwhile for its own; it sleeps all the same.
+        if "Memory usage increased" not in str(error):
+            raise
+    rig.llm.wake_up()

@@ -30,9 +30,9 @@ ENGINES = [*one_gpu(), *several_gpus(), *on_cpu()]
 AT_ONCE = {"cuda": max(1, min(12, (os.cpu_count() or 1) // 2)), "cpu": 1}
 TIMEOUT_S = 600
 # vLLM allocates these and no kernel reads them.
-UNREAD = re.compile(r"g_idx|weight_shape")
+UNREAD = re.compile(r"g_idx|weight_shape|weight_zero_point")
 # These are the same for all weights.
-CONSTANT = re.compile(r"cos_sin_cache|_[kqv]_scale$|_prob_scale$|input_scale|workspace")
+CONSTANT = re.compile(r"cos_sin_cache|\.attn\._\w+_scale$")
 PROBLEM = vllm_problem()
 NO_VLLM = importlib.util.find_spec("vllm") is None
 

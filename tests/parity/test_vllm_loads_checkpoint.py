@@ -27,6 +27,8 @@ from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa
 # format -> vLLM's --moe-backend
 BACKENDS = {"w4a16": "marlin", "w4a8": "", "fp8_block": "triton", "fp8_channel": "", "bf16": "triton"}
 TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
+# Of the mean |gap|, nats, on random weights: FP8 activations of more layers.
+BOUNDS = {"experts": 0.06, "all": 0.12}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
     print(f"\nPARITY {format_name} {targets}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
     require_methods(chosen, fmt, names)
     assert_wrong_expectations_fail(chosen, format_name, targets)
-    assert aligned < 0.06
+    assert aligned < BOUNDS[targets]
     if format_name in ("w4a16", "w4a8"):
         assert unaligned > 2 * aligned
 
