@@ -169,7 +169,10 @@ class RankRefit:
     def _engine_problems(self, manifest: Manifest) -> list[str]:
         targets = sorted({module_kind(name.rpartition(".")[0]) for name in manifest.records if _is_quantized(name)})
         fmt = get_format(manifest.format)
-        problems = method_problems(self._methods, fmt, [target for target in targets if target in TARGETS])
+        targets = [target for target in targets if target in TARGETS]
+        problems = method_problems(self._methods, fmt, targets)
+        if not targets and fmt.weight_kind != "bf16":
+            problems.append(f"the update is called {fmt.name} and holds no quantized tensor")
         config = self.worker.vllm_config
         if config.parallel_config.pipeline_parallel_size > 1:
             problems.append("refits do not support pipeline_parallel_size > 1; use tensor or expert parallelism")
