@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 _NIBBLE_SIGNS = -0x77777778  # 0x88888888 as int32: q + 8 in four bits becomes two's complement q
 _PARTS = ("w13", "w2")
+_STRIPE_WORDS = 4  # CUTLASS's tiles of W4A8 are 32 codes wide
 
 
 def quick_conversion(layer: nn.Module) -> Callable[[nn.Module], dict[str, Tensor]] | None:
@@ -57,8 +58,16 @@ def _marlin(layer: nn.Module) -> dict[str, Tensor]:
     return converted
 
 
-def _w4a8(layer: nn.Module) -> dict[str, Tensor]:
+def _encode_and_reorder(packed: Tensor) -> Tensor:
     from vllm import _custom_ops as ops
+
+    num_experts, size_n, words = packed.shape
+    tall, _ = ops.cutlass_encode_and_reorder_int4b_grouped(packed.view(1, num_experts * size_n, words))
+    # Tiles run along N first: of experts one below the other, each stripe of K holds its tiles of every expert.
+    return tall.view(words // _STRIPE_WORDS, num_experts, -1).transpose(0, 1).reshape(packed.shape)
+
+
+def _w4a8(layer: nn.Module) -> dict[str, Tensor]:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, convert_bf16_scales_to_fp8
 
@@ -66,7 +75,7 @@ def _w4a8(layer: nn.Module) -> dict[str, Tensor]:
     converted = {}
     for part in _PARTS:
         packed, scale = getattr(layer, f"{part}_weight_packed").data, getattr(layer, f"{part}_weight_scale").data
-        converted[f"{part}_weight_packed"], _ = ops.cutlass_encode_and_reorder_int4b_grouped(packed ^ _NIBBLE_SIGNS)
+        converted[f"{part}_weight_packed"] = _encode_and_reorder(packed ^ _NIBBLE_SIGNS)
         scale8, channel = convert_bf16_scales_to_fp8(quantize, scale)
         # The kernel looks up code * scale: eight products for each scale, of the codes -8 to -1.
         codes = torch.arange(-8, 0, dtype=torch.float32, device=scale.device)
