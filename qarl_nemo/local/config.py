@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from qarl_nemo.config import QarlConfig, StrictModel
+from qarl_nemo.local.vllm_limits import config_problems
 from qarl_nemo.losses.config import LossConfig
 
 
@@ -95,11 +96,13 @@ class PackedRolloutConfig(RolloutSettings):
 
 
 class VllmRolloutConfig(RolloutSettings):
-    """vLLM in this process, on a CPU; `vllm_problems` says what it serves there."""
+    """vLLM in this process, on the run's device; `vllm_limits` says what it serves there."""
 
     engine: Literal["vllm"]
     max_model_len: int | None = Field(None, ge=2, description="Tokens of prompt and response; None = the model's.")
-    kv_cache_gib: float = Field(1.0, gt=0, description="Memory of the KV cache, GiB.")
+    kv_cache_gib: float = Field(1.0, gt=0, description="Memory of the KV cache, GiB, beside the weights'.")
+    enforce_eager: bool = False
+    """Run without CUDA graphs: an earlier start, slower decoding; a CPU has none."""
 
 
 def engine(rollout: Any) -> Any:
@@ -234,35 +237,10 @@ class LocalConfig(StrictModel):
 
     @model_validator(mode="after")
     def vllm_serves_it(self) -> "LocalConfig":
-        """Hold `rollout.engine: vllm` to what vLLM computes right on a CPU; every conflict is listed."""
-        problems = vllm_problems(self) if self.rollout.engine == "vllm" else []
+        """Hold `rollout.engine: vllm` to what vLLM computes right on the device; every conflict is listed."""
+        # With device=auto the device is known when the run starts, and held against this then.
+        known = self.rollout.engine == "vllm" and self.device != "auto"
+        problems = config_problems(self, self.device) if known else []
         if problems:
             raise ValueError("rollout.engine=vllm: " + "; ".join(problems))
         return self
-
-
-def vllm_problems(config: LocalConfig) -> list[str]:
-    """Say what vLLM cannot do on a CPU.
-
-    Args:
-        config: a config whose rollout engine is vLLM.
-
-    Returns:
-        One clause for each setting that has to change, legal values named.
-    """
-    qarl, problems = config.qarl, []
-    if config.device == "cuda":
-        problems.append("runs on a CPU only; set device=cpu")
-    if qarl.format not in ("w4a16", "fp8_block", "bf16"):
-        problems.append(f"vLLM has no CPU kernel for qarl.format={qarl.format}; legal: w4a16, fp8_block, bf16")
-    if qarl.format == "w4a16" and qarl.group_size not in (None, 64, 128):
-        problems.append(f"its CPU kernel does not take qarl.group_size={qarl.group_size}; legal: 64, 128")
-    if qarl.format == "fp8_block" and qarl.targets != ("experts",):
-        problems.append("on a CPU fp8_block is served for experts only; set qarl.targets=[experts]")
-    if qarl.format != "bf16" and config.policy.precision != "bfloat16":
-        problems.append("its quantized kernels compute in BF16; set policy.precision=bfloat16")
-    if qarl.router_replay:
-        problems.append("on a CPU it returns no routed experts; set qarl.router_replay=false")
-    if config.rollout.top_p < 1:
-        problems.append("its logprobs would be of the truncated distribution; set rollout.top_p=1")
-    return problems

@@ -7,6 +7,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3MoeConfig,
@@ -50,6 +51,23 @@ def load_model(
     return model.to(device), tokenizer
 
 
+def read_config(policy: PolicyConfig) -> PreTrainedConfig:
+    """Return the model's config without its weights.
+
+    Args:
+        policy: the policy block.
+
+    Returns:
+        The Hugging Face config.
+
+    Raises:
+        ValueError: the directory is not a checkpoint of a supported model type.
+    """
+    if policy.model_init is not None:
+        return tiny_config(policy.model_init, character_tokenizer())
+    return _checkpoint_config(policy.model_path)
+
+
 def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a checkpoint directory from disk, safetensors only.
 
@@ -63,11 +81,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
     Raises:
         ValueError: no such directory, an unsupported model type, or a tokenizer without an end token.
     """
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no config.json")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"{path} is a {config.model_type!r} model; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    _checkpoint_config(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if tokenizer.eos_token_id is None:
@@ -75,6 +89,15 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
+
+
+def _checkpoint_config(path: Path) -> PreTrainedConfig:
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no config.json")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ValueError(f"{path} is a {config.model_type!r} model; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    return config
 
 
 def tiny_config(init: ModelInit, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:

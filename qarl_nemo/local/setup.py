@@ -12,13 +12,14 @@ from qarl_nemo.layers.install import InstallReport, install
 from qarl_nemo.local.checkpoint import checkpoint_dir, load_optimizer, read_state
 from qarl_nemo.local.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.local.learner import Learner
-from qarl_nemo.local.model import load_checkpoint, load_model, stop_token_ids
+from qarl_nemo.local.model import load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.local.optimizer import MasterOptimizer
 from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.tasks import TaskSource
 from qarl_nemo.local.verify import reward
 from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.local.vllm_limits import config_problems, gpu_problems
 from qarl_nemo.local.vllm_rollout import VllmRollout
 from qarl_nemo.local.warm_start import greedy_answers, warm_start
 from qarl_nemo.losses.build import build_loss
@@ -49,15 +50,18 @@ def require_engine(config: LocalConfig, device: torch.device) -> None:
         device: the run's.
 
     Raises:
-        ValueError: vLLM on another device than a CPU, missing, or of a version or on a CPU that does not serve.
+        ValueError: vLLM is missing, of another version, on a machine that does not serve the format, or does not take
+            the config or the model's sizes; all that speaks against it is listed.
     """
     if not isinstance(config.rollout, VllmRolloutConfig):
         return
-    if device.type != "cpu":
-        raise ValueError("rollout.engine=vllm runs on a CPU only; set device=cpu")
-    problem = vllm_problem(quantized=config.qarl.format != "bf16")
-    if problem:
-        raise ValueError(f"rollout.engine=vllm does not run here: {problem}")
+    quantized = config.qarl.format != "bf16"
+    problems = [vllm_problem(device.type, quantized=quantized), *config_problems(config, device.type)]
+    if device.type == "cuda":
+        problems += gpu_problems(config.qarl, read_config(config.policy), torch.cuda.get_device_capability(device))
+    found = [problem for problem in problems if problem]
+    if found:
+        raise ValueError(f"rollout.engine=vllm does not run here: {'; '.join(found)}")
 
 
 def starting_model(
@@ -164,7 +168,8 @@ def build_sampler(
     """
     rollout, stop_ids, pad_id = config.rollout, stop_token_ids(model, tokenizer), tokenizer.pad_token_id
     if isinstance(rollout, VllmRolloutConfig):
-        return VllmRollout(model, report, fmt, rollout, stop_ids=stop_ids, pad_id=pad_id)
+        capture = config.qarl.router_replay
+        return VllmRollout(model, report, fmt, rollout, stop_ids=stop_ids, pad_id=pad_id, capture_routes=capture)
     return PackedSampler(
         model.config,
         fmt,

@@ -1,46 +1,40 @@
-"""vLLM as the rollout engine: in this process, on a CPU, started from a quantized checkpoint and refitted live."""
+"""vLLM as the rollout engine: in this process, started from a quantized checkpoint, refitted live."""
 
 import os
+import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.local.config import VllmRolloutConfig
-from qarl_nemo.local.rollouts import Rollouts, pad_left
+from qarl_nemo.local.rollouts import Rollouts
 from qarl_nemo.local.sampling import SamplingParams
+from qarl_nemo.local.vllm_answers import make_rollouts
+from qarl_nemo.local.vllm_options import ENVIRONMENT, engine_options
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
+from qarl_nemo.refit.names import module_kind
 from qarl_nemo.refit.publish import RefitUpdate
-from qarl_nemo.refit.receive import checkpoint_tensors, published_layout, require_whole
-
-# In this process, where a refit passes tensors and not copies, on the threads the learner uses.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Compiling the sampler would hold up the first rollout for longer than it saves here.
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+from qarl_nemo.refit.push import RefitReport, push, serving_version
+from qarl_nemo.refit.send import DirectSender
 
 
 class VllmRollout:
     """A vLLM engine that serves one whole weight version at a time.
 
     Args:
-        model: the learner's, with aligned layers installed; the engine starts from a checkpoint of it.
+        model: the learner's, with aligned layers installed; the engine starts from a checkpoint of it, on its device.
         report: which layers are quantized.
         fmt: the rollout format.
         settings: the rollout block.
         stop_ids: tokens that end a response.
         pad_id: filler.
+        capture_routes: let the engine return the experts it chose.
 
     Raises:
         ValueError: vLLM cannot store the weights as `fmt`, or serves a layer by another method; every layer is listed.
@@ -55,43 +49,45 @@ class VllmRollout:
         *,
         stop_ids: list[int],
         pad_id: int,
+        capture_routes: bool,
     ) -> None:
-        self.format = fmt
-        self.device = torch.device("cpu")
+        self.device = model.device
         self.pad_id = pad_id
         self.stop_ids = stop_ids
-        self.version: int | None = None
-        self._layout = published_layout(report.weights, model.named_parameters(), fmt)
+        self.router_layers = _router_layers(model) if capture_routes else []
+        self._sender = DirectSender()
+        options = engine_options(model, fmt, report.targets, settings, capture_routes=bool(self.router_layers))
         with tempfile.TemporaryDirectory(prefix="qarl-vllm-") as folder:
             checkpoint = Path(folder) / "quantized"
             model.save_pretrained(Path(folder) / "source")
-            quantize_checkpoint(Path(folder) / "source", checkpoint, fmt, report.targets)
-            self.engine = _start(model, checkpoint, settings)
+            quantize_checkpoint(Path(folder) / "source", checkpoint, fmt, report.targets, device=self.device.type)
+            self.engine = _start(model, checkpoint, options)
         require_methods(self.engine.apply_model(chosen_methods)[0], fmt, report.targets)
 
-    def load(self, update: RefitUpdate) -> None:
+    @property
+    def version(self) -> int | None:
+        """The weight version served; None before the first refit.
+
+        Raises:
+            RuntimeError: vLLM broke off a refit.
+        """
+        return serving_version(self.engine)
+
+    def load(self, update: RefitUpdate) -> RefitReport:
         """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.
 
         Args:
             update: what the learner published.
 
+        Returns:
+            What it cost.
+
         Raises:
             ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds;
                 all are listed, and the old version keeps serving.
-            RuntimeError: vLLM failed while it took the weights.
+            RuntimeError: vLLM failed while it took the weights; it serves nothing until a whole refit.
         """
-        require_whole(update, self._layout, self.format, serving=self.version)
-        # Should vLLM fail half-way, its weights are of no version, and `generate` refuses them.
-        self.version, serving = None, update.manifest.version
-        arguments = {"weights_iterator": list(checkpoint_tensors(update.tensors)), "is_checkpoint_format": True}
-        try:
-            self.engine.collective_rpc("reload_weights", kwargs=arguments)
-        except Exception as error:
-            raise RuntimeError(
-                f"vLLM broke off the refit to version {serving}; it serves nothing any more. Resume the run from its "
-                "last checkpoint"
-            ) from error
-        self.version = serving
+        return push(update, self.engine, self._sender)
 
     def generate(
         self,
@@ -110,18 +106,28 @@ class VllmRollout:
             num_prompt_columns: least number of prompt columns P.
 
         Returns:
-            The rollouts, without routes; `generation_logprobs` are vLLM's, at the sampling temperature.
+            The rollouts, with routes when they are captured; `generation_logprobs` are vLLM's, at the sampling
+            temperature.
 
         Raises:
-            RuntimeError: no whole refit has reached the engine, or its logprobs are not finite.
+            RuntimeError: no whole refit has reached the engine, its logprobs are not finite, or it reports no routes.
         """
-        if self.version is None:
-            raise RuntimeError("no whole weight version to serve: none was loaded, or vLLM broke off a refit")
-        seeds = torch.randint(2**31 - 1, (len(prompts),), generator=generator).tolist()
+        version = self.version
+        if version is None:
+            raise RuntimeError("no refit has reached this engine: load the learner's weights first")
+        seeds = torch.randint(2**31 - 1, (len(prompts),), generator=generator, device=generator.device).tolist()
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         sampling = [self._sampling(params, seed) for seed in seeds]
-        answers = [result.outputs[0] for result in self.engine.generate(requests, sampling, use_tqdm=False)]
-        return self._rollouts(prompts, answers, num_prompt_columns)
+        results = self.engine.generate(requests, sampling, use_tqdm=False)
+        return make_rollouts(
+            prompts,
+            [result.outputs[0] for result in results],
+            pad_id=self.pad_id,
+            num_prompt_columns=num_prompt_columns,
+            router_layers=self.router_layers,
+            weight_version=version,
+            device=self.device,
+        )
 
     def _sampling(self, params: SamplingParams, seed: int) -> Any:
         from vllm import SamplingParams as VllmSamplingParams
@@ -136,62 +142,18 @@ class VllmRollout:
             detokenize=False,
         )
 
-    def _rollouts(self, prompts: list[list[int]], answers: list[Any], num_prompt_columns: int) -> Rollouts:
-        width = max(len(answer.token_ids) for answer in answers)
-        input_ids, prompt_mask = pad_left(prompts, self.pad_id, self.device, width=num_prompt_columns)
-        tokens = torch.full((len(answers), width), self.pad_id)
-        logprobs = torch.zeros(len(answers), width)
-        mask = torch.zeros(len(answers), width, dtype=torch.bool)
-        for row, answer in enumerate(answers):
-            length = len(answer.token_ids)
-            tokens[row, :length] = torch.tensor(answer.token_ids)
-            logprobs[row, :length] = torch.tensor(list(_chosen_logprobs(answer)))
-            mask[row, :length] = True
-        self._require_finite(logprobs)
-        return Rollouts(
-            input_ids=torch.cat([input_ids, tokens], dim=-1),
-            attention_mask=torch.cat([prompt_mask, mask], dim=-1),
-            response_mask=mask,
-            generation_logprobs=logprobs,
-            routes=None,
-            truncated=torch.tensor([answer.finish_reason == "length" for answer in answers]),
-            weight_version=self.version,
-        )
 
-    def _require_finite(self, logprobs: Tensor) -> None:
-        broken = int((~logprobs.isfinite()).any(-1).sum())
-        if broken:
-            raise RuntimeError(
-                f"weight version {self.version} gives NaN or infinite logprobs for {broken} of {len(logprobs)} "
-                "prompts: the policy has diverged. Start a new run with a lower policy.optimizer.lr"
-            )
+def _router_layers(model: PreTrainedModel) -> list[int]:
+    names = [name for name, _ in model.named_modules() if module_kind(name) == "router"]
+    return [int(re.search(r"\.layers\.(\d+)\.", name)[1]) for name in names]
 
 
-def _chosen_logprobs(answer: Any) -> Iterator[float]:
-    return (entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True))
-
-
-def _start(model: PreTrainedModel, checkpoint: Path, settings: VllmRolloutConfig) -> Any:
-    os.environ.update(_ENVIRONMENT)
+def _start(model: PreTrainedModel, checkpoint: Path, options: dict[str, Any]) -> Any:
+    os.environ.update(ENVIRONMENT[model.device.type])
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, ModelRegistry
 
     # Registered as a class, the model is not looked up in a second process, where broken packages are not hidden.
     architecture = type(model).__name__
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
-    return LLM(
-        str(checkpoint),
-        skip_tokenizer_init=True,
-        # The checkpoint's sampling defaults would change the distribution.
-        generation_config="vllm",
-        dtype=str(model.dtype).removeprefix("torch."),
-        use_tqdm_on_load=False,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        logprobs_mode="processed_logprobs",
-        distributed_executor_backend="uni",
-        max_model_len=settings.max_model_len or model.config.max_position_embeddings,
-        max_num_seqs=settings.batch_size,
-        kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30),
-        seed=0,
-    )
+    return LLM(str(checkpoint), **options)

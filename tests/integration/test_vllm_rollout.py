@@ -4,12 +4,12 @@ import pytest
 import torch
 from asserts import assert_bitwise_equal
 from tiny_runs import make_config, read_metrics, train, without_clocks
+from vllm_runs import NORM, PACKED, SCALE, assert_same_responses, gap, multiply, prepared, refit, sample
 
 from qarl_kernels import get_format
-from qarl_nemo.local import vllm_rollout
-from qarl_nemo.local.sampling import SamplingParams
 from qarl_nemo.local.trainer import Trainer
 from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.refit import load
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
@@ -29,55 +29,11 @@ QARL = {
 # name -> bound of the mean |gap|, nats. CPU vLLM's int4 experts quantize activations to 8 bits and its FP8 experts do
 # not quantize them at all, so only bf16 is at the floor of BF16 arithmetic.
 BOUNDS = {"w4a16 g64": 0.04, "w4a16 g128": 0.04, "w4a16 attention too": 0.04, "fp8_block": 0.1, "bf16": 0.02}
-# 1 to 4 tokens: left padding of every width
-PROMPTS = [[4 + (3 * row + 5 * column) % 12 for column in range(1 + row % 4)] for row in range(128)]
-NORM = "model.norm.weight"
-PACKED = "model.layers.0.mlp.experts.gate_up_proj.weight_packed"
-SCALE = "model.layers.1.mlp.experts.down_proj.weight_scale"
 
 
 def blocks(**qarl):
     policy = {"precision": "bfloat16", "model_init": MODEL}
     return {"qarl": {"_override_": True, "router_replay": False, **qarl}, "policy": policy, "rollout": ROLLOUT}
-
-
-def prepared(run_dir, **qarl) -> Trainer:
-    """A random model whose experts matter, whose routers are decided and whose logits differ, so that mistakes show."""
-    config = blocks(**qarl)
-    config["policy"]["warm_start"] = {"steps": 0}
-    trainer = Trainer(make_config(run_dir, **config))
-    multiply(trainer, {"mlp.experts": 4.0, "mlp.gate.weight": 8.0, "lm_head": 4.0})
-    return trainer
-
-
-def multiply(trainer, factors):
-    """Change the parameters whose names hold a key, by powers of two, as an optimizer step would."""
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            for part, factor in factors.items():
-                if part in name:
-                    parameter.mul_(factor)
-    trainer.report.version.bump()
-
-
-def refit(trainer):
-    trainer.sampler.load(trainer.publish())
-
-
-def sample(trainer, *, temperature=1.0, seed=0):
-    params = SamplingParams(6, temperature)
-    return trainer.sampler.generate(PROMPTS, params, torch.Generator().manual_seed(seed))
-
-
-def gap(trainer, rollouts) -> float:
-    gaps = (trainer.learner.prev_logprobs(rollouts) - rollouts.generation_logprobs).abs()
-    return float(gaps[rollouts.response_mask].mean())
-
-
-def assert_same_responses(actual, expected):
-    assert actual.weight_version == expected.weight_version
-    assert_bitwise_equal(actual.input_ids, expected.input_ids)
-    assert_bitwise_equal(actual.generation_logprobs, expected.generation_logprobs)
 
 
 def kernel_tensors(trainer):
@@ -89,14 +45,14 @@ def kernel_tensors(trainer):
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    trainer = prepared(tmp_path_factory.mktemp("w4a16"), **QARL["w4a16 g64"])
+    trainer = prepared(tmp_path_factory.mktemp("w4a16"), **blocks(**QARL["w4a16 g64"]))
     refit(trainer)
     return trainer
 
 
 @pytest.mark.parametrize("name", QARL)
 def test_the_engine_serves_what_the_learner_computes(name, tmp_path):
-    trainer = prepared(tmp_path / "aligned", **QARL[name])
+    trainer = prepared(tmp_path / "aligned", **blocks(**QARL[name]))
     refit(trainer)
     rollouts = sample(trainer)
     aligned = gap(trainer, rollouts)
@@ -111,7 +67,7 @@ def test_the_engine_serves_what_the_learner_computes(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["w4a16 g64", "w4a16 attention too"])
 def test_an_unaligned_learner_is_far_from_the_engine(name, trainer, tmp_path):
-    unaligned = prepared(tmp_path, **QARL[name], alignment="rollout_only")
+    unaligned = prepared(tmp_path, **blocks(**QARL[name], alignment="rollout_only"))
     refit(unaligned)
     apart = gap(unaligned, sample(unaligned))
     print(f"\nGAP {name}: unaligned {apart:.5f}")
@@ -168,11 +124,11 @@ def test_a_refit_that_is_not_whole_is_refused_before_the_first_weight(trainer):
     tensors["model.layers.9.extra.weight"] = torch.zeros(2)
     own = Manifest.of(tensors, version=version + 1, fmt="w4a8")
     for manifest in (trainer.publish().manifest, own):
-        with pytest.raises(ValueError, match=f"refused, version {version} keeps serving") as raised:
+        with pytest.raises(ValueError, match=f"refused, the engine keeps serving version {version}") as raised:
             trainer.sampler.load(RefitUpdate(manifest, tensors))
         for name in (NORM, PACKED, SCALE, "model.layers.9.extra.weight"):
             assert name in str(raised.value)
-    assert "in format w4a8, this engine serves w4a16" in str(raised.value)
+    assert "CompressedTensorsWNA16MoEMethod (WNA16MoEBackend.CPU) in place of" in str(raised.value)
     for name, tensor in kernel_tensors(trainer).items():
         assert_bitwise_equal(tensor, held[name])
     assert_same_responses(sample(trainer), before)
@@ -180,17 +136,19 @@ def test_a_refit_that_is_not_whole_is_refused_before_the_first_weight(trainer):
 
 
 def test_an_engine_that_breaks_off_a_refit_serves_nothing(tmp_path, monkeypatch):
-    trainer = prepared(tmp_path, **QARL["w4a16 g64"])
-    whole = vllm_rollout.checkpoint_tensors
+    trainer = prepared(tmp_path, **blocks(**QARL["w4a16 g64"]))
+    whole = load.checkpoint_tensors
 
     def misshapen_late(tensors):
         *most, (name, last) = whole(tensors)
         yield from [*most, (name, last[:-1])]
 
-    monkeypatch.setattr(vllm_rollout, "checkpoint_tensors", misshapen_late)
-    with pytest.raises(RuntimeError, match="vLLM broke off the refit to version 1"):
+    with pytest.raises(RuntimeError, match="no refit has reached this engine"):
+        sample(trainer)
+    monkeypatch.setattr(load, "checkpoint_tensors", misshapen_late)
+    with pytest.raises(RuntimeError, match="broke off while version 1 replaced the weights it started with"):
         refit(trainer)
-    with pytest.raises(RuntimeError, match="no whole weight version"):
+    with pytest.raises(RuntimeError, match="no single weight version to serve"):
         sample(trainer)
 
 

@@ -1,14 +1,16 @@
-"""`rollout.engine: vllm` is held to what vLLM computes right on a CPU, before anything is loaded."""
+"""`rollout.engine: vllm` is held to what vLLM computes right on the device, before anything is loaded."""
 
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qarl_nemo.config import ConfigError, load_config
+from qarl_nemo.config import ConfigError, QarlConfig, load_config
 from qarl_nemo.local import setup, vllm_host
 from qarl_nemo.local.config import LocalConfig, PackedRolloutConfig, VllmRolloutConfig
+from qarl_nemo.local.vllm_limits import gpu_problems
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -18,6 +20,10 @@ TRAPS = ("qarl.router_replay=true", "policy.precision=float32", "rollout.top_p=0
 
 def vllm_config(*overrides) -> LocalConfig:
     return load_config(CONFIGS / "local_vllm.yaml", overrides, LocalConfig)
+
+
+def gpu_config(*overrides) -> LocalConfig:
+    return load_config(CONFIGS / "local_vllm_gpu.yaml", overrides, LocalConfig)
 
 
 @pytest.mark.parametrize(
@@ -38,15 +44,66 @@ def test_what_it_serves(overrides):
 
 def test_everything_it_cannot_do_is_said_at_once():
     with pytest.raises(ConfigError) as raised:
-        vllm_config("device=cuda", "qarl.group_size=32", *TRAPS)
+        vllm_config("qarl.group_size=32", *TRAPS)
     for text in (
-        "set device=cpu",
         "qarl.group_size=32; legal: 64, 128",
         "policy.precision=bfloat16",
         "returns no routed experts; set qarl.router_replay=false",
         "rollout.top_p=1",
     ):
         assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel"])
+def test_a_gpu_serves_every_format_and_returns_routes(name):
+    config = gpu_config(f"qarl.format={name}", "qarl.targets=[experts,attention]", "qarl.router_replay=true")
+    assert config.device == "cuda"
+
+
+def test_everything_a_gpu_cannot_do_is_said_at_once():
+    with pytest.raises(ConfigError) as raised:
+        gpu_config("qarl.format=w4a8", "qarl.group_size=64", *TRAPS)
+    for text in ("qarl.group_size=64; legal: 128", "policy.precision=bfloat16", "rollout.top_p=1"):
+        assert text in str(raised.value)
+    with pytest.raises(ConfigError, match=r"no GPU kernel for qarl\.format=w2a16; legal: w4a16, w4a8, fp8_block"):
+        gpu_config("qarl.format=w2a16")
+
+
+SIZES = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+
+
+def size_problems(name, capability=(9, 0), **sizes):
+    qarl = QarlConfig(format=name, targets=("experts", "attention"))
+    return gpu_problems(qarl, SimpleNamespace(**SIZES | sizes), capability)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel"])
+def test_sizes_that_every_kernel_takes(name):
+    assert size_problems(name) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("w4a16", {"hidden_size": 64}, "hidden_size=64 is not a multiple of 128"),
+        ("w4a16", {"moe_intermediate_size": 192}, "moe_intermediate_size=192 is not a multiple of 128"),
+        ("w4a8", {"hidden_size": 384}, "hidden_size=384 is not a multiple of 256"),
+        ("w4a8", {"moe_intermediate_size": 128}, "moe_intermediate_size=128 is not a multiple of 256"),
+        ("w4a8", {"num_key_value_heads": 1}, "width of the fused q, k and v=192 is not a multiple of 128"),
+        ("fp8_block", {"moe_intermediate_size": 192}, "moe_intermediate_size=192 is not a multiple of 128"),
+        ("fp8_block", {"num_key_value_heads": 2}, "num_key_value_heads * head_dim=64 is not a multiple of 128"),
+        ("fp8_channel", {"hidden_size": 40}, "hidden_size=40 is not a multiple of 16"),
+        ("w4a8", {"capability": (8, 9)}, "Hopper (SM90) only, this GPU is SM89"),
+    ],
+)
+def test_sizes_that_a_kernel_refuses(name, sizes, said):
+    assert said in "; ".join(size_problems(name, **sizes))
 
 
 @pytest.mark.parametrize("name", ["w4a8", "fp8_channel", "w2a16"])
@@ -99,8 +156,21 @@ def test_a_machine_that_can_run_it_passes(monkeypatch):
     monkeypatch.setattr(vllm_host, "_cpu_flag", lambda name: True)
     monkeypatch.setattr(vllm_host, "version", lambda name: "0.27.1")
     setup.require_engine(vllm_config(), torch.device("cpu"))
-    with pytest.raises(ValueError, match="set device=cpu"):
-        setup.require_engine(vllm_config("device=auto"), torch.device("cuda"))
+
+
+def test_a_device_found_at_the_start_is_held_against_the_config_then(monkeypatch):
+    monkeypatch.setattr(vllm_host, "_cpu_flag", lambda name: True)
+    monkeypatch.setattr(vllm_host, "version", lambda name: "0.27.1")
+    config = vllm_config("device=auto", "qarl.format=w4a8", "qarl.group_size=null", "qarl.router_replay=true")
+    with pytest.raises(ValueError, match=r"no CPU kernel for qarl\.format=w4a8.*returns no routed experts"):
+        setup.require_engine(config, torch.device("cpu"))
+
+
+def test_a_gpu_needs_the_gpu_package(monkeypatch):
+    monkeypatch.setattr(vllm_host, "version", lambda name: {"vllm": "0.25.1"}[name])
+    assert vllm_host.vllm_problem("cuda") is None
+    monkeypatch.setattr(vllm_host, "version", lambda name: {"vllm": "0.24.0"}[name])
+    assert "vllm 0.24.0, where 0.25.x is needed; pip install -e '.[vllm]'" in vllm_host.vllm_problem("cuda")
 
 
 def test_unquantized_rollouts_need_no_avx512(monkeypatch):

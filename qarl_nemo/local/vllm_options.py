@@ -1,0 +1,109 @@
+"""How vLLM is started as the embedded engine's rollout: its environment, and what `vllm.LLM` is given."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.local.config import VllmRolloutConfig
+
+_EVERYWHERE = {
+    # In this process, a refit passes tensors and not copies.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Compiling the sampler would hold up the first rollout for longer than it saves here.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+ENVIRONMENT = {
+    # On the threads the learner uses.
+    "cpu": _EVERYWHERE | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    "cuda": _EVERYWHERE
+    | {
+        # DeepGEMM would round activation scales to powers of two, also for kernels that are not its own.
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # The other runner returns no routed experts.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    },
+}
+# Kernels whose arithmetic the learner follows, where vLLM has several for a GPU.
+MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
+_LINEAR_BACKENDS = {"fp8_block": "cutlass"}
+_WORKER = "qarl_nemo.refit.load.PackedRefit"
+
+
+def engine_options(
+    model: PreTrainedModel,
+    fmt: QuantFormat,
+    targets: Sequence[str],
+    settings: VllmRolloutConfig,
+    *,
+    capture_routes: bool,
+) -> dict[str, Any]:
+    """Return the keyword arguments of `vllm.LLM`.
+
+    Args:
+        model: the learner's, on the device of the engine.
+        fmt: the rollout format.
+        targets: which layers are quantized.
+        settings: the rollout block.
+        capture_routes: let the engine return the experts it chose.
+
+    Returns:
+        Arguments by name.
+    """
+    options = {
+        "skip_tokenizer_init": True,
+        # The checkpoint's sampling defaults would change the distribution.
+        "generation_config": "vllm",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "use_tqdm_on_load": False,
+        "enable_prefix_caching": False,
+        "logprobs_mode": "processed_logprobs",
+        "distributed_executor_backend": "uni",
+        "worker_extension_cls": _WORKER,
+        "max_model_len": settings.max_model_len or model.config.max_position_embeddings,
+        "max_num_seqs": settings.batch_size,
+        "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
+        "enforce_eager": settings.enforce_eager or model.device.type == "cpu",
+        "seed": 0,
+    }
+    if capture_routes:
+        options["enable_return_routed_experts"] = True
+    return options | (_gpu_options(fmt, targets, settings) if model.device.type == "cuda" else {})
+
+
+def _gpu_options(fmt: QuantFormat, targets: Sequence[str], settings: VllmRolloutConfig) -> dict[str, Any]:
+    compilation: dict[str, Any] = {
+        # No compiler: it would fuse roundings away that the learner follows.
+        "mode": 0,
+        # The CUDA quantizer divides by the scale, as the learner does.
+        "custom_ops": ["+quant_fp8"],
+    }
+    if not settings.enforce_eager:
+        compilation |= {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": capture_sizes(settings.batch_size),
+        }
+    # The share is only what must be free at the start: kv_cache_gib says how much is taken.
+    options: dict[str, Any] = {"compilation_config": compilation, "gpu_memory_utilization": 0.01}
+    if "experts" in targets and fmt.name in MOE_BACKENDS:
+        options["moe_backend"] = MOE_BACKENDS[fmt.name]
+    if set(targets) != {"experts"} and fmt.name in _LINEAR_BACKENDS:
+        options["linear_backend"] = _LINEAR_BACKENDS[fmt.name]
+    return options
+
+
+def capture_sizes(batch_size: int) -> list[int]:
+    """Return the batch sizes to capture as CUDA graphs: a decoding batch is padded by half at most.
+
+    Args:
+        batch_size: the largest batch.
+
+    Returns:
+        Ascending sizes; the last is `batch_size`.
+    """
+    sizes = {size for power in range(batch_size.bit_length()) for size in (2**power, 3 * 2**power)}
+    return sorted({size for size in sizes if size < batch_size} | {batch_size})

@@ -1,0 +1,157 @@
+"""The real vLLM engine on one GPU: every format, CUDA graphs on, refitted live, its routes replayed by the learner."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+from tiny_runs import make_config, read_metrics, train
+from vllm_runs import (
+    PROMPTS,
+    assert_same_responses,
+    gap,
+    multiply,
+    own_routes,
+    prepared,
+    refit,
+    sample,
+)
+
+from qarl_nemo.layers.router import NO_ROUTE
+from qarl_nemo.local.trainer import Trainer
+from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.refit.publish import RefitUpdate
+
+PROBLEM = vllm_problem("cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]
+
+ROLLOUT = {"engine": "vllm", "batch_size": 128, "max_model_len": 32, "kv_cache_gib": 0.0625}
+MODEL = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+}
+FORMATS = {
+    "w4a16": {"format": "w4a16", "group_size": 128},
+    "w4a8": {"format": "w4a8"},
+    "fp8_block": {"format": "fp8_block"},
+    "fp8_channel": {"format": "fp8_channel"},
+    "bf16": {"format": "bf16", "alignment": "none"},
+}
+# Mean |gap|, nats: this model's logits are wide, so BF16's own floor is near 0.01.
+BOUND = 0.04
+
+
+def blocks(name, *targets, **qarl):
+    policy = {"precision": "bfloat16", "model_init": MODEL}
+    chosen = {"_override_": True, "targets": list(targets or ("experts",)), **FORMATS[name], **qarl}
+    return {"device": "cuda", "qarl": chosen, "policy": policy, "rollout": ROLLOUT}
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def trainer(request, tmp_path_factory):
+    trainer = prepared(tmp_path_factory.mktemp(request.param), **blocks(request.param, "experts", "attention"))
+    refit(trainer)
+    return trainer
+
+
+def test_the_engine_serves_what_the_learner_computes(trainer):
+    rollouts = sample(trainer)
+    aligned = gap(trainer, rollouts)
+    multiply(trainer, {"mlp.experts.down_proj": 0.5})
+    stale = gap(trainer, rollouts)
+    refit(trainer)
+    again = gap(trainer, sample(trainer))
+    multiply(trainer, {"mlp.experts.down_proj": 2.0})
+    refit(trainer)
+    name = trainer.format.name
+    print(f"\nGAP {name}: {aligned:.5f}, a step later {stale:.5f}, refitted {again:.5f}")
+    assert max(aligned, again) < BOUND < stale
+    assert rollouts.response_mask.sum() > 500
+
+
+def test_the_routes_are_the_learners_own_and_replayed(trainer):
+    rollouts = sample(trainer)
+    width = rollouts.input_ids.shape[1]
+    assert rollouts.routes.shape == (len(PROMPTS), width, MODEL["num_hidden_layers"], MODEL["num_experts_per_tok"])
+    routed = rollouts.routes[..., 0, 0] != NO_ROUTE
+    # A left-padded prompt, its response, and the last token of it, which no router has seen.
+    seen = rollouts.attention_mask.clone()
+    seen[torch.arange(len(seen)), width - 1 - rollouts.attention_mask.flip(-1).int().argmax(-1)] = False
+    assert_bitwise_equal(routed, seen)
+    same = (own_routes(trainer, rollouts) == rollouts.routes.long().sort(-1).values).all(-1)
+    agreement = float(same[routed].float().mean())
+    others = (rollouts.routes + 1) % MODEL["num_experts"]
+    apart = gap(trainer, replace(rollouts, routes=torch.where(rollouts.routes == NO_ROUTE, NO_ROUTE, others)))
+    print(f"\nROUTES {trainer.format.name}: {agreement:.4f} the learner's own, gap on others {apart:.4f}")
+    assert agreement > 0.97
+    assert apart > 4 * BOUND
+
+
+def test_there_and_back_again_gives_the_same_tokens_and_logprobs(trainer):
+    there = trainer.publish()
+    there = RefitUpdate(there.manifest, {name: tensor.clone() for name, tensor in there.tensors.items()})
+    greedy, drawn = sample(trainer, temperature=0.0), sample(trainer)
+    multiply(trainer, {"": 0.5})
+    away = trainer.publish()
+    for _ in range(3):
+        trainer.sampler.load(away)
+        assert not torch.equal(sample(trainer, temperature=0.0).generation_logprobs, greedy.generation_logprobs)
+        trainer.sampler.load(there)
+        assert_same_responses(sample(trainer, temperature=0.0), greedy)
+        assert_same_responses(sample(trainer), drawn)
+    multiply(trainer, {"": 2.0})
+
+
+def test_a_refit_that_is_not_whole_is_refused(trainer):
+    refit(trainer)
+    version, before = trainer.sampler.version, sample(trainer)
+    update = trainer.publish()
+    tensors = dict(update.tensors)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    last = [*tensors][-1]
+    del tensors[last]
+    with pytest.raises(ValueError, match=f"keeps serving version {version}") as raised:
+        trainer.sampler.load(RefitUpdate(update.manifest, tensors))
+    assert "model.norm.weight" in str(raised.value)
+    assert last in str(raised.value)
+    assert_same_responses(sample(trainer), before)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_run_trains(name, tmp_path):
+    trainer = train(tmp_path, **blocks(name))
+    records = read_metrics(tmp_path)
+    assert [record["weight_version"] for record in records] == [2, 4, 6, 8]
+    assert trainer.sampler.version == 8
+    print(f"\nRUN {name}: gaps", [round(record["mismatch/abs_gap_mean"], 5) for record in records])
+    assert max(record["mismatch/abs_gap_mean"] for record in records) < BOUND
+    assert any(record["optim/grad_norm"] > 0 for record in records)
+
+
+def test_a_run_resumes_to_the_same_numbers(tmp_path):
+    train(tmp_path / "whole", **blocks("w4a16"))
+    train(tmp_path / "halves", **blocks("w4a16"), grpo={"max_num_steps": 2})
+    train(tmp_path / "halves", **blocks("w4a16"))
+    whole, halves = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "halves")
+    for one, other in zip(whole, halves, strict=True):
+        for key in ("reward/mean", "weight_version", "loss/loss", "optim/grad_norm", "mismatch/abs_gap_mean"):
+            assert one.get(key) == other.get(key), key
+
+
+def test_sizes_that_vllm_refuses_are_all_named_before_anything_is_trained(tmp_path):
+    refused = blocks("w4a8", "experts", "attention")
+    refused["policy"]["model_init"] = MODEL | {
+        "hidden_size": 128,
+        "moe_intermediate_size": 384,
+        "num_key_value_heads": 1,
+    }
+    with pytest.raises(ValueError, match=r"rollout\.engine=vllm does not run here") as raised:
+        Trainer(make_config(tmp_path, **refused))
+    for text in ("hidden_size=128 is not a multiple of 256", "moe_intermediate_size=384", "fused q, k and v=192"):
+        assert text in str(raised.value)
+    assert not (tmp_path / "config.yaml").exists()
