@@ -32,7 +32,8 @@ MODEL = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
     "num_hidden_layers": 2,
 }
 FORMATS = {
@@ -148,10 +149,14 @@ def test_sizes_that_vllm_refuses_are_all_named_before_anything_is_trained(tmp_pa
     refused["policy"]["model_init"] = MODEL | {
         "hidden_size": 128,
         "moe_intermediate_size": 384,
-        "num_key_value_heads": 1,
+        "head_dim": 16,
     }
     with pytest.raises(ValueError, match=r"rollout\.engine=vllm does not run here") as raised:
         Trainer(make_config(tmp_path, **refused))
-    for text in ("hidden_size=128 is not a multiple of 256", "moe_intermediate_size=384", "fused q, k and v=192"):
+    for text in (
+        "hidden_size=128 is not a multiple of 256",
+        "moe_intermediate_size=384",
+        "num_attention_heads * head_dim=64",
+    ):
         assert text in str(raised.value)
     assert not (tmp_path / "config.yaml").exists()
