@@ -1,4 +1,4 @@
-"""Turn finished runs into rows of docs/results/local.json: the demo's figures, and a comparison's arms and seeds."""
+"""Turn finished runs into rows of docs/results: the demo, a comparison's arms and seeds, runs with vLLM."""
 
 import argparse
 import datetime
@@ -14,6 +14,7 @@ from qarl_nemo.metrics.summary import summarize_run
 
 DEMO = "qarl train examples/configs/local_demo.yaml"
 COMPARE = "qarl train examples/configs/local_compare.yaml"
+PHASES = ("rollout", "prev_logprobs", "update", "refit")
 
 
 def row(name: str, value: float, unit: str, goal: float | None, op: str, command: str, device: str) -> dict:
@@ -42,9 +43,8 @@ def demo_rows(run: Run, device: str) -> list[dict]:
         ("demo_aligned_gap", summary["abs_gap_mean"], "nats", None, "<="),
     ]
     for phase in ("rollout", "prev_logprobs", "update"):
-        median = float(np.nanmedian(run.column(f"throughput/{phase}_tokens_s")))
-        figures.append((f"{phase}_tokens_s", median, "tokens/s", None, ">="))
-    figures.append(("refit_s", float(np.nanmedian(run.column("timing/refit_s"))), "s", None, "<="))
+        figures.append((f"{phase}_tokens_s", _median(run, f"throughput/{phase}_tokens_s"), "tokens/s", None, ">="))
+    figures.append(("refit_s", _median(run, "timing/refit_s"), "s", None, "<="))
     return [row(*figure, _on(DEMO, device), device) for figure in figures]
 
 
@@ -63,6 +63,39 @@ def compare_rows(runs: list[Run], device: str) -> list[dict]:
     return rows
 
 
+def vllm_rows(folder: Path, device: str) -> list[dict]:
+    """Return what runs with vLLM show: one run in full, of a comparison each arm's gap, reward and refit.
+
+    Args:
+        folder: run directory, or a folder of an arm's run directories, named like its config.
+        device: what the runs ran on.
+
+    Returns:
+        The rows, named after config, arm and figure.
+    """
+    command, prefix = f"qarl train examples/configs/{folder.name}.yaml", folder.name.removeprefix("local_")
+    arms = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+    rows = []
+    for run in map(load_run, arms or [folder]):
+        name = f"{prefix}_{slug(run.setting('run.arm'))}" if arms else prefix
+        summary = summarize_run(run)
+        seconds = {f"{phase}_s": _median(run, f"timing/{phase}_s") for phase in (("refit",) if arms else PHASES)}
+        figures = [
+            ("reward_first", summary["reward_first"], "", ">="),
+            ("reward_final", summary["reward_final"], "", ">="),
+            ("gap", summary["abs_gap_mean"], "nats", "<="),
+            *((key, value, "s", "<=") for key, value in seconds.items()),
+        ]
+        if not arms:
+            figures.insert(0, ("steps", summary["num_steps"], "", ">="))
+        rows += [row(f"{name}_{key}", value, unit, None, op, command, device) for key, value, unit, op in figures]
+    return rows
+
+
+def _median(run: Run, column: str) -> float:
+    return float(np.nanmedian(run.column(column)))
+
+
 def _on(command: str, device: str) -> str:
     return command + (" device=cuda" if device == "cuda" else "")
 
@@ -77,6 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", type=Path, help="run directory of local_demo.yaml")
     parser.add_argument("--compare", type=Path, help="folder of local_compare.yaml's run directories")
+    parser.add_argument(
+        "--vllm", type=Path, nargs="+", default=[], help="run directories, or folders, of local_vllm*.yaml"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what the runs ran on")
     parser.add_argument("--output", type=Path, default=Path("docs/results/local.json"))
     arguments = parser.parse_args()
@@ -84,6 +120,8 @@ def main() -> None:
     if arguments.compare:
         folders = sorted(path.parent for path in arguments.compare.glob("*/metrics.jsonl"))
         rows += compare_rows([load_run(folder) for folder in folders], arguments.device)
+    for folder in arguments.vllm:
+        rows += vllm_rows(folder, arguments.device)
     append_results(arguments.output, rows)
     for entry in rows:
         print(f"{entry['name']:42s} {entry['value']:>12g} {entry['unit']}")
