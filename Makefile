@@ -49,7 +49,7 @@ test: $(DEV) ## Run all tests; those that need a GPU or vLLM skip without one
 
 test-vllm: ## Run the tests of the real vLLM on this CPU, in its own environment; skip where the CPU cannot
 	@if $(CPU_SERVES_VLLM); then $(MAKE) $(VLLM); else echo "skipped: the tests of the real vLLM"; exit 0; fi; \
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -rs tests/integration/test_vllm_*.py
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m "not gpu" tests/integration/test_vllm_*.py
 
 style: $(DEV) ## Check format, lint, import contracts and that tables in docs show the recorded figures
 	$(BIN)/ruff format --check .
