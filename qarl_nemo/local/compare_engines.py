@@ -18,14 +18,13 @@ from qarl_nemo.local.compare_settings import Job
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.sampling import SamplingParams
+from qarl_nemo.local.vllm_options import MOE_BACKENDS
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
 from qarl_nemo.refit.publish import publish
 
 # A greedy response's logprobs are those at temperature 1, on every engine.
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 _SCRIPT = Path(__file__).with_name("vllm_responses.py")
-# Kernels whose arithmetic the learner follows; on a CPU vLLM has one kernel for each format.
-_MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +138,8 @@ def _ask_vllm(folder: Path, job: Job, fmt: QuantFormat, checkpoint: Path) -> dic
     options: dict[str, Any] = {"dtype": settings.precision}
     if job.device.type == "cuda":
         options["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        if fmt.name in _MOE_BACKENDS and "experts" in settings.targets:
-            options["moe_backend"] = _MOE_BACKENDS[fmt.name]
+        if fmt.name in MOE_BACKENDS and "experts" in settings.targets:
+            options["moe_backend"] = MOE_BACKENDS[fmt.name]
     request = {
         "checkpoint": str(checkpoint.resolve()),
         "device": job.device.type,
