@@ -8,14 +8,12 @@ these commands may run at once: they start their engines together and measure on
 import argparse
 import fcntl
 import gc
-import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,156 +23,51 @@ from typing import Any
 import torch
 from machine import hardware
 from record_local import row
+from refit_model import ENVIRONMENT, Learner, model_config, shapes, start
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from qarl_kernels import FORMAT_NAMES, QuantFormat, QuantizedWeight, get_format, quantize_weight
-from qarl_nemo.checkpoints.hf_config import model_quantization_config
+from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.metrics.results import append_results
-from qarl_nemo.refit.names import check_targets, module_kind
-from qarl_nemo.refit.publish import publish
+from qarl_nemo.refit.names import check_targets
 from qarl_nemo.refit.push import push, serving_version
 from qarl_nemo.refit.send import CollectiveSender, IpcSender, Sender
 
 SENDERS = ("ipc", "collective")
+TARGETS = ("experts", "attention")
 GOAL_S, GOAL_RATIO = 1.0, 0.28
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
-_MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
 _PROMPT = {"prompt_token_ids": list(range(1, 17))}
 
 
-@dataclass(frozen=True)
-class Packed:
-    """What the publisher asks of an aligned weight that has been quantized; its master is gone."""
-
-    name: str
-    format: QuantFormat
-    stored: QuantizedWeight
-
-    def quantized(self) -> QuantizedWeight:
-        """Return the stored tensors."""
-        return self.stored
-
-
-class Learner:
-    """Random weights of a model, the targeted ones packed.
+def bench(format_name: str, options: argparse.Namespace) -> None:
+    """Start one engine and refit it through every sender; show and record each as soon as it is measured.
 
     Args:
-        config: of the model.
-        fmt: of the targeted weights.
-        targets: what is quantized.
-        device: where they lie.
+        format_name: of the targeted layers.
+        options: of the command line.
     """
-
-    def __init__(self, config: Qwen3MoeConfig, fmt: QuantFormat, targets: tuple[str, ...], device: str) -> None:
-        self.format = fmt
-        self.weights: dict[str, Packed] = {}
-        self.others: list[tuple[str, Tensor]] = []
-        for name, shape in shapes(config).items():
-            weight = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
-            module = name.removesuffix(".weight")
-            if module_kind(module) in targets:
-                self.weights[name] = Packed(module, fmt, quantize_weight(weight, fmt, name=name))
-            else:
-                self.others.append((name, weight))
-
-    def publish(self, number: int) -> Any:
-        """Return the update with this version number; its manifest is computed anew."""
-        return publish(self.weights, self.others, self.format, version=number)
-
-
-def shapes(config: Qwen3MoeConfig) -> dict[str, tuple[int, ...]]:
-    """Return every parameter's shape."""
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def model_config(num_layers: int) -> Qwen3MoeConfig:
-    """Return Qwen3-30B-A3B's config with so many of its 48 layers."""
-    config = Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        max_position_embeddings=40960,
-    )
-    config.architectures, config.dtype = ["Qwen3MoeForCausalLM"], torch.bfloat16
-    return config
-
-
-def start(config: Qwen3MoeConfig, fmt: QuantFormat, targets: tuple[str, ...], folder: Path) -> Any:
-    """Start the engine from a config alone."""
-    from vllm import LLM
-
-    config.save_pretrained(folder)
-    quantization = model_quantization_config(fmt, shapes(config), targets)
-    if quantization is not None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
-    return LLM(
-        str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        worker_extension_cls="qarl_nemo.refit.load.PackedRefit",
-        max_model_len=1024,
-        max_num_seqs=64,
-        kv_cache_memory_bytes=2**30,
-        gpu_memory_utilization=0.1,
-        compilation_config={
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 8, 64],
-            "custom_ops": ["+quant_fp8"],
-        },
-        **({"moe_backend": _MOE_BACKENDS[fmt.name]} if fmt.name in _MOE_BACKENDS else {}),
-    )
-
-
-def bench(format_name: str, targets: tuple[str, ...], senders: list[str], num_layers: int, repeats: int) -> dict:
-    """Start one engine and refit it through every sender.
-
-    Returns:
-        Sender -> figures by name, units in the names; each value is a list, one entry for each repeat.
-    """
-    os.environ.update(_ENVIRONMENT)
-    config, fmt = model_config(num_layers), get_format(format_name)
+    os.environ.update(ENVIRONMENT)
+    config, fmt = model_config(options.layers), get_format(format_name)
     print(f"{format_name}: starting vLLM, about a minute", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        engine = start(config, fmt, targets, Path(folder))
-    figures = {}
+        engine = start(config, fmt, options.targets, Path(folder))
+    bf16_bytes = sum(2 * torch.Size(shape).numel() for shape in shapes(config).values())
     with _measuring_alone():
-        for name in senders:
+        for name in options.senders:
             device = "cuda:1" if name == "collective" else "cuda:0"
-            sender = CollectiveSender(1, torch.device(device)) if name == "collective" else IpcSender()
             torch.cuda.set_device(device)
-            learner = Learner(config, fmt, targets, device)
-            figures[name] = measure(f"{format_name} {name}", learner, engine, sender, repeats)
+            sender = CollectiveSender(1, torch.device(device)) if name == "collective" else IpcSender()
+            learner = Learner(config, fmt, options.targets, device)
+            figures = measure(f"{format_name} {name}", learner, engine, sender, options.repeats)
             del learner
             gc.collect()
             torch.cuda.empty_cache()
+            rows = result_rows(format_name, name, figures, bf16_bytes, options.targets)
+            _show(f"{format_name} through {name}, medians of {options.repeats}", rows)
+            if options.record:
+                append_results(options.record, rows)
     engine.llm_engine.engine_core.shutdown()
-    return figures
 
 
 def measure(label: str, learner: Learner, engine: Any, sender: Sender, repeats: int) -> dict[str, list[float]]:
@@ -210,60 +103,73 @@ def _measuring_alone() -> Iterator[None]:
         yield
 
 
-def result_rows(format_name: str, figures: dict, bf16_bytes: int, command: str) -> list[dict]:
-    """Turn one format's figures into result rows: medians, and the spread of the whole."""
+def result_rows(
+    format_name: str, sender: str, figures: dict[str, list[float]], bf16_bytes: int, targets: tuple[str, ...]
+) -> list[dict]:
+    """Turn one format's figures through one sender into result rows: medians, and the spread of the whole.
+
+    Args:
+        format_name: of the targeted layers.
+        sender: one of `SENDERS`.
+        figures: of `measure`.
+        bf16_bytes: size of the model in BF16.
+        targets: what is quantized; all but the default are named in the rows.
+
+    Returns:
+        The rows.
+    """
+    label = format_name if targets == TARGETS else "_".join((format_name, *targets))
+    command = f"python tools/bench_refit.py --targets {','.join(targets)} --senders {sender}"
+    gpus = 2 if sender == "collective" else 1
+    facts = {
+        "hardware": hardware("cuda").replace("1x", f"{gpus}x"),
+        "versions": {"torch": torch.__version__, "vllm": version("vllm")},
+    }
     rows = []
 
     def add(name: str, value: float, unit: str, goal: float | None = None) -> None:
-        on = {"versions": {"torch": torch.__version__, "vllm": version("vllm")}}
-        rows.append(row(name, value, unit, goal, "<=", command, "cuda") | on)
+        rows.append(row(name, value, unit, goal, "<=", command, "cuda") | facts)
 
-    for sender, values in figures.items():
-        for name, repeats in values.items():
-            add(f"refit_{format_name}_{sender}_{name}", median(repeats), name.rpartition("_")[2])
-        add(f"refit_{format_name}_{sender}_spread_s", max(values["s"]) - min(values["s"]), "s")
-    num_bytes = next(iter(figures.values()))["bytes"][0]
-    add(f"refit_bytes_ratio_{format_name}", num_bytes / bf16_bytes, "")
-    whole_s = median(figures["ipc"]["s"]) if "ipc" in figures else None
-    if format_name == "w4a16" and whole_s is not None:
-        add("refit_s", whole_s, "s", GOAL_S)
-        add("refit_bytes_ratio", num_bytes / bf16_bytes, "", GOAL_RATIO)
-    if format_name == "bf16" and whole_s is not None:
-        add("refit_bf16_s", whole_s, "s")
+    for name, repeats in figures.items():
+        add(f"refit_{label}_{sender}_{name}", median(repeats), name.rpartition("_")[2])
+    add(f"refit_{label}_{sender}_spread_s", max(figures["s"]) - min(figures["s"]), "s")
+    if sender != "ipc":
+        return rows
+    ratio = figures["bytes"][0] / bf16_bytes
+    add(f"refit_bytes_ratio_{label}", ratio, "")
+    if label == "w4a16":
+        add("refit_s", median(figures["s"]), "s", GOAL_S)
+        add("refit_bytes_ratio", ratio, "", GOAL_RATIO)
+    if label == "bf16":
+        add("refit_bf16_s", median(figures["s"]), "s")
     return rows
 
 
 def main() -> None:
-    """Bench every format in a process of its own, print the table, and record it when asked."""
+    """Bench every format in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", default=",".join(FORMAT_NAMES), help="comma-separated")
-    parser.add_argument("--targets", default="experts,attention", help="comma-separated")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated")
     parser.add_argument("--senders", default="ipc", help=f"comma-separated, of {', '.join(SENDERS)}")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/vllm.json")
     options = parser.parse_args()
-    targets, senders = check_targets(options.targets.split(",")), options.senders.split(",")
-    unknown = [name for name in senders if name not in SENDERS]
+    options.targets, options.senders = check_targets(options.targets.split(",")), options.senders.split(",")
+    unknown = [name for name in options.senders if name not in SENDERS]
     if unknown:
         parser.error(f"unknown senders {unknown}; legal: {', '.join(SENDERS)}")
-    bf16_bytes = sum(2 * torch.Size(shape).numel() for shape in shapes(model_config(options.layers)).values())
-    command = f"python tools/bench_refit.py --targets {options.targets} --senders {options.senders}"
     for name in options.formats.split(","):
         # A process for each format: an engine gives its memory back when its parent ends.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            figures = pool.submit(bench, name, targets, senders, options.layers, options.repeats).result()
-        _show(name, figures)
-        if options.record:
-            append_results(options.record, result_rows(name, figures, bf16_bytes, command))
+            pool.submit(bench, name, options).result()
 
 
-def _show(format_name: str, figures: dict) -> None:
-    columns = next(iter(figures.values()))
-    table = Table("sender", *columns, title=f"{format_name}, {hardware('cuda')}, medians")
-    for sender, values in figures.items():
-        table.add_row(sender, *(f"{median(repeats):,.4g}" for repeats in values.values()))
-    Console(width=200).print(table)
+def _show(title: str, rows: list[dict]) -> None:
+    table = Table("figure", "value", "unit", title=title)
+    for entry in rows:
+        table.add_row(entry["name"], f"{entry['value']:,.4g}", entry["unit"])
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":
