@@ -11,6 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight
 from qarl_nemo.checkpoints.hf_config import model_quantization_config
+from qarl_nemo.local.vllm_options import MOE_BACKENDS
 from qarl_nemo.refit.names import module_kind
 from qarl_nemo.refit.publish import RefitUpdate, publish
 
@@ -24,7 +25,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
-_MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
 
 
 @dataclass(frozen=True)
@@ -120,5 +120,5 @@ def start(config: Qwen3MoeConfig, fmt: QuantFormat, targets: tuple[str, ...], fo
             "cudagraph_capture_sizes": [1, 8, 64],
             "custom_ops": ["+quant_fp8"],
         },
-        **({"moe_backend": _MOE_BACKENDS[fmt.name]} if fmt.name in _MOE_BACKENDS else {}),
+        **({"moe_backend": MOE_BACKENDS[fmt.name]} if fmt.name in MOE_BACKENDS else {}),
     )

@@ -26,7 +26,6 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
 }
-_MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 
 
@@ -67,14 +66,16 @@ def start(case: EngineCase, checkpoint: Path) -> Any:
     """Start the case's engine from a quantized checkpoint."""
     from vllm import LLM
 
+    from qarl_nemo.local.vllm_options import MOE_BACKENDS
+
     options: dict[str, Any] = {"kv_cache_memory_bytes": 2**26, "enable_sleep_mode": case.sleeps}
     if case.device == "cpu":
         options |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
         _register_in_this_process("Qwen3MoeForCausalLM")
     else:
         options |= {"compilation_config": _GRAPHS, "gpu_memory_utilization": 0.02}
-        if case.format in _MOE_BACKENDS:
-            options["moe_backend"] = _MOE_BACKENDS[case.format]
+        if case.format in MOE_BACKENDS:
+            options["moe_backend"] = MOE_BACKENDS[case.format]
     return LLM(
         str(checkpoint),
         skip_tokenizer_init=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl_kernels import get_format
+from qarl_kernels import FORMAT_NAMES, get_format
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportError)
@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from qarl_nemo.checkpoints import quantize_checkpoint  # noqa: E402
 from qarl_nemo.layers.install import install  # noqa: E402
+from qarl_nemo.local.vllm_options import MOE_BACKENDS  # noqa: E402
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa: E402
 
-# format -> vLLM's --moe-backend
-BACKENDS = {"w4a16": "marlin", "w4a8": "", "fp8_block": "triton", "fp8_channel": "", "bf16": "triton"}
 TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
 # Of the mean |gap|, nats, on random weights: FP8 activations of more layers.
 BOUNDS = {"experts": 0.06, "all": 0.12}
@@ -79,13 +78,13 @@ def learner_gap(source: Path, format_name: str, targets: list[str], responses: l
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("format_name", BACKENDS)
+@pytest.mark.parametrize("format_name", FORMAT_NAMES)
 def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
     format_name: str, targets: str, source: Path, tmp_path: Path
 ) -> None:
     fmt, names = get_format(format_name), TARGETS[targets]
     quantize_checkpoint(source, tmp_path / "quantized", fmt, names)
-    result = vllm_generate(tmp_path / "quantized", BACKENDS[format_name])
+    result = vllm_generate(tmp_path / "quantized", MOE_BACKENDS.get(format_name, ""))
     chosen = [ChosenMethod(**record) for record in result["methods"]]
     aligned = learner_gap(source, format_name, names, result["responses"])
     unaligned = learner_gap(source, "bf16", names, result["responses"])
@@ -98,7 +97,7 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
 
 
 def assert_wrong_expectations_fail(chosen: list[ChosenMethod], format_name: str, targets: str) -> None:
-    for other in set(BACKENDS) - {format_name}:
+    for other in set(FORMAT_NAMES) - {format_name}:
         with pytest.raises(ValueError, match="in place of") as raised:
             require_methods(chosen, get_format(other), TARGETS[targets])
         for layer in ("0.mlp.experts", "1.mlp.experts"):
