@@ -139,7 +139,6 @@ class RankRefit:
         else:
             with self._as_vllm_loads():
                 self._replace_layers(update.parts)
-            torch.cuda.synchronize(self.device)
         del self.worker.model_runner.execute_model
         self.whole = True
 
@@ -189,8 +188,12 @@ class RankRefit:
     def _as_vllm_loads(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
-        with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config), self.device:
+        # CUTLASS's W4A8 operators work on the default stream; a worker of several calls from another one.
+        torch.cuda.synchronize(self.device)
+        stream = torch.cuda.stream(torch.cuda.default_stream(self.device))
+        with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config), self.device, stream:
             yield
+        torch.cuda.synchronize(self.device)
 
 
 def _refit(worker: Any) -> RankRefit:
