@@ -1,9 +1,14 @@
 """`qarl`: parse first, import torch after, so that help and config errors come at once."""
 
+import shlex
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from qarl_nemo.local.rollout_speed_settings import RolloutSpeedSettings
 
 app = typer.Typer(
     name="qarl",
@@ -167,8 +172,65 @@ def report(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine can run, and why not."""
+def doctor(
+    context: typer.Context,
+    rollout: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure vLLM on this machine instead, with dummy weights, in every format: a Hugging Face Qwen3, "
+            "Qwen3-MoE or Qwen2 folder, or its config.json. The options below are for this."
+        ),
+    ] = None,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="Repeat for several. Default: all; speed-ups are over bf16.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
+    targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
+    batch_sizes: Annotated[
+        list[int] | None, typer.Option("--batch-size", help="Repeat for several. Default: 32, 128, 512.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Decoding steps that are timed.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Measurements of each figure; the median counts.")] = 3,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
+    enable_expert_parallel: Annotated[bool, typer.Option(help="Whole experts on each GPU, not slices.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.9,
+    output: Annotated[
+        Path, typer.Option(help="Folder of the results; the same command goes on from what it holds.")
+    ] = Path("runs/rollout_speed"),
+    record: Annotated[Path | None, typer.Option(help="JSON file of figures to add to (docs/results).")] = None,
+) -> None:
+    """Say what this machine can run, and why not; or, with --rollout, how fast it samples and in which format best."""
+    if rollout is None:
+        _require_no_options(context)
+        _show_findings()
+        return
+    from qarl_nemo.local.rollout_speed_settings import ALL_FORMATS, RolloutSpeedSettings
+
+    settings = RolloutSpeedSettings(
+        model=rollout,
+        formats=tuple(formats or ALL_FORMATS),
+        group_size=group_size,
+        targets=tuple(target.strip() for target in targets.split(",")),
+        batch_sizes=tuple(batch_sizes or (32, 128, 512)),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    _measure_rollouts(settings, output, record)
+
+
+def _require_no_options(context: typer.Context) -> None:
+    sources = {param.opts[0]: context.get_parameter_source(param.name or "") for param in context.command.params}
+    given = [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise ValueError(f"only --rollout has these options: {', '.join(given)}; name its model, or leave them out")
+
+
+def _show_findings() -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -179,6 +241,37 @@ def doctor() -> None:
     for finding in examine():
         table.add_row(finding.capability, "[green]yes[/]" if finding.usable else "[red]no[/]", escape(finding.reason))
     Console().print(table)
+
+
+def _measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Path | None) -> None:
+    from rich.console import Console
+
+    from qarl_nemo.local.progress import LiveProgress
+    from qarl_nemo.local.rollout_speed import measure_speed, num_steps
+    from qarl_nemo.local.rollout_speed_advice import recommend, speed_rows
+    from qarl_nemo.local.rollout_speed_output import refusals, result_rows, speed_table, write_speed
+    from qarl_nemo.local.rollout_speed_settings import prepare_speed
+    from qarl_nemo.metrics.results import append_results
+
+    job = prepare_speed(settings)
+    done = 0
+    with LiveProgress("rollout speed", num_steps(job)) as progress:
+
+        def show(text: str, steps: int) -> None:
+            nonlocal done
+            done += steps
+            progress.console.print(text, markup=False)
+            progress.update(done)
+
+        speeds = measure_speed(job, output, show)
+    rows = speed_rows(speeds, settings.batch_sizes)
+    console = Console()
+    console.print(speed_table(rows), *refusals(rows), sep="\n")
+    for advice in recommend(rows):
+        console.print(f"batch {advice['batch_size']}: {advice['reason']}", markup=False)
+    if record is not None:
+        append_results(record, result_rows(job, rows, f"qarl {shlex.join(sys.argv[1:])}"))
+    typer.echo("written: " + ", ".join(map(str, write_speed(output, job, speeds, rows))))
 
 
 def _write_report(run_dirs: list[Path], folder: Path) -> None:

@@ -1,0 +1,219 @@
+"""Time vLLM's decoding and prefill with dummy weights: `python -P vllm_speed.py REQUEST.json`.
+
+A process of its own, which imports nothing of this project: an engine keeps global state and gives its memory back only
+when its process ends, and its environment must be set before it is imported.
+
+REQUEST holds `model` (a folder with config.json), `device`, `batch_sizes`, `prompt_tokens`, `new_tokens`, `repeats`,
+`seed` and `options` of `vllm.LLM`. What is measured is printed as it comes, one line each: `QARL ` and a JSON object
+whose `event` is `started` (version, methods, weights_gib, kv_cache_tokens), `batch` (batch_size, and either
+`reason` or one value a repeat of decode_tokens_s and prefill_tokens_s) or `finished` (peak_gib, busiest_expert).
+"""
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# E8M0 would round activation scales to powers of two, also for kernels that are not DeepGEMM's.
+_ENVIRONMENT = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1"}
+_DEFAULTS = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+_CPU_DEFAULTS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The CPU build compiles its sampler at the first request otherwise, which takes longer than the measurement.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+# Steps before the ones that are timed: enough for the prefill of the whole batch to be over.
+_SETTLE_TOKENS = 16
+# So many that the busiest expert stands out by the router's choice, not by chance.
+_ROUTED_TOKENS = 16384
+_GIB = 2**30
+
+
+def main(request_path: str) -> None:
+    """Start the engine, time every batch size, print what comes out.
+
+    Args:
+        request_path: JSON file to read.
+    """
+    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+    llm, capacity = _start(request)
+    for batch_size in request["batch_sizes"]:
+        needed = batch_size * (request["prompt_tokens"] + _SETTLE_TOKENS + request["new_tokens"])
+        if needed > capacity:
+            reason = f"does not fit: the KV cache holds {capacity} tokens, the batch needs {needed}"
+            _tell("batch", batch_size=batch_size, reason=reason)
+            continue
+        _tell("batch", batch_size=batch_size, **_time_batch(llm, _prompts(llm, request, batch_size), request))
+    peak = max(llm.collective_rpc(_peak_bytes))
+    _tell("finished", peak_gib=peak / _GIB if peak else None, busiest_expert=_expert_load(llm, request))
+
+
+def _start(request: dict[str, Any]) -> tuple[Any, int]:
+    on_cpu = request["device"] == "cpu"
+    os.environ.update((_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})) | dict(os.environ) | _ENVIRONMENT)
+    if on_cpu:
+        # PyPI has them as CUDA builds, which a CPU build of torch cannot load; a language model needs none of them.
+        sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != request["device"]:
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} is a {current_platform.device_type} build, not {request['device']}"
+        )
+    if on_cpu:
+        from vllm.model_executor.models import registry
+
+        # vLLM looks at model classes in a new process, which would load the CUDA builds after all.
+        registry._run_in_subprocess = lambda look: look()
+    llm = vllm.LLM(
+        request["model"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=request["prompt_tokens"] + _SETTLE_TOKENS + request["new_tokens"],
+        max_num_seqs=max(request["batch_sizes"]),
+        seed=request["seed"],
+        **request["options"],
+    )
+    if not on_cpu:
+        llm.collective_rpc(_randomize)
+    _require_finite(llm)
+    cache = llm.llm_engine.vllm_config.cache_config
+    capacity = cache.num_gpu_blocks * cache.block_size
+    _tell(
+        "started",
+        version=vllm.__version__,
+        methods=llm.collective_rpc(_methods)[0],
+        weights_gib=max(llm.collective_rpc(_weight_bytes)) / _GIB,
+        kv_cache_tokens=capacity,
+    )
+    return llm, capacity
+
+
+def _prompts(llm: Any, request: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    draw = random.Random(f"{request['seed']} {count}")
+    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    lengths = [request["prompt_tokens"]] * count
+    return [{"prompt_token_ids": [draw.randrange(vocabulary) for _ in range(length)]} for length in lengths]
+
+
+def _time_batch(llm: Any, prompts: list[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
+    # The first of each length compiles and tunes kernels.
+    for length in (1, _SETTLE_TOKENS):
+        _seconds(llm, prompts, length)
+    decode, prefill = [], []
+    for _ in range(request["repeats"]):
+        prefill.append(len(prompts) * request["prompt_tokens"] / _seconds(llm, prompts, 1))
+        # Both lengths pay for prefill, for filling the batch and for emptying it; full steps are what is left.
+        short = _seconds(llm, prompts, _SETTLE_TOKENS)
+        full = _seconds(llm, prompts, _SETTLE_TOKENS + request["new_tokens"])
+        if full <= short:
+            return {"reason": "too short to time: more steps took no longer than fewer; raise --new-tokens"}
+        decode.append(len(prompts) * request["new_tokens"] / (full - short))
+    return {"decode_tokens_s": decode, "prefill_tokens_s": prefill}
+
+
+def _seconds(llm: Any, prompts: list[dict[str, Any]], num_tokens: int) -> float:
+    from vllm import SamplingParams
+
+    # At temperature 1 dummy weights draw tokens evenly; greedily they would repeat one, and the experts it goes to.
+    params = SamplingParams(max_tokens=num_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+    started = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+def _randomize(worker: Any) -> None:
+    """Fill what vLLM leaves as it was in memory (int4) or nearly zero (FP8), as power and clocks depend on the bits."""
+    import torch
+
+    for name, parameter in worker.model_runner.get_model().named_parameters():
+        with torch.inference_mode():
+            _randomize_one(name, parameter.data)
+
+
+def _randomize_one(name: str, tensor: Any) -> None:
+    import torch
+
+    if "weight_packed" in name and not tensor.is_floating_point():
+        bounds = torch.iinfo(tensor.dtype)
+        tensor.random_(bounds.min, bounds.max + 1)
+    elif name.endswith("weight") and tensor.element_size() == 1:
+        for part in tensor.chunk(16):
+            part.copy_(torch.empty(part.shape, dtype=torch.bfloat16, device=part.device).uniform_(-1, 1))
+
+
+def _require_finite(llm: Any) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=2, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
+    steps = llm.generate([{"prompt_token_ids": [1, 2, 3, 4]}], params, use_tqdm=False)[0].outputs[0].logprobs
+    if not all(math.isfinite(entry.logprob) for step in steps for entry in step.values()):
+        raise RuntimeError("the dummy weights give logprobs that are not finite, so that nothing measured would hold")
+
+
+def _expert_load(llm: Any, request: dict[str, Any]) -> float | None:
+    """Return how many tokens the busiest expert gets, over the mean, of prompts like the measured ones."""
+    llm.collective_rpc(_watch_routers)
+    _seconds(llm, _prompts(llm, request, math.ceil(_ROUTED_TOKENS / request["prompt_tokens"])), 1)
+    return llm.collective_rpc(_busiest_expert)[0]
+
+
+def _watch_routers(worker: Any) -> None:
+    import torch
+
+    model = worker.model_runner.get_model()
+
+    def count(gate: Any, _: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        chosen = logits.topk(model.config.num_experts_per_tok, dim=-1).indices.flatten()
+        gate.qarl_tokens = gate.qarl_tokens + torch.bincount(chosen, minlength=logits.shape[-1])
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.qarl_tokens = 0
+            module.register_forward_hook(count)
+
+
+def _busiest_expert(worker: Any) -> float | None:
+    modules = worker.model_runner.get_model().modules()
+    counts = [module.qarl_tokens.float() for module in modules if hasattr(module, "qarl_tokens")]
+    return sum(float(one.max() / one.mean()) for one in counts) / len(counts) if counts else None
+
+
+def _weight_bytes(worker: Any) -> int:
+    runner = worker.model_runner
+    # A CPU's runner does not say.
+    own = sum(parameter.numel() * parameter.element_size() for parameter in runner.get_model().parameters())
+    return int(getattr(runner, "model_memory_usage", 0) or own)
+
+
+def _peak_bytes(_: Any) -> int:
+    import torch
+
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+
+
+def _methods(worker: Any) -> dict[str, str]:
+    found = {}
+    for name, module in worker.model_runner.get_model().named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            scheme = getattr(module, "scheme", None)
+            found[name] = type(method).__name__ + (f"/{type(scheme).__name__}" if scheme is not None else "")
+    return found
+
+
+def _tell(event: str, **values: Any) -> None:
+    print("\nQARL " + json.dumps({"event": event, **values}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
