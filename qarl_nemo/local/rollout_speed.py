@@ -15,7 +15,7 @@ from typing import Any
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import model_quantization_config
-from qarl_nemo.local.rollout_speed_settings import SpeedJob
+from qarl_nemo.local.rollout_speed_settings import SETTLE_TOKENS, SpeedJob
 from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
 
@@ -23,6 +23,7 @@ _SCRIPT = Path(__file__).with_name("vllm_speed.py")
 _EVENT = "QARL "
 # Kernels whose arithmetic the learner follows.
 _MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
+_CPU_OPTIONS = {"enforce_eager": True, "distributed_executor_backend": "uni"}
 _ERROR = re.compile(r"\b(\w*(?:Error|Exception|Interrupt)): (.+)")
 _CONSEQUENCE = "Engine core initialization failed"
 _SECONDS_TO_STOP = 60
@@ -117,12 +118,12 @@ def _measure(job: SpeedJob, fmt: QuantFormat, sizes: list[int], speed: FormatSpe
 
 def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) -> dict[str, Any]:
     settings = job.settings
-    quantization = model_quantization_config(fmt, job.parameter_names, settings.targets)
-    config = job.model_config | ({} if quantization is None else {"quantization_config": quantization})
+    quantization = model_quantization_config(fmt, job.model.parameters, settings.targets)
+    config = job.model.config | ({} if quantization is None else {"quantization_config": quantization})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options: dict[str, Any] = {"dtype": "bfloat16"}
     if job.device == "cpu":
-        options |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+        options |= _CPU_OPTIONS
     else:
         options |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -136,13 +137,14 @@ def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) ->
             },
         }
         experts = fmt.name if "experts" in settings.targets else "bf16"
-        if experts in _MOE_BACKENDS and "num_experts" in job.model_config:
+        if experts in _MOE_BACKENDS and "num_experts" in job.model.config:
             options["moe_backend"] = _MOE_BACKENDS[experts]
     return {
         "model": str(folder),
         "device": job.device,
         "batch_sizes": sizes,
         "prompt_tokens": settings.prompt_tokens,
+        "settle_tokens": SETTLE_TOKENS,
         "new_tokens": settings.new_tokens,
         "repeats": settings.repeats,
         "seed": settings.seed,

@@ -22,6 +22,7 @@ class SpeedRow:
         prefill_tokens_s: median of the repeats.
         speedup: decode_tokens_s over bf16's; None where bf16 was not measured.
         weights_gib: on each GPU.
+        peak_gib: most that torch held on a GPU, the KV cache included; None on a CPU.
         kv_cache_tokens: what fits beside them.
     """
 
@@ -33,6 +34,7 @@ class SpeedRow:
     prefill_tokens_s: float = 0.0
     speedup: float | None = None
     weights_gib: float = 0.0
+    peak_gib: float | None = None
     kv_cache_tokens: int = 0
 
     @property
@@ -72,6 +74,7 @@ def _row(speed: FormatSpeed, size: int, baseline: float | None) -> SpeedRow:
         statistics.median(batch["prefill_tokens_s"]),
         median / baseline if baseline else None,
         speed.engine["weights_gib"],
+        speed.engine.get("peak_gib"),
         speed.engine["kv_cache_tokens"],
     )
 

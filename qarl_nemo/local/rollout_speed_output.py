@@ -19,7 +19,7 @@ from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.metrics.report.rollout_speed import write_rollout_speed_figure
 
 # A name, a number for each column; refusals take the place of the numbers.
-_COLUMNS = ("decode tokens/s", "spread", "x bf16", "prefill tokens/s", "weights GiB", "KV cache tokens")
+_COLUMNS = ("decode tokens/s", "spread", "x bf16", "prefill tokens/s", "weights GiB", "peak GiB", "KV cache tokens")
 
 
 def speed_table(rows: Sequence[SpeedRow]) -> Table:
@@ -130,6 +130,7 @@ def _cells(row: SpeedRow) -> list[str]:
         f"{100 * row.spread:.1f} %",
         "" if row.speedup is None else f"{row.speedup:.2f}",
         f"{row.prefill_tokens_s:,.0f}",
-        f"{row.weights_gib:.2f}",
+        f"{row.weights_gib:.1f}",
+        "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
         f"{row.kv_cache_tokens:,}",
     ]

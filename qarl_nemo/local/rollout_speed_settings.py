@@ -2,23 +2,21 @@
 
 import dataclasses
 import importlib.util
-import json
-import math
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from qarl_kernels import FORMAT_NAMES, QuantFormat, get_format
-from qarl_nemo.checkpoints.shapes import shape_problems
-from qarl_nemo.local.model import SUPPORTED_MODEL_TYPES
+from qarl_nemo.local.rollout_speed_shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.local.vllm_host import vllm_problem
-from qarl_nemo.refit.names import TARGETS, module_kind
+from qarl_nemo.refit.names import TARGETS
 
 BASELINE = "bf16"
+# Decoding steps before the ones that are timed: enough for the prefill of a whole batch to be over.
+SETTLE_TOKENS = 16
 ALL_FORMATS = (BASELINE, *(name for name in FORMAT_NAMES if name != BASELINE))
 
 
@@ -61,8 +59,7 @@ class SpeedJob:
 
     Attributes:
         settings: what was asked for.
-        model_config: content of config.json.
-        parameter_names: every parameter of the model.
+        model: its config and shapes.
         formats: what an engine is started for, bf16 first.
         refused: format -> why no kernel serves its shapes here.
         device: `cuda` or `cpu`.
@@ -71,8 +68,7 @@ class SpeedJob:
     """
 
     settings: RolloutSpeedSettings
-    model_config: dict[str, Any]
-    parameter_names: tuple[str, ...]
+    model: ModelShapes
     formats: tuple[QuantFormat, ...]
     refused: dict[str, str]
     device: str
@@ -87,7 +83,7 @@ class SpeedJob:
             "format": fmt.name,
             "group_size": fmt.group_size,
             "targets": [] if fmt.name == BASELINE else list(self.settings.targets),
-            "model_config": self.model_config,
+            "model_config": self.model.config,
             "hardware": self.hardware,
             "vllm": self.vllm_version,
         }
@@ -107,19 +103,17 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problems = _number_problems(settings) + _choice_problems(settings) + _machine_problems(settings, device)
-    raw, config = _read_config(settings.model, problems)
-    shapes = {}
-    if config is not None:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        problems += _model_problems(settings, config, shapes)
+    try:
+        model = read_shapes(settings.model)
+        problems += _model_problems(settings, model)
+    except ValueError as error:
+        problems.append(str(error))
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with --rollout:\n  " + "\n  ".join(problems))
-    formats, refused = _sort_formats(settings, shapes)
+    formats, refused = _sort_formats(settings, model)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     hardware = f"{settings.tensor_parallel_size}x {name}"
-    return SpeedJob(settings, raw, tuple(shapes), formats, refused, device, hardware, _vllm_version() or "")
+    return SpeedJob(settings, model, formats, refused, device, hardware, _vllm_version() or "")
 
 
 def _number_problems(settings: RolloutSpeedSettings) -> list[str]:
@@ -163,55 +157,35 @@ def _machine_problems(settings: RolloutSpeedSettings, device: str) -> list[str]:
     return problems
 
 
-def _read_config(path: Path, problems: list[str]) -> tuple[dict[str, Any], PreTrainedConfig | None]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        model_type = raw.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        problems.append(f"{file} is not a readable config.json: {error}")
-        return {}, None
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        problems.append(f"{file} is of a {model_type!r} model; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
-        return {}, None
-    if "quantization_config" in raw:
-        problems.append(f"{file} is of a quantized model; name the BF16 model that it was made from")
-        return {}, None
-    try:
-        return raw, AutoConfig.for_model(**raw)
-    except (ValueError, TypeError) as error:
-        problems.append(f"{file}: {error}")
-        return {}, None
-
-
-def _model_problems(
-    settings: RolloutSpeedSettings, config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]]
-) -> list[str]:
+def _model_problems(settings: RolloutSpeedSettings, model: ModelShapes) -> list[str]:
     problems = []
-    present = [target for target in TARGETS if any(_target(name) == target for name in shapes)]
-    absent = [target for target in settings.targets if target in TARGETS and target not in present]
+    absent = [target for target in settings.targets if target in TARGETS and target not in model.targets]
     if absent:
-        problems.append(f"targets {', '.join(absent)} match nothing of this model; it has {', '.join(present)}")
-    length = settings.prompt_tokens + settings.new_tokens
-    if length > config.max_position_embeddings:
+        problems.append(f"targets {', '.join(absent)} match nothing of this model; it has {', '.join(model.targets)}")
+    length, longest = settings.prompt_tokens + SETTLE_TOKENS + settings.new_tokens, model.max_position_embeddings
+    if length > longest:
         problems.append(
-            f"prompt_tokens + new_tokens = {length}, and the model's contexts end at {config.max_position_embeddings}"
+            f"prompt_tokens + {SETTLE_TOKENS} + new_tokens = {length}, and the model's contexts end at {longest}"
         )
-    if config.num_attention_heads % max(settings.tensor_parallel_size, 1):
-        problems.append(
-            f"tensor_parallel_size={settings.tensor_parallel_size} does not divide {config.num_attention_heads} heads"
-        )
+    parts, heads = settings.tensor_parallel_size, model.num_attention_heads
+    if parts > 0 and heads % parts:
+        problems.append(f"tensor_parallel_size={parts} does not divide {heads} heads")
     return problems
 
 
-def _sort_formats(
-    settings: RolloutSpeedSettings, shapes: dict[str, tuple[int, ...]]
-) -> tuple[tuple[QuantFormat, ...], dict[str, str]]:
+def _sort_formats(settings: RolloutSpeedSettings, model: ModelShapes) -> tuple[tuple[QuantFormat, ...], dict[str, str]]:
     formats, refused = [], {}
     for name in sorted(settings.formats, key=ALL_FORMATS.index):
         fmt, reason = _format_or_reason(name, settings)
         if fmt is not None and name != BASELINE:
-            reason = "; ".join(_refusals(fmt, settings, shapes))
+            reasons = shape_refusals(
+                model,
+                fmt,
+                settings.targets,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                enable_expert_parallel=settings.enable_expert_parallel,
+            )
+            reason = "; ".join(reasons)
         if fmt is None or reason:
             refused[name] = reason
         else:
@@ -224,31 +198,6 @@ def _format_or_reason(name: str, settings: RolloutSpeedSettings) -> tuple[QuantF
         return get_format(name, group_size=settings.group_size if name.startswith("w") else None), ""
     except ValueError as error:
         return None, str(error)
-
-
-def _refusals(fmt: QuantFormat, settings: RolloutSpeedSettings, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    reasons = {}
-    for name, shape in shapes.items():
-        target = _target(name)
-        if target not in settings.targets:
-            continue
-        rows, columns = shape[-2:]
-        if name.endswith("gate_up_proj"):
-            rows //= 2
-        parts = 1 if target == "experts" and settings.enable_expert_parallel else settings.tensor_parallel_size
-        if "o_proj" in name or "down_proj" in name:
-            columns = math.ceil(columns / parts)
-        else:
-            rows = math.ceil(rows / parts)
-        for problem in shape_problems(name.removesuffix(".weight") + ".weight", target, (rows, columns), fmt):
-            split = f" (tensor_parallel_size={parts})" if parts > 1 else ""
-            reasons[f"{target}: {problem}{split}"] = None
-    return list(reasons)
-
-
-def _target(name: str) -> str | None:
-    kind = module_kind(name.removesuffix(".weight"))
-    return kind if kind in TARGETS else None
 
 
 def _vllm_version() -> str | None:

@@ -3,8 +3,8 @@
 A process of its own, which imports nothing of this project: an engine keeps global state and gives its memory back only
 when its process ends, and its environment must be set before it is imported.
 
-REQUEST holds `model` (a folder with config.json), `device`, `batch_sizes`, `prompt_tokens`, `new_tokens`, `repeats`,
-`seed` and `options` of `vllm.LLM`. What is measured is printed as it comes, one line each: `QARL ` and a JSON object
+REQUEST holds `model` (a folder with config.json), `device`, `batch_sizes`, `prompt_tokens`, `settle_tokens`,
+`new_tokens`, `repeats`, `seed` and `options` of `vllm.LLM`. What is measured is printed as it comes, one line each: `QARL ` and a JSON object
 whose `event` is `started` (version, methods, weights_gib, kv_cache_tokens), `batch` (batch_size, and either
 `reason` or one value a repeat of decode_tokens_s and prefill_tokens_s) or `finished` (peak_gib, busiest_expert).
 """
@@ -28,8 +28,6 @@ _CPU_DEFAULTS = {
     # The CPU build compiles its sampler at the first request otherwise, which takes longer than the measurement.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# Steps before the ones that are timed: enough for the prefill of the whole batch to be over.
-_SETTLE_TOKENS = 16
 # So many that the busiest expert stands out by the router's choice, not by chance.
 _ROUTED_TOKENS = 16384
 _GIB = 2**30
@@ -44,7 +42,7 @@ def main(request_path: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     llm, capacity = _start(request)
     for batch_size in request["batch_sizes"]:
-        needed = batch_size * (request["prompt_tokens"] + _SETTLE_TOKENS + request["new_tokens"])
+        needed = batch_size * _context(request)
         if needed > capacity:
             reason = f"does not fit: the KV cache holds {capacity} tokens, the batch needs {needed}"
             _tell("batch", batch_size=batch_size, reason=reason)
@@ -77,7 +75,7 @@ def _start(request: dict[str, Any]) -> tuple[Any, int]:
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        max_model_len=request["prompt_tokens"] + _SETTLE_TOKENS + request["new_tokens"],
+        max_model_len=_context(request),
         max_num_seqs=max(request["batch_sizes"]),
         seed=request["seed"],
         **request["options"],
@@ -97,6 +95,10 @@ def _start(request: dict[str, Any]) -> tuple[Any, int]:
     return llm, capacity
 
 
+def _context(request: dict[str, Any]) -> int:
+    return request["prompt_tokens"] + request["settle_tokens"] + request["new_tokens"]
+
+
 def _prompts(llm: Any, request: dict[str, Any], count: int) -> list[dict[str, Any]]:
     draw = random.Random(f"{request['seed']} {count}")
     vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
@@ -106,14 +108,15 @@ def _prompts(llm: Any, request: dict[str, Any], count: int) -> list[dict[str, An
 
 def _time_batch(llm: Any, prompts: list[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
     # The first of each length compiles and tunes kernels.
-    for length in (1, _SETTLE_TOKENS):
+    settle = request["settle_tokens"]
+    for length in (1, settle):
         _seconds(llm, prompts, length)
     decode, prefill = [], []
     for _ in range(request["repeats"]):
         prefill.append(len(prompts) * request["prompt_tokens"] / _seconds(llm, prompts, 1))
         # Both lengths pay for prefill, for filling the batch and for emptying it; full steps are what is left.
-        short = _seconds(llm, prompts, _SETTLE_TOKENS)
-        full = _seconds(llm, prompts, _SETTLE_TOKENS + request["new_tokens"])
+        short = _seconds(llm, prompts, settle)
+        full = _seconds(llm, prompts, settle + request["new_tokens"])
         if full <= short:
             return {"reason": "too short to time: more steps took no longer than fewer; raise --new-tokens"}
         decode.append(len(prompts) * request["new_tokens"] / (full - short))

@@ -72,9 +72,11 @@ def _draw_memory(axes: Axes, rows: Mapping[str, Row]) -> None:
     axes.set_yticks(list(places), list(rows))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_title("Weights, GiB a GPU, and KV cache beside them")
+    axes.set_title("Weights of a GPU, and KV cache beside them")
     axes.set_xlabel("GiB")
-    axes.margins(x=0.45)
+    axes.margins(x=0.5)
     for place, row in zip(places, rows.values(), strict=True):
-        text = f" {row['weights_gib']:.3g} GiB, {row['kv_cache_tokens'] / 1000:,.0f} k tokens"
-        axes.text(row["weights_gib"], place, text, va="center", color=MUTED, fontsize=9)
+        text = f"{row['weights_gib']:.3g} GiB; cache of\n{row['kv_cache_tokens'] / 1000:,.0f} k tokens"
+        axes.annotate(
+            text, (row["weights_gib"], place), (5, 0), textcoords="offset points", va="center", color=MUTED, fontsize=9
+        )
