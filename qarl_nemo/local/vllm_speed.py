@@ -4,9 +4,10 @@ A process of its own, which imports nothing of this project: an engine keeps glo
 when its process ends, and its environment must be set before it is imported.
 
 REQUEST holds `model` (a folder with config.json), `device`, `batch_sizes`, `prompt_tokens`, `settle_tokens`,
-`new_tokens`, `repeats`, `seed` and `options` of `vllm.LLM`. What is measured is printed as it comes, one line each: `QARL ` and a JSON object
-whose `event` is `started` (version, methods, weights_gib, kv_cache_tokens), `batch` (batch_size, and either
-`reason` or one value a repeat of decode_tokens_s and prefill_tokens_s) or `finished` (peak_gib, busiest_expert).
+`new_tokens`, `repeats`, `seed` and `options` of `vllm.LLM`. What is measured is printed as it comes, one line each:
+`QARL ` and a JSON object whose `event` is `started` (version, methods, weights_gib, kv_cache_tokens), `batch`
+(batch_size, and either `reason` or one value a repeat of decode_tokens_s and prefill_tokens_s) or `finished` (peak_gib,
+busiest_expert).
 """
 
 import json
