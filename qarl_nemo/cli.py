@@ -191,7 +191,7 @@ def doctor(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 256,
     new_tokens: Annotated[int, typer.Option(help="Decoding steps that are timed.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Measurements of each figure; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Measurements of each figure; the median counts.")] = 5,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
     enable_expert_parallel: Annotated[bool, typer.Option(help="Whole experts on each GPU, not slices.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.9,
@@ -249,7 +249,7 @@ def _measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Pa
     from qarl_nemo.local.progress import LiveProgress
     from qarl_nemo.local.rollout_speed import measure_speed, num_steps
     from qarl_nemo.local.rollout_speed_advice import recommend, speed_rows
-    from qarl_nemo.local.rollout_speed_output import refusals, result_rows, speed_table, write_speed
+    from qarl_nemo.local.rollout_speed_output import notes, result_rows, speed_table, write_speed
     from qarl_nemo.local.rollout_speed_settings import prepare_speed
     from qarl_nemo.metrics.results import append_results
 
@@ -266,7 +266,7 @@ def _measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Pa
         speeds = measure_speed(job, output, show)
     rows = speed_rows(speeds, settings.batch_sizes)
     console = Console()
-    console.print(speed_table(rows), *refusals(rows), sep="\n")
+    console.print(speed_table(rows), *notes(speeds, rows), sep="\n")
     for advice in recommend(rows):
         console.print(f"batch {advice['batch_size']}: {advice['reason']}", markup=False)
     if record is not None:

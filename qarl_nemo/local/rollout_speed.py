@@ -192,8 +192,9 @@ def _last_error(lines: deque[str]) -> str | None:
 
 
 def _method_problems(methods: dict[str, str], fmt: QuantFormat, job: SpeedJob) -> list[str]:
-    chosen = [ChosenMethod(layer, method, "") for layer, method in methods.items()]
-    return method_problems(chosen, fmt, job.settings.targets)
+    chosen = [ChosenMethod(layer, method, job.device.upper()) for layer, method in methods.items()]
+    problems = method_problems(chosen, fmt, job.settings.targets)
+    return list(dict.fromkeys(re.sub(r"layers\.\d+", "layers.*", problem) for problem in problems))
 
 
 def _write(folder: Path, job: SpeedJob, fmt: QuantFormat, speed: FormatSpeed) -> None:

@@ -39,23 +39,28 @@ def speed_table(rows: Sequence[SpeedRow]) -> Table:
     return table
 
 
-def refusals(rows: Sequence[SpeedRow]) -> list[str]:
-    """Return why formats were not measured, one line each.
+def notes(speeds: Sequence[FormatSpeed], rows: Sequence[SpeedRow]) -> list[str]:
+    """Return why formats were not measured, and how evenly the measured tokens went to the experts.
 
     Args:
+        speeds: what was measured.
         rows: of `speed_rows`.
 
     Returns:
-        The reasons, ready for rich.
+        Lines, ready for rich.
     """
     reasons: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         if row.reason is not None:
             reasons.setdefault((row.format_name, row.reason), []).append(row.batch_size)
-    return [
-        escape(f"{name} not measured at batch {', '.join(map(str, sizes))}: {reason}")
+    lines = [
+        f"{name} not measured at batch {', '.join(map(str, sizes))}: {reason}"
         for (name, reason), sizes in reasons.items()
     ]
+    loads = [load for speed in speeds if (load := speed.engine.get("busiest_expert")) is not None]
+    if loads:
+        lines.append(f"load of the busiest expert under dummy routers: {max(loads):.2f}x the mean")
+    return [escape(line) for line in lines]
 
 
 def write_speed(folder: Path, job: SpeedJob, speeds: Sequence[FormatSpeed], rows: Sequence[SpeedRow]) -> list[Path]:

@@ -46,7 +46,7 @@ class RolloutSpeedSettings:
     batch_sizes: tuple[int, ...] = (32, 128, 512)
     prompt_tokens: int = 256
     new_tokens: int = 128
-    repeats: int = 3
+    repeats: int = 5
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     gpu_memory_utilization: float = 0.9

@@ -108,19 +108,18 @@ def _prompts(llm: Any, request: dict[str, Any], count: int) -> list[dict[str, An
 
 
 def _time_batch(llm: Any, prompts: list[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
-    # The first of each length compiles and tunes kernels.
-    settle = request["settle_tokens"]
-    for length in (1, settle):
-        _seconds(llm, prompts, length)
     decode, prefill = [], []
-    for _ in range(request["repeats"]):
-        prefill.append(len(prompts) * request["prompt_tokens"] / _seconds(llm, prompts, 1))
+    settle, more = request["settle_tokens"], request["new_tokens"]
+    for repeat in range(1 + request["repeats"]):
+        first = _seconds(llm, prompts, 1)
         # Both lengths pay for prefill, for filling the batch and for emptying it; full steps are what is left.
-        short = _seconds(llm, prompts, settle)
-        full = _seconds(llm, prompts, settle + request["new_tokens"])
-        if full <= short:
+        full = _seconds(llm, prompts, settle + more) - _seconds(llm, prompts, settle)
+        # The first time compiles and tunes kernels.
+        if repeat and full <= 0:
             return {"reason": "too short to time: more steps took no longer than fewer; raise --new-tokens"}
-        decode.append(len(prompts) * request["new_tokens"] / (full - short))
+        if repeat:
+            prefill.append(len(prompts) * request["prompt_tokens"] / first)
+            decode.append(len(prompts) * more / full)
     return {"decode_tokens_s": decode, "prefill_tokens_s": prefill}
 
 

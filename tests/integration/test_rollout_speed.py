@@ -77,7 +77,7 @@ def test_an_engine_that_falls_back_is_no_measurement(settings, tmp_path, monkeyp
     monkeypatch.setattr(rollout_speed, "model_quantization_config", lambda *_: None)
     (only,) = measure_speed(prepare_speed(replace(settings, formats=("w4a16",))), tmp_path, show)
     assert "other methods" in only.reason
-    assert "routed_experts: UnquantizedFusedMoEMethod in place of" in only.reason
+    assert "routed_experts: UnquantizedFusedMoEMethod (CPU) in place of" in only.reason
     assert not (tmp_path / "w4a16.json").exists()
 
 
