@@ -151,7 +151,8 @@ def render_grid(rows: Sequence[ResultRow], lines: Sequence[str], columns: Sequen
 
 def _cell(row: ResultRow) -> str:
     # A fraction near one and a ratio beside its goal differ in late digits.
-    value = f"{row.value:.6g}" if row.unit == "fraction" else f"{row.value:.4g} {row.unit}".rstrip()
+    number = f"{row.value:,.0f}" if abs(row.value) >= 1e4 else f"{row.value:.4g}"
+    value = f"{row.value:.6g}" if row.unit == "fraction" else f"{number} {row.unit}".rstrip()
     return f"**{value}**" if row.met is False else value
 
 

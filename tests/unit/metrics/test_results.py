@@ -89,6 +89,8 @@ def test_grid_places_figures_by_the_two_words_of_their_name(tmp_path):
     )
     lines = render_grid(rows, ["a", "b"], ["e1", "e2"], "{row}_ratio_{column}").splitlines()
     assert lines == ["| | e1 | e2 |", "|---|---:|---:|", "| `a` | 0.5 | **2** |", "| `b` |  | **1.5** |"]
+    speeds = append_results(tmp_path / "b.json", [row("a_speed_e1", value=20543.2, unit="tokens/s", goal=None)])
+    assert render_grid(speeds, ["a"], ["e1"], "{row}_speed_{column}").endswith("| 20,543 tokens/s |")
     with pytest.raises(ValueError, match="no figure is called like a_time_e1"):
         render_grid(rows, ["a"], ["e1"], "{row}_time_{column}")
 
