@@ -16,13 +16,12 @@ from typing import Any
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import model_quantization_config
 from qarl_nemo.local.rollout_speed_settings import SETTLE_TOKENS, SpeedJob
+from qarl_nemo.local.vllm_options import LINEAR_BACKENDS, MOE_BACKENDS
 from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
 
 _SCRIPT = Path(__file__).with_name("vllm_speed.py")
 _EVENT = "QARL "
-# Kernels whose arithmetic the learner follows.
-_MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
 _CPU_OPTIONS = {"enforce_eager": True, "distributed_executor_backend": "uni"}
 _ERROR = re.compile(r"\b(\w*(?:Error|Exception|Interrupt)): (.+)")
 _CONSEQUENCE = "Engine core initialization failed"
@@ -102,18 +101,17 @@ def _measure(job: SpeedJob, fmt: QuantFormat, sizes: list[int], speed: FormatSpe
         request = Path(name) / "request.json"
         request.write_text(json.dumps(_request(job, fmt, sizes, Path(name))), encoding="utf-8")
         for event in _events(request, folder / f"{fmt.name}.log", speed):
-            kind = event.pop("event")
+            kind, size = event.pop("event"), event.pop("batch_size", None)
+            if kind == "started" and (problems := _method_problems(event.pop("methods"), fmt, job)):
+                speed.reason = f"vLLM chose other methods than the format's: {'; '.join(problems)}"
+                break
             if kind == "batch":
-                size = event.pop("batch_size")
                 speed.batches[size] = event
-                yield size
             else:
-                methods = event.pop("methods", None)
                 speed.engine |= event
-                if methods is not None and (problems := _method_problems(methods, fmt, job)):
-                    speed.reason = f"vLLM chose other methods than the format's: {'; '.join(problems)}"
-                    break
             _write(folder, job, fmt, speed)
+            if kind == "batch":
+                yield size
 
 
 def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) -> dict[str, Any]:
@@ -137,8 +135,10 @@ def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) ->
             },
         }
         experts = fmt.name if "experts" in settings.targets else "bf16"
-        if experts in _MOE_BACKENDS and "num_experts" in job.model.config:
-            options["moe_backend"] = _MOE_BACKENDS[experts]
+        if experts in MOE_BACKENDS and "num_experts" in job.model.config:
+            options["moe_backend"] = MOE_BACKENDS[experts]
+        if set(settings.targets) != {"experts"} and fmt.name in LINEAR_BACKENDS:
+            options["linear_backend"] = LINEAR_BACKENDS[fmt.name]
     return {
         "model": str(folder),
         "device": job.device,

@@ -18,7 +18,7 @@ class SpeedRow:
         batch_size: sequences decoded at a time.
         reason: why there is no measurement; None when there is one.
         decode_tokens_s: median of the repeats, of all sequences together.
-        decode_quartiles: lower and upper quartile of the repeats; one that was held up does not move them far.
+        decode_noise: median distance of a repeat from decode_tokens_s; one that was held up does not move it.
         prefill_tokens_s: median of the repeats.
         speedup: decode_tokens_s over bf16's; None where bf16 was not measured.
         weights_gib: on each GPU.
@@ -30,21 +30,12 @@ class SpeedRow:
     batch_size: int
     reason: str | None = None
     decode_tokens_s: float = 0.0
-    decode_quartiles: tuple[float, float] = (0.0, 0.0)
+    decode_noise: float = 0.0
     prefill_tokens_s: float = 0.0
     speedup: float | None = None
     weights_gib: float = 0.0
     peak_gib: float | None = None
     kv_cache_tokens: int = 0
-
-    @property
-    def spread(self) -> float:
-        """Distance of the quartiles, as a fraction of the median."""
-        return (
-            (self.decode_quartiles[1] - self.decode_quartiles[0]) / self.decode_tokens_s
-            if self.decode_tokens_s
-            else 0.0
-        )
 
 
 def speed_rows(speeds: Sequence[FormatSpeed], batch_sizes: Sequence[int]) -> list[SpeedRow]:
@@ -74,7 +65,7 @@ def _row(speed: FormatSpeed, size: int, baseline: float | None) -> SpeedRow:
         size,
         None,
         median,
-        _quartiles(batch["decode_tokens_s"]),
+        statistics.median(abs(value - median) for value in batch["decode_tokens_s"]),
         statistics.median(batch["prefill_tokens_s"]),
         median / baseline if baseline else None,
         speed.engine["weights_gib"],
@@ -88,15 +79,8 @@ def _median(speed: FormatSpeed, size: int) -> float | None:
     return statistics.median(repeats) if repeats else None
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    if len(values) == 1:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
 def recommend(rows: Sequence[SpeedRow]) -> list[dict[str, Any]]:
-    """Name the fastest format of each batch size, and those whose quartiles overlap with its own.
+    """Name the fastest format of each batch size, and those that differ from it by less than twice their noises.
 
     Args:
         rows: of `speed_rows`.
@@ -112,7 +96,11 @@ def _advice(size: int, rows: list[SpeedRow]) -> dict[str, Any]:
     if not served:
         return {"batch_size": size, "format": None, "tied": [], "reason": "no format was served at this batch size"}
     best, *others = served
-    tied = [row for row in others if row.decode_quartiles[1] >= best.decode_quartiles[0]]
+    tied = [
+        row
+        for row in others
+        if best.decode_tokens_s - row.decode_tokens_s <= 2 * (best.decode_noise + row.decode_noise)
+    ]
     reason = f"{best.format_name}: the fastest of {len(served)} whose memory fits, {_speed(best)}"
     if tied:
         reason += f"; within noise of it: {', '.join(f'{row.format_name} ({_speed(row)})' for row in tied)}"

@@ -19,7 +19,7 @@ from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.metrics.report.rollout_speed import write_rollout_speed_figure
 
 # A name, a number for each column; refusals take the place of the numbers.
-_COLUMNS = ("decode tokens/s", "spread", "x bf16", "prefill tokens/s", "weights GiB", "peak GiB", "KV cache tokens")
+_COLUMNS = ("decode tokens/s", "noise", "x bf16", "prefill tokens/s", "weights GiB", "peak GiB", "KV cache tokens")
 
 
 def speed_table(rows: Sequence[SpeedRow]) -> Table:
@@ -28,7 +28,8 @@ def speed_table(rows: Sequence[SpeedRow]) -> Table:
     Args:
         rows: of `speed_rows`.
     """
-    table = Table("batch", "format", box=None, padding=(0, 1, 0, 0))
+    table = Table("batch", box=None, padding=(0, 1, 0, 0))
+    table.add_column("format", no_wrap=True)
     for heading in _COLUMNS:
         table.add_column(heading, justify="right")
     for row in rows:
@@ -101,7 +102,7 @@ def result_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list[d
         command: what measures them again.
 
     Returns:
-        Rows for `append_results`: speeds by format and batch size, memory by format, and the largest spread.
+        Rows for `append_results`: speeds by format and batch size, memory by format, and the largest noise.
     """
     measured = [row for row in rows if row.reason is None]
     figures: list[tuple[str, float, str, str]] = []
@@ -115,7 +116,8 @@ def result_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list[d
         figures.append((f"rollout_weights_gib_{row.format_name}", row.weights_gib, "GiB", "<="))
         figures.append((f"rollout_kv_cache_tokens_{row.format_name}", row.kv_cache_tokens, "tokens", ">="))
     if measured:
-        figures.append(("rollout_spread_max", max(row.spread for row in measured), "", "<="))
+        noise = max(row.decode_noise / row.decode_tokens_s for row in measured)
+        figures.append(("rollout_noise_max", noise, "", "<="))
     facts = {
         "goal": None,
         "hardware": job.hardware,
@@ -124,7 +126,7 @@ def result_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list[d
         "date": datetime.date.today().isoformat(),
     }
     return [
-        {"name": name, "value": float(f"{value:.4g}"), "unit": unit, "op": op, **facts}
+        {"name": name, "value": float(f"{value:.6g}"), "unit": unit, "op": op, **facts}
         for name, value, unit, op in figures
     ]
 
@@ -132,7 +134,7 @@ def result_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list[d
 def _cells(row: SpeedRow) -> list[str]:
     return [
         f"{row.decode_tokens_s:,.0f}",
-        f"{100 * row.spread:.1f} %",
+        f"{100 * row.decode_noise / row.decode_tokens_s:.1f} %",
         "" if row.speedup is None else f"{row.speedup:.2f}",
         f"{row.prefill_tokens_s:,.0f}",
         f"{row.weights_gib:.1f}",

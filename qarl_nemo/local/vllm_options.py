@@ -30,7 +30,7 @@ ENVIRONMENT = {
 }
 # Kernels whose arithmetic the learner follows, where vLLM has several for a GPU.
 MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
-_LINEAR_BACKENDS = {"fp8_block": "cutlass"}
+LINEAR_BACKENDS = {"fp8_block": "cutlass"}
 _WORKER = "qarl_nemo.refit.load.PackedRefit"
 
 
@@ -91,8 +91,8 @@ def _gpu_options(fmt: QuantFormat, targets: Sequence[str], settings: VllmRollout
     options: dict[str, Any] = {"compilation_config": compilation, "gpu_memory_utilization": 0.01}
     if "experts" in targets and fmt.name in MOE_BACKENDS:
         options["moe_backend"] = MOE_BACKENDS[fmt.name]
-    if set(targets) != {"experts"} and fmt.name in _LINEAR_BACKENDS:
-        options["linear_backend"] = _LINEAR_BACKENDS[fmt.name]
+    if set(targets) != {"experts"} and fmt.name in LINEAR_BACKENDS:
+        options["linear_backend"] = LINEAR_BACKENDS[fmt.name]
     return options
 
 

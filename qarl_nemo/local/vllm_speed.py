@@ -113,13 +113,14 @@ def _time_batch(llm: Any, prompts: list[dict[str, Any]], request: dict[str, Any]
     for repeat in range(1 + request["repeats"]):
         first = _seconds(llm, prompts, 1)
         # Both lengths pay for prefill, for filling the batch and for emptying it; full steps are what is left.
-        full = _seconds(llm, prompts, settle + more) - _seconds(llm, prompts, settle)
-        # The first time compiles and tunes kernels.
-        if repeat and full <= 0:
+        steps = _seconds(llm, prompts, settle + more) - _seconds(llm, prompts, settle)
+        if repeat == 0:
+            # It compiled and tuned kernels.
+            continue
+        if steps <= 0:
             return {"reason": "too short to time: more steps took no longer than fewer; raise --new-tokens"}
-        if repeat:
-            prefill.append(len(prompts) * request["prompt_tokens"] / first)
-            decode.append(len(prompts) * more / full)
+        prefill.append(len(prompts) * request["prompt_tokens"] / first)
+        decode.append(len(prompts) * more / steps)
     return {"decode_tokens_s": decode, "prefill_tokens_s": prefill}
 
 

@@ -15,10 +15,10 @@ _COLORS = {"bf16": INK, "w4a16": "#0072B2", "w4a8": "#56B4E9", "fp8_block": "#D5
 
 
 def write_rollout_speed_figure(rows: Sequence[Row], png_path: Path, title: str) -> Path:
-    """Writes one PNG of three panels; bars on the points of the first two join the repeats' quartiles.
+    """Writes one PNG of three panels; bars on the points of the first two are the noise.
 
     Args:
-        rows: of `qarl doctor --rollout`: format_name, batch_size, decode_tokens_s, decode_quartiles, speedup,
+        rows: of `qarl doctor --rollout`: format_name, batch_size, decode_tokens_s, decode_noise, speedup,
             weights_gib and kv_cache_tokens.
         png_path: file to write; its folder must exist.
         title: heading.
@@ -57,13 +57,9 @@ def write_rollout_speed_figure(rows: Sequence[Row], png_path: Path, title: str) 
 def _draw(axes: Axes, name: str, rows: Sequence[Row], divisor: float | Sequence[float]) -> None:
     divisors = [divisor] * len(rows) if isinstance(divisor, float) else divisor
     middle = [row["decode_tokens_s"] / by for row, by in zip(rows, divisors, strict=True)]
-    ends = [[end / by for end in row["decode_quartiles"]] for row, by in zip(rows, divisors, strict=True)]
-    below = [value - low for value, (low, _) in zip(middle, ends, strict=True)]
-    above = [high - value for value, (_, high) in zip(middle, ends, strict=True)]
+    noise = [row["decode_noise"] / by for row, by in zip(rows, divisors, strict=True)]
     sizes = [row["batch_size"] for row in rows]
-    axes.errorbar(
-        sizes, middle, yerr=[below, above], marker="o", markersize=5, capsize=4, color=_COLORS[name], label=name
-    )
+    axes.errorbar(sizes, middle, yerr=noise, marker="o", markersize=5, capsize=4, color=_COLORS[name], label=name)
 
 
 def _draw_memory(axes: Axes, rows: Mapping[str, Row]) -> None:

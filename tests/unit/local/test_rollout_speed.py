@@ -129,10 +129,9 @@ SPEEDS[2].batches[64] = {"reason": "does not fit"}
 def test_rows_are_medians_over_the_baselines():
     rows = {(row.format_name, row.batch_size): row for row in speed_rows(SPEEDS, (8, 64))}
     assert rows["fp8_block", 8].decode_tokens_s == 190
-    # half way from the outer values to the middle one
-    assert rows["fp8_block", 8].decode_quartiles == (185, 192.5)
+    # distances 0, 10 and 5
+    assert rows["fp8_block", 8].decode_noise == 5
     assert rows["fp8_block", 8].speedup == pytest.approx(1.9)
-    assert rows["bf16", 8].spread == pytest.approx(0.1)
     assert rows["w4a16", 64].speedup == pytest.approx(0.9)
     assert rows["fp8_block", 64].reason == "does not fit"
     assert rows["w4a8", 8].reason == "not on this GPU"
@@ -148,15 +147,14 @@ def test_the_fastest_that_fits_is_recommended():
     assert sixty_four["format"] == "bf16"
 
 
-def test_formats_whose_quartiles_overlap_are_within_noise():
-    # upper quartile 107, lower quartile 106
-    near = [speed("w4a16", b8=[100.0, 106.0, 108.0]), speed("fp8_block", b8=[105.0, 107.0, 109.0])]
+def test_formats_that_differ_by_no_more_than_twice_their_noises_are_tied():
+    # medians 104 and 110, noises 2 and 1
+    near = [speed("w4a16", b8=[102.0, 104.0, 106.0]), speed("fp8_block", b8=[109.0, 110.0, 111.0])]
     (advice,) = recommend(speed_rows(near, (8,)))
     assert (advice["format"], advice["tied"]) == ("fp8_block", ["w4a16"])
     assert "within noise of it: w4a16" in advice["reason"]
-    # one repeat of five that was held up, or sped up, decides nothing
-    slow, fast = [100.0, 101.0, 102.0, 103.0, 200.0], [50.0, 105.0, 106.0, 107.0, 108.0]
-    apart = [speed("w4a16", b8=slow), speed("fp8_block", b8=fast)]
+    # medians 103.9 and 110; one repeat that was held up, or sped up, decides nothing
+    apart = [speed("w4a16", b8=[101.9, 103.9, 200.0]), speed("fp8_block", b8=[50.0, 110.0, 111.0])]
     assert recommend(speed_rows(apart, (8,)))[0]["tied"] == []
 
 
@@ -186,5 +184,5 @@ def test_files_table_and_figures_hold_what_was_measured(model, tmp_path):
     assert figures["rollout_tokens_s_fp8_block_b8"] == 190
     assert figures["rollout_speedup_w4a16_b64"] == pytest.approx(0.9)
     assert figures["rollout_weights_gib_bf16"] == 57
-    assert figures["rollout_spread_max"] == pytest.approx(0.1)
+    assert figures["rollout_noise_max"] == pytest.approx(0.1)
     assert not any("w4a8" in name for name in figures)
