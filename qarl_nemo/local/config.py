@@ -147,9 +147,18 @@ class ArithmeticData(StrictModel):
 
     source: Literal["arithmetic"] = "arithmetic"
     digits: int = Field(2, ge=1, le=6)
-    num_terms: int = Field(2, ge=2, le=6)
+    num_terms: int = Field(2, ge=2, le=16)
     operators: str = Field("+", pattern=r"^[-+*]+$")
     answer_digits: int = Field(1, ge=1, le=12, description="Answers are zero-padded to this many digits.")
+    running_totals: bool = False
+    """Answers list the total after each operator, `1+2+3=` -> `3 6`: longer responses that depend on themselves."""
+
+    @model_validator(mode="after")
+    def totals_run_from_left_to_right(self) -> "ArithmeticData":
+        """Keep products, which come before sums, out of running totals."""
+        if self.running_totals and "*" in self.operators:
+            raise ValueError("running_totals adds from left to right; legal operators with it: + and -")
+        return self
 
 
 class JsonlData(StrictModel):

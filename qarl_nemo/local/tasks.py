@@ -106,11 +106,14 @@ def arithmetic_tasks(config: ArithmeticData, num_tasks: int, rng: random.Random)
     for _ in range(num_tasks):
         terms = [rng.randrange(10**config.digits) for _ in range(config.num_terms)]
         operators = [rng.choice(config.operators) for _ in terms[1:]]
-        total = eval_chain(terms, operators)
         text = f"{terms[0]:0{config.digits}d}"
         for operator, term in zip(operators, terms[1:], strict=True):
             text += f"{operator}{term:0{config.digits}d}"
-        tasks.append(Task(text + "=", "-" * (total < 0) + f"{abs(total):0{config.answer_digits}d}"))
+        first = 1 if config.running_totals else len(operators)
+        counts = range(first, len(operators) + 1)
+        totals = [eval_chain(terms[: count + 1], operators[:count]) for count in counts]
+        answer = " ".join("-" * (total < 0) + f"{abs(total):0{config.answer_digits}d}" for total in totals)
+        tasks.append(Task(text + "=", answer))
     return tasks
 
 

@@ -4,7 +4,7 @@ import functools
 import re
 
 # Python refuses to convert numbers of more than 4300 digits; math-verify copes with them.
-_INTEGER = re.compile(r"\s*-?\d{1,1000}\s*")
+_INTEGERS = re.compile(r"\s*-?\d{1,1000}(\s+-?\d{1,1000})*\s*")
 
 
 def reward(response: str, answer: str) -> float:
@@ -17,9 +17,9 @@ def reward(response: str, answer: str) -> float:
     Returns:
         0.0 or 1.0.
     """
-    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(response):
-        # Two plain integers need no parser, which costs milliseconds a call.
-        return float(int(response) == int(answer))
+    if _INTEGERS.fullmatch(answer) and _INTEGERS.fullmatch(response):
+        # Plain integers need no parser, which costs milliseconds a call and reads a list as no answer.
+        return float(list(map(int, response.split())) == list(map(int, answer.split())))
     return _verified(response, answer)
 
 

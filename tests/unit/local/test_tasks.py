@@ -70,6 +70,25 @@ def test_generated_answers_are_right_and_padded():
     assert {operator for task in tasks for operator in task.prompt if operator in "+-*"} == set("+-*")
 
 
+def test_running_totals_end_in_the_answer():
+    sizes = {"num_terms": 5, "operators": "+-", "answer_digits": 3}
+    whole, running = (
+        arithmetic_tasks(ArithmeticData(running_totals=wanted, **sizes), 50, random.Random(0))
+        for wanted in (False, True)
+    )
+    assert [task.prompt for task in running] == [task.prompt for task in whole]
+    assert [task.answer.split()[-1] for task in running] == [task.answer for task in whole]
+    for task in running:
+        terms = task.prompt.removesuffix("=").replace("-", " -").replace("+", " ").split()
+        totals = [sum(map(int, terms[: count + 2])) for count in range(4)]
+        assert list(map(int, task.answer.split())) == totals
+
+
+def test_running_totals_refuse_products():
+    with pytest.raises(ValueError, match=r"running_totals adds from left to right; legal operators with it: \+ and -"):
+        ArithmeticData(running_totals=True, operators="+*")
+
+
 def _split(expression):
     return [expression[start:stop] for start, stop in ((0, 2), (2, 3), (3, 5), (5, 6), (6, 8))]
 
