@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 NO_ROUTE = -1
+# What one thread of the engine's kernel adds: 16 bytes of BF16 logits.
+_NEIGHBOURS = 8
 
 
 class RouteControl:
@@ -72,9 +74,25 @@ class AlignedRouter(nn.Module):
             logits [T, E] in hidden_states' dtype, weights [T, k] FP32, experts [T, k] int64.
         """
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = nn.functional.linear(rows, self.weight)
-        probabilities = logits.float().softmax(-1)
-        experts = probabilities.topk(self.top_k, dim=-1).indices
+        logits = self.logits(rows)
+        return logits, *self.choose(logits)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Return how much each expert is wanted: hidden_states [..., H] -> [..., E] in their dtype."""
+        return nn.functional.linear(hidden_states, self.weight)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the most wanted experts, or those that are replayed.
+
+        Args:
+            logits: [T, E].
+
+        Returns:
+            weights [T, k] FP32, experts [T, k] int64.
+        """
+        probabilities = engine_softmax(logits)
+        # Stable, so that of equal probabilities the first comes first, as in the engine; `topk` promises no order.
+        experts = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
         if self.control.replayed is not None:
             routes = self.control.replayed[:, self.layer].to(experts)
             experts = torch.where(routes == NO_ROUTE, experts, routes)
@@ -82,5 +100,38 @@ class AlignedRouter(nn.Module):
             self.control.recorded.append(experts)
         weights = probabilities.gather(-1, experts)
         if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, experts
+            weights = weights / _sum_in_order(weights)[..., None]
+        return weights, experts
+
+
+def engine_softmax(logits: Tensor) -> Tensor:
+    """Softmax in FP32 with the rollout engine's order of additions, so that router weights are its bits.
+
+    Eight neighbours are added one after the other; the sums of i and i + n/2 of n such groups are added until one is
+    left; every exponential is multiplied by the reciprocal.
+
+    Args:
+        logits: [T, E]; the order is the engine's where E is a power of two from 8 to 256.
+
+    Returns:
+        [T, E] FP32.
+
+    Source: vLLM 0.25.1 csrc/libtorch_stable/moe/topk_softmax_kernels.cu.
+    """
+    logits = logits.float()
+    exponentials = (logits - logits.amax(-1, keepdim=True)).exp()
+    num_experts = logits.shape[-1]
+    if num_experts % _NEIGHBOURS or num_experts & (num_experts - 1):
+        return exponentials * (1 / exponentials.sum(-1, keepdim=True))
+    sums = _sum_in_order(exponentials.unflatten(-1, (-1, _NEIGHBOURS)))
+    while sums.shape[-1] > 1:
+        first, second = sums.chunk(2, dim=-1)
+        sums = first + second
+    return exponentials * (1 / sums)
+
+
+def _sum_in_order(values: Tensor) -> Tensor:
+    first, *others = values.unbind(-1)
+    for other in others:
+        first = first + other
+    return first

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.local.optimizer import MasterOptimizer
-from qarl_nemo.local.rollouts import Rollouts, positions
+from qarl_nemo.local.rollouts import Rollouts, columns_from_first_token
 from qarl_nemo.losses.build import LossFn
 from qarl_nemo.losses.ratios import LossData
 
@@ -73,16 +73,18 @@ class Learner:
         Returns:
             logprobs [B, R] FP32 with a graph, entropy [B, R] FP32 detached, in nats.
         """
+        # With all filler on the right, where no token looks, attention needs no mask and runs its causal kernel.
+        columns, first = columns_from_first_token(rollouts.attention_mask), rollouts.num_prompt_columns
         routes = rollouts.routes if self.replay_routes else None
-        with self.report.routes.replay(None if routes is None else routes.flatten(0, 1)):
+        if routes is not None:
+            routes = torch.take_along_dim(routes, columns[..., None, None], dim=1).flatten(0, 1)
+        with self.report.routes.replay(routes):
             hidden = self.model.model(
-                input_ids=rollouts.input_ids,
-                attention_mask=rollouts.attention_mask,
-                position_ids=positions(rollouts.attention_mask),
-                use_cache=False,
+                input_ids=rollouts.input_ids.gather(1, columns), use_cache=False
             ).last_hidden_state
-        first = rollouts.num_prompt_columns
-        logits = self.model.lm_head(hidden[:, first - 1 : -1]).float() / self.temperature
+        places = torch.argsort(columns, dim=-1)[:, first - 1 : -1]
+        hidden = torch.take_along_dim(hidden, places[..., None], dim=1)
+        logits = self.model.lm_head(hidden).float() / self.temperature
         logprobs = logits.log_softmax(-1)
         entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
         return logprobs.gather(-1, rollouts.input_ids[:, first:, None]).squeeze(-1), entropy

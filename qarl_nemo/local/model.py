@@ -15,6 +15,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from qarl_nemo.local.config import ModelInit, PolicyConfig
+from qarl_nemo.local.engine_forward import follow_engine
 from qarl_nemo.local.tokenizer import character_tokenizer
 
 # Its bars for single shards would tear the run's own progress display.
@@ -44,7 +45,7 @@ def load_model(
         tokenizer = character_tokenizer()
         torch.manual_seed(seed)
         # Built in its dtype: a cast would round the rotary frequencies too, which stay FP32 in every other model.
-        model = AutoModelForCausalLM.from_config(tiny_config(policy.model_init, tokenizer), dtype=dtype)
+        model = follow_engine(AutoModelForCausalLM.from_config(tiny_config(policy.model_init, tokenizer), dtype=dtype))
     else:
         assert policy.model_path is not None
         model, tokenizer = load_checkpoint(policy.model_path, dtype)
@@ -88,7 +89,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
         raise ValueError(f"the tokenizer of {path} has no eos_token, so that no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
+    return follow_engine(model), tokenizer
 
 
 def _checkpoint_config(path: Path) -> PreTrainedConfig:

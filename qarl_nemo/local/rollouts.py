@@ -129,3 +129,17 @@ def positions(attention_mask: Tensor) -> Tensor:
         [B, S] int64.
     """
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def columns_from_first_token(attention_mask: Tensor) -> Tensor:
+    """Return the columns of each sequence in an order that starts at its first real token.
+
+    Args:
+        attention_mask: [B, S] bool.
+
+    Returns:
+        [B, S] int64; the columns before the first token come last.
+    """
+    num_columns = attention_mask.shape[1]
+    first = attention_mask.int().argmax(-1, keepdim=True)
+    return (first + torch.arange(num_columns, device=attention_mask.device)) % num_columns

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from qarl_kernels import QuantFormat, QuantizedWeight, stored_layout
 from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
+from qarl_nemo.local.engine_forward import follow_engine
 from qarl_nemo.local.rollouts import Rollouts, pad_left, positions
 from qarl_nemo.local.sampling import SamplingParams, draw
 from qarl_nemo.refit.manifest import Layout
@@ -49,7 +50,7 @@ class PackedSampler:
         self.num_routers = 0
         self.version: int | None = None
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = follow_engine(AutoModelForCausalLM.from_config(config, dtype=dtype))
         self.slots = self._empty_packed_layers(model, targets, dtype, keep_operand)
         model.to_empty(device=device)
         # Its frequencies are computed, not loaded, so the meta device left them empty.

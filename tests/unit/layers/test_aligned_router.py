@@ -1,12 +1,14 @@
+import functools
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from asserts import assert_bitwise_equal, assert_snr
 from torch import nn
 
-from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
+from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl, engine_softmax
 
 
 def make_router(weight, *, top_k=2, norm=True, layer=0, control=None):
@@ -127,3 +129,32 @@ def test_recording_and_replaying_end_with_an_error_inside():
         raise RuntimeError("inside")
     assert control.recorded is None
     assert control.replayed is None
+
+
+def add_as_the_engine(values):
+    """Threads of eight neighbours each; every thread adds its own in order, then what its xor-partner holds."""
+    threads = [[np.float32(value) for value in values[start : start + 8]] for start in range(0, len(values), 8)]
+    sums = [functools.reduce(np.add, thread) for thread in threads]
+    mask = len(sums) // 2
+    while mask:
+        sums = [sums[thread] + sums[thread ^ mask] for thread in range(len(sums))]
+        mask //= 2
+    return sums[0]
+
+
+@pytest.mark.parametrize("num_experts", [8, 32, 128, 256])
+def test_softmax_adds_in_the_engines_order(num_experts):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(64, num_experts)).to(torch.bfloat16)
+    exponentials = (logits.float() - logits.float().amax(-1, keepdim=True)).exp()
+    sums = torch.tensor(np.array([add_as_the_engine(row) for row in exponentials.numpy()]))
+    expected = exponentials * (1 / sums[:, None])
+    assert_bitwise_equal(engine_softmax(logits), expected)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(logits.float().softmax(-1), expected)
+
+
+@pytest.mark.parametrize("num_experts", [4, 60])
+def test_any_number_of_experts_has_a_softmax(num_experts):
+    logits = torch.randn(16, num_experts)
+    torch.testing.assert_close(engine_softmax(logits), logits.softmax(-1))

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qarl_kernels import get_format
 from qarl_nemo.layers.install import InstallReport, install
 from qarl_nemo.local.config import AdamWConfig, ModelInit
+from qarl_nemo.local.engine_forward import follow_engine
 from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import tiny_config
 from qarl_nemo.local.optimizer import MasterOptimizer
@@ -34,7 +35,7 @@ def tiny_model(*, dtype=torch.float32, seed=0, **sizes) -> PreTrainedModel:
     config = tiny_config(init, TOKENIZER)
     config.initializer_range = 0.1
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return follow_engine(AutoModelForCausalLM.from_config(config, dtype=dtype)).eval()
 
 
 @dataclass

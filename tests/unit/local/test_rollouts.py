@@ -7,7 +7,7 @@ import torch
 from asserts import assert_bitwise_equal
 
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.local.rollouts import Rollouts, encode_prompts, pad_left, positions
+from qarl_nemo.local.rollouts import Rollouts, columns_from_first_token, encode_prompts, pad_left, positions
 from qarl_nemo.local.tasks import Task
 from qarl_nemo.local.tokenizer import character_tokenizer
 
@@ -94,3 +94,14 @@ def test_text_prompts_get_no_special_tokens():
     tokenizer = character_tokenizer()
     (ids,) = encode_prompts([Task("1+2=", "3")], tokenizer)
     assert tokenizer.convert_ids_to_tokens(ids) == ["1", "+", "2", "="]
+
+
+def test_a_sequence_can_be_read_from_its_first_token_on_and_put_back():
+    ids, mask = pad_left([[5, 6], [7, 8, 9], [4]], 0, CPU)
+    ids, mask = (
+        torch.cat([ids, torch.tensor([[1], [2], [0]])], -1),
+        torch.cat([mask, torch.tensor([[1], [1], [0]])], -1),
+    )
+    columns = columns_from_first_token(mask)
+    assert ids.gather(1, columns).tolist() == [[5, 6, 1, 0], [7, 8, 9, 2], [4, 0, 0, 0]]
+    assert torch.equal(ids.gather(1, columns).gather(1, columns.argsort(-1)), ids)

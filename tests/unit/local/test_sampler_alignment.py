@@ -8,6 +8,7 @@ from engine_parts import BF16, PROMPTS, W4A16_G32, gaps, make_engine, sample, ti
 from format_cases import FORMATS
 
 from qarl_nemo.layers.router import NO_ROUTE
+from qarl_nemo.local.rollouts import columns_from_first_token
 
 SAMPLING = {"top_p": 0.8, "tokens": 8, "prompts": PROMPTS * 4}
 QUANTIZED = {name: fmt for name, fmt in FORMATS.items() if name != "bf16"}
@@ -77,7 +78,10 @@ def test_rollouts_carry_the_version_that_sampled_them():
 def own_routes(engine, rollouts):
     with engine.report.routes.record() as chosen, torch.no_grad():
         engine.learner.token_logprobs(rollouts)
-    return torch.stack(chosen, dim=1).view(*rollouts.input_ids.shape, len(chosen), -1)
+    routes = torch.stack(chosen, dim=1).view(*rollouts.input_ids.shape, len(chosen), -1)
+    # The learner reads a sequence from its first token on.
+    places = columns_from_first_token(rollouts.attention_mask).argsort(-1)
+    return torch.take_along_dim(routes, places[..., None, None], dim=1)
 
 
 def test_recorded_routes_are_those_the_learner_chooses():

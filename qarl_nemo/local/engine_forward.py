@@ -1,0 +1,127 @@
+"""A Hugging Face Qwen model's norms and attention with the rollout engine's rounding points.
+
+transformers rounds a normalized value before it is multiplied by the weight, and both products of a rotation before
+they are added; vLLM's kernels compute in FP32 and round once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class EngineNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * w in FP32, rounded once.
+
+    Args:
+        norm: the model's norm, whose weight is taken over.
+
+    Source: vLLM 0.25.1 csrc/libtorch_stable/layernorm_kernels.cu.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = norm.variance_epsilon
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize the last dimension: hidden_states [..., H] -> [..., H] in their dtype."""
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class EngineAttention(nn.Module):
+    """Projections, norms of queries and keys where the model has them, rotation in FP32, attention.
+
+    Args:
+        attention: the model's, whose projections and norms are taken over.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        for name, module in attention.named_children():
+            self.add_module(name, module)
+        for name in ("config", "layer_idx", "head_dim", "num_key_value_groups", "scaling", "is_causal"):
+            setattr(self, name, getattr(attention, name))
+        self.sliding_window = getattr(attention, "sliding_window", None)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend.
+
+        Args:
+            hidden_states: [B, S, H].
+            position_embeddings: cos and sin [B, S, head size].
+            attention_mask: as transformers makes it; None is causal.
+            past_key_values: keys and values of earlier tokens, which gets these tokens' too.
+            options: of transformers' attention functions.
+
+        Returns:
+            [B, S, H], and None in place of the probabilities.
+        """
+        query, key, value = (
+            getattr(self, f"{name}_proj")(hidden_states).unflatten(-1, (-1, self.head_dim)) for name in "qkv"
+        )
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = (rotate(x, *position_embeddings).transpose(1, 2) for x in (query, key))
+        value = value.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        return self.o_proj(self.attend(query, key, value, attention_mask, **options).flatten(2)), None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Mix values: each [B, heads, S, head size] -> [B, S, heads, head size]."""
+        run = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        settings = {"scaling": self.scaling, "sliding_window": self.sliding_window, **options}
+        return run(self, query, key, value, attention_mask, **settings)[0]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head's pairs (x_i, x_{i + D/2}) in FP32, x cos - y sin and y cos + x sin, rounded once.
+
+    Args:
+        x: [B, S, heads, D].
+        cos: [B, S, D].
+        sin: [B, S, D].
+
+    Returns:
+        [B, S, heads, D] in x's dtype.
+
+    Source: vLLM 0.25.1 csrc/libtorch_stable/pos_encoding_kernels.cu.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos[..., None, :].float() + turned * sin[..., None, :].float()).to(x.dtype)
+
+
+def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a Qwen model normalize, rotate and attend as the rollout engine does.
+
+    Args:
+        model: changed in place; parameters and their names stay.
+
+    Returns:
+        The model.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            _swap(model, name, EngineNorm(module))
+    for name, module in list(model.named_modules()):
+        if name.endswith(".self_attn"):
+            _swap(model, name, EngineAttention(module))
+    return model
+
+
+def _swap(model: nn.Module, name: str, replacement: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, replacement)

@@ -1,0 +1,93 @@
+"""Norms and rotation round once, as the engine's kernels do; what transformers does instead is the wrong input."""
+
+import copy
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
+
+from qarl_nemo.local.engine_forward import EngineNorm, follow_engine, rotate
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture
+def make():
+    def build(dtype):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES), dtype=dtype).eval()
+
+    return build
+
+
+def rounded_once(exact):
+    return exact.to(torch.bfloat16)
+
+
+def test_a_norm_rounds_once():
+    torch.manual_seed(0)
+    theirs = Qwen3MoeRMSNorm(256, eps=1e-6).to(torch.bfloat16)
+    theirs.weight.data = (1 + 0.3 * torch.randn(256)).to(torch.bfloat16)
+    x = torch.randn(64, 256).to(torch.bfloat16)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * theirs.weight.double()
+    assert_bitwise_equal(EngineNorm(theirs)(x), rounded_once(exact))
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(theirs(x), rounded_once(exact))
+
+
+def test_a_rotation_rounds_once(make):
+    model = make(torch.bfloat16)
+    cos, sin = model.model.rotary_emb(torch.empty(0, dtype=torch.bfloat16), torch.arange(40)[None])
+    query = torch.randn(1, 40, 4, 16).to(torch.bfloat16)
+    turned = torch.cat([-query[..., 8:], query[..., :8]], -1).double()
+    exact = query.double() * cos[:, :, None].double() + turned * sin[:, :, None].double()
+    assert_bitwise_equal(rotate(query, cos, sin), rounded_once(exact))
+    theirs, _ = apply_rotary_pos_emb(query, query, cos, sin, unsqueeze_dim=2)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(theirs, rounded_once(exact))
+
+
+def test_the_model_is_the_same_but_for_rounding(make):
+    tokens = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[False] * 4 + [True] * 8, [True] * 12])
+    for dtype, largest in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        plain = make(dtype)
+        followed = follow_engine(copy.deepcopy(plain))
+        assert [name for name, _ in followed.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        with torch.no_grad():
+            gap = (plain(tokens, attention_mask=mask).logits - followed(tokens, attention_mask=mask).logits)[mask]
+        assert 0 <= gap.abs().max() < largest
+
+
+def test_gradients_reach_norms_and_projections(make):
+    model = follow_engine(make(torch.bfloat16))
+    model(torch.arange(8)[None]).logits.float().logsumexp(-1).sum().backward()
+    attention = model.model.layers[0].self_attn
+    for parameter in (attention.q_proj.weight, attention.k_norm.weight, model.model.layers[1].input_layernorm.weight):
+        assert parameter.grad.abs().sum() > 0
+
+
+def test_decoding_with_a_cache_says_what_reading_at_once_says(make):
+    model = follow_engine(make(torch.bfloat16))
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        cache = model(tokens[:, :9], use_cache=True).past_key_values
+        last = model(tokens[:, 9:], past_key_values=cache).logits[:, -1]
+        whole = model(tokens).logits[:, -1]
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert (last - whole).abs().max() < 0.05
+    assert (model(tokens[:, 1:]).logits[:, -1] - whole).abs().max() > 1e-3
