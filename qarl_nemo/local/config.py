@@ -62,6 +62,8 @@ class PolicyConfig(StrictModel):
     model_init: ModelInit | None = Field(None, description="A tiny random model instead of a checkpoint.")
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters and activations; bfloat16 keeps FP32 masters in the optimizer."""
+    attention: Literal["torch", "engine"] = "torch"
+    """The learner's kernel; `engine` is vLLM's own, forward bit for bit, on a Hopper GPU with vLLM installed."""
     warm_start: WarmStart = WarmStart()
     train_micro_batch_size: int = Field(256, ge=1, description="Sequences of one forward and backward.")
     logprob_batch_size: int = Field(512, ge=1, description="Sequences of one forward without gradient.")

@@ -11,6 +11,7 @@ from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import InstallReport, install
 from qarl_nemo.local.checkpoint import checkpoint_dir, load_optimizer, read_state
 from qarl_nemo.local.config import LocalConfig, VllmRolloutConfig
+from qarl_nemo.local.engine_attention import use_attention
 from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.local.optimizer import MasterOptimizer
@@ -124,6 +125,7 @@ def build_learner(
     qarl, policy = config.qarl, config.policy
     executed = fmt if qarl.alignment == "aligned" else get_format("bf16")
     report = install(model, qarl.targets, executed, mode=qarl.backward, keep_operand=qarl.keep_operand)
+    use_attention(model, policy.attention)
     rows = [asdict(row) for row in report.rows]
     (config.run_dir / "quantized.json").write_text(json.dumps(rows, indent=1))
     optimizer = MasterOptimizer(model.named_parameters(), policy.optimizer, policy.max_grad_norm)
