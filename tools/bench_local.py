@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from machine import hardware
 from record_local import row
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +16,7 @@ from qarl_nemo.config import load_config
 from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.local.trainer import Trainer
 from qarl_nemo.metrics.events import read_jsonl
+from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import append_results
 
 FORMATS = ("bf16", "w4a16", "w4a8", "fp8_channel", "fp8_block")

@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import hardware
 from record_local import row
 from refit_model import ENVIRONMENT, Learner, model_config, shapes, start
 from rich.console import Console
@@ -29,6 +28,7 @@ from rich.table import Table
 
 from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.local.progress import LiveProgress
+from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.refit.names import check_targets
 from qarl_nemo.refit.push import push, serving_version

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import numpy as np
-from machine import hardware, versions
 
+from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
