@@ -113,6 +113,7 @@ def compare(
     ] = "packed",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="bfloat16, or float32 with the packed engine.")] = "bfloat16",
+    attention: Annotated[str, typer.Option(help="The learner's kernel: torch, or engine, vLLM's own.")] = "torch",
     prompts: Annotated[
         Path | None,
         typer.Option(help="Text, one prompt a line, or JSONL with prompt_token_ids, prompt or problem; else random."),
@@ -124,17 +125,23 @@ def compare(
     seed: Annotated[int, typer.Option(help="Of random prompts and of sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Responses of one forward.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.8,
+    parallel: Annotated[int, typer.Option(help="vLLM engines at a time, which divide that share.")] = 1,
+    layers: Annotated[bool, typer.Option(help="Compare operator by operator as well, on vLLM's own inputs.")] = False,
     output: Annotated[Path, typer.Option(help="Folder of compare.json and compare.png.")] = Path("runs/compare"),
+    record: Annotated[Path | None, typer.Option(help="File of docs/results that takes the figures.")] = None,
 ) -> None:
     """Measure how far learner and rollout engine are apart: |logprob gap|, k3 KL, sequence ratios, top-1 agreement.
 
     The engine answers the prompts at temperature 1 and greedily; the learner scores the same tokens. Arms: aligned (the
-    learner executes the format that the engine serves), rollout_only (BF16 learner), and bf16 (both, the floor).
+    learner executes the format that the engine serves), rollout_only (BF16 learner), and bf16 (both, the floor). Beside
+    them attention, the learner against itself with another attention kernel: the format's own floor; and engine, which
+    reads its own responses.
     """
     from rich.console import Console
 
     from qarl_nemo.local.compare import compare as measure
-    from qarl_nemo.local.compare_output import comparison_tables, write_comparison
+    from qarl_nemo.local.compare_output import comparison_tables, operator_tables, write_comparison
+    from qarl_nemo.local.compare_record import append_comparison
     from qarl_nemo.local.compare_settings import CompareSettings
 
     settings = CompareSettings(
@@ -145,6 +152,7 @@ def compare(
         engine=engine,
         device=device,
         precision=precision,
+        attention=attention,
         prompts=prompts,
         num_prompts=num_prompts,
         prompt_tokens=prompt_tokens,
@@ -153,10 +161,16 @@ def compare(
         seed=seed,
         batch_size=batch_size,
         gpu_memory_utilization=gpu_memory_utilization,
+        parallel=parallel,
+        layers=layers,
     )
     result = measure(settings, typer.echo)
-    Console().print(*comparison_tables(result))
-    typer.echo("written: " + ", ".join(map(str, write_comparison(output, settings, result))))
+    Console().print(*comparison_tables(result), *operator_tables(result))
+    written = list(write_comparison(output, settings, result))
+    if record:
+        append_comparison(record, settings, result)
+        written.append(record)
+    typer.echo("written: " + ", ".join(map(str, written)))
 
 
 @app.command()

@@ -1,19 +1,24 @@
 """The engines of a comparison: each answers the job's prompts in one format and reports its own logprobs."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.layers.install import install
+from qarl_nemo.local.compare_score import Response, read_tokens
 from qarl_nemo.local.compare_settings import Job
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.sampler import PackedSampler
@@ -25,23 +30,11 @@ from qarl_nemo.refit.publish import publish
 # A greedy response's logprobs are those at temperature 1, on every engine.
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 _SCRIPT = Path(__file__).with_name("vllm_responses.py")
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """What an engine answered to one prompt.
-
-    Attributes:
-        prompt: token ids.
-        tokens: token ids of the response, its stop token included.
-        logprobs: of the tokens at temperature 1, nats.
-        top_tokens: the likeliest token at each place.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    top_tokens: list[int]
+# Prompts and steps of an engine's record: a prefill and some decoding, few enough for one forward.
+_RECORDED_PROMPTS, _RECORDED_TOKENS = 16, 9
+# Of the GPU memory an engine may take, for weights and activations beside the cache, where engines share the GPU.
+_CACHE_SHARE = 0.5
+_QUANTIZING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +45,13 @@ class Served:
         responses: by decoding, `sampled` and `greedy`.
         engine: its name and version.
         methods: the class that multiplies each module's weights, as the engine reports it.
+        record: what its operators put out, see `vllm_operators`; None where that was not asked for.
     """
 
     responses: dict[str, list[Response]]
     engine: str
     methods: dict[str, str]
+    record: dict[str, Tensor] | None = None
 
 
 def serve(job: Job, fmt: QuantFormat) -> Served:
@@ -97,8 +92,22 @@ def _serve_packed(job: Job, fmt: QuantFormat) -> Served:
     methods = dict.fromkeys(sampler.slots, f"packed {fmt.name}")
     del model, report
     generator = torch.Generator(job.device).manual_seed(job.settings.seed)
-    responses = {name: list(_sample(sampler, job, value, generator)) for name, value in TEMPERATURES.items()}
+    responses = {name: _sampled(sampler, job, value, generator) for name, value in TEMPERATURES.items()}
     return Served(responses, "packed", methods)
+
+
+def _sampled(sampler: PackedSampler, job: Job, temperature: float, generator: torch.Generator) -> list[Response]:
+    responses = list(_sample(sampler, job, temperature, generator))
+    sequences = [(response.prompt, response.tokens) for response in responses]
+    read = read_tokens(sampler.model, sequences, batch_size=job.settings.batch_size, pad_id=job.pad_id)
+    return [
+        dataclasses.replace(
+            response,
+            read_logprobs=logprobs[: len(response.tokens)].tolist(),
+            read_top_tokens=tops[: len(response.tokens)].tolist(),
+        )
+        for response, logprobs, tops in zip(responses, *read, strict=True)
+    ]
 
 
 def _sample(sampler: PackedSampler, job: Job, temperature: float, generator: torch.Generator) -> Iterator[Response]:
@@ -112,7 +121,7 @@ def _sample(sampler: PackedSampler, job: Job, temperature: float, generator: tor
         tokens = rollouts.input_ids[:, rollouts.num_prompt_columns :]
         columns = (tokens, rollouts.generation_logprobs, torch.stack(tops, dim=-1))
         for prompt, mask, *row in zip(batch, rollouts.response_mask, *columns, strict=True):
-            yield Response(prompt, *(values[mask].tolist() for values in row))
+            yield Response(prompt, *(values[mask].tolist() for values in row), read_logprobs=[], read_top_tokens=[])
     hook.remove()
 
 
@@ -123,32 +132,49 @@ def _serve_vllm(job: Job, fmt: QuantFormat) -> Served:
         checkpoint = settings.checkpoint
         if fmt.weight_kind != "bf16":
             checkpoint = folder / "quantized"
-            quantize_checkpoint(settings.checkpoint, checkpoint, fmt, settings.targets, device=job.device.type)
-        answer: dict[str, Any] = _ask_vllm(folder, job, fmt, checkpoint)
+            # One at a time: engines start in threads, and the quantizers' kernels are compiled in this process.
+            with _QUANTIZING:
+                quantize_checkpoint(settings.checkpoint, checkpoint, fmt, settings.targets, device=job.device.type)
+        record = folder / "record.safetensors" if settings.layers else None
+        answer: dict[str, Any] = _ask_vllm(folder, job, fmt, checkpoint, record)
+        tensors = load_file(record) if record else None
     backend = job.device.type.upper()
     chosen = [ChosenMethod(layer, method, backend) for layer, method in answer["methods"].items()]
     require_methods(chosen, fmt, settings.targets)
     parts = zip(TEMPERATURES, answer["responses"], strict=True)
     responses = {name: [Response(**row) for row in rows] for name, rows in parts}
-    return Served(responses, f"vllm {answer['version']}", answer["methods"])
+    return Served(responses, f"vllm {answer['version']}", answer["methods"], tensors)
 
 
-def _ask_vllm(folder: Path, job: Job, fmt: QuantFormat, checkpoint: Path) -> dict[str, Any]:
+def _vllm_options(job: Job, fmt: QuantFormat) -> dict[str, Any]:
     settings = job.settings
     options: dict[str, Any] = {"dtype": settings.precision}
     if job.device.type == "cuda":
-        options["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        share = settings.gpu_memory_utilization / settings.parallel
+        options["gpu_memory_utilization"] = share
+        if settings.parallel > 1:
+            # Engines that start or end meanwhile would disturb the measurement from which vLLM sizes its cache.
+            total = torch.cuda.get_device_properties(job.device).total_memory
+            options["kv_cache_memory_bytes"] = int(_CACHE_SHARE * share * total)
         if fmt.name in MOE_BACKENDS and "experts" in settings.targets:
             options["moe_backend"] = MOE_BACKENDS[fmt.name]
+    return options
+
+
+def _ask_vllm(folder: Path, job: Job, fmt: QuantFormat, checkpoint: Path, record: Path | None) -> dict[str, Any]:
+    settings = job.settings
+    recorded = {"prompts": job.prompts[:_RECORDED_PROMPTS], "num_tokens": _RECORDED_TOKENS, "path": str(record)}
     request = {
         "checkpoint": str(checkpoint.resolve()),
         "device": job.device.type,
         "requests": [[value, _prompts(job, value)] for value in TEMPERATURES.values()],
         "max_new_tokens": settings.max_new_tokens,
-        "max_model_len": max(map(len, job.prompts)) + settings.max_new_tokens,
+        # When the engine reads a whole response, it must be able to add a token.
+        "max_model_len": max(map(len, job.prompts)) + max(settings.max_new_tokens, _RECORDED_TOKENS) + 1,
         "seed": settings.seed,
         "stop_token_ids": job.stop_ids,
-        "options": options,
+        "options": _vllm_options(job, fmt),
+        "record": recorded if record else None,
     }
     asked, answered = folder / "request.json", folder / "answer.json"
     asked.write_text(json.dumps(request), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A comparison as files and as a table."""
+"""A comparison as files and as tables."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from qarl_nemo.local.compare import Comparison
+from qarl_nemo.local.compare_operators import PHASES, total_by_operator
 from qarl_nemo.local.compare_settings import CompareSettings
 from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.metrics.report.fidelity import write_fidelity_figure
@@ -19,10 +20,9 @@ from qarl_nemo.metrics.report.style import format_number
 _COLUMNS = {
     "gap_mean": "|gap|",
     "gap_over_floor": "x floor",
+    "gap_over_own": "x own",
     "gap_p99": "p99",
     "kl_k3": "k3 KL",
-    "ratio_p01": "ratio p01",
-    "ratio_p99": "p99",
     "top1_agreement": "top-1",
 }
 
@@ -44,6 +44,7 @@ def write_comparison(folder: Path, settings: CompareSettings, result: Comparison
         "engine": result.engine,
         "methods": result.methods,
         "rows": _without_nan(result.rows),
+        "operators": result.operators,
     }
     write_atomic(folder / "compare.json", json.dumps(content, indent=1, default=str, allow_nan=False) + "\n")
     title = f"{settings.checkpoint.name}, learner to {result.engine}"
@@ -60,7 +61,8 @@ def comparison_tables(result: Comparison) -> Iterator[Table]:
         One line for each arm and format.
     """
     for decoding in dict.fromkeys(row["decoding"] for row in result.rows):
-        table = Table("arm", title=f"learner to {result.engine}, {decoding}", box=None, padding=(0, 1, 0, 0))
+        table = Table(title=f"learner to {result.engine}, {decoding}", box=None, padding=(0, 1, 0, 0))
+        table.add_column("arm", no_wrap=True)
         for heading in _COLUMNS.values():
             table.add_column(heading, justify="right", no_wrap=True)
         for row in result.rows:
@@ -68,6 +70,33 @@ def comparison_tables(result: Comparison) -> Iterator[Table]:
                 arm = row["arm"] if row["arm"] == row["format"] else f"{row['arm']} {row['format']}"
                 table.add_row(arm, *(format_number(row[key]) for key in _COLUMNS))
         yield table
+
+
+def operator_tables(result: Comparison) -> Iterator[Table]:
+    """Yield one table for each format: how many values of an operator are the engine's, and how far the others are.
+
+    Args:
+        result: what was measured.
+
+    Yields:
+        One line for each operator, all layers together; nothing where operators were not compared.
+    """
+    for fmt in dict.fromkeys(row["format"] for row in result.operators):
+        totals = total_by_operator([row for row in result.operators if row["format"] == fmt])
+        table = Table("operator", title=f"{fmt}: the learner's on {result.engine}'s inputs", box=None, padding=(0, 1))
+        for phase in PHASES:
+            for heading in (f"{phase} same", "dB", "largest"):
+                table.add_column(heading, justify="right", no_wrap=True)
+        for operator in dict.fromkeys(row["operator"] for row in totals):
+            cells = {row["phase"]: _cells(row) for row in totals if row["operator"] == operator}
+            table.add_row(operator, *(cell for phase in PHASES for cell in cells.get(phase, ("", "", ""))))
+        yield table
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, str, str]:
+    if row["snr_db"] is None:
+        return "all", "", ""
+    return f"{row['identical']:.4%}", f"{row['snr_db']:.1f}", format_number(row["max_abs"])
 
 
 def _without_nan(value: Any) -> Any:

@@ -43,7 +43,8 @@ def make_prompts(
         prompts = _random_prompts(settings, tokenizer, config)
     else:
         prompts = _read_prompts(settings.prompts, tokenizer)[: settings.num_prompts]
-    longest = config.max_position_embeddings - settings.max_new_tokens
+    # One token more than the response: an engine that reads it all must be able to add one.
+    longest = config.max_position_embeddings - settings.max_new_tokens - 1
     problems = []
     for number, prompt in enumerate(prompts, 1):
         outside = sorted({token for token in prompt if not 0 <= token < config.vocab_size})

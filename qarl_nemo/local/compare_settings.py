@@ -14,6 +14,7 @@ from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.layers.install import install
 from qarl_nemo.local.compare_prompts import make_prompts
+from qarl_nemo.local.engine_attention import ATTENTIONS, engine_attention_problem
 from qarl_nemo.local.model import SUPPORTED_MODEL_TYPES
 from qarl_nemo.local.setup import resolve_device
 from qarl_nemo.refit.names import TARGETS
@@ -35,6 +36,7 @@ class CompareSettings:
         engine: `packed` or `vllm`.
         device: `cpu`, `cuda` or `auto`.
         precision: of activations and unquantized parameters, on both sides.
+        attention: the learner's kernel, `torch` or `engine`, vLLM's own.
         prompts: file of prompts; None makes random ones.
         num_prompts: random prompts, or the most that are read from the file; None = 16 random ones, the whole file.
         prompt_tokens: length of a random prompt.
@@ -43,6 +45,8 @@ class CompareSettings:
         seed: of random prompts and of sampling.
         batch_size: responses of one forward.
         gpu_memory_utilization: share of the GPU that vLLM takes.
+        parallel: vLLM engines at a time, which divide that share.
+        layers: compare operator by operator as well, on vLLM's own inputs.
     """
 
     checkpoint: Path
@@ -52,6 +56,7 @@ class CompareSettings:
     engine: str = "packed"
     device: str = "auto"
     precision: str = "bfloat16"
+    attention: str = "torch"
     prompts: Path | None = None
     num_prompts: int | None = None
     prompt_tokens: int = 32
@@ -60,6 +65,8 @@ class CompareSettings:
     seed: int = 0
     batch_size: int = 16
     gpu_memory_utilization: float = 0.8
+    parallel: int = 1
+    layers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ def prepare(settings: CompareSettings) -> Job:
 
 
 def _number_problems(settings: CompareSettings) -> list[str]:
-    names = ("prompt_tokens", "num_responses", "max_new_tokens", "batch_size")
+    names = ("prompt_tokens", "num_responses", "max_new_tokens", "batch_size", "parallel")
     numbers = {name: getattr(settings, name) for name in names}
     if settings.num_prompts is not None:
         numbers["num_prompts"] = settings.num_prompts
@@ -133,11 +140,14 @@ def _choice_problems(settings: CompareSettings) -> list[str]:
     problems = [
         f"unknown target {name!r}; legal: {', '.join(TARGETS)}" for name in settings.targets if name not in TARGETS
     ]
-    for name, legal in (("engine", ENGINES), ("precision", PRECISIONS)):
+    for name, legal in (("engine", ENGINES), ("precision", PRECISIONS), ("attention", ATTENTIONS)):
         if getattr(settings, name) not in legal:
             problems.append(f"unknown {name} {getattr(settings, name)!r}; legal: {', '.join(legal)}")
+    missing = engine_attention_problem() if settings.attention == "engine" else None
+    if missing:
+        problems.append(f"attention=engine does not run here: {missing}; set attention=torch")
     if settings.engine != "vllm":
-        return problems
+        return problems + ["--layers looks into vLLM's operators; set --engine vllm"] * settings.layers
     if importlib.util.find_spec("vllm") is None:
         problems.append("engine vllm needs vLLM in this environment: pip install -e '.[vllm]', or use engine packed")
     if settings.precision != "bfloat16":

@@ -1,12 +1,13 @@
 """Let vLLM answer prompts: `python -P vllm_responses.py REQUEST.json ANSWER.json`.
 
-A process of its own, which imports nothing of this project: an engine keeps global state and gives its memory back only
-when its process ends, and its environment must be set before it is imported.
+A process of its own: an engine keeps global state and gives its memory back only when its process ends, and its
+environment must be set before it is imported.
 
 REQUEST holds `checkpoint`, `device`, `requests` (pairs of temperature and prompts, which are token ids),
-`max_new_tokens`, `max_model_len`, `seed`, `stop_token_ids` and `options` of `vllm.LLM`. ANSWER holds `version`,
-`methods` (module -> the class that multiplies its weights), and `responses`: for each request a list of `{prompt,
-tokens, logprobs, top_tokens}`, in the order of its prompts.
+`max_new_tokens`, `max_model_len`, `seed`, `stop_token_ids`, `options` of `vllm.LLM`, and `record`: None, or `{prompts,
+num_tokens, path}` for a safetensors file of what every operator put out for some prompts. ANSWER holds `version`,
+`methods` (module -> the class that multiplies its weights), and `responses`: for each request a list of the fields of
+`compare_score.Response`, in the order of its prompts.
 """
 
 import json
@@ -42,7 +43,9 @@ def main(request_path: str, answer_path: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     llm, answer = _start(request)
     for temperature, prompts in request["requests"]:
-        answer["responses"].append(_respond(llm, request, temperature, prompts))
+        answer["responses"].append(_read_again(llm, _respond(llm, request, temperature, prompts)))
+    if request["record"]:
+        _record(llm, **request["record"])
     Path(answer_path).write_text(json.dumps(answer), encoding="utf-8")
 
 
@@ -91,16 +94,44 @@ def _respond(llm: Any, request: dict[str, Any], temperature: float, prompts: lis
         {
             "prompt": prompt,
             "tokens": list(output.outputs[0].token_ids),
-            "logprobs": [entry[token].logprob for token, entry in _steps(output)],
-            "top_tokens": [min(entry, key=lambda token: entry[token].rank) for _, entry in _steps(output)],
+            "logprobs": _chosen(output.outputs[0].token_ids, output.outputs[0].logprobs),
+            "top_tokens": _likeliest(output.outputs[0].logprobs),
         }
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
 
 
-def _steps(output: Any) -> list[tuple[int, dict[int, Any]]]:
-    best = output.outputs[0]
-    return list(zip(best.token_ids, best.logprobs, strict=True))
+def _read_again(llm: Any, responses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
+    prompts = [{"prompt_token_ids": response["prompt"] + response["tokens"]} for response in responses]
+    for response, output in zip(responses, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        entries = output.prompt_logprobs[len(response["prompt"]) :]
+        response["read_logprobs"] = _chosen(response["tokens"], entries)
+        response["read_top_tokens"] = _likeliest(entries)
+    return responses
+
+
+def _record(llm: Any, prompts: list[list[int]], num_tokens: int, path: str) -> None:
+    from safetensors.torch import save_file
+    from vllm import SamplingParams
+
+    from qarl_nemo.local.vllm_operators import OperatorRecorder
+
+    recorder = llm.apply_model(OperatorRecorder)[0]
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    recorder.stop()
+    save_file(recorder.tensors(), path)
+
+
+def _chosen(tokens: list[int], entries: list[dict[int, Any]]) -> list[float]:
+    return [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+
+
+def _likeliest(entries: list[dict[int, Any]]) -> list[int]:
+    return [min(entry, key=lambda token: entry[token].rank) for entry in entries]
 
 
 def _methods(model: Any) -> dict[str, str]:

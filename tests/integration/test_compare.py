@@ -7,7 +7,6 @@ import datetime
 import importlib.util
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,16 +16,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from qarl_nemo.local.compare import compare
-from qarl_nemo.local.compare_engines import Response
-from qarl_nemo.local.compare_learner import score
+from qarl_kernels import get_format
+from qarl_nemo.local.compare import compare, load_learner
+from qarl_nemo.local.compare_engines import serve
+from qarl_nemo.local.compare_operators import PHASES, compare_operators
+from qarl_nemo.local.compare_record import result_rows
+from qarl_nemo.local.compare_score import Response, model_scores
 from qarl_nemo.local.compare_settings import CompareSettings, prepare
 from qarl_nemo.local.tokenizer import character_tokenizer
+from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SCRIPT = TOOLS / "compare_logprobs.py"
 DECODINGS = ("sampled", "greedy")
+BF16 = get_format("bf16")
 COMMAND = "QARL_COMPARE_RESULTS=docs/results/fidelity.json python -m pytest tests/integration/test_compare.py -k vllm"
 
 
@@ -75,7 +79,15 @@ def test_the_aligned_learner_is_at_the_floor_and_the_other_is_not(checkpoint):
     rows = rows_by_arm(comparison)
     assert set(rows) == {
         (arm, fmt, decoding)
-        for arm, fmt in (("bf16", "bf16"), ("aligned", "w4a16"), ("rollout_only", "w4a16"))
+        for arm, fmt in (
+            ("bf16", "bf16"),
+            ("attention", "bf16"),
+            ("engine", "bf16"),
+            ("aligned", "w4a16"),
+            ("rollout_only", "w4a16"),
+            ("attention", "w4a16"),
+            ("engine", "w4a16"),
+        )
         for decoding in DECODINGS
     }
     for decoding in DECODINGS:
@@ -84,6 +96,9 @@ def test_the_aligned_learner_is_at_the_floor_and_the_other_is_not(checkpoint):
         assert aligned["kl_k3"] < 1e-8 < 1e-4 < other["kl_k3"]
         assert aligned["top1_agreement"] == 1.0 > other["top1_agreement"]
         assert rows["bf16", "bf16", decoding]["gap_over_floor"] == 1.0
+        assert rows["engine", "w4a16", decoding]["gap_max"] < 1e-4
+        assert 0 < rows["attention", "w4a16", decoding]["gap_max"] < 1e-4
+        assert rows["attention", "w4a16", decoding]["gap_over_own"] == 1.0
         assert sum(interval["num_tokens"] for interval in aligned["by_position"]) == aligned["num_tokens"]
     assert rows["aligned", "w4a16", "sampled"]["num_responses"] == 8
     assert rows["aligned", "w4a16", "greedy"]["num_responses"] == 4
@@ -105,14 +120,15 @@ def test_tokens_of_another_response_are_far_from_the_engine(checkpoint):
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     logprobs = logits.log_softmax(-1)
     chosen = logprobs[range(len(tokens)), tokens].tolist()
-    right = Response(prompt, tokens, chosen, logits.argmax(-1).tolist())
-    wrong = Response(prompt, tokens[::-1], chosen, right.top_tokens)
-    short = Response(prompt, tokens[:3], chosen[:3], right.top_tokens[:3])
-    learner, engine, same_top, mask = score(model, [right, short, wrong], batch_size=2, pad_id=0)
-    gaps = (learner - engine).abs()
-    assert mask.sum(-1).tolist() == [8, 3, 8]
-    assert gaps[:2][mask[:2]].max() < 1e-4 < 0.1 < gaps[2].mean()
-    assert same_top[:2][mask[:2]].all()
+    tops = logits.argmax(-1).tolist()
+    right = Response(prompt, tokens, chosen, tops, chosen, tops)
+    wrong = Response(prompt, tokens[::-1], chosen, tops, chosen, tops)
+    short = Response(prompt, tokens[:3], chosen[:3], tops[:3], chosen[:3], tops[:3])
+    scores = model_scores(model, [right, short, wrong], batch_size=2, pad_id=0)
+    gaps = (scores.logprobs - scores.generation_logprobs).abs()
+    assert scores.mask.sum(-1).tolist() == [8, 3, 8]
+    assert gaps[:2][scores.mask[:2]].max() < 1e-4 < 0.1 < gaps[2].mean()
+    assert scores.same_top[:2][scores.mask[:2]].all()
 
 
 @pytest.mark.slow
@@ -124,10 +140,10 @@ def test_the_command_writes_table_json_and_figure(checkpoint, tmp_path):
     command = [sys.executable, SCRIPT, checkpoint, *options, "--device", "cpu", "--output", tmp_path / "out"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for text in ("aligned w4a16", "rollout_only fp8_block", "k3 KL", "greedy"):
+    for text in ("aligned w4a16", "rollout_only fp8_block", "engine bf16", "k3 KL", "greedy"):
         assert text in done.stdout
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert len(written["rows"]) == 10
+    assert len(written["rows"]) == 22
     assert written["rows"][0]["arm"] == "bf16"
     assert written["rows"][0]["num_responses"] == 12
     assert (tmp_path / "out" / "compare.png").stat().st_size > 20_000
@@ -179,18 +195,22 @@ def test_what_vllm_does_not_serve_on_a_cpu_is_refused_before_it_starts(checkpoin
     assert refused == ["w4a8", "fp8_channel"]
 
 
+def needs_cpu_vllm(test):
+    test = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")(test)
+    return pytest.mark.skipif(torch.cuda.is_available(), reason="for a CPU build of vLLM")(test)
+
+
 EXPERTS = "model.layers.0.mlp.experts.routed_experts"
 
 
 def keep_figures(comparison):
     """Print the gaps; with QARL_COMPARE_RESULTS they become rows of docs/results."""
-    machine = runpy.run_path(str(TOOLS / "machine.py"))
     facts = {
         "unit": "nats",
         "op": "<=",
         "goal": None,
-        "hardware": machine["hardware"]("cpu"),
-        "versions": machine["versions"]() | dict([comparison.engine.split(" ")]),
+        "hardware": hardware("cpu"),
+        "versions": versions() | dict([comparison.engine.split(" ")]),
         "command": COMMAND,
         "date": datetime.date.today().isoformat(),
     }
@@ -204,8 +224,7 @@ def keep_figures(comparison):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for a CPU build of vLLM")
+@needs_cpu_vllm
 def test_vllm_on_a_cpu_is_closer_to_the_aligned_learner(checkpoint):
     options = {"formats": ("w4a16", "fp8_block"), "num_prompts": 16, "max_new_tokens": 48}
     comparison = compare(settings(checkpoint, engine="vllm", **options))
@@ -218,3 +237,40 @@ def test_vllm_on_a_cpu_is_closer_to_the_aligned_learner(checkpoint):
         assert gaps["bf16", "bf16", decoding] < 0.05
         # The CPU's int4 kernel rounds activations to 8 bits, so the aligned gap is above the floor here.
         assert gaps["aligned", "w4a16", decoding] < 0.5 * gaps["rollout_only", "w4a16", decoding]
+
+
+@pytest.mark.slow
+@needs_cpu_vllm
+def test_an_operator_that_differs_is_named_and_no_other(checkpoint):
+    job = prepare(settings(checkpoint, engine="vllm", group_size=None, formats=("fp8_block",), layers=True))
+    record = serve(job, BF16).record
+    model = load_learner(job, BF16)
+    before = {(row["operator"], row["layer"], row["phase"]): row for row in compare_operators(model, record)}
+    for operator in ("embedding", "residual", "qkv_proj", "q", "k", "o_proj", "router", "lm_head"):
+        assert all(row["identical"] == 1.0 for key, row in before.items() if key[0] == operator), operator
+    assert all(row["snr_db"] is None or row["snr_db"] > 40 for row in before.values())
+    assert {key[2] for key in before} == {"prefill", "decode"}
+    model.model.layers[1].self_attn.o_proj.weight.data *= 1.02
+    after = {(row["operator"], row["layer"], row["phase"]): row for row in compare_operators(model, record)}
+    assert {key for key in before if after[key] != before[key]} == {("o_proj", 1, phase) for phase in PHASES}
+    assert after["o_proj", 1, "decode"]["snr_db"] < 40
+
+
+def test_operators_of_the_packed_engine_are_not_looked_into(checkpoint):
+    with pytest.raises(ValueError, match="--layers looks into vLLM's operators; set --engine vllm"):
+        prepare(settings(checkpoint, layers=True))
+
+
+def test_the_engines_attention_is_refused_where_it_cannot_run(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"attention=engine does not run here: .* needs a Hopper GPU"):
+        prepare(settings(checkpoint, attention="engine"))
+
+
+def test_figures_become_rows(checkpoint):
+    asked = settings(checkpoint, precision="float32", targets=("experts", "attention"))
+    rows = {row["name"]: row for row in result_rows(asked, compare(asked), "cpu", "qarl compare")}
+    assert {"gap_floor_bf16_experts_attention", "gap_aligned_w4a16_experts_attention"} <= set(rows)
+    ratio = rows["gap_ratio_rollout_only_w4a16_experts_attention"]
+    assert (ratio["value"] > 1e3, ratio["goal"]) == (True, None)
+    assert rows["gap_ratio_w4a16_experts_attention"]["goal"] == 1.05

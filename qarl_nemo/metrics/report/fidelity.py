@@ -14,7 +14,11 @@ Row = Mapping[str, Any]
 _WIDTH_IN, _ROW_HEIGHT_IN, _DPI = 12.0, 3.9, 160
 _FORMAT_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = {"aligned": "-", "rollout_only": (0, (5, 2)), "bf16": (0, (1, 1))}
-_LABELS = {"aligned": "aligned", "rollout_only": "rollout only", "bf16": "floor: both BF16"}
+_LABELS = {
+    "aligned": "aligned",
+    "rollout_only": "rollout only",
+    "bf16": "floor: both BF16",
+}
 _SMALLEST_GAP = 1e-8
 
 
@@ -36,7 +40,7 @@ def write_fidelity_figure(rows: Sequence[Row], png_path: Path, title: str) -> Pa
         figure = new_figure(_WIDTH_IN, _ROW_HEIGHT_IN * len(decodings) + 0.8)
         grid = figure.subplots(len(decodings), 2, squeeze=False)
         for decoding, (by_position, distribution) in zip(decodings, grid, strict=True):
-            shown = [row for row in rows if row["decoding"] == decoding]
+            shown = [row for row in rows if row["decoding"] == decoding and row["arm"] in _LABELS]
             for row in shown:
                 _draw_positions(by_position, row, colors)
                 _draw_distribution(distribution, row, colors)
@@ -49,9 +53,8 @@ def write_fidelity_figure(rows: Sequence[Row], png_path: Path, title: str) -> Pa
 
 
 def _style(row: Row, colors: Mapping[str, str]) -> dict[str, Any]:
-    floor = row["arm"] == "bf16"
-    label = _LABELS[row["arm"]] + ("" if floor else f", {row['format']}")
-    return {"color": INK if floor else colors[row["format"]], "linestyle": _DASHES[row["arm"]], "label": label}
+    label = _LABELS[row["arm"]] + ("" if row["arm"] == "bf16" else f", {row['format']}")
+    return {"color": colors.get(row["format"], INK), "linestyle": _DASHES[row["arm"]], "label": label}
 
 
 def _draw_positions(axes: Axes, row: Row, colors: Mapping[str, str]) -> None:

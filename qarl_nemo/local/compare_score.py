@@ -1,0 +1,145 @@
+"""An engine's response, and what a model's forward says about its tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+# A vocabulary of 150k in FP32 for this many places of one response is 150 MB.
+_LOGIT_COLUMNS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What an engine answered to one prompt, and what it says about its answer when it reads it.
+
+    Attributes:
+        prompt: token ids.
+        tokens: token ids of the response, its stop token included.
+        logprobs: of the tokens at temperature 1 as they were sampled, nats.
+        top_tokens: the likeliest token at each place.
+        read_logprobs: of the same tokens when the engine reads prompt and response at once, nats.
+        read_top_tokens: the likeliest token at each place then.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    top_tokens: list[int]
+    read_logprobs: list[float]
+    read_top_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Two opinions on the tokens of B responses, on the CPU.
+
+    Attributes:
+        logprobs: [B, R] FP32 of whoever is compared with the engine, at temperature 1.
+        generation_logprobs: [B, R] FP32 of the engine as it sampled.
+        same_top: [B, R] bool, both hold the same token for the likeliest.
+        mask: [B, R] bool, where a response has a token.
+    """
+
+    logprobs: Tensor
+    generation_logprobs: Tensor
+    same_top: Tensor
+    mask: Tensor
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All four, in the order in which `metrics.fidelity` takes them."""
+        return self.logprobs, self.generation_logprobs, self.same_top, self.mask
+
+
+def engine_scores(responses: list[Response]) -> Scores:
+    """Compare an engine that reads its responses with itself as it sampled them.
+
+    Args:
+        responses: B responses.
+
+    Returns:
+        The scores.
+    """
+    read = pad_right([response.read_logprobs for response in responses], 0.0)
+    return _scores(responses, read, pad_right([response.read_top_tokens for response in responses], -1))
+
+
+def model_scores(model: PreTrainedModel, responses: list[Response], *, batch_size: int, pad_id: int) -> Scores:
+    """Compare what a model and the engine say about the engine's tokens.
+
+    Args:
+        model: the learner.
+        responses: B responses.
+        batch_size: responses of one forward.
+        pad_id: filler.
+
+    Returns:
+        The scores.
+    """
+    sequences = [(response.prompt, response.tokens) for response in responses]
+    return _scores(responses, *read_tokens(model, sequences, batch_size=batch_size, pad_id=pad_id))
+
+
+def _scores(responses: list[Response], logprobs: Tensor, tops: Tensor) -> Scores:
+    engine = pad_right([response.logprobs for response in responses], 0.0)
+    mask = pad_right([[True] * len(response.tokens) for response in responses], False)
+    same_top = tops == pad_right([response.top_tokens for response in responses], -1)
+    return Scores(logprobs, engine, same_top & mask, mask)
+
+
+@torch.inference_mode()
+def read_tokens(
+    model: PreTrainedModel, sequences: list[tuple[list[int], list[int]]], *, batch_size: int, pad_id: int
+) -> tuple[Tensor, Tensor]:
+    """Read prompts with their responses.
+
+    Args:
+        model: the model.
+        sequences: B prompts and responses, token ids.
+        batch_size: sequences of one forward.
+        pad_id: filler.
+
+    Returns:
+        On the CPU: logprobs of the response tokens [B, R] FP32 at temperature 1, and the likeliest token at each place
+        [B, R].
+    """
+    width = max(len(tokens) for _, tokens in sequences)
+    parts = [
+        _read_batch(model, sequences[start : start + batch_size], pad_id, width)
+        for start in range(0, len(sequences), batch_size)
+    ]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([tops for _, tops in parts])
+
+
+def _read_batch(
+    model: PreTrainedModel, batch: list[tuple[list[int], list[int]]], pad_id: int, width: int
+) -> tuple[Tensor, Tensor]:
+    # Filler stands on the right, where no token looks: then attention needs no mask, and runs its causal kernel.
+    input_ids = pad_right([prompt + tokens for prompt, tokens in batch], pad_id).to(model.device)
+    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+    first = torch.tensor([len(prompt) - 1 for prompt, _ in batch], device=model.device)
+    places = (first[:, None] + torch.arange(width, device=model.device)).clamp(max=input_ids.shape[1] - 2)
+    hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+    chosen = input_ids.gather(1, places + 1)
+    logprobs, tops = [], []
+    for part, tokens in zip(hidden.split(_LOGIT_COLUMNS, 1), chosen.split(_LOGIT_COLUMNS, 1), strict=True):
+        logits = model.lm_head(part)
+        tops.append(logits.argmax(-1))
+        logprobs.append(logits.float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
+    return torch.cat(logprobs, dim=-1).cpu(), torch.cat(tops, dim=-1).cpu()
+
+
+def pad_right(rows: list[list], filler: float) -> Tensor:
+    """Stack lists of different lengths.
+
+    Args:
+        rows: B lists.
+        filler: what follows a shorter one.
+
+    Returns:
+        [B, longest].
+    """
+    width = max(map(len, rows))
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
