@@ -1,7 +1,8 @@
 """GEMM per format with the rollout engine's rounding points, in torch: y = round(sum_k x * W^T).
 
 `w*a16`, `bf16`: the products of bf16(code * scale), FP32 accumulation, one rounding to the activation dtype.
-`w4a8`, `fp8_channel`: activations to FP8 per token; y = round(channel_scale * (token_scale * acc)).
+`w4a8`: activations to FP8 per token; y = round(channel_scale * (token_scale * acc)).
+`fp8_channel`: activations to FP8 per token; y = round(token_scale * (channel_scale * acc)).
 `fp8_block`: activations to FP8 per 1x128; per K-block acc += (a8 @ w8^T) * token_scale * block_scale in FP32.
 
 Activations may be BF16 (the engine's dtype) or FP32 (CPU experiments); rounding is to the activation dtype.
@@ -92,6 +93,8 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
     if activation_kind == "fp8_token":
         a8, token_scale = fp8.quantize_token(x)
         accumulator = a8.float() @ weight.values.mT
+        if weight.format.weight_kind == "fp8_channel":
+            return (token_scale * (weight.scale.mT * accumulator)).to(out_dtype)
         return (weight.scale.mT * (token_scale * accumulator)).to(out_dtype)
     a8, group_scale = fp8.quantize_group(x, after_swiglu=after_swiglu)
     row_scale = weight.scale.repeat_interleave(FP8_BLOCK, 0)[: weight.values.shape[0]]

@@ -8,6 +8,7 @@ from asserts import assert_bitwise_equal, assert_snr
 
 from qarl_kernels.formats import FP8_BLOCK
 from qarl_kernels.fp8 import expand_block_scale
+from qarl_kernels.ops.grouped_gemm import grouped_gemm_fp8_channel
 from qarl_kernels.ops.hopper_fp8 import (
     hopper_grouped_gemm_fp8_block,
     hopper_grouped_gemm_fp8_channel,
@@ -68,6 +69,23 @@ def test_long_sums_of_many_experts(kind, poisoned_empty):
     shifted = arguments[4] - (arguments[4] > 0).int()
     with pytest.raises(AssertionError, match="SNR"):
         assert_snr(GEMMS[kind](*arguments[:4], shifted)[:-1], expected[:-1], MIN_DB)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("multiply", [hopper_grouped_gemm_fp8_channel, grouped_gemm_fp8_channel])
+def test_the_two_scales_multiply_in_the_stated_order(multiply):
+    a8, a_scale, w8, w_scale, offsets = operands([1000, 1000], 1024, 256, "channel")
+    # One product a sum, so that the sum is exact and the order of the scales alone decides.
+    a8 = (a8.float() * (torch.arange(256, device="cuda") == 7)).to(torch.float8_e4m3fn)
+    product = reference(a8, torch.ones_like(a_scale), w8, torch.ones_like(w_scale), offsets).float()
+    columns = w_scale.squeeze(-1).repeat_interleave(1000, 0)
+    token_first = (columns * (a_scale * product)).to(torch.bfloat16)
+    channel_first = (a_scale * (columns * product)).to(torch.bfloat16)
+    assert_bitwise_equal(multiply(a8, a_scale, w8, w_scale, offsets), token_first)
+    assert_bitwise_equal(multiply(a8, a_scale, w8, w_scale, offsets, channel_first=True), channel_first)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(token_first, channel_first)
 
 
 @pytest.mark.parametrize("kind", needs_hopper)

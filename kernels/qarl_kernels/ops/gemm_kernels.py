@@ -21,6 +21,13 @@ def scale_rows(acc, weight, EPILOGUE: tl.constexpr):
 
 
 @triton.jit
+def scale_columns(acc, scale_ptr, column, N, BLOCK_N: tl.constexpr):
+    """Return acc times the scales of its columns, those past N times zero."""
+    columns = column + tl.arange(0, BLOCK_N)
+    return acc * tl.load(scale_ptr + columns, mask=columns < N, other=0.0)[None, :]
+
+
+@triton.jit
 def store_tile(out_desc, tile, row, stop, column, SPLIT: tl.constexpr):
     """Store a tile's rows below `stop` in SPLIT (1, 2 or 4) slices of columns, which share a buffer."""
     if SPLIT == 1:
@@ -70,14 +77,14 @@ def grouped_gemm_kernel(
             else:
                 w = w_desc.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(x, w, acc)
+        if EPILOGUE == 4:
+            acc = scale_columns(acc, column_scale_ptr + expert.to(tl.int64) * N, column, N, BLOCK_N)
         if EPILOGUE != 0:
             rows = row + tl.arange(0, BLOCK_M)
             row_scale = tl.load(row_scale_ptr + rows, mask=rows < stop, other=0.0)
             acc = scale_rows(acc, row_scale[:, None], EPILOGUE)
         if EPILOGUE == 3:
-            columns = column + tl.arange(0, BLOCK_N)
-            channel = column_scale_ptr + expert.to(tl.int64) * N + columns
-            acc = acc * tl.load(channel, mask=columns < N, other=0.0)[None, :]
+            acc = scale_columns(acc, column_scale_ptr + expert.to(tl.int64) * N, column, N, BLOCK_N)
         store_tile(out_desc, acc, row, stop, column, SPLIT)
 
 

@@ -21,7 +21,7 @@ from qarl_kernels.ops.tiles import build_tile_table, descriptor
 FP8_BLOCK = 128
 # The kernels' epilogues: by where the router weight is rounded, and the FP8 channel scales.
 EPILOGUES = {None: 0, "on_accumulator": 1, "rounded_product": 2}
-_CHANNEL_SCALES = 3
+_TOKEN_THEN_CHANNEL, _CHANNEL_THEN_TOKEN = 3, 4
 
 
 def launch_grid(x: Tensor, tiles: Tensor, n: int, config: TileConfig) -> tuple[int]:
@@ -94,9 +94,9 @@ def launch_grouped_gemm(
         out: [M, N], written.
         config: the tile.
         transposed: whether the weight's out-features are contracted.
-        epilogue: a value of `EPILOGUES`, or 3 for row and column scales.
+        epilogue: a value of `EPILOGUES`, or 3 for row and then column scales, 4 for column and then row scales.
         row_scale: [M] FP32 if the epilogue has one.
-        column_scale: [E, N] FP32 for epilogue 3.
+        column_scale: [E, N] FP32 for epilogues 3 and 4.
 
     Returns:
         out.
@@ -199,16 +199,26 @@ def _(
 
 
 @torch.library.custom_op("qarl::grouped_gemm_fp8_channel", mutates_args=())
-def _fp8_channel_op(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor) -> Tensor:
+def _fp8_channel_op(
+    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, channel_first: bool
+) -> Tensor:
     num_experts, n, k = w8.shape
     out = a8.new_empty(a8.shape[0], n, dtype=torch.bfloat16)
     config = tile_config("fp8_channel", a8, n, k, num_experts)
     scales = {"row_scale": a_scale, "column_scale": w_scale}
-    return launch_grouped_gemm(a8, w8, offsets, out, config, epilogue=_CHANNEL_SCALES, **scales)
+    epilogue = _CHANNEL_THEN_TOKEN if channel_first else _TOKEN_THEN_CHANNEL
+    return launch_grouped_gemm(a8, w8, offsets, out, config, epilogue=epilogue, **scales)
 
 
 @_fp8_channel_op.register_fake
-def _(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor) -> Tensor:  # noqa: ARG001
+def _(
+    a8: Tensor,
+    a_scale: Tensor,  # noqa: ARG001
+    w8: Tensor,
+    w_scale: Tensor,  # noqa: ARG001
+    offsets: Tensor,  # noqa: ARG001
+    channel_first: bool,  # noqa: ARG001
+) -> Tensor:
     return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
 
 
@@ -270,7 +280,9 @@ def grouped_gemm_bf16(
     return _bf16_op(x, weight, offsets, transposed, row_weight, EPILOGUES[weight_rounding], out_dtype)
 
 
-def grouped_gemm_fp8_channel(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor) -> Tensor:
+def grouped_gemm_fp8_channel(
+    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, *, channel_first: bool = False
+) -> Tensor:
     """Multiply E4M3 rows by their expert's weight: y = bf16(w_scale * (a_scale * (a8 @ w8^T))).
 
     Args:
@@ -279,6 +291,7 @@ def grouped_gemm_fp8_channel(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: T
         w8: [E, N, K] float8_e4m3fn.
         w_scale: [E, N, 1] FP32.
         offsets: [E + 1] int32.
+        channel_first: multiply by w_scale before a_scale, which differs in the last bit.
 
     Returns:
         [M, N] BF16.
@@ -292,7 +305,7 @@ def grouped_gemm_fp8_channel(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: T
     problems += scale_problems("a_scale", a_scale, [a8.shape[0], 1])
     problems += scale_problems("w_scale", w_scale, [*w8.shape[:2], 1])
     refuse("grouped_gemm_fp8_channel", problems)
-    return _fp8_channel_op(a8, a_scale, w8, w_scale, offsets)
+    return _fp8_channel_op(a8, a_scale, w8, w_scale, offsets, channel_first)
 
 
 def grouped_gemm_fp8_block(

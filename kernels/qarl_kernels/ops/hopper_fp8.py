@@ -1,6 +1,7 @@
 """FP8 grouped GEMMs for sm_90: each expert's rows times that expert's weight.
 
-channel: y = bf16(w_scale[e, n] * (a_scale[m] * (a8 @ w8[e]^T))), summed in the tensor cores (fast accumulation).
+channel: y = bf16(w_scale[e, n] * (a_scale[m] * (a8 @ w8[e]^T))), summed in the tensor cores (fast accumulation), or
+the two scales in the other order.
 block: acc += (a8 @ w8[e]^T) * (a_scale[m, k] * w_scale[e, n, k]) per 128 of K, in FP32; y = bf16(acc * row_weight[m]).
 Operands: a8 [M, K] and w8 [E, N, K] float8_e4m3fn, scales FP32, offsets [E + 1] int32 on the device, all contiguous;
 expert e owns rows offsets[e] to offsets[e + 1]. The kernel is in `hopper_gemm`, its output in `hopper_store`.
@@ -25,7 +26,7 @@ HOPPER = (9, 0)
 
 
 def hopper_grouped_gemm_fp8_channel(
-    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor
+    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, *, channel_first: bool = False
 ) -> Tensor:
     """Multiply with scales per token and channel: y = bf16(w_scale[e, n] * (a_scale[m] * (a8 @ w8[e]^T))).
 
@@ -35,6 +36,7 @@ def hopper_grouped_gemm_fp8_channel(
         w8: [E, N, K] float8_e4m3fn; N a multiple of 128.
         w_scale: [E, N, 1] FP32.
         offsets: [E + 1] int32 on the device.
+        channel_first: multiply by w_scale before a_scale, which differs in the last bit.
 
     Returns:
         [M, N] BF16.
@@ -43,7 +45,7 @@ def hopper_grouped_gemm_fp8_channel(
         ValueError: an operand's shape, dtype, device or layout is not the stated one.
     """
     _check("hopper_grouped_gemm_fp8_channel", a8, a_scale, w8, w_scale, offsets, block=False)
-    return _channel(a8, a_scale, w8, w_scale, offsets)
+    return _channel(a8, a_scale, w8, w_scale, offsets, channel_first)
 
 
 def hopper_grouped_gemm_fp8_block(
@@ -78,9 +80,9 @@ def hopper_grouped_gemm_fp8_block(
 
 
 @torch.library.custom_op("qarl::hopper_grouped_gemm_fp8_channel", mutates_args=())
-def _channel(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor) -> Tensor:
+def _channel(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, channel_first: bool) -> Tensor:
     out = a8.new_empty(len(a8), w8.shape[1], dtype=torch.bfloat16)
-    _launch(a8, a_scale, w8, w_scale, offsets, out, block=False)
+    _launch(a8, a_scale, w8, w_scale, offsets, out, block=False, channel_first=channel_first)
     return out
 
 
@@ -94,7 +96,14 @@ def _block(
 
 
 @_channel.register_fake
-def _(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor) -> Tensor:  # noqa: ARG001
+def _(
+    a8: Tensor,
+    a_scale: Tensor,  # noqa: ARG001
+    w8: Tensor,
+    w_scale: Tensor,  # noqa: ARG001
+    offsets: Tensor,  # noqa: ARG001
+    channel_first: bool,  # noqa: ARG001
+) -> Tensor:
     return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
 
 
@@ -120,6 +129,7 @@ def _launch(
     *,
     block: bool,
     row_weight: Tensor | None = None,
+    channel_first: bool = False,
 ) -> None:
     num_experts, num_columns, depth = w8.shape
     if len(a8) == 0:
@@ -139,6 +149,7 @@ def _launch(
         depth,
         BLOCK=block,
         WEIGHTED=row_weight is not None,
+        CHANNEL_FIRST=channel_first,
         EXPERTS=max(128, 1 << (num_experts - 1).bit_length()),
         STAGES=NUM_STAGES,
         num_warps=4,

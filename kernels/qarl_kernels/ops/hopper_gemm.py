@@ -164,6 +164,7 @@ def _consume(
     sizes,
     BLOCK: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    CHANNEL_FIRST: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -187,8 +188,12 @@ def _consume(
         else:
             s_a, s_w0, s_w1 = _channel_scales(scales, state[0], row, column, rows, sizes)
             acc0, acc1, step = _accumulate(ring, step, K // 128, GROUP, STAGES)
-            acc0 = s_w0 * (s_a * acc0)
-            acc1 = s_w1 * (s_a * acc1)
+            if CHANNEL_FIRST:
+                acc0 = s_a * (s_w0 * acc0)
+                acc1 = s_a * (s_w1 * acc1)
+            else:
+                acc0 = s_w0 * (s_a * acc0)
+                acc1 = s_w1 * (s_a * acc1)
         tile_row, tile_stop, tile_column = row, state[3], column
         row, column, rows, state = _place(routing, tile + gl.num_programs(0), sizes, state, GROUP)
         if BLOCK:
@@ -216,6 +221,7 @@ def hopper_gemm_kernel(
     K,
     BLOCK: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    CHANNEL_FIRST: gl.constexpr,
     EXPERTS: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
@@ -244,8 +250,8 @@ def hopper_gemm_kernel(
     load = (a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, STAGES)
     gl.warp_specialize(
         [
-            (_consume, (ring, stage, outputs, scales, routing, sizes, BLOCK, WEIGHTED, 0, STAGES)),
-            (_consume, (ring, stage, outputs, scales, routing, sizes, BLOCK, WEIGHTED, 1, STAGES)),
+            (_consume, (ring, stage, outputs, scales, routing, sizes, BLOCK, WEIGHTED, CHANNEL_FIRST, 0, STAGES)),
+            (_consume, (ring, stage, outputs, scales, routing, sizes, BLOCK, WEIGHTED, CHANNEL_FIRST, 1, STAGES)),
             (_produce, load),
         ],
         [4, 1],

@@ -83,7 +83,8 @@ def multiply_rows(
     on_hopper = _fits_hopper(rows, weight)
     if weight.format.activation_kind == "fp8_token":
         assert row_weight is None
-        return (hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_fp8_channel)(*operands)
+        multiply = hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_fp8_channel
+        return multiply(*operands, channel_first=weight.format.weight_kind == "fp8_channel")
     return (hopper_grouped_gemm_fp8_block if on_hopper else grouped_gemm_fp8_block)(*operands, row_weight=row_weight)
 
 
