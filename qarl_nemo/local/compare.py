@@ -139,7 +139,12 @@ def _relate(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         references = {"floor": floors[row["decoding"]], "own": own[row["format"], row["decoding"]]}
         for name, reference in references.items():
-            row[f"gap_over_{name}"] = row["gap_mean"] / reference if reference else math.nan
+            row[f"gap_over_{name}"] = _over(row["gap_mean"], reference)
+
+
+def _over(gap: float, reference: float) -> float:
+    # Two that agree in every bit are at their floor, also where the floor is zero.
+    return gap / reference if reference else 1.0 if gap == 0 else math.inf
 
 
 def _free() -> None:
