@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -61,6 +62,7 @@ class _EngineAttention(torch.autograd.Function):
         return _kernel()(*inputs, *[None] * 4, *lengths, *[None] * 9, *settings)[0].view_as(query)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
@@ -68,7 +70,7 @@ class _EngineAttention(torch.autograd.Function):
             out = nn.functional.scaled_dot_product_attention(
                 *heads_first, is_causal=True, scale=ctx.scale, enable_gqa=True
             )
-        return *torch.autograd.grad(out.transpose(1, 2), inputs, grad_out), None
+            return *torch.autograd.grad(out.transpose(1, 2), inputs, grad_out), None
 
 
 def _attention(
