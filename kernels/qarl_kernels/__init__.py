@@ -10,6 +10,7 @@ from qarl_kernels.dispatch import (
     quantize_weight,
     quantize_with_operand,
     require_finite,
+    rms_norm,
     runs_kernels,
 )
 from qarl_kernels.expert_mlp import expert_mlp_reference
@@ -39,6 +40,7 @@ __all__ = [
     "quantize_weight",
     "quantize_with_operand",
     "require_finite",
+    "rms_norm",
     "route_rows",
     "runs_kernels",
     "stored_layout",

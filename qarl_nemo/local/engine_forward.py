@@ -8,8 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qarl_kernels import rms_norm, runs_kernels
+
+
+class _EngineNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, after_add: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x, weight, eps, after_add=after_add)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = nn.functional.rms_norm(x, weight.shape, weight, ctx.eps)
+            return *torch.autograd.grad(out, (x, weight), grad_out), None, None
 
 
 class EngineNorm(nn.Module):
@@ -17,18 +36,22 @@ class EngineNorm(nn.Module):
 
     Args:
         norm: the model's norm, whose weight is taken over.
+        after_add: the engine adds the residual in the same kernel.
 
     Source: vLLM 0.25.1 csrc/libtorch_stable/layernorm_kernels.cu.
     """
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, *, after_add: bool) -> None:
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.variance_epsilon
+        self.after_add = after_add
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension: hidden_states [..., H] -> [..., H] in their dtype."""
-        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        if runs_kernels(hidden_states):
+            return _EngineNorm.apply(hidden_states, self.weight, self.eps, self.after_add)
+        return rms_norm(hidden_states, self.weight, self.eps, after_add=self.after_add)
 
 
 class EngineAttention(nn.Module):
@@ -115,7 +138,9 @@ def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
     """
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
-            _swap(model, name, EngineNorm(module))
+            # Before the first layer nothing was added yet; queries and keys are normalized by themselves.
+            alone = name.endswith(("q_norm", "k_norm", "layers.0.input_layernorm"))
+            _swap(model, name, EngineNorm(module, after_add=not alone))
     for name, module in list(model.named_modules()):
         if name.endswith(".self_attn"):
             _swap(model, name, EngineAttention(module))
