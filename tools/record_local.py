@@ -64,7 +64,7 @@ def compare_rows(runs: list[Run], device: str) -> list[dict]:
 
 
 def vllm_rows(folder: Path, device: str) -> list[dict]:
-    """Return what runs with vLLM show: one run in full, of a comparison each arm's gap, reward and refit.
+    """Return what runs with vLLM show: one run in full, of a comparison each arm's gap and reward.
 
     Args:
         folder: run directory, or a folder of an arm's run directories, named like its config.
@@ -79,7 +79,7 @@ def vllm_rows(folder: Path, device: str) -> list[dict]:
     for run in map(load_run, arms or [folder]):
         name = f"{prefix}_{slug(run.setting('run.arm'))}" if arms else prefix
         summary = summarize_run(run)
-        seconds = {f"{phase}_s": _median(run, f"timing/{phase}_s") for phase in (("refit",) if arms else PHASES)}
+        seconds = {f"{phase}_s": _median(run, f"timing/{phase}_s") for phase in (() if arms else PHASES)}
         figures = [
             ("reward_first", summary["reward_first"], "", ">="),
             ("reward_final", summary["reward_final"], "", ">="),

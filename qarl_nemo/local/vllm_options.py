@@ -63,6 +63,8 @@ def engine_options(
         "enable_prefix_caching": False,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": "uni",
+        # In one process the next step's scheduling overlaps with nothing.
+        "async_scheduling": False,
         "worker_extension_cls": _WORKER,
         "max_model_len": settings.max_model_len or model.config.max_position_embeddings,
         "max_num_seqs": settings.batch_size,
