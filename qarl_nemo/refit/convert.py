@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qarl_nemo.refit.convert_experts import quick_conversion
+from qarl_nemo.refit.convert_int4 import quick_conversion
 from qarl_nemo.refit.engine_layout import Slot, is_experts
 from qarl_nemo.refit.manifest import bytes_of
 

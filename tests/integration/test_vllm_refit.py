@@ -32,7 +32,7 @@ TIMEOUT_S = 600
 # vLLM allocates these and no kernel reads them.
 UNREAD = re.compile(r"g_idx|weight_shape|weight_zero_point")
 # These are the same for all weights.
-CONSTANT = re.compile(r"cos_sin_cache|\.attn\._\w+_scale$")
+CONSTANT = re.compile(r"_expert_map|cos_sin_cache|\.attn\._\w+_scale$")
 PROBLEM = vllm_problem()
 NO_VLLM = importlib.util.find_spec("vllm") is None
 

@@ -1,4 +1,4 @@
-"""vLLM's conversions of int4 experts, all experts of a layer at once, where vLLM goes one by one or on the host.
+"""vLLM's conversions of int4 weights, all experts of a layer at once, where vLLM goes one by one or on the host.
 
 The same operators, one call for all experts: on an H200 a layer of Qwen3-30B-A3B takes 1.5 ms where vLLM takes 15
 (Marlin), which is what a refit every step can afford. `convert.py` holds the first layer against vLLM's own conversion.
@@ -15,10 +15,10 @@ _STRIPE_WORDS = 4  # CUTLASS's tiles of W4A8 are 32 codes wide
 
 
 def quick_conversion(layer: nn.Module) -> Callable[[nn.Module], dict[str, Tensor]] | None:
-    """Return the conversion of a layer's experts that this module has, if it has one.
+    """Return the conversion of a layer's weights that this module has, if it has one.
 
     Args:
-        layer: vLLM's layer of routed experts.
+        layer: vLLM's linear or layer of routed experts.
 
     Returns:
         A function from a layer that holds its parameters as checkpoints are loaded to kernel tensors by name; None:
@@ -26,9 +26,11 @@ def quick_conversion(layer: nn.Module) -> Callable[[nn.Module], dict[str, Tensor
     """
     method = type(getattr(layer, "quant_method", None)).__name__
     if method == "CompressedTensorsW4A8Fp8MoEMethod":
-        return _w4a8
+        return _w4a8_experts
     if method == "CompressedTensorsWNA16MarlinMoEMethod" and _is_plain_marlin(layer):
         return _marlin
+    if type(getattr(layer, "scheme", None)).__name__ == "CompressedTensorsW4A8Fp8":
+        return _w4a8_linear
     return None
 
 
@@ -67,19 +69,30 @@ def _encode_and_reorder(packed: Tensor) -> Tensor:
     return tall.view(words // _STRIPE_WORDS, num_experts, -1).transpose(0, 1).reshape(packed.shape)
 
 
-def _w4a8(layer: nn.Module) -> dict[str, Tensor]:
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, convert_bf16_scales_to_fp8
-
-    quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
+def _w4a8_experts(layer: nn.Module) -> dict[str, Tensor]:
     converted = {}
     for part in _PARTS:
         packed, scale = getattr(layer, f"{part}_weight_packed").data, getattr(layer, f"{part}_weight_scale").data
         converted[f"{part}_weight_packed"] = _encode_and_reorder(packed ^ _NIBBLE_SIGNS)
-        scale8, channel = convert_bf16_scales_to_fp8(quantize, scale)
-        # The kernel looks up code * scale: eight products for each scale, of the codes -8 to -1.
-        codes = torch.arange(-8, 0, dtype=torch.float32, device=scale.device)
-        products = scale8.permute(0, 2, 1).contiguous().float().unsqueeze(-1) * codes
-        converted[f"{part}_weight_scale"] = products.to(scale8.dtype).flatten()
-        converted[f"{part}_weight_chan_scale"] = channel
+        products, channel = _w4a8_scales(scale)
+        converted |= {f"{part}_weight_scale": products, f"{part}_weight_chan_scale": channel}
     return converted
+
+
+def _w4a8_linear(layer: nn.Module) -> dict[str, Tensor]:
+    from vllm import _custom_ops as ops
+
+    packed = ops.cutlass_encode_and_reorder_int4b((layer.weight_packed.data ^ _NIBBLE_SIGNS).t())
+    products, channel = _w4a8_scales(layer.weight_scale.data)
+    return {"weight_packed": packed, "weight_scale": products, "weight_chan_scale": channel}
+
+
+def _w4a8_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, convert_bf16_scales_to_fp8
+
+    scale8, channel = convert_bf16_scales_to_fp8(QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN), scale)
+    # The kernel looks up code * scale: eight products for each scale, of the codes -8 to -1.
+    codes = torch.arange(-8, 0, dtype=torch.float32, device=scale.device)
+    products = scale8.transpose(-1, -2).contiguous().float().unsqueeze(-1) * codes
+    return products.to(scale8.dtype).flatten(), channel
