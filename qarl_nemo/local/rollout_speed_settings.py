@@ -12,6 +12,7 @@ import torch
 from qarl_kernels import FORMAT_NAMES, QuantFormat, get_format
 from qarl_nemo.local.rollout_speed_shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.refit.names import TARGETS
 
 BASELINE = "bf16"
@@ -111,9 +112,8 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with --rollout:\n  " + "\n  ".join(problems))
     formats, refused = _sort_formats(settings, model)
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    hardware = f"{settings.tensor_parallel_size}x {name}"
-    return SpeedJob(settings, model, formats, refused, device, hardware, _vllm_version() or "")
+    on = f"{settings.tensor_parallel_size}x {torch.cuda.get_device_name()}" if device == "cuda" else hardware("cpu")
+    return SpeedJob(settings, model, formats, refused, device, on, _vllm_version() or "")
 
 
 def _number_problems(settings: RolloutSpeedSettings) -> list[str]:
