@@ -1,6 +1,7 @@
 """Number formats of quantized rollouts and their arithmetic; the torch reference defines what is correct."""
 
 from qarl_kernels.dispatch import (
+    Weights,
     backward_weight,
     expert_mlp,
     gemm_operand,
@@ -13,6 +14,7 @@ from qarl_kernels.dispatch import (
     rms_norm,
     runs_kernels,
 )
+from qarl_kernels.dispatch_rows import combine_rows, expert_rows, expert_rows_backward, spread_rows
 from qarl_kernels.expert_mlp import expert_mlp_reference
 from qarl_kernels.formats import FORMAT_NAMES, QuantFormat, get_format
 from qarl_kernels.gemm import GemmOperand, gemm
@@ -26,9 +28,13 @@ __all__ = [
     "QuantFormat",
     "QuantizedWeight",
     "RoutedRows",
+    "Weights",
     "backward_weight",
+    "combine_rows",
     "expert_mlp",
     "expert_mlp_reference",
+    "expert_rows",
+    "expert_rows_backward",
     "gemm",
     "gemm_operand",
     "get_format",
@@ -43,6 +49,7 @@ __all__ = [
     "rms_norm",
     "route_rows",
     "runs_kernels",
+    "spread_rows",
     "stored_layout",
     "weight_problems",
 ]

@@ -4,7 +4,7 @@ Everything above this package calls these functions; nothing else asks for a dev
 when activations are FP32 (experiments) or the GPU has no FP8 tensor cores and no bulk tensor copies (before Hopper).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -18,6 +18,7 @@ from qarl_kernels.routing import route_rows
 from qarl_kernels.weights import QuantizedWeight, nonfinite_error, quantize_weight_reference, weight_problems
 
 _HOPPER = (9, 0)
+Weights = Tensor | Sequence[Tensor]
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -34,11 +35,12 @@ def _is_hopper(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) >= _HOPPER
 
 
-def quantize_weight(weight: Tensor, fmt: QuantFormat, *, name: str = "weight") -> QuantizedWeight:
+def quantize_weight(weight: Weights, fmt: QuantFormat, *, name: str = "weight") -> QuantizedWeight:
     """Quantize bf16(weight) into the tensors that are executed, stored and published.
 
     Args:
-        weight: [..., N, K] float; rounded to BF16 first, as the learner's model weights are.
+        weight: [..., N, K] float, or E tensors [N, K], which are read where they lie and give what their stack would;
+            rounded to BF16 first, as the learner's model weights are.
         fmt: the format.
         name: what to call the weight in errors.
 
@@ -49,24 +51,43 @@ def quantize_weight(weight: Tensor, fmt: QuantFormat, *, name: str = "weight") -
         ValueError: the shape does not fit the format, or on a CPU the weight holds NaN or Inf (tensor and first index
             named).
     """
-    problems = weight_problems(tuple(weight.shape), fmt)
+    shape = _stack_shape(weight)
+    problems = weight_problems(shape, fmt)
     if problems:
-        raise ValueError(f"{name} {list(weight.shape)} cannot be stored as {fmt.name}: " + "; ".join(problems))
-    weight = weight.detach().to(torch.bfloat16)
-    if runs_kernels(weight) and _has_quantizer(fmt):
+        raise ValueError(f"{name} {list(shape)} cannot be stored as {fmt.name}: " + "; ".join(problems))
+    weight = _detached(weight, torch.bfloat16)
+    if runs_kernels(_first(weight)) and _has_quantizer(fmt):
         from qarl_kernels.ops.weights import quantize_weight_kernel
 
         return quantize_weight_kernel(weight, fmt)
-    return quantize_weight_reference(weight, fmt, name=name)
+    return quantize_weight_reference(_stack(weight), fmt, name=name)
+
+
+def _first(weight: Weights) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight[0]
+
+
+def _stack(weight: Weights) -> Tensor:
+    return weight if isinstance(weight, Tensor) else torch.stack(list(weight))
+
+
+def _stack_shape(weight: Weights) -> tuple[int, ...]:
+    return tuple(weight.shape) if isinstance(weight, Tensor) else (len(weight), *weight[0].shape)
+
+
+def _detached(weight: Weights, dtype: torch.dtype) -> Weights:
+    if isinstance(weight, Tensor):
+        return weight.detach().to(dtype)
+    return [one.detach().to(dtype) for one in weight]
 
 
 def quantize_with_operand(
-    weight: Tensor, fmt: QuantFormat, *, name: str = "weight"
+    weight: Weights, fmt: QuantFormat, *, name: str = "weight"
 ) -> tuple[QuantizedWeight, GemmOperand]:
     """Quantize a weight and prepare it for GEMMs with activations of its dtype; the kernels do both in one pass.
 
     Args:
-        weight: [..., N, K] BF16 or FP32.
+        weight: [..., N, K] BF16 or FP32, or E tensors [N, K].
         fmt: the format.
         name: what to call the weight in errors.
 
@@ -76,12 +97,13 @@ def quantize_with_operand(
     Raises:
         ValueError: see `quantize_weight`.
     """
-    if runs_kernels(weight) and _has_quantizer(fmt) and not weight_problems(tuple(weight.shape), fmt):
+    first = _first(weight)
+    if runs_kernels(first) and _has_quantizer(fmt) and not weight_problems(_stack_shape(weight), fmt):
         from qarl_kernels.ops import weights
 
-        return weights.quantize_with_operand(weight.detach(), fmt)
+        return weights.quantize_with_operand(_detached(weight, first.dtype), fmt)
     quantized = quantize_weight(weight, fmt, name=name)
-    return quantized, gemm_operand(quantized, weight.dtype)
+    return quantized, gemm_operand(quantized, first.dtype)
 
 
 def _has_quantizer(fmt: QuantFormat) -> bool:

@@ -46,7 +46,7 @@ def expert_mlp_reference(
     on_accumulator = fmt.router_weight == "on_accumulator"
     out_rows = fc2(hidden, routed.offsets, torch.float32 if on_accumulator else x.dtype)
     choices = out_rows[routed.inverse].view(num_tokens, top_k, out_rows.shape[-1])
-    return _combine(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype)
+    return combine_choices(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype)
 
 
 def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
@@ -66,17 +66,33 @@ def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def _combine(choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: torch.dtype) -> Tensor:
+def combine_choices(choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: torch.dtype) -> Tensor:
+    """Weight each token's expert outputs as the format does, and sum them in the order of its choices.
+
+    Args:
+        choices: [T, k, H] fc2 outputs; FP32 accumulators where the format weights those.
+        weight: [T, k, 1] FP32.
+        fmt: decides the rounding points.
+        dtype: of the result.
+
+    Returns:
+        [T, H].
+    """
     if fmt.router_weight == "weighted_sum":
         return _fused_sum(choices, weight).to(dtype)
     if fmt.router_weight == "rounded_product":
         weighted = (choices * weight.to(dtype)).float()
     else:
         weighted = (choices * weight).to(dtype).float()
-    total = weighted[:, 0]
-    for choice in range(1, weighted.shape[1]):
-        total = total + weighted[:, choice]
-    return total.to(dtype)
+    return sum_in_order(weighted).to(dtype)
+
+
+def sum_in_order(terms: Tensor) -> Tensor:
+    """Return the sum over dimension 1, first term first: [T, k, H] -> [T, H]."""
+    total = terms[:, 0]
+    for choice in range(1, terms.shape[1]):
+        total = total + terms[:, choice]
+    return total
 
 
 def _fused_sum(choices: Tensor, weight: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """A master weight with the quantized form its forward executes and its publisher sends: computed once per version."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from qarl_kernels import (
@@ -39,7 +41,7 @@ class AlignedWeight:
 
     Attributes:
         name: module that owns it, the prefix of its published tensors: `<name>.weight_packed`, ...
-        master: [N, K] or [E, N, K] parameter; BF16, or FP32 for CPU experiments.
+        master: [N, K] or [E, N, K] parameter, or E parameters [N, K]; BF16, or FP32 for CPU experiments.
         format: what the forward executes.
         version: shared by all weights of a model.
         keep_operand: keep what the GEMM multiplies, made in the quantizer's pass; False unpacks at each use, so that
@@ -47,13 +49,18 @@ class AlignedWeight:
     """
 
     name: str
-    master: nn.Parameter
+    master: nn.Parameter | Sequence[nn.Parameter]
     format: QuantFormat
     version: WeightVersion
     keep_operand: bool = True
     _quantized: QuantizedWeight | None = field(default=None, init=False)
     _operand: GemmOperand | None = field(default=None, init=False)
     _cached_version: int = field(default=-1, init=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The masters' dtype, which GEMMs round to."""
+        return self.master.dtype if isinstance(self.master, Tensor) else self.master[0].dtype
 
     def quantized(self) -> QuantizedWeight:
         """Return the stored tensors of the current version, the same objects for the forward and the publisher."""
@@ -68,7 +75,7 @@ class AlignedWeight:
     def operand(self) -> GemmOperand:
         """Return what the GEMM multiplies in the current version; FP32 compute for FP32 masters, else BF16."""
         quantized = self.quantized()
-        return self._operand or gemm_operand(quantized, self.master.dtype, packed=True)
+        return self._operand or gemm_operand(quantized, self.dtype, packed=True)
 
     def release(self) -> None:
         """Drop the caches, for example before an offload."""
@@ -86,8 +93,9 @@ def straight_through_weight(weight: AlignedWeight, mode: BackwardMode) -> Tensor
         [..., N, K] in the master's dtype.
     """
     if mode == "high_precision":
-        return weight.master.detach()
-    return backward_weight(weight.operand(), weight.master.dtype)
+        master = weight.master
+        return master.detach() if isinstance(master, Tensor) else torch.stack([one.detach() for one in master])
+    return backward_weight(weight.operand(), weight.dtype)
 
 
 def require_backward_mode(mode: str) -> None:

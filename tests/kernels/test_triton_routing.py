@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels import get_format, route_rows
-from qarl_kernels.expert_mlp import _combine
+from qarl_kernels.expert_mlp import combine_choices
 from qarl_kernels.ops.activations import dequantize_token, quantize_token
 from qarl_kernels.ops.combine import ROUTER_WEIGHTS, combine_rows
 from qarl_kernels.ops.routing import spread_rows
@@ -69,7 +69,7 @@ def expected_sum(rows, routed, weights, mode):
     choices = rows[routed.inverse].view(*weights.shape, -1)
     if mode == "on_accumulator":
         choices, weights = choices.float(), torch.ones_like(weights)
-    return _combine(choices, weights.unsqueeze(-1), get_format(FORMATS[mode]), torch.bfloat16)
+    return combine_choices(choices, weights.unsqueeze(-1), get_format(FORMATS[mode]), torch.bfloat16)
 
 
 @pytest.mark.parametrize("mode", ROUTER_WEIGHTS)

@@ -75,7 +75,7 @@ def combine_rows(
     Raises:
         ValueError: shape, dtype, device or a combination of arguments is not supported.
 
-    Source: `qarl_kernels.expert_mlp._combine`.
+    Source: `qarl_kernels.expert_mlp.combine_choices`.
     """
     mode = router_weight or "on_accumulator"
     problems = tensor_problems("rows", rows, (torch.bfloat16,)) + _mode_problems(mode)

@@ -25,8 +25,11 @@ from qarl_kernels.ops.operand_gemm import (
     weight_grad,
 )
 from qarl_kernels.ops.routing import spread_rows
+from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu_backward import swiglu_backward
 from qarl_kernels.routing import RoutedRows
+
+WeightGradients = tuple[Weights, Weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,15 @@ class ExpertMlpGradients:
 
 
 def mlp_rows(
-    rows: QuantizedRows, offsets: Tensor, row_weight: Tensor, fc1: GemmOperand, fc2: GemmOperand
+    rows: QuantizedRows, offsets: Tensor, row_weight: Tensor | None, fc1: GemmOperand, fc2: GemmOperand
 ) -> tuple[Tensor, Tensor]:
     """Run rows sorted by expert through their experts: fc1 -> SwiGLU -> [quantize] -> fc2 [-> router weight].
 
     Args:
         rows: [M, H] as fc1 multiplies them.
         offsets: [E + 1] int32.
-        row_weight: [M] FP32 router weight of each row; unused by formats that weight the sum (`weighted_sum`).
+        row_weight: [M] FP32 router weight of each row; unused by formats that weight the sum (`weighted_sum`). None
+            leaves it to `combine_rows`.
         fc1: [E, 2 I, H].
         fc2: [E, H, I].
 
@@ -102,7 +106,8 @@ def mlp_rows_backward(
     gate_up: Tensor,
     down: Tensor,
     fmt: QuantFormat,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    into: WeightGradients | None = None,
+) -> tuple[Tensor, Tensor, Weights, Weights]:
     """Differentiate `mlp_rows` with its weighted output rows, quantization counting as the identity.
 
     Args:
@@ -114,14 +119,16 @@ def mlp_rows_backward(
         gate_up: [E, 2 I, H] BF16 for the input gradient.
         down: [E, H, I] BF16 for the input gradient.
         fmt: what the forward ran.
+        into: E tensors [2 I, H] and E tensors [H, I], BF16 or FP32, to add the weight gradients to.
 
     Returns:
-        gradients of rows [M, H] BF16, row_weight [M] FP32, gate_up and down BF16.
+        gradients of rows [M, H] BF16, row_weight [M] FP32, gate_up and down BF16, or what they were added to.
     """
+    into_gate_up, into_down = into or (None, None)
     grad_activation = input_grad(grad_rows, down, offsets)
     grad_hidden, weighted, grad_weight = swiglu_backward(hidden, grad_activation, row_weight, fmt.activation_kind)
-    grad_down = weight_grad(grad_rows, weighted, offsets)
-    grad_gate_up = weight_grad(grad_hidden, rows, offsets)
+    grad_down = weight_grad(grad_rows, weighted, offsets, into=into_down)
+    grad_gate_up = weight_grad(grad_hidden, rows, offsets, into=into_gate_up)
     return input_grad(grad_hidden, gate_up, offsets), grad_weight, grad_gate_up, grad_down
 
 

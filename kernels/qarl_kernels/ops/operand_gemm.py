@@ -21,6 +21,7 @@ from qarl_kernels.ops.hopper_fp8 import (
 )
 from qarl_kernels.ops.int4 import int4_dequantize
 from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
+from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.ops.wgrad import grouped_wgrad
 
@@ -168,17 +169,20 @@ def input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return grouped_gemm_bf16(grad_out, weight, offsets, transposed=True)
 
 
-def weight_grad(grad_out: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+def weight_grad(grad_out: Tensor, x: Tensor, offsets: Tensor, *, into: Weights | None = None) -> Weights:
     """Return dW = dY^T @ X of every expert; zero for an expert without rows.
 
     Args:
         grad_out: [M, N] BF16.
         x: [M, K] BF16.
         offsets: [E + 1] int32.
+        into: BF16 or FP32 [E, N, K], or E tensors [N, K], to add the gradients to.
 
     Returns:
-        [E, N, K] BF16.
+        [E, N, K] BF16, or `into`.
     """
+    if into is not None:
+        return grouped_wgrad(grad_out, x, offsets, out=into, accumulate=True)
     if len(offsets) == 2:
         return (grad_out.mT @ x).unsqueeze(0)
     return grouped_wgrad(grad_out, x, offsets)

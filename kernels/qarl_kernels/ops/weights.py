@@ -11,14 +11,15 @@ from qarl_kernels.ops.fp8_weights import (
     fp8_channel_quantize,
 )
 from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
+from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.weights import QuantizedWeight
 
 
-def quantize_weight_kernel(weight: Tensor, fmt: QuantFormat) -> QuantizedWeight:
+def quantize_weight_kernel(weight: Weights, fmt: QuantFormat) -> QuantizedWeight:
     """Quantize a BF16 weight in one pass over memory.
 
     Args:
-        weight: [..., N, K] BF16.
+        weight: [..., N, K] BF16, or E tensors [N, K].
         fmt: FP8 or 4-bit integers.
 
     Returns:
@@ -27,11 +28,11 @@ def quantize_weight_kernel(weight: Tensor, fmt: QuantFormat) -> QuantizedWeight:
     return _quantize(weight, fmt, emit="packed")[0]
 
 
-def quantize_with_operand(weight: Tensor, fmt: QuantFormat) -> tuple[QuantizedWeight, GemmOperand]:
+def quantize_with_operand(weight: Weights, fmt: QuantFormat) -> tuple[QuantizedWeight, GemmOperand]:
     """Quantize and prepare a BF16 weight for the GEMM in the same pass over memory.
 
     Args:
-        weight: [..., N, K] BF16.
+        weight: [..., N, K] BF16, or E tensors [N, K].
         fmt: FP8 or 4-bit integers.
 
     Returns:
@@ -40,8 +41,8 @@ def quantize_with_operand(weight: Tensor, fmt: QuantFormat) -> tuple[QuantizedWe
     return _quantize(weight, fmt, emit="fp8" if fmt.activation_kind == "fp8_token" else "bf16")
 
 
-def _quantize(weight: Tensor, fmt: QuantFormat, *, emit: str) -> tuple[QuantizedWeight, GemmOperand]:
-    shape = tuple(weight.shape)
+def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[QuantizedWeight, GemmOperand]:
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else (len(weight), *weight[0].shape)
     if fmt.weight_kind == "int":
         assert fmt.scale_convention is not None
         done = int4_quantize_pack(weight, fmt.group_size, fmt.scale_convention, emit=emit)
