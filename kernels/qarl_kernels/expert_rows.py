@@ -1,6 +1,6 @@
 """The two halves of the expert MLP under expert parallelism: rows where the experts are, sums where the tokens are.
 
-Every row is computed as `expert_mlp_reference` computes it, and the sum is its sum: where an expert lives changes no bit.
+Every row and every sum is `expert_mlp_reference`'s: where an expert lives changes no bit.
 """
 
 import torch

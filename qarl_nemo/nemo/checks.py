@@ -1,0 +1,99 @@
+"""Settings of Megatron under which an aligned model would not run, or would not run what the engine runs."""
+
+from typing import Any
+
+import torch
+
+from qarl_kernels import weight_problems
+from qarl_nemo.nemo.alignment import Alignment
+
+# Setting -> why it is refused. Unknown to a Megatron version means off.
+_REFUSED = {
+    "add_bias_linear": "expert biases are not published",
+    "fp8": "Transformer-Engine would quantize a second time; alignment brings its own FP8",
+    "fp4": "Transformer-Engine would quantize a second time",
+    "fp8_param": "masters must stay BF16",
+    "moe_single_grouped_weight": "experts must stay separate parameters weight0, weight1, ...",
+    "moe_use_grouped_tensor": "rows need no padding, and counts are read on the host",
+    "moe_use_legacy_grouped_gemm": "its fused weights lie [in, out]",
+    "use_transformer_engine_op_fuser": "its fused experts multiply the router weight before fc2",
+    "moe_mlp_glu_interleave_size": "published rows are all gates, then all ups",
+    "moe_apply_probs_on_input": "the engine multiplies router weights after fc2",
+    "moe_latent_size": "experts would not see the hidden state",
+    "moe_expert_capacity_factor": "the engine drops no token",
+    "moe_pad_expert_input_to_capacity": "the engine drops no token",
+    "moe_router_padding_for_quantization": "padded rows would be summed",
+    "moe_input_jitter_eps": "the engine adds no noise",
+    "moe_z_loss_coeff": "the aligned router computes no load-balancing loss",
+    "moe_router_enable_expert_bias": "the aligned router has no expert bias",
+    "moe_router_num_groups": "the aligned router chooses among all experts",
+    "moe_router_topk_scaling_factor": "the aligned router does not scale its weights",
+    "moe_router_force_load_balancing": "the engine routes by its router",
+    "moe_shared_expert_overlap": "the aligned sum does not add shared experts",
+    "delay_wgrad_compute": "weight gradients are computed with input gradients",
+    "overlap_dispatch_backward_with_experts_wgrad": "weight gradients are computed with input gradients",
+    "overlap_moe_expert_parallel_comm": "a layer remembers one microbatch's routes at a time",
+    "moe_paged_stash": "the experts' autograd saves tensors itself",
+    "fine_grained_activation_offloading": "the experts' autograd saves tensors itself",
+}
+_DISPATCHERS = ("alltoall", "allgather")
+# Scales that span a whole row of fc2: a shard's are not the row's.
+_ROW_SCALED = ("fp8_channel", "w4a8")
+
+
+def require_supported(config: Any, alignment: Alignment) -> None:
+    """Raise unless an aligned model can be built with these settings.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        alignment: what the model would execute.
+
+    Raises:
+        ValueError: lists every setting that is refused and why, and every weight that cannot be stored.
+    """
+    problems = [
+        f"{name}={getattr(config, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(config, name, None)
+    ]
+    problems += _value_problems(config) + _shape_problems(config, alignment)
+    unsupported = [target for target in alignment.targets if target != "experts"]
+    if unsupported:
+        problems.append(f"targets={list(alignment.targets)}: Megatron models align experts alone; remove {unsupported}")
+    if problems:
+        raise ValueError(f"{len(problems)} setting(s) rule out aligned experts:\n  " + "\n  ".join(problems))
+
+
+def _value_problems(config: Any) -> list[str]:
+    problems = []
+    if config.moe_token_dispatcher_type not in _DISPATCHERS:
+        problems.append(
+            f"moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}: legal are {', '.join(_DISPATCHERS)}"
+        )
+    if not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
+        problems.append("activation_func, gated_linear_unit: experts must be SwiGLU (silu, True)")
+    if config.moe_router_score_function != "softmax":
+        problems.append(f"moe_router_score_function={config.moe_router_score_function!r}: legal is 'softmax'")
+    balancing, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if balancing not in ("none", "aux_loss") or coefficient:
+        problems.append(
+            f"moe_router_load_balancing_type={balancing!r}, moe_aux_loss_coeff={coefficient}: the aligned router "
+            "computes no load-balancing loss; set 'none' and 0"
+        )
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        problems.append(f"cuda_graph_impl={config.cuda_graph_impl!r}: row counts are read on the host; set 'none'")
+    return problems
+
+
+def _shape_problems(config: Any, alignment: Alignment) -> list[str]:
+    fmt, etp = alignment.format, config.expert_tensor_parallel_size or 1
+    inner, rest = divmod(config.moe_ffn_hidden_size, etp)
+    if rest:
+        return [f"expert_tensor_parallel_size={etp} does not divide moe_ffn_hidden_size={config.moe_ffn_hidden_size}"]
+    problems = []
+    where = f"(moe_ffn_hidden_size={config.moe_ffn_hidden_size}, expert_tensor_parallel_size={etp})"
+    for name, shape in (("fc1", (2 * inner, config.hidden_size)), ("fc2", (config.hidden_size, inner))):
+        problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
+    if fmt.weight_kind == "fp8_block" and inner % fmt.group_size:
+        problems.append(f"fc1 shard of {inner} gate rows {where}: a {fmt.group_size}-row block would hold gate and up")
+    if etp > 1 and fmt.name in _ROW_SCALED:
+        problems.append(f"expert_tensor_parallel_size={etp}: {fmt.name} scales whole rows of fc2, which it would cut")
+    return problems

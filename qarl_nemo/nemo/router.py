@@ -1,0 +1,42 @@
+"""Megatron's router with the rollout engine's arithmetic: logits in the model's dtype, FP32 from the softmax on."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+
+class AlignedTopKRouter(TopKRouter):
+    """weights = softmax_fp32(x W^T) of the k largest, renormalized in FP32 (`AlignedRouter`, for Megatron).
+
+    Megatron's own router takes the softmax of the chosen logits alone, and returns a dense map that forgets in which
+    order a token chose its experts: the order in which the engine sums them.
+
+    Attributes:
+        chosen: [T, k] int64, the experts of the latest forward, most probable first.
+        weights: [T, k] FP32, their weights.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 Megatron's name
+        """Return logits in the model's dtype, whatever `moe_router_dtype` says: [S, B, H] -> [S, B, E]."""
+        return nn.functional.linear(input, self.weight)
+
+    def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Choose experts.
+
+        Args:
+            logits: [S, B, E].
+            padding_mask: of Megatron's load-balancing losses, which are off.
+
+        Returns:
+            weights [T, E] FP32, zero where an expert was not chosen; chosen or not [T, E] bool.
+        """
+        probabilities = logits.view(-1, logits.shape[-1]).float().softmax(-1)
+        self.chosen = probabilities.topk(self.topk, dim=-1).indices
+        weights = probabilities.gather(-1, self.chosen)
+        if not self.config.moe_router_pre_softmax:
+            weights = weights / weights.sum(-1, keepdim=True)
+        self.weights = weights.detach()
+        dense = torch.zeros_like(probabilities).scatter(-1, self.chosen, weights)
+        return dense, torch.zeros_like(dense, dtype=torch.bool).scatter(-1, self.chosen, True)

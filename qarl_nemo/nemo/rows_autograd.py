@@ -1,0 +1,127 @@
+"""The straight-through expert MLP of one rank, and the weighted sum of what all ranks' experts return.
+
+The forward is split where tokens travel: `aligned_expert_rows` runs where the experts are, `combine_tokens` where the
+tokens are. The backward counts the router weight to the experts wherever the forward multiplied it, so that the
+experts' outputs need not be kept: the sum's gradient is a copy of each token's gradient to its k rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qarl_kernels import QuantFormat, combine_rows, expert_rows, expert_rows_backward, spread_rows
+from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, straight_through_weight
+
+
+class _AlignedExpertRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        row_weight: Tensor,
+        offsets: Tensor,
+        gate_up: AlignedWeight,
+        down: AlignedWeight,
+        mode: BackwardMode,
+        fuse_accumulation: bool,
+        *masters: Tensor,
+    ) -> Tensor:
+        out, hidden = expert_rows(rows, offsets, row_weight, gate_up.operand(), down.operand())
+        ctx.save_for_backward(rows, row_weight, offsets, hidden)
+        ctx.gate_up, ctx.down, ctx.mode, ctx.fuse_accumulation = gate_up, down, mode, fuse_accumulation
+        ctx.version = gate_up.version.value
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
+        rows, row_weight, offsets, hidden = ctx.saved_tensors
+        gate_up, down = ctx.gate_up, ctx.down
+        assert ctx.version == gate_up.version.value, f"{gate_up.name} changed between forward and backward"
+        masters = (gate_up.master, down.master)
+        into = tuple([one.main_grad for one in stack] for stack in masters) if ctx.fuse_accumulation else None
+        grad_x, grad_weight, *grads = expert_rows_backward(
+            grad_rows.contiguous(),
+            rows,
+            hidden,
+            offsets,
+            row_weight,
+            straight_through_weight(gate_up, ctx.mode),
+            straight_through_weight(down, ctx.mode),
+            gate_up.format,
+            into,
+        )
+        if ctx.fuse_accumulation:
+            grads = [_already_added(stack) for stack in masters]
+        return grad_x, grad_weight, None, None, None, None, None, *grads[0], *grads[1]
+
+
+def _already_added(masters: list[nn.Parameter]) -> list[Tensor]:
+    # Megatron's hooks need a gradient to fire; told that it was added, they never read its values.
+    placeholder = torch.empty_like(masters[0])
+    for master in masters:
+        master.grad_added_to_main_grad = True
+        if getattr(master, "zero_out_wgrad", False):
+            placeholder.zero_()
+    return [placeholder.detach() for _ in masters]
+
+
+def aligned_expert_rows(
+    rows: Tensor,
+    row_weight: Tensor,
+    offsets: Tensor,
+    gate_up: AlignedWeight,
+    down: AlignedWeight,
+    *,
+    mode: BackwardMode = "dequantized",
+    fuse_accumulation: bool = False,
+) -> Tensor:
+    """Run rows sorted by expert through this rank's quantized experts, straight-through in the backward.
+
+    Args:
+        rows: [M, H].
+        row_weight: [M] FP32 router weights, multiplied here or by `combine_tokens`, as the format says.
+        offsets: [E_local + 1] int32.
+        gate_up: E_local masters [2 I, H].
+        down: E_local masters [H, I].
+        mode: which weights the input gradient uses.
+        fuse_accumulation: add the weight gradients to the masters' `main_grad`, as Megatron's fused linears do.
+
+    Returns:
+        [M, H] in rows' dtype.
+
+    Source: arXiv 2604.07853 section 3.1; Megatron-core 0.20 tensor_parallel/layers.py for `main_grad`.
+    """
+    return _AlignedExpertRows.apply(
+        rows, row_weight.float(), offsets, gate_up, down, mode, fuse_accumulation, *gate_up.master, *down.master
+    )
+
+
+class _CombineTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, inverse: Tensor, topk_weight: Tensor, fmt: QuantFormat) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.top_k = topk_weight.shape[1]
+        return combine_rows(rows.contiguous(), inverse, topk_weight, fmt)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        return spread_rows(grad_out, *ctx.saved_tensors, ctx.top_k), None, None, None
+
+
+def combine_tokens(rows: Tensor, inverse: Tensor, topk_weight: Tensor, fmt: QuantFormat) -> Tensor:
+    """Sum each token's expert outputs in FP32, in the order of its choices, with the format's rounding points.
+
+    Args:
+        rows: [T * k, H] of `aligned_expert_rows`, in any order.
+        inverse: [T * k] int64, the row of each choice.
+        topk_weight: [T, k] FP32; its gradient is `aligned_expert_rows`'s.
+        fmt: the format.
+
+    Returns:
+        [T, H] in rows' dtype.
+    """
+    return _CombineTokens.apply(rows, inverse, topk_weight.detach(), fmt)

@@ -1,0 +1,170 @@
+"""A tiny Qwen3-MoE, as Hugging Face's model and as Megatron's on any layout, holding the same weights."""
+
+from dataclasses import dataclass
+
+import megatron_on_cpu  # noqa: F401 before any Megatron module
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.spec import align_spec
+
+HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 64, 64, 8, 2, 2
+HEADS, KV_HEADS, HEAD_DIM, VOCAB, SEQUENCE = 4, 2, 16, 60, 16
+PADDED_VOCAB = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a model."""
+
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    pp: int = 1
+
+
+def hugging_face_model(dtype: torch.dtype = torch.float32) -> Qwen3MoeForCausalLM:
+    """Weights of the size that quantization shows in, the same on every call."""
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=SEQUENCE,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(parameter, std=3 * parameter.shape[-1] ** -0.5)
+        parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
+    return model
+
+
+def transformer_config(layout: Layout, dtype: torch.dtype, **options) -> TransformerConfig:
+    """The same architecture, in Megatron's words."""
+    settings = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_query_groups": KV_HEADS,
+        "kv_channels": HEAD_DIM,
+        "ffn_hidden_size": INNER,
+        "moe_ffn_hidden_size": INNER,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOP_K,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "tensor_model_parallel_size": layout.tp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "pipeline_model_parallel_size": layout.pp,
+        "sequence_parallel": layout.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**settings | options)
+
+
+def megatron_model(layout: Layout, alignment: Alignment, dtype: torch.dtype = torch.float32, **options) -> GPTModel:
+    """This rank's part of the aligned model, holding `hugging_face_model`'s weights."""
+    config = transformer_config(layout, dtype, **options)
+    spec = get_gpt_layer_local_spec(
+        num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=align_spec(spec, config, alignment, transformer_engine=False),
+        vocab_size=PADDED_VOCAB,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_base=10000,
+        share_embeddings_and_output_weights=False,
+    )
+    load(model, hugging_face_model(dtype).state_dict())
+    return model
+
+
+def _tensor_shard(whole: Tensor, dim: int) -> Tensor:
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return whole.chunk(size, dim)[rank]
+
+
+def _expert_shard(whole: Tensor, dim: int) -> Tensor:
+    group = parallel_state.get_expert_tensor_parallel_group()
+    return whole.chunk(group.size(), dim)[group.rank()]
+
+
+def interleave(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Megatron's rows: for each KV head its query heads, then its key and its value."""
+    parts = [part.unflatten(0, (KV_HEADS, -1)) for part in (q, k, v)]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+@torch.no_grad()
+def load(model: GPTModel, weights: dict[str, Tensor]) -> None:
+    """Fill this rank's part from Hugging Face's weights."""
+
+    def padded(name):
+        return torch.nn.functional.pad(weights[name], (0, 0, 0, PADDED_VOCAB - VOCAB))
+
+    if model.pre_process:
+        model.embedding.word_embeddings.weight.copy_(_tensor_shard(padded("model.embed_tokens.weight"), 0))
+    if model.post_process:
+        model.decoder.final_layernorm.weight.copy_(weights["model.norm.weight"])
+        model.output_layer.weight.copy_(_tensor_shard(padded("lm_head.weight"), 0))
+    for layer in model.decoder.layers:
+        prefix = f"model.layers.{layer.layer_number - 1}."
+        attention = prefix + "self_attn."
+        qkv = interleave(*(weights[f"{attention}{name}_proj.weight"] for name in "qkv"))
+        layer.self_attention.linear_qkv.weight.copy_(_tensor_shard(qkv, 0))
+        layer.self_attention.linear_proj.weight.copy_(_tensor_shard(weights[f"{attention}o_proj.weight"], 1))
+        layer.self_attention.q_layernorm.weight.copy_(weights[f"{attention}q_norm.weight"])
+        layer.self_attention.k_layernorm.weight.copy_(weights[f"{attention}k_norm.weight"])
+        layer.input_layernorm.weight.copy_(weights[f"{prefix}input_layernorm.weight"])
+        layer.pre_mlp_layernorm.weight.copy_(weights[f"{prefix}post_attention_layernorm.weight"])
+        layer.mlp.router.weight.copy_(weights[f"{prefix}mlp.gate.weight"])
+        gate_up, down = (weights[f"{prefix}mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
+        for local, expert in enumerate(layer.mlp.local_expert_indices):
+            gate, up = (_expert_shard(part, 0) for part in gate_up[expert].chunk(2))
+            getattr(layer.mlp.experts.linear_fc1, f"weight{local}").copy_(torch.cat([gate, up]))
+            getattr(layer.mlp.experts.linear_fc2, f"weight{local}").copy_(_expert_shard(down[expert], 1))
