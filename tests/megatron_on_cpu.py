@@ -5,6 +5,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 class _Stream:
@@ -34,6 +35,8 @@ from megatron.core.transformer import torch_norm  # noqa: E402
 from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
 
 random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+random._set_cuda_rng_state = lambda *_, **__: None
 # Megatron-core 0.16 defines this with Transformer-Engine alone.
 moe_utils.te_general_gemm = None
 
@@ -85,3 +88,13 @@ def _reduce_uneven(tensor: Tensor, group, input_split_sizes=None, use_global_buf
 
 mappings._gather_along_first_dim = _gather_uneven
 mappings._reduce_scatter_along_first_dim = _reduce_uneven
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Within it, tensors that Megatron makes on device "cuda" are made on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)

@@ -1,0 +1,149 @@
+"""The Megatron learner's side of a refit: packed experts put together from their shards, layer by layer.
+
+Every rank packs its own experts once, for its forward; here the packed bytes travel, never BF16 experts: over expert
+tensor parallel ranks (gate and up rows apart, fc2 along its packed columns), over expert parallel ranks unless the
+receiver takes shards, and from the pipeline stage that holds a layer. All ranks run the same collectives and see the
+same names in the same order.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from qarl_kernels import QuantizedWeight, require_finite
+from qarl_nemo.nemo.alignment import Alignment, aligned_weights
+from qarl_nemo.nemo.gather import broadcast_named, gather_sharded, gather_stacked
+from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks, outer_parameter
+from qarl_nemo.nemo.moe_layer import AlignedMoELayer
+from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import RefitUpdate
+
+Named = tuple[str, Tensor]
+_BEFORE_LAYERS, _AFTER_LAYERS = -1, 1 << 30
+
+
+def publish_shards(
+    model: Sequence[nn.Module], *, vocab_size: int, gather_experts: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the rollout engine will serve, in the names and layout of `refit.publish.publish`.
+
+    Beyond this rank's packed experts, which its forward keeps, at most one layer is held at a time.
+
+    Args:
+        model: this rank's model chunks, wrapped or not; called on every rank.
+        vocab_size: of the Hugging Face model: padding is cut off.
+        gather_experts: yield all experts, [E, ...]; False yields this rank's, [E_local, ...], experts
+            `ep_rank * E_local` and following, to receivers that take shards.
+
+    Yields:
+        Names and tensors; in groups of one rank they are the learner's own, so a receiver that keeps them must copy.
+
+    Raises:
+        ValueError: a weight holds NaN or Inf, on any rank: every such weight is named, on all ranks.
+    """
+    _require_finite(model)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    parts = _parts(model, vocab_size, gather_experts)
+    held: list[Any] = [None] * pipeline.size()
+    dist.all_gather_object(held, list(parts), group=pipeline)
+    for part in sorted(set().union(*held)):
+        owner = next(stage for stage, keys in enumerate(held) if part in keys)
+        mine = list(parts[part]()) if owner == pipeline.rank() else None
+        yield from broadcast_named(mine, owner, pipeline)
+
+
+def publish_update(model: Sequence[nn.Module], alignment: Alignment, *, vocab_size: int) -> RefitUpdate:
+    """Collect `publish_shards` into one update, for senders that need it whole.
+
+    Args:
+        model: this rank's model chunks; called on every rank.
+        alignment: the model's.
+        vocab_size: of the Hugging Face model.
+
+    Returns:
+        The update, whole on every rank.
+
+    Raises:
+        ValueError: see `publish_shards`.
+    """
+    tensors = dict(publish_shards(model, vocab_size=vocab_size))
+    manifest = Manifest.of(tensors, version=alignment.version.value, fmt=alignment.format.name)
+    return RefitUpdate(manifest, tensors)
+
+
+def _require_finite(model: Sequence[nn.Module]) -> None:
+    problem = None
+    try:
+        require_finite({weight.name: weight.quantized() for weight in aligned_weights(model)})
+    except ValueError as error:
+        problem = str(error)
+    # A rank that raised alone would leave the others waiting in a collective.
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if found:
+        raise ValueError("nothing was published:\n  " + "\n  ".join(found))
+
+
+def _parts(
+    model: Sequence[nn.Module], vocab_size: int, gather_experts: bool
+) -> dict[int, Callable[[], Iterator[Named]]]:
+    parts: dict[int, Callable[[], Iterator[Named]]] = {}
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                parts[module.layer_number - 1] = lambda layer=module: _layer(layer, gather_experts)
+        outer = dict(_outer(chunk))
+        for part, names in ((_BEFORE_LAYERS, ("embedding.",)), (_AFTER_LAYERS, ("decoder.", "output_layer."))):
+            mine = {name: parameter for name, parameter in outer.items() if name.startswith(names)}
+            if mine:
+                parts[part] = lambda mine=mine: (
+                    outer_parameter(name, _whole(name, parameter), vocab_size) for name, parameter in mine.items()
+                )
+    return parts
+
+
+def _outer(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in _unwrapped(chunk).named_parameters():
+        tied_copy = getattr(parameter, "shared_embedding", False) and name.startswith("output_layer.")
+        if ".layers." not in name and not tied_copy:
+            yield name, parameter
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    # DDP and Float16Module both keep what they wrap as `module`.
+    while isinstance(getattr(chunk, "module", None), nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+def _layer(layer: TransformerLayer, gather_experts: bool) -> Iterator[Named]:
+    experts = layer.mlp.experts if isinstance(layer.mlp, AlignedMoELayer) else None
+    of_experts = set() if experts is None else {id(parameter) for parameter in experts.parameters()}
+    for name, parameter in layer.named_parameters():
+        if id(parameter) not in of_experts:
+            yield from layer_parameter(layer.layer_number - 1, name, _whole(name, parameter), layer.config)
+    if experts is not None:
+        yield from _experts(experts.linear_fc1.aligned, -2, 2, gather_experts)
+        yield from _experts(experts.linear_fc2.aligned, -1, 1, gather_experts)
+
+
+def _whole(name: str, parameter: nn.Parameter) -> Tensor:
+    tensor = parameter.detach()
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return tensor
+    group = parallel_state.get_tensor_model_parallel_group()
+    return gather_sharded(tensor, group, parameter.partition_dim, num_parts=num_row_blocks(name))
+
+
+def _experts(weight: Any, dim: int, num_parts: int, gather_experts: bool) -> Iterator[Named]:
+    tensor_group = parallel_state.get_expert_tensor_parallel_group()
+    expert_group = parallel_state.get_expert_model_parallel_group()
+    quantized: QuantizedWeight = weight.quantized()
+    for suffix, shard in quantized.tensors.items():
+        local = gather_sharded(shard, tensor_group, dim, num_parts=num_parts)
+        yield f"{weight.name}.{suffix}", gather_stacked(local, expert_group) if gather_experts else local
