@@ -1,9 +1,14 @@
 """A tiny Qwen3-MoE, as Hugging Face's model and as Megatron's on any layout, holding the same weights."""
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import megatron_on_cpu  # noqa: F401 before any Megatron module
 import torch
+from megatron_on_cpu import CudaMeansCpu  # noqa: F401 before any Megatron module
+
+# isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -14,7 +19,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from qarl_nemo.nemo.alignment import Alignment
 from qarl_nemo.nemo.spec import align_spec
 
-HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 64, 64, 8, 2, 2
+HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 128, 128, 8, 2, 2
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, SEQUENCE = 4, 2, 16, 60, 16
 PADDED_VOCAB = 64
 
@@ -27,6 +32,24 @@ class Layout:
     ep: int = 1
     etp: int = 1
     pp: int = 1
+
+
+@contextmanager
+def parallel(layout: Layout) -> Iterator[None]:
+    """Megatron's process groups of a layout, over all ranks there are."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@functools.cache
+def _weights(dtype: torch.dtype) -> dict[str, Tensor]:
+    return hugging_face_model(dtype).state_dict()
 
 
 def hugging_face_model(dtype: torch.dtype = torch.float32) -> Qwen3MoeForCausalLM:
@@ -120,7 +143,7 @@ def megatron_model(layout: Layout, alignment: Alignment, dtype: torch.dtype = to
         rotary_base=10000,
         share_embeddings_and_output_weights=False,
     )
-    load(model, hugging_face_model(dtype).state_dict())
+    load(model, _weights(dtype))
     return model
 
 

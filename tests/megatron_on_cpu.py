@@ -91,10 +91,14 @@ mappings._reduce_scatter_along_first_dim = _reduce_uneven
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Within it, tensors that Megatron makes on device "cuda" are made on the CPU."""
+    """Within it, tensors that Megatron makes on device "cuda" are made on the CPU, and say that they are on a GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        # Megatron's optimizers sort parameters by the names of GPU tensor types.
+        return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result

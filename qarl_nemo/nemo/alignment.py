@@ -34,7 +34,7 @@ class Alignment:
         require_backward_mode(self.mode)
         check_targets(self.targets)
 
-    def __deepcopy__(self, memo: dict) -> "Alignment":  # noqa: ARG002
+    def __deepcopy__(self, memo: dict) -> "Alignment":
         # Megatron copies specs; layers of copies must still share one version.
         return self
 

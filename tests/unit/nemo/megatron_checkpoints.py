@@ -1,0 +1,48 @@
+"""What an aligned model's distributed checkpoint holds, beside what Megatron's own model's does."""
+
+from typing import Any
+
+import torch
+from megatron_models import EXPERTS, PADDED_VOCAB, SEQUENCE, Layout, megatron_model, parallel, transformer_config
+
+# isort: split
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.nemo.alignment import Alignment
+
+Described = set[tuple[Any, ...]]
+
+
+def _described(sharded: dict[str, Any]) -> Described:
+    """Of each shard: the key on disk, the whole tensor's shape, and where the shard lies in it."""
+    shards = set()
+    for shard in sharded.values():
+        # Fused gate and up are split where they are saved.
+        for part in _leaves(shard.build()) if hasattr(shard, "build_fn") else [shard]:
+            shards.add((part.key, tuple(part.global_shape), tuple(part.global_offset), tuple(part.replica_id)))
+    return shards
+
+
+def _leaves(built: Any) -> list[Any]:
+    if isinstance(built, dict | list | tuple):
+        return [leaf for part in (built.values() if isinstance(built, dict) else built) for leaf in _leaves(part)]
+    return [built]
+
+
+def checkpoint_keys(layout: Layout, fmt: QuantFormat) -> tuple[Described, Described]:
+    """This rank's shards of the aligned model, and of Megatron's own model."""
+    with parallel(layout):
+        config = transformer_config(layout, torch.float32)
+        spec = get_gpt_layer_local_spec(
+            num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        )
+        sizes = {"vocab_size": PADDED_VOCAB, "max_sequence_length": SEQUENCE}
+        untied = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+        plain = GPTModel(config, spec, **sizes, **untied)
+        aligned = megatron_model(layout, Alignment(fmt))
+        before = aligned.decoder.layers[0].mlp.experts.linear_fc1.aligned.version.value
+        aligned.load_state_dict(aligned.state_dict())
+        assert aligned.decoder.layers[0].mlp.experts.linear_fc1.aligned.version.value > before
+        return _described(aligned.sharded_state_dict()), _described(plain.sharded_state_dict())

@@ -1,0 +1,86 @@
+"""One aligned MoE layer of Megatron against the embedded engine's, in every format."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from format_cases import FORMATS
+from megatron_models import HIDDEN, Layout, hugging_face_model, megatron_model, parallel
+from torch import Tensor
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.layers.install import install
+from qarl_nemo.nemo.alignment import Alignment, aligned_weights, release
+
+TOKENS = 6  # a rank, so that some expert has none
+
+
+def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shape = (dist.get_world_size(), TOKENS, HIDDEN)
+    x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    return x, grad
+
+
+def _embedded(fmt: QuantFormat, dtype: torch.dtype, ep: int) -> dict[str, Tensor]:
+    # GEMMs on a CPU round differently with other numbers of rows: routers see a rank's tokens, experts see those of
+    # all ranks they serve, in the order in which Megatron's meet them.
+    model = hugging_face_model(dtype)
+    install(model, ("experts",), fmt)
+    layer = model.model.layers[0].mlp
+    x, grad = _inputs(dtype)
+    x.requires_grad_()
+    out = []
+    for tokens in x.split(ep):
+        routes = [layer.gate(one)[1:] for one in tokens]
+        weights, chosen = (torch.cat(parts) for parts in zip(*routes, strict=True))
+        out.append(layer.experts(tokens.flatten(0, 1), chosen, weights))
+    out = torch.cat(out).view_as(grad)
+    out.backward(grad)
+    rank = dist.get_rank()
+    grads = {name: getattr(layer.experts, f"{name}_proj").grad for name in ("gate_up", "down")}
+    return {"out": out[rank].detach(), "x": x.grad[rank], "router": layer.gate.weight.grad, **grads}
+
+
+def _megatron(layout: Layout, fmt: QuantFormat, dtype: torch.dtype, dispatcher: str) -> dict[str, Tensor]:
+    model = megatron_model(layout, Alignment(fmt), dtype, num_layers=1, moe_token_dispatcher_type=dispatcher)
+    layer = model.decoder.layers[0].mlp
+    x, grad = (part[dist.get_rank()].unsqueeze(1) for part in _inputs(dtype))
+    x.requires_grad_()
+    out, _ = layer(x)
+    out.backward(grad)
+    # Without data parallel wrappers a rank's gradients are those of its tokens, or of its experts.
+    router = layer.router.weight.grad.clone()
+    dist.all_reduce(router)
+    result = {"out": out.detach().squeeze(1), "x": x.grad.squeeze(1), "router": router}
+    if layout.ep == dist.get_world_size():
+        linears = {"gate_up": layer.experts.linear_fc1, "down": layer.experts.linear_fc2}
+        for name, linear in linears.items():
+            result[name] = torch.stack([master.grad for master in linear.aligned.master])
+        result["experts"] = layer.local_expert_indices
+    return result
+
+
+def layer_cases() -> dict[str, dict[str, Any]]:
+    """Outputs and gradients of every case, beside what the embedded engine gives."""
+    cases = {}
+    for ep, dispatcher in ((4, "alltoall"), (2, "alltoall"), (4, "allgather")):
+        # Making process groups is what takes time here.
+        with parallel(Layout(ep=ep)):
+            for name, fmt in FORMATS.items():
+                for dtype in (torch.float32, torch.bfloat16):
+                    key = f"{name}-{str(dtype).removeprefix('torch.')}-ep{ep}-{dispatcher}"
+                    actual = _megatron(Layout(ep=ep), fmt, dtype, dispatcher)
+                    cases[key] = {"actual": actual, "expected": _embedded(fmt, dtype, ep)}
+    return cases
+
+
+def dropped_caches() -> tuple[int, int]:
+    """Number of quantized weights after a forward, and after `release`."""
+    with parallel(Layout()):
+        model = megatron_model(Layout(), Alignment(FORMATS["w4a16"]))
+        weights = aligned_weights([model])
+        model.decoder.layers[0].mlp(torch.randn(TOKENS, 1, HIDDEN))
+        held = [weight for weight in weights if weight._quantized is not None]
+        release([model])
+        return len(held), len([weight for weight in weights if weight._quantized is not None])
