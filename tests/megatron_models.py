@@ -1,4 +1,7 @@
-"""A tiny Qwen3-MoE, as Hugging Face's model and as Megatron's on any layout, holding the same weights."""
+"""A tiny Qwen3-MoE, as Hugging Face's model and as Megatron's on any layout, holding the same weights.
+
+On GPUs Megatron's layers are Transformer-Engine's; without one they are its local ones, on a CPU.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -6,12 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from megatron_on_cpu import CudaMeansCpu  # noqa: F401 before any Megatron module
+
+if not torch.cuda.is_available():
+    import megatron_on_cpu  # noqa: F401 before any Megatron module
 
 # isort: split
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -19,6 +29,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from qarl_nemo.nemo.alignment import Alignment
 from qarl_nemo.nemo.spec import align_spec
 
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 128, 128, 8, 2, 2
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, SEQUENCE = 4, 2, 16, 60, 16
 PADDED_VOCAB = 64
@@ -43,6 +55,8 @@ def parallel(layout: Layout) -> Iterator[None]:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
+    if ON_GPU:
+        model_parallel_cuda_manual_seed(1)
     yield
     parallel_state.destroy_model_parallel()
 
@@ -80,7 +94,7 @@ def hugging_face_model(dtype: torch.dtype = torch.float32) -> Qwen3MoeForCausalL
         else:
             torch.nn.init.normal_(parameter, std=3 * parameter.shape[-1] ** -0.5)
         parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
-    return model
+    return model.to(DEVICE)
 
 
 def transformer_config(layout: Layout, dtype: torch.dtype, **options) -> TransformerConfig:
@@ -115,7 +129,8 @@ def transformer_config(layout: Layout, dtype: torch.dtype, **options) -> Transfo
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": not ON_GPU,
+        "moe_permute_fusion": ON_GPU,
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -126,15 +141,21 @@ def transformer_config(layout: Layout, dtype: torch.dtype, **options) -> Transfo
     return TransformerConfig(**settings | options)
 
 
+def plain_spec() -> ModuleSpec:
+    """Megatron's own layer."""
+    if ON_GPU:
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=EXPERTS, moe_grouped_gemm=True, qk_layernorm=True)
+    return get_gpt_layer_local_spec(
+        num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+
+
 def megatron_model(layout: Layout, alignment: Alignment, dtype: torch.dtype = torch.float32, **options) -> GPTModel:
     """This rank's part of the aligned model, holding `hugging_face_model`'s weights."""
     config = transformer_config(layout, dtype, **options)
-    spec = get_gpt_layer_local_spec(
-        num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-    )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=align_spec(spec, config, alignment, transformer_engine=False),
+        transformer_layer_spec=align_spec(plain_spec(), config, alignment, transformer_engine=ON_GPU),
         vocab_size=PADDED_VOCAB,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -142,7 +163,7 @@ def megatron_model(layout: Layout, alignment: Alignment, dtype: torch.dtype = to
         position_embedding_type="rope",
         rotary_base=10000,
         share_embeddings_and_output_weights=False,
-    )
+    ).to(DEVICE)
     load(model, _weights(dtype))
     return model
 
@@ -183,7 +204,8 @@ def load(model: GPTModel, weights: dict[str, Tensor]) -> None:
         layer.self_attention.linear_proj.weight.copy_(_tensor_shard(weights[f"{attention}o_proj.weight"], 1))
         layer.self_attention.q_layernorm.weight.copy_(weights[f"{attention}q_norm.weight"])
         layer.self_attention.k_layernorm.weight.copy_(weights[f"{attention}k_norm.weight"])
-        layer.input_layernorm.weight.copy_(weights[f"{prefix}input_layernorm.weight"])
+        norm = layer.self_attention.linear_qkv.layer_norm_weight if ON_GPU else layer.input_layernorm.weight
+        norm.copy_(weights[f"{prefix}input_layernorm.weight"])
         layer.pre_mlp_layernorm.weight.copy_(weights[f"{prefix}post_attention_layernorm.weight"])
         layer.mlp.router.weight.copy_(weights[f"{prefix}mlp.gate.weight"])
         gate_up, down = (weights[f"{prefix}mlp.experts.{name}_proj"] for name in ("gate_up", "down"))

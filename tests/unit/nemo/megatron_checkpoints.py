@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-from megatron_models import EXPERTS, PADDED_VOCAB, SEQUENCE, Layout, megatron_model, parallel, transformer_config
+from megatron_models import PADDED_VOCAB, SEQUENCE, Layout, megatron_model, parallel, plain_spec, transformer_config
 
 # isort: split
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from qarl_kernels import QuantFormat
@@ -35,12 +34,9 @@ def checkpoint_keys(layout: Layout, fmt: QuantFormat) -> tuple[Described, Descri
     """This rank's shards of the aligned model, and of Megatron's own model."""
     with parallel(layout):
         config = transformer_config(layout, torch.float32)
-        spec = get_gpt_layer_local_spec(
-            num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-        )
         sizes = {"vocab_size": PADDED_VOCAB, "max_sequence_length": SEQUENCE}
         untied = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
-        plain = GPTModel(config, spec, **sizes, **untied)
+        plain = GPTModel(config, plain_spec(), **sizes, **untied)
         aligned = megatron_model(layout, Alignment(fmt))
         before = aligned.decoder.layers[0].mlp.experts.linear_fc1.aligned.version.value
         aligned.load_state_dict(aligned.state_dict())

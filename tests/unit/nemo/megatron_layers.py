@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from format_cases import FORMATS
-from megatron_models import HIDDEN, Layout, hugging_face_model, megatron_model, parallel
+from megatron_models import DEVICE, HIDDEN, Layout, hugging_face_model, megatron_model, parallel
 from torch import Tensor
 
 from qarl_kernels import QuantFormat
@@ -18,7 +18,7 @@ TOKENS = 6  # a rank, so that some expert has none
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     shape = (dist.get_world_size(), TOKENS, HIDDEN)
-    x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    x, grad = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for _ in range(2))
     return x, grad
 
 
@@ -80,7 +80,7 @@ def dropped_caches() -> tuple[int, int]:
     with parallel(Layout()):
         model = megatron_model(Layout(), Alignment(FORMATS["w4a16"]))
         weights = aligned_weights([model])
-        model.decoder.layers[0].mlp(torch.randn(TOKENS, 1, HIDDEN))
+        model.decoder.layers[0].mlp(torch.randn(TOKENS, 1, HIDDEN, device=DEVICE))
         held = [weight for weight in weights if weight._quantized is not None]
         release([model])
         return len(held), len([weight for weight in weights if weight._quantized is not None])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_models import PADDED_VOCAB, SEQUENCE, VOCAB, Layout, hugging_face_model, megatron_model, parallel
+from megatron_models import DEVICE, PADDED_VOCAB, SEQUENCE, VOCAB, Layout, hugging_face_model, megatron_model, parallel
 from torch import Tensor, nn
 
 # isort: split
@@ -29,7 +29,7 @@ FORMAT = get_format("w4a16", group_size=32)
 
 def tokens() -> Tensor:
     """[B, S + 1]; the last column is a label alone."""
-    return torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    return torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
 def reference(mode: str) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def reference(mode: str) -> dict[str, Any]:
 def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple:
     """Megatron's protocol: the output, and how to get the loss of it."""
     batch = next(batches)
-    positions = torch.arange(SEQUENCE).expand(len(batch), -1)
-    mask = ~torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+    positions = torch.arange(SEQUENCE, device=DEVICE).expand(len(batch), -1)
+    mask = ~torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=DEVICE).tril()
     output = model(batch[:, :-1], positions, mask, labels=batch[:, 1:])
     return output, lambda per_token: (per_token.mean(), {"loss": per_token.mean().detach()})
 
@@ -71,7 +71,7 @@ def forward_backward(model: nn.Module) -> float:
         forward_only=False,
     )
     finalize_model_grads([model])
-    total = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.tensor(0.0)
+    total = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros((), device=DEVICE)
     dist.all_reduce(total)
     return float(total / parallel_state.get_tensor_model_parallel_world_size() / size)
 

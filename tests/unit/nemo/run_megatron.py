@@ -1,9 +1,10 @@
-"""A tiny aligned Megatron model on every layout of four gloo ranks; what each gave goes to files, for the tests.
+"""A tiny aligned Megatron model on every layout of four ranks; what each gave goes to files, for the tests.
 
 A program of its own: Megatron on a CPU needs patches that no other test should meet, and ranks are processes.
-`python run_megatron.py <folder>`
+Four GPUs and Transformer-Engine, or a CPU: `python run_megatron.py <folder>`
 """
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -13,8 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron_checkpoints import checkpoint_keys
 from megatron_layers import dropped_caches, layer_cases
-from megatron_models import CudaMeansCpu, Layout
+from megatron_models import ON_GPU, Layout
 from megatron_training import FORMAT, reference, train
+
+if not ON_GPU:
+    import megatron_on_cpu
 
 WORLD = 4
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -40,9 +44,15 @@ def rank_main(rank: int, folder: str) -> None:
     """Everything on one rank; each rank's results are kept, since stages hold different layers."""
     # A rank that waits for one that failed would wait for minutes: say where, and end.
     faulthandler.dump_traceback_later(240, exit=True)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    with CudaMeansCpu():
-        results = {name: train(layout, **options) for name, (layout, options) in RUNS.items()}
+    if ON_GPU:
+        torch.cuda.set_device(rank)
+    backend = "nccl" if ON_GPU else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    with contextlib.nullcontext() if ON_GPU else megatron_on_cpu.CudaMeansCpu():
+        modes = ("dequantized", "high_precision")
+        results = {"reference": {mode: reference(mode) for mode in modes}}
+        for name, (layout, options) in RUNS.items():
+            results[name] = train(layout, **options)
         results["layers"] = layer_cases()
         results["dropped_caches"] = dropped_caches()
         results["checkpoint_keys"] = checkpoint_keys(Layout(tp=2, ep=2, etp=2), FORMAT)
@@ -52,12 +62,10 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Write the embedded engine's results and each rank's."""
+    """Write each rank's results."""
     torch.set_num_threads(1)
-    modes = ("dequantized", "high_precision")
-    torch.save({mode: reference(mode) for mode in modes}, f"{folder}/reference.pt")
-    # Forked, not spawned: Megatron is imported once.
-    mp.start_processes(rank_main, args=(folder,), nprocs=WORLD, start_method="fork")
+    # Forked where that is possible: Megatron is imported once.
+    mp.start_processes(rank_main, args=(folder,), nprocs=WORLD, start_method="spawn" if ON_GPU else "fork")
 
 
 if __name__ == "__main__":
