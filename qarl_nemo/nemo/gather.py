@@ -59,7 +59,8 @@ def broadcast_named(named: list[tuple[str, Tensor]] | None, owner: int, group: A
         assert named is not None
         return named
     source = dist.get_global_rank(group, owner)
-    device = torch.device(torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    on_host = dist.get_backend(group) == "gloo"
+    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
     layout = [None if named is None else [(name, tensor.shape, tensor.dtype) for name, tensor in named]]
     dist.broadcast_object_list(layout, src=source, group=group, device=device)
     if named is None:
