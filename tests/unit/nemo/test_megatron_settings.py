@@ -1,0 +1,101 @@
+"""Settings under which aligned experts would not be the engine's are one error, before anything is built."""
+
+import pytest
+import torch
+
+from qarl_kernels import get_format
+
+pytest.importorskip("megatron", reason="needs megatron-core: pip install megatron-core==0.16.1")
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from qarl_nemo.layers.weight import WeightVersion
+from qarl_nemo.nemo.alignment import Alignment, bump_on_step
+from qarl_nemo.nemo.checks import require_supported
+
+
+def config(**options) -> TransformerConfig:
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "moe_ffn_hidden_size": 256,
+        "num_moe_experts": 8,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+    }
+    made = TransformerConfig(**settings)
+    # Megatron refuses some combinations itself; here it is our check that must.
+    for name, value in options.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16"])
+def test_a_plain_qwen3_moe_is_supported(name):
+    require_supported(config(), Alignment(get_format(name)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("add_bias_linear", True),
+        ("fp8", "e4m3"),
+        ("fp8_param", True),
+        ("moe_single_grouped_weight", True),
+        ("use_transformer_engine_op_fuser", True),
+        ("moe_mlp_glu_interleave_size", 32),
+        ("moe_apply_probs_on_input", True),
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_token_dispatcher_type", "flex"),
+        ("moe_router_score_function", "sigmoid"),
+        ("moe_aux_loss_coeff", 0.001),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_shared_expert_overlap", True),
+        ("delay_wgrad_compute", True),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("cuda_graph_impl", "local"),
+        ("gated_linear_unit", False),
+    ],
+)
+def test_a_setting_that_changes_the_forward_is_refused_by_name(setting, value):
+    with pytest.raises(ValueError, match=setting):
+        require_supported(config(**{setting: value}), Alignment(get_format("w4a16")))
+
+
+def test_every_problem_is_listed_at_once():
+    wrong = config(fp8="e4m3", moe_token_dispatcher_type="flex", expert_tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="4 setting") as error:
+        require_supported(wrong, Alignment(get_format("w4a16"), targets=("experts", "attention")))
+    for part in ("fp8='e4m3'", "flex", "group_size=128", "attention"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "etp", "problem"),
+    [
+        ("w4a16", 4, "K=64 is not a multiple of group_size=128"),
+        ("fp8_block", 4, "a 128-row block would hold gate and up"),
+        ("fp8_channel", 2, "scales whole rows"),
+        ("w4a8", 2, "scales whole rows"),
+        ("bf16", 3, "does not divide"),
+    ],
+)
+def test_shards_that_a_format_cannot_store_are_refused(name, etp, problem):
+    with pytest.raises(ValueError, match=problem):
+        require_supported(config(expert_tensor_parallel_size=etp), Alignment(get_format(name)))
+
+
+def test_a_step_bumps_the_version_even_if_it_fails():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, version = torch.optim.SGD([weight], lr=1.0), WeightVersion()
+    bump_on_step(optimizer, version)
+    optimizer.step()
+    assert version.value == 1
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure=lambda: 1 / 0)
+    assert version.value == 2
