@@ -58,9 +58,14 @@ class AlignedWeight:
     _cached_version: int = field(default=-1, init=False)
 
     @property
+    def masters(self) -> list[nn.Parameter]:
+        """The parameter or parameters, as a list."""
+        return [self.master] if isinstance(self.master, Tensor) else list(self.master)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The masters' dtype, which GEMMs round to."""
-        return self.master.dtype if isinstance(self.master, Tensor) else self.master[0].dtype
+        return self.masters[0].dtype
 
     def quantized(self) -> QuantizedWeight:
         """Return the stored tensors of the current version, the same objects for the forward and the publisher."""

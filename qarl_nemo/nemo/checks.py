@@ -55,9 +55,10 @@ def require_supported(config: Any, alignment: Alignment) -> None:
         f"{name}={getattr(config, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(config, name, None)
     ]
     problems += _value_problems(config) + _shape_problems(config, alignment)
-    unsupported = [target for target in alignment.targets if target != "experts"]
-    if unsupported:
-        problems.append(f"targets={list(alignment.targets)}: Megatron models align experts alone; remove {unsupported}")
+    if "attention" in alignment.targets:
+        problems += _attention_problems(config, alignment)
+    if "mlp" in alignment.targets or "experts" not in alignment.targets:
+        problems.append(f"targets={list(alignment.targets)}: legal are ['experts'] and ['experts', 'attention']")
     if problems:
         raise ValueError(f"{len(problems)} setting(s) rule out aligned experts:\n  " + "\n  ".join(problems))
 
@@ -96,4 +97,24 @@ def _shape_problems(config: Any, alignment: Alignment) -> list[str]:
         problems.append(f"fc1 shard of {inner} gate rows {where}: a {fmt.group_size}-row block would hold gate and up")
     if etp > 1 and fmt.name in _ROW_SCALED:
         problems.append(f"expert_tensor_parallel_size={etp}: {fmt.name} scales whole rows of fc2, which it would cut")
+    return problems
+
+
+def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
+    fmt, tp, width = alignment.format, config.tensor_model_parallel_size, config.kv_channels
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if heads % tp or groups % tp:
+        return [f"tensor_model_parallel_size={tp} does not divide {heads} attention heads and {groups} KV heads"]
+    problems = []
+    shapes = {
+        "linear_qkv": ((heads + 2 * groups) // tp * width, config.hidden_size),
+        "linear_proj": (config.hidden_size, heads // tp * width),
+    }
+    for name, shape in shapes.items():
+        where = f"{name} shard {list(shape)} (kv_channels={width}, tensor_model_parallel_size={tp})"
+        problems += [f"{where}: {problem}" for problem in weight_problems(shape, fmt)]
+    if fmt.weight_kind == "fp8_block" and width % fmt.group_size:
+        problems.append(f"kv_channels={width}: a {fmt.group_size}-row block would hold several heads of fused q, k, v")
+    if tp > 1 and fmt.name in _ROW_SCALED:
+        problems.append(f"tensor_model_parallel_size={tp}: {fmt.name} scales whole rows of linear_proj")
     return problems

@@ -86,14 +86,15 @@ def split_qkv(rows: Tensor, config: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Take Megatron's fused rows apart: for each KV head its query heads, its key, its value.
 
     Args:
-        rows: [(num_attention_heads + 2 num_query_groups) * kv_channels, ...].
+        rows: [(num_attention_heads + 2 num_query_groups) * kv_channels, ...], or any equal part of it a head: block
+            scales have one row for each 128.
         config: Megatron's `TransformerConfig`.
 
     Returns:
         q, k and v rows, heads in order.
     """
-    groups, width = config.num_query_groups, config.kv_channels
-    heads = rows.unflatten(0, (groups, -1, width))
+    groups = config.num_query_groups
+    heads = rows.unflatten(0, (groups, config.num_attention_heads // groups + 2, -1))
     return heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qarl_kernels import QuantizedWeight, require_finite
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights
 from qarl_nemo.nemo.gather import broadcast_named, gather_sharded, gather_stacked
-from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks, outer_parameter
+from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
 from qarl_nemo.nemo.moe_layer import AlignedMoELayer
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
@@ -122,14 +122,28 @@ def _unwrapped(chunk: nn.Module) -> nn.Module:
 
 
 def _layer(layer: TransformerLayer, gather_experts: bool) -> Iterator[Named]:
-    experts = layer.mlp.experts if isinstance(layer.mlp, AlignedMoELayer) else None
-    of_experts = set() if experts is None else {id(parameter) for parameter in experts.parameters()}
+    number = layer.layer_number - 1
+    quantized = {id(master) for weight in aligned_weights([layer]) for master in weight.masters}
     for name, parameter in layer.named_parameters():
-        if id(parameter) not in of_experts:
-            yield from layer_parameter(layer.layer_number - 1, name, _whole(name, parameter), layer.config)
-    if experts is not None:
-        yield from _experts(experts.linear_fc1.aligned, -2, 2, gather_experts)
-        yield from _experts(experts.linear_fc2.aligned, -1, 1, gather_experts)
+        if id(parameter) not in quantized:
+            yield from layer_parameter(number, name, _whole(name, parameter), layer.config)
+    attention = layer.self_attention
+    if hasattr(attention.linear_qkv, "aligned"):
+        yield from _attention(number, attention, layer.config)
+    if isinstance(layer.mlp, AlignedMoELayer):
+        yield from _experts(layer.mlp.experts.linear_fc1.aligned, -2, 2, gather_experts)
+        yield from _experts(layer.mlp.experts.linear_fc2.aligned, -1, 1, gather_experts)
+
+
+def _attention(number: int, attention: nn.Module, config: Any) -> Iterator[Named]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    prefix = f"model.layers.{number}.self_attn."
+    for suffix, shard in attention.linear_qkv.aligned.quantized().tensors.items():
+        whole = gather_sharded(shard, group, 0)
+        for letter, part in zip("qkv", split_qkv(whole, config), strict=True):
+            yield f"{prefix}{letter}_proj.{suffix}", part
+    for suffix, shard in attention.linear_proj.aligned.quantized().tensors.items():
+        yield f"{prefix}o_proj.{suffix}", gather_sharded(shard, group, 1)
 
 
 def _whole(name: str, parameter: nn.Parameter) -> Tensor:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 from typing import Any
 
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -14,6 +13,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.attention_linear import (
+    AlignedColumnParallelLinear,
+    AlignedRowParallelLinear,
+    transformer_engine_linears,
+)
 from qarl_nemo.nemo.checks import require_supported
 from qarl_nemo.nemo.grouped_linear import (
     AlignedLocalColumnGroupedLinear,
@@ -33,14 +37,17 @@ class _AlignedExperts:
         """Return fc1's and fc2's class."""
         raise NotImplementedError
 
+    def attention_linears(self) -> tuple[type, type]:
+        """Return linear_qkv's and linear_proj's class."""
+        raise NotImplementedError
+
     def grouped_mlp_modules(self, *_: Any) -> Any:
         """Return the expert MLP: a builder (Megatron-core 0.20), or class and submodules (0.16)."""
-        linears = self.grouped_linears()
+        fc1, fc2 = (ModuleSpec(linear, {"alignment": self.alignment}) for linear in self.grouped_linears())
         if hasattr(megatron_experts, "GroupedMLPSubmodules"):
-            fc1, fc2 = (functools.partial(linear, alignment=self.alignment) for linear in linears)
-            submodules = megatron_experts.GroupedMLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
-            return functools.partial(AlignedGroupedMLP, submodules=submodules)
-        fc1, fc2 = (ModuleSpec(linear, {"alignment": self.alignment}) for linear in linears)
+            return ModuleSpec(
+                AlignedGroupedMLP, submodules=megatron_experts.GroupedMLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
+            )
         return AlignedGroupedMLP, MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
 
 
@@ -51,6 +58,10 @@ class AlignedTESpecProvider(_AlignedExperts, TESpecProvider):
         """Return fc1's and fc2's class."""
         return transformer_engine_grouped_linears()
 
+    def attention_linears(self) -> tuple[type, type]:
+        """Return linear_qkv's and linear_proj's class."""
+        return transformer_engine_linears()
+
 
 class AlignedLocalSpecProvider(_AlignedExperts, LocalSpecProvider):
     """Megatron's local backend with aligned experts."""
@@ -59,16 +70,20 @@ class AlignedLocalSpecProvider(_AlignedExperts, LocalSpecProvider):
         """Return fc1's and fc2's class."""
         return AlignedLocalColumnGroupedLinear, AlignedLocalRowGroupedLinear
 
+    def attention_linears(self) -> tuple[type, type]:
+        """Return linear_qkv's and linear_proj's class."""
+        return AlignedColumnParallelLinear, AlignedRowParallelLinear
+
 
 def align_spec(spec: Any, config: Any, alignment: Alignment, *, transformer_engine: bool) -> Any:
-    """Replace the MoE layers of a GPT layer or block spec by aligned ones.
+    """Replace the MoE layers, and targeted attention linears, of a GPT layer or block spec by aligned ones.
 
     Args:
         spec: of Megatron's `get_gpt_layer_with_transformer_engine_spec`, `get_gpt_layer_local_spec` or
             `get_gpt_decoder_block_spec`; stays as it is.
         config: the `TransformerConfig` that the model will be built with.
         alignment: what the model executes.
-        transformer_engine: whether the experts' parameters are Transformer-Engine's.
+        transformer_engine: whether the linears' parameters are Transformer-Engine's.
 
     Returns:
         The aligned spec.
@@ -86,6 +101,9 @@ def align_spec(spec: Any, config: Any, alignment: Alignment, *, transformer_engi
     provider = (AlignedTESpecProvider if transformer_engine else AlignedLocalSpecProvider)(alignment)
     for layer in moe:
         layer.submodules.mlp = _aligned_moe(provider, config.num_moe_experts)
+    if "attention" in alignment.targets:
+        for layer in layers:
+            _align_attention(layer, provider)
     return aligned
 
 
@@ -95,10 +113,20 @@ def _is_moe(mlp: Any) -> bool:
 
 def _aligned_moe(provider: _AlignedExperts, num_experts: int) -> Any:
     spec = get_moe_module_spec_for_backend(provider, num_experts=num_experts, moe_grouped_gemm=True)
-    if isinstance(spec, ModuleSpec):
-        submodules = dataclasses.replace(spec.submodules, router=AlignedTopKRouter)
-        return ModuleSpec(
-            AlignedMoELayer, {"alignment": provider.alignment}, submodules=submodules, metainfo=spec.metainfo
-        )
-    submodules = dataclasses.replace(spec.keywords["submodules"], router=AlignedTopKRouter)
-    return functools.partial(AlignedMoELayer, submodules=submodules, alignment=provider.alignment)
+    # A builder in Megatron-core 0.20, a ModuleSpec in 0.16.
+    submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
+    submodules = dataclasses.replace(submodules, router=AlignedTopKRouter)
+    return ModuleSpec(AlignedMoELayer, {"alignment": provider.alignment}, submodules=submodules)
+
+
+def _align_attention(layer: Any, provider: _AlignedExperts) -> None:
+    attention = layer.submodules.self_attention.submodules
+    if attention.linear_qkv is provider.column_parallel_layer_norm_linear():
+        layer.submodules.input_layernorm = provider.layer_norm()
+        # Checkpoints keep the fused norm's key.
+        layer.submodules.sharded_state_dict_keys_map = layer.submodules.sharded_state_dict_keys_map | {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+        }
+    column, row = provider.attention_linears()
+    attention.linear_qkv = ModuleSpec(column, {"alignment": provider.alignment})
+    attention.linear_proj = ModuleSpec(row, {"alignment": provider.alignment})

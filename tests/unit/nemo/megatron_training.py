@@ -19,6 +19,7 @@ from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.layers.install import install
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, bump_on_step
 from qarl_nemo.nemo.gather import gather_sharded, gather_stacked
+from qarl_nemo.nemo.grouped_linear import AlignedGroupedLinear
 from qarl_nemo.nemo.hf_parameters import layer_parameter
 from qarl_nemo.nemo.publish import publish_shards
 from qarl_nemo.refit.publish import publish
@@ -32,10 +33,10 @@ def tokens() -> Tensor:
     return torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
-def reference(mode: str) -> dict[str, Any]:
+def reference(mode: str = "dequantized", targets: tuple[str, ...] = ("experts",)) -> dict[str, Any]:
     """What the embedded engine's learner gives, with the same weights."""
     model = hugging_face_model()
-    report = install(model, ("experts",), FORMAT, mode=mode)
+    report = install(model, targets, FORMAT, mode=mode)
     batch = tokens()
     logits = nn.functional.pad(model(batch[:, :-1]).logits, (0, PADDED_VOCAB - VOCAB))
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -105,7 +106,7 @@ def requantized(model: nn.Module) -> dict[str, Tensor]:
     """This stage's expert masters gathered, what publishing never does, and quantized again."""
     tensors = {}
     for module in model.modules():
-        if hasattr(module, "aligned"):
+        if isinstance(module, AlignedGroupedLinear):
             whole = _whole_experts(module, [master.detach() for master in module.aligned.master])
             parts = quantize_weight(whole, FORMAT).tensors
             tensors.update({f"{module.aligned.name}.{suffix}": part for suffix, part in parts.items()})
@@ -129,13 +130,14 @@ def train(
     layout: Layout,
     *,
     mode: str = "dequantized",
+    targets: tuple[str, ...] = ("experts",),
     fused_accumulation: bool = False,
     distributed_adam: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Build, train one step, publish before and after it."""
     with parallel(layout):
-        alignment = Alignment(FORMAT, mode=mode)
+        alignment = Alignment(FORMAT, targets, mode)
         core = megatron_model(layout, alignment, **options)
         if fused_accumulation:
             for layer in core.decoder.layers:

@@ -17,10 +17,13 @@ from megatron_layers import dropped_caches, layer_cases
 from megatron_models import ON_GPU, Layout
 from megatron_training import FORMAT, reference, train
 
+from qarl_nemo.nemo.alignment import Alignment
+
 if not ON_GPU:
     import megatron_on_cpu
 
 WORLD = 4
+ATTENTION = ("experts", "attention")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RUNS = {
     "tp1_ep1": (Layout(), {}),
@@ -37,6 +40,8 @@ RUNS = {
     "ep4_fused_accumulation": (Layout(ep=4), {"fused_accumulation": True}),
     "ep2_distributed_adam": (Layout(ep=2), {"distributed_adam": True}),
     "high_precision": (Layout(ep=2), {"mode": "high_precision"}),
+    "attention_ep2": (Layout(ep=2), {"targets": ATTENTION}),
+    "attention_tp2_ep2": (Layout(tp=2, ep=2), {"targets": ATTENTION}),
 }
 
 
@@ -49,13 +54,13 @@ def rank_main(rank: int, folder: str) -> None:
     backend = "nccl" if ON_GPU else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     with contextlib.nullcontext() if ON_GPU else megatron_on_cpu.CudaMeansCpu():
-        modes = ("dequantized", "high_precision")
-        results = {"reference": {mode: reference(mode) for mode in modes}}
+        high_precision, attention = reference("high_precision"), reference(targets=ATTENTION)
+        results = {"reference": {"": reference(), "high_precision": high_precision, "attention": attention}}
         for name, (layout, options) in RUNS.items():
             results[name] = train(layout, **options)
         results["layers"] = layer_cases()
         results["dropped_caches"] = dropped_caches()
-        results["checkpoint_keys"] = checkpoint_keys(Layout(tp=2, ep=2, etp=2), FORMAT)
+        results["checkpoint_keys"] = checkpoint_keys(Layout(tp=2, ep=2, etp=2), Alignment(FORMAT, ATTENTION))
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,80 @@
+"""Attention's linears on quantized weights, for targets that hold `attention`.
+
+The parameters stay those of Megatron's class that is subclassed, local or Transformer-Engine's; tensor and sequence
+parallel communication is Megatron's own, around the aligned GEMM. Where Transformer-Engine would fuse the norm into
+linear_qkv, the norm is a module of its own: the format quantizes what comes out of it.
+"""
+
+import functools
+from typing import Any
+
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from qarl_kernels import one_group
+from qarl_nemo.layers.autograd import aligned_grouped_gemm
+from qarl_nemo.nemo.alignment import Alignment
+
+
+class _AlignedLinear(nn.Module):
+    def __init__(self, *arguments: Any, alignment: Alignment, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.aligned = alignment.weight(type(self).__name__, self.weight)
+        self.mode = alignment.mode
+        self.returns_bias = named["skip_bias_add"] and named["bias"]
+        self.register_load_state_dict_post_hook(lambda *_: alignment.version.bump())
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = aligned_grouped_gemm(rows, self.aligned, one_group(rows), mode=self.mode)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _with_bias(self, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.returns_bias:
+            return out, self.bias
+        has_bias = self.bias is not None and self.bias.numel()
+        return (out + self.bias if has_bias else out), None
+
+
+class _AlignedColumn(_AlignedLinear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply all tokens by this rank's rows of the weight: [S / TP, B, K] -> [S, B, N / TP]."""
+        if self.config.sequence_parallel:
+            x = gather_from_sequence_parallel_region(x)
+        else:
+            x = copy_to_tensor_model_parallel_region(x)
+        return self._with_bias(self._multiply(x))
+
+
+class _AlignedRow(_AlignedLinear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply by this rank's columns of the weight and sum over ranks: [S, B, K / TP] -> [S / TP, B, N]."""
+        out = self._multiply(x)
+        if self.config.sequence_parallel:
+            return self._with_bias(reduce_scatter_to_sequence_parallel_region(out))
+        return self._with_bias(reduce_from_tensor_model_parallel_region(out))
+
+
+class AlignedColumnParallelLinear(_AlignedColumn, ColumnParallelLinear):
+    """linear_qkv on Megatron's local parameters."""
+
+
+class AlignedRowParallelLinear(_AlignedRow, RowParallelLinear):
+    """linear_proj on Megatron's local parameters."""
+
+
+@functools.cache
+def transformer_engine_linears() -> tuple[type, type]:
+    """Return linear_qkv's and linear_proj's class with Transformer-Engine's parameters."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    column = type("AlignedTEColumnParallelLinear", (_AlignedColumn, TEColumnParallelLinear), {})
+    row = type("AlignedTERowParallelLinear", (_AlignedRow, TERowParallelLinear), {})
+    return column, row
