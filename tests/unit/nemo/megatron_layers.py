@@ -5,14 +5,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from format_cases import FORMATS
-from megatron_models import DEVICE, HIDDEN, Layout, hugging_face_model, megatron_model, parallel
+from megatron_models import DEVICE, HIDDEN, VOCAB, Layout, hugging_face_model, megatron_model, parallel
 from torch import Tensor
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.install import install
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, release
+from qarl_nemo.nemo.publish import publish_shards
 
-TOKENS = 6  # a rank, so that some expert has none
+TOKENS = 6  # a rank
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -84,3 +85,17 @@ def dropped_caches() -> tuple[int, int]:
         held = [weight for weight in weights if weight._quantized is not None]
         release([model])
         return len(held), len([weight for weight in weights if weight._quantized is not None])
+
+
+def refused_publication() -> str:
+    """What publishing says on this rank when another's weight holds NaN."""
+    with parallel(Layout(ep=4)):
+        model = megatron_model(Layout(ep=4), Alignment(FORMATS["w4a16"]))
+        if dist.get_rank() == 2:
+            with torch.no_grad():
+                model.decoder.layers[1].mlp.experts.linear_fc2.weight0[3, 5] = float("nan")
+        try:
+            list(publish_shards([model], vocab_size=VOCAB))
+        except ValueError as error:
+            return str(error)
+        return "published"

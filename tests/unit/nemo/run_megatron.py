@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron_checkpoints import checkpoint_keys
-from megatron_layers import dropped_caches, layer_cases
+from megatron_layers import dropped_caches, layer_cases, refused_publication
 from megatron_models import ON_GPU, Layout
 from megatron_training import FORMAT, reference, train
+
+# isort: split
+import megatron.core
 
 from qarl_nemo.nemo.alignment import Alignment
 
@@ -56,10 +59,11 @@ def rank_main(rank: int, folder: str) -> None:
     with contextlib.nullcontext() if ON_GPU else megatron_on_cpu.CudaMeansCpu():
         high_precision, attention = reference("high_precision"), reference(targets=ATTENTION)
         results = {"reference": {"": reference(), "high_precision": high_precision, "attention": attention}}
-        for name, (layout, options) in RUNS.items():
-            results[name] = train(layout, **options)
+        results["versions"] = {"megatron-core": megatron.core.__version__}
+        results["layouts"] = {name: train(layout, **options) for name, (layout, options) in RUNS.items()}
         results["layers"] = layer_cases()
         results["dropped_caches"] = dropped_caches()
+        results["refused"] = refused_publication()
         results["checkpoint_keys"] = checkpoint_keys(Layout(tp=2, ep=2, etp=2), Alignment(FORMAT, ATTENTION))
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.barrier()
