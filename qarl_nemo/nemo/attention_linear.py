@@ -24,6 +24,9 @@ from qarl_nemo.nemo.alignment import Alignment
 
 
 class _AlignedLinear(nn.Module):
+    # With `partition_dim`, how Bridge finds out how a module is split whose class it does not know.
+    tensor_model_parallel = True
+
     def __init__(self, *arguments: Any, alignment: Alignment, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.aligned = alignment.weight(type(self).__name__, self.weight)
@@ -44,6 +47,8 @@ class _AlignedLinear(nn.Module):
 
 
 class _AlignedColumn(_AlignedLinear):
+    partition_dim = 0
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply all tokens by this rank's rows of the weight: [S / TP, B, K] -> [S, B, N / TP]."""
         if self.config.sequence_parallel:
@@ -54,6 +59,8 @@ class _AlignedColumn(_AlignedLinear):
 
 
 class _AlignedRow(_AlignedLinear):
+    partition_dim = 1
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply by this rank's columns of the weight and sum over ranks: [S, B, K / TP] -> [S / TP, B, N]."""
         out = self._multiply(x)

@@ -27,6 +27,9 @@ class AlignedGroupedLinear(nn.Module):
         arguments: of the class this is mixed into.
     """
 
+    # With `partition_dim`, how Bridge finds out how a module is split whose class it does not know.
+    tensor_model_parallel = True
+
     def __init__(self, *arguments: Any, alignment: Alignment, **named: Any) -> None:
         super().__init__(*arguments, **named)
         masters = [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
@@ -173,6 +176,8 @@ def transformer_engine_grouped_linears() -> tuple[type, type]:
             "Transformer-Engine is not installed: pip install 'qarl-nemo[megatron]', or build the model from "
             "Megatron's local layer spec"
         )
-    column = type("AlignedTEColumnGroupedLinear", (AlignedGroupedLinear, TEColumnParallelGroupedLinear), {})
-    row = type("AlignedTERowGroupedLinear", (AlignedGroupedLinear, TERowParallelGroupedLinear), {})
+    column = type(
+        "AlignedTEColumnGroupedLinear", (AlignedGroupedLinear, TEColumnParallelGroupedLinear), {"partition_dim": COLUMN}
+    )
+    row = type("AlignedTERowGroupedLinear", (AlignedGroupedLinear, TERowParallelGroupedLinear), {"partition_dim": ROW})
     return column, row

@@ -18,6 +18,9 @@ class AlignedTopKRouter(TopKRouter):
         weights: [T, k] FP32, their weights.
     """
 
+    # How Bridge finds out that a module is not split whose class it does not know.
+    tensor_model_parallel = False
+
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 Megatron's name
         """Return logits in the model's dtype, whatever `moe_router_dtype` says: [S, B, H] -> [S, B, E]."""
         return nn.functional.linear(input, self.weight)
