@@ -97,7 +97,7 @@ def write_companion_files(folder: Path, plan: QuantizePlan, weight_map: Mapping[
         weight_map: output tensor name -> shard file.
         total_bytes: size of all output tensors.
     """
-    source = plan.checkpoint.folder
+    source = plan.checkpoint.companions
     for path in sorted({path for pattern in _COPIED_PATTERNS for path in source.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, folder / path.name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}

@@ -1,4 +1,4 @@
-"""Quantize a Hugging Face BF16 checkpoint shard by shard into one that stock vLLM loads."""
+"""Quantize a BF16 checkpoint shard by shard into one that stock vLLM loads."""
 
 import hashlib
 import json
@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from qarl_kernels import QuantFormat, quantize_weight
+from qarl_kernels import QuantFormat
+from qarl_nemo.checkpoints.convert import TensorConverter
 from qarl_nemo.checkpoints.hf_config import record_rows, settings_record, write_companion_files
 from qarl_nemo.checkpoints.partial import PartialFolder, partial_path
 from qarl_nemo.checkpoints.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     PlannedShard,
-    PlannedTensor,
     QuantizePlan,
     plan_quantization,
 )
-from qarl_nemo.checkpoints.reader import TensorReader, open_checkpoint
+from qarl_nemo.checkpoints.reader import Checkpoint, open_checkpoint
 from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard
 
 
@@ -68,7 +67,7 @@ class QuantizeReport:
 
 
 def quantize_checkpoint(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     destination: str | Path,
     fmt: QuantFormat,
     targets: Sequence[str],
@@ -80,11 +79,12 @@ def quantize_checkpoint(
 ) -> QuantizeReport:
     """Write `destination`, a checkpoint whose target weights are `quantize_weight(source weight, fmt)`.
 
-    Memory is bounded by one output shard and one tensor. Work goes to `<destination>.partial`; a killed conversion
-    goes on from its finished shards when called again, and gives the same bytes.
+    Memory is bounded by one output shard and a tensor for each of torch's threads. Work goes to
+    `<destination>.partial`; a killed conversion goes on from its finished shards when called again, and gives the same
+    bytes.
 
     Args:
-        source: Hugging Face safetensors checkpoint.
+        source: Hugging Face safetensors folder, or a checkpoint that `open_checkpoint` or `open_megatron` returned.
         destination: folder to create.
         fmt: format of the quantized tensors; bf16 copies.
         targets: what to quantize, out of `qarl_nemo.refit.names.TARGETS`.
@@ -97,12 +97,13 @@ def quantize_checkpoint(
         What was written.
 
     Raises:
-        ValueError: the source, the settings or the destination are unfit (every problem listed, nothing written), or a
-            weight holds NaN or Inf (the partial folder stays).
+        ValueError: the source, the settings or the destination are unfit (every problem listed, nothing written), or
+            weights hold NaN or Inf (every one listed; the partial folder stays, with the shards without them).
     """
-    source, destination = Path(source), Path(destination)
-    _check_apart(source, destination)
-    plan = plan_quantization(open_checkpoint(source), fmt, targets, max_shard_bytes)
+    checkpoint, destination = source if isinstance(source, Checkpoint) else open_checkpoint(source), Path(destination)
+    for folder in {checkpoint.folder, checkpoint.companions}:
+        _check_apart(folder, destination)
+    plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes)
     _check_space(plan, partial_path(destination))
     partial = PartialFolder(destination, _fingerprint(plan), overwrite=overwrite)
     records, num_resumed = _write_shards(plan, partial, device, progress or (lambda _: None))
@@ -120,9 +121,10 @@ def _write_shards(
     plan: QuantizePlan, partial: PartialFolder, device: str, progress: Callable[[QuantizeProgress], None]
 ) -> tuple[dict[str, dict[str, Any]], int]:
     records: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
     done_bytes = num_resumed = 0
     buffer = ShardBuffer(plan.shards)
-    with TensorReader(plan.checkpoint.folder) as reader:
+    with plan.checkpoint.open_reader() as reader, TensorConverter(reader, plan.fmt, device) as converter:
         for number, shard in enumerate(plan.shards, 1):
             sources = _source_stamps(plan, shard)
             record = partial.finished(shard.file, sources)
@@ -132,24 +134,22 @@ def _write_shards(
                 records[shard.file] = record
                 continue
             buffer.clear()
-            for tensor in shard.tensors:
-                buffer.hold(_convert(reader, tensor, plan.fmt, device))
-                done_bytes += tensor.info.num_bytes
-                progress(QuantizeProgress(tensor.info.name, done_bytes, plan.source_bytes, number, len(plan.shards)))
-            records[shard.file] = _save_shard(partial, shard.file, buffer.tensors, plan, sources)
+            known = len(problems)
+            for converted in converter.convert(shard.tensors):
+                buffer.hold(converted.stored)
+                problems += [converted.problem] if converted.problem else []
+                info = converted.source.info
+                done_bytes += info.num_bytes
+                progress(QuantizeProgress(info.name, done_bytes, plan.source_bytes, number, len(plan.shards)))
+            if len(problems) == known:
+                records[shard.file] = _save_shard(partial, shard.file, buffer.tensors, plan, sources)
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise ValueError(
+            f"NaN or Inf in {len(problems)} weights, with the number of such values; repair the source and run again, "
+            f"finished shards are kept:\n{listed}"
+        )
     return records, num_resumed
-
-
-def _convert(reader: TensorReader, tensor: PlannedTensor, fmt: QuantFormat, device: str) -> dict[str, Tensor]:
-    weight = reader.read(tensor.info)
-    if not tensor.quantized:
-        return {tensor.info.name: weight}
-    module = tensor.info.name.removesuffix(".weight")
-    stored = quantize_weight(weight.to(device), fmt, name=tensor.info.name).tensors
-    output = {f"{module}.{suffix}": value for suffix, value in stored.items()}
-    if fmt.weight_kind == "int":
-        output[f"{module}.weight_shape"] = torch.tensor(tensor.info.shape, dtype=torch.int64)
-    return output
 
 
 def _save_shard(
@@ -163,7 +163,7 @@ def _save_shard(
 
 
 def _fingerprint(plan: QuantizePlan) -> dict[str, Any]:
-    table = [[info.name, info.shape, info.dtype, info.file] for info in plan.checkpoint.tensors]
+    table = [[info.name, info.shape, info.dtype, info.files] for info in plan.checkpoint.tensors]
     source = json.dumps([plan.checkpoint.config, table], sort_keys=True).encode()
     return {
         **settings_record(plan),
@@ -173,7 +173,10 @@ def _fingerprint(plan: QuantizePlan) -> dict[str, Any]:
 
 
 def _source_stamps(plan: QuantizePlan, shard: PlannedShard) -> dict[str, list[int]]:
-    stats = {file: (plan.checkpoint.folder / file).stat() for file in sorted({t.info.file for t in shard.tensors})}
+    stats = {
+        file: (plan.checkpoint.folder / file).stat()
+        for file in sorted({f for t in shard.tensors for f in t.info.files})
+    }
     return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 

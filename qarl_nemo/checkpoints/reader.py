@@ -3,10 +3,10 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, Self
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -29,13 +29,13 @@ class TensorInfo:
         name: parameter name.
         shape: sizes.
         dtype: safetensors' name of the dtype, e.g. `BF16`.
-        file: file name inside the checkpoint folder.
+        files: names of the files inside the checkpoint folder that hold it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    file: str
+    files: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -43,24 +43,49 @@ class TensorInfo:
         return math.prod(self.shape) * _DTYPE_BYTES.get(self.dtype, 1)
 
 
+class TensorReader(Protocol):
+    """Reads single tensors of a checkpoint in bounded memory, however large its files are."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """Return one tensor; clone what is to outlive its use, it may be a view of the file.
+
+        Args:
+            info: an entry of `Checkpoint.tensors`.
+
+        Returns:
+            The tensor on the CPU, as stored.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose index, headers and config were read; no tensor was.
+    """A checkpoint whose table of contents was read; no tensor was.
 
     Attributes:
-        folder: where it lies.
+        folder: where the weights lie.
+        companions: where config.json and the tokenizer lie.
         config: content of config.json.
-        tensors: every tensor, by file and then in natural order of names.
+        tensors: every tensor under its Hugging Face name, in the order they are best read.
+        open_reader: returns a reader of the tensors.
     """
 
     folder: Path
+    companions: Path
     config: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
+    open_reader: Callable[[], TensorReader] = field(compare=False)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the safetensors files, sorted."""
-        return tuple(sorted({info.file for info in self.tensors}))
+        """Names of the files that hold weights, sorted."""
+        return tuple(sorted({file for info in self.tensors for file in info.files}))
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -78,17 +103,17 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     files = _weight_files(folder)
     problems: list[str] = []
-    config = _read_config(folder, problems)
+    config = read_config(folder, problems)
     tensors: list[TensorInfo] = []
     for file in sorted(files):
         tensors += _read_header(folder, file, files[file], problems)
     if problems:
         raise ValueError(f"checkpoint {folder} is incomplete:\n" + "\n".join(f"  - {problem}" for problem in problems))
-    return Checkpoint(folder, config, tuple(tensors))
+    return Checkpoint(folder, folder, config, tuple(tensors), lambda: SafetensorsReader(folder))
 
 
-class TensorReader:
-    """Read single tensors of a checkpoint; resident memory stays bounded however large its files are."""
+class SafetensorsReader:
+    """Read single tensors of a safetensors folder; resident memory stays bounded however large its files are."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -96,7 +121,7 @@ class TensorReader:
         self._handle: Any = None
         self._bytes_read = 0
 
-    def __enter__(self) -> "TensorReader":
+    def __enter__(self) -> "SafetensorsReader":
         return self
 
     def __exit__(
@@ -105,18 +130,12 @@ class TensorReader:
         self._close()
 
     def read(self, info: TensorInfo) -> Tensor:
-        """Return one tensor; clone what is to outlive the next call, it may be a view of the mapped file.
-
-        Args:
-            info: an entry of `Checkpoint.tensors`.
-
-        Returns:
-            The tensor on the CPU, as stored.
-        """
-        if info.file != self._file or self._bytes_read >= _REOPEN_AFTER_BYTES:
+        """Return one tensor, see `TensorReader.read`."""
+        (file,) = info.files
+        if file != self._file or self._bytes_read >= _REOPEN_AFTER_BYTES:
             self._close()
-            self._handle = safe_open(self._folder / info.file, framework="pt").__enter__()
-            self._file = info.file
+            self._handle = safe_open(self._folder / file, framework="pt").__enter__()
+            self._file = file
         self._bytes_read += info.num_bytes
         return self._handle.get_tensor(info.name)
 
@@ -164,13 +183,27 @@ def _read_header(folder: Path, file: str, names: list[str] | None, problems: lis
             if missing:
                 problems.append(f"{file} lacks tensors the index promises: {', '.join(missing)}")
             slices = {name: handle.get_slice(name) for name in wanted if name in present}
-            return [TensorInfo(name, tuple(view.get_shape()), view.get_dtype(), file) for name, view in slices.items()]
+            return [
+                TensorInfo(name, tuple(view.get_shape()), view.get_dtype(), (file,)) for name, view in slices.items()
+            ]
     except SafetensorError as error:
         problems.append(f"{file} is not a readable safetensors file ({error})")
         return []
 
 
-def _read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
+def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Args:
+        folder: a Hugging Face model folder.
+        problems: gets a sentence when there is none.
+
+    Returns:
+        The content, empty when there is none.
+
+    Raises:
+        ValueError: the file is no JSON object.
+    """
     if not (folder / CONFIG_FILE).is_file():
         problems.append(f"missing file {CONFIG_FILE}")
         return {}

@@ -10,8 +10,8 @@ EXPERT = "model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
 
 
 def checkpoint_of(shapes, config=None, dtype="BF16"):
-    infos = tuple(TensorInfo(name, shape, dtype, "model.safetensors") for name, shape in shapes.items())
-    return Checkpoint(None, config or {}, infos)
+    infos = tuple(TensorInfo(name, shape, dtype, ("model.safetensors",)) for name, shape in shapes.items())
+    return Checkpoint(None, None, config or {}, infos, None)
 
 
 def test_stored_bytes_by_hand():

@@ -172,3 +172,37 @@ def test_source_and_destination_must_be_apart(source):
     for destination in (source, source / "inside", source.parent):
         with pytest.raises(ValueError, match="must not contain each other"):
             quantize_checkpoint(source, destination, FORMATS["w4a16"], ["experts"])
+
+
+@pytest.mark.parametrize("key", ["w4a16_g32", "fp8_block", "fp8_channel"])
+def test_threads_and_blocks_of_rows_change_no_bit(key, make_source, tmp_path, read_all):
+    # 640 rows are converted in blocks of 256, 256 and 128.
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(8)]
+    weights = {name: torch.randn(640, 128, dtype=torch.bfloat16) for name in names}
+    folder = make_source(weights)
+    outputs = []
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        quantize_checkpoint(folder, tmp_path / str(num_threads), FORMATS[key], ["attention"])
+        assert torch.get_num_threads() == num_threads
+        outputs.append((tmp_path / str(num_threads) / "model-00001-of-00001.safetensors").read_bytes())
+    torch.set_num_threads(1)
+    assert outputs[0] == outputs[1]
+    stored = read_all(tmp_path / "1")
+    for name in names:
+        for suffix, expected in quantize_weight(weights[name], FORMATS[key]).tensors.items():
+            assert torch.equal(stored[name.removesuffix("weight") + suffix].float(), expected.float())
+
+
+def test_every_weight_that_holds_nan_is_listed_also_copied_ones(make_source, tmp_path):
+    weights = {
+        f"model.layers.{layer}.self_attn.q_proj.weight": torch.randn(128, 128, dtype=torch.bfloat16)
+        for layer in range(3)
+    } | {"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}
+    weights["model.norm.weight"][3] = float("inf")
+    weights["model.layers.1.self_attn.q_proj.weight"][0, 1] = float("nan")
+    with pytest.raises(ValueError, match="NaN or Inf in 2 weights") as error:
+        quantize_checkpoint(make_source(weights), tmp_path / "out", FORMATS["w4a16"], ["attention"])
+    assert "model.layers.1.self_attn.q_proj.weight [128, 128] (1, the first at index [0, 1]: nan)" in str(error.value)
+    assert "model.norm.weight [128] (1, the first at index [3]: inf)" in str(error.value)
+    assert not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ import shutil
 import pytest
 import torch
 
-from qarl_nemo.checkpoints.reader import TensorReader, open_checkpoint
+from qarl_nemo.checkpoints.reader import open_checkpoint
 
 
 def test_lists_every_tensor_of_an_indexed_checkpoint(source, read_all):
@@ -14,7 +14,7 @@ def test_lists_every_tensor_of_an_indexed_checkpoint(source, read_all):
         name: tuple(tensor.shape) for name, tensor in expected.items()
     }
     assert sum(info.num_bytes for info in checkpoint.tensors) == sum(tensor.nbytes for tensor in expected.values())
-    with TensorReader(checkpoint.folder) as reader:
+    with checkpoint.open_reader() as reader:
         for info in checkpoint.tensors:
             assert torch.equal(reader.read(info), expected[info.name])
 
@@ -23,7 +23,7 @@ def test_reads_a_single_file(make_source):
     weight = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     checkpoint = open_checkpoint(make_source({"model.norm.weight": weight}))
     (info,) = checkpoint.tensors
-    assert (info.shape, info.dtype, info.file, info.num_bytes) == ((2, 3), "F32", "model.safetensors", 24)
+    assert (info.shape, info.dtype, info.files, info.num_bytes) == ((2, 3), "F32", ("model.safetensors",), 24)
 
 
 def test_everything_missing_is_in_one_error(source, tmp_path):

@@ -1,0 +1,113 @@
+"""One source tensor to its stored form, several at a time."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import QuantFormat, quantize_weight
+from qarl_nemo.checkpoints.plan import PlannedTensor
+from qarl_nemo.checkpoints.reader import TensorReader
+
+# A multiple of every block of rows that shares a scale; temporaries of so few rows stay in a core's cache.
+_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedTensor:
+    """What became of one source tensor.
+
+    Attributes:
+        source: the source tensor.
+        stored: output name -> tensor on the CPU; empty when there is a problem.
+        problem: why the weight cannot be served, None if it can.
+    """
+
+    source: PlannedTensor
+    stored: dict[str, Tensor]
+    problem: str | None = None
+
+
+class TensorConverter:
+    """Reads tensors in order and converts them in as many threads as torch was given, in the same order."""
+
+    def __init__(self, reader: TensorReader, fmt: QuantFormat, device: str) -> None:
+        """Start the threads.
+
+        Args:
+            reader: of the source.
+            fmt: format of the quantized tensors.
+            device: where `quantize_weight` runs.
+        """
+        self._reader = reader
+        self._fmt = fmt
+        self._device = device
+        self._num_threads = torch.get_num_threads() if device == "cpu" else 1
+        self._pool = ThreadPoolExecutor(self._num_threads, initializer=torch.set_num_threads, initargs=(1,))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def convert(self, tensors: Sequence[PlannedTensor]) -> Iterator[ConvertedTensor]:
+        """Convert tensors; no more are held than there are threads, and one.
+
+        Args:
+            tensors: what to convert.
+
+        Yields:
+            One result for each, in order.
+        """
+        running: deque[Future[ConvertedTensor]] = deque()
+        for tensor in tensors:
+            weight = self._reader.read(tensor.info)
+            running.append(self._pool.submit(convert_tensor, weight, tensor, self._fmt, self._device))
+            if len(running) > self._num_threads:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
+def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, device: str) -> ConvertedTensor:
+    """Return a weight as the output holds it: `quantize_weight(weight)`, or the weight itself.
+
+    Args:
+        weight: the source tensor, on the CPU.
+        tensor: what the plan says about it.
+        fmt: format of the quantized tensors.
+        device: where `quantize_weight` runs.
+
+    Returns:
+        The output tensors, or the problem.
+    """
+    name = tensor.info.name
+    problem = _nonfinite(weight, name)
+    if problem is not None:
+        return ConvertedTensor(tensor, {}, problem)
+    if not tensor.quantized:
+        return ConvertedTensor(tensor, {name: weight})
+    module = name.removesuffix(".weight")
+    blocks = weight.split(_ROWS_AT_ONCE) if device == "cpu" else (weight.to(device),)
+    parts = [quantize_weight(block, fmt, name=name).tensors for block in blocks]
+    stored = {f"{module}.{suffix}": torch.cat([part[suffix] for part in parts]).cpu() for suffix in parts[0]}
+    if fmt.weight_kind == "int":
+        stored[f"{module}.weight_shape"] = torch.tensor(tensor.info.shape, dtype=torch.int64)
+    return ConvertedTensor(tensor, stored)
+
+
+def _nonfinite(weight: Tensor, name: str) -> str | None:
+    # The maximum of the magnitudes is NaN or Inf exactly if one of them is, and an order of magnitude quicker.
+    if not weight.is_floating_point() or not weight.numel() or torch.isfinite(weight.abs().max()):
+        return None
+    bad = (~torch.isfinite(weight)).nonzero()
+    first = bad[0].tolist()
+    return f"{name} {list(weight.shape)} ({len(bad)}, the first at index {first}: {weight[tuple(first)].item()})"
