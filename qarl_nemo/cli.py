@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from qarl_kernels import QuantFormat
+    from qarl_nemo.checkpoints import Checkpoint
     from qarl_nemo.local.rollout_speed_settings import RolloutSpeedSettings
 
 app = typer.Typer(
@@ -18,6 +20,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_Format = Annotated[str, typer.Option("--format", help="w4a16, w4a8, fp8_block, fp8_channel or bf16.")]
+_GroupSize = Annotated[int | None, typer.Option(help="Elements per scale along K (w4a16: 128, 64, 32).")]
+_ScaleConvention = Annotated[str | None, typer.Option(help="narrow_range or full_range.")]
+_Targets = Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")]
+_MaxShardBytes = Annotated[int, typer.Option(help="Largest output file, which bounds the memory.")]
+_Device = Annotated[str, typer.Option(help="Where quantization runs: cpu or cuda.")]
+_Overwrite = Annotated[bool, typer.Option(help="Replace an earlier output of this command.")]
 
 
 @app.command()
@@ -50,54 +60,48 @@ def train(
 def quantize(
     source: Annotated[Path, typer.Argument(help="Hugging Face BF16 checkpoint directory.")],
     destination: Annotated[Path, typer.Argument(help="Where the quantized checkpoint goes.")],
-    format_name: Annotated[
-        str, typer.Option("--format", help="w4a16, w4a8, fp8_block, fp8_channel or bf16.")
-    ] = "w4a16",
-    group_size: Annotated[int | None, typer.Option(help="Elements per scale along K (w4a16: 128, 64, 32).")] = None,
-    scale_convention: Annotated[str | None, typer.Option(help="narrow_range or full_range.")] = None,
-    targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
-    max_shard_bytes: Annotated[int, typer.Option(help="Largest output file, which bounds the memory.")] = 1 << 30,
-    device: Annotated[str, typer.Option(help="Where quantization runs: cpu or cuda.")] = "cpu",
-    overwrite: Annotated[bool, typer.Option(help="Replace an earlier output of this command.")] = False,
+    format_name: _Format = "w4a16",
+    group_size: _GroupSize = None,
+    scale_convention: _ScaleConvention = None,
+    targets: _Targets = "experts",
+    max_shard_bytes: _MaxShardBytes = 1 << 30,
+    device: _Device = "cpu",
+    overwrite: _Overwrite = False,
 ) -> None:
     """Write a quantized checkpoint that stock vLLM loads; streams shard by shard and resumes after a kill."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     from qarl_kernels import get_format
-    from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
+    from qarl_nemo.checkpoints import open_checkpoint
 
     fmt = get_format(format_name, group_size=group_size, scale_convention=scale_convention)  # type: ignore[arg-type]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as bar:
-        task = bar.add_task("quantizing", total=None, visible=False)
+    _quantize(open_checkpoint(source), destination, fmt, targets, max_shard_bytes, overwrite, device)
 
-        def show(event: QuantizeProgress) -> None:
-            text = f"shard {event.shard}/{event.num_shards}"
-            bar.update(task, completed=event.done_bytes, total=event.total_bytes, description=text, visible=True)
 
-        report = quantize_checkpoint(
-            source,
-            destination,
-            fmt,
-            [target.strip() for target in targets.split(",")],
-            max_shard_bytes=max_shard_bytes,
-            overwrite=overwrite,
-            device=device,
-            progress=show,
-        )
-    quantized = sum(row["quantized"] for row in report.rows)
-    Console().print(
-        f"{report.destination}: {quantized} of {len(report.rows)} tensors quantized to {fmt.name}, "
-        f"{report.source_bytes / 1e9:.2f} GB -> {report.output_bytes / 1e9:.2f} GB "
-        f"({report.output_bytes / report.source_bytes:.2f}x); table in qarl_quantization.json"
-    )
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Megatron torch_dist checkpoint directory, of any parallel layout.")],
+    destination: Annotated[Path, typer.Argument(help="Where the Hugging Face checkpoint goes.")],
+    hf_model: Annotated[Path, typer.Option(help="Directory with the model's config.json and tokenizer.")],
+    format_name: _Format = "w4a16",
+    group_size: _GroupSize = None,
+    scale_convention: _ScaleConvention = None,
+    targets: _Targets = "experts",
+    max_shard_bytes: _MaxShardBytes = 1 << 30,
+    device: _Device = "cpu",
+    overwrite: _Overwrite = False,
+    drop_vocab_padding: Annotated[
+        bool, typer.Option(help="Leave out rows behind the vocabulary even if they are not zero.")
+    ] = False,
+) -> None:
+    """Write a Megatron checkpoint as a quantized (or BF16) one that stock vLLM loads, without Megatron or a GPU.
+
+    Streams, resumes after a kill, and unpickles nothing but torch's own table of contents.
+    """
+    from qarl_kernels import get_format
+    from qarl_nemo.checkpoints import open_megatron
+
+    fmt = get_format(format_name, group_size=group_size, scale_convention=scale_convention)  # type: ignore[arg-type]
+    checkpoint = open_megatron(source, hf_model, drop_vocab_padding=drop_vocab_padding)
+    _quantize(checkpoint, destination, fmt, targets, max_shard_bytes, overwrite, device)
 
 
 @app.command()
@@ -286,6 +290,52 @@ def _measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Pa
     if record is not None:
         append_results(record, result_rows(job, rows, f"qarl {shlex.join(sys.argv[1:])}"))
     typer.echo("written: " + ", ".join(map(str, write_speed(output, job, speeds, rows))))
+
+
+def _quantize(
+    checkpoint: "Checkpoint",
+    destination: Path,
+    fmt: "QuantFormat",
+    targets: str,
+    max_shard_bytes: int,
+    overwrite: bool,
+    device: str,
+) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("quantizing", total=None, visible=False)
+
+        def show(event: QuantizeProgress) -> None:
+            text = f"shard {event.shard}/{event.num_shards}"
+            bar.update(task, completed=event.done_bytes, total=event.total_bytes, description=text, visible=True)
+
+        report = quantize_checkpoint(
+            checkpoint,
+            destination,
+            fmt,
+            [target.strip() for target in targets.split(",")],
+            max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
+            device=device,
+            progress=show,
+        )
+    quantized = sum(row["quantized"] for row in report.rows)
+    Console().print(
+        f"{report.destination}: {quantized} of {len(report.rows)} tensors quantized to {fmt.name}, "
+        f"{report.source_bytes / 1e9:.2f} GB -> {report.output_bytes / 1e9:.2f} GB "
+        f"({report.output_bytes / report.source_bytes:.2f}x); table in qarl_quantization.json"
+    )
 
 
 def _write_report(run_dirs: list[Path], folder: Path) -> None:
