@@ -80,7 +80,7 @@ class Checkpoint:
     companions: Path
     config: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
-    open_reader: Callable[[], TensorReader] = field(compare=False)
+    open_reader: Callable[[], TensorReader] = field(compare=False, repr=False)
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -1,0 +1,339 @@
+"""Megatron checkpoints of every layout against the Hugging Face model they were written from, bit for bit."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_files import Layout, write_megatron
+from safetensors.torch import load_file
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from qarl_kernels import get_format
+from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 60,
+    "dtype": "bfloat16",
+}
+MOE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+MODELS = {
+    "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False)),
+    "mixed": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0], tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=False)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
+}
+LAYOUTS = {
+    "TP1": Layout(),
+    "TP2": Layout(tp=2, etp=2, padded_vocab=64),
+    "TP2, own norms": Layout(tp=2, etp=1, separate_norms=True),
+    "a key per layer": Layout(per_layer=True, etp=4),
+    "a key per layer and expert": Layout(per_layer=True, singleton=True, tp=2, separate_norms=True),
+    "two experts per chunk": Layout(experts_per_chunk=2, padded_vocab=128),
+}
+CASES = [
+    *(("moe", layout) for layout in LAYOUTS),
+    *(("mixed", layout) for layout in LAYOUTS if "layer" in layout),
+    *((model, layout) for model in ("qwen3", "qwen2") for layout in ("TP2", "a key per layer and expert")),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Every model, saved by transformers: folder and tensors by Hugging Face name."""
+    saved = {}
+    for name, (cls, config) in MODELS.items():
+        torch.manual_seed(1)
+        folder = tmp_path_factory.mktemp(name)
+        model = cls(config).to(torch.bfloat16)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(folder)
+        saved[name] = folder, load_file(folder / "model.safetensors")
+    return saved
+
+
+@pytest.fixture
+def megatron(models, tmp_path):
+    """Write a model's Megatron checkpoint; returns its folder and the model's."""
+
+    def write(model="moe", layout=None, **changes):
+        folder, weights = models[model]
+        config = json.loads((folder / "config.json").read_text())
+        return write_megatron(tmp_path / "megatron", weights, config, layout or Layout(**changes)), folder
+
+    return write
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_bf16_gives_back_the_model_bit_for_bit(model, layout, models, megatron, tmp_path):
+    source, folder = megatron(model, LAYOUTS[layout])
+    targets = ["mlp"] if model.startswith("qwen") else ["experts"]
+    report = quantize_checkpoint(open_megatron(source, folder), tmp_path / "out", get_format("bf16"), targets)
+    found = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    expected = models[model][1]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert report.source_bytes == sum(tensor.nbytes for tensor in expected.values())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+
+
+def test_halves_and_heads_in_another_order_are_another_model(models, megatron):
+    _, weights = models["moe"]
+    stacked = torch.stack([weights[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"] for e in range(4)])
+    qkv = torch.cat([weights[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"])
+    replaced = {
+        "decoder.layers.0.mlp.experts.experts.linear_fc1.weight": stacked.repeat(1, 2, 1),
+        "decoder.layers.0.self_attention.linear_qkv.weight": qkv,
+    }
+    checkpoint = open_megatron(*megatron(per_layer=True, replaced=replaced))
+    with checkpoint.open_reader() as reader:
+        same = {info.name: torch.equal(reader.read(info), weights[info.name]) for info in checkpoint.tensors}
+    differing = {re.sub(r"experts\.\d", "experts.E", name.removeprefix("model.")) for name in same if not same[name]}
+    assert differing == {
+        *(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"),
+        "layers.0.mlp.experts.E.up_proj.weight",
+    }
+
+
+@pytest.mark.parametrize(("key", "targets"), [("w4a16", ["experts", "attention"]), ("fp8_block", ["experts"])])
+def test_quantized_is_what_quantizing_the_model_gives(key, targets, models, megatron, tmp_path):
+    source, folder = megatron(layout=LAYOUTS["TP2"])
+    quantize_checkpoint(open_megatron(source, folder), tmp_path / "a", get_format(key), targets)
+    quantize_checkpoint(folder, tmp_path / "b", get_format(key), targets)
+    found, expected = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in "ab")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in expected.items())
+    assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
+
+
+def test_each_chunk_of_an_attention_is_read_once(megatron, monkeypatch):
+    from qarl_nemo.checkpoints import chunks
+
+    source, folder = megatron(layout=LAYOUTS["TP2"])
+    checkpoint = open_megatron(source, folder)
+    loaded = []
+    load = chunks.load_chunk
+    monkeypatch.setattr(chunks, "load_chunk", lambda *place: (loaded.append(place[2]), load(*place))[1])
+    with checkpoint.open_reader() as reader:
+        for info in checkpoint.tensors:
+            reader.read(info)
+    assert len(loaded) == len(set(loaded))
+
+
+def test_the_folder_above_an_iteration_will_do(models, megatron, tmp_path):
+    source, folder = megatron()
+    step = tmp_path / "step_5"
+    (step / "policy" / "weights").mkdir(parents=True)
+    shutil.copytree(source, step / "policy" / "weights" / "iter_0000000")
+    assert open_megatron(step, folder).folder == step / "policy" / "weights" / "iter_0000000"
+    shutil.copytree(source, step / "policy" / "weights" / "iter_0000001")
+    with pytest.raises(ValueError, match=r"iter_0000000, .*iter_0000001: name one of them"):
+        open_megatron(step, folder)
+    (source / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(ValueError, match="has the format zarr; only torch_dist is read"):
+        open_megatron(source, folder)
+    with pytest.raises(ValueError, match="is not a torch_dist checkpoint"):
+        open_megatron(folder, folder)
+
+
+def test_everything_that_does_not_fit_is_listed_at_once(megatron):
+    layers = "decoder.layers."
+    replaced = {
+        f"{layers}mlp.router.weight": None,
+        f"{layers}mlp.shared_experts.linear_fc2.weight": torch.zeros(2, 8, 8),
+        "mtp.layers.0.weight": torch.zeros(3),
+        f"{layers}self_attention.linear_qkv.weight": torch.zeros(2, 192, 128, dtype=torch.bfloat16),
+        f"{layers}pre_mlp_layernorm.weight": torch.zeros(2, 128),
+        f"{layers}self_attention.q_layernorm.weight": torch.zeros(2, 32, dtype=torch.int8),
+        "output_layer.weight": torch.ones(64, 128),
+        "embedding.word_embeddings.weight": torch.zeros(58, 128),
+    }
+    source, folder = megatron(replaced=replaced)
+    with pytest.raises(ValueError, match="cannot convert") as error:
+        open_megatron(source, folder)
+    for line in (
+        "missing decoder.layers.mlp.router.weight or decoder.layers.N.mlp.router.weight: "
+        "for model.layers.{0..1}.mlp.gate.weight",
+        "keys that this model does not have: decoder.layers.mlp.shared_experts.linear_fc2.weight, mtp.layers.0.weight",
+        # (4 + 2 * 2) heads of 32
+        "decoder.layers.self_attention.linear_qkv.weight has shape [2, 192, 128], the config implies [2, 256, 128]",
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight and decoder.layers.pre_mlp_layernorm.weight are both there",
+        "decoder.layers.self_attention.q_layernorm.weight has dtype torch.int8, not floating point",
+        "output_layer.weight: 4 of 4 rows behind the vocabulary of 60 are not zero",
+        "embedding.word_embeddings.weight has shape [58, 128], the config implies [60, 128] or more rows",
+    ):
+        assert line in str(error.value)
+    assert str(error.value).count("\n  - ") == 7
+
+
+def test_padding_that_training_moved_is_left_out_when_asked(models, megatron, tmp_path):
+    embedding = torch.cat([models["moe"][1]["model.embed_tokens.weight"], torch.ones(4, 128, dtype=torch.bfloat16)])
+    source, folder = megatron(padded_vocab=64, replaced={"embedding.word_embeddings.weight": embedding})
+    with pytest.raises(ValueError, match="4 of 4 rows behind the vocabulary of 60 are not zero"):
+        open_megatron(source, folder)
+    checkpoint = open_megatron(source, folder, drop_vocab_padding=True)
+    with checkpoint.open_reader() as reader:
+        assert torch.equal(reader.read(checkpoint.tensors[0]), embedding[:60])
+
+
+def test_a_config_that_is_not_enough_says_what_it_lacks(megatron, tmp_path):
+    source, folder = megatron()
+    config = json.loads((folder / "config.json").read_text())
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    for changes, message in (
+        ({"hidden_size": None, "num_local_experts": None}, "lacks hidden_size, num_experts or num_local_experts"),
+        ({"model_type": "llama"}, "model_type is llama; legal are qwen2, qwen3, qwen3_moe"),
+        ({"attention_bias": True}, "attention_bias is set"),
+        ({"quantization_config": {}}, None),
+    ):
+        (hf / "config.json").write_text(json.dumps(config | changes))
+        if message:
+            with pytest.raises(ValueError, match=message):
+                open_megatron(source, hf)
+    with pytest.raises(ValueError, match="the source is already quantized"):
+        quantize_checkpoint(open_megatron(source, hf), tmp_path / "out", get_format("w4a16"), ["experts"])
+    with pytest.raises(ValueError, match=r"missing file config\.json"):
+        open_megatron(source, tmp_path)
+
+
+class Touch:
+    """What a pickle from outside may do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_table_of_contents_with_foreign_classes_is_refused_unexecuted(megatron, tmp_path):
+    source, folder = megatron()
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    metadata.planner_data = [Touch(str(tmp_path / "executed")), re.compile("x")]
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"names posix\.mkdir, re\._compile; nothing but"):
+        open_megatron(source, folder)
+    assert not (tmp_path / "executed").exists()
+    for content in (b"", b"\x80\x04.", pickle.dumps({"a": 1}), (b"cos\nsystem\n(S'x'\ntR.")):
+        (source / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match="metadata"):
+            open_megatron(source, folder)
+
+
+def test_a_chunk_that_is_no_plain_tensor_is_refused(megatron, tmp_path):
+    source, folder = megatron()
+    checkpoint = open_megatron(source, folder)
+    places = pickle.loads((source / ".metadata").read_bytes()).storage_data
+    where = next(place for index, place in places.items() if index.fqn == "decoder.layers.mlp.router.weight")
+    path = tmp_path / "evil.pt"
+    torch.save(Touch(str(tmp_path / "executed")), path)
+    evil = path.read_bytes().ljust(where.length, b"\0")
+    with (source / where.relative_path).open("r+b") as file:
+        file.seek(where.offset)
+        file.write(evil)
+    with pytest.raises(ValueError, match=r"mlp\.router\.weight at \[\d, 0, 0\].*is not a tensor that is safe to load"):
+        quantize_checkpoint(checkpoint, tmp_path / "out", get_format("bf16"), ["experts"])
+    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_missing_or_truncated_are_listed(megatron):
+    source, folder = megatron(tp=2)
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    (file,) = source.glob("*.distcp")
+    kept = file.read_bytes()
+    file.write_bytes(kept[:5000])
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is truncated: it has 5000 bytes, and \.metadata points at"):
+        open_megatron(source, folder)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"missing files __0_0\.distcp"):
+        open_megatron(source, folder)
+    file.write_bytes(kept)
+    key = "decoder.layers.self_attention.linear_proj.weight"
+    gone = metadata.state_dict_metadata[key].chunks.pop()
+    moved = next(index for index in metadata.storage_data if index.fqn == "decoder.final_layernorm.weight")
+    metadata.storage_data[moved].__dict__["relative_path"] = "../../etc/passwd"
+    lost = next(index for index in metadata.storage_data if index.fqn == "decoder.layers.mlp.router.weight")
+    del metadata.storage_data[lost]
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="cannot convert") as error:
+        open_megatron(source, folder)
+    # 2 layers of [128, 128] in halves, one of which is gone
+    assert gone.sizes == torch.Size([1, 128, 64])
+    assert f"{key} [2, 128, 128]: its 3 chunks hold 24576 of 32768 values; a rank's part is missing" in str(error.value)
+    assert ".metadata points outside the checkpoint folder: ../../etc/passwd" in str(error.value)
+    assert "decoder.layers.mlp.router.weight: .metadata has no place for the chunks at [[0, 0, 0]]" in str(error.value)
+
+
+def test_every_nan_is_listed_by_its_hugging_face_name(models, megatron, tmp_path):
+    qkv = torch.zeros(2, 256, 128, dtype=torch.bfloat16)
+    # Of 2 groups of (2 queries, key, value) of 32 rows: row 64 + 1 is the first key head's second, layer 1.
+    qkv[1, 65, 7] = float("nan")
+    norm = torch.ones(128, dtype=torch.bfloat16)
+    norm[5] = float("inf")
+    replaced = {"decoder.layers.self_attention.linear_qkv.weight": qkv, "decoder.final_layernorm.weight": norm}
+    source, folder = megatron(replaced=replaced)
+    with pytest.raises(ValueError, match="NaN or Inf in 2 weights") as error:
+        quantize_checkpoint(open_megatron(source, folder), tmp_path / "out", get_format("w4a16"), ["experts"])
+    assert "model.layers.1.self_attn.k_proj.weight [64, 128] (1, the first at index [1, 7]: nan)" in str(error.value)
+    assert "model.norm.weight [128] (1, the first at index [5]: inf)" in str(error.value)
+
+
+KILLED = """
+import os, signal, sys
+from qarl_kernels import get_format
+from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+
+def kill_in_shard_three(progress):
+    if progress.shard == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint = open_megatron(sys.argv[1], sys.argv[2])
+quantize_checkpoint(checkpoint, sys.argv[3], get_format("w4a16"), ["experts"], max_shard_bytes=100_000,
+                    progress=kill_in_shard_three)
+"""
+
+
+def test_a_killed_conversion_goes_on_and_gives_the_same_bytes(megatron, tmp_path):
+    source, folder = megatron(layout=LAYOUTS["TP2"])
+    command = [sys.executable, "-c", KILLED, str(source), str(folder), str(tmp_path / "out")]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+
+    def run(name):
+        checkpoint = open_megatron(source, folder)
+        return quantize_checkpoint(
+            checkpoint, tmp_path / name, get_format("w4a16"), ["experts"], max_shard_bytes=100_000
+        )
+
+    assert run("out").num_resumed_shards == 2
+    run("whole")
+    out, whole = (
+        {path.name: path.read_bytes() for path in Path(tmp_path / name).iterdir()} for name in ("out", "whole")
+    )
+    assert out == whole
