@@ -114,7 +114,10 @@ def saved(sizes: tuple[int, ...], *, sparse: bool) -> tuple[bytes, tuple[int, in
         The bytes, and begin and end of the hole.
     """
     buffer = io.BytesIO()
-    torch.save(torch.zeros(sizes, dtype=torch.bfloat16) if sparse else torch.randn(sizes).bfloat16() / 50, buffer)
+    tensor = torch.zeros(sizes, dtype=torch.bfloat16) if sparse else torch.randn(sizes).bfloat16() / 50
+    if sizes[0] == PADDED_VOCAB:
+        tensor[CONFIG["vocab_size"] :] = 0
+    torch.save(tensor, buffer)
     blob = buffer.getvalue()
     # torch aligns data to 64 bytes within the first KiB, and what follows it is shorter than that.
     return blob, (2048, len(blob) - 2048) if sparse and len(blob) > 8192 else (0, 0)

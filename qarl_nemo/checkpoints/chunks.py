@@ -14,8 +14,6 @@ from qarl_nemo.checkpoints.torch_dist import Chunk, StoredTensor
 # The projections of one attention come out of the same chunks; a single chunk that is larger is held, too.
 _CACHE_BYTES = 2**28
 
-RowRanges = Sequence[tuple[int, int]]
-
 
 class ChunkReader:
     """Reads parts of stored tensors; holds the chunks it used last."""
@@ -25,7 +23,7 @@ class ChunkReader:
         self._held: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
 
-    def read_rows(self, tensor: StoredTensor, index: tuple[int, ...], ranges: RowRanges) -> Tensor:
+    def read_rows(self, tensor: StoredTensor, index: tuple[int, ...], ranges: Sequence[tuple[int, int]]) -> Tensor:
         """Return `cat([tensor[index][start:stop] for start, stop in ranges])`.
 
         Args:
@@ -54,7 +52,7 @@ class ChunkReader:
         return rows
 
     def _overlaps(
-        self, tensor: StoredTensor, chunk: Chunk, index: tuple[int, ...], ranges: RowRanges
+        self, tensor: StoredTensor, chunk: Chunk, index: tuple[int, ...], ranges: Sequence[tuple[int, int]]
     ) -> list[tuple[tuple[slice, ...], Tensor]]:
         """Return where in the result the chunk's rows go, and the rows."""
         depth, overlaps, done = len(index), [], 0

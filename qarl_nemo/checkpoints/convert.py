@@ -47,16 +47,20 @@ class TensorConverter:
         self._reader = reader
         self._fmt = fmt
         self._device = device
-        self._num_threads = torch.get_num_threads() if device == "cpu" else 1
+        self._torch_threads = torch.get_num_threads()
+        self._num_threads = self._torch_threads if device == "cpu" else 1
         self._pool = ThreadPoolExecutor(self._num_threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def __enter__(self) -> Self:
+        # Idle helpers of torch's own loops would spin on the cores that the other threads need.
+        torch.set_num_threads(1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._torch_threads)
 
     def convert(self, tensors: Sequence[PlannedTensor]) -> Iterator[ConvertedTensor]:
         """Convert tensors; no more are held than there are threads, and one.

@@ -144,6 +144,20 @@ def test_each_chunk_of_an_attention_is_read_once(megatron, monkeypatch):
     assert len(loaded) == len(set(loaded))
 
 
+def test_chunks_that_are_held_stay_bounded(megatron, monkeypatch):
+    from qarl_nemo.checkpoints import chunks
+
+    source, folder = megatron(tp=2)
+    checkpoint = open_megatron(source, folder)
+    # One half of a gate is [64, 128] BF16.
+    monkeypatch.setattr(chunks, "_CACHE_BYTES", 4 * 64 * 128 * 2)
+    with checkpoint.open_reader() as reader:
+        for info in checkpoint.tensors:
+            reader.read(info)
+            held = [chunk.nbytes for chunk in reader._chunks._held.values()]
+            assert len(held) == 1 or sum(held) <= chunks._CACHE_BYTES
+
+
 def test_the_folder_above_an_iteration_will_do(models, megatron, tmp_path):
     source, folder = megatron()
     step = tmp_path / "step_5"
@@ -280,6 +294,10 @@ def test_files_that_are_missing_or_truncated_are_listed(megatron):
     metadata.storage_data[moved].__dict__["relative_path"] = "../../etc/passwd"
     lost = next(index for index in metadata.storage_data if index.fqn == "decoder.layers.mlp.router.weight")
     del metadata.storage_data[lost]
+    packed = next(index for index in metadata.storage_data if index.fqn == "output_layer.weight")
+    metadata.storage_data[packed].__dict__["transform_descriptors"] = ["zstd"]
+    norms = metadata.state_dict_metadata["decoder.layers.self_attention.q_layernorm.weight"].chunks
+    norms[1] = norms[0]
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="cannot convert") as error:
         open_megatron(source, folder)
@@ -287,6 +305,8 @@ def test_files_that_are_missing_or_truncated_are_listed(megatron):
     assert gone.sizes == torch.Size([1, 128, 64])
     assert f"{key} [2, 128, 128]: its 3 chunks hold 24576 of 32768 values; a rank's part is missing" in str(error.value)
     assert ".metadata points outside the checkpoint folder: ../../etc/passwd" in str(error.value)
+    assert "output_layer.weight: chunks are stored through zstd; save without extensions" in str(error.value)
+    assert "decoder.layers.self_attention.q_layernorm.weight [2, 32]: its 2 chunks hold" in str(error.value)
     assert "decoder.layers.mlp.router.weight: .metadata has no place for the chunks at [[0, 0, 0]]" in str(error.value)
 
 

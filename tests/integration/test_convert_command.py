@@ -1,0 +1,93 @@
+"""`qarl convert`, and the two scripts for containers, as a user starts them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_files import Layout, write_megatron
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from qarl_nemo.cli import main
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def hf_model(tmp_path):
+    """A tiny Qwen3-MoE, saved by transformers."""
+    config = Qwen3MoeConfig(
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        vocab_size=64,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def megatron(hf_model, tmp_path):
+    """The same model as two tensor-parallel ranks of Megatron-core save it."""
+    config = json.loads((hf_model / "config.json").read_text())
+    return write_megatron(tmp_path / "megatron", load_file(hf_model / "model.safetensors"), config, Layout(tp=2))
+
+
+@pytest.fixture
+def qarl(monkeypatch, capfd):
+    """Call the command line; returns the exit code and what it printed."""
+
+    def call(*arguments) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["qarl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capfd.readouterr()
+        return ended.value.code, printed.out + printed.err
+
+    return call
+
+
+def test_convert_writes_what_quantize_writes_and_says_how_far_it_is(qarl, hf_model, megatron, tmp_path):
+    code, printed = qarl("convert", megatron, tmp_path / "a", "--hf-model", hf_model, "--targets", "experts,attention")
+    assert code == 0, printed
+    assert all(word in printed for word in ("shard 1/1", "ETA", "quantized to w4a16"))
+    code, printed = qarl("quantize", hf_model, tmp_path / "b", "--targets", "experts,attention")
+    assert code == 0, printed
+    ours, expected = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in "ab")
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_what_does_not_fit_is_one_message_and_no_folder(qarl, hf_model, megatron, tmp_path):
+    config = json.loads((hf_model / "config.json").read_text())
+    (hf_model / "config.json").write_text(json.dumps(config | {"vocab_size": 60, "num_hidden_layers": 3}))
+    code, printed = qarl("convert", megatron, tmp_path / "out", "--hf-model", hf_model)
+    assert code == 2
+    assert "decoder.layers.mlp.router.weight has shape [2, 4, 128], the config implies [3, 4, 128]" in printed
+    assert "output_layer.weight: 4 of 4 rows behind the vocabulary of 60 are not zero" in printed
+    assert "Traceback" not in printed
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_the_scripts_for_containers_are_the_commands(hf_model, megatron, tmp_path):
+    jobs = {
+        "convert_megatron_to_vllm.py": [megatron, tmp_path / "a", "--hf-model", hf_model],
+        "convert_hf_to_vllm.py": [hf_model, tmp_path / "b"],
+    }
+    for script, arguments in jobs.items():
+        command = [sys.executable, ROOT / "tools" / script, *arguments, "--format", "fp8_block"]
+        subprocess.run([str(part) for part in command], check=True, capture_output=True)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in "ab"]
+    assert configs[0] == configs[1]
+    assert configs[0]["quantization_config"]["quant_method"] == "fp8"
