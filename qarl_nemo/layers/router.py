@@ -90,18 +90,36 @@ class AlignedRouter(nn.Module):
         Returns:
             weights [T, k] FP32, experts [T, k] int64.
         """
-        probabilities = engine_softmax(logits)
-        # Stable, so that of equal probabilities the first comes first, as in the engine; `topk` promises no order.
-        experts = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
-        if self.control.replayed is not None:
-            routes = self.control.replayed[:, self.layer].to(experts)
-            experts = torch.where(routes == NO_ROUTE, experts, routes)
+        routes = None if self.control.replayed is None else self.control.replayed[:, self.layer]
+        weights, experts = route_tokens(logits, self.top_k, renormalize=self.norm_topk_prob, routes=routes)
         if self.control.recorded is not None:
             self.control.recorded.append(experts)
-        weights = probabilities.gather(-1, experts)
-        if self.norm_topk_prob:
-            weights = weights / _sum_in_order(weights)[..., None]
         return weights, experts
+
+
+def route_tokens(
+    logits: Tensor, top_k: int, *, renormalize: bool, routes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts and weight them, with the rollout engine's bits.
+
+    Args:
+        logits: [T, E].
+        top_k: k.
+        renormalize: let the weights of a token sum to one.
+        routes: [T, k] experts to take, `NO_ROUTE` where the logits choose; or None.
+
+    Returns:
+        weights [T, k] FP32, experts [T, k] int64, the most wanted first.
+    """
+    probabilities = engine_softmax(logits)
+    # Stable, so that of equal probabilities the first comes first, as in the engine; `topk` promises no order.
+    experts = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    if routes is not None:
+        experts = torch.where(routes == NO_ROUTE, experts, routes.to(experts))
+    weights = probabilities.gather(-1, experts)
+    if renormalize:
+        weights = weights / _sum_in_order(weights)[..., None]
+    return weights, experts
 
 
 def engine_softmax(logits: Tensor) -> Tensor:

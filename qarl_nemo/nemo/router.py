@@ -6,6 +6,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from qarl_nemo.layers.router import route_tokens
+
 
 class AlignedTopKRouter(TopKRouter):
     """weights = softmax_fp32(x W^T) of the k largest, renormalized in FP32 (`AlignedRouter`, for Megatron).
@@ -35,11 +37,9 @@ class AlignedTopKRouter(TopKRouter):
         Returns:
             weights [T, E] FP32, zero where an expert was not chosen; chosen or not [T, E] bool.
         """
-        probabilities = logits.view(-1, logits.shape[-1]).float().softmax(-1)
-        self.chosen = probabilities.topk(self.topk, dim=-1).indices
-        weights = probabilities.gather(-1, self.chosen)
-        if not self.config.moe_router_pre_softmax:
-            weights = weights / weights.sum(-1, keepdim=True)
+        logits = logits.view(-1, logits.shape[-1])
+        renormalize = not self.config.moe_router_pre_softmax
+        weights, self.chosen = route_tokens(logits, self.topk, renormalize=renormalize)
         self.weights = weights.detach()
-        dense = torch.zeros_like(probabilities).scatter(-1, self.chosen, weights)
+        dense = weights.new_zeros(logits.shape).scatter(-1, self.chosen, weights)
         return dense, torch.zeros_like(dense, dtype=torch.bool).scatter(-1, self.chosen, True)
