@@ -6,7 +6,6 @@ Set QARL_MEGATRON_RESULTS to a file to keep the figures as rows of docs/results.
 import datetime
 import importlib.util
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from asserts import assert_bitwise_equal
 
+from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
 
 pytestmark = [
@@ -154,11 +154,10 @@ def keep_figures(results, errors, differing):
     path = os.environ.get("QARL_MEGATRON_RESULTS")
     if not path:
         return
-    machine = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "machine.py"))
     facts = {
         "unit": "",
-        "hardware": machine["hardware"]("cuda" if torch.cuda.is_available() else "cpu"),
-        "versions": machine["versions"]() | results[1][0]["versions"],
+        "hardware": hardware("cuda" if torch.cuda.is_available() else "cpu"),
+        "versions": versions() | results[1][0]["versions"],
         "command": COMMAND,
         "date": datetime.date.today().isoformat(),
     }
