@@ -22,6 +22,14 @@ _LINEAR = {
     "fp8_channel": "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8",
     "bf16": "UnquantizedLinearMethod",
 }
+# format -> kernels of a GPU's experts whose arithmetic the learner follows
+_KERNELS = {
+    "w4a16": ("MARLIN",),
+    "w4a8": ("CUTLASS",),
+    "fp8_block": ("TRITON",),
+    "fp8_channel": ("VLLM_CUTLASS", "TRITON"),
+}
+_KERNEL = re.compile(r"Backend\.(\w+)")
 _CPU_EXPERTS = {"w4a16": "CompressedTensorsWNA16MoEMethod"}
 # method -> why vLLM takes it on a GPU, without a word
 _FALL_BACKS = {
@@ -102,6 +110,8 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
             method = record.method + (f" ({facts})" if facts else "")
             reason = _FALL_BACKS.get(record.method, "")
             problems.append(f"{record.layer}: {method} in place of {expected}{reason}")
+        elif kind == "experts" and kind in targets:
+            problems += _kernel_problems(record, fmt.name)
     absent = [target for target in targets if target not in seen]
     return problems + [f"no layer of the engine is one of the target {target!r}" for target in absent]
 
@@ -128,6 +138,16 @@ def _method(record: ChosenMethod, format_name: str) -> str:
     if _kind(record.layer) != "experts":
         return _LINEAR[format_name]
     return (_EXPERTS | (_CPU_EXPERTS if "CPU" in record.backend else {}))[format_name]
+
+
+def _kernel_problems(record: ChosenMethod, format_name: str) -> list[str]:
+    wanted, found = _KERNELS.get(format_name, ()), _KERNEL.search(record.backend)
+    if not wanted or found is None or found[1] in ("CPU", *wanted):
+        return []
+    return [
+        f"{record.layer}: {record.method} runs on {found[1]}, whose arithmetic the learner does not follow; it follows "
+        f"{' and '.join(wanted)}: set vLLM's moe_backend"
+    ]
 
 
 def _kind(layer: str) -> str | None:

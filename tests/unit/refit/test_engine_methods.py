@@ -65,3 +65,22 @@ def test_a_quantized_head_is_named_and_a_quantized_cache_is_not():
     others = [ChosenMethod("lm_head", "Fp8LinearMethod", ""), ChosenMethod(f"{LAYER}.self_attn.attn", "Fp8KVCache", "")]
     problems = method_problems([*CHOSEN, *others], W4A16, ["experts"])
     assert problems == ["lm_head: Fp8LinearMethod in place of Unquantized.*"]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "followed", "other"),
+    [
+        ("fp8_block", "Fp8MoEMethod", "TRITON", "DEEPGEMM"),
+        ("fp8_channel", "CompressedTensorsW8A8Fp8MoEMethod", "VLLM_CUTLASS", "FLASHINFER_CUTLASS"),
+    ],
+)
+def test_kernels_with_other_arithmetic_are_named(name, method, followed, other):
+    experts = ChosenMethod(CHOSEN[3].layer, method, f"Fp8MoeBackend.{followed}")
+    fmt = get_format(name)
+    assert method_problems([*CHOSEN[:3], experts], fmt, ["experts"]) == []
+    (problem,) = method_problems([*CHOSEN[:3], replace(experts, backend=f"Fp8MoeBackend.{other}")], fmt, ["experts"])
+    assert problem.startswith(
+        f"{experts.layer}: {method} runs on {other}, whose arithmetic the learner does not follow"
+    )
+    assert followed in problem
+    assert problem.endswith("set vLLM's moe_backend")
