@@ -132,7 +132,8 @@ def compare(
     parallel: Annotated[int, typer.Option(help="vLLM engines at a time, which divide that share.")] = 1,
     layers: Annotated[bool, typer.Option(help="Compare operator by operator as well, on vLLM's own inputs.")] = False,
     output: Annotated[Path, typer.Option(help="Folder of compare.json and compare.png.")] = Path("runs/compare"),
-    record: Annotated[Path | None, typer.Option(help="File of docs/results that takes the figures.")] = None,
+    record: Annotated[Path | None, typer.Option(help="File of docs/results that takes the gaps.")] = None,
+    record_operators: Annotated[Path | None, typer.Option(help="The same for --layers.")] = None,
 ) -> None:
     """Measure how far learner and rollout engine are apart: |logprob gap|, k3 KL, sequence ratios, top-1 agreement.
 
@@ -170,10 +171,8 @@ def compare(
     )
     result = measure(settings, typer.echo)
     Console().print(*comparison_tables(result), *operator_tables(result))
-    written = list(write_comparison(output, settings, result))
-    if record:
-        append_comparison(record, settings, result)
-        written.append(record)
+    written = [*write_comparison(output, settings, result)]
+    written += append_comparison(settings, result, record, record_operators)
     typer.echo("written: " + ", ".join(map(str, written)))
 
 

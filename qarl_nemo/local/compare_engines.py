@@ -23,7 +23,7 @@ from qarl_nemo.local.compare_settings import Job
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.vllm_options import MOE_BACKENDS
+from qarl_nemo.local.vllm_options import LINEAR_BACKENDS, MOE_BACKENDS
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
 from qarl_nemo.refit.publish import publish
 
@@ -158,6 +158,8 @@ def _vllm_options(job: Job, fmt: QuantFormat) -> dict[str, Any]:
             options["kv_cache_memory_bytes"] = int(_CACHE_SHARE * share * total)
         if fmt.name in MOE_BACKENDS and "experts" in settings.targets:
             options["moe_backend"] = MOE_BACKENDS[fmt.name]
+        if set(settings.targets) != {"experts"} and fmt.name in LINEAR_BACKENDS:
+            options["linear_backend"] = LINEAR_BACKENDS[fmt.name]
     return options
 
 

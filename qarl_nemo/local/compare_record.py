@@ -13,46 +13,65 @@ from qarl_nemo.local.setup import resolve_device
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
 
+# name, value, unit, op, goal
+Figure = tuple[str, float, str, str, float | None]
 MAX_GAP_RATIO = 1.05
 # What RL trains on; greedy responses are in compare.json.
 _DECODING = "sampled"
 
 
-def append_comparison(path: Path, settings: CompareSettings, result: Comparison) -> None:
-    """Append the figures to a results file, with the command that is running.
+def append_comparison(
+    settings: CompareSettings, result: Comparison, gaps: Path | None, operators: Path | None
+) -> list[Path]:
+    """Append the figures to results files, with the command that is running.
 
     Args:
-        path: the file.
         settings: what was asked for.
         result: what was measured.
+        gaps: file of the gaps, or None.
+        operators: file of what operators differ in, or None.
+
+    Returns:
+        The files.
 
     Raises:
-        ValueError: the file is not valid; nothing is written.
+        ValueError: a file is not valid; it is left as it was.
     """
-    arguments = sys.argv[1:]
-    at = arguments.index("--record")
-    command = " ".join(["qarl", *arguments[:at], *arguments[at + 2 :]])
-    append_results(path, result_rows(settings, result, resolve_device(settings.device).type, command))
+    command = " ".join(["qarl", *_without_options(sys.argv[1:], ("--record", "--record-operators"))])
+    device = resolve_device(settings.device).type
+    files = {gaps: gap_figures(result), operators: operator_figures(result)}
+    for path, figures in files.items():
+        if path is not None:
+            append_results(path, result_rows(settings, result.engine, figures, device, command))
+    return [path for path in files if path is not None]
 
 
-def result_rows(settings: CompareSettings, result: Comparison, device: str, command: str) -> list[dict[str, Any]]:
+def _without_options(arguments: list[str], options: tuple[str, ...]) -> list[str]:
+    for option in options:
+        if option in arguments:
+            at = arguments.index(option)
+            arguments = arguments[:at] + arguments[at + 2 :]
+    return arguments
+
+
+def result_rows(
+    settings: CompareSettings, engine: str, figures: list[Figure], device: str, command: str
+) -> list[dict[str, Any]]:
     """Return the rows of a results file; names end in targets other than the experts alone, and in vLLM's attention.
 
     Args:
         settings: what was asked for.
-        result: what was measured.
+        engine: its name and version.
+        figures: of `gap_figures` or `operator_figures`.
         device: `cpu` or `cuda`.
         command: what measures it again.
 
     Returns:
-        `gap_floor_bf16`; for each format `gap_aligned_`, `gap_ratio_` and `gap_ratio_rollout_only_` over that floor;
-        `gap_attention_`, the learner against itself with another attention kernel, and `gap_ratio_own_`, aligned over
-        that; `gap_engine_`, the engine against itself; with operators `operator_<format>_<name>_<phase>_same` and
-        `.._db`.
+        One row for each finite figure.
     """
     facts = {
         "hardware": hardware(device),
-        "versions": versions() | dict([result.engine.split(" ")] if " " in result.engine else []),
+        "versions": versions() | dict([engine.split(" ")] if " " in engine else []),
         "command": command,
         "date": datetime.date.today().isoformat(),
     }
@@ -60,14 +79,23 @@ def result_rows(settings: CompareSettings, result: Comparison, device: str, comm
     suffix += "_engine_attention" if settings.attention == "engine" else ""
     return [
         {"name": name + suffix, "value": float(f"{value:.5g}"), "unit": unit, "op": op, "goal": goal, **facts}
-        for name, value, unit, op, goal in (*_gap_figures(result), *_operator_figures(result))
-        # An engine that agrees with itself in every bit, as on a CPU, is nothing to divide by.
+        for name, value, unit, op, goal in figures
         if math.isfinite(value)
     ]
 
 
-def _gap_figures(result: Comparison) -> list[tuple]:
-    figures: list[tuple] = []
+def gap_figures(result: Comparison) -> list[Figure]:
+    """Return the gaps of sampled responses.
+
+    Args:
+        result: what was measured.
+
+    Returns:
+        `gap_floor_bf16`; for each format `gap_aligned_`, `gap_ratio_` and `gap_ratio_rollout_only_` over that floor;
+        `gap_attention_`, the learner against itself with another attention kernel, and `gap_ratio_own_`, aligned over
+        that; `gap_engine_`, the engine against itself.
+    """
+    figures: list[Figure] = []
     for row in result.rows:
         arm, fmt = row["arm"], row["format"]
         if row["decoding"] != _DECODING:
@@ -82,8 +110,16 @@ def _gap_figures(result: Comparison) -> list[tuple]:
     return figures
 
 
-def _operator_figures(result: Comparison) -> list[tuple]:
-    figures: list[tuple] = []
+def operator_figures(result: Comparison) -> list[Figure]:
+    """Return what each operator differs in, all layers together.
+
+    Args:
+        result: what was measured.
+
+    Returns:
+        `operator_<format>_<name>_<phase>_same`, the fraction of equal values, and `.._db` where some differ.
+    """
+    figures: list[Figure] = []
     for fmt in dict.fromkeys(row["format"] for row in result.operators):
         for row in total_by_operator([row for row in result.operators if row["format"] == fmt]):
             name = f"operator_{fmt}_{row['operator']}_{row['phase']}"

@@ -20,7 +20,7 @@ from qarl_kernels import get_format
 from qarl_nemo.local.compare import compare, load_learner
 from qarl_nemo.local.compare_engines import serve
 from qarl_nemo.local.compare_operators import PHASES, compare_operators
-from qarl_nemo.local.compare_record import result_rows
+from qarl_nemo.local.compare_record import gap_figures, result_rows
 from qarl_nemo.local.compare_score import Response, model_scores
 from qarl_nemo.local.compare_settings import CompareSettings, prepare
 from qarl_nemo.local.tokenizer import character_tokenizer
@@ -269,7 +269,9 @@ def test_the_engines_attention_is_refused_where_it_cannot_run(checkpoint, monkey
 
 def test_figures_become_rows(checkpoint):
     asked = settings(checkpoint, precision="float32", targets=("experts", "attention"))
-    rows = {row["name"]: row for row in result_rows(asked, compare(asked), "cpu", "qarl compare")}
+    measured = compare(asked)
+    figures = gap_figures(measured)
+    rows = {row["name"]: row for row in result_rows(asked, measured.engine, figures, "cpu", "qarl compare")}
     assert {"gap_floor_bf16_experts_attention", "gap_aligned_w4a16_experts_attention"} <= set(rows)
     ratio = rows["gap_ratio_rollout_only_w4a16_experts_attention"]
     assert (ratio["value"] > 1e3, ratio["goal"]) == (True, None)
