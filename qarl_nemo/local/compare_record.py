@@ -18,6 +18,8 @@ Figure = tuple[str, float, str, str, float | None]
 MAX_GAP_RATIO = 1.05
 # What RL trains on; greedy responses are in compare.json.
 _DECODING = "sampled"
+# A few last bits of FP32 logprobs, nats: nothing to divide by.
+_SMALLEST_FLOOR = 1e-6
 
 
 def append_comparison(
@@ -78,7 +80,14 @@ def result_rows(
     suffix = "" if settings.targets == ("experts",) else "_" + "_".join(settings.targets)
     suffix += "_engine_attention" if settings.attention == "engine" else ""
     return [
-        {"name": name + suffix, "value": float(f"{value:.5g}"), "unit": unit, "op": op, "goal": goal, **facts}
+        {
+            "name": name + suffix,
+            "value": float(f"{value:.8g}" if unit == "fraction" else f"{value:.5g}"),
+            "unit": unit,
+            "op": op,
+            "goal": goal,
+            **facts,
+        }
         for name, value, unit, op, goal in figures
         if math.isfinite(value)
     ]
@@ -91,21 +100,25 @@ def gap_figures(result: Comparison) -> list[Figure]:
         result: what was measured.
 
     Returns:
-        `gap_floor_bf16`; for each format `gap_aligned_`, `gap_ratio_` and `gap_ratio_rollout_only_` over that floor;
+        `gap_floor_bf16`; for each format `gap_aligned_`, and `gap_ratio_` and `gap_ratio_rollout_only_` over that floor
+        unless it is next to nothing;
         `gap_attention_`, the learner against itself with another attention kernel, and `gap_ratio_own_`, aligned over
         that; `gap_engine_`, the engine against itself.
     """
     figures: list[Figure] = []
+    floor = next(row["gap_mean"] for row in result.rows if row["arm"] == FLOOR and row["decoding"] == _DECODING)
+    has_floor = floor == 0 or floor >= _SMALLEST_FLOOR
     for row in result.rows:
         arm, fmt = row["arm"], row["format"]
         if row["decoding"] != _DECODING:
             continue
         if arm != "rollout_only":
             figures.append((f"gap_{'floor' if arm == FLOOR else arm}_{fmt}", row["gap_mean"], "nats", "<=", None))
-        if arm == "aligned":
+        if arm == "aligned" and has_floor:
             figures.append((f"gap_ratio_{fmt}", row["gap_over_floor"], "", "<=", MAX_GAP_RATIO))
+        if arm == "aligned":
             figures.append((f"gap_ratio_own_{fmt}", row["gap_over_own"], "", "<=", None))
-        elif arm == "rollout_only":
+        if arm == "rollout_only" and has_floor:
             figures.append((f"gap_ratio_{arm}_{fmt}", row["gap_over_floor"], "", "<=", None))
     return figures
 

@@ -267,12 +267,16 @@ def test_the_engines_attention_is_refused_where_it_cannot_run(checkpoint, monkey
         prepare(settings(checkpoint, attention="engine"))
 
 
-def test_figures_become_rows(checkpoint):
-    asked = settings(checkpoint, precision="float32", targets=("experts", "attention"))
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_figures_become_rows(checkpoint, precision):
+    asked = settings(checkpoint, precision=precision, targets=("experts", "attention"))
     measured = compare(asked)
     figures = gap_figures(measured)
     rows = {row["name"]: row for row in result_rows(asked, measured.engine, figures, "cpu", "qarl compare")}
     assert {"gap_floor_bf16_experts_attention", "gap_aligned_w4a16_experts_attention"} <= set(rows)
-    ratio = rows["gap_ratio_rollout_only_w4a16_experts_attention"]
-    assert (ratio["value"] > 1e3, ratio["goal"]) == (True, None)
-    assert rows["gap_ratio_w4a16_experts_attention"]["goal"] == 1.05
+    assert rows["gap_ratio_own_w4a16_experts_attention"]["goal"] is None
+    # The last bits of FP32 logprobs are no floor to divide by.
+    assert ("gap_ratio_w4a16_experts_attention" in rows) == (precision == "bfloat16")
+    if precision == "bfloat16":
+        assert rows["gap_ratio_w4a16_experts_attention"]["goal"] == 1.05
+        assert rows["gap_ratio_rollout_only_w4a16_experts_attention"]["value"] > 2
