@@ -44,10 +44,9 @@ FORMATS = {
     "fp8_channel": {"format": "fp8_channel"},
     "bf16": {"format": "bf16", "alignment": "none"},
 }
-# Mean |gap|, nats, of a model whose logits are wide. Where activations are rounded to FP8, a last bit of BF16 decides
-# now and then between two codes, and between two experts.
-BOUNDS = {"w4a16": 0.04, "w4a8": 0.11, "fp8_block": 0.11, "fp8_channel": 0.11, "bf16": 0.04}
-LEAST_AGREEMENT = 0.85
+# Mean |gap|, nats, of a model whose logits are wide. An H200 showed 3e-4 at most, and 0.17 to 0.53 unaligned.
+BOUND = 0.005
+LEAST_AGREEMENT = 0.99
 
 
 def blocks(name, *targets, **qarl):
@@ -74,8 +73,8 @@ def test_the_engine_serves_what_the_learner_computes(trainer):
     refit(trainer)
     name = trainer.format.name
     print(f"\nGAP {name}: {aligned:.5f}, a step later {stale:.5f}, refitted {again:.5f}")
-    assert max(aligned, again) < BOUNDS[name]
-    assert stale > 4 * BOUNDS[name]
+    assert max(aligned, again) < BOUND
+    assert stale > 20 * BOUND
     assert rollouts.response_mask.sum() > 500
 
 
@@ -94,7 +93,7 @@ def test_the_routes_are_the_learners_own_and_replayed(trainer):
     apart = gap(trainer, replace(rollouts, routes=torch.where(rollouts.routes == NO_ROUTE, NO_ROUTE, others)))
     print(f"\nROUTES {trainer.format.name}: {agreement:.4f} the learner's own, gap on others {apart:.4f}")
     assert agreement > LEAST_AGREEMENT
-    assert apart > 4 * BOUNDS[trainer.format.name]
+    assert apart > 20 * BOUND
 
 
 def test_there_and_back_again_gives_the_same_tokens_and_logprobs(trainer):
@@ -130,7 +129,7 @@ def test_an_unaligned_learner_is_farther_from_the_engine(name, tmp_path):
     refit(trainer)
     apart = gap(trainer, sample(trainer))
     print(f"\nGAP {name}: unaligned {apart:.5f}")
-    assert apart > BOUNDS[name]
+    assert apart > 20 * BOUND
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -140,7 +139,7 @@ def test_a_run_trains(name, tmp_path):
     assert [record["weight_version"] for record in records] == [2, 4, 6, 8]
     assert trainer.sampler.version == 8
     print(f"\nRUN {name}: gaps", [round(record["mismatch/abs_gap_mean"], 5) for record in records])
-    assert max(record["mismatch/abs_gap_mean"] for record in records) < BOUNDS[name]
+    assert max(record["mismatch/abs_gap_mean"] for record in records) < BOUND
     assert any(record["optim/grad_norm"] > 0 for record in records)
 
 
