@@ -32,10 +32,7 @@ _KERNELS = {
 _KERNEL = re.compile(r"Backend\.(\w+)")
 _CPU_EXPERTS = {"w4a16": "CompressedTensorsWNA16MoEMethod"}
 # method -> why vLLM takes it on a GPU, without a word
-_FALL_BACKS = {
-    "CompressedTensorsWNA16MoEMethod": "; Marlin needs H to be a multiple of 128 and each rank's I a multiple of "
-    "group_size: use smaller groups, fewer ranks or expert parallelism"
-}
+_FALL_BACKS = {"CompressedTensorsWNA16MoEMethod": "; Marlin needs H to be a multiple of 128"}
 _CACHE = re.compile(r".*\.self_attn\.attn")
 # vLLM fuses q, k and v, and a dense MLP's gate and up.
 _KINDS = (

@@ -224,11 +224,6 @@ def in_flight(rig: Rig) -> dict[str, Any]:
     return {"error": error, "same": [answered(outputs[-1])] == whole, "versions": rig.rpc("qarl_version")}
 
 
-def fall_back(rig: Rig) -> dict[str, str]:
-    """What an engine is answered that runs experts by another method than the format's."""
-    return {"error": rig.refusal(rig.updates["B"])}
-
-
 def memory(rig: Rig) -> list[list[dict[str, int]]]:
     """Every rank's memory after each of 20 refits."""
     found = []

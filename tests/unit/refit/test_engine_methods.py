@@ -43,12 +43,11 @@ def test_every_fall_back_is_named():
 def test_what_marlin_refuses_is_named_with_the_reason():
     experts = ChosenMethod(CHOSEN[3].layer, "CompressedTensorsWNA16MarlinMoEMethod", "WNA16MoEBackend.MARLIN")
     assert method_problems([*CHOSEN[:3], experts], W4A16, ["experts"]) == []
-    triton = replace(experts, method="CompressedTensorsWNA16MoEMethod", backend="", shape="H=2048, I=96 on a rank")
-    (problem,) = method_problems([*CHOSEN[:3], triton], W4A16, ["experts"])
-    assert problem.startswith(
-        f"{experts.layer}: {triton.method} (H=2048, I=96 on a rank) in place of {experts.method}; "
-    )
-    assert "each rank's I a multiple of group_size" in problem
+    triton = replace(experts, method="CompressedTensorsWNA16MoEMethod", backend="", shape="H=2112, I=128 on a rank")
+    assert method_problems([*CHOSEN[:3], triton], W4A16, ["experts"]) == [
+        f"{experts.layer}: {triton.method} ({triton.shape}) in place of {experts.method}; "
+        "Marlin needs H to be a multiple of 128"
+    ]
 
 
 def test_a_target_without_a_layer_is_named():
