@@ -18,7 +18,7 @@ DEV := $(VENV)/.dev
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
-CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.local.vllm_host
+CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.local.vllm.host
 
 .PHONY: help demo demo-packed demo-vllm compare bench test test-vllm style format clean
 

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from qarl_kernels import QuantFormat
     from qarl_nemo.checkpoints import Checkpoint
-    from qarl_nemo.local.rollout_speed_settings import RolloutSpeedSettings
+    from qarl_nemo.local.speed.settings import RolloutSpeedSettings
 
 app = typer.Typer(
     name="qarl",
@@ -144,10 +144,10 @@ def compare(
     """
     from rich.console import Console
 
-    from qarl_nemo.local.compare import compare as measure
-    from qarl_nemo.local.compare_output import comparison_tables, operator_tables, write_comparison
-    from qarl_nemo.local.compare_record import append_comparison
-    from qarl_nemo.local.compare_settings import CompareSettings
+    from qarl_nemo.local.compare.output import comparison_tables, operator_tables, write_comparison
+    from qarl_nemo.local.compare.record import append_comparison
+    from qarl_nemo.local.compare.run import compare as measure
+    from qarl_nemo.local.compare.settings import CompareSettings
 
     settings = CompareSettings(
         checkpoint=checkpoint,
@@ -222,7 +222,7 @@ def doctor(
         _require_no_options(context)
         _show_findings()
         return
-    from qarl_nemo.local.rollout_speed_settings import ALL_FORMATS, RolloutSpeedSettings
+    from qarl_nemo.local.speed.settings import ALL_FORMATS, RolloutSpeedSettings
 
     settings = RolloutSpeedSettings(
         model=rollout,
@@ -264,10 +264,10 @@ def _measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Pa
     from rich.console import Console
 
     from qarl_nemo.local.progress import LiveProgress
-    from qarl_nemo.local.rollout_speed import measure_speed, num_steps
-    from qarl_nemo.local.rollout_speed_advice import recommend, speed_rows
-    from qarl_nemo.local.rollout_speed_output import notes, result_rows, speed_table, write_speed
-    from qarl_nemo.local.rollout_speed_settings import prepare_speed
+    from qarl_nemo.local.speed.advice import recommend, speed_rows
+    from qarl_nemo.local.speed.output import notes, result_rows, speed_table, write_speed
+    from qarl_nemo.local.speed.run import measure_speed, num_steps
+    from qarl_nemo.local.speed.settings import prepare_speed
     from qarl_nemo.metrics.results import append_results
 
     job = prepare_speed(settings)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.local.vllm.host import vllm_problem
 
 
 @dataclass(frozen=True, slots=True)

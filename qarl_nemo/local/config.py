@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from qarl_nemo.config import QarlConfig, StrictModel
-from qarl_nemo.local.vllm_limits import config_problems
+from qarl_nemo.local.vllm.limits import config_problems
 from qarl_nemo.losses.config import LossConfig
 
 
@@ -98,7 +98,7 @@ class PackedRolloutConfig(RolloutSettings):
 
 
 class VllmRolloutConfig(RolloutSettings):
-    """vLLM in this process, on the run's device; `vllm_limits` says what it serves there."""
+    """vLLM in this process, on the run's device; `vllm/limits.py` says what it serves there."""
 
     engine: Literal["vllm"]
     max_model_len: int | None = Field(None, ge=2, description="Tokens of prompt and response; None = the model's.")

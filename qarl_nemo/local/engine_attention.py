@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.local.vllm.host import vllm_problem
 
 ATTENTIONS = ("torch", "engine")
 _NAME = "engine"

@@ -180,6 +180,8 @@ class RankRefit:
             problems.append(
                 f"{fmt.name} needs vLLM's CUDA quantizer: compilation_config={{'custom_ops': ['{operator}']}}"
             )
+        if self.device.type == "cpu" and not self.whole:
+            problems.append("vLLM's reload on a CPU does not recover from one that broke off; start the engine anew")
         if _asleep(self.model):
             problems.append("vLLM's weights are asleep; wake_up(tags=['weights']) first")
         return problems

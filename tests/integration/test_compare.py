@@ -17,12 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qarl_kernels import get_format
-from qarl_nemo.local.compare import compare, load_learner
-from qarl_nemo.local.compare_engines import serve
-from qarl_nemo.local.compare_operators import PHASES, compare_operators
-from qarl_nemo.local.compare_record import gap_figures, result_rows
-from qarl_nemo.local.compare_score import Response, model_scores
-from qarl_nemo.local.compare_settings import CompareSettings, prepare
+from qarl_nemo.local.compare.engines import serve
+from qarl_nemo.local.compare.operators import PHASES, compare_operators
+from qarl_nemo.local.compare.record import gap_figures, result_rows
+from qarl_nemo.local.compare.run import compare, load_learner
+from qarl_nemo.local.compare.score import Response, model_scores
+from qarl_nemo.local.compare.settings import CompareSettings, prepare
 from qarl_nemo.local.tokenizer import character_tokenizer
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results

@@ -8,7 +8,7 @@ from vllm_runs import NORM, PACKED, SCALE, assert_same_responses, gap, multiply,
 
 from qarl_kernels import get_format
 from qarl_nemo.local.trainer import Trainer
-from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.local.vllm.host import vllm_problem
 from qarl_nemo.refit import load
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.manifest import Manifest

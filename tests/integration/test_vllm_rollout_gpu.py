@@ -20,7 +20,7 @@ from vllm_runs import (
 
 from qarl_nemo.layers.router import NO_ROUTE
 from qarl_nemo.local.trainer import Trainer
-from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.local.vllm.host import vllm_problem
 from qarl_nemo.refit.publish import RefitUpdate
 
 PROBLEM = vllm_problem("cuda")

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from qarl_nemo.config import ConfigError, QarlConfig, load_config
-from qarl_nemo.local import setup, vllm_host
+from qarl_nemo.local import setup
 from qarl_nemo.local.config import LocalConfig, PackedRolloutConfig, VllmRolloutConfig
-from qarl_nemo.local.vllm_limits import gpu_problems
+from qarl_nemo.local.vllm import host as vllm_host
+from qarl_nemo.local.vllm.limits import gpu_problems
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from qarl_kernels import get_format
-from qarl_nemo.local.rollout_speed import FormatSpeed
-from qarl_nemo.local.rollout_speed_advice import recommend, speed_rows
-from qarl_nemo.local.rollout_speed_output import notes, result_rows, speed_table, write_speed
-from qarl_nemo.local.rollout_speed_settings import RolloutSpeedSettings, SpeedJob, prepare_speed
-from qarl_nemo.local.rollout_speed_shapes import ModelShapes, read_shapes, shape_refusals
+from qarl_nemo.local.speed.advice import recommend, speed_rows
+from qarl_nemo.local.speed.output import notes, result_rows, speed_table, write_speed
+from qarl_nemo.local.speed.run import FormatSpeed
+from qarl_nemo.local.speed.settings import RolloutSpeedSettings, SpeedJob, prepare_speed
+from qarl_nemo.local.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.metrics.results import append_results
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b"

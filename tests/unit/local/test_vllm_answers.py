@@ -8,8 +8,8 @@ import torch
 from asserts import assert_bitwise_equal
 
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.local.vllm_answers import make_rollouts, stack_routes
-from qarl_nemo.local.vllm_options import capture_sizes
+from qarl_nemo.local.vllm.answers import make_rollouts, stack_routes
+from qarl_nemo.local.vllm.options import capture_sizes
 
 PROMPTS = [[5], [6, 7, 8]]
 TOKENS = [[9, 10, 2], [11]]

@@ -12,9 +12,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from qarl_nemo.local.rollout_speed import FormatSpeed
-from qarl_nemo.local.rollout_speed_advice import SpeedRow, recommend
-from qarl_nemo.local.rollout_speed_settings import BASELINE, SpeedJob
+from qarl_nemo.local.speed.advice import SpeedRow, recommend
+from qarl_nemo.local.speed.run import FormatSpeed
+from qarl_nemo.local.speed.settings import BASELINE, SpeedJob
 from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.metrics.report.rollout_speed import write_rollout_speed_figure
 

@@ -15,8 +15,8 @@ from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.local.config import VllmRolloutConfig
 from qarl_nemo.local.rollouts import Rollouts
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.vllm_answers import make_rollouts
-from qarl_nemo.local.vllm_options import ENVIRONMENT, engine_options
+from qarl_nemo.local.vllm.answers import make_rollouts
+from qarl_nemo.local.vllm.options import ENVIRONMENT, engine_options
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.names import module_kind
 from qarl_nemo.refit.publish import RefitUpdate

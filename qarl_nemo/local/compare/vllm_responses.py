@@ -117,7 +117,7 @@ def _record(llm: Any, prompts: list[list[int]], num_tokens: int, path: str) -> N
     from safetensors.torch import save_file
     from vllm import SamplingParams
 
-    from qarl_nemo.local.vllm_operators import OperatorRecorder
+    from qarl_nemo.local.compare.vllm_operators import OperatorRecorder
 
     recorder = llm.apply_model(OperatorRecorder)[0]
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qarl_nemo.local.compare import FLOOR, Comparison
-from qarl_nemo.local.compare_operators import total_by_operator
-from qarl_nemo.local.compare_settings import CompareSettings
+from qarl_nemo.local.compare.operators import total_by_operator
+from qarl_nemo.local.compare.run import FLOOR, Comparison
+from qarl_nemo.local.compare.settings import CompareSettings
 from qarl_nemo.local.setup import resolve_device
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results

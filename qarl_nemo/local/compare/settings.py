@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.layers.install import install
-from qarl_nemo.local.compare_prompts import make_prompts
+from qarl_nemo.local.compare.prompts import make_prompts
 from qarl_nemo.local.engine_attention import ATTENTIONS, engine_attention_problem
 from qarl_nemo.local.model import SUPPORTED_MODEL_TYPES
 from qarl_nemo.local.setup import resolve_device

@@ -1,6 +1,6 @@
 """Whether this machine can run vLLM as the rollout engine: looked up, nothing loaded. Imports no torch.
 
-`python -m qarl_nemo.local.vllm_host` says whether the CPU can, with no package installed.
+`python -m qarl_nemo.local.vllm.host` says whether the CPU can, with no package installed.
 """
 
 import sys

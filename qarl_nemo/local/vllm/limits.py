@@ -1,9 +1,6 @@
 """What vLLM serves as the rollout engine, held against a config before anything is loaded. Imports no torch."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from qarl_nemo.local.config import LocalConfig
+from typing import Any
 
 _FORMATS = {"cpu": ("w4a16", "fp8_block", "bf16"), "cuda": ("w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16")}
 _GROUP_SIZES = {
@@ -14,11 +11,11 @@ _GROUP_SIZES = {
 _W4A8_CAPABILITY = (9, 0)
 
 
-def config_problems(config: "LocalConfig", device: str) -> list[str]:
+def config_problems(config: Any, device: str) -> list[str]:
     """Say which settings vLLM cannot follow.
 
     Args:
-        config: a config whose rollout engine is vLLM.
+        config: a `LocalConfig` whose rollout engine is vLLM.
         device: `cpu` or `cuda`.
 
     Returns:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qarl_nemo.local.rollout_speed import FormatSpeed
-from qarl_nemo.local.rollout_speed_settings import BASELINE
+from qarl_nemo.local.speed.run import FormatSpeed
+from qarl_nemo.local.speed.settings import BASELINE
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from torch import Tensor
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.layers.install import install
-from qarl_nemo.local.compare_score import Response, read_tokens
-from qarl_nemo.local.compare_settings import Job
+from qarl_nemo.local.compare.score import Response, read_tokens
+from qarl_nemo.local.compare.settings import Job
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.vllm_options import LINEAR_BACKENDS, MOE_BACKENDS
+from qarl_nemo.local.vllm.options import LINEAR_BACKENDS, MOE_BACKENDS
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
 from qarl_nemo.refit.publish import publish
 
@@ -45,7 +45,7 @@ class Served:
         responses: by decoding, `sampled` and `greedy`.
         engine: its name and version.
         methods: the class that multiplies each module's weights, as the engine reports it.
-        record: what its operators put out, see `vllm_operators`; None where that was not asked for.
+        record: what its operators put out, see `vllm_operators.py`; None where that was not asked for.
     """
 
     responses: dict[str, list[Response]]

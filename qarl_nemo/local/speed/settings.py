@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from qarl_kernels import FORMAT_NAMES, QuantFormat, get_format
-from qarl_nemo.local.rollout_speed_shapes import ModelShapes, read_shapes, shape_refusals
-from qarl_nemo.local.vllm_host import vllm_problem
+from qarl_nemo.local.speed.shapes import ModelShapes, read_shapes, shape_refusals
+from qarl_nemo.local.vllm.host import vllm_problem
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.refit.names import TARGETS
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import install
-from qarl_nemo.local.compare_engines import Served, serve
-from qarl_nemo.local.compare_operators import compare_operators
-from qarl_nemo.local.compare_score import Scores, engine_scores, model_scores
-from qarl_nemo.local.compare_settings import CompareSettings, Job, prepare
+from qarl_nemo.local.compare.engines import Served, serve
+from qarl_nemo.local.compare.operators import compare_operators
+from qarl_nemo.local.compare.score import Scores, engine_scores, model_scores
+from qarl_nemo.local.compare.settings import CompareSettings, Job, prepare
 from qarl_nemo.local.engine_attention import plain_attention, use_attention
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.metrics.fidelity import fidelity_by_position, fidelity_metrics, gap_cdf

@@ -1,0 +1,1 @@
+"""`qarl compare`: learner against rollout engine, in logprobs and operator by operator."""

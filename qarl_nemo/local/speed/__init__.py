@@ -1,0 +1,1 @@
+"""`qarl doctor --rollout`: how fast vLLM samples in each format, measured with dummy weights."""
