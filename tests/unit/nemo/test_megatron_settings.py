@@ -68,10 +68,12 @@ def test_a_setting_that_changes_the_forward_is_refused_by_name(setting, value):
 
 
 def test_every_problem_is_listed_at_once():
-    wrong = config(fp8="e4m3", moe_token_dispatcher_type="flex", expert_tensor_parallel_size=4)
+    wrong = config(
+        fp8="e4m3", moe_token_dispatcher_type="flex", expert_tensor_parallel_size=4, tensor_model_parallel_size=3
+    )
     with pytest.raises(ValueError, match="4 setting") as error:
         require_supported(wrong, Alignment(get_format("w4a16"), targets=("experts", "attention")))
-    for part in ("fp8='e4m3'", "flex", "group_size=128", "attention"):
+    for part in ("fp8='e4m3'", "flex", "group_size=128", "4 attention heads"):
         assert part in str(error.value)
 
 
