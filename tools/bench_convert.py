@@ -1,4 +1,4 @@
-"""Measures `qarl convert` on a synthetic checkpoint of Qwen3-30B-A3B's width: peak memory, GB/s, and the disk's share.
+"""Measures `qarl convert` on a synthetic checkpoint of Qwen3-30B-A3B's width: peak memory, GB/s, CPU, the disk's share.
 
 With `--sparse` the weights are zeros in files with holes: all 48 layers (61 GB) need no disk, and only memory is
 measured. Without it they are random numbers on the disk, out of the page cache; give as many layers as it has room for.
@@ -37,7 +37,7 @@ def drop_from_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def convert(source: Path, destination: Path, format_name: str) -> tuple[float, float]:
+def convert(source: Path, destination: Path, format_name: str) -> tuple[float, float, float]:
     """Convert, in a process of its own.
 
     Args:
@@ -46,9 +46,9 @@ def convert(source: Path, destination: Path, format_name: str) -> tuple[float, f
         format_name: format of the experts.
 
     Returns:
-        Seconds, and the largest resident memory in GiB.
+        Seconds, seconds of all cores together, and the largest resident memory in GiB.
     """
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     marks = iter(range(0, 101, 5))
     mark = next(marks)
 
@@ -63,7 +63,7 @@ def convert(source: Path, destination: Path, format_name: str) -> tuple[float, f
     quantize_checkpoint(checkpoint, destination, get_format(format_name), ["experts"], progress=show)
     seconds = time.perf_counter() - start
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return seconds, int(peak[1]) / 2**20
+    return seconds, time.process_time() - start_cpu, int(peak[1]) / 2**20
 
 
 def disk_seconds(source: Path, destination: Path) -> float:
@@ -109,12 +109,13 @@ def measure(folder: Path, num_layers: int, format_name: str, *, sparse: bool) ->
     print(f"{num_bytes / 1e9:.1f} GB of weights in {num_layers} layers{', sparse' if sparse else ''}", flush=True)
     drop_from_cache(source)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        seconds, peak_gib = pool.submit(convert, source, destination, format_name).result()
+        seconds, cpu_seconds, peak_gib = pool.submit(convert, source, destination, format_name).result()
     figures = {"convert_peak_gib": peak_gib, "seconds": seconds}
     if not sparse:
         drop_from_cache(source)
         named = "convert" if format_name == "w4a16" else f"convert_{format_name}"
         figures[f"{named}_gb_s"] = num_bytes / seconds / 1e9
+        figures[f"{named}_cpu_s_per_gb"] = cpu_seconds / num_bytes * 1e9
         figures[f"{named}_disk_ratio"] = seconds / disk_seconds(source, destination)
     shutil.rmtree(destination)
     return figures
@@ -137,9 +138,12 @@ def main() -> None:
     if options.sparse:
         rows = [row("convert_peak_gib", figures["convert_peak_gib"], "GiB", 4.0, "<=", f"{command} --sparse", "cpu")]
     else:
-        units = {"_gb_s": "GB/s", "_ratio": ""}
+        units = {"_gb_s": "GB/s", "_per_gb": "s", "_ratio": ""}
         speeds = {name: units[end] for name in figures for end in units if name.endswith(end)}
-        rows = [row(name, figures[name], unit, None, ">=", command, "cpu") for name, unit in speeds.items()]
+        rows = [
+            row(name, figures[name], unit, None, ">=" if unit == "GB/s" else "<=", command, "cpu")
+            for name, unit in speeds.items()
+        ]
     if options.record:
         append_results(options.record, rows)
 
