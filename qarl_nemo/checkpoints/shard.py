@@ -4,15 +4,33 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qarl_nemo.checkpoints.plan import PlannedShard
 
 _ALIGNMENT_BYTES = 64
 _MAX_TENSORS_PER_WEIGHT = 3
+_HEADER_ALIGNMENT = 8
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class ShardBuffer:
@@ -53,20 +71,25 @@ class ShardBuffer:
 def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file, the same bytes for the same content, and flush it to the disk.
 
+    The safetensors package would copy every tensor first.
+
     Args:
         tensors: name -> contiguous CPU tensor.
         path: the file.
         metadata: text for the header.
     """
-    save_file(tensors, path, metadata=metadata)
-    with path.open("r+b") as file:
-        # safetensors writes the metadata in random order.
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(metadata.items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= size
-        file.seek(8)
-        file.write(text.ljust(size))
+    # Wide elements first: each tensor then begins at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(_HEADER_ALIGNMENT, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
