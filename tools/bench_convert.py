@@ -122,7 +122,7 @@ def measure(folder: Path, num_layers: int, format_name: str, *, sparse: bool) ->
 
 
 def main() -> None:
-    """Measure one format, and record it when asked: the peak of sparse checkpoints, the speed of others."""
+    """Measure one format, and record it when asked: the peak of sparse checkpoints, speed and CPU time of others."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--format", default="w4a16", help="w4a16, w4a8, fp8_block, fp8_channel or bf16")
@@ -138,7 +138,7 @@ def main() -> None:
     if options.sparse:
         rows = [row("convert_peak_gib", figures["convert_peak_gib"], "GiB", 4.0, "<=", f"{command} --sparse", "cpu")]
     else:
-        units = {"_gb_s": "GB/s", "_per_gb": "s", "_ratio": ""}
+        units = {"_gb_s": "GB/s", "_per_gb": "s"}
         speeds = {name: units[end] for name in figures for end in units if name.endswith(end)}
         rows = [
             row(name, figures[name], unit, None, ">=" if unit == "GB/s" else "<=", command, "cpu")
