@@ -1,1 +1,1 @@
-"""Refit: names, manifest and publisher of the packed tensors the rollout engine serves."""
+"""Refit: the packed tensors of the learner's forward into a running rollout engine, whole or not at all."""
