@@ -116,7 +116,7 @@ def _in_flight(why: str) -> str:
 
 def _describe(states: list[dict[str, Any]]) -> str:
     texts = [
-        "a broken-off refit"
+        "nothing (an earlier refit broke off)"
         if not state["whole"]
         else "the weights it started with"
         if state["version"] is None

@@ -150,6 +150,9 @@ def test_an_engine_that_breaks_off_a_refit_serves_nothing(tmp_path, monkeypatch)
         refit(trainer)
     with pytest.raises(RuntimeError, match="no single weight version to serve"):
         sample(trainer)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"keeps serving nothing .*; 1 problem.*\n.*start the engine anew"):
+        refit(trainer)
 
 
 def test_the_engine_does_not_pass_for_another_format(trainer):
