@@ -23,6 +23,7 @@ class EngineCase:
         rounds: how often weights go there and back again.
         sleeps: started so that it can sleep.
         expert_size: I, width of an expert.
+        one_kernel_at_a_time: every launch waits for the one before, whatever its stream.
     """
 
     format: str
@@ -37,6 +38,7 @@ class EngineCase:
     rounds: int = 3
     sleeps: bool = False
     expert_size: int = 512
+    one_kernel_at_a_time: bool = False
 
     @property
     def name(self) -> str:
@@ -49,12 +51,20 @@ class EngineCase:
             parts.append(f"{'ep' if self.expert_parallel else 'tp'}{self.tensor_parallel}")
         if self.expert_size != 512:
             parts.append(f"I{self.expert_size}")
+        if self.one_kernel_at_a_time:
+            parts.append("blocking")
         return "-".join(parts)
 
     @property
     def in_this_process(self) -> bool:
         """Whether the engine runs in the learner's process, as CPU vLLM always does."""
         return self.sender == "direct" or self.device == "cpu"
+
+    @property
+    def loads_what_it_should(self) -> bool:
+        """Whether vLLM's own load is to be trusted: on several ranks it packs W4A8's scales while another stream still
+        writes them."""
+        return self.format != "w4a8" or self.tensor_parallel == 1 or self.one_kernel_at_a_time
 
     @property
     def num_gpus(self) -> int:
@@ -91,6 +101,9 @@ def several_gpus() -> list[EngineCase]:
         cases += [
             EngineCase(name, checks, sender="ipc", tensor_parallel=ranks, expert_parallel=True) for name in FORMATS
         ]
+    for ranks, experts in ((2, False), (2, True), (4, True)):
+        layout = {"tensor_parallel": ranks, "expert_parallel": experts}
+        cases.append(EngineCase("w4a8", ("first_refit",), sender="ipc", one_kernel_at_a_time=True, **layout))
     cases += [EngineCase(name, checks, sender="collective") for name in ("w4a16", "fp8_block", "bf16")]
     cases.append(EngineCase("w4a8", checks, sender="collective", tensor_parallel=2))
     cases.append(EngineCase("w4a16", checks, sender="collective", tensor_parallel=2, expert_parallel=True))
