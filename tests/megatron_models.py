@@ -44,6 +44,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     pp: int = 1
+    cp: int = 1
 
 
 @contextmanager
@@ -52,13 +53,16 @@ def parallel(layout: Layout) -> Iterator[None]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
     if ON_GPU:
         model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 @functools.cache
@@ -125,6 +129,7 @@ def transformer_config(layout: Layout, dtype: torch.dtype, **options) -> Transfo
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
         "sequence_parallel": layout.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -204,7 +209,9 @@ def load(model: GPTModel, weights: dict[str, Tensor]) -> None:
         layer.self_attention.linear_proj.weight.copy_(_tensor_shard(weights[f"{attention}o_proj.weight"], 1))
         layer.self_attention.q_layernorm.weight.copy_(weights[f"{attention}q_norm.weight"])
         layer.self_attention.k_layernorm.weight.copy_(weights[f"{attention}k_norm.weight"])
-        norm = layer.self_attention.linear_qkv.layer_norm_weight if ON_GPU else layer.input_layernorm.weight
+        # Transformer-Engine's own linear_qkv holds the norm before it.
+        fused = getattr(layer.self_attention.linear_qkv, "layer_norm_weight", None)
+        norm = layer.input_layernorm.weight if fused is None else fused
         norm.copy_(weights[f"{prefix}input_layernorm.weight"])
         layer.pre_mlp_layernorm.weight.copy_(weights[f"{prefix}post_attention_layernorm.weight"])
         layer.mlp.router.weight.copy_(weights[f"{prefix}mlp.gate.weight"])

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from qarl_kernels import get_format, quantize_weight
+from qarl_kernels import QuantFormat, get_format, quantize_weight
 from qarl_nemo.layers.install import install
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, bump_on_step
 from qarl_nemo.nemo.gather import gather_sharded, gather_stacked
@@ -33,18 +33,23 @@ def tokens() -> Tensor:
     return torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
-def reference(mode: str = "dequantized", targets: tuple[str, ...] = ("experts",)) -> dict[str, Any]:
+def reference(
+    mode: str = "dequantized",
+    targets: tuple[str, ...] = ("experts",),
+    fmt: QuantFormat = FORMAT,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
     """What the embedded engine's learner gives, with the same weights."""
-    model = hugging_face_model()
-    report = install(model, targets, FORMAT, mode=mode)
+    model = hugging_face_model(dtype)
+    report = install(model, targets, fmt, mode=mode)
     batch = tokens()
     logits = nn.functional.pad(model(batch[:, :-1]).logits, (0, PADDED_VOCAB - VOCAB))
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
     return {
         "loss": float(loss),
         "grads": {name: parameter.grad for name, parameter in model.named_parameters()},
-        "published": publish(report.weights, model.named_parameters(), FORMAT, version=0).tensors,
+        "published": publish(report.weights, model.named_parameters(), fmt, version=0).tensors,
     }
 
 
@@ -102,13 +107,13 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad.clone() for name, grad in grads.items()}
 
 
-def requantized(model: nn.Module) -> dict[str, Tensor]:
+def requantized(model: nn.Module, fmt: QuantFormat) -> dict[str, Tensor]:
     """This stage's expert masters gathered, what publishing never does, and quantized again."""
     tensors = {}
     for module in model.modules():
         if isinstance(module, AlignedGroupedLinear):
             whole = _whole_experts(module, [master.detach() for master in module.aligned.master])
-            parts = quantize_weight(whole, FORMAT).tensors
+            parts = quantize_weight(whole, fmt).tensors
             tensors.update({f"{module.aligned.name}.{suffix}": part for suffix, part in parts.items()})
     return tensors
 
@@ -131,14 +136,16 @@ def train(
     *,
     mode: str = "dequantized",
     targets: tuple[str, ...] = ("experts",),
+    fmt: QuantFormat = FORMAT,
+    dtype: torch.dtype = torch.float32,
     fused_accumulation: bool = False,
     distributed_adam: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Build, train one step, publish before and after it."""
     with parallel(layout):
-        alignment = Alignment(FORMAT, targets, mode)
-        core = megatron_model(layout, alignment, **options)
+        alignment = Alignment(fmt, targets, mode)
+        core = megatron_model(layout, alignment, dtype, **options)
         if fused_accumulation:
             for layer in core.decoder.layers:
                 # Megatron's own linears need Apex for it.
@@ -159,6 +166,6 @@ def train(
         _step(model, alignment, distributed_adam)
         stepped = publish_shards([model], vocab_size=VOCAB)
         result["stepped"] = {name: tensor.clone() for name, tensor in stepped if "experts" in name}
-        result["requantized"] = requantized(model)
+        result["requantized"] = requantized(model, fmt)
         result["weights"] = len(aligned_weights([model]))
         return result
