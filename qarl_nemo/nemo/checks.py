@@ -13,6 +13,7 @@ _REFUSED = {
     "fp8": "Transformer-Engine would quantize a second time; alignment brings its own FP8",
     "fp4": "Transformer-Engine would quantize a second time",
     "fp8_param": "masters must stay BF16",
+    "quant_recipe": "Transformer-Engine would quantize a second time",
     "moe_single_grouped_weight": "experts must stay separate parameters weight0, weight1, ...",
     "moe_use_grouped_tensor": "rows need no padding, and counts are read on the host",
     "moe_use_legacy_grouped_gemm": "its fused weights lie [in, out]",
@@ -29,6 +30,7 @@ _REFUSED = {
     "moe_router_num_groups": "the aligned router chooses among all experts",
     "moe_router_topk_scaling_factor": "the aligned router does not scale its weights",
     "moe_router_force_load_balancing": "the engine routes by its router",
+    "moe_router_force_biased": "the engine routes by its router",
     "moe_shared_expert_overlap": "the aligned sum does not add shared experts",
     "delay_wgrad_compute": "weight gradients are computed with input gradients",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients are computed with input gradients",
@@ -74,10 +76,11 @@ def _value_problems(config: Any) -> list[str]:
     if config.moe_router_score_function != "softmax":
         problems.append(f"moe_router_score_function={config.moe_router_score_function!r}: legal is 'softmax'")
     balancing, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    if balancing not in ("none", "aux_loss") or coefficient:
+    # Bridge leaves a coefficient where NeMo-RL sets 'none': it is not read then.
+    if balancing != "none" and (balancing != "aux_loss" or coefficient):
         problems.append(
             f"moe_router_load_balancing_type={balancing!r}, moe_aux_loss_coeff={coefficient}: the aligned router "
-            "computes no load-balancing loss; set 'none' and 0"
+            "computes no load-balancing loss; set 'none'"
         )
     if getattr(config, "cuda_graph_impl", "none") != "none":
         problems.append(f"cuda_graph_impl={config.cuda_graph_impl!r}: row counts are read on the host; set 'none'")

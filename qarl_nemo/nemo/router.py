@@ -13,7 +13,8 @@ class AlignedTopKRouter(TopKRouter):
     """weights = softmax_fp32(x W^T) of the k largest, renormalized in FP32 (`AlignedRouter`, for Megatron).
 
     Megatron's own router takes the softmax of the chosen logits alone, and returns a dense map that forgets in which
-    order a token chose its experts: the order in which the engine sums them.
+    order a token chose its experts: the order in which the engine sums them. With `moe_enable_routing_replay` choices
+    are recorded and replayed through Megatron's `RouterReplay`, in the order in which they are given.
 
     Attributes:
         chosen: [T, k] int64, the experts of the latest forward, most probable first.
@@ -38,8 +39,20 @@ class AlignedTopKRouter(TopKRouter):
             weights [T, E] FP32, zero where an expert was not chosen; chosen or not [T, E] bool.
         """
         logits = logits.view(-1, logits.shape[-1])
-        renormalize = not self.config.moe_router_pre_softmax
-        weights, self.chosen = route_tokens(logits, self.topk, renormalize=renormalize)
+        weights, self.chosen = self._choose(logits)
         self.weights = weights.detach()
         dense = weights.new_zeros(logits.shape).scatter(-1, self.chosen, weights)
         return dense, torch.zeros_like(dense, dtype=torch.bool).scatter(-1, self.chosen, True)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        renormalize = not self.config.moe_router_pre_softmax
+        weights, chosen = route_tokens(logits, self.topk, renormalize=renormalize)
+        if self.router_replay is None:
+            return weights, chosen
+        # Megatron's recorder takes the choice, or returns the experts to take instead of it.
+        _, routes = self.router_replay.get_replay_topk(
+            logits, self.topk, default_compute_topk=lambda *_, **__: (weights, chosen)
+        )
+        if routes is chosen:
+            return weights, chosen
+        return route_tokens(logits, self.topk, renormalize=renormalize, routes=routes)

@@ -5,11 +5,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from format_cases import FORMATS
-from megatron_models import DEVICE, HIDDEN, VOCAB, Layout, hugging_face_model, megatron_model, parallel
+from megatron_models import (
+    DEVICE,
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    VOCAB,
+    Layout,
+    hugging_face_model,
+    megatron_model,
+    parallel,
+)
 from torch import Tensor
+
+# isort: split
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.install import install
+from qarl_nemo.layers.router import route_tokens
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, release
 from qarl_nemo.nemo.publish import publish_shards
 
@@ -85,6 +99,39 @@ def dropped_caches() -> tuple[int, int]:
         held = [weight for weight in weights if weight._quantized is not None]
         release([model])
         return len(held), len([weight for weight in weights if weight._quantized is not None])
+
+
+def replayed_routes() -> dict[str, Any]:
+    """A layer's output by its own choices and by others, replayed, and what the embedded engine gives for those."""
+    with parallel(Layout()):
+        model = megatron_model(Layout(), Alignment(FORMATS["w4a16"]), num_layers=1, moe_enable_routing_replay=True)
+        layer = model.decoder.layers[0].mlp
+        replay = layer.router.router_replay
+        x = _inputs(torch.float32)[0][0]
+        embedded = hugging_face_model()
+        install(embedded, ("experts",), FORMATS["w4a16"])
+        block = embedded.model.layers[0].mlp
+        replay.set_router_replay_action(RouterReplayAction.RECORD)
+        own = layer(x.unsqueeze(1))[0].squeeze(1)
+        recorded = replay.get_recorded_indices()
+        # Less probable experts first: the order of the sum is the order of the routes.
+        other = (recorded.flip(-1) + torch.tensor([1, 0], device=DEVICE)) % EXPERTS
+        routes = torch.where(other[:, :1] == other[:, 1:], recorded.flip(-1), other)
+        replay.set_target_indices(routes)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        replayed = layer(x.unsqueeze(1))[0].squeeze(1)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        again = layer(x.unsqueeze(1))[0].squeeze(1)
+        RouterReplay.clear_global_router_replay_instances()
+        logits, _, chosen = block.gate(x)
+        weights, _ = route_tokens(logits, TOP_K, renormalize=True, routes=routes)
+        return {
+            "recorded": torch.equal(recorded, chosen),
+            "expected": block.experts(x, routes, weights).detach(),
+            "own": own.detach(),
+            "replayed": replayed.detach(),
+            "again": again.detach(),
+        }
 
 
 def refused_publication() -> str:

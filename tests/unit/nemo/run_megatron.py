@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron_checkpoints import checkpoint_keys
-from megatron_layers import dropped_caches, layer_cases, refused_publication
+from megatron_layers import dropped_caches, layer_cases, refused_publication, replayed_routes
 from megatron_models import ON_GPU, Layout
 from megatron_training import FORMAT, reference, train
 
@@ -63,6 +63,7 @@ def rank_main(rank: int, folder: str) -> None:
         results["layouts"] = {name: train(layout, **options) for name, (layout, options) in RUNS.items()}
         results["layers"] = layer_cases()
         results["dropped_caches"] = dropped_caches()
+        results["routes"] = replayed_routes()
         results["refused"] = refused_publication()
         results["checkpoint_keys"] = checkpoint_keys(Layout(tp=2, ep=2, etp=2), Alignment(FORMAT, ATTENTION))
     torch.save(results, f"{folder}/rank{rank}.pt")

@@ -77,6 +77,7 @@ def test_megatron_learner(results):
     check_modes_differ(results)
     for rank in results[1]:
         check_layers(rank["layers"])
+        check_routes(rank["routes"])
         assert rank["dropped_caches"] == (2, 0)
         assert "rank 2: " in rank["refused"]
         assert "model.layers.1.mlp.experts.down_proj" in rank["refused"]
@@ -147,6 +148,14 @@ def check_layers(cases):
         for part in actual.keys() - {"out", "experts"}:
             whole = expected[part][actual["experts"]] if part in ("gate_up", "down") else expected[part]
             assert relative_error(actual[part], whole) < bound, f"{key}: {part}"
+
+
+def check_routes(routes):
+    """Recorded choices are the embedded engine's, and replayed ones give its output, in recomputation too."""
+    assert routes["recorded"]
+    assert torch.equal(routes["replayed"], routes["expected"])
+    assert torch.equal(routes["again"], routes["expected"])
+    assert not torch.equal(routes["own"], routes["expected"])
 
 
 def keep_figures(results, errors, differing):

@@ -40,6 +40,28 @@ def test_a_plain_qwen3_moe_is_supported(name):
     require_supported(config(), Alignment(get_format(name)))
 
 
+def test_what_nemo_rl_sets_for_qwen3_moe_is_supported():
+    nemo_rl = {
+        "moe_router_dtype": "fp64",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 1e-3,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_pre_softmax": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_overlap": False,
+        "moe_permute_fusion": True,
+        "moe_enable_routing_replay": True,
+        "moe_enable_deepep": False,
+        "calculate_per_token_loss": True,
+        "apply_rope_fusion": True,
+        "bias_activation_fusion": True,
+        "cuda_graph_impl": "none",
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    }
+    require_supported(config(**nemo_rl), Alignment(get_format("w4a16")))
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -53,8 +75,9 @@ def test_a_plain_qwen3_moe_is_supported(name):
         ("moe_expert_capacity_factor", 1.0),
         ("moe_token_dispatcher_type", "flex"),
         ("moe_router_score_function", "sigmoid"),
-        ("moe_aux_loss_coeff", 0.001),
         ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", "seq_aux_loss"),
+        ("moe_router_force_biased", 1.0),
         ("moe_shared_expert_overlap", True),
         ("delay_wgrad_compute", True),
         ("overlap_moe_expert_parallel_comm", True),
@@ -65,6 +88,12 @@ def test_a_plain_qwen3_moe_is_supported(name):
 def test_a_setting_that_changes_the_forward_is_refused_by_name(setting, value):
     with pytest.raises(ValueError, match=setting):
         require_supported(config(**{setting: value}), Alignment(get_format("w4a16")))
+
+
+def test_a_load_balancing_loss_is_refused():
+    balanced = config(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.001)
+    with pytest.raises(ValueError, match="moe_aux_loss_coeff"):
+        require_supported(balanced, Alignment(get_format("w4a16")))
 
 
 def test_every_problem_is_listed_at_once():
