@@ -115,7 +115,17 @@ def _combine_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None, mode: s
     num_tokens, columns = out.shape
     block = min(triton.next_power_of_2(columns), _COLUMNS_PER_PROGRAM)
     _combine_rows_kernel[(num_tokens, triton.cdiv(columns, block))](
-        rows, inverse, weights, out, columns, top_k, mode, block, num_warps=4
+        rows,
+        inverse,
+        weights,
+        out,
+        columns,
+        top_k,
+        mode,
+        block,
+        num_warps=4,
+        # The compiler would fuse a product with the sum, and its rounding to BF16 would be lost.
+        enable_fp_fusion=False,
     )
     return out
 
