@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE, as Hugging Face's model and as Megatron's on any layout, holding the same weights.
+"""A Qwen3-MoE, as Hugging Face's model and as Megatron's on any layout, holding the same weights.
 
 On GPUs Megatron's layers are Transformer-Engine's; without one they are its local ones, on a CPU.
 """
@@ -31,9 +31,26 @@ from qarl_nemo.nemo.spec import align_spec
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 128, 128, 8, 2, 2
-HEADS, KV_HEADS, HEAD_DIM, VOCAB, SEQUENCE = 4, 2, 16, 60, 16
-PADDED_VOCAB = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; the smallest that every part of the code can run on a CPU."""
+
+    hidden: int = 128
+    inner: int = 128
+    experts: int = 8
+    top_k: int = 2
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    vocab: int = 60
+    padded_vocab: int = 64
+    sequence: int = 16
+
+
+TINY = Shape()
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     pp: int = 1
+    vpp: int | None = None
     cp: int = 1
 
 
@@ -53,6 +71,7 @@ def parallel(layout: Layout) -> Iterator[None]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -66,53 +85,54 @@ def parallel(layout: Layout) -> Iterator[None]:
 
 
 @functools.cache
-def _weights(dtype: torch.dtype) -> dict[str, Tensor]:
-    return hugging_face_model(dtype).state_dict()
+def _weights(dtype: torch.dtype, shape: Shape) -> dict[str, Tensor]:
+    return hugging_face_model(dtype, shape).state_dict()
 
 
-def hugging_face_model(dtype: torch.dtype = torch.float32) -> Qwen3MoeForCausalLM:
+def hugging_face_model(dtype: torch.dtype = torch.float32, shape: Shape = TINY) -> Qwen3MoeForCausalLM:
     """Weights of the size that quantization shows in, the same on every call."""
     torch.manual_seed(1)
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        moe_intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        moe_intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
         norm_topk_prob=True,
         rope_theta=10000.0,
         rms_norm_eps=1e-6,
-        max_position_embeddings=SEQUENCE,
+        max_position_embeddings=shape.sequence,
         tie_word_embeddings=False,
         attn_implementation="eager",
     )
-    model = Qwen3MoeForCausalLM(config)
+    with DEVICE:
+        model = Qwen3MoeForCausalLM(config)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
             torch.nn.init.normal_(parameter, std=3 * parameter.shape[-1] ** -0.5)
         parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
-    return model.to(DEVICE)
+    return model
 
 
-def transformer_config(layout: Layout, dtype: torch.dtype, **options) -> TransformerConfig:
+def transformer_config(layout: Layout, dtype: torch.dtype, shape: Shape = TINY, **options) -> TransformerConfig:
     """The same architecture, in Megatron's words."""
     settings = {
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "num_query_groups": KV_HEADS,
-        "kv_channels": HEAD_DIM,
-        "ffn_hidden_size": INNER,
-        "moe_ffn_hidden_size": INNER,
-        "num_moe_experts": EXPERTS,
-        "moe_router_topk": TOP_K,
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.inner,
+        "moe_ffn_hidden_size": shape.inner,
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.top_k,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
@@ -129,6 +149,7 @@ def transformer_config(layout: Layout, dtype: torch.dtype, **options) -> Transfo
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.tp > 1,
         "params_dtype": dtype,
@@ -146,30 +167,47 @@ def transformer_config(layout: Layout, dtype: torch.dtype, **options) -> Transfo
     return TransformerConfig(**settings | options)
 
 
-def plain_spec() -> ModuleSpec:
+def plain_spec(num_experts: int = TINY.experts) -> ModuleSpec:
     """Megatron's own layer."""
     if ON_GPU:
-        return get_gpt_layer_with_transformer_engine_spec(num_experts=EXPERTS, moe_grouped_gemm=True, qk_layernorm=True)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=True
+        )
     return get_gpt_layer_local_spec(
-        num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
 
 
-def megatron_model(layout: Layout, alignment: Alignment, dtype: torch.dtype = torch.float32, **options) -> GPTModel:
-    """This rank's part of the aligned model, holding `hugging_face_model`'s weights."""
-    config = transformer_config(layout, dtype, **options)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=align_spec(plain_spec(), config, alignment, transformer_engine=ON_GPU),
-        vocab_size=PADDED_VOCAB,
-        max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        rotary_base=10000,
-        share_embeddings_and_output_weights=False,
-    ).to(DEVICE)
-    load(model, _weights(dtype))
+def megatron_chunks(
+    layout: Layout, alignment: Alignment, dtype: torch.dtype = torch.float32, shape: Shape = TINY, **options
+) -> list[GPTModel]:
+    """This rank's stages of the aligned model, holding `hugging_face_model`'s weights."""
+    config = transformer_config(layout, dtype, shape, **options)
+    chunks = []
+    for stage in range(layout.vpp or 1):
+        virtual = {"ignore_virtual": False, "vp_stage": stage} if layout.vpp else {}
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=align_spec(plain_spec(shape.experts), config, alignment, transformer_engine=ON_GPU),
+            vocab_size=shape.padded_vocab,
+            max_sequence_length=shape.sequence,
+            pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+            post_process=parallel_state.is_pipeline_last_stage(**virtual),
+            position_embedding_type="rope",
+            rotary_base=10000,
+            share_embeddings_and_output_weights=False,
+            vp_stage=stage if layout.vpp else None,
+        ).to(DEVICE)
+        load(chunk, _weights(dtype, shape), shape)
+        chunks.append(chunk)
+    return chunks
+
+
+def megatron_model(
+    layout: Layout, alignment: Alignment, dtype: torch.dtype = torch.float32, shape: Shape = TINY, **options
+) -> GPTModel:
+    """This rank's one stage."""
+    (model,) = megatron_chunks(layout, alignment, dtype, shape, **options)
     return model
 
 
@@ -183,18 +221,18 @@ def _expert_shard(whole: Tensor, dim: int) -> Tensor:
     return whole.chunk(group.size(), dim)[group.rank()]
 
 
-def interleave(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def interleave(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     """Megatron's rows: for each KV head its query heads, then its key and its value."""
-    parts = [part.unflatten(0, (KV_HEADS, -1)) for part in (q, k, v)]
+    parts = [part.unflatten(0, (shape.kv_heads, -1)) for part in (q, k, v)]
     return torch.cat(parts, 1).flatten(0, 1)
 
 
 @torch.no_grad()
-def load(model: GPTModel, weights: dict[str, Tensor]) -> None:
+def load(model: GPTModel, weights: dict[str, Tensor], shape: Shape) -> None:
     """Fill this rank's part from Hugging Face's weights."""
 
     def padded(name):
-        return torch.nn.functional.pad(weights[name], (0, 0, 0, PADDED_VOCAB - VOCAB))
+        return torch.nn.functional.pad(weights[name], (0, 0, 0, shape.padded_vocab - shape.vocab))
 
     if model.pre_process:
         model.embedding.word_embeddings.weight.copy_(_tensor_shard(padded("model.embed_tokens.weight"), 0))
@@ -204,7 +242,7 @@ def load(model: GPTModel, weights: dict[str, Tensor]) -> None:
     for layer in model.decoder.layers:
         prefix = f"model.layers.{layer.layer_number - 1}."
         attention = prefix + "self_attn."
-        qkv = interleave(*(weights[f"{attention}{name}_proj.weight"] for name in "qkv"))
+        qkv = interleave(*(weights[f"{attention}{name}_proj.weight"] for name in "qkv"), shape)
         layer.self_attention.linear_qkv.weight.copy_(_tensor_shard(qkv, 0))
         layer.self_attention.linear_proj.weight.copy_(_tensor_shard(weights[f"{attention}o_proj.weight"], 1))
         layer.self_attention.q_layernorm.weight.copy_(weights[f"{attention}q_norm.weight"])

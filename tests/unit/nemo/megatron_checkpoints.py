@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from megatron_models import PADDED_VOCAB, SEQUENCE, Layout, megatron_model, parallel, plain_spec, transformer_config
+from megatron_models import TINY, Layout, megatron_model, parallel, plain_spec, transformer_config
 
 # isort: split
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -33,7 +33,7 @@ def checkpoint_keys(layout: Layout, alignment: Alignment) -> tuple[Described, De
     """This rank's shards of the aligned model, and of Megatron's own model."""
     with parallel(layout):
         config = transformer_config(layout, torch.float32)
-        sizes = {"vocab_size": PADDED_VOCAB, "max_sequence_length": SEQUENCE}
+        sizes = {"vocab_size": TINY.padded_vocab, "max_sequence_length": TINY.sequence}
         untied = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
         plain = GPTModel(config, plain_spec(), **sizes, **untied)
         aligned = megatron_model(layout, alignment)

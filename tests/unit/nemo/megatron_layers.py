@@ -7,10 +7,7 @@ import torch.distributed as dist
 from format_cases import FORMATS
 from megatron_models import (
     DEVICE,
-    EXPERTS,
-    HIDDEN,
-    TOP_K,
-    VOCAB,
+    TINY,
     Layout,
     hugging_face_model,
     megatron_model,
@@ -32,7 +29,7 @@ TOKENS = 6  # a rank
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    shape = (dist.get_world_size(), TOKENS, HIDDEN)
+    shape = (dist.get_world_size(), TOKENS, TINY.hidden)
     x, grad = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for _ in range(2))
     return x, grad
 
@@ -95,7 +92,7 @@ def dropped_caches() -> tuple[int, int]:
     with parallel(Layout()):
         model = megatron_model(Layout(), Alignment(FORMATS["w4a16"]))
         weights = aligned_weights([model])
-        model.decoder.layers[0].mlp(torch.randn(TOKENS, 1, HIDDEN, device=DEVICE))
+        model.decoder.layers[0].mlp(torch.randn(TOKENS, 1, TINY.hidden, device=DEVICE))
         held = [weight for weight in weights if weight._quantized is not None]
         release([model])
         return len(held), len([weight for weight in weights if weight._quantized is not None])
@@ -115,7 +112,7 @@ def replayed_routes() -> dict[str, Any]:
         own = layer(x.unsqueeze(1))[0].squeeze(1)
         recorded = replay.get_recorded_indices()
         # Less probable experts first: the order of the sum is the order of the routes.
-        other = (recorded.flip(-1) + torch.tensor([1, 0], device=DEVICE)) % EXPERTS
+        other = (recorded.flip(-1) + torch.tensor([1, 0], device=DEVICE)) % TINY.experts
         routes = torch.where(other[:, :1] == other[:, 1:], recorded.flip(-1), other)
         replay.set_target_indices(routes)
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -124,7 +121,7 @@ def replayed_routes() -> dict[str, Any]:
         again = layer(x.unsqueeze(1))[0].squeeze(1)
         RouterReplay.clear_global_router_replay_instances()
         logits, _, chosen = block.gate(x)
-        weights, _ = route_tokens(logits, TOP_K, renormalize=True, routes=routes)
+        weights, _ = route_tokens(logits, TINY.top_k, renormalize=True, routes=routes)
         return {
             "recorded": torch.equal(recorded, chosen),
             "expected": block.experts(x, routes, weights).detach(),
@@ -142,7 +139,7 @@ def refused_publication() -> str:
             with torch.no_grad():
                 model.decoder.layers[1].mlp.experts.linear_fc2.weight0[3, 5] = float("nan")
         try:
-            list(publish_shards([model], vocab_size=VOCAB))
+            list(publish_shards([model], vocab_size=TINY.vocab))
         except ValueError as error:
             return str(error)
         return "published"

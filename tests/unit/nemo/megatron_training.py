@@ -1,12 +1,14 @@
-"""One training step of the tiny model, by the embedded engine's learner and by Megatron on a layout."""
+"""One training step of a small model, by the embedded engine's learner and by Megatron on a layout."""
 
 import copy
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_models import DEVICE, PADDED_VOCAB, SEQUENCE, VOCAB, Layout, hugging_face_model, megatron_model, parallel
+from megatron_models import DEVICE, TINY, Layout, Shape, hugging_face_model, megatron_chunks, parallel
 from torch import Tensor, nn
 
 # isort: split
@@ -25,61 +27,81 @@ from qarl_nemo.nemo.publish import publish_shards
 from qarl_nemo.refit.publish import publish
 
 BATCH = 4
+
+
 FORMAT = get_format("w4a16", group_size=32)
 
 
-def tokens() -> Tensor:
+@dataclass(frozen=True)
+class Case:
+    """What is trained: the model, what it executes, and in which dtype."""
+
+    fmt: QuantFormat = FORMAT
+    targets: tuple[str, ...] = ("experts",)
+    mode: str = "dequantized"
+    dtype: torch.dtype = torch.float32
+    shape: Shape = TINY
+
+
+def tokens(shape: Shape = TINY) -> Tensor:
     """[B, S + 1]; the last column is a label alone."""
-    return torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(shape.vocab, (BATCH, shape.sequence + 1), generator=generator).to(DEVICE)
 
 
-def reference(
-    mode: str = "dequantized",
-    targets: tuple[str, ...] = ("experts",),
-    fmt: QuantFormat = FORMAT,
-    dtype: torch.dtype = torch.float32,
-) -> dict[str, Any]:
+def reference(case: Case, *, backward: bool = True) -> dict[str, Any]:
     """What the embedded engine's learner gives, with the same weights."""
-    model = hugging_face_model(dtype)
-    report = install(model, targets, fmt, mode=mode)
-    batch = tokens()
-    logits = nn.functional.pad(model(batch[:, :-1]).logits, (0, PADDED_VOCAB - VOCAB))
-    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-    loss.backward()
-    return {
-        "loss": float(loss),
-        "grads": {name: parameter.grad for name, parameter in model.named_parameters()},
-        "published": publish(report.weights, model.named_parameters(), fmt, version=0).tensors,
-    }
+    shape = case.shape
+    model = hugging_face_model(case.dtype, shape)
+    report = install(model, case.targets, case.fmt, mode=case.mode)
+    result = {"published": publish(report.weights, model.named_parameters(), case.fmt, version=0).tensors}
+    if backward:
+        batch = tokens(shape)
+        logits = nn.functional.pad(model(batch[:, :-1]).logits, (0, shape.padded_vocab - shape.vocab))
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        result |= {"loss": float(loss), "grads": grads}
+    return result
 
 
-def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple:
+def _this_context_rank(batch: Tensor) -> Tensor:
+    # Causal attention costs more at the end: a rank holds a part from each end.
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    parts = batch.chunk(2 * size, -1)
+    return torch.cat([parts[rank], parts[2 * size - 1 - rank]], -1) if size > 1 else batch
+
+
+def forward_step(shape: Shape, batches: Iterator[Tensor], model: nn.Module) -> tuple:
     """Megatron's protocol: the output, and how to get the loss of it."""
     batch = next(batches)
-    positions = torch.arange(SEQUENCE, device=DEVICE).expand(len(batch), -1)
-    mask = ~torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=DEVICE).tril()
-    output = model(batch[:, :-1], positions, mask, labels=batch[:, 1:])
+    positions = torch.arange(shape.sequence, device=DEVICE).expand(len(batch), -1)
+    mask = ~torch.ones(1, 1, shape.sequence, shape.sequence, dtype=torch.bool, device=DEVICE).tril()
+    inputs, labels, positions = map(_this_context_rank, (batch[:, :-1], batch[:, 1:], positions))
+    output = model(inputs.contiguous(), positions, mask, labels=labels.contiguous())
     return output, lambda per_token: (per_token.mean(), {"loss": per_token.mean().detach()})
 
 
-def forward_backward(model: nn.Module) -> float:
+def forward_backward(model: list[nn.Module], shape: Shape = TINY) -> float:
     """This rank's share of the batch, gradients reduced; the loss of the whole batch."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    mine = tokens().chunk(size)[rank].split(1)
-    model.zero_grad_buffer()
+    mine = tokens(shape).chunk(size)[rank].split(1)
+    for chunk in model:
+        chunk.zero_grad_buffer()
     losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(mine),
-        model=[model],
+        forward_step_func=functools.partial(forward_step, shape),
+        data_iterator=[iter(mine) for _ in model],
+        model=model,
         num_microbatches=len(mine),
-        seq_length=SEQUENCE,
+        seq_length=shape.sequence,
         micro_batch_size=1,
         forward_only=False,
     )
-    finalize_model_grads([model])
+    finalize_model_grads(model)
     total = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros((), device=DEVICE)
     dist.all_reduce(total)
-    return float(total / parallel_state.get_tensor_model_parallel_world_size() / size)
+    sharing = size * parallel_state.get_context_parallel_world_size()
+    return float(total / parallel_state.get_tensor_model_parallel_world_size() / sharing)
 
 
 def _whole_experts(linear: nn.Module, shards: list[Tensor]) -> Tensor:
@@ -89,11 +111,11 @@ def _whole_experts(linear: nn.Module, shards: list[Tensor]) -> Tensor:
     return gather_stacked(local, parallel_state.get_expert_model_parallel_group())
 
 
-def whole_grads(model: nn.Module) -> dict[str, Tensor]:
+def whole_grads(model: list[nn.Module]) -> dict[str, Tensor]:
     """This stage's gradients under Hugging Face's names; experts stacked."""
     grads: dict[str, Tensor] = {}
     group = parallel_state.get_tensor_model_parallel_group()
-    for layer in model.module.decoder.layers:
+    for layer in (layer for chunk in model for layer in chunk.module.decoder.layers):
         for name, parameter in layer.named_parameters():
             if "mlp.experts" in name:
                 continue
@@ -107,10 +129,10 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad.clone() for name, grad in grads.items()}
 
 
-def requantized(model: nn.Module, fmt: QuantFormat) -> dict[str, Tensor]:
+def requantized(model: list[nn.Module], fmt: QuantFormat) -> dict[str, Tensor]:
     """This stage's expert masters gathered, what publishing never does, and quantized again."""
     tensors = {}
-    for module in model.modules():
+    for module in (module for chunk in model for module in chunk.modules()):
         if isinstance(module, AlignedGroupedLinear):
             whole = _whole_experts(module, [master.detach() for master in module.aligned.master])
             parts = quantize_weight(whole, fmt).tensors
@@ -118,54 +140,67 @@ def requantized(model: nn.Module, fmt: QuantFormat) -> dict[str, Tensor]:
     return tensors
 
 
-def _step(model: nn.Module, alignment: Alignment, distributed_adam: bool) -> None:
-    if distributed_adam:
-        config = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True)
-        optimizer = get_megatron_optimizer(config, [model])
-        bump_on_step(optimizer, alignment.version)
-        optimizer.step()
+def _step(model: list[nn.Module], alignment: Alignment, optimizer: str, dtype: torch.dtype) -> None:
+    if optimizer:
+        distributed = optimizer == "adam"
+        config = OptimizerConfig(
+            optimizer=optimizer,
+            lr=0.01,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+        )
+        made = get_megatron_optimizer(config, model)
+        bump_on_step(made, alignment.version)
+        made.step()
         return
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
             parameter.sub_(parameter.main_grad, alpha=0.5)
     alignment.version.bump()
 
 
-def train(
-    layout: Layout,
-    *,
-    mode: str = "dequantized",
-    targets: tuple[str, ...] = ("experts",),
-    fmt: QuantFormat = FORMAT,
-    dtype: torch.dtype = torch.float32,
-    fused_accumulation: bool = False,
-    distributed_adam: bool = False,
-    **options: Any,
+def _fuse_accumulation(model: list[nn.Module]) -> None:
+    # Set on modules that are there: Megatron's own output layer needs Apex for it.
+    for module in (module for chunk in model for module in chunk.modules()):
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+    for layer in (layer for chunk in model for layer in chunk.decoder.layers):
+        layer.mlp.experts.config = copy.copy(layer.config)
+        layer.mlp.experts.config.gradient_accumulation_fusion = True
+
+
+def train(layout: Layout, case: Case, **options: Any) -> dict[str, Any]:
+    """Make a layout's groups, and `train_within` them."""
+    with parallel(layout):
+        return train_within(layout, case, **options)
+
+
+def train_within(
+    layout: Layout, case: Case, *, fused_accumulation: bool = False, optimizer: str = "", **options: Any
 ) -> dict[str, Any]:
     """Build, train one step, publish before and after it."""
-    with parallel(layout):
-        alignment = Alignment(fmt, targets, mode)
-        core = megatron_model(layout, alignment, dtype, **options)
-        if fused_accumulation:
-            for layer in core.decoder.layers:
-                # Megatron's own linears need Apex for it.
-                layer.mlp.experts.config = copy.copy(core.config)
-                layer.mlp.experts.config.gradient_accumulation_fusion = True
-        settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed_adam)
-        model = DistributedDataParallel(core.config, settings, core)
-        published = {name: tensor.clone() for name, tensor in publish_shards([model], vocab_size=VOCAB)}
-        shards = publish_shards([model], vocab_size=VOCAB, gather_experts=False)
-        result = {
-            "published": published,
-            "shards": {name: tensor.clone() for name, tensor in shards if "experts" in name},
-            "ep_rank": parallel_state.get_expert_model_parallel_rank(),
-            "loss": forward_backward(model),
-            # A distributed optimizer's ranks hold a part of the reduced gradients each.
-            "grads": None if distributed_adam else whole_grads(model),
-        }
-        _step(model, alignment, distributed_adam)
-        stepped = publish_shards([model], vocab_size=VOCAB)
-        result["stepped"] = {name: tensor.clone() for name, tensor in stepped if "experts" in name}
-        result["requantized"] = requantized(model, fmt)
-        result["weights"] = len(aligned_weights([model]))
-        return result
+    alignment = Alignment(case.fmt, case.targets, case.mode)
+    chunks = megatron_chunks(layout, alignment, case.dtype, case.shape, **options)
+    if fused_accumulation:
+        _fuse_accumulation(chunks)
+    distributed = optimizer == "adam"
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+    model = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+    vocab = case.shape.vocab
+    published = {name: tensor.clone() for name, tensor in publish_shards(model, vocab_size=vocab)}
+    shards = publish_shards(model, vocab_size=vocab, gather_experts=False)
+    result = {
+        "published": published,
+        "shards": {name: tensor.clone() for name, tensor in shards if "experts" in name},
+        "ep_rank": parallel_state.get_expert_model_parallel_rank(),
+        "loss": forward_backward(model, case.shape),
+        # A distributed optimizer's ranks hold a part of the reduced gradients each.
+        "grads": None if distributed else whole_grads(model),
+    }
+    _step(model, alignment, optimizer, case.dtype)
+    stepped = publish_shards(model, vocab_size=vocab)
+    result["stepped"] = {name: tensor.clone() for name, tensor in stepped if "experts" in name}
+    result["requantized"] = requantized(model, case.fmt)
+    result["weights"] = len(aligned_weights(model))
+    return result
