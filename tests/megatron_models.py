@@ -35,7 +35,11 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model; the smallest that every part of the code can run on a CPU."""
+    """Sizes of a model; the smallest that every part of the code can run on a CPU.
+
+    Attributes:
+        scale: of the weights; above 1 a difference in the first layer's last bits grows in every layer.
+    """
 
     hidden: int = 128
     inner: int = 128
@@ -48,6 +52,7 @@ class Shape:
     vocab: int = 60
     padded_vocab: int = 64
     sequence: int = 16
+    scale: float = 3.0
 
 
 TINY = Shape()
@@ -116,7 +121,7 @@ def hugging_face_model(dtype: torch.dtype = torch.float32, shape: Shape = TINY) 
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
-            torch.nn.init.normal_(parameter, std=3 * parameter.shape[-1] ** -0.5)
+            torch.nn.init.normal_(parameter, std=shape.scale * parameter.shape[-1] ** -0.5)
         parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
     return model
 

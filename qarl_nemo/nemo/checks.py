@@ -40,7 +40,7 @@ _REFUSED = {
 }
 _DISPATCHERS = ("alltoall", "allgather")
 # Scales that span a whole row of fc2: a shard's are not the row's.
-_ROW_SCALED = ("fp8_channel", "w4a8")
+ROW_SCALED = ("fp8_channel", "w4a8")
 
 
 def require_supported(config: Any, alignment: Alignment) -> None:
@@ -98,7 +98,7 @@ def _shape_problems(config: Any, alignment: Alignment) -> list[str]:
         problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
     if fmt.weight_kind == "fp8_block" and inner % fmt.group_size:
         problems.append(f"fc1 shard of {inner} gate rows {where}: a {fmt.group_size}-row block would hold gate and up")
-    if etp > 1 and fmt.name in _ROW_SCALED:
+    if etp > 1 and fmt.name in ROW_SCALED:
         problems.append(f"expert_tensor_parallel_size={etp}: {fmt.name} scales whole rows of fc2, which it would cut")
     return problems
 
@@ -118,6 +118,6 @@ def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
         problems += [f"{where}: {problem}" for problem in weight_problems(shape, fmt)]
     if fmt.weight_kind == "fp8_block" and width % fmt.group_size:
         problems.append(f"kv_channels={width}: a {fmt.group_size}-row block would hold several heads of fused q, k, v")
-    if tp > 1 and fmt.name in _ROW_SCALED:
+    if tp > 1 and fmt.name in ROW_SCALED:
         problems.append(f"tensor_model_parallel_size={tp}: {fmt.name} scales whole rows of linear_proj")
     return problems

@@ -55,4 +55,4 @@ class AlignedTopKRouter(TopKRouter):
         )
         if routes is chosen:
             return weights, chosen
-        return route_tokens(logits, self.topk, renormalize=renormalize, routes=routes)
+        return route_tokens(logits, self.topk, renormalize=renormalize, routes=routes.contiguous())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron_models import DEVICE, TINY, Layout, Shape, hugging_face_model, megatron_chunks, parallel
+from megatron_routes import Routes, this_context_rank
 from torch import Tensor, nn
 
 # isort: split
@@ -65,31 +66,29 @@ def reference(case: Case, *, backward: bool = True) -> dict[str, Any]:
     return result
 
 
-def _this_context_rank(batch: Tensor) -> Tensor:
-    # Causal attention costs more at the end: a rank holds a part from each end.
-    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    parts = batch.chunk(2 * size, -1)
-    return torch.cat([parts[rank], parts[2 * size - 1 - rank]], -1) if size > 1 else batch
-
-
-def forward_step(shape: Shape, batches: Iterator[Tensor], model: nn.Module) -> tuple:
+def forward_step(shape: Shape, routes: Routes | None, batches: Iterator[tuple[int, Tensor]], model: nn.Module) -> tuple:
     """Megatron's protocol: the output, and how to get the loss of it."""
-    batch = next(batches)
+    sequence, batch = next(batches)
     positions = torch.arange(shape.sequence, device=DEVICE).expand(len(batch), -1)
     mask = ~torch.ones(1, 1, shape.sequence, shape.sequence, dtype=torch.bool, device=DEVICE).tril()
-    inputs, labels, positions = map(_this_context_rank, (batch[:, :-1], batch[:, 1:], positions))
+    inputs, labels, positions = map(this_context_rank, (batch[:, :-1], batch[:, 1:], positions))
+    if routes is not None:
+        routes.before(model, sequence)
     output = model(inputs.contiguous(), positions, mask, labels=labels.contiguous())
+    if routes is not None:
+        routes.after(model, sequence)
     return output, lambda per_token: (per_token.mean(), {"loss": per_token.mean().detach()})
 
 
-def forward_backward(model: list[nn.Module], shape: Shape = TINY) -> float:
+def forward_backward(model: list[nn.Module], shape: Shape = TINY, routes: Routes | None = None) -> float:
     """This rank's share of the batch, gradients reduced; the loss of the whole batch."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    mine = tokens(shape).chunk(size)[rank].split(1)
+    share = BATCH // size
+    mine = list(enumerate(tokens(shape).chunk(size)[rank].split(1), start=rank * share))
     for chunk in model:
         chunk.zero_grad_buffer()
     losses = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, shape),
+        forward_step_func=functools.partial(forward_step, shape, routes),
         data_iterator=[iter(mine) for _ in model],
         model=model,
         num_microbatches=len(mine),
@@ -177,10 +176,17 @@ def train(layout: Layout, case: Case, **options: Any) -> dict[str, Any]:
 
 
 def train_within(
-    layout: Layout, case: Case, *, fused_accumulation: bool = False, optimizer: str = "", **options: Any
+    layout: Layout,
+    case: Case,
+    *,
+    fused_accumulation: bool = False,
+    optimizer: str = "",
+    routes: Routes | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Build, train one step, publish before and after it."""
     alignment = Alignment(case.fmt, case.targets, case.mode)
+    options["moe_enable_routing_replay"] = routes is not None
     chunks = megatron_chunks(layout, alignment, case.dtype, case.shape, **options)
     if fused_accumulation:
         _fuse_accumulation(chunks)
@@ -194,7 +200,7 @@ def train_within(
         "published": published,
         "shards": {name: tensor.clone() for name, tensor in shards if "experts" in name},
         "ep_rank": parallel_state.get_expert_model_parallel_rank(),
-        "loss": forward_backward(model, case.shape),
+        "loss": forward_backward(model, case.shape, routes),
         # A distributed optimizer's ranks hold a part of the reduced gradients each.
         "grads": None if distributed else whole_grads(model),
     }

@@ -1,0 +1,76 @@
+"""Running the programs of four ranks, and what their summaries say."""
+
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.results import append_results
+
+RANKS = 4
+Ranks = list[dict[str, Any]]
+
+
+def run_program(name: str, folder: Path, *arguments: str) -> Ranks:
+    """Run one of this folder's programs; what each rank returned."""
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Transformer-Engine multiplies FP32 as TF32, if it may.
+    settings = {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
+    output = folder / "output.txt"
+    with output.open("w") as stream:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(here / name), str(folder), *arguments],
+            env=os.environ | settings | {"PYTHONPATH": os.pathsep.join(paths)},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            timeout=600,
+            check=False,
+        )
+    assert done.returncode == 0, output.read_text()
+    return [torch.load(folder / f"rank{rank}.pt", map_location="cpu", weights_only=False) for rank in range(RANKS)]
+
+
+def training_error(summaries: Ranks) -> float:
+    """The largest relative difference over the loss and every parameter's gradient, over the ranks."""
+    losses = [one["loss_error"] for one in summaries]
+    return max([*losses, *(error for one in summaries for error in (one["grad_errors"] or {}).values())])
+
+
+def wrong_tensors(summaries: Ranks) -> set[str]:
+    """Published tensors that are not, byte for byte, what the whole model publishes."""
+    kinds = ("differing", "wrong_shards", "not_requantized")
+    return {f"{name} ({kind})" for one in summaries for kind in kinds for name in one[kind]}
+
+
+def keep_figures(ranks: Ranks, layouts: dict[str, dict[str, float]], suffix: str, goal: float, command: str) -> None:
+    """With QARL_MEGATRON_RESULTS, the figures of each layout become rows of docs/results."""
+    path = os.environ.get("QARL_MEGATRON_RESULTS")
+    if not path:
+        return
+    facts = {
+        "unit": "",
+        "hardware": hardware("cuda" if torch.cuda.is_available() else "cpu"),
+        "versions": versions() | ranks[0]["versions"],
+        "command": f"QARL_MEGATRON_RESULTS=docs/results/megatron.json python -m pytest {command}",
+        "date": datetime.date.today().isoformat(),
+    }
+    rows = []
+    for name, values in layouts.items():
+        bounds = {"packed_bit_equal": ("==", 1.0), "training_error": ("<", goal)}
+        for kind, (op, bound) in bounds.items():
+            rows.append({"name": f"{kind}_{name}{suffix}", "value": values[kind], "op": op, "goal": bound, **facts})
+    append_results(Path(path), rows)
+
+
+def figures(summaries: Ranks) -> dict[str, float]:
+    """What becomes of a layout's rows."""
+    return {
+        "packed_bit_equal": float(not wrong_tensors(summaries)),
+        "training_error": float(f"{training_error(summaries):.2g}"),
+    }

@@ -1,0 +1,41 @@
+"""The Megatron learner on four GPUs: every layout trains and publishes the same, in every format.
+
+Set QARL_MEGATRON_RESULTS to a file to keep the figures as rows of docs/results.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from megatron_results import figures, keep_figures, run_program, training_error, wrong_tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer-Engine"),
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
+]
+
+ROUNDED = 0.02  # relative: BF16 gradients of other sums, routes equal
+
+
+@pytest.mark.parametrize("size", ["small", "qwen3"])
+def test_every_layout_trains_and_publishes_the_same(size, tmp_path):
+    ranks = run_program("run_megatron_bf16.py", tmp_path, size)
+    # By layout and format, what each rank found.
+    found = {
+        (name, key): [rank["layouts"][name][key] for rank in ranks]
+        for name, cases in ranks[0]["layouts"].items()
+        for key in cases
+    }
+    assert {run: one["error"] for run, summaries in found.items() for one in summaries if "error" in one} == {}
+    # Of all formats the worst.
+    layouts = {
+        name: [one for run, summaries in found.items() if run[0] == name for one in summaries] for name, _ in found
+    }
+    kept = {name: figures(summaries) for name, summaries in layouts.items()}
+    keep_figures(ranks, kept, f"_{size}_h200", ROUNDED, "tests/unit/nemo/test_megatron_bf16.py")
+    wrong = {run: wrong_tensors(summaries) for run, summaries in found.items()}
+    assert {run: tensors for run, tensors in wrong.items() if tensors} == {}
+    errors = {run: training_error(summaries) for run, summaries in found.items()}
+    assert {run: error for run, error in errors.items() if error >= ROUNDED} == {}
