@@ -85,6 +85,12 @@ class LocalGroupedLinear(nn.Module):
             self.register_parameter(f"weight{expert}", weight)
             self._initialize(weight, whole, init_method)
             weight.allreduce = not self._uses_expert_groups()
+        # Checkpoints hold one for each expert, a module loads one.
+        self.register_load_state_dict_pre_hook(
+            lambda _, state, prefix, *__: [
+                state.pop(f"{prefix}_extra_state{expert}", None) for expert in range(1, num_gemms)
+            ]
+        )
 
     def _initialize(self, weight: nn.Parameter, whole: list[int], init_method: Any) -> None:
         group = self._groups.expt_tp

@@ -1,14 +1,20 @@
 """What an aligned model's distributed checkpoint holds, beside what Megatron's own model's does."""
 
+import shutil
+import tempfile
 from typing import Any
 
 import torch
-from megatron_models import TINY, Layout, megatron_model, parallel, plain_spec, transformer_config
+import torch.distributed as dist
+from megatron_models import DEVICE, TINY, Layout, megatron_model, parallel, plain_spec, transformer_config
+from torch import Tensor
 
 # isort: split
+from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.publish import publish_shards
 
 Described = set[tuple[Any, ...]]
 
@@ -29,14 +35,40 @@ def _leaves(built: Any) -> list[Any]:
     return [built]
 
 
+def _plain_model(layout: Layout) -> GPTModel:
+    return GPTModel(
+        transformer_config(layout, torch.float32),
+        plain_spec(),
+        vocab_size=TINY.padded_vocab,
+        max_sequence_length=TINY.sequence,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).to(DEVICE)
+
+
 def checkpoint_keys(layout: Layout, alignment: Alignment) -> tuple[Described, Described]:
     """This rank's shards of the aligned model, and of Megatron's own model."""
     with parallel(layout):
-        config = transformer_config(layout, torch.float32)
-        sizes = {"vocab_size": TINY.padded_vocab, "max_sequence_length": TINY.sequence}
-        untied = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
-        plain = GPTModel(config, plain_spec(), **sizes, **untied)
-        aligned = megatron_model(layout, alignment)
+        plain, aligned = _plain_model(layout), megatron_model(layout, alignment)
         aligned.load_state_dict(aligned.state_dict())
         assert alignment.version.value > 0
         return _described(aligned.sharded_state_dict()), _described(plain.sharded_state_dict())
+
+
+def reloaded(saved: Layout, loaded: Layout, alignment: Alignment) -> dict[str, Tensor]:
+    """What a model publishes that one layout saved and another loaded."""
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, device=DEVICE)
+    with parallel(saved):
+        dist_checkpointing.save(megatron_model(saved, alignment).sharded_state_dict(), folder[0])
+    with parallel(loaded):
+        model = megatron_model(loaded, alignment)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder[0]))
+        tensors = {name: tensor.clone() for name, tensor in publish_shards([model], vocab_size=TINY.vocab)}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return tensors

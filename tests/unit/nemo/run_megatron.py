@@ -7,8 +7,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from megatron_checkpoints import checkpoint_keys
-from megatron_compare import relative_error, summary
+from megatron_checkpoints import checkpoint_keys, reloaded
+from megatron_compare import relative_error, same_bytes, summary
 from megatron_layers import dropped_caches, layer_cases, refused_publication, replayed_routes
 from megatron_models import TINY, Layout
 from megatron_ranks import run_ranks
@@ -49,6 +49,10 @@ def everything() -> dict[str, Any]:
     """One rank's results."""
     references = {case: reference(case) for case in (PLAIN, DEEP, HIGH_PRECISION, ATTENTION)}
     right, wrong = (references[case]["grads"][LAST_EXPERTS] for case in (PLAIN, HIGH_PRECISION))
+    moved = {
+        "experts": (reloaded(Layout(tp=2, ep=2, etp=2), Layout(ep=4), Alignment(PLAIN.fmt)), PLAIN),
+        "attention": (reloaded(Layout(ep=2), Layout(tp=2, ep=2), Alignment(PLAIN.fmt, ATTENTION.targets)), ATTENTION),
+    }
     return {
         "versions": {"megatron-core": megatron.core.__version__},
         "layouts": {
@@ -60,6 +64,12 @@ def everything() -> dict[str, Any]:
         "layers": layer_cases(),
         "dropped_caches": dropped_caches(),
         "routes": replayed_routes(),
+        "reloaded": {
+            key: [
+                name for name, tensor in references[case]["published"].items() if not same_bytes(tensors[name], tensor)
+            ]
+            for key, (tensors, case) in moved.items()
+        },
         "refused": refused_publication(),
         "checkpoint_keys": checkpoint_keys(Layout(tp=2, ep=2, etp=2), Alignment(PLAIN.fmt, ATTENTION.targets)),
     }

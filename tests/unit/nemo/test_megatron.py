@@ -40,6 +40,7 @@ def test_megatron_learner(tmp_path):
         assert rank["wrong_mode_error"] > 100 * SUMS_DIFFER
         check_layers(rank["layers"])
         check_routes(rank["routes"])
+        assert rank["reloaded"] == {"experts": [], "attention": []}
         assert rank["dropped_caches"] == (2, 0)
         assert "rank 2: " in rank["refused"]
         assert "model.layers.1.mlp.experts.down_proj" in rank["refused"]
