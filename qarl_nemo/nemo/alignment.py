@@ -3,13 +3,15 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
 from qarl_nemo.refit.names import check_targets
+
+Backend = Literal["kernels", "transformer_engine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class Alignment:
         mode: which weight the input gradient uses.
         keep_operand: keep what the GEMMs multiply between uses; False keeps the packed tensors alone.
         version: of the master weights; every optimizer step bumps it.
+        backend: what multiplies in the experts: this package's kernels, or Transformer-Engine's own FP8 block recipe,
+            which `fp8_block` alone can take.
     """
 
     format: QuantFormat
@@ -29,10 +33,17 @@ class Alignment:
     mode: BackwardMode = "dequantized"
     keep_operand: bool = False
     version: WeightVersion = field(default_factory=WeightVersion)
+    backend: Backend = "kernels"
 
     def __post_init__(self) -> None:
         require_backward_mode(self.mode)
         check_targets(self.targets)
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"unknown backend {self.backend!r}; legal: {', '.join(get_args(Backend))}")
+        if self.backend != "kernels" and self.format.name != "fp8_block":
+            raise ValueError(
+                f"backend={self.backend!r} has no {self.format.name}: it runs fp8_block; set backend='kernels'"
+            )
 
     def __deepcopy__(self, memo: dict) -> "Alignment":
         # Megatron copies specs; layers of copies must still share one version.

@@ -1,7 +1,8 @@
 """The experts' weights as Megatron keeps them, `weight0`, `weight1`, ... [out, in], with their quantized form.
 
 With Transformer-Engine its grouped linears are subclassed: parameters, names, RNG, attributes, `_extra_state` and
-checkpoints are theirs. Without it `LocalGroupedLinear` has the same. Neither multiplies: the expert MLP does.
+checkpoints are theirs. Without it `LocalGroupedLinear` has the same. Neither multiplies, the expert MLP does; but for
+`backend="transformer_engine"`, where Transformer-Engine's do what they are made for.
 """
 
 import functools
@@ -13,7 +14,6 @@ from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, 
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from qarl_nemo.layers.weight import AlignedWeight
 from qarl_nemo.nemo.alignment import Alignment
 
 COLUMN, ROW = 0, 1
@@ -34,12 +34,14 @@ class AlignedGroupedLinear(nn.Module):
         super().__init__(*arguments, **named)
         masters = [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
         self.aligned = alignment.weight(type(self).__name__, masters)
-        self.mode = alignment.mode
+        self.mode, self.backend = alignment.mode, alignment.backend
+        # Transformer-Engine quantizes at each use then, and keeps nothing that an offload would have to drop.
+        self.disable_parameter_transpose_cache = True
         self.register_load_state_dict_post_hook(lambda *_: alignment.version.bump())
 
-    def forward(self) -> AlignedWeight:
-        """Return the weight to multiply by."""
-        return self.aligned
+    def forward(self, *rows_and_splits: Any) -> Any:
+        """Return the weight to multiply by; given rows and their numbers, Transformer-Engine's product."""
+        return super().forward(*rows_and_splits) if rows_and_splits else self.aligned
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed."""

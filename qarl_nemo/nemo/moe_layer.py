@@ -8,6 +8,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.block_recipe import recipe_rows
 from qarl_nemo.nemo.dispatcher import DISPATCHERS
 from qarl_nemo.nemo.rows_autograd import aligned_expert_rows
 
@@ -68,6 +69,9 @@ class AlignedGroupedMLP(TEGroupedMLP):
             [M, H] for the dispatcher's sum; no bias.
         """
         counts = torch.as_tensor(tokens_per_expert, dtype=torch.int32)
+        if self.linear_fc1.backend == "transformer_engine":
+            linears, fmt = (self.linear_fc1, self.linear_fc2), self.linear_fc1.aligned.format
+            return recipe_rows(permuted_local_hidden_states, permuted_probs, counts.tolist(), *linears, fmt), None
         offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         out = aligned_expert_rows(
             permuted_local_hidden_states,

@@ -90,9 +90,11 @@ def align_spec(spec: Any, config: Any, alignment: Alignment, *, transformer_engi
 
     Raises:
         ValueError: a setting under which the forward would not be the engine's, or that is not supported, all listed;
-            or the spec holds no MoE layer.
+            the backend needs Transformer-Engine's layers; or the spec holds no MoE layer.
     """
     require_supported(config, alignment)
+    if alignment.backend == "transformer_engine" and not transformer_engine:
+        raise ValueError("backend='transformer_engine' multiplies in Transformer-Engine's layers: build from its spec")
     aligned = copy.deepcopy(spec)
     layers = aligned.layer_specs if hasattr(aligned, "layer_specs") else [aligned]
     moe = [layer for layer in layers if _is_moe(layer.submodules.mlp)]

@@ -159,8 +159,8 @@ def _step(model: list[nn.Module], alignment: Alignment, optimizer: str, dtype: t
     alignment.version.bump()
 
 
-def _fuse_accumulation(model: list[nn.Module]) -> None:
-    # Set on modules that are there: Megatron's own output layer needs Apex for it.
+def fuse_accumulation(model: list[nn.Module]) -> None:
+    """Set `gradient_accumulation_fusion` on modules that are there: Megatron's own output layer needs Apex for it."""
     for module in (module for chunk in model for module in chunk.modules()):
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
@@ -189,7 +189,7 @@ def train_within(
     options["moe_enable_routing_replay"] = routes is not None
     chunks = megatron_chunks(layout, alignment, case.dtype, case.shape, **options)
     if fused_accumulation:
-        _fuse_accumulation(chunks)
+        fuse_accumulation(chunks)
     distributed = optimizer == "adam"
     settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
     model = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]

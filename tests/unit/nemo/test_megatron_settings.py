@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from qarl_nemo.layers.weight import WeightVersion
 from qarl_nemo.nemo.alignment import Alignment, bump_on_step
 from qarl_nemo.nemo.checks import require_supported
+from qarl_nemo.nemo.spec import align_spec
 
 
 def config(**options) -> TransformerConfig:
@@ -119,6 +120,16 @@ def test_every_problem_is_listed_at_once():
 def test_shards_that_a_format_cannot_store_are_refused(name, etp, problem):
     with pytest.raises(ValueError, match=problem):
         require_supported(config(expert_tensor_parallel_size=etp), Alignment(get_format(name)))
+
+
+def test_backends_are_checked():
+    with pytest.raises(ValueError, match="legal: kernels, transformer_engine"):
+        Alignment(get_format("fp8_block"), backend="cublas")
+    with pytest.raises(ValueError, match="has no w4a16"):
+        Alignment(get_format("w4a16"), backend="transformer_engine")
+    recipe = Alignment(get_format("fp8_block"), backend="transformer_engine")
+    with pytest.raises(ValueError, match="build from its spec"):
+        align_spec(None, config(), recipe, transformer_engine=False)
 
 
 def test_a_step_bumps_the_version_even_if_it_fails():
