@@ -48,7 +48,9 @@ def wrong_tensors(summaries: Ranks) -> set[str]:
     return {f"{name} ({kind})" for one in summaries for kind in kinds for name in one[kind]}
 
 
-def keep_figures(ranks: Ranks, layouts: dict[str, dict[str, float]], suffix: str, goal: float, command: str) -> None:
+def keep_figures(
+    ranks: Ranks, layouts: dict[str, dict[str, float]], suffix: str, goals: dict[str, float], command: str
+) -> None:
     """With QARL_MEGATRON_RESULTS, the figures of each layout become rows of docs/results."""
     path = os.environ.get("QARL_MEGATRON_RESULTS")
     if not path:
@@ -62,7 +64,7 @@ def keep_figures(ranks: Ranks, layouts: dict[str, dict[str, float]], suffix: str
     }
     rows = []
     for name, values in layouts.items():
-        bounds = {"packed_bit_equal": ("==", 1.0), "training_error": ("<", goal)}
+        bounds = {"packed_bit_equal": ("==", 1.0), "training_error": ("<", goals[name])}
         for kind, (op, bound) in bounds.items():
             rows.append({"name": f"{kind}_{name}{suffix}", "value": values[kind], "op": op, "goal": bound, **facts})
     append_results(Path(path), rows)

@@ -9,6 +9,7 @@ import gc
 import sys
 import time
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from format_cases import FORMATS
 from megatron_compare import summary
 from megatron_models import Layout, Shape, parallel
 from megatron_ranks import run_ranks
-from megatron_results import figures
+from megatron_results import figures, training_error
 from megatron_routes import Routes
 from megatron_training import Case, reference, train_within
 
@@ -58,11 +59,11 @@ RUNS: dict[str, tuple[Layout, dict[str, Any]]] = {
 def _cases(shape: Shape, name: str, layout: Layout) -> dict[str, Case]:
     whole = max(layout.etp, layout.tp if "attention" in name else 1) == 1
     targets = ("experts", "attention") if "attention" in name else ("experts",)
-    formats = FORMATS if shape is SMALL else {key: FORMATS[key] for key in ("w4a16", "w4a8", "fp8_block", "bf16")}
+    formats = FORMATS if shape is SMALL else {key: FORMATS[key] for key in ("w4a16", "fp8_block")}
     return {
         key: Case(fmt, targets, dtype=torch.bfloat16, shape=shape)
         for key, fmt in formats.items()
-        # Scales of whole rows, which the layout would cut; and 4-bit weights come in the experts' groups.
+        # The layout would cut rows that have one scale.
         if whole or fmt.name not in ROW_SCALED
     }
 
@@ -108,8 +109,12 @@ def everything(size: str) -> dict[str, Any]:
         if dist.get_rank() == 0:
             errors = {key: one.get("error") or figures([one]) for key, one in layouts[name].items()}
             print(f"{time.monotonic() - start:6.1f} s  {len(layouts)}/{len(RUNS)}  {name}  {errors}", flush=True)
+    right = _cases(shape, FIRST, Layout())["w4a16"]
+    wrong = replace(right, mode="high_precision")
+    with parallel(Layout()):
+        wrong_mode = summary(train_within(Layout(), wrong, routes=expected[right]["routes"]), expected[right])
     versions = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
-    return {"versions": versions, "layouts": layouts}
+    return {"versions": versions, "layouts": layouts, "wrong_mode_error": training_error([wrong_mode])}
 
 
 if __name__ == "__main__":

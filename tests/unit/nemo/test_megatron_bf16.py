@@ -16,7 +16,15 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
 ]
 
-ROUNDED = 0.02  # relative: BF16 gradients of other sums, routes equal
+# Relative, routes equal: where each layer's output has the same bits, only weight gradients are other sums.
+SAME_FORWARD = 0.01
+# Where linear_proj or fc2 is a sum over ranks, or attention over parts, its last bit differs, and an FP8 code by 2^-4.
+OTHER_SUMS = 0.3
+
+
+def bound(layout):
+    """Return how far a layout's gradients may be from those of one rank."""
+    return OTHER_SUMS if "tp2" in layout or "cp2" in layout else SAME_FORWARD
 
 
 @pytest.mark.parametrize("size", ["small", "qwen3"])
@@ -34,8 +42,11 @@ def test_every_layout_trains_and_publishes_the_same(size, tmp_path):
         name: [one for run, summaries in found.items() if run[0] == name for one in summaries] for name, _ in found
     }
     kept = {name: figures(summaries) for name, summaries in layouts.items()}
-    keep_figures(ranks, kept, f"_{size}_h200", ROUNDED, "tests/unit/nemo/test_megatron_bf16.py")
+    goals = {layout: bound(layout) for layout in kept}
+    keep_figures(ranks, kept, f"_{size}_h200", goals, "tests/unit/nemo/test_megatron_bf16.py")
     wrong = {run: wrong_tensors(summaries) for run, summaries in found.items()}
     assert {run: tensors for run, tensors in wrong.items() if tensors} == {}
     errors = {run: training_error(summaries) for run, summaries in found.items()}
-    assert {run: error for run, error in errors.items() if error >= ROUNDED} == {}
+    assert {run: error for run, error in errors.items() if error >= bound(run[0])} == {}
+    # The comparison would see the wrong backward weight.
+    assert all(rank["wrong_mode_error"] > 2 * SAME_FORWARD for rank in ranks)

@@ -1,0 +1,186 @@
+"""Compares Transformer-Engine's FP8 block recipe with this package's kernels on the experts of one Qwen3-30B-A3B layer.
+
+One GPU, all 128 experts, routed tokens: milliseconds of a forward and of a forward with backward, beside Megatron's own
+BF16 experts, and decibels: how far outputs lie from those of the kernels, and from unquantized ones.
+"""
+
+import argparse
+import datetime
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import megatron.core
+import torch
+import torch.distributed as dist
+import transformer_engine
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from qarl_kernels import get_format
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.results import append_results
+from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.spec import align_spec
+
+EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+
+
+def build_experts(alignment: Alignment | None) -> nn.Module:
+    """Return the expert MLP of a one-layer model; every call the same weights.
+
+    Args:
+        alignment: what it executes; None is Megatron's own.
+
+    Returns:
+        The module: rows, counts, router weights -> rows.
+    """
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=32,
+        num_query_groups=4,
+        kv_channels=128,
+        moe_ffn_hidden_size=INNER,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+        normalization="RMSNorm",
+        params_dtype=torch.bfloat16,
+        bf16=True,
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=EXPERTS, moe_grouped_gemm=True, qk_layernorm=True)
+    if alignment:
+        spec = align_spec(spec, config, alignment, transformer_engine=True)
+    experts = GPTModel(config, spec, vocab_size=128, max_sequence_length=128).cuda().decoder.layers[0].mlp.experts
+    generator = torch.Generator("cuda").manual_seed(1)
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
+    return experts
+
+
+def milliseconds(work: Callable[[], object], repeats: int) -> float:
+    """Return the median time of `work`.
+
+    Args:
+        work: something that runs on the GPU.
+        repeats: how often it is timed, after three times that are not.
+
+    Returns:
+        Milliseconds.
+    """
+    times = []
+    for _ in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times[3:])[repeats // 2]
+
+
+def decibels(actual: Tensor, expected: Tensor) -> float:
+    """Return the ratio of signal to difference: 20 lg(|expected| / |actual - expected|)."""
+    return 20 * math.log10(float(expected.double().norm() / (actual.double() - expected.double()).norm()))
+
+
+def unquantized(experts: nn.Module, rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """Return the experts' output in FP32, nothing rounded on the way."""
+    out = []
+    for expert, (part, scale) in enumerate(
+        zip(rows.float().split(counts.tolist()), weight.split(counts.tolist()), strict=True)
+    ):
+        fc1, fc2 = (getattr(linear, f"weight{expert}").float() for linear in (experts.linear_fc1, experts.linear_fc2))
+        gate, up = (part @ fc1.T).chunk(2, -1)
+        out.append((nn.functional.silu(gate) * up) @ fc2.T * scale.unsqueeze(-1))
+    return torch.cat(out)
+
+
+def measure(tokens: int, repeats: int) -> dict[str, float]:
+    """Time and compare all backends.
+
+    Args:
+        tokens: routed to TOP_K random experts each.
+        repeats: see `milliseconds`.
+
+    Returns:
+        Names of rows -> figures.
+    """
+    generator = torch.Generator("cuda").manual_seed(2)
+    chosen = torch.rand(tokens, EXPERTS, device="cuda", generator=generator).topk(TOP_K).indices
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).cpu()
+    rows = torch.randn(tokens * TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+    weight = torch.rand(len(rows), device="cuda", generator=generator)
+    fp8 = get_format("fp8_block")
+    backends = {
+        "kernels": Alignment(fp8, keep_operand=True),
+        "block_recipe": Alignment(fp8, backend="transformer_engine"),
+        "megatron_bf16": None,
+    }
+    figures, outputs = {}, {}
+    for name, alignment in backends.items():
+        experts = build_experts(alignment)
+        leaf = rows.clone().requires_grad_()
+
+        def forward(experts: nn.Module = experts, leaf: Tensor = leaf) -> Tensor:
+            return experts(leaf, counts, weight)[0]
+
+        def step(forward: Callable[[], Tensor] = forward) -> None:
+            forward().backward(rows)
+
+        with torch.no_grad():
+            outputs[name] = forward()
+            figures[f"{name}_forward_ms"] = milliseconds(forward, repeats)
+        figures[f"{name}_step_ms"] = milliseconds(step, repeats)
+        if alignment:
+            figures[f"{name}_exact_db"] = decibels(outputs[name], unquantized(experts, rows, counts, weight))
+    figures["block_recipe_kernels_db"] = decibels(outputs["block_recipe"], outputs["kernels"])
+    return figures
+
+
+def main() -> None:
+    """Measure, print, and keep the figures as rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--results", type=Path, help="e.g. docs/results/megatron.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        figures = measure(arguments.tokens, arguments.repeats)
+        dist.destroy_process_group()
+    engines = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
+    facts = {
+        "op": "<=",
+        "goal": None,
+        "hardware": hardware("cuda"),
+        "versions": versions() | engines,
+        "command": f"python tools/bench_block_recipe.py --tokens {arguments.tokens}",
+        "date": datetime.date.today().isoformat(),
+    }
+    rows = [
+        {"name": name, "value": float(f"{value:.4g}"), "unit": name.rpartition("_")[2].replace("db", "dB"), **facts}
+        for name, value in figures.items()
+    ]
+    for row in rows:
+        print(f"{row['name']:28} {row['value']:8} {row['unit']}", flush=True)
+    if arguments.results:
+        append_results(arguments.results, rows)
+
+
+if __name__ == "__main__":
+    main()
