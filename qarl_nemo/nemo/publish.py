@@ -9,6 +9,7 @@ same names in the same order.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -45,6 +46,7 @@ def publish_shards(
     Raises:
         ValueError: a weight holds NaN or Inf, on any rank: every such weight is named, on all ranks.
     """
+    _finish_parameters(model)
     _require_finite(model)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     parts = _parts(model, vocab_size, gather_experts)
@@ -73,6 +75,14 @@ def publish_update(model: Sequence[nn.Module], alignment: Alignment, *, vocab_si
     tensors = dict(publish_shards(model, vocab_size=vocab_size))
     manifest = Manifest.of(tensors, version=alignment.version.value, fmt=alignment.format.name)
     return RefitUpdate(manifest, tensors)
+
+
+def _finish_parameters(model: Sequence[nn.Module]) -> None:
+    # With `overlap_param_gather` the next forward fetches what other ranks' optimizers changed; here none comes first.
+    for chunk in model:
+        if getattr(chunk, "remove_forward_pre_hook_handles", None):
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
 
 
 def _require_finite(model: Sequence[nn.Module]) -> None:

@@ -181,6 +181,7 @@ def train_within(
     *,
     fused_accumulation: bool = False,
     optimizer: str = "",
+    overlap: bool = False,
     routes: Routes | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -191,7 +192,12 @@ def train_within(
     if fused_accumulation:
         fuse_accumulation(chunks)
     distributed = optimizer == "adam"
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
     model = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     vocab = case.shape.vocab
     published = {name: tensor.clone() for name, tensor in publish_shards(model, vocab_size=vocab)}

@@ -38,6 +38,7 @@ RUNS = {
     "ep2_selective_recompute": (Layout(ep=2), PLAIN, SELECTIVE_RECOMPUTE),
     "ep4_fused_accumulation": (Layout(ep=4), PLAIN, {"fused_accumulation": True}),
     "ep2_distributed_adam": (Layout(ep=2), PLAIN, {"optimizer": "adam"}),
+    "ep2_overlapped_adam": (Layout(ep=2), PLAIN, {"optimizer": "adam", "overlap": True}),
     "high_precision": (Layout(ep=2), HIGH_PRECISION, {}),
     "attention_ep2": (Layout(ep=2), ATTENTION, {}),
     "attention_tp2_ep2": (Layout(tp=2, ep=2), ATTENTION, {}),
