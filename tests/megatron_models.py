@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     import megatron_on_cpu  # noqa: F401 before any Megatron module
@@ -86,7 +87,13 @@ def parallel(layout: Layout) -> Iterator[None]:
     try:
         yield
     finally:
+        groups = parallel_state._global_process_group_list
         parallel_state.destroy_model_parallel()
+        # Megatron forgets them, and communicators of many layouts would fill a GPU.
+        for group in groups:
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+        parallel_state._global_process_group_list = None
 
 
 @functools.cache

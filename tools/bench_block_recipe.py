@@ -57,6 +57,7 @@ def build_experts(alignment: Alignment | None) -> nn.Module:
         add_bias_linear=False,
         bias_activation_fusion=True,
         normalization="RMSNorm",
+        qk_layernorm=True,
         params_dtype=torch.bfloat16,
         bf16=True,
     )

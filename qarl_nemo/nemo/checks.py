@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from qarl_kernels import weight_problems
+from qarl_kernels import QuantFormat, weight_problems
 from qarl_nemo.nemo.alignment import Alignment
 
 # Setting -> why it is refused. Unknown to a Megatron version means off.
@@ -98,9 +98,20 @@ def _shape_problems(config: Any, alignment: Alignment) -> list[str]:
         problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
     if fmt.weight_kind == "fp8_block" and inner % fmt.group_size:
         problems.append(f"fc1 shard of {inner} gate rows {where}: a {fmt.group_size}-row block would hold gate and up")
-    if etp > 1 and fmt.name in ROW_SCALED:
-        problems.append(f"expert_tensor_parallel_size={etp}: {fmt.name} scales whole rows of fc2, which it would cut")
-    return problems
+    return problems + _cut_problems(fmt, "fc2", f"expert_tensor_parallel_size={etp}", inner if etp > 1 else None)
+
+
+def _cut_problems(fmt: QuantFormat, name: str, setting: str, columns: int | None) -> list[str]:
+    if columns is None:
+        return []
+    if fmt.name in ROW_SCALED:
+        return [f"{setting}: {fmt.name} scales whole rows of {name}, which it would cut"]
+    per_word = 32 // fmt.num_bits
+    if fmt.weight_kind == "int" and columns % per_word:
+        return [
+            f"{setting}: {columns} columns of {name} do not fill int32 words of {per_word} {fmt.num_bits}-bit codes"
+        ]
+    return []
 
 
 def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
@@ -118,6 +129,5 @@ def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
         problems += [f"{where}: {problem}" for problem in weight_problems(shape, fmt)]
     if fmt.weight_kind == "fp8_block" and width % fmt.group_size:
         problems.append(f"kv_channels={width}: a {fmt.group_size}-row block would hold several heads of fused q, k, v")
-    if tp > 1 and fmt.name in ROW_SCALED:
-        problems.append(f"tensor_model_parallel_size={tp}: {fmt.name} scales whole rows of linear_proj")
-    return problems
+    columns = heads // tp * width if tp > 1 else None
+    return problems + _cut_problems(fmt, "linear_proj", f"tensor_model_parallel_size={tp}", columns)

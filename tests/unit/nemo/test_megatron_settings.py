@@ -114,6 +114,7 @@ def test_every_problem_is_listed_at_once():
         ("fp8_block", 4, "a 128-row block would hold gate and up"),
         ("fp8_channel", 2, "scales whole rows"),
         ("w4a8", 2, "scales whole rows"),
+        ("w3a16", 2, "do not fill int32 words of 10"),
         ("bf16", 3, "does not divide"),
     ],
 )
