@@ -1,0 +1,187 @@
+"""Measure publishing from shards: seconds, bytes and memory for Qwen3-30B-A3B's 48 layers on every GPU there is.
+
+The weights are random BF16, without an optimizer; each rank packs its experts, then the packed tensors are streamed as
+a refit takes them, layer by layer, and let go. `shards` leaves experts where they are, for receivers that take shards.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_megatron import memory_allocated, software, synchronize
+from megatron_model import DEVICE, ON_GPU, Architecture, Layout, gpt_model, parallel, run_ranks, transformer_config
+from record_local import row
+from torch import nn
+
+from qarl_kernels import FORMAT_NAMES, get_format
+from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.metrics.results import append_results
+from qarl_nemo.nemo.alignment import Alignment, aligned_weights, release
+from qarl_nemo.nemo.checks import require_supported
+from qarl_nemo.nemo.publish import publish_shards
+
+GOAL_RATIO = {"w4a16": 0.30, "w4a8": 0.30, "fp8_block": 0.55, "fp8_channel": 0.55}
+
+
+def parse_layout(text: str) -> Layout:
+    """Return the layout that e.g. `tp2_ep2_etp2` names."""
+    return Layout(**{part.rstrip("0123456789"): int(part.lstrip("tepu")) for part in text.split("_")})
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
+    """Run `work` on every rank at once.
+
+    Returns:
+        Its result, the slowest rank's seconds, the largest rank's bytes above what was allocated before.
+    """
+    gc.collect()
+    before = memory_allocated()
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    result = work()
+    synchronize()
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() - before if ON_GPU else 0
+    worst = torch.tensor([seconds, peak], dtype=torch.float64, device=DEVICE)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return result, *worst.tolist()
+
+
+def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: int) -> dict[str, Any]:
+    """Pack and publish the model in one format."""
+    weights = aligned_weights([model])
+    release([model])
+    for weight in weights:
+        weight.format, weight.version = alignment.format, alignment.version
+    # Kernels are compiled in the first call.
+    weights[0].quantized()
+    release([model])
+    held, quantize_s, _ = timed(lambda: sum(weight.quantized().num_bytes for weight in weights))
+    figures: dict[str, Any] = {"quantize_s": quantize_s, "packed_bytes": held}
+    for name, gather in (("", True), ("shards_", False)):
+
+        def stream(gather: bool = gather) -> int:
+            shards = publish_shards([model], vocab_size=vocab_size, gather_experts=gather)
+            return sum(tensor.nbytes for _, tensor in shards)
+
+        runs = [timed(stream) for _ in range(repeats + 1)][1:]
+        figures[f"{name}bytes"] = runs[0][0]
+        figures[f"{name}s"] = [seconds for _, seconds, _ in runs]
+        figures[f"{name}peak_extra_bytes"] = max(peak for _, _, peak in runs)
+    return figures
+
+
+def bench(rank: int, options: argparse.Namespace, results: str) -> None:
+    """Measure every layout and format, on one rank of all."""
+    found, architecture = [], options.architecture
+    for text in options.layouts:
+        layout = parse_layout(text)
+        with parallel(layout):
+            # Without Apex Megatron's head cannot add to gradients in place; nothing is trained here.
+            config = transformer_config(architecture, layout, gradient_accumulation_fusion=False)
+            model = gpt_model(architecture, config, Alignment(get_format("bf16")), with_output=True)
+            for name in options.formats:
+                alignment = Alignment(get_format(name))
+                try:
+                    require_supported(config, alignment)
+                except ValueError as error:
+                    say(rank, f"{text} {name}: {error}")
+                    continue
+                figures = measure(model, alignment, architecture.vocab_size, options.repeats)
+                found.append({"layout": text, "format": name, **figures})
+                say(rank, describe(found[-1]))
+                if rank == 0:
+                    Path(results).write_text(json.dumps(found, indent=1))
+            del model
+            gc.collect()
+
+
+def say(rank: int, text: str) -> None:
+    """Print on the first rank."""
+    if rank == 0:
+        print(text, flush=True)
+
+
+def describe(entry: dict) -> str:
+    """Return one line about a format on a layout."""
+    text = f"{entry['layout']} {entry['format']:12} quantize {entry['quantize_s']:.3f} s"
+    for kind, what in (("", "publish"), ("shards_", "shards")):
+        text += f"  {what} {median(entry[f'{kind}s']):.3f} s, {entry[f'{kind}bytes'] / 1e9:.2f} GB"
+        text += f", peak {entry[f'{kind}peak_extra_bytes'] / 2**30:.2f} GiB"
+    return text
+
+
+def result_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict]:
+    """Turn what was measured into rows.
+
+    Args:
+        found: of `bench`.
+        num_gpus: it ran on.
+        bf16_bytes: of the whole model.
+
+    Returns:
+        The rows; `publish_s` and `publish_bytes_ratio` are those of the first layout's w4a16.
+    """
+    device = "cuda" if ON_GPU else "cpu"
+    facts = {"hardware": hardware(device).replace("1x", f"{num_gpus}x"), "versions": software()}
+    rows = []
+
+    def add(name: str, value: float, unit: str, goal: float | None = None) -> None:
+        rows.append(row(name, value, unit, goal, "<=", "python tools/bench_publish.py", device) | facts)
+
+    for entry in found:
+        where = f"{entry['format']}_{entry['layout']}"
+        ratio = entry["bytes"] / bf16_bytes
+        add(f"publish_quantize_s_{where}", entry["quantize_s"], "s")
+        for kind in ("", "shards_"):
+            add(f"publish_{kind}s_{where}", median(entry[f"{kind}s"]), "s")
+            add(f"publish_{kind}spread_s_{where}", max(entry[f"{kind}s"]) - min(entry[f"{kind}s"]), "s")
+            add(f"publish_{kind}peak_gib_{where}", entry[f"{kind}peak_extra_bytes"] / 2**30, "GiB")
+        add(f"publish_bytes_ratio_{where}", ratio, "", GOAL_RATIO.get(entry["format"]))
+        if entry["format"] == "w4a16" and entry["layout"] == found[0]["layout"]:
+            add("publish_s", median(entry["s"]), "s")
+            add("publish_bytes_ratio", ratio, "", GOAL_RATIO["w4a16"])
+    return rows
+
+
+def num_parameters(architecture: Architecture) -> int:
+    """Return how many parameters a Qwen3-MoE has, its head untied."""
+    a = architecture
+    attention = a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) * a.hidden + 2 * a.head_dim
+    moe = a.num_experts * (3 * a.inner * a.hidden + a.hidden)
+    return 2 * a.vocab_size * a.hidden + a.hidden + a.num_layers * (attention + moe + 2 * a.hidden)
+
+
+def main() -> None:
+    """Measure, show and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layouts", type=lambda text: text.split(","), default=["ep4", "tp2_ep2_etp2"])
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMAT_NAMES))
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--raw", type=Path, help="keep every measurement in this file")
+    parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/megatron.json")
+    options = parser.parse_args()
+    options.architecture = Architecture(num_layers=options.layers)
+    num_gpus = torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.raw or Path(folder) / "raw.json"
+        run_ranks(bench, num_gpus, Path(folder), options, str(path))
+        found = json.loads(path.read_text())
+    if options.record:
+        append_results(options.record, result_rows(found, num_gpus, 2 * num_parameters(options.architecture)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Megatron models with Qwen3-30B-A3B's layers for the benches: plain or aligned, wrapped and optimized as in a recipe.
+
+With a GPU the layers are Transformer-Engine's; without one Megatron's local layers, for the tests.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.spec import align_spec
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A Qwen3-MoE; the defaults are Qwen3-30B-A3B's."""
+
+    num_layers: int = 48
+    hidden: int = 2048
+    num_experts: int = 128
+    top_k: int = 8
+    inner: int = 768
+    num_heads: int = 32
+    num_kv_heads: int = 4
+    head_dim: int = 128
+    vocab_size: int = 151936
+    max_sequence: int = 8192
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a model."""
+
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+
+@contextmanager
+def parallel(layout: Layout) -> Iterator[None]:
+    """Megatron's process groups of a layout, over all ranks there are."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def transformer_config(architecture: Architecture, layout: Layout, **options: Any) -> TransformerConfig:
+    """Return Megatron's settings, fused where Megatron-Bridge's Qwen3-MoE is."""
+    settings = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden,
+        "num_attention_heads": architecture.num_heads,
+        "num_query_groups": architecture.num_kv_heads,
+        "kv_channels": architecture.head_dim,
+        "ffn_hidden_size": 3 * architecture.hidden,
+        "moe_ffn_hidden_size": architecture.inner,
+        "num_moe_experts": architecture.num_experts,
+        "moe_router_topk": architecture.top_k,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.tp > 1,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "bf16": True,
+        "use_cpu_initialization": not ON_GPU,
+        **dict.fromkeys(
+            (
+                "moe_permute_fusion",
+                "gradient_accumulation_fusion",
+                "bias_activation_fusion",
+                "bias_dropout_fusion",
+                "masked_softmax_fusion",
+                "apply_rope_fusion",
+                "persist_layer_norm",
+            ),
+            ON_GPU,
+        ),
+    }
+    return TransformerConfig(**settings | options)
+
+
+def gpt_model(
+    architecture: Architecture, config: TransformerConfig, alignment: Alignment | None, *, with_output: bool
+) -> GPTModel:
+    """Build this rank's part of a model with random weights, the same for every alignment.
+
+    Args:
+        architecture: the model.
+        config: of `transformer_config`.
+        alignment: what it executes; None for Megatron's own layers.
+        with_output: build the head, too.
+
+    Returns:
+        The model, on this rank's device.
+    """
+    if ON_GPU:
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=architecture.num_experts, moe_grouped_gemm=True, qk_layernorm=True
+        )
+    else:
+        torch.manual_seed(1)
+        spec = get_gpt_layer_local_spec(
+            num_experts=architecture.num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        )
+    if alignment is not None:
+        spec = align_spec(spec, config, alignment, transformer_engine=ON_GPU)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=architecture.max_sequence,
+        post_process=with_output,
+        position_embedding_type="rope",
+        rotary_base=1000000,
+        share_embeddings_and_output_weights=False,
+    ).to(DEVICE)
+
+
+OPTIMIZERS = {
+    "adam": {},
+    "adam_bf16": {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    },
+}
+
+
+def with_optimizer(model: GPTModel, name: str) -> tuple[DistributedDataParallel, Any]:
+    """Wrap a model for training: FP32 gradients, a distributed optimizer.
+
+    Args:
+        model: of `gpt_model`.
+        name: one of `OPTIMIZERS`: Adam in FP32, or precision-aware with BF16 moments.
+
+    Returns:
+        The wrapped model and its optimizer.
+    """
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
+    )
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-6,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        **OPTIMIZERS[name],
+    )
+    return wrapped, get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+
+
+def run_ranks(main: Callable[..., None], num_ranks: int, folder: Path, *arguments: Any) -> None:
+    """Run `main(rank, *arguments)` on so many processes, a GPU each, in one process group.
+
+    Args:
+        main: a module's function.
+        num_ranks: how many.
+        folder: where they meet.
+        arguments: of `main`.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    method = "spawn" if ON_GPU else "fork"
+    mp.start_processes(_rank, args=(main, num_ranks, str(folder), arguments), nprocs=num_ranks, start_method=method)
+
+
+def _rank(rank: int, main: Callable[..., None], num_ranks: int, folder: str, arguments: tuple) -> None:
+    if ON_GPU:
+        torch.cuda.set_device(rank)
+    backend = "nccl" if ON_GPU else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    main(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
