@@ -1,0 +1,298 @@
+"""GPU memory of a Megatron learner's rank, computed: which model fits on which GPUs, before anything is started.
+
+All sizes are bytes of tensors on the fullest rank. What tensors do not account for (CUDA's context, NCCL's buffers,
+fragmentation) is `OVERHEAD_BYTES`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+BF16, FP32 = 2, 4
+OVERHEAD_BYTES = 4 * 2**30
+
+Recompute = Literal["none", "full"]
+# Bytes a parameter besides its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
+# and BF16 moments; master and momentum; nothing, all of it in the host's memory.
+OPTIMIZERS = {"adam": 12.0, "adam_bf16": 6.0, "muon": 8.0, "offloaded": 0.0}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What memory depends on of a Qwen3, Qwen3-MoE or Qwen2 model; dense without experts."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    inner: int
+    num_experts: int = 0
+    top_k: int = 0
+    tied_head: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> "ModelSize":
+        """Read a Hugging Face folder, or its config.json.
+
+        Args:
+            path: folder or file.
+
+        Returns:
+            The model's sizes.
+
+        Raises:
+            ValueError: keys are missing; all are named.
+        """
+        config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        inner = "moe_intermediate_size" if config.get("num_experts") else "intermediate_size"
+        keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", inner)
+        missing = [key for key in keys if key not in config]
+        if missing:
+            raise ValueError(f"{path}: no {', '.join(missing)}; a Hugging Face config of Qwen3, Qwen3-MoE or Qwen2 has")
+        layers, hidden, heads, kv_heads, vocab, width = (config[key] for key in keys)
+        return cls(
+            num_layers=layers,
+            hidden=hidden,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            vocab_size=vocab,
+            inner=width,
+            num_experts=config.get("num_experts") or 0,
+            top_k=config.get("num_experts_per_tok") or 0,
+            tied_head=config.get("tie_word_embeddings", False),
+        )
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one layer's experts."""
+        return self.num_experts * 3 * self.inner * self.hidden
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's four projections."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of a dense layer's MLP."""
+        return 0 if self.num_experts else 3 * self.inner * self.hidden
+
+    @property
+    def small_parameters(self) -> int:
+        """Parameters of one layer that no rank splits: norms and router."""
+        return 2 * self.hidden + 2 * self.head_dim + self.num_experts * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters."""
+        layer = self.expert_parameters + self.attention_parameters + self.mlp_parameters + self.small_parameters
+        return self.num_layers * layer + (1 if self.tied_head else 2) * self.vocab_size * self.hidden + self.hidden
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How GPUs share a model, in Megatron's words.
+
+    Raises:
+        ValueError: sizes do not divide the GPUs; all problems are listed.
+    """
+
+    num_gpus: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        dense, experts = self.tp * self.pp * self.cp, self.ep * self.etp * self.pp
+        problems = [
+            f"{name}={size} does not divide num_gpus={self.num_gpus}"
+            for name, size in (("tp * pp * cp", dense), ("ep * etp * pp", experts))
+            if self.num_gpus % size
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def name(self) -> str:
+        """E.g. `tp2 ep8`; sizes of one are left out."""
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "data parallel"
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Ranks that share the optimizer state of what is not an expert."""
+        return self.num_gpus // (self.tp * self.pp)
+
+    @property
+    def expert_optimizer_shards(self) -> int:
+        """Ranks that share the optimizer state of an expert."""
+        return self.num_gpus // (self.ep * self.etp * self.pp)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a learner holds and computes.
+
+    Attributes:
+        format: `w4a16`, ... executed; None for Megatron's own BF16.
+        group_size: of integer formats.
+        attention: quantized, too.
+        keep_operand: keep what GEMMs multiply.
+        optimizer: one of `OPTIMIZERS`.
+        gradient_bytes: of a gradient: 4 (FP32) or 2.
+        tokens: of a microbatch, before tensor and context parallel ranks share them.
+        recompute: `full` keeps a layer's input alone.
+        logits: count them; `tokens` x vocabulary in BF16, FP32 and FP32 gradient.
+        busiest: rows of the busiest rank's experts over the mean.
+    """
+
+    format: str | None = "w4a16"
+    group_size: int = 128
+    attention: bool = False
+    keep_operand: bool = False
+    optimizer: str = "adam"
+    gradient_bytes: int = FP32
+    tokens: int = 8192
+    recompute: Recompute = "none"
+    logits: bool = True
+    busiest: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {self.optimizer!r}; legal: {', '.join(OPTIMIZERS)}")
+        if self.format is not None:
+            _packed_bytes(self.format, self.group_size)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank by purpose.
+
+    Attributes:
+        parts: `weights`, `gradients`, `optimizer`, `packed`, `activations`, `working`, `logits`.
+    """
+
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def static_bytes(self) -> float:
+        """What is held between steps."""
+        return sum(self.parts[name] for name in ("weights", "gradients", "optimizer", "packed"))
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most in a step: logits are gone when a layer's backward needs room to work."""
+        return self.static_bytes + self.parts["activations"] + max(self.parts["working"], self.parts["logits"])
+
+    def fits(self, gpu_bytes: float) -> bool:
+        """Return whether a GPU of this size holds it, with `OVERHEAD_BYTES` to spare."""
+        return self.peak_bytes + OVERHEAD_BYTES <= gpu_bytes
+
+
+def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memory:
+    """Compute the memory of the fullest rank.
+
+    Args:
+        model: its sizes.
+        ranks: how GPUs share it.
+        learner: what it holds and computes.
+
+    Returns:
+        Bytes by purpose.
+    """
+    layers = -(-model.num_layers // ranks.pp)
+    experts = layers * model.expert_parameters / (ranks.ep * ranks.etp)
+    targeted_attention = layers * model.attention_parameters / ranks.tp
+    # The first stage has the embedding, the last one the head; without pipelines one rank has both.
+    tables = 1 if model.tied_head or ranks.pp > 1 else 2
+    dense = targeted_attention + layers * (model.mlp_parameters / ranks.tp + model.small_parameters)
+    dense += tables * model.vocab_size * model.hidden / ranks.tp + model.hidden
+    state = OPTIMIZERS[learner.optimizer]
+    activations, working = _activations(model, ranks, learner, layers)
+    logits = (BF16 + 2 * FP32) * learner.tokens / ranks.cp * model.vocab_size / ranks.tp
+    return Memory(
+        {
+            "weights": BF16 * (experts + dense),
+            "gradients": learner.gradient_bytes * (experts + dense),
+            "optimizer": state * (experts / ranks.expert_optimizer_shards + dense / ranks.optimizer_shards),
+            "packed": _cache_bytes(learner) * (experts + (targeted_attention if learner.attention else 0)),
+            "activations": activations,
+            "working": working,
+            "logits": logits if learner.logits else 0.0,
+        }
+    )
+
+
+def layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
+    """Return layouts to choose from: one or two tensor parallel ranks, experts over as many ranks as there can be.
+
+    Args:
+        model: its sizes.
+        num_gpus: that share it.
+
+    Returns:
+        Layouts without pipeline, context or expert tensor parallelism.
+    """
+    found = []
+    for tp in (1, 2, 4):
+        if num_gpus % tp or model.num_heads % tp or model.num_kv_heads % tp:
+            continue
+        sizes = [size for size in (4, 8, 16, 32, num_gpus) if num_gpus % size == 0 and not model.num_experts % size]
+        found += [Parallelism(num_gpus, tp=tp, ep=ep) for ep in sorted(set(sizes))] if model.num_experts else []
+        found += [] if model.num_experts else [Parallelism(num_gpus, tp=tp)]
+    return found
+
+
+def _cache_bytes(learner: Learner) -> float:
+    if learner.format is None:
+        return 0.0
+    packed = _packed_bytes(learner.format, learner.group_size)
+    if not learner.keep_operand:
+        return packed
+    # Int4 is also kept as the GEMM reads it; FP8 and BF16 are multiplied as they are stored.
+    return packed + {"w4a16": 2.0, "w4a8": 1.0}.get(learner.format, 0.0)
+
+
+def _packed_bytes(name: str, group_size: int) -> float:
+    by_format = {
+        "w4a16": 0.5 + BF16 / group_size,
+        "w4a8": 0.5 + BF16 / group_size,
+        "fp8_block": 1 + FP32 / 128**2,
+        "fp8_channel": 1.0,
+        "bf16": 2.0,
+    }
+    if name not in by_format:
+        raise ValueError(f"unknown format {name!r}; legal: {', '.join(by_format)}")
+    return by_format[name]
+
+
+def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers: int) -> tuple[float, float]:
+    # Sequence parallel ranks share what lies between attention and MLP.
+    tokens = learner.tokens / ranks.cp / ranks.tp
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # The layer's input, normed; q, k, v, before and after norm and rotation; attention's output; the second norm's
+    # input and output.
+    attention = BF16 * (4 * model.hidden + 2 * (queries + keys) + keys + queries)
+    layer = tokens * (attention + FP32 * 2 * model.num_experts)
+    working = 0.0
+    if model.num_experts:
+        rows = tokens * model.top_k * ranks.etp * learner.busiest
+        inner = model.inner / ranks.etp
+        # Rows and fc1's output; Megatron's own keeps fc2's input, too.
+        layer += BF16 * rows * (model.hidden + (2 if learner.format else 3) * inner)
+        # Gradients of the output's rows, of SwiGLU's output and input, its weighted output, gradients of the rows.
+        working = BF16 * rows * (2 * model.hidden + 4 * inner)
+        if learner.format not in (None, "bf16"):
+            working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)
+    else:
+        layer += BF16 * tokens * ranks.tp * 3 * model.inner / ranks.tp
+    if learner.recompute == "none":
+        return layers * layer, working
+    return layers * BF16 * tokens * model.hidden + layer, working
