@@ -3,14 +3,15 @@
 All variants are built side by side and run in turns, so that a ratio compares neighbours in time. A variant is
 `megatron` (its TEGroupedMLP, BF16) or a format, with `+keep` for `keep_operand`, `+hp` for backward mode
 `high_precision`. A step is quantization once, a forward and backward for each microbatch, gradient reduction and the
-optimizer; the vocabulary is small and there is no head, so that logits are not counted. There is one process for each
-GPU: with EP below their number, ranks with the same experts reduce gradients and share the optimizer.
+optimizer; the vocabulary is small and there is no head, so that logits are not counted. With EP below the number of
+GPUs, ranks with the same experts reduce gradients and share the optimizer.
+
+    torchrun --nproc-per-node 4 tools/bench_megatron.py --ep 1,2,4
 """
 
 import argparse
 import gc
 import json
-import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from megatron_model import (
     Layout,
     gpt_model,
     parallel,
-    run_ranks,
+    process_group,
     transformer_config,
     with_optimizer,
 )
@@ -42,6 +43,7 @@ from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, bump_on_step
 
+STARTED = time.perf_counter()
 BASELINE = "megatron"
 VARIANTS = "megatron,bf16,w4a16,w4a16+keep,w4a8,w4a8+keep,fp8_block,fp8_channel,fp8_channel+hp"
 GOALS = {"w4a16": 1.05, "w4a8": 0.85, "fp8_block": 0.85, "fp8_channel": 0.85}
@@ -211,6 +213,16 @@ def memory_allocated() -> int:
     return torch.cuda.memory_allocated() if ON_GPU else 0
 
 
+def saved_bytes(variant: Variant, batch: Batch) -> int:
+    """Return what a forward keeps for its backward."""
+    before = memory_allocated()
+    with variant.model.no_sync():
+        out = _hidden(variant, batch)
+        held = memory_allocated() - before - out.nbytes
+        out.backward(batch.grad)
+    return held
+
+
 def require_same_function(variants: list[Variant], batch: Batch) -> dict[str, float]:
     """Raise unless every variant's MoE layer computes what Megatron's does, but for rounding.
 
@@ -233,15 +245,23 @@ def require_same_function(variants: list[Variant], batch: Batch) -> dict[str, fl
     return found
 
 
-def bench(rank: int, options: argparse.Namespace, results: str) -> None:
-    """Measure every layout, on one rank of all."""
+def bench(options: argparse.Namespace) -> list[dict]:
+    """Measure every layout; called on every rank.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        One entry for each layout, number of tokens and variant.
+    """
     found: list[dict] = []
     for ep in options.ep:
         with parallel(Layout(ep=ep)):
-            _bench_layout(rank, Layout(ep=ep), options, found, Path(results))
+            _bench_layout(Layout(ep=ep), options, found)
+    return found
 
 
-def _bench_layout(rank: int, layout: Layout, options: argparse.Namespace, found: list[dict], path: Path) -> None:
+def _bench_layout(layout: Layout, options: argparse.Namespace, found: list[dict]) -> None:
     architecture, names = options.architecture, options.variants
     first = make_batch(options.tokens[0], min(options.sequence, options.tokens[0]), architecture, 1)
     # Workspaces that live as long as the process are not any variant's.
@@ -250,7 +270,7 @@ def _bench_layout(rank: int, layout: Layout, options: argparse.Namespace, found:
     for name in names:
         held, variant = _static_bytes(lambda name=name: build(name, architecture, layout, options.optimizer), first)
         variants.append(replace(variant, static_bytes=held))
-        _say(rank, f"EP{layout.ep}: built {name}, {held / 2**30:.2f} GiB")
+        say(f"EP{layout.ep}: built {name}, {held / 2**30:.2f} GiB")
     for num_tokens in options.tokens:
         batch = make_batch(num_tokens, min(options.sequence, num_tokens), architecture, options.microbatches)
         differences = require_same_function(variants, batch)
@@ -259,14 +279,15 @@ def _bench_layout(rank: int, layout: Layout, options: argparse.Namespace, found:
         measure(variants, batch, options.repeats, f"EP{layout.ep}, {num_tokens} tokens")
         for variant in variants:
             entry = {"ep": layout.ep, "tokens": num_tokens, "variant": variant.name, **variant.figures}
-            entry |= {"static_bytes": variant.static_bytes, "difference": differences.get(variant.name)}
+            entry |= {"static_bytes": variant.static_bytes, "saved_bytes": saved_bytes(variant, batch)}
+            entry["difference"] = differences.get(variant.name)
             found.append(entry)
-            _say(rank, describe(entry, found))
-        if rank == 0:
-            path.write_text(json.dumps(found, indent=1))
+            say(describe(entry, found))
+        if options.raw and dist.get_rank() == 0:
+            options.raw.write_text(json.dumps(found, indent=1))
     if options.profile:
         for variant in variants:
-            _profile(rank, variant, batch, options.profile / f"ep{layout.ep}_{variant.name}.txt")
+            _profile(variant, batch, options.profile / f"ep{layout.ep}_{variant.name}.txt")
 
 
 def _static_bytes(make: Any, batch: Batch) -> tuple[int, Variant]:
@@ -304,21 +325,22 @@ def _ratios(entry: dict, base: dict, parts: tuple[str, ...] = ("quantize", "forw
     return [ours / theirs for ours, theirs in zip(*totals, strict=True)]
 
 
-def _profile(rank: int, variant: Variant, batch: Batch, path: Path) -> None:
+def _profile(variant: Variant, batch: Batch, path: Path) -> None:
     once = replace(batch, microbatches=1)
     with torch.profiler.profile() as profiler:
         forward_backward(variant, once)
         synchronize()
     optimize(variant, once)
-    if rank == 0:
+    if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         key = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
         path.write_text(profiler.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90))
 
 
-def _say(rank: int, text: str) -> None:
-    if rank == 0:
-        print(text, flush=True)
+def say(text: str) -> None:
+    """Print on the first rank, with the seconds since the start."""
+    if dist.get_rank() == 0:
+        print(f"[{time.perf_counter() - STARTED:4.0f} s] {text}", flush=True)
 
 
 def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> list[dict]:
@@ -332,7 +354,7 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
     Returns:
         The rows; those of fewer tokens than the most are named after their tokens.
     """
-    command = f"python tools/bench_megatron.py --variants {','.join(options.variants)} --layers {options.layers}"
+    command = f"torchrun --nproc-per-node {num_gpus} tools/bench_megatron.py --ep {','.join(map(str, options.ep))}"
     device = "cuda" if ON_GPU else "cpu"
     facts = {"hardware": hardware(device).replace("1x", f"{num_gpus}x"), "versions": software()}
     rows = []
@@ -394,12 +416,9 @@ def main() -> None:
     for name in options.variants:
         parse_variant(name)
     options.architecture = Architecture(num_layers=options.layers, vocab_size=1024)
-    num_gpus = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.raw or Path(folder) / "raw.json"
-        run_ranks(bench, num_gpus, Path(folder), options, str(path))
-        found = json.loads(path.read_text())
-    if options.record:
+    with process_group() as rank:
+        found, num_gpus = bench(options), dist.get_world_size()
+    if options.record and rank == 0:
         append_results(options.record, result_rows(found, num_gpus, options))
 
 

@@ -2,12 +2,13 @@
 
 The weights are random BF16, without an optimizer; each rank packs its experts, then the packed tensors are streamed as
 a refit takes them, layer by layer, and let go. `shards` leaves experts where they are, for receivers that take shards.
+
+    torchrun --nproc-per-node 4 tools/bench_publish.py
 """
 
 import argparse
 import gc
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_megatron import memory_allocated, software, synchronize
-from megatron_model import DEVICE, ON_GPU, Architecture, Layout, gpt_model, parallel, run_ranks, transformer_config
+from bench_megatron import memory_allocated, say, software, synchronize
+from megatron_model import DEVICE, ON_GPU, Architecture, Layout, gpt_model, parallel, process_group, transformer_config
 from record_local import row
 from torch import nn
 
@@ -42,7 +43,6 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
     Returns:
         Its result, the slowest rank's seconds, the largest rank's bytes above what was allocated before.
     """
-    gc.collect()
     before = memory_allocated()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -67,6 +67,7 @@ def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: in
     # Kernels are compiled in the first call.
     weights[0].quantized()
     release([model])
+    gc.collect()
     held, quantize_s, _ = timed(lambda: sum(weight.quantized().num_bytes for weight in weights))
     figures: dict[str, Any] = {"quantize_s": quantize_s, "packed_bytes": held}
     for name, gather in (("", True), ("shards_", False)):
@@ -82,8 +83,15 @@ def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: in
     return figures
 
 
-def bench(rank: int, options: argparse.Namespace, results: str) -> None:
-    """Measure every layout and format, on one rank of all."""
+def bench(options: argparse.Namespace) -> list[dict]:
+    """Measure every layout and format; called on every rank.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        One entry for each layout and format.
+    """
     found, architecture = [], options.architecture
     for text in options.layouts:
         layout = parse_layout(text)
@@ -96,21 +104,16 @@ def bench(rank: int, options: argparse.Namespace, results: str) -> None:
                 try:
                     require_supported(config, alignment)
                 except ValueError as error:
-                    say(rank, f"{text} {name}: {error}")
+                    say(f"{text} {name}: {error}")
                     continue
                 figures = measure(model, alignment, architecture.vocab_size, options.repeats)
                 found.append({"layout": text, "format": name, **figures})
-                say(rank, describe(found[-1]))
-                if rank == 0:
-                    Path(results).write_text(json.dumps(found, indent=1))
+                say(describe(found[-1]))
+                if options.raw and dist.get_rank() == 0:
+                    options.raw.write_text(json.dumps(found, indent=1))
             del model
             gc.collect()
-
-
-def say(rank: int, text: str) -> None:
-    """Print on the first rank."""
-    if rank == 0:
-        print(text, flush=True)
+    return found
 
 
 def describe(entry: dict) -> str:
@@ -135,10 +138,11 @@ def result_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict]
     """
     device = "cuda" if ON_GPU else "cpu"
     facts = {"hardware": hardware(device).replace("1x", f"{num_gpus}x"), "versions": software()}
+    command = f"torchrun --nproc-per-node {num_gpus} tools/bench_publish.py"
     rows = []
 
     def add(name: str, value: float, unit: str, goal: float | None = None) -> None:
-        rows.append(row(name, value, unit, goal, "<=", "python tools/bench_publish.py", device) | facts)
+        rows.append(row(name, value, unit, goal, "<=", command, device) | facts)
 
     for entry in found:
         where = f"{entry['format']}_{entry['layout']}"
@@ -174,12 +178,9 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/megatron.json")
     options = parser.parse_args()
     options.architecture = Architecture(num_layers=options.layers)
-    num_gpus = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.raw or Path(folder) / "raw.json"
-        run_ranks(bench, num_gpus, Path(folder), options, str(path))
-        found = json.loads(path.read_text())
-    if options.record:
+    with process_group() as rank:
+        found, num_gpus = bench(options), dist.get_world_size()
+    if options.record and rank == 0:
         append_results(options.record, result_rows(found, num_gpus, 2 * num_parameters(options.architecture)))
 
 

@@ -4,15 +4,13 @@ With a GPU the layers are Transformer-Engine's; without one Megatron's local lay
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -188,25 +186,14 @@ def with_optimizer(model: GPTModel, name: str) -> tuple[DistributedDataParallel,
     return wrapped, get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
 
 
-def run_ranks(main: Callable[..., None], num_ranks: int, folder: Path, *arguments: Any) -> None:
-    """Run `main(rank, *arguments)` on so many processes, a GPU each, in one process group.
-
-    Args:
-        main: a module's function.
-        num_ranks: how many.
-        folder: where they meet.
-        arguments: of `main`.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    method = "spawn" if ON_GPU else "fork"
-    mp.start_processes(_rank, args=(main, num_ranks, str(folder), arguments), nprocs=num_ranks, start_method=method)
-
-
-def _rank(rank: int, main: Callable[..., None], num_ranks: int, folder: str, arguments: tuple) -> None:
+@contextmanager
+def process_group() -> Iterator[int]:
+    """Join the process group that torchrun describes, a GPU for each process; yields this process's rank."""
+    device = None
     if ON_GPU:
-        torch.cuda.set_device(rank)
-    backend = "nccl" if ON_GPU else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    main(rank, *arguments)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=device)
+    yield dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,118 @@
+"""What a Megatron learner's rank is computed to hold; `tools/bench_megatron.py` holds the sum against a GPU."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qarl_kernels import FORMAT_NAMES, get_format, stored_layout
+from qarl_nemo.cli import app
+from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, rank_memory
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelSize:
+    return ModelSize.read(MODEL)
+
+
+def without_cache(**options) -> Learner:
+    return Learner(format=None, **options)
+
+
+def test_the_model_has_as_many_parameters_as_its_card_says(model):
+    assert model.num_parameters == 30_532_122_624
+    assert ModelSize.read(MODEL / "config.json") == model
+
+
+# BF16 weights, FP32 gradients and 12 bytes of Adam for each parameter, by hand: experts 28,991,029,248, others
+# 1,541,093,376 on every rank, their optimizer shared by all.
+@pytest.mark.parametrize(
+    ("ranks", "expected_gb"),
+    [
+        (Parallelism(4, ep=4), 6 * (28.991 / 4 + 1.541) + 12 * (28.991 / 4 + 1.541 / 4)),
+        (Parallelism(8, ep=8), 6 * (28.991 / 8 + 1.541) + 12 * (28.991 / 8 + 1.541 / 8)),
+        (Parallelism(8, ep=4), 6 * (28.991 / 4 + 1.541) + 12 * (28.991 / 8 + 1.541 / 8)),
+        (Parallelism(1), 18 * 30.532),
+    ],
+)
+def test_weights_gradients_and_optimizer_are_shared_as_megatron_shares_them(model, ranks, expected_gb):
+    assert rank_memory(model, ranks, without_cache()).static_bytes / 1e9 == pytest.approx(expected_gb, rel=1e-3)
+
+
+def test_tensor_and_pipeline_ranks_hold_parts(model):
+    one = rank_memory(model, Parallelism(8, ep=8), without_cache()).parts
+    split = rank_memory(model, Parallelism(8, tp=2, ep=8), without_cache()).parts
+    staged = rank_memory(model, Parallelism(8, pp=2, ep=4), without_cache()).parts
+    small = 2 * model.num_layers * model.small_parameters
+    experts = 2 * model.num_layers * model.expert_parameters / 8
+    assert split["weights"] == pytest.approx(experts + (one["weights"] - experts - small) / 2 + small, rel=1e-4)
+    # Half of the layers, twice as many of their experts, and one of the two tables.
+    assert experts < staged["weights"] < one["weights"]
+    assert split["activations"] == pytest.approx(one["activations"] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_the_packed_cache_is_as_large_as_what_is_stored(model, name):
+    fmt = get_format(name)
+    shapes = [(model.num_experts, 2 * model.inner, model.hidden), (model.num_experts, model.hidden, model.inner)]
+    stored = sum(
+        math.prod(shape) * dtype.itemsize for whole in shapes for shape, dtype in stored_layout(whole, fmt).values()
+    )
+    packed = rank_memory(model, Parallelism(4, ep=4), Learner(format=name)).parts["packed"]
+    assert packed == pytest.approx(stored * model.num_layers / 4, rel=0.005)
+
+
+def test_full_recompute_keeps_one_layer(model):
+    kept, recomputed = (
+        rank_memory(model, Parallelism(4, ep=4), Learner(recompute=kind)).parts["activations"]
+        for kind in ("none", "full")
+    )
+    inputs = 48 * 8192 * model.hidden * 2
+    assert recomputed - inputs == pytest.approx(kept / 48, rel=1e-6)
+
+
+def test_what_is_offloaded_or_smaller_is_not_counted(model):
+    ranks = Parallelism(4, ep=4)
+    sizes = {name: rank_memory(model, ranks, Learner(optimizer=name)).parts["optimizer"] for name in ("adam", "muon")}
+    assert sizes["muon"] == pytest.approx(sizes["adam"] * 8 / 12)
+    assert rank_memory(model, ranks, Learner(optimizer="offloaded")).parts["optimizer"] == 0
+    assert rank_memory(model, ranks, Learner(logits=False)).parts["logits"] == 0
+
+
+def test_layouts_put_every_expert_somewhere(model):
+    found = layouts(model, 8)
+    assert Parallelism(8, ep=8) in found
+    assert all(model.num_experts % ranks.ep == 0 and ranks.num_gpus == 8 for ranks in found)
+    assert [ranks.name for ranks in layouts(ModelSize(28, 1024, 16, 8, 128, 1000, 3072), 2)] == ["data parallel", "tp2"]
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: Parallelism(8, tp=3, ep=5), r"tp \* pp \* cp=3 .*; ep \* etp \* pp=5"),
+        (lambda: Learner(optimizer="adamw"), "unknown optimizer 'adamw'; legal: adam, "),
+        (lambda: Learner(format="nf4"), "unknown format 'nf4'; legal: w4a16, "),
+    ],
+)
+def test_what_cannot_be_is_an_error(make, problem):
+    with pytest.raises(ValueError, match=problem):
+        make()
+
+
+def test_a_config_of_another_kind_names_what_it_lacks(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "num_experts": 4}))
+    with pytest.raises(ValueError, match=r"no num_hidden_layers, .*moe_intermediate_size"):
+        ModelSize.read(tmp_path)
+
+
+def test_the_command_says_what_fits():
+    arguments = ["memory", str(MODEL), "--gpus", "8", "--ep", "8", "--optimizer", "adam_bf16", "--optimizer", "adam"]
+    done = CliRunner().invoke(app, [*arguments, "--recompute", "full"])
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.output.splitlines() if "ep8" in line]
+    assert ["yes" in line for line in lines] == [True, False]
