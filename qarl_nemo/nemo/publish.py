@@ -20,8 +20,7 @@ from qarl_nemo.nemo.alignment import Alignment, aligned_weights
 from qarl_nemo.nemo.gather import broadcast_named, gather_sharded, gather_stacked
 from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
 from qarl_nemo.nemo.moe_layer import AlignedMoELayer
-from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.publish import StreamedUpdate
 
 Named = tuple[str, Tensor]
 _BEFORE_LAYERS, _AFTER_LAYERS = -1, 1 << 30
@@ -58,8 +57,8 @@ def publish_shards(
         yield from broadcast_named(mine, owner, pipeline)
 
 
-def publish_update(model: Sequence[nn.Module], alignment: Alignment, *, vocab_size: int) -> RefitUpdate:
-    """Collect `publish_shards` into one update, for senders that need it whole.
+def publish_update(model: Sequence[nn.Module], alignment: Alignment, *, vocab_size: int) -> StreamedUpdate:
+    """Make the update that `refit.push.push` takes of `publish_shards`: on every rank one layer at a time is whole.
 
     Args:
         model: this rank's model chunks; called on every rank.
@@ -67,14 +66,16 @@ def publish_update(model: Sequence[nn.Module], alignment: Alignment, *, vocab_si
         vocab_size: of the Hugging Face model.
 
     Returns:
-        The update, whole on every rank.
+        The update. One rank pushes it, then every rank, that one too, calls its `finish`.
 
     Raises:
         ValueError: see `publish_shards`.
     """
-    tensors = dict(publish_shards(model, vocab_size=vocab_size))
-    manifest = Manifest.of(tensors, version=alignment.version.value, fmt=alignment.format.name)
-    return RefitUpdate(manifest, tensors)
+
+    def stream() -> Iterator[Named]:
+        return publish_shards(model, vocab_size=vocab_size)
+
+    return StreamedUpdate(stream, alignment.format, version=alignment.version.value)
 
 
 def _finish_parameters(model: Sequence[nn.Module]) -> None:

@@ -43,7 +43,7 @@ class Arrivals:
         """Add what a sender offers to an update.
 
         Args:
-            kind: `direct`, `ipc`, `file` or `collective`.
+            kind: `direct`, `ipc`, `ipc_copied`, `file` or `collective`.
             message: the sender's.
             update: what takes the tensors.
 
@@ -53,6 +53,7 @@ class Arrivals:
         ways: dict[str, Callable[[Any, IncomingUpdate], None]] = {
             "direct": self._direct,
             "ipc": self._ipc,
+            "ipc_copied": self._ipc_copied,
             "file": self._file,
             "collective": self._collective,
         }
@@ -68,6 +69,13 @@ class Arrivals:
             raw, record = import_bytes(by_rank[self.rank]), update.manifest.records.get(name)
             # A tensor that nobody announced, or of another size, stays bytes, and `add` says so.
             update.add({name: raw if record is None else _shaped(raw, record)})
+
+    def _ipc_copied(self, descriptions: dict[str, list[dict[str, Any]]], update: IncomingUpdate) -> None:
+        for name, by_rank in descriptions.items():
+            raw, record = import_bytes(by_rank[self.rank]).clone(), update.manifest.records.get(name)
+            update.add({name: raw if record is None else _shaped(raw, record)}, buffered=True)
+        # The learner makes the next layer where this one lay.
+        torch.cuda.synchronize(self.device)
 
     def _file(self, message: dict[str, str], update: IncomingUpdate) -> None:
         from safetensors import safe_open

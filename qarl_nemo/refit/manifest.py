@@ -1,5 +1,6 @@
 """The refit manifest: what an update holds, verified whole before one weight is replaced."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,11 @@ class TensorRecord:
     dtype: str
     checksum: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
     def difference(self, name: str, tensor: Tensor) -> str | None:
         """Say how a tensor's shape or dtype differs from the record, if it does; its bytes are not read."""
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
@@ -48,14 +54,19 @@ class Manifest:
     records: dict[str, TensorRecord]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], *, version: int, fmt: str) -> "Manifest":
-        """Describe `tensors`."""
-        sums = checksums(tensors.values())
-        records = {
-            name: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype), value)
-            for (name, tensor), value in zip(tensors.items(), sums, strict=True)
-        }
-        return cls(version, fmt, records)
+    def of(cls, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, version: int, fmt: str) -> "Manifest":
+        """Describe `tensors`; of a stream, none is kept."""
+        layouts, sums = {}, []
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            layouts[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
+            sums.append(checksum_on_device(tensor))
+        values = zip(layouts.items(), read_checksums(sums), strict=True)
+        return cls(version, fmt, {name: TensorRecord(*layout, value) for (name, layout), value in values})
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(record.num_bytes for record in self.records.values())
 
     def to_message(self) -> dict[str, Any]:
         """Return the manifest as what JSON and msgpack can hold."""

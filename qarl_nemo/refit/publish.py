@@ -1,13 +1,17 @@
 """The learner's side of a refit: the packed tensors its forward executes, and every other parameter as it is."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight, require_finite
 from qarl_nemo.refit.manifest import Manifest
+
+_LAYER = re.compile(r".*layers\.(\d+)\.")
 
 
 class PublishableWeight(Protocol):
@@ -34,10 +38,86 @@ class RefitUpdate:
     manifest: Manifest
     tensors: dict[str, Tensor]
 
+    # Receivers may read the tensors until the refit is over.
+    stays = True
+
     @property
     def num_bytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """Yield everything at once."""
+        yield self.tensors
+
+    def contradictions(self) -> list[str]:
+        """Say how the tensors differ from the manifest in name, shape and dtype."""
+        records, tensors = self.manifest.records, self.tensors
+        found = [f"missing: {name}" for name in records if name not in tensors]
+        found += [f"not in the manifest: {name}" for name in tensors if name not in records]
+        differences = (records[name].difference(name, tensor) for name, tensor in tensors.items() if name in records)
+        return found + [text for text in differences if text]
+
+
+class StreamedUpdate:
+    """One update of the rollout engine that is never whole in memory: a layer is made, sent and forgotten.
+
+    The layers are made twice, once for the manifest's checksums and once to be sent. Where several ranks make them
+    together, every rank constructs the update, one pushes it, and every rank ends with `finish`, also when the push
+    failed: else the others would wait.
+
+    Args:
+        stream: starts to make names and tensors, each layer's together.
+        fmt: the rollout engine's format.
+        version: the weight version.
+    """
+
+    stays = False
+
+    def __init__(self, stream: Callable[[], Iterable[tuple[str, Tensor]]], fmt: QuantFormat, *, version: int) -> None:
+        self.manifest = Manifest.of(stream(), version=version, fmt=fmt.name)
+        self._layers = by_layer(stream())
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return self.manifest.num_bytes
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """Return one layer after another, once; a receiver that keeps tensors must copy before it asks for the next."""
+        # Not a generator of its own: abandoned half-way, it would close the one that `finish` goes on with.
+        return self._layers
+
+    def contradictions(self) -> list[str]:
+        """Return nothing: what is sent is made as the manifest was, and checksums tell if it is not the same."""
+        return []
+
+    def finish(self) -> None:
+        """Make the layers that nobody asked for."""
+        for _ in self._layers:
+            pass
+
+
+Update = RefitUpdate | StreamedUpdate
+
+
+def layer_of(name: str) -> str:
+    """Return the number of the decoder layer that a tensor belongs to; empty outside."""
+    match = _LAYER.match(name)
+    return match[1] if match else ""
+
+
+def by_layer(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield neighbours of one layer together; what is outside layers too.
+
+    Args:
+        named: names and tensors.
+
+    Yields:
+        Tensors by name.
+    """
+    for _, group in groupby(named, key=lambda item: layer_of(item[0])):
+        yield dict(group)
 
 
 def publish(

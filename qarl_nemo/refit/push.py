@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.publish import Update
 from qarl_nemo.refit.send import RolloutEngine, Sender
 
 
@@ -30,7 +30,7 @@ class RefitReport:
         return sum(self.seconds.values())
 
 
-def push(update: RefitUpdate, engine: RolloutEngine, sender: Sender) -> RefitReport:
+def push(update: Update, engine: RolloutEngine, sender: Sender) -> RefitReport:
     """Let `engine` serve `update`: all of it, or nothing changes.
 
     Args:
@@ -52,7 +52,7 @@ def push(update: RefitUpdate, engine: RolloutEngine, sender: Sender) -> RefitRep
         with _timed(report, "announce"):
             _require_idle(engine)
             # A collective cannot send what its manifest does not describe.
-            _refuse([_contradictions(update)], report, served)
+            _refuse([update.contradictions()], report, served)
             _refuse(engine.collective_rpc("qarl_begin", args=(update.manifest.to_message(),)), report, served)
         with _timed(report, "transfer"):
             sender.send(update, engine)
@@ -100,14 +100,6 @@ def _require_idle(engine: RolloutEngine) -> None:
     front = getattr(engine, "llm_engine", None)
     if front is not None and front.has_unfinished_requests():
         raise ValueError(_in_flight("requests are unfinished"))
-
-
-def _contradictions(update: RefitUpdate) -> list[str]:
-    records, tensors = update.manifest.records, update.tensors
-    found = [f"missing: {name}" for name in records if name not in tensors]
-    found += [f"not in the manifest: {name}" for name in tensors if name not in records]
-    differences = (records[name].difference(name, tensor) for name, tensor in tensors.items() if name in records)
-    return found + [text for text in differences if text]
 
 
 def _in_flight(why: str) -> str:

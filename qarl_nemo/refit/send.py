@@ -5,7 +5,6 @@ other half of each. Every rank is offered whole tensors and keeps its part.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from qarl_nemo.refit.collective import broadcast, make_group
 from qarl_nemo.refit.ipc import export_tensor
-from qarl_nemo.refit.publish import RefitUpdate
-
-_LAYER = re.compile(r".*layers\.(\d+)\.")
+from qarl_nemo.refit.publish import Update, layer_of
 
 
 class RolloutEngine(Protocol):
@@ -36,7 +33,7 @@ class RolloutEngine(Protocol):
 class Sender(Protocol):
     """One way to the engine's ranks."""
 
-    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+    def send(self, update: Update, engine: RolloutEngine) -> None:
         """Bring every tensor of `update` to every rank."""
 
     def release(self) -> None:
@@ -46,7 +43,7 @@ class Sender(Protocol):
 class DirectSender:
     """The engine is in this process: its rank is handed the learner's tensors."""
 
-    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+    def send(self, update: Update, engine: RolloutEngine) -> None:
         """Hand every tensor over.
 
         Args:
@@ -61,7 +58,8 @@ class DirectSender:
                 "DirectSender reaches one engine rank in this process; use IpcSender, or start vLLM with "
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0 and tensor_parallel_size=1"
             )
-        engine.collective_rpc("qarl_receive", args=("direct", update.tensors))
+        for tensors in update.batches():
+            engine.collective_rpc("qarl_receive", args=("direct", tensors))
 
     def release(self) -> None:
         """Nothing is held."""
@@ -73,26 +71,26 @@ class IpcSender:
     def __init__(self) -> None:
         self._held: list[Tensor] = []
 
-    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+    def send(self, update: Update, engine: RolloutEngine) -> None:
         """Tell every rank where the tensors lie.
 
         Args:
-            update: its tensors are on GPUs and stay as they are until `release`.
+            update: its tensors are on GPUs and stay as they are until `release`; of a streamed one each rank copies
+                its part of a layer before the next is made.
             engine: on this host.
 
         Raises:
             ValueError: tensors are not on a GPU; all are named.
         """
-        elsewhere = [name for name, tensor in update.tensors.items() if not tensor.is_cuda]
-        if elsewhere:
-            raise ValueError(f"CUDA IPC shares GPU memory, these tensors are not on a GPU: {', '.join(elsewhere)}")
-        whole = {name: tensor.detach().contiguous() for name, tensor in update.tensors.items()}
-        self._held = list(whole.values())
         # One description for each rank: its memory counts one reader.
         num_ranks = len(engine.collective_rpc("qarl_process"))
-        descriptions = {name: [export_tensor(tensor) for _ in range(num_ranks)] for name, tensor in whole.items()}
-        torch.cuda.synchronize()
-        engine.collective_rpc("qarl_receive", args=("ipc", descriptions))
+        for tensors in update.batches():
+            whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+            _require_on_gpu(whole)
+            self._held = list(whole.values())
+            descriptions = {name: [export_tensor(tensor) for _ in range(num_ranks)] for name, tensor in whole.items()}
+            torch.cuda.synchronize()
+            engine.collective_rpc("qarl_receive", args=("ipc" if update.stays else "ipc_copied", descriptions))
 
     def release(self) -> None:
         """Let go of the tensors; no rank reads them any more."""
@@ -110,7 +108,7 @@ class FileSender:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
 
-    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+    def send(self, update: Update, engine: RolloutEngine) -> None:
         """Write `refit-<version>.safetensors` and let every rank read it.
 
         Args:
@@ -122,7 +120,8 @@ class FileSender:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"refit-{update.manifest.version}.safetensors"
         unfinished = path.with_suffix(".partial")
-        save_file({name: tensor.detach().contiguous() for name, tensor in update.tensors.items()}, unfinished)
+        tensors = {name: tensor.detach().cpu() for batch in update.batches() for name, tensor in batch.items()}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished)
         unfinished.replace(path)
         engine.collective_rpc("qarl_receive", args=("file", {"path": str(path)}))
 
@@ -157,7 +156,7 @@ class CollectiveSender:
         self.timeout_s = timeout_s
         self._group: Any = None
 
-    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+    def send(self, update: Update, engine: RolloutEngine) -> None:
         """Broadcast every tensor, one layer at a time.
 
         Args:
@@ -169,8 +168,8 @@ class CollectiveSender:
         """
         if self._group is None:
             self._group = self._connect(engine)
-        for names in _layers(update.tensors):
-            tensors = [update.tensors[name].detach().to(self.device).contiguous() for name in names]
+        for layer in (layer for batch in update.batches() for layer in _layers(batch)):
+            names, tensors = list(layer), [one.detach().to(self.device).contiguous() for one in layer.values()]
             self._together(
                 engine, ("qarl_receive", "collective", {"names": names}), lambda t=tensors: broadcast(self._group, t)
             )
@@ -199,9 +198,14 @@ class CollectiveSender:
                 there.result()
 
 
-def _layers(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in tensors:
-        match = _LAYER.match(name)
-        groups.setdefault(match[1] if match else "", []).append(name)
-    yield from groups.values()
+def _require_on_gpu(tensors: Mapping[str, Tensor]) -> None:
+    elsewhere = [name for name, tensor in tensors.items() if not tensor.is_cuda]
+    if elsewhere:
+        raise ValueError(f"CUDA IPC shares GPU memory, these tensors are not on a GPU: {', '.join(elsewhere)}")
+
+
+def _layers(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        layers.setdefault(layer_of(name), {})[name] = tensor
+    yield from layers.values()

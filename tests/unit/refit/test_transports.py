@@ -10,11 +10,12 @@ import pytest
 import torch
 from asserts import assert_bitwise_equal
 
+from qarl_kernels import get_format
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.ipc import export_tensor, import_bytes
 from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate, by_layer
 from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender
 
 CPU = torch.device("cpu")
@@ -84,6 +85,55 @@ def test_every_rank_gets_its_part_bit_for_bit(update, tmp_path, kind, num_ranks)
     sender.release()
 
 
+@pytest.mark.parametrize(("kind", "num_ranks"), [("direct", 1), ("file", 1), ("file", 2), ("gloo", 2)])
+def test_a_streamed_update_arrives_layer_by_layer(update, tmp_path, kind, num_ranks):
+    made = []
+
+    def stream():
+        for name, tensor in update.tensors.items():
+            made.append(name)
+            yield name, tensor.clone()
+
+    streamed = StreamedUpdate(stream, get_format("w4a16"), version=3)
+    assert streamed.manifest == update.manifest
+    assert streamed.num_bytes == update.num_bytes
+    assert [list(batch) for batch in by_layer(update.tensors.items())] == [
+        [PACKED, SCALE],
+        [FP8],
+        ["model.norm.weight", "scalar"],
+    ]
+    ranks = Ranks(streamed.manifest, num_ranks)
+    senders(tmp_path)[kind].send(streamed, ranks)
+    for rank, incoming in enumerate(ranks.updates):
+        assert incoming.problems() == []
+        for name, part in incoming.parts.items():
+            assert_bitwise_equal(part, ranks.part(name, update.tensors[name], rank))
+    streamed.finish()
+    assert made == 2 * list(update.tensors)
+
+
+def test_a_streamed_update_that_nobody_took_is_made_to_its_end(update):
+    made = []
+    streamed = StreamedUpdate(
+        lambda: (made.append(name) or (name, tensor) for name, tensor in update.tensors.items()),
+        get_format("w4a16"),
+        version=3,
+    )
+    next(streamed.batches())
+    streamed.finish()
+    assert made == 2 * list(update.tensors)
+
+
+def test_a_streamed_update_that_changed_after_its_manifest_is_refused(update):
+    def stream():
+        yield from update.tensors.items()
+        update.tensors[PACKED].view(-1)[7] ^= 1
+
+    ranks = Ranks(update.manifest, 1)
+    DirectSender().send(StreamedUpdate(stream, get_format("w4a16"), version=3), ranks)
+    assert ranks.updates[0].problems() == [f"{PACKED}: its bytes differ from the manifest's checksum"]
+
+
 @pytest.mark.parametrize(("kind", "num_ranks"), [("direct", 1), ("file", 2), ("gloo", 2)])
 def test_one_wrong_bit_is_found_by_every_rank(update, tmp_path, kind, num_ranks):
     ranks = Ranks(update.manifest, num_ranks)
@@ -140,7 +190,7 @@ def test_ipc_sender_names_tensors_that_are_not_on_a_gpu(update):
 
 def test_unknown_transports_and_backends_name_the_legal_ones(update):
     ranks = Ranks(update.manifest, 1)
-    with pytest.raises(ValueError, match="legal: direct, ipc, file, collective"):
+    with pytest.raises(ValueError, match="legal: direct, ipc, ipc_copied, file, collective"):
         ranks.collective_rpc("qarl_receive", args=("pigeon", {}))
     with pytest.raises(ValueError, match="legal: nccl, gloo"):
         CollectiveSender(1, CPU, backend="mpi", timeout_s=5).send(update, ranks)
