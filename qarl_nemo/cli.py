@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from qarl_kernels import QuantFormat
     from qarl_nemo.checkpoints import Checkpoint
     from qarl_nemo.local.speed.settings import RolloutSpeedSettings
-    from qarl_nemo.memory import Learner, ModelSize, Parallelism
 
 app = typer.Typer(
     name="qarl",
@@ -28,7 +27,6 @@ _ScaleConvention = Annotated[str | None, typer.Option(help="narrow_range or full
 _Targets = Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")]
 _MaxShardBytes = Annotated[int, typer.Option(help="Largest output file, which bounds the memory.")]
 _Device = Annotated[str, typer.Option(help="Where quantization runs: cpu or cuda.")]
-_MEMORY_PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
 _Overwrite = Annotated[bool, typer.Option(help="Replace an earlier output of this command.")]
 
 
@@ -247,60 +245,31 @@ def memory(
     model: Annotated[Path, typer.Argument(help="Hugging Face Qwen3, Qwen3-MoE or Qwen2 folder, or its config.json.")],
     gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 8,
     gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB: 79 of an H100, 139 of an H200.")] = 79.0,
+    layout: Annotated[list[str] | None, typer.Option(help="E.g. tp2_ep8; repeat. Default: several.")] = None,
     format_name: _Format = "w4a16",
     group_size: _GroupSize = None,
     targets: _Targets = "experts",
     keep_operand: Annotated[bool, typer.Option(help="Keep what the learner's GEMMs multiply.")] = False,
-    tokens: Annotated[
-        int, typer.Option(help="Of a microbatch, before tensor and context parallel ranks share it.")
-    ] = 8192,
+    tokens: Annotated[int, typer.Option(help="Of a microbatch, before tp and cp ranks share it.")] = 8192,
     optimizer: Annotated[list[str] | None, typer.Option(help="adam, adam_bf16, muon or offloaded; repeat.")] = None,
-    recompute: Annotated[list[str] | None, typer.Option(help="none or full; repeat for both.")] = None,
+    recompute: Annotated[list[str] | None, typer.Option(help="full or none; repeat.")] = None,
     gradient_bytes: Annotated[int, typer.Option(help="Of a gradient: 4 or 2.")] = 4,
-    tp: Annotated[int | None, typer.Option(help="Tensor parallel ranks; with none of these, some layouts.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
-    cp: Annotated[int | None, typer.Option(help="Context parallel ranks.")] = None,
-    ep: Annotated[int | None, typer.Option(help="Expert parallel ranks.")] = None,
-    etp: Annotated[int | None, typer.Option(help="Expert tensor parallel ranks.")] = None,
 ) -> None:
     """Compute what a Megatron learner needs on each GPU, and say what fits; nothing is started."""
-    from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, Parallelism, layouts
+    from rich.console import Console
+
+    from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, Parallelism, layouts, memory_table
 
     size = ModelSize.read(model)
-    given = {name: value for name, value in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("etp", etp)) if value}
+    ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
+    quantizer = {"format": format_name, "group_size": group_size or 128, "attention": "attention" in targets.split(",")}
+    settings = {"keep_operand": keep_operand, "tokens": tokens, "gradient_bytes": gradient_bytes}
     learners = [
-        Learner(
-            format=format_name,
-            group_size=group_size or 128,
-            attention="attention" in targets.split(","),
-            keep_operand=keep_operand,
-            optimizer=name,
-            gradient_bytes=gradient_bytes,
-            tokens=tokens,
-            recompute=kind,
-        )
+        Learner(**quantizer, **settings, optimizer=name, recompute=kind)
         for name in optimizer or OPTIMIZERS
         for kind in recompute or ("full", "none")
     ]
-    _show_memory(size, [Parallelism(gpus, **given)] if given else layouts(size, gpus), learners, gpu_gib)
-
-
-def _show_memory(size: "ModelSize", ranks: "list[Parallelism]", learners: "list[Learner]", gpu_gib: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from qarl_nemo.memory import OVERHEAD_BYTES, rank_memory
-
-    table = Table("layout", "optimizer", "recompute", *_MEMORY_PARTS, "peak", "fits", title="GiB of each rank")
-    for layout in ranks:
-        for learner in learners:
-            needed = rank_memory(size, layout, learner)
-            parts = [f"{needed.parts[name] / 2**30:.1f}" for name in _MEMORY_PARTS]
-            fits = "[green]yes[/]" if needed.fits(gpu_gib * 2**30) else "[red]no[/]"
-            peak = f"{needed.peak_bytes / 2**30:.1f}"
-            table.add_row(layout.name, learner.optimizer, learner.recompute, *parts, peak, fits)
-    Console(width=130).print(table)
-    typer.echo(f"fits: at most {gpu_gib:g} GiB with {OVERHEAD_BYTES / 2**30:g} GiB for CUDA, NCCL and fragmentation")
+    Console(width=130).print(memory_table(size, ranks, learners, gpu_gib * 2**30))
 
 
 def _require_no_options(context: typer.Context) -> None:

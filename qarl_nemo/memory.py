@@ -5,13 +5,19 @@ fragmentation) is `OVERHEAD_BYTES`.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 BF16, FP32 = 2, 4
-OVERHEAD_BYTES = 4 * 2**30
+GIB = 2**30
+OVERHEAD_BYTES = 4 * GIB
+_PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
 
 Recompute = Literal["none", "full"]
 # Bytes a parameter besides its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
@@ -109,6 +115,22 @@ class Parallelism:
     ep: int = 1
     etp: int = 1
 
+    @classmethod
+    def parse(cls, text: str, num_gpus: int) -> "Parallelism":
+        """Return the layout that e.g. `tp2_ep8` names; sizes left out are 1.
+
+        Args:
+            text: tp, pp, cp, ep and etp with their sizes; `dp` for none.
+            num_gpus: that share the model.
+
+        Raises:
+            ValueError: the text is not of this form, or the sizes do not divide the GPUs.
+        """
+        sizes = re.findall(r"(etp|tp|pp|cp|ep)(\d+)(?:_|$)", text)
+        if text != "dp" and "_".join(name + size for name, size in sizes) != text:
+            raise ValueError(f"layout {text!r}: legal are tp, pp, cp, ep and etp with a size each, e.g. tp2_ep8, or dp")
+        return cls(num_gpus, **{name: int(size) for name, size in sizes})
+
     def __post_init__(self) -> None:
         dense, experts = self.tp * self.pp * self.cp, self.ep * self.etp * self.pp
         problems = [
@@ -121,9 +143,9 @@ class Parallelism:
 
     @property
     def name(self) -> str:
-        """E.g. `tp2 ep8`; sizes of one are left out."""
+        """E.g. `tp2_ep8`; sizes of one are left out."""
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "data parallel"
+        return "_".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
 
     @property
     def optimizer_shards(self) -> int:
@@ -179,7 +201,7 @@ class Memory:
         parts: `weights`, `gradients`, `optimizer`, `packed`, `activations`, `working`, `logits`.
     """
 
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float]
 
     @property
     def static_bytes(self) -> float:
@@ -228,6 +250,30 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
             "logits": logits if learner.logits else 0.0,
         }
     )
+
+
+def memory_table(
+    model: ModelSize, layouts: Sequence[Parallelism], learners: Sequence[Learner], gpu_bytes: float
+) -> "Table":
+    """Return a table of what every layout and learner needs, and whether it fits.
+
+    Args:
+        model: its sizes.
+        layouts: to compute.
+        learners: to compute, in each layout.
+        gpu_bytes: memory of a GPU.
+    """
+    from rich.table import Table
+
+    title = f"GiB of each rank; with {OVERHEAD_BYTES / GIB:g} more it must fit in {gpu_bytes / GIB:g}"
+    table = Table("layout", "optimizer", "recompute", *_PARTS, "peak", "fits", title=title)
+    for ranks in layouts:
+        for learner in learners:
+            needed = rank_memory(model, ranks, learner)
+            sizes = [f"{size / GIB:.1f}" for size in (*(needed.parts[name] for name in _PARTS), needed.peak_bytes)]
+            fits = "[green]yes[/]" if needed.fits(gpu_bytes) else "[red]no[/]"
+            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits)
+    return table
 
 
 def layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:

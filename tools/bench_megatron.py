@@ -15,7 +15,6 @@ import json
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,28 +27,24 @@ from megatron_model import (
     Architecture,
     Layout,
     gpt_model,
+    memory_allocated,
     parallel,
     process_group,
+    say,
+    synchronize,
     transformer_config,
     with_optimizer,
 )
-from record_local import row
+from megatron_rows import BASELINE, describe, result_rows
 from torch import Tensor, nn
 
 from qarl_kernels import get_format
 from qarl_nemo.layers.weight import AlignedWeight
 from qarl_nemo.local.progress import LiveProgress
-from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, bump_on_step
 
-STARTED = time.perf_counter()
-BASELINE = "megatron"
 VARIANTS = "megatron,bf16,w4a16,w4a16+keep,w4a8,w4a8+keep,fp8_block,fp8_channel,fp8_channel+hp"
-GOALS = {"w4a16": 1.05, "w4a8": 0.85, "fp8_block": 0.85, "fp8_channel": 0.85}
-# Relative difference of the MoE layer's output from Megatron's; quantization noise of random weights, and other routes
-# where two experts are all but tied. Twice as much is another function.
-GATES = {"megatron": 0.0, "bf16": 0.1, "w4a16": 0.4, "w4a8": 0.4, "fp8_block": 0.2, "fp8_channel": 0.2}
 
 
 def parse_variant(name: str) -> Alignment | None:
@@ -108,15 +103,38 @@ def make_batch(num_tokens: int, sequence: int, architecture: Architecture, micro
     return Batch(tokens, positions, grad / num_tokens, moe_input, microbatches)
 
 
-def build(name: str, architecture: Architecture, layout: Layout, optimizer: str, **options: Any) -> Variant:
-    """Build one variant."""
+def build(name: str, architecture: Architecture, layout: Layout, optimizer: str, like: Variant | None) -> Variant:
+    """Build one variant.
+
+    Args:
+        name: of the variant.
+        architecture: of the model.
+        layout: how ranks share it.
+        optimizer: one of `OPTIMIZERS`.
+        like: has the weights that it begins with.
+
+    Returns:
+        The variant.
+    """
     alignment = parse_variant(name)
-    config = transformer_config(architecture, layout, **options)
-    model = gpt_model(architecture, config, alignment, with_output=False)
+    model = gpt_model(architecture, transformer_config(architecture, layout), alignment, with_output=False)
+    if like is not None:
+        _copy_weights(like.model.module, model)
     wrapped, stepper = with_optimizer(model, optimizer)
     if alignment is not None:
         bump_on_step(stepper, alignment.version)
     return Variant(name, wrapped, stepper, aligned_weights([model]))
+
+
+@torch.no_grad()
+def _copy_weights(source: nn.Module, destination: nn.Module) -> None:
+    weights = dict(source.named_parameters())
+    for name, parameter in destination.named_parameters():
+        # Megatron's local experts are modules of their own.
+        linear, _, expert = name.rpartition(".weight")
+        *path, kind = linear.split(".")
+        local = ".".join([*path, "local_experts", expert, kind, "weight"])
+        parameter.copy_(weights[name if name in weights else local])
 
 
 def moe(variant: Variant, batch: Batch) -> Tensor:
@@ -202,17 +220,6 @@ def _step(variant: Variant, batch: Batch) -> dict[str, float]:
     return figures
 
 
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if ON_GPU:
-        torch.cuda.synchronize()
-
-
-def memory_allocated() -> int:
-    """Return the bytes of this rank's tensors on the GPU."""
-    return torch.cuda.memory_allocated() if ON_GPU else 0
-
-
 def saved_bytes(variant: Variant, batch: Batch) -> int:
     """Return what a forward keeps for its backward."""
     before = memory_allocated()
@@ -223,26 +230,11 @@ def saved_bytes(variant: Variant, batch: Batch) -> int:
     return held
 
 
-def require_same_function(variants: list[Variant], batch: Batch) -> dict[str, float]:
-    """Raise unless every variant's MoE layer computes what Megatron's does, but for rounding.
-
-    Returns:
-        Each variant's relative difference.
-
-    Raises:
-        ValueError: lists the variants that differ by more.
-    """
+def differences(variants: list[Variant], batch: Batch) -> dict[str, float]:
+    """Return how far each variant's MoE layer is from the first one's, relative to it."""
     outputs = {variant.name: moe(variant, batch).float() for variant in variants}
-    # Megatron's local experts are initialized in another order.
-    expected = outputs.get(BASELINE if ON_GPU else "bf16")
-    if expected is None:
-        return {}
-    outputs = outputs if ON_GPU else {name: out for name, out in outputs.items() if name != BASELINE}
-    found = {name: float((out - expected).norm() / expected.norm()) for name, out in outputs.items()}
-    wrong = [f"{name}: {value:.3g}" for name, value in found.items() if not value <= GATES[name.split("+")[0]]]
-    if wrong:
-        raise ValueError(f"relative differences from {BASELINE} above {GATES}: {', '.join(wrong)}")
-    return found
+    expected = outputs[variants[0].name]
+    return {name: float((out - expected).norm() / expected.norm()) for name, out in outputs.items()}
 
 
 def bench(options: argparse.Namespace) -> list[dict]:
@@ -254,7 +246,7 @@ def bench(options: argparse.Namespace) -> list[dict]:
     Returns:
         One entry for each layout, number of tokens and variant.
     """
-    found: list[dict] = []
+    found: list[dict[str, Any]] = []
     for ep in options.ep:
         with parallel(Layout(ep=ep)):
             _bench_layout(Layout(ep=ep), options, found)
@@ -265,22 +257,25 @@ def _bench_layout(layout: Layout, options: argparse.Namespace, found: list[dict]
     architecture, names = options.architecture, options.variants
     first = make_batch(options.tokens[0], min(options.sequence, options.tokens[0]), architecture, 1)
     # Workspaces that live as long as the process are not any variant's.
-    _static_bytes(lambda: build(names[0], architecture, layout, options.optimizer), first)
-    variants = []
+    _static_bytes(lambda: build(names[0], architecture, layout, options.optimizer, None), first)
+    variants: list[Variant] = []
     for name in names:
-        held, variant = _static_bytes(lambda name=name: build(name, architecture, layout, options.optimizer), first)
+        like = variants[0] if variants else None
+        held, variant = _static_bytes(
+            lambda name=name, like=like: build(name, architecture, layout, options.optimizer, like), first
+        )
         variants.append(replace(variant, static_bytes=held))
         say(f"EP{layout.ep}: built {name}, {held / 2**30:.2f} GiB")
     for num_tokens in options.tokens:
         batch = make_batch(num_tokens, min(options.sequence, num_tokens), architecture, options.microbatches)
-        differences = require_same_function(variants, batch)
+        different = differences(variants, batch)
         for variant in variants:
             variant.figures.clear()
         measure(variants, batch, options.repeats, f"EP{layout.ep}, {num_tokens} tokens")
         for variant in variants:
             entry = {"ep": layout.ep, "tokens": num_tokens, "variant": variant.name, **variant.figures}
             entry |= {"static_bytes": variant.static_bytes, "saved_bytes": saved_bytes(variant, batch)}
-            entry["difference"] = differences.get(variant.name)
+            entry["difference"] = different[variant.name]
             found.append(entry)
             say(describe(entry, found))
         if options.raw and dist.get_rank() == 0:
@@ -300,31 +295,6 @@ def _static_bytes(make: Any, batch: Batch) -> tuple[int, Variant]:
     return (memory_allocated() - before), variant
 
 
-def describe(entry: dict, found: list[dict]) -> str:
-    """Return one line about a variant, its ratios over the baseline of the same layout and tokens."""
-    base = next((other for other in found if other["variant"] == BASELINE and _place(other) == _place(entry)), entry)
-    times = "  ".join(f"{name} {1e3 * median(entry[f'{name}_s']):.2f}" for name in WORK)
-    ratio = median(_ratios(entry, base))
-    memory = peak_bytes(entry) / 2**30
-    return f"EP{entry['ep']} {entry['tokens']} {entry['variant']:16} ms: {times}  ratio {ratio:.3f}  {memory:.2f} GiB"
-
-
-def peak_bytes(entry: dict) -> float:
-    """Return what a variant needs at most: what it holds between steps, and on top of it in a step."""
-    return entry["static_bytes"] + max(max(entry[f"{name}_peak_bytes"]) for name in WORK)
-
-
-def _place(entry: dict) -> tuple[int, int]:
-    return entry["ep"], entry["tokens"]
-
-
-def _ratios(entry: dict, base: dict, parts: tuple[str, ...] = ("quantize", "forward_backward")) -> list[float]:
-    totals = [
-        [sum(values) for values in zip(*(one[f"{part}_s"] for part in parts), strict=True)] for one in (entry, base)
-    ]
-    return [ours / theirs for ours, theirs in zip(*totals, strict=True)]
-
-
 def _profile(variant: Variant, batch: Batch, path: Path) -> None:
     once = replace(batch, microbatches=1)
     with torch.profiler.profile() as profiler:
@@ -335,62 +305,6 @@ def _profile(variant: Variant, batch: Batch, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         key = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
         path.write_text(profiler.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90))
-
-
-def say(text: str) -> None:
-    """Print on the first rank, with the seconds since the start."""
-    if dist.get_rank() == 0:
-        print(f"[{time.perf_counter() - STARTED:4.0f} s] {text}", flush=True)
-
-
-def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> list[dict]:
-    """Turn what was measured into rows: ratios over Megatron's BF16 of the same round, medians and spreads.
-
-    Args:
-        found: of `bench`.
-        num_gpus: it ran on.
-        options: of the command line.
-
-    Returns:
-        The rows; those of fewer tokens than the most are named after their tokens.
-    """
-    command = f"torchrun --nproc-per-node {num_gpus} tools/bench_megatron.py --ep {','.join(map(str, options.ep))}"
-    device = "cuda" if ON_GPU else "cpu"
-    facts = {"hardware": hardware(device).replace("1x", f"{num_gpus}x"), "versions": software()}
-    rows = []
-
-    def add(name: str, value: float, unit: str = "", goal: float | None = None) -> None:
-        rows.append(row(name, value, unit, goal, "<=", command, device) | facts)
-
-    for entry in found:
-        base = next(one for one in found if one["variant"] == BASELINE and _place(one) == _place(entry))
-        name = entry["variant"].replace("+", "_")
-        where = f"ep{entry['ep']}" + ("" if entry["tokens"] == max(options.tokens) else f"_{entry['tokens']}")
-        for part in WORK:
-            add(f"{name}_{part}_ms_{where}", 1e3 * median(entry[f"{part}_s"]), "ms")
-        add(f"{name}_memory_gib_{where}", peak_bytes(entry) / 2**30, "GiB")
-        if entry is base:
-            continue
-        ratios = _ratios(entry, base)
-        add(f"{name}_step_ratio_{where}", median(ratios), goal=GOALS.get(name.split("_keep")[0].split("_hp")[0]))
-        add(f"{name}_step_ratio_spread_{where}", max(ratios) - min(ratios))
-        add(f"{name}_moe_ratio_{where}", median(_ratios(entry, base, ("moe",))))
-        add(f"{name}_forward_ratio_{where}", median(_ratios(entry, base, ("forward",))))
-        whole = ("quantize", "forward_backward", "optimizer")
-        add(f"{name}_whole_step_ratio_{where}", median(_ratios(entry, base, whole)))
-    return rows
-
-
-def software() -> dict[str, str]:
-    """Return the versions that matter."""
-    import megatron.core
-
-    found = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
-    if ON_GPU:
-        import transformer_engine
-
-        found["transformer-engine"] = transformer_engine.__version__
-    return found
 
 
 def numbers(text: str) -> list[int]:

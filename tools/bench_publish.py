@@ -1,7 +1,8 @@
 """Measure publishing from shards: seconds, bytes and memory for Qwen3-30B-A3B's 48 layers on every GPU there is.
 
 The weights are random BF16, without an optimizer; each rank packs its experts, then the packed tensors are streamed as
-a refit takes them, layer by layer, and let go. `shards` leaves experts where they are, for receivers that take shards.
+a refit takes them, layer by layer, and let go. `shards` leaves experts where they are, for receivers that take shards;
+`update` makes every layer twice, first for the manifest's checksums.
 
     torchrun --nproc-per-node 4 tools/bench_publish.py
 """
@@ -17,8 +18,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_megatron import memory_allocated, say, software, synchronize
-from megatron_model import DEVICE, ON_GPU, Architecture, Layout, gpt_model, parallel, process_group, transformer_config
+from megatron_model import (
+    DEVICE,
+    ON_GPU,
+    Architecture,
+    Layout,
+    gpt_model,
+    memory_allocated,
+    parallel,
+    process_group,
+    say,
+    software,
+    synchronize,
+    transformer_config,
+)
 from record_local import row
 from torch import nn
 
@@ -27,7 +40,7 @@ from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, release
 from qarl_nemo.nemo.checks import require_supported
-from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.nemo.publish import publish_shards, publish_update
 
 GOAL_RATIO = {"w4a16": 0.30, "w4a8": 0.30, "fp8_block": 0.55, "fp8_channel": 0.55}
 
@@ -70,13 +83,18 @@ def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: in
     gc.collect()
     held, quantize_s, _ = timed(lambda: sum(weight.quantized().num_bytes for weight in weights))
     figures: dict[str, Any] = {"quantize_s": quantize_s, "packed_bytes": held}
-    for name, gather in (("", True), ("shards_", False)):
 
-        def stream(gather: bool = gather) -> int:
-            shards = publish_shards([model], vocab_size=vocab_size, gather_experts=gather)
-            return sum(tensor.nbytes for _, tensor in shards)
+    def stream(**options: Any) -> int:
+        return sum(tensor.nbytes for _, tensor in publish_shards([model], vocab_size=vocab_size, **options))
 
-        runs = [timed(stream) for _ in range(repeats + 1)][1:]
+    def update() -> int:
+        made = publish_update([model], alignment, vocab_size=vocab_size)
+        made.finish()
+        return made.num_bytes
+
+    kinds = {"": stream, "shards_": lambda: stream(gather_experts=False), "update_": update}
+    for name, work in kinds.items():
+        runs = [timed(work) for _ in range(repeats + 1)][1:]
         figures[f"{name}bytes"] = runs[0][0]
         figures[f"{name}s"] = [seconds for _, seconds, _ in runs]
         figures[f"{name}peak_extra_bytes"] = max(peak for _, _, peak in runs)
@@ -119,7 +137,7 @@ def bench(options: argparse.Namespace) -> list[dict]:
 def describe(entry: dict) -> str:
     """Return one line about a format on a layout."""
     text = f"{entry['layout']} {entry['format']:12} quantize {entry['quantize_s']:.3f} s"
-    for kind, what in (("", "publish"), ("shards_", "shards")):
+    for kind, what in (("", "publish"), ("shards_", "shards"), ("update_", "with checksums")):
         text += f"  {what} {median(entry[f'{kind}s']):.3f} s, {entry[f'{kind}bytes'] / 1e9:.2f} GB"
         text += f", peak {entry[f'{kind}peak_extra_bytes'] / 2**30:.2f} GiB"
     return text
@@ -148,7 +166,7 @@ def result_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict]
         where = f"{entry['format']}_{entry['layout']}"
         ratio = entry["bytes"] / bf16_bytes
         add(f"publish_quantize_s_{where}", entry["quantize_s"], "s")
-        for kind in ("", "shards_"):
+        for kind in ("", "shards_", "update_"):
             add(f"publish_{kind}s_{where}", median(entry[f"{kind}s"]), "s")
             add(f"publish_{kind}spread_s_{where}", max(entry[f"{kind}s"]) - min(entry[f"{kind}s"]), "s")
             add(f"publish_{kind}peak_gib_{where}", entry[f"{kind}peak_extra_bytes"] / 2**30, "GiB")

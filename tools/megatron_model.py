@@ -4,6 +4,7 @@ With a GPU the layers are Transformer-Engine's; without one Megatron's local lay
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from qarl_nemo.nemo.spec import align_spec
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+STARTED = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -197,3 +199,32 @@ def process_group() -> Iterator[int]:
     yield dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def say(text: str) -> None:
+    """Print on the first rank, with the seconds since the start."""
+    if dist.get_rank() == 0:
+        print(f"[{time.perf_counter() - STARTED:4.0f} s] {text}", flush=True)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def memory_allocated() -> int:
+    """Return the bytes of this rank's tensors on the GPU."""
+    return torch.cuda.memory_allocated() if ON_GPU else 0
+
+
+def software() -> dict[str, str]:
+    """Return the versions that matter."""
+    import megatron.core
+
+    found = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
+    if ON_GPU:
+        import transformer_engine
+
+        found["transformer-engine"] = transformer_engine.__version__
+    return found

@@ -12,7 +12,6 @@ from qarl_nemo.cli import app
 from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, rank_memory
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b"
-GIB = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +87,20 @@ def test_layouts_put_every_expert_somewhere(model):
     found = layouts(model, 8)
     assert Parallelism(8, ep=8) in found
     assert all(model.num_experts % ranks.ep == 0 and ranks.num_gpus == 8 for ranks in found)
-    assert [ranks.name for ranks in layouts(ModelSize(28, 1024, 16, 8, 128, 1000, 3072), 2)] == ["data parallel", "tp2"]
+    assert [ranks.name for ranks in layouts(ModelSize(28, 1024, 16, 8, 128, 1000, 3072), 2)] == ["dp", "tp2"]
+
+
+def test_layouts_have_names():
+    assert Parallelism.parse("tp2_ep2_etp2", 4) == Parallelism(4, tp=2, ep=2, etp=2)
+    assert Parallelism.parse("dp", 4).name == "dp"
+    assert Parallelism.parse("tp2_pp2_cp2_ep4", 16).name == "tp2_pp2_cp2_ep4"
 
 
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
         (lambda: Parallelism(8, tp=3, ep=5), r"tp \* pp \* cp=3 .*; ep \* etp \* pp=5"),
+        (lambda: Parallelism.parse("tp2-ep8", 8), "layout 'tp2-ep8': legal are tp, pp, cp, ep and etp"),
         (lambda: Learner(optimizer="adamw"), "unknown optimizer 'adamw'; legal: adam, "),
         (lambda: Learner(format="nf4"), "unknown format 'nf4'; legal: w4a16, "),
     ],
@@ -111,8 +117,9 @@ def test_a_config_of_another_kind_names_what_it_lacks(tmp_path):
 
 
 def test_the_command_says_what_fits():
-    arguments = ["memory", str(MODEL), "--gpus", "8", "--ep", "8", "--optimizer", "adam_bf16", "--optimizer", "adam"]
-    done = CliRunner().invoke(app, [*arguments, "--recompute", "full"])
+    optimizers = ["--optimizer", "adam_bf16", "--optimizer", "adam"]
+    arguments = ["memory", str(MODEL), "--gpus", "8", "--layout", "ep8", "--recompute", "full", *optimizers]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     lines = [line for line in done.output.splitlines() if "ep8" in line]
     assert ["yes" in line for line in lines] == [True, False]

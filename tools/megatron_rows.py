@@ -1,0 +1,100 @@
+"""What `bench_megatron.py` measured, as lines and rows of docs/results: ratios over Megatron's BF16 of each round."""
+
+import argparse
+from statistics import median
+
+from megatron_model import ON_GPU, software
+from record_local import row
+
+from qarl_nemo.metrics.machine import hardware
+
+BASELINE = "megatron"
+PARTS = ("moe", "forward", "quantize", "forward_backward", "optimizer")
+GOALS = {"w4a16": 1.05, "w4a8": 0.85, "fp8_block": 0.85, "fp8_channel": 0.85}
+
+# Relative difference of the MoE layer's output from the first variant's: quantization noise of random weights, other
+# routes where two experts are all but tied. Twice as much is another function.
+GATES = {"megatron": 0.0, "bf16": 0.1, "w4a16": 0.4, "w4a8": 0.4, "fp8_block": 0.2, "fp8_channel": 0.2}
+
+
+def describe(entry: dict, found: list[dict]) -> str:
+    """Return one line about a variant, its ratios over the baseline of the same layout and tokens."""
+    base = next((other for other in found if other["variant"] == BASELINE and _place(other) == _place(entry)), entry)
+    times = "  ".join(f"{name} {1e3 * median(entry[f'{name}_s']):.2f}" for name in PARTS)
+    ratio = median(_ratios(entry, base))
+    memory = peak_bytes(entry) / 2**30
+    text = f"EP{entry['ep']} {entry['tokens']} {entry['variant']:16} ms: {times}  ratio {ratio:.3f}  {memory:.2f} GiB"
+    return f"{text}  difference {entry['difference']:.2g}"
+
+
+def require_same_function(found: list[dict]) -> None:
+    """Raise unless every variant's MoE layer computes what Megatron's does, but for rounding.
+
+    Args:
+        found: of `bench`.
+
+    Raises:
+        ValueError: lists what differs by more.
+    """
+    wrong = [describe(entry, found) for entry in found if not entry["difference"] <= GATES[_family(entry["variant"])]]
+    if wrong:
+        raise ValueError("\n  ".join([f"differences above {GATES}, nothing is recorded:", *wrong]))
+
+
+def _family(variant: str) -> str:
+    return variant.split("+")[0]
+
+
+def peak_bytes(entry: dict) -> float:
+    """Return what a variant needs at most: what it holds between steps, and on top of it in a step."""
+    return entry["static_bytes"] + max(max(entry[f"{name}_peak_bytes"]) for name in PARTS)
+
+
+def _place(entry: dict) -> tuple[int, int]:
+    return entry["ep"], entry["tokens"]
+
+
+def _ratios(entry: dict, base: dict, parts: tuple[str, ...] = ("quantize", "forward_backward")) -> list[float]:
+    totals = [
+        [sum(values) for values in zip(*(one[f"{part}_s"] for part in parts), strict=True)] for one in (entry, base)
+    ]
+    return [ours / theirs for ours, theirs in zip(*totals, strict=True)]
+
+
+def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> list[dict]:
+    """Turn what was measured into rows: ratios over Megatron's BF16 of the same round, medians and spreads.
+
+    Args:
+        found: of `bench`.
+        num_gpus: it ran on.
+        options: of the command line.
+
+    Returns:
+        The rows; those of fewer tokens than the most are named after their tokens.
+    """
+    require_same_function(found)
+    command = f"torchrun --nproc-per-node {num_gpus} tools/bench_megatron.py --ep {','.join(map(str, options.ep))}"
+    device = "cuda" if ON_GPU else "cpu"
+    facts = {"hardware": hardware(device).replace("1x", f"{num_gpus}x"), "versions": software()}
+    rows = []
+
+    def add(name: str, value: float, unit: str = "", goal: float | None = None) -> None:
+        rows.append(row(name, value, unit, goal, "<=", command, device) | facts)
+
+    for entry in found:
+        base = next(one for one in found if one["variant"] == BASELINE and _place(one) == _place(entry))
+        name = entry["variant"].replace("+", "_")
+        where = f"ep{entry['ep']}" + ("" if entry["tokens"] == max(options.tokens) else f"_{entry['tokens']}")
+        for part in PARTS:
+            add(f"{name}_{part}_ms_{where}", 1e3 * median(entry[f"{part}_s"]), "ms")
+        add(f"{name}_memory_gib_{where}", peak_bytes(entry) / 2**30, "GiB")
+        if entry is base:
+            continue
+        ratios = _ratios(entry, base)
+        add(f"{name}_step_ratio_{where}", median(ratios), goal=GOALS.get(_family(entry["variant"])))
+        add(f"{name}_step_ratio_spread_{where}", max(ratios) - min(ratios))
+        add(f"{name}_moe_ratio_{where}", median(_ratios(entry, base, ("moe",))))
+        add(f"{name}_forward_ratio_{where}", median(_ratios(entry, base, ("forward",))))
+        whole = ("quantize", "forward_backward", "optimizer")
+        add(f"{name}_whole_step_ratio_{where}", median(_ratios(entry, base, whole)))
+    return rows
