@@ -1,0 +1,51 @@
+"""The benches of the Megatron learner run on a CPU, tiny; what they measure there means nothing."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl_nemo.metrics.results import append_results
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
+    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the benches themselves run on GPUs"),
+]
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benches")
+    paths = [ROOT / "tools", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(Path(__file__).parent / "run_megatron_benches.py"), str(folder)],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_benches_and_streams(results, tmp_path):
+    rows = append_results(tmp_path / "results.json", results["step"] + results["publish"])
+    figures = {row.name: row for row in rows}
+    assert figures["w4a16_step_ratio_ep2"].goal == 1.05
+    assert figures["fp8_block_hp_step_ratio_ep2_32"].goal == 0.85
+    assert "megatron_step_ratio_ep2" not in figures
+    assert figures["publish_bytes_ratio_bf16_tp2_etp2"].value == 1
+    assert figures["publish_bytes_ratio"].value == figures["publish_bytes_ratio_w4a16_ep2"].value < 0.5
+    assert results["streamed"] == {"manifest": True, "bytes": True, "one layer": True}
