@@ -88,9 +88,8 @@ def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: in
         return sum(tensor.nbytes for _, tensor in publish_shards([model], vocab_size=vocab_size, **options))
 
     def update() -> int:
-        made = publish_update([model], alignment, vocab_size=vocab_size)
-        made.finish()
-        return made.num_bytes
+        with publish_update([model], alignment, vocab_size=vocab_size) as made:
+            return made.num_bytes
 
     kinds = {"": stream, "shards_": lambda: stream(gather_experts=False), "update_": update}
     for name, work in kinds.items():

@@ -66,7 +66,7 @@ def publish_update(model: Sequence[nn.Module], alignment: Alignment, *, vocab_si
         vocab_size: of the Hugging Face model.
 
     Returns:
-        The update. One rank pushes it, then every rank, that one too, calls its `finish`.
+        The update: every rank enters it, one pushes it.
 
     Raises:
         ValueError: see `publish_shards`.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor, nn
 
@@ -63,8 +63,8 @@ class StreamedUpdate:
     """One update of the rollout engine that is never whole in memory: a layer is made, sent and forgotten.
 
     The layers are made twice, once for the manifest's checksums and once to be sent. Where several ranks make them
-    together, every rank constructs the update, one pushes it, and every rank ends with `finish`, also when the push
-    failed: else the others would wait.
+    together, every rank enters the update (`with`) and one pushes it; leaving it makes the layers that nobody asked
+    for, also when the push failed, so that no rank waits for another.
 
     Args:
         stream: starts to make names and tensors, each layer's together.
@@ -85,15 +85,17 @@ class StreamedUpdate:
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """Return one layer after another, once; a receiver that keeps tensors must copy before it asks for the next."""
-        # Not a generator of its own: abandoned half-way, it would close the one that `finish` goes on with.
+        # Not a generator of its own: abandoned half-way, it would close the one that `__exit__` goes on with.
         return self._layers
 
     def contradictions(self) -> list[str]:
         """Return nothing: what is sent is made as the manifest was, and checksums tell if it is not the same."""
         return []
 
-    def finish(self) -> None:
-        """Make the layers that nobody asked for."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for _ in self._layers:
             pass
 

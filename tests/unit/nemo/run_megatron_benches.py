@@ -61,11 +61,10 @@ def streamed() -> dict[str, bool]:
             ARCHITECTURE, transformer_config(ARCHITECTURE, layout), alignment, with_output=True
         )
         whole = dict(publish_shards([model], vocab_size=64))
-        update = publish_update([model], alignment, vocab_size=64)
         manifest = Manifest.of(whole, version=0, fmt="w4a16")
-        # One rank's push ends half-way, the others' never began; no rank waits for another in the end.
-        sent = next(update.batches()) if dist.get_rank() == 0 else {}
-        update.finish()
+        with publish_update([model], alignment, vocab_size=64) as update:
+            # One rank's push ends half-way, the others' never began; no rank waits for another in the end.
+            sent = next(update.batches()) if dist.get_rank() == 0 else {}
         return {
             "manifest": update.manifest == manifest,
             "bytes": update.num_bytes == sum(tensor.nbytes for tensor in whole.values()),

@@ -5,6 +5,7 @@ The ranks here are the real receiving half without an engine around it; `tests/i
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -103,12 +104,12 @@ def test_a_streamed_update_arrives_layer_by_layer(update, tmp_path, kind, num_ra
         ["model.norm.weight", "scalar"],
     ]
     ranks = Ranks(streamed.manifest, num_ranks)
-    senders(tmp_path)[kind].send(streamed, ranks)
+    with streamed:
+        senders(tmp_path)[kind].send(streamed, ranks)
     for rank, incoming in enumerate(ranks.updates):
         assert incoming.problems() == []
         for name, part in incoming.parts.items():
             assert_bitwise_equal(part, ranks.part(name, update.tensors[name], rank))
-    streamed.finish()
     assert made == 2 * list(update.tensors)
 
 
@@ -119,8 +120,9 @@ def test_a_streamed_update_that_nobody_took_is_made_to_its_end(update):
         get_format("w4a16"),
         version=3,
     )
-    next(streamed.batches())
-    streamed.finish()
+    with suppress(ConnectionError), streamed:
+        next(streamed.batches())
+        raise ConnectionError
     assert made == 2 * list(update.tensors)
 
 
