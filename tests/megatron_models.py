@@ -1,4 +1,4 @@
-"""A Qwen3-MoE, as Hugging Face's model and as Megatron's on any layout, holding the same weights.
+"""A Qwen3-MoE, or a dense Qwen3, as Hugging Face's model and as Megatron's on any layout, holding the same weights.
 
 On GPUs Megatron's layers are Transformer-Engine's; without one they are its local ones, on a CPU.
 """
@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_nemo.nemo.alignment import Alignment
 from qarl_nemo.nemo.spec import align_spec
@@ -56,7 +56,7 @@ class Shape:
     scale: float = 3.0
 
 
-TINY = Shape()
+TINY, DENSE = Shape(), Shape(experts=0)
 
 
 @dataclass(frozen=True)
@@ -101,29 +101,34 @@ def _weights(dtype: torch.dtype, shape: Shape) -> dict[str, Tensor]:
     return hugging_face_model(dtype, shape).state_dict()
 
 
-def hugging_face_model(dtype: torch.dtype = torch.float32, shape: Shape = TINY) -> Qwen3MoeForCausalLM:
+def hugging_face_model(dtype: torch.dtype = torch.float32, shape: Shape = TINY) -> PreTrainedModel:
     """Weights of the size that quantization shows in, the same on every call."""
     torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        moe_intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=shape.sequence,
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-    )
+    settings = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": shape.sequence,
+        "tie_word_embeddings": False,
+        "attn_implementation": "eager",
+    }
+    experts = {
+        "moe_intermediate_size": shape.inner,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "norm_topk_prob": True,
+    }
     with DEVICE:
-        model = Qwen3MoeForCausalLM(config)
+        if shape.experts:
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **experts))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**settings))
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -142,12 +147,12 @@ def transformer_config(layout: Layout, dtype: torch.dtype, shape: Shape = TINY, 
         "num_query_groups": shape.kv_heads,
         "kv_channels": shape.head_dim,
         "ffn_hidden_size": shape.inner,
-        "moe_ffn_hidden_size": shape.inner,
-        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.inner if shape.experts else None,
+        "num_moe_experts": shape.experts or None,
         "moe_router_topk": shape.top_k,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": True,
+        "moe_grouped_gemm": bool(shape.experts),
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
@@ -183,10 +188,10 @@ def plain_spec(num_experts: int = TINY.experts) -> ModuleSpec:
     """Megatron's own layer."""
     if ON_GPU:
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=True
+            num_experts=num_experts or None, moe_grouped_gemm=bool(num_experts), qk_layernorm=True
         )
     return get_gpt_layer_local_spec(
-        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        num_experts=num_experts or None, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
 
 
@@ -264,6 +269,11 @@ def load(model: GPTModel, weights: dict[str, Tensor], shape: Shape) -> None:
         norm = layer.input_layernorm.weight if fused is None else fused
         norm.copy_(weights[f"{prefix}input_layernorm.weight"])
         layer.pre_mlp_layernorm.weight.copy_(weights[f"{prefix}post_attention_layernorm.weight"])
+        if not shape.experts:
+            gate_up = [_tensor_shard(weights[f"{prefix}mlp.{name}_proj.weight"], 0) for name in ("gate", "up")]
+            layer.mlp.linear_fc1.weight.copy_(torch.cat(gate_up))
+            layer.mlp.linear_fc2.weight.copy_(_tensor_shard(weights[f"{prefix}mlp.down_proj.weight"], 1))
+            continue
         layer.mlp.router.weight.copy_(weights[f"{prefix}mlp.gate.weight"])
         gate_up, down = (weights[f"{prefix}mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
         for local, expert in enumerate(layer.mlp.local_expert_indices):

@@ -56,13 +56,17 @@ def require_supported(config: Any, alignment: Alignment) -> None:
     problems = [
         f"{name}={getattr(config, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(config, name, None)
     ]
-    problems += _value_problems(config) + _shape_problems(config, alignment)
-    if "attention" in alignment.targets:
-        problems += _attention_problems(config, alignment)
-    if "mlp" in alignment.targets or "experts" not in alignment.targets:
-        problems.append(f"targets={list(alignment.targets)}: legal are ['experts'] and ['experts', 'attention']")
+    if not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
+        problems.append("activation_func, gated_linear_unit: MLPs must be SwiGLU (silu, True)")
+    by_target = {"experts": _expert_problems, "attention": _attention_problems, "mlp": _mlp_problems}
+    for target in alignment.targets:
+        problems += by_target[target](config, alignment)
     if problems:
-        raise ValueError(f"{len(problems)} setting(s) rule out aligned experts:\n  " + "\n  ".join(problems))
+        raise ValueError(f"{len(problems)} setting(s) rule out an aligned model:\n  " + "\n  ".join(problems))
+
+
+def _expert_problems(config: Any, alignment: Alignment) -> list[str]:
+    return _value_problems(config) + _shape_problems(config, alignment)
 
 
 def _value_problems(config: Any) -> list[str]:
@@ -71,8 +75,6 @@ def _value_problems(config: Any) -> list[str]:
         problems.append(
             f"moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}: legal are {', '.join(_DISPATCHERS)}"
         )
-    if not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
-        problems.append("activation_func, gated_linear_unit: experts must be SwiGLU (silu, True)")
     if config.moe_router_score_function != "softmax":
         problems.append(f"moe_router_score_function={config.moe_router_score_function!r}: legal is 'softmax'")
     balancing, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
@@ -131,3 +133,17 @@ def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
         problems.append(f"kv_channels={width}: a {fmt.group_size}-row block would hold several heads of fused q, k, v")
     columns = heads // tp * width if tp > 1 else None
     return problems + _cut_problems(fmt, "linear_proj", f"tensor_model_parallel_size={tp}", columns)
+
+
+def _mlp_problems(config: Any, alignment: Alignment) -> list[str]:
+    fmt, tp = alignment.format, config.tensor_model_parallel_size
+    inner, rest = divmod(config.ffn_hidden_size, tp)
+    if rest:
+        return [f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={config.ffn_hidden_size}"]
+    problems = []
+    where = f"(ffn_hidden_size={config.ffn_hidden_size}, tensor_model_parallel_size={tp})"
+    for name, shape in (("linear_fc1", (2 * inner, config.hidden_size)), ("linear_fc2", (config.hidden_size, inner))):
+        problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
+    if fmt.weight_kind == "fp8_block" and inner % fmt.group_size:
+        problems.append(f"shard of {inner} gate rows {where}: a {fmt.group_size}-row block would hold gate and up")
+    return problems + _cut_problems(fmt, "linear_fc2", f"tensor_model_parallel_size={tp}", inner if tp > 1 else None)

@@ -141,6 +141,8 @@ def _layer(layer: TransformerLayer, gather_experts: bool) -> Iterator[Named]:
     attention = layer.self_attention
     if hasattr(attention.linear_qkv, "aligned"):
         yield from _attention(number, attention, layer.config)
+    if hasattr(getattr(layer.mlp, "linear_fc1", None), "aligned"):
+        yield from _mlp(number, layer.mlp)
     if isinstance(layer.mlp, AlignedMoELayer):
         yield from _experts(layer.mlp.experts.linear_fc1.aligned, -2, 2, gather_experts)
         yield from _experts(layer.mlp.experts.linear_fc2.aligned, -1, 1, gather_experts)
@@ -155,6 +157,17 @@ def _attention(number: int, attention: nn.Module, config: Any) -> Iterator[Named
             yield f"{prefix}{letter}_proj.{suffix}", part
     for suffix, shard in attention.linear_proj.aligned.quantized().tensors.items():
         yield f"{prefix}o_proj.{suffix}", gather_sharded(shard, group, 1)
+
+
+def _mlp(number: int, mlp: nn.Module) -> Iterator[Named]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    prefix = f"model.layers.{number}.mlp."
+    for suffix, shard in mlp.linear_fc1.aligned.quantized().tensors.items():
+        whole = gather_sharded(shard, group, 0, num_parts=2)
+        for projection, part in zip(("gate", "up"), whole.chunk(2), strict=True):
+            yield f"{prefix}{projection}_proj.{suffix}", part
+    for suffix, shard in mlp.linear_fc2.aligned.quantized().tensors.items():
+        yield f"{prefix}down_proj.{suffix}", gather_sharded(shard, group, 1)
 
 
 def _whole(name: str, parameter: nn.Parameter) -> Tensor:

@@ -1,13 +1,14 @@
-"""Megatron layer specs with aligned experts: what to pass to `GPTModel`, or to Bridge's `transformer_layer_spec`."""
+"""Aligned layer specs of Megatron: what to pass to `GPTModel`, or to Bridge's `transformer_layer_spec`."""
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,6 +20,7 @@ from qarl_nemo.nemo.attention_linear import (
     transformer_engine_linears,
 )
 from qarl_nemo.nemo.checks import require_supported
+from qarl_nemo.nemo.dense_mlp import AlignedMLP
 from qarl_nemo.nemo.grouped_linear import (
     AlignedLocalColumnGroupedLinear,
     AlignedLocalRowGroupedLinear,
@@ -37,8 +39,8 @@ class _AlignedExperts:
         """Return fc1's and fc2's class."""
         raise NotImplementedError
 
-    def attention_linears(self) -> tuple[type, type]:
-        """Return linear_qkv's and linear_proj's class."""
+    def linears(self) -> tuple[type, type]:
+        """Return the class of linear_qkv and a dense linear_fc1, and of linear_proj and a dense linear_fc2."""
         raise NotImplementedError
 
     def grouped_mlp_modules(self, *_: Any) -> Any:
@@ -58,8 +60,8 @@ class AlignedTESpecProvider(_AlignedExperts, TESpecProvider):
         """Return fc1's and fc2's class."""
         return transformer_engine_grouped_linears()
 
-    def attention_linears(self) -> tuple[type, type]:
-        """Return linear_qkv's and linear_proj's class."""
+    def linears(self) -> tuple[type, type]:
+        """Return the class of linear_qkv and a dense linear_fc1, and of linear_proj and a dense linear_fc2."""
         return transformer_engine_linears()
 
 
@@ -70,13 +72,13 @@ class AlignedLocalSpecProvider(_AlignedExperts, LocalSpecProvider):
         """Return fc1's and fc2's class."""
         return AlignedLocalColumnGroupedLinear, AlignedLocalRowGroupedLinear
 
-    def attention_linears(self) -> tuple[type, type]:
-        """Return linear_qkv's and linear_proj's class."""
+    def linears(self) -> tuple[type, type]:
+        """Return the class of linear_qkv and a dense linear_fc1, and of linear_proj and a dense linear_fc2."""
         return AlignedColumnParallelLinear, AlignedRowParallelLinear
 
 
 def align_spec(spec: Any, config: Any, alignment: Alignment, *, transformer_engine: bool) -> Any:
-    """Replace the MoE layers, and targeted attention linears, of a GPT layer or block spec by aligned ones.
+    """Replace the targeted experts, attention linears and dense MLPs of a GPT layer or block spec by aligned ones.
 
     Args:
         spec: of Megatron's `get_gpt_layer_with_transformer_engine_spec`, `get_gpt_layer_local_spec` or
@@ -90,34 +92,51 @@ def align_spec(spec: Any, config: Any, alignment: Alignment, *, transformer_engi
 
     Raises:
         ValueError: a setting under which the forward would not be the engine's, or that is not supported, all listed;
-            the backend needs Transformer-Engine's layers; or the spec holds no MoE layer.
+            the backend needs Transformer-Engine's layers; or a target matches nothing.
     """
     require_supported(config, alignment)
     if alignment.backend == "transformer_engine" and not transformer_engine:
         raise ValueError("backend='transformer_engine' multiplies in Transformer-Engine's layers: build from its spec")
     aligned = copy.deepcopy(spec)
     layers = aligned.layer_specs if hasattr(aligned, "layer_specs") else [aligned]
-    moe = [layer for layer in layers if _is_moe(layer.submodules.mlp)]
-    if not moe:
-        raise ValueError("the spec holds no MoE layer: targets ['experts'] match nothing, nothing would be quantized")
+    moe = [layer for layer in layers if _module(layer.submodules.mlp) is MoELayer]
+    dense = [layer for layer in layers if _module(layer.submodules.mlp) is MLP]
+    _require_matches(alignment.targets, moe, dense)
     provider = (AlignedTESpecProvider if transformer_engine else AlignedLocalSpecProvider)(alignment)
     for layer in moe:
         layer.submodules.mlp = _aligned_moe(provider, config.num_moe_experts)
-    if "attention" in alignment.targets:
-        for layer in layers:
-            _align_attention(layer, provider)
+    for layer in layers if "attention" in alignment.targets else []:
+        _align_attention(layer, provider)
+    for layer in dense if "mlp" in alignment.targets else []:
+        _align_mlp(layer, provider)
     return aligned
 
 
-def _is_moe(mlp: Any) -> bool:
-    return getattr(mlp, "func", getattr(mlp, "module", None)) is MoELayer
+def _module(mlp: Any) -> Any:
+    # A builder in Megatron-core 0.20, of a dense MLP one of its class methods; a ModuleSpec in 0.16.
+    built = getattr(mlp, "func", getattr(mlp, "module", None))
+    return getattr(built, "__self__", built)
+
+
+def _submodules(mlp: Any) -> Any:
+    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+
+
+def _require_matches(targets: tuple[str, ...], moe: list[Any], dense: list[Any]) -> None:
+    problems = []
+    if "experts" in targets and not moe:
+        problems.append("the spec holds no MoE layer: target 'experts' matches nothing; dense models have 'mlp'")
+    if "mlp" in targets and not dense:
+        problems.append("the spec holds no dense MLP: target 'mlp' matches nothing; MoE models have 'experts'")
+    if moe and "experts" not in targets:
+        problems.append(f"targets={list(targets)}: the spec holds MoE layers, whose experts must be among them")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _aligned_moe(provider: _AlignedExperts, num_experts: int) -> Any:
     spec = get_moe_module_spec_for_backend(provider, num_experts=num_experts, moe_grouped_gemm=True)
-    # A builder in Megatron-core 0.20, a ModuleSpec in 0.16.
-    submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
-    submodules = dataclasses.replace(submodules, router=AlignedTopKRouter)
+    submodules = dataclasses.replace(_submodules(spec), router=AlignedTopKRouter)
     return ModuleSpec(AlignedMoELayer, {"alignment": provider.alignment}, submodules=submodules)
 
 
@@ -129,6 +148,22 @@ def _align_attention(layer: Any, provider: _AlignedExperts) -> None:
         layer.submodules.sharded_state_dict_keys_map = layer.submodules.sharded_state_dict_keys_map | {
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
         }
-    column, row = provider.attention_linears()
+    column, row = provider.linears()
     attention.linear_qkv = ModuleSpec(column, {"alignment": provider.alignment})
     attention.linear_proj = ModuleSpec(row, {"alignment": provider.alignment})
+
+
+def _align_mlp(layer: Any, provider: _AlignedExperts) -> None:
+    mlp = layer.submodules.mlp
+    submodules = _submodules(mlp)
+    if submodules.linear_fc1 is provider.column_parallel_layer_norm_linear():
+        layer.submodules.pre_mlp_layernorm = provider.layer_norm()
+        layer.submodules.sharded_state_dict_keys_map = layer.submodules.sharded_state_dict_keys_map | {
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
+        }
+    linears = (ModuleSpec(linear, {"alignment": provider.alignment}) for linear in provider.linears())
+    submodules = dataclasses.replace(submodules, **dict(zip(("linear_fc1", "linear_fc2"), linears, strict=True)))
+    if isinstance(mlp, ModuleSpec):
+        layer.submodules.mlp = ModuleSpec(AlignedMLP, submodules=submodules)
+    else:
+        layer.submodules.mlp = functools.partial(AlignedMLP.as_mlp_submodule, submodules=submodules)

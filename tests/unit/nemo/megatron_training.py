@@ -23,7 +23,7 @@ from qarl_nemo.layers.install import install
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, bump_on_step
 from qarl_nemo.nemo.gather import gather_sharded, gather_stacked
 from qarl_nemo.nemo.grouped_linear import AlignedGroupedLinear
-from qarl_nemo.nemo.hf_parameters import layer_parameter
+from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks
 from qarl_nemo.nemo.publish import publish_shards
 from qarl_nemo.refit.publish import publish
 
@@ -120,9 +120,10 @@ def whole_grads(model: list[nn.Module]) -> dict[str, Tensor]:
                 continue
             grad = parameter.main_grad
             if getattr(parameter, "tensor_model_parallel", False):
-                grad = gather_sharded(grad, group, parameter.partition_dim)
+                grad = gather_sharded(grad, group, parameter.partition_dim, num_parts=num_row_blocks(name))
             grads.update(layer_parameter(layer.layer_number - 1, name, grad, layer.config))
-        for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2):
+        experts = getattr(layer.mlp, "experts", None)
+        for linear in (experts.linear_fc1, experts.linear_fc2) if experts else ():
             shards = [master.main_grad for master in linear.aligned.master]
             grads[linear.aligned.name] = _whole_experts(linear, shards)
     return {name: grad.clone() for name, grad in grads.items()}

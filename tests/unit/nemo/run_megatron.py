@@ -10,7 +10,7 @@ from typing import Any
 from megatron_checkpoints import checkpoint_keys, reloaded
 from megatron_compare import relative_error, same_bytes, summary
 from megatron_layers import dropped_caches, layer_cases, refused_publication, replayed_routes
-from megatron_models import TINY, Layout
+from megatron_models import DENSE, TINY, Layout
 from megatron_ranks import run_ranks
 from megatron_training import Case, reference, train
 
@@ -22,6 +22,7 @@ from qarl_nemo.nemo.alignment import Alignment
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 PLAIN, DEEP = Case(), Case(shape=replace(TINY, layers=4))
+MLP = Case(targets=("attention", "mlp"), shape=DENSE)
 HIGH_PRECISION, ATTENTION = Case(mode="high_precision"), Case(targets=("experts", "attention"))
 RUNS = {
     "tp1_ep1": (Layout(), PLAIN, {}),
@@ -42,13 +43,16 @@ RUNS = {
     "high_precision": (Layout(ep=2), HIGH_PRECISION, {}),
     "attention_ep2": (Layout(ep=2), ATTENTION, {}),
     "attention_tp2_ep2": (Layout(tp=2, ep=2), ATTENTION, {}),
+    "dense": (Layout(), MLP, {}),
+    "dense_tp2": (Layout(tp=2), MLP, {}),
+    "dense_pp2": (Layout(pp=2), MLP, {}),
 }
 LAST_EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 
 
 def everything() -> dict[str, Any]:
     """One rank's results."""
-    references = {case: reference(case) for case in (PLAIN, DEEP, HIGH_PRECISION, ATTENTION)}
+    references = {case: reference(case) for case in (PLAIN, DEEP, HIGH_PRECISION, ATTENTION, MLP)}
     right, wrong = (references[case]["grads"][LAST_EXPERTS] for case in (PLAIN, HIGH_PRECISION))
     moved = {
         "experts": (reloaded(Layout(tp=2, ep=2, etp=2), Layout(ep=4), Alignment(PLAIN.fmt)), PLAIN),

@@ -25,7 +25,7 @@ SUMS_DIFFER = 1e-5  # relative, in FP32: other orders of the same sums
 def test_megatron_learner(tmp_path):
     ranks = run_program("run_megatron.py", tmp_path)
     layouts = {name: compared(name, [rank["layouts"][name] for rank in ranks]) for name in ranks[0]["layouts"]}
-    assert len(layouts) == 18
+    assert len(layouts) == 21
     suffix = "_fp32_h200" if torch.cuda.is_available() else ""
     kept = {name: figures(summaries) for name, summaries in layouts.items()}
     keep_figures(ranks, kept, suffix, dict.fromkeys(kept, SUMS_DIFFER), "tests/unit/nemo/test_megatron.py")

@@ -8,6 +8,7 @@ from qarl_kernels import get_format
 pytest.importorskip("megatron", reason="needs megatron-core: pip install megatron-core==0.16.1")
 
 # isort: split
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from qarl_nemo.layers.weight import WeightVersion
@@ -121,6 +122,42 @@ def test_every_problem_is_listed_at_once():
 def test_shards_that_a_format_cannot_store_are_refused(name, etp, problem):
     with pytest.raises(ValueError, match=problem):
         require_supported(config(expert_tensor_parallel_size=etp), Alignment(get_format(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "problem"),
+    [
+        ("w4a16", 4, "linear_fc2 shard .* K=64 is not a multiple of group_size=128"),
+        ("fp8_block", 4, "a 128-row block would hold gate and up"),
+        ("fp8_channel", 2, "scales whole rows of linear_fc2"),
+        ("w4a8", 2, "scales whole rows of linear_fc2"),
+        ("bf16", 3, "does not divide ffn_hidden_size=256"),
+    ],
+)
+def test_shards_of_a_dense_mlp_that_a_format_cannot_store_are_refused(name, tp, problem):
+    dense = config(num_moe_experts=None, ffn_hidden_size=256, tensor_model_parallel_size=tp)
+    with pytest.raises(ValueError, match=problem):
+        require_supported(dense, Alignment(get_format(name), targets=("mlp",)))
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16"])
+def test_a_dense_model_is_supported_whatever_moe_settings_say(name):
+    dense = config(num_moe_experts=None, ffn_hidden_size=256, kv_channels=128, moe_token_dispatcher_type="flex")
+    require_supported(dense, Alignment(get_format(name), targets=("attention", "mlp")))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "targets", "problem"),
+    [
+        (None, ("experts",), "'experts' matches nothing; dense models have 'mlp'"),
+        (8, ("mlp",), "'mlp' matches nothing; MoE models have 'experts'"),
+        (8, ("attention",), "whose experts must be among them"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused(num_experts, targets, problem):
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm")
+    with pytest.raises(ValueError, match=problem):
+        align_spec(spec, config(ffn_hidden_size=256), Alignment(get_format("w4a16"), targets), transformer_engine=False)
 
 
 def test_backends_are_checked():
