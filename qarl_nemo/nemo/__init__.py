@@ -1,9 +1,6 @@
-"""The scale-out engine: Megatron-core models whose experts execute what the rollout engine executes."""
+"""The scale-out engine: Megatron-core models whose experts execute what the rollout engine executes, inside NeMo-RL.
 
-import importlib.util
-
-if importlib.util.find_spec("megatron") is None:
-    raise ImportError(
-        "qarl_nemo.nemo needs Megatron-core 0.16 to 0.20: pip install 'qarl-nemo[megatron]' (Transformer-Engine comes "
-        "with it and needs a GPU; without it Megatron's local layers run, on a CPU too)"
-    )
+Its modules need Megatron-core 0.16 to 0.20 (`pip install 'qarl-nemo[megatron]'`: Transformer-Engine comes with it and
+needs a GPU; without it Megatron's local layers run, on a CPU too). `rl` alone is also imported where there is none: by
+NeMo-RL's driver and its vLLM workers.
+"""

@@ -66,7 +66,7 @@ def start(case: EngineCase, checkpoint: Path) -> Any:
     """Start the case's engine from a quantized checkpoint."""
     from vllm import LLM
 
-    from qarl_nemo.local.vllm.options import MOE_BACKENDS
+    from qarl_nemo.refit.engine_settings import MOE_BACKENDS
 
     options: dict[str, Any] = {"kv_cache_memory_bytes": 2**26, "enable_sleep_mode": case.sleeps}
     if case.device == "cpu":

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from qarl_nemo.checkpoints import quantize_checkpoint  # noqa: E402
 from qarl_nemo.layers.install import install  # noqa: E402
-from qarl_nemo.local.vllm.options import MOE_BACKENDS  # noqa: E402
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa: E402
+from qarl_nemo.refit.engine_settings import MOE_BACKENDS  # noqa: E402
 
 TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
 # Of the mean |gap|, nats, on random weights: FP8 activations of more layers.

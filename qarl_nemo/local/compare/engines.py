@@ -23,8 +23,8 @@ from qarl_nemo.local.compare.settings import Job
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.vllm.options import LINEAR_BACKENDS, MOE_BACKENDS
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
+from qarl_nemo.refit.engine_settings import kernel_options
 from qarl_nemo.refit.publish import publish
 
 # A greedy response's logprobs are those at temperature 1, on every engine.
@@ -156,10 +156,7 @@ def _vllm_options(job: Job, fmt: QuantFormat) -> dict[str, Any]:
             # Engines that start or end meanwhile would disturb the measurement from which vLLM sizes its cache.
             total = torch.cuda.get_device_properties(job.device).total_memory
             options["kv_cache_memory_bytes"] = int(_CACHE_SHARE * share * total)
-        if fmt.name in MOE_BACKENDS and "experts" in settings.targets:
-            options["moe_backend"] = MOE_BACKENDS[fmt.name]
-        if set(settings.targets) != {"experts"} and fmt.name in LINEAR_BACKENDS:
-            options["linear_backend"] = LINEAR_BACKENDS[fmt.name]
+        options |= kernel_options(fmt, settings.targets)
     return options
 
 

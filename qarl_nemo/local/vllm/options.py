@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.local.config import VllmRolloutConfig
+from qarl_nemo.refit import engine_settings
 
 _EVERYWHERE = {
     # In this process, a refit passes tensors and not copies.
@@ -19,18 +20,8 @@ _EVERYWHERE = {
 ENVIRONMENT = {
     # On the threads the learner uses.
     "cpu": _EVERYWHERE | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    "cuda": _EVERYWHERE
-    | {
-        # DeepGEMM would round activation scales to powers of two, also for kernels that are not its own.
-        "VLLM_USE_DEEP_GEMM": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # The other runner returns no routed experts.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-    },
+    "cuda": _EVERYWHERE | engine_settings.ENVIRONMENT,
 }
-# Kernels whose arithmetic the learner follows, where vLLM has several for a GPU.
-MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
-LINEAR_BACKENDS = {"fp8_block": "cutlass"}
 _WORKER = "qarl_nemo.refit.load.PackedRefit"
 
 
@@ -78,12 +69,7 @@ def engine_options(
 
 
 def _gpu_options(fmt: QuantFormat, targets: Sequence[str], settings: VllmRolloutConfig) -> dict[str, Any]:
-    compilation: dict[str, Any] = {
-        # No compiler: it would fuse roundings away that the learner follows.
-        "mode": 0,
-        # The CUDA quantizer divides by the scale, as the learner does.
-        "custom_ops": ["+quant_fp8"],
-    }
+    compilation = dict(engine_settings.COMPILATION)
     if not settings.enforce_eager:
         compilation |= {
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -91,11 +77,7 @@ def _gpu_options(fmt: QuantFormat, targets: Sequence[str], settings: VllmRollout
         }
     # The share is only what must be free at the start: kv_cache_gib says how much is taken.
     options: dict[str, Any] = {"compilation_config": compilation, "gpu_memory_utilization": 0.01}
-    if "experts" in targets and fmt.name in MOE_BACKENDS:
-        options["moe_backend"] = MOE_BACKENDS[fmt.name]
-    if set(targets) != {"experts"} and fmt.name in LINEAR_BACKENDS:
-        options["linear_backend"] = LINEAR_BACKENDS[fmt.name]
-    return options
+    return options | engine_settings.kernel_options(fmt, targets)
 
 
 def capture_sizes(batch_size: int) -> list[int]:
