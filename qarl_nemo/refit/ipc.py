@@ -24,7 +24,7 @@ def export_tensor(tensor: Tensor) -> dict[str, Any]:
     _, arguments = reduce_tensor(raw)
     _, size, _, offset, _, _, _, handle, size_bytes, offset_bytes, _, counter, counter_offset, event, sync = arguments
     return {
-        "gpu": _gpu_id(raw.device.index),
+        "gpu": gpu_id(raw.device.index),
         "num_bytes": size[0],
         "offset": offset,
         "storage": [handle, size_bytes, offset_bytes],
@@ -45,7 +45,7 @@ def import_bytes(description: dict[str, Any]) -> Tensor:
     Raises:
         RuntimeError: this process does not see that GPU.
     """
-    visible = {_gpu_id(index): index for index in range(torch.cuda.device_count())}
+    visible = {gpu_id(index): index for index in range(torch.cuda.device_count())}
     if description["gpu"] not in visible:
         raise RuntimeError(
             f"the learner's tensors are on GPU {description['gpu']}, this engine rank sees only "
@@ -66,6 +66,6 @@ def import_bytes(description: dict[str, Any]) -> Tensor:
     )
 
 
-def _gpu_id(index: int) -> str:
+def gpu_id(index: int) -> str:
     # Indices differ between processes with other CUDA_VISIBLE_DEVICES.
     return str(torch.cuda.get_device_properties(index).uuid)

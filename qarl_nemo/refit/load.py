@@ -35,37 +35,37 @@ class PackedRefit:
 
     def qarl_version(self) -> dict[str, Any]:
         """Return the weight version served (None before the first refit) and whether it is whole."""
-        refit = _refit(self)
+        refit = rank_refit(self)
         return {"version": refit.version, "whole": refit.whole}
 
     def qarl_connect(self, message: dict[str, Any]) -> None:
         """Join a learner's process group."""
-        _refit(self).arrivals.connect(message)
+        rank_refit(self).arrivals.connect(message)
 
     def qarl_begin(self, manifest: dict[str, Any]) -> list[str]:
         """Expect an update; return what speaks against it."""
-        return _refit(self).begin(Manifest.from_message(manifest))
+        return rank_refit(self).begin(Manifest.from_message(manifest))
 
     def qarl_receive(self, kind: str, message: Any) -> None:
         """Take tensors of the expected update in."""
-        refit = _refit(self)
+        refit = rank_refit(self)
         refit.arrivals.receive(kind, message, refit.expected())
 
     def qarl_verify(self) -> list[str]:
         """Return what makes the update unfit to serve."""
-        return _refit(self).expected().problems()
+        return rank_refit(self).expected().problems()
 
     def qarl_replace(self) -> None:
         """Serve the update."""
-        _refit(self).replace()
+        rank_refit(self).replace()
 
     def qarl_abort(self) -> None:
         """Forget the update; the old version keeps serving."""
-        _refit(self).update = None
+        rank_refit(self).update = None
 
     def qarl_digests(self) -> dict[str, int]:
         """Return the checksum of every tensor that this rank's kernels read, by name."""
-        model = _refit(self).model
+        model = rank_refit(self).model
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         return dict(zip(tensors, checksums(tensors.values()), strict=True))
 
@@ -198,7 +198,7 @@ class RankRefit:
         torch.cuda.synchronize(self.device)
 
 
-def _refit(worker: Any) -> RankRefit:
+def rank_refit(worker: Any) -> RankRefit:
     # A worker has its model only some time after it is made.
     if "_qarl_refit" not in vars(worker):
         worker._qarl_refit = RankRefit(worker)

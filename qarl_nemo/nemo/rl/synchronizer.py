@@ -1,0 +1,75 @@
+"""NeMo-RL's weight synchronizer, moving packed weights: what its training loop calls before rollouts of new weights."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import ray
+from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+
+from qarl_nemo.nemo.rl.engines import RayEngines
+
+_TIMED = "prepare_for_generation/transfer_and_update_weights"
+
+
+class PackedWeightSynchronizer(WeightSynchronizer):
+    """Every sync is one refit of all engines, whole or not at all, under the next version number.
+
+    Args:
+        policy: NeMo-RL's, of our policy workers.
+        generation: NeMo-RL's `VllmGeneration`, of our vLLM workers.
+    """
+
+    def __init__(self, policy: Any, generation: Any) -> None:
+        self._policy, self._generation = policy, generation
+        self._colocated = generation.cfg["colocated"]["enabled"]
+        group = generation.worker_group
+        self._engines = [group.workers[index] for index in group.dp_leader_worker_indices]
+        self._num_ranks = 0
+        self.version = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Collectors of rollouts get a copy of the engines' handle; weights are synchronized from the driver alone.
+        return {"version": self.version}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether no refit has reached the engines yet."""
+        return self.version == 0
+
+    def init_communicator(self) -> None:
+        """Number the engines' ranks; connections are made by the first refit that needs them."""
+        self._num_ranks = RayEngines(self._engines).place()
+
+    def sync_weights(self, *, timer: Any = None, kv_scales: dict[str, float] | None = None) -> dict[str, float]:
+        """Let the engines serve the policy's weights.
+
+        Args:
+            timer: NeMo-RL's.
+            kv_scales: of an FP8 cache, which packed refits do not carry.
+
+        Returns:
+            Seconds of each phase as `<phase>_s`, `num_bytes` and the `version` served now.
+
+        Raises:
+            ValueError: `kv_scales` are given.
+            ray.exceptions.RayTaskError: the refit was refused or broke off; the workers' reason.
+        """
+        if kv_scales is not None:
+            raise ValueError("packed refits carry no KV cache scales: set vllm_cfg.kv_cache_dtype=auto")
+        if self._colocated:
+            self._policy.offload_before_refit()
+            self._generation.prepare_for_generation(tags=["weights"])
+        with timer.time(_TIMED) if timer is not None else nullcontext():
+            figures = ray.get(
+                self._policy.worker_group.run_all_workers_single_data(
+                    "qarl_refit", engines=self._engines, num_ranks=self._num_ranks, version=self.version + 1
+                )
+            )
+        self.version += 1
+        if self._colocated:
+            self._policy.offload_after_refit()
+            self._generation.prepare_for_generation(tags=["kv_cache"])
+        return figures[0] | {"version": float(self.version)}
+
+    def shutdown(self) -> None:
+        """Nothing is held: connections end with the workers."""
