@@ -67,5 +67,5 @@ def import_bytes(description: dict[str, Any]) -> Tensor:
 
 
 def gpu_id(index: int) -> str:
-    # Indices differ between processes with other CUDA_VISIBLE_DEVICES.
+    """Return a GPU's name on this host; indices differ between processes with other CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)

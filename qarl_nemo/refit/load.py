@@ -199,7 +199,7 @@ class RankRefit:
 
 
 def rank_refit(worker: Any) -> RankRefit:
-    # A worker has its model only some time after it is made.
+    """Return the refits of a worker's rank; made when first asked for, because a worker gets its model late."""
     if "_qarl_refit" not in vars(worker):
         worker._qarl_refit = RankRefit(worker)
     return worker._qarl_refit

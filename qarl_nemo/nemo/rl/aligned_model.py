@@ -1,4 +1,4 @@
-"""The aligned model inside NeMo-RL's policy worker: how it gets built, what was aligned, and running it as another format.
+"""The aligned model inside NeMo-RL's policy worker: how it is built, what of it is aligned, and running other formats.
 
 NeMo-RL builds model and reference model from one Bridge provider. Its layer spec is the aligned one while it does, and
 the provider's own again afterwards: checkpoints record the provider, and must load where this package is not.

@@ -1,10 +1,9 @@
-"""A refit from all of the learner's ranks: every rank publishes, rank 0 speaks with the engines, all learn how it ended.
+"""A refit from all of the learner's ranks: all publish, rank 0 speaks with the engines, all learn how it ended.
 
 Colocated engines read the learner rank on their own GPU through CUDA IPC; separate ones are sent rank 0's tensors.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,30 +17,19 @@ from qarl_nemo.refit.send import RolloutEngine, Sender
 
 
 class ColocatedSender:
-    """Every rank of the engines reads the learner rank on its own GPU.
+    """Every rank of the engines reads the learner rank on its own GPU; made on every rank of the learner.
 
     Args:
-        descriptions: GPU -> tensor name -> what that GPU's learner rank exported.
+        tensors: on this rank's GPU, the same on every rank.
     """
 
-    def __init__(self, descriptions: dict[str, dict[str, Any]]) -> None:
-        self.descriptions = descriptions
-
-    @classmethod
-    def of_all_ranks(cls, tensors: dict[str, Tensor]) -> "ColocatedSender":
-        """Export this rank's tensors and gather what all ranks exported; called on every rank.
-
-        Args:
-            tensors: contiguous, on this rank's GPU; they stay until the refit is over.
-
-        Returns:
-            The sender, the same on every rank.
-        """
-        mine = (gpu_id(torch.cuda.current_device()), {name: export_tensor(tensor) for name, tensor in tensors.items()})
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._held = {name: _apart(tensor) for name, tensor in tensors.items()}
+        mine = {name: export_tensor(tensor) for name, tensor in self._held.items()}
         torch.cuda.synchronize()
-        held: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(held, mine)
-        return cls(dict(held))
+        exported: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(exported, (gpu_id(torch.cuda.current_device()), mine))
+        self.descriptions: dict[str, dict[str, Any]] = dict(exported)
 
     def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
         """Tell every rank where the tensors of its GPU's learner rank lie.
@@ -64,18 +52,23 @@ class ColocatedSender:
         engine.collective_rpc("qarl_receive", args=("ipc", message))
 
     def release(self) -> None:
-        """Nothing is held here: every rank keeps its own tensors until the end."""
+        """Let go of this rank's tensors; no rank of the engines reads them any more."""
+        self._held = {}
 
 
-def push_from_all(
-    update: RefitUpdate, engine: RolloutEngine, sender: Callable[[dict[str, Tensor]], Sender]
-) -> dict[str, float]:
+def _apart(tensor: Tensor) -> Tensor:
+    # Megatron keeps parameters in one buffer and takes its memory away to offload them; exported memory must stay.
+    whole = tensor.contiguous()
+    return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
+
+
+def push_from_all(update: RefitUpdate, engine: RolloutEngine, sender: Sender) -> dict[str, float]:
     """Let the engines serve what all ranks of the learner published; called on every rank.
 
     Args:
         update: whole, the same on every rank.
         engine: all engines; rank 0 speaks with them.
-        sender: makes the sender from contiguous tensors, on every rank.
+        sender: this rank's; rank 0's sends, all are released.
 
     Returns:
         Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`.
@@ -84,15 +77,11 @@ def push_from_all(
         RuntimeError: the refit was refused or broke off; rank 0's reason, on every rank.
     """
     started = time.perf_counter()
-    whole = {name: tensor.contiguous() for name, tensor in update.tensors.items()}
-    update, made = RefitUpdate(update.manifest, whole), sender(whole)
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
-        outcome = [_attempt(update, engine, made)]
+        outcome = [_attempt(update, engine, sender)]
     dist.broadcast_object_list(outcome, src=0)
-    del whole, update
-    if torch.cuda.is_available():
-        torch.cuda.ipc_collect()
+    sender.release()
     if isinstance(outcome[0], str):
         raise RuntimeError(outcome[0])
     return outcome[0] | {"total_s": time.perf_counter() - started}

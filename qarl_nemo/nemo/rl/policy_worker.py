@@ -70,7 +70,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             tensors = dict(publish_shards([self.model], vocab_size=self._vocab_size()))
             update = RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors)
             publish_s = time.perf_counter() - started
-            figures = push_from_all(update, RayEngines(engines), lambda whole: self._sender(whole, num_ranks))
+            figures = push_from_all(update, RayEngines(engines), self._sender(tensors, num_ranks))
         return figures | {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
 
     def prepare_refit_info(self) -> dict[str, Any]:
@@ -83,6 +83,8 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
     def offload_after_refit(self) -> None:
         """Drop the quantized weights as well: they are made anew from the masters that come back."""
         release([self.model])
+        # What engines have read is free now; it was lent to them.
+        torch.cuda.ipc_collect()
         super().offload_after_refit()
 
     @contextmanager
@@ -99,9 +101,9 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         with executing([self.model], self.served):
             yield
 
-    def _sender(self, whole: dict[str, Tensor], num_ranks: int) -> Sender:
+    def _sender(self, tensors: dict[str, Tensor], num_ranks: int) -> Sender:
         if self.is_generation_colocated:
-            return ColocatedSender.of_all_ranks(whole)
+            return ColocatedSender(tensors)
         if self._collective_sender is None:
             self._collective_sender = CollectiveSender(
                 num_ranks,
