@@ -1,0 +1,86 @@
+"""NeMo-RL's GRPO, synchronous or asynchronous, with quantized rollouts that the learner is aligned with.
+
+    python examples/run_qarl_grpo.py --config examples/configs/qarl-....yaml [a.b=c ...] [--check]
+
+This is NeMo-RL's own examples/run_grpo.py with two of its names bound to ours: `MasterConfig`, after which the `qarl:`
+block is checked against everything it depends on, and `setup`, which gets our policy workers, our refit and our loss.
+`--check` stops once the config is checked, before Ray starts.
+"""
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import nemo_rl
+from huggingface_hub import hf_hub_download
+from omegaconf import OmegaConf
+
+from qarl_nemo.config import ConfigError
+from qarl_nemo.losses.nemo import QarlLossFn
+from qarl_nemo.nemo.rl import plugin
+from qarl_nemo.nemo.rl.config import NemoQarlConfig, apply_qarl, as_mapping
+from qarl_nemo.nemo.rl.token_metrics import token_metrics
+
+_ROOT = Path(nemo_rl.__file__).parents[1]
+_LOSS = 6
+
+
+def main() -> None:
+    """Run NeMo-RL's launcher on the command line's config."""
+    check_only = "--check" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--check"]
+    # Our recipes build on NeMo-RL's, found through this variable.
+    os.environ.setdefault("NEMO_RL_ROOT", str(_ROOT))
+    sys.path.insert(0, str(_ROOT / "examples"))
+    import run_grpo
+
+    _Run(run_grpo, check_only).bind()
+    try:
+        run_grpo.main()
+    except ConfigError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+
+
+class _Run:
+    """What our `MasterConfig` learns and our `setup` needs."""
+
+    def __init__(self, launcher: ModuleType, check_only: bool) -> None:
+        self.launcher, self.check_only = launcher, check_only
+        self.master_config, self.setup = launcher.MasterConfig, launcher.setup
+        self.qarl: NemoQarlConfig | None = None
+
+    def bind(self) -> None:
+        """Put ours in place of NeMo-RL's."""
+        self.launcher.MasterConfig, self.launcher.setup = self.checked_config, self.aligned_setup
+
+    def checked_config(self, **values: Any) -> Any:
+        """Make NeMo-RL's config, checked together with its `qarl:` block."""
+        config = self.master_config(**values)
+        name = config.policy["model_name"]
+        if not Path(name).exists():
+            hf_hub_download(name, "config.json")
+        self.qarl = apply_qarl(config)
+        print(f"qarl: {self.qarl}", flush=True)
+        if self.check_only:
+            sys.exit(0)
+        return config
+
+    def aligned_setup(self, config: Any, *arguments: Any, policy_factory: Any = None, **named: Any) -> tuple[Any, ...]:
+        """Set NeMo-RL up with our workers, then put our refit and our loss in place."""
+        assert policy_factory is None, "data_plane.enabled is refused with the config"
+        assert self.qarl is not None
+        (Path(config.logger["log_dir"]) / "config.yaml").write_text(
+            OmegaConf.to_yaml(OmegaConf.create(dict(as_mapping(config)))), encoding="utf-8"
+        )
+        plugin.register()
+        parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
+        policy, policy_generation = parts[:2]
+        plugin.install_refit(policy, policy_generation)
+        parts[_LOSS] = QarlLossFn(self.qarl.objective, parts[_LOSS], token_metrics)
+        return tuple(parts)
+
+
+if __name__ == "__main__":
+    main()
