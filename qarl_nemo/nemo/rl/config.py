@@ -8,9 +8,7 @@ from pydantic import BaseModel, Field
 from qarl_nemo.config import ConfigError, QarlConfig, validate
 from qarl_nemo.losses.config import LossConfig, TBPOConfig
 from qarl_nemo.nemo.rl.conflicts import find_conflicts
-
-SENTINEL = "qarl"
-"""Value of `policy.generation.quant_cfg` that makes NeMo-RL look for another vLLM worker class: ours."""
+from qarl_nemo.nemo.rl.plugin import SENTINEL
 
 
 class NemoQarlConfig(QarlConfig):
