@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from qarl_nemo.config import read_yaml
+from qarl_nemo.metrics import nemo_rl_logs
 from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
 from qarl_nemo.metrics.events import METRICS_FILE, read_jsonl
 
@@ -97,11 +98,13 @@ def load_run(path: Path) -> Run:
     """Reads one run directory; whatever a killed run did not come to write is listed in `missing`.
 
     Args:
-        path: directory with at least config.yaml or metrics.jsonl.
+        path: directory with at least config.yaml or metrics.jsonl, or a log folder of NeMo-RL.
 
     Raises:
         ValueError: a file is broken in another way than an unfinished last line.
     """
+    if nemo_rl_logs.is_nemo_rl_log(path):
+        return _load_nemo_rl(path)
     missing = []
     config: dict[str, Any] = {}
     if (path / CONFIG_FILE).exists():
@@ -132,6 +135,36 @@ def load_run(path: Path) -> Run:
     )
 
 
+def _load_nemo_rl(path: Path) -> Run:
+    file = nemo_rl_logs.read_config(path)
+    missing = (
+        [] if file else [f"{CONFIG_FILE}: not started by examples/run_qarl_grpo.py, so no arm, seed or band lines"]
+    )
+    config = nemo_rl_logs.report_config(OmegaConf.to_container(read_yaml(file), resolve=False) if file else {})  # type: ignore[arg-type]
+    records = nemo_rl_logs.read_records(path, config)
+    if not records:
+        missing.append("tensorboard/: no scalars; set logger.tensorboard_enabled=true")
+    diagnostics = nemo_rl_logs.read_newest_diagnostics(path)
+    if diagnostics is None:
+        missing.append("train_data_step*.jsonl: none written yet, so there are no histograms, scatters or examples")
+    name = path.resolve().name
+    if name.startswith("exp_"):
+        name = f"{path.resolve().parent.name}/{name}"
+    return Run(
+        path=path,
+        name=name,
+        arm=_describe_arm(config) or name,
+        config=config,
+        steps=np.array([record["step"] for record in records], float),
+        columns=_add_band_shares(_columns(records)),
+        diagnostics=diagnostics,
+        examples=[example | {"step": diagnostics.step} for example in diagnostics.examples] if diagnostics else [],
+        quantized=[],
+        warm_start=[],
+        missing=tuple(missing),
+    )
+
+
 def _has(path: Path, name: str) -> bool:
     return (path / name).exists()
 
@@ -139,11 +172,11 @@ def _has(path: Path, name: str) -> bool:
 def _why_not_a_run(path: Path) -> str | None:
     if not path.is_dir():
         return f"{path}: no such directory (looked for {CONFIG_FILE} or {METRICS_FILE} in it)"
-    if _has(path, CONFIG_FILE) or _has(path, METRICS_FILE):
+    if _has(path, CONFIG_FILE) or _has(path, METRICS_FILE) or nemo_rl_logs.is_nemo_rl_log(path):
         return None
     inner = sorted(child.name for child in path.iterdir() if child.is_dir() and _why_not_a_run(child) is None)
     found = f"; these folders in it are runs: {', '.join(inner)}" if inner else ""
-    return f"{path}: has neither {CONFIG_FILE} nor {METRICS_FILE}{found}"
+    return f"{path}: has neither {CONFIG_FILE} nor {METRICS_FILE}, nor NeMo-RL's tensorboard/{found}"
 
 
 def _describe_arm(config: dict[str, Any]) -> str:

@@ -47,10 +47,10 @@ class Arm:
         statistics = [np.array([function(row) for row in rows]) for function in (np.mean, np.min, np.max)]
         return steps, statistics[0], statistics[1], statistics[2]
 
-    @property
-    def has_diagnostics(self) -> bool:
-        """Tells whether some run has diagnostics."""
-        return any(run.diagnostics is not None for run in self.runs)
+    def has_diagnostic(self, name: str) -> bool:
+        """Tells whether the runs with diagnostics, at least one, have this array; NeMo-RL's dumps lack some."""
+        measured = [run.diagnostics.arrays for run in self.runs if run.diagnostics is not None]
+        return bool(measured) and all(name in arrays for arrays in measured)
 
     def diagnostic(self, name: str) -> Floats:
         """Pools one array of the newest diagnostics over the arm's runs.

@@ -55,7 +55,7 @@ def _learning(arms: Sequence[Arm]) -> Section:
 
 
 def _mismatch(arms: Sequence[Arm]) -> Section:
-    measured = [arm for arm in arms if arm.has_diagnostics]
+    measured = [arm for arm in arms if arm.has_diagnostic("seq_mismatch_weight")]
     panels = (
         curve_panel(
             arms,
@@ -86,7 +86,7 @@ def _mismatch(arms: Sequence[Arm]) -> Section:
 
 
 def _bands(arms: Sequence[Arm]) -> Section:
-    measured = [arm for arm in arms if arm.has_diagnostics]
+    measured = [arm for arm in arms if arm.has_diagnostic("seq_prox_ratio")]
     panels = (
         histogram_panel(
             distributions.prox_ratios(measured),

@@ -53,7 +53,7 @@ def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
         if len(arms) == 1 and has_values(arms, "band_share/in_band_positive"):
             _draw_band_shares(third, arms[0])
         else:
-            _draw_mismatch(third, [arm for arm in arms if arm.has_diagnostics])
+            _draw_mismatch(third, [arm for arm in arms if arm.has_diagnostic("seq_mismatch_weight")])
         if len(arms) > 1:
             handles, labels = reward.get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside upper center", ncols=min(len(arms), 4), fontsize=10.5)

@@ -39,7 +39,7 @@ def test_everything_that_is_not_a_run_is_named_with_what_was_looked_for(tmp_path
         load_runs([tmp_path / "absent", tmp_path / "empty", tmp_path / "group"])
     absent, empty, group = str(error.value).splitlines()[1:]
     assert "absent: no such directory (looked for config.yaml or metrics.jsonl" in absent
-    assert empty.endswith("empty: has neither config.yaml nor metrics.jsonl")
+    assert empty.endswith("empty: has neither config.yaml nor metrics.jsonl, nor NeMo-RL's tensorboard/")
     assert group.endswith("these folders in it are runs: inner")
     with pytest.raises(ValueError, match="no run directories given"):
         load_runs([])

@@ -1,0 +1,199 @@
+"""NeMo-RL's log folders, read as the records and diagnostics of a run: TensorBoard events and dumps of its batches.
+
+    LOG_DIR/exp_001/config.yaml                 the checked config, written by examples/run_qarl_grpo.py
+    LOG_DIR/exp_001/tensorboard/events...       scalars by step
+    LOG_DIR/exp_001/train_data_step7.jsonl      the responses of a step, one a line
+A run that was resumed has one `exp_...` folder for each start; later ones win where steps overlap.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+from qarl_nemo.metrics.diagnostics import StepDiagnostics
+
+_EVENTS = "tensorboard"
+_OURS = "train/qarl/"
+# NeMo-RL's key -> the embedded engine's
+_RENAMED = {
+    "train/reward": "reward/mean",
+    "train/mean_gen_tokens_per_sample": "response_length_tokens/mean",
+    "train/approx_entropy": "loss/entropy",
+    "train/gen_kl_error": "mismatch/kl_k3",
+    "train/grad_norm": "optim/grad_norm",
+    "train/lr": "optim/lr",
+    "train/loss": "loss/total",
+    "validation/accuracy": "validation/reward",
+    f"{_OURS}abs_gap": "mismatch/abs_gap_mean",
+    f"{_OURS}num_nonfinite_tokens": "mismatch/nonfinite_tokens",
+    f"{_OURS}error_tokens": "error_tokens/rate",
+    "timing/train/total_step_time": "timing/step_s",
+}
+# Phases that do not overlap; two of one name belong to the synchronous and to the asynchronous loop.
+_PHASES = {
+    "generation": "rollout",
+    "exposed_generation": "rollout",
+    "reward_calculation": "reward",
+    "policy_and_reference_logprobs": "prev_logprobs",
+    "policy_training": "update",
+    "prepare_for_generation/total": "refit",
+    "weight_sync": "refit",
+    "training_prep": "training_prep",
+    "logprob_inference_prep": "logprob_prep",
+    "checkpointing": "checkpointing",
+    "total_validation_time": "validation",
+}
+_MAX_TOKENS = 4096
+
+
+def is_nemo_rl_log(path: Path) -> bool:
+    """Tell whether a folder is one of NeMo-RL's, or holds its `exp_...` folders."""
+    return bool(_starts(path))
+
+
+def read_config(path: Path) -> Path | None:
+    """Return where the config of the latest start stands, if it was written."""
+    written = [start / "config.yaml" for start in _starts(path) if (start / "config.yaml").is_file()]
+    return written[-1] if written else None
+
+
+def report_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of NeMo-RL's config that reports know, under the embedded engine's keys."""
+    policy, grpo = config.get("policy") or {}, config.get("grpo") or {}
+    qarl = dict(policy.get("qarl") or {})
+    objective = qarl.pop("objective", None)
+    known = {"qarl": qarl, "loss_fn": objective} if qarl else {}
+    return known | {
+        "seed": grpo.get("seed"),
+        "policy": {"model_path": policy.get("model_name")},
+        "grpo": {key: grpo.get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")},
+    }
+
+
+def read_records(path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read a run's scalars, one record a step under the embedded engine's keys.
+
+    Args:
+        path: the folder.
+        config: as `report_config` returns it.
+
+    Returns:
+        Records with `step`, ascending.
+
+    Raises:
+        ValueError: an event file is broken.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for start in _starts(path):
+        fresh = _read_scalars(start / _EVENTS)
+        first = min(fresh, default=math.inf)
+        steps = {step: values for step, values in steps.items() if step < first} | fresh
+    records, time_s = [], 0.0
+    for step in sorted(steps):
+        record = _record(steps[step], config)
+        time_s += record.get("timing/step_s", 0.0)
+        records.append({"step": step, **record, "time_s": time_s})
+    return records
+
+
+def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
+    """Read the newest dump of a batch: mismatch weights of its responses and log-probabilities of some tokens."""
+    dumps = {}
+    for start in _starts(path):
+        for file in start.glob("train_data_step*.jsonl"):
+            found = re.fullmatch(r"train_data_step(\d+)\.jsonl", file.name)
+            if found:
+                dumps[int(found[1])] = file
+    return _diagnostics(max(dumps), dumps[max(dumps)]) if dumps else None
+
+
+def _starts(path: Path) -> list[Path]:
+    def is_start(folder: Path) -> bool:
+        dumped = any(folder.glob("train_data_step*.jsonl"))
+        return not (folder / "metrics.jsonl").exists() and ((folder / _EVENTS).is_dir() or dumped)
+
+    if not path.is_dir():
+        return []
+    return [path] if is_start(path) else [folder for folder in sorted(path.glob("exp_*")) if is_start(folder)]
+
+
+def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:
+    steps: dict[int, dict[str, float]] = {}
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        for event in LegacyEventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    steps.setdefault(event.step, {})[value.tag] = value.simple_value
+    # NeMo-RL's steps begin at 1; what a start logs before them is no step.
+    return {step: values for step, values in steps.items() if any(tag.startswith("train/") for tag in values)}
+
+
+def _record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
+    record = {new: values[key] for key, new in _RENAMED.items() if key in values}
+    record |= {key: value for key, value in values.items() if key.startswith("refit/")}
+    for key, value in values.items():
+        if key.startswith(_OURS) and key not in _RENAMED:
+            record[f"loss/{key.removeprefix(_OURS)}"] = value
+    for sign in ("positive", "negative"):
+        tokens = values.get(f"{_OURS}tokens_{sign}")
+        if tokens:
+            record[f"error_tokens/rate_{sign}"] = values[f"{_OURS}error_tokens_{sign}"] / tokens
+    for phase, name in _PHASES.items():
+        if f"timing/train/{phase}" in values:
+            key = f"timing/{name}_s"
+            record[key] = record.get(key, 0.0) + values[f"timing/train/{phase}"]
+    grpo = config.get("grpo") or {}
+    responses = (grpo.get("num_prompts_per_step") or 0) * (grpo.get("num_generations_per_prompt") or 0)
+    tokens = responses * record.get("response_length_tokens/mean", 0.0)
+    for phase in ("rollout", "update"):
+        if tokens and record.get(f"timing/{phase}_s"):
+            record[f"throughput/{phase}_tokens_s"] = tokens / record[f"timing/{phase}_s"]
+    return record
+
+
+def _diagnostics(step: int, file: Path) -> StepDiagnostics:
+    weights, advantages, tokens, examples = [], [], [], []
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = {key: value[0] if isinstance(value, list) else value for key, value in json.loads(line).items()}
+            mask = np.array(row["token_loss_mask"], bool) & bool(row["sample_loss_mask"])
+            columns = [
+                np.array(row[key], float)[mask] for key in ("prev_logprobs", "generation_logprobs", "advantages")
+            ]
+            if not mask.any():
+                continue
+            prev, generation, advantage = columns
+            weights.append(math.exp(min(float(np.mean(prev - generation)), 20.0)))
+            advantages.append(float(advantage.mean()))
+            tokens.append(np.stack(columns, axis=-1))
+            if len(examples) < 8 and isinstance(row.get("content"), str):
+                examples.append(_example(row, float(advantage.mean())))
+    chosen = np.concatenate([*tokens, np.empty((0, 3))])
+    # Evenly spaced over the step.
+    chosen = chosen[:: max(1, len(chosen) // _MAX_TOKENS)]
+    arrays = {
+        "seq_mismatch_weight": np.array(weights),
+        "seq_advantage": np.array(advantages),
+        "token_prev_logprob": chosen[:, 0],
+        "token_generation_logprob": chosen[:, 1],
+        "token_advantage": chosen[:, 2],
+    }
+    return StepDiagnostics(step, arrays, examples)
+
+
+def _example(row: Mapping[str, Any], advantage: float) -> dict[str, Any]:
+    # Prompt and response in one; which tokens are whose text is the tokenizer's knowledge.
+    return {
+        "prompt": "",
+        "response": row["content"],
+        "answer": "",
+        "reward": float(row.get("rewards") or 0.0),
+        "advantage": advantage,
+        "error_tokens": [],
+    }

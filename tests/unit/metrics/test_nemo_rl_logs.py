@@ -1,0 +1,132 @@
+"""NeMo-RL's log folders are runs that the report reads like the embedded engine's."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+
+from qarl_nemo.metrics.report import write_report
+from qarl_nemo.metrics.runs import load_run, load_runs
+from qarl_nemo.metrics.summary import summarize_run
+
+PROMPTS, GENERATIONS = 4, 2
+CONFIG = {
+    "policy": {
+        "model_name": "Qwen/Qwen3-30B-A3B",
+        "qarl": {"alignment": "aligned", "format": "w4a16", "objective": {"objective": "tbpo"}},
+    },
+    "grpo": {"seed": 3, "num_prompts_per_step": PROMPTS, "num_generations_per_prompt": GENERATIONS},
+}
+
+
+def write_start(folder, steps, *, reward=0.5, config=CONFIG):
+    """What one start of a run leaves behind, by the writer that NeMo-RL's TensorBoard logger uses."""
+    folder.mkdir(parents=True)
+    if config is not None:
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
+    writer.add_hparams({"policy.precision": "bfloat16"}, {})
+    writer.add_scalar("timing/setup/total_setup_time_s", 30.0, 0)
+    for step in steps:
+        scalars = {
+            "train/reward": reward + 0.01 * step,
+            "train/mean_gen_tokens_per_sample": 50.0,
+            "train/gen_kl_error": 1e-4,
+            "train/qarl/abs_gap": 2e-3,
+            "train/qarl/kept_fraction": 0.9,
+            "train/qarl/fraction_positive": 0.5,
+            "train/qarl/in_band_fraction_positive": 0.25,
+            "train/qarl/error_tokens": 0.01,
+            "train/qarl/error_tokens_negative": 0.008,
+            "train/qarl/tokens_negative": 0.4,
+            "train/qarl/error_tokens_positive": 0.0,
+            "train/qarl/tokens_positive": 0.0,
+            "timing/train/total_step_time": 10.0,
+            "timing/train/generation": 4.0,
+            "timing/train/prepare_for_generation/total": 1.0,
+            "timing/train/prepare_for_generation/transfer_and_update_weights": 0.5,
+            "timing/train/policy_training": 3.0,
+            "refit/total_s": 0.3,
+        }
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, step)
+    writer.close()
+    return folder
+
+
+def write_dump(folder, step, gap):
+    """One line a response, every value in a list of one, as NeMo-RL writes them."""
+    rows = []
+    for index, advantage in enumerate((1.0, -1.0, 0.5)):
+        prev = [0.0, 0.0, -1.0, -2.0]
+        rows.append(
+            {
+                "content": [f"user: 1+1?\nassistant: answer {index}"],
+                "rewards": [1.0],
+                "token_ids": [[1, 2, 3, 4]],
+                "token_loss_mask": [[0, 0, 1, 1]],
+                "sample_loss_mask": [0.0 if index == 2 else 1.0],
+                "advantages": [[advantage] * 4],
+                "generation_logprobs": [[0.0, 0.0, -1.0 - gap, -2.0 - gap]],
+                "prev_logprobs": [prev],
+                "idx": index,
+            }
+        )
+    (folder / f"train_data_step{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_columns_carry_the_embedded_engines_names(tmp_path):
+    run = load_run(write_start(tmp_path / "exp_001", range(1, 6)))
+    assert run.steps.tolist() == [1, 2, 3, 4, 5]
+    assert run.column("reward/mean") == pytest.approx([0.51, 0.52, 0.53, 0.54, 0.55])
+    assert run.column("mismatch/abs_gap_mean") == pytest.approx([2e-3] * 5)
+    assert run.column("mismatch/kl_k3") == pytest.approx([1e-4] * 5)
+    assert run.column("error_tokens/rate_negative") == pytest.approx([0.02] * 5)
+    assert np.isnan(run.column("error_tokens/rate_positive")).all(), "no token has a positive advantage"
+    assert run.column("band_share/in_band_positive") == pytest.approx([0.5] * 5)
+    assert run.column("timing/rollout_s") == pytest.approx([4.0] * 5)
+    assert run.column("timing/refit_s") == pytest.approx([1.0] * 5), "inner timers are not counted twice"
+    assert run.column("throughput/rollout_tokens_s") == pytest.approx([PROMPTS * GENERATIONS * 50 / 4] * 5)
+    assert run.column("time_s")[-1] == pytest.approx(50.0)
+    assert (run.arm, run.seed, run.setting("qarl.format")) == ("aligned w4a16 tbpo", 3, "w4a16")
+
+
+def test_a_resumed_run_is_one_run_and_its_later_start_wins(tmp_path):
+    write_start(tmp_path / "exp_001", range(1, 8), reward=0.1)
+    write_start(tmp_path / "exp_002", range(6, 11), reward=0.5)
+    run = load_run(tmp_path)
+    assert run.steps.tolist() == list(range(1, 11))
+    assert run.column("reward/mean")[4:6] == pytest.approx([0.15, 0.56])
+    assert summarize_run(run)["num_steps"] == 10
+
+
+def test_the_newest_dump_gives_weights_and_tokens_of_responses_that_count(tmp_path):
+    folder = write_start(tmp_path / "exp_001", [9, 10])
+    write_dump(folder, 9, gap=5.0)
+    write_dump(folder, 10, gap=0.1)
+    diagnostics = load_run(folder).diagnostics
+    assert diagnostics.step == 10
+    assert diagnostics.arrays["seq_mismatch_weight"] == pytest.approx([math.exp(0.1)] * 2)
+    assert diagnostics.arrays["seq_advantage"].tolist() == [1.0, -1.0]
+    assert diagnostics.arrays["token_prev_logprob"].tolist() == [-1.0, -2.0, -1.0, -2.0]
+
+
+def test_the_report_shows_it_beside_a_run_of_nemo_rl_alone(tmp_path):
+    ours = write_start(tmp_path / "ours" / "exp_001", range(1, 6))
+    write_dump(ours, 5, gap=0.1)
+    plain = write_start(tmp_path / "plain" / "exp_001", range(1, 6), config=None)
+    html = write_report([ours, plain], tmp_path / "report.html").read_text()
+    assert "aligned w4a16 tbpo" in html
+    assert "plain/exp_001" in html
+    assert "not started by examples/run_qarl_grpo.py" in html
+
+
+def test_a_folder_without_scalars_says_what_to_set(tmp_path):
+    folder = tmp_path / "exp_001"
+    folder.mkdir()
+    write_dump(folder, 1, gap=0.1)
+    (run,) = load_runs([folder])
+    assert any("logger.tensorboard_enabled=true" in sentence for sentence in run.missing)
