@@ -15,12 +15,12 @@ from typing import Any
 
 import nemo_rl
 from huggingface_hub import hf_hub_download
-from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.losses.nemo import QarlLossFn
 from qarl_nemo.nemo.rl import plugin
 from qarl_nemo.nemo.rl.config import NemoQarlConfig, apply_qarl, as_mapping
+from qarl_nemo.nemo.rl.run_folder import describe_run
 from qarl_nemo.nemo.rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
@@ -71,9 +71,7 @@ class _Run:
         """Set NeMo-RL up with our workers, then put our refit and our loss in place."""
         assert policy_factory is None, "data_plane.enabled is refused with the config"
         assert self.qarl is not None
-        (Path(config.logger["log_dir"]) / "config.yaml").write_text(
-            OmegaConf.to_yaml(OmegaConf.create(dict(as_mapping(config)))), encoding="utf-8"
-        )
+        describe_run(Path(config.logger["log_dir"]), as_mapping(config))
         plugin.register()
         parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
         policy, policy_generation = parts[:2]

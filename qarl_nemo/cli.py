@@ -178,7 +178,9 @@ def compare(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories, or log folders of NeMo-RL; several are compared.")
+    ],
     output: Annotated[Path | None, typer.Option(help="HTML file; default <first run>/report.html.")] = None,
 ) -> None:
     """Write an HTML report: reward, KL, entropy, ratios by sign, bands, scatter, error tokens, timings."""

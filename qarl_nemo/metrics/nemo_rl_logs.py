@@ -1,6 +1,7 @@
 """NeMo-RL's log folders, read as the records and diagnostics of a run: TensorBoard events and dumps of its batches.
 
     LOG_DIR/exp_001/config.yaml                 the checked config, written by examples/run_qarl_grpo.py
+    LOG_DIR/exp_001/run.json                    what it ran on, by the same
     LOG_DIR/exp_001/tensorboard/events...       scalars by step
     LOG_DIR/exp_001/train_data_step7.jsonl      the responses of a step, one a line
 A run that was resumed has one `exp_...` folder for each start; later ones win where steps overlap.
@@ -18,6 +19,8 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 
 from qarl_nemo.metrics.diagnostics import StepDiagnostics
 
+CONFIG_FILE = "config.yaml"
+FACTS_FILE = "run.json"
 _EVENTS = "tensorboard"
 _OURS = "train/qarl/"
 # NeMo-RL's key -> the embedded engine's
@@ -57,10 +60,30 @@ def is_nemo_rl_log(path: Path) -> bool:
     return bool(_starts(path))
 
 
-def read_config(path: Path) -> Path | None:
+def find_config(path: Path) -> Path | None:
     """Return where the config of the latest start stands, if it was written."""
-    written = [start / "config.yaml" for start in _starts(path) if (start / "config.yaml").is_file()]
+    written = [start / CONFIG_FILE for start in _starts(path) if (start / CONFIG_FILE).is_file()]
     return written[-1] if written else None
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Read command, hardware and versions of the latest start that recorded them.
+
+    Args:
+        path: the folder.
+
+    Returns:
+        `command`, `hardware` and `versions`.
+
+    Raises:
+        ValueError: no start recorded them.
+    """
+    written = [start / FACTS_FILE for start in _starts(path) if (start / FACTS_FILE).is_file()]
+    if not written:
+        raise ValueError(
+            f"{path}: no {FACTS_FILE}, which examples/run_qarl_grpo.py writes, so nobody knows what it ran on"
+        )
+    return json.loads(written[-1].read_text(encoding="utf-8"))
 
 
 def report_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def load_run(path: Path) -> Run:
 
 
 def _load_nemo_rl(path: Path) -> Run:
-    file = nemo_rl_logs.read_config(path)
+    file = nemo_rl_logs.find_config(path)
     missing = (
         [] if file else [f"{CONFIG_FILE}: not started by examples/run_qarl_grpo.py, so no arm, seed or band lines"]
     )

@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from qarl_nemo.metrics.report import write_report
+from qarl_nemo.metrics.results import read_results
 from qarl_nemo.metrics.runs import load_run, load_runs
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -22,7 +26,7 @@ CONFIG = {
 }
 
 
-def write_start(folder, steps, *, reward=0.5, config=CONFIG):
+def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFIG):
     """What one start of a run leaves behind, by the writer that NeMo-RL's TensorBoard logger uses."""
     folder.mkdir(parents=True)
     if config is not None:
@@ -35,7 +39,7 @@ def write_start(folder, steps, *, reward=0.5, config=CONFIG):
             "train/reward": reward + 0.01 * step,
             "train/mean_gen_tokens_per_sample": 50.0,
             "train/gen_kl_error": 1e-4,
-            "train/qarl/abs_gap": 2e-3,
+            "train/qarl/abs_gap": gap,
             "train/qarl/kept_fraction": 0.9,
             "train/qarl/fraction_positive": 0.5,
             "train/qarl/in_band_fraction_positive": 0.25,
@@ -52,7 +56,7 @@ def write_start(folder, steps, *, reward=0.5, config=CONFIG):
             "refit/total_s": 0.3,
         }
         for tag, value in scalars.items():
-            writer.add_scalar(tag, value, step)
+            writer.add_scalar(tag, value * (slower if tag.startswith("timing/") else 1.0), step)
     writer.close()
     return folder
 
@@ -130,3 +134,22 @@ def test_a_folder_without_scalars_says_what_to_set(tmp_path):
     write_dump(folder, 1, gap=0.1)
     (run,) = load_runs([folder])
     assert any("logger.tensorboard_enabled=true" in sentence for sentence in run.missing)
+
+
+def test_recorded_figures_are_over_the_bf16_run(tmp_path):
+    tools = Path(__file__).parents[3] / "tools"
+    folders = {}
+    for name, slower, gap in (("bf16", 2.0, 1e-3), ("w4a16", 1.0, 2e-3)):
+        folders[name] = write_start(tmp_path / name, range(1, 11), slower=slower, gap=gap)
+        facts = {"command": "python run", "hardware": "1x NVIDIA H200", "versions": {"vllm": "0.25.1"}}
+        (folders[name] / "run.json").write_text(json.dumps(facts))
+    output = tmp_path / "nemo_rl.json"
+    command = [sys.executable, tools / "record_nemo_rl.py", *(f"--run={name}={path}" for name, path in folders.items())]
+    subprocess.run([*command, output], check=True, timeout=120)
+    rows = {row.name: row.value for row in read_results(output)}
+    assert rows["run_steps_w4a16"] == 10
+    assert rows["step_speedup_w4a16"] == pytest.approx(2.0)
+    assert rows["gap_ratio_w4a16"] == pytest.approx(2.0)
+    assert rows["refit_s_w4a16"] == pytest.approx(0.3)
+    assert rows["phase_s_rollout_bf16"] == pytest.approx(8.0)
+    assert "step_speedup_bf16" not in rows

@@ -1,0 +1,52 @@
+"""What a run leaves in NeMo-RL's log folder so that reports and records know it: its config, and what it ran on."""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pynvml
+from nemo_rl.package_info import __version__ as nemo_rl_version
+from omegaconf import OmegaConf
+
+from qarl_nemo.metrics.atomic import write_atomic
+from qarl_nemo.metrics.nemo_rl_logs import CONFIG_FILE, FACTS_FILE
+
+_PACKAGES = ("torch", "vllm", "megatron-core", "transformer-engine", "ray", "transformers")
+
+
+def describe_run(log_dir: Path, config: Mapping[str, Any]) -> None:
+    """Write `config.yaml` and `run.json`: command, hardware, and versions of the packages that this process sees.
+
+    Args:
+        log_dir: NeMo-RL's folder of this start.
+        config: the checked config, as nested dictionaries.
+    """
+    cluster = config["cluster"]
+    gpus = cluster["gpus_per_node"] * cluster["num_nodes"]
+    facts = {
+        "command": shlex.join(["python", *sys.argv]),
+        "hardware": f"{gpus}x {_gpu_name()}",
+        "versions": {"nemo-rl": nemo_rl_version} | {name: found for name in _PACKAGES if (found := _version(name))},
+    }
+    write_atomic(log_dir / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
+    write_atomic(log_dir / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+
+
+def _gpu_name() -> str:
+    # torch would take memory on the device for a context.
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    except pynvml.NVMLError:
+        return "GPU"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

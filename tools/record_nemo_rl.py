@@ -1,0 +1,109 @@
+"""Turn NeMo-RL log folders of QaRL runs into rows of docs/results.
+
+    python tools/record_nemo_rl.py --run bf16=logs/bf16 --run w4a16=logs/w4a16 docs/results/nemo_rl.json
+
+The run called `bf16` is the floor: gaps and step times of the others are divided by its. Names may carry a suffix
+(`w4a16_ep2` beside `bf16_ep2`).
+"""
+
+import argparse
+import datetime
+import math
+from pathlib import Path
+
+import numpy as np
+
+from qarl_nemo.metrics.nemo_rl_logs import read_facts
+from qarl_nemo.metrics.report.timings import phase_seconds
+from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.runs import Run, load_run
+from qarl_nemo.metrics.summary import summarize_run
+
+BASELINE = "bf16"
+# The first steps compile and warm up.
+WARM_UP_STEPS = 3
+
+
+def run_rows(name: str, run: Run, baseline: Run | None) -> list[dict]:
+    """Return one run's figures.
+
+    Args:
+        name: what the rows are called after.
+        run: the run.
+        baseline: the BF16 run beside it on the same hardware, if there is one.
+
+    Returns:
+        run_steps, reward_rise, gap, phase_s of every phase, refit_s, and over the baseline gap_ratio and step_speedup.
+    """
+    summary = summarize_run(run)
+    rise = summary["reward_final"] - summary["reward_first"]
+    figures = [
+        (f"run_steps_{name}", summary["num_steps"], "steps", ">="),
+        (f"reward_rise_{name}", rise, "", ">="),
+        (f"reward_final_{name}", summary["reward_final"], "", ">="),
+        (f"gap_{name}", summary["abs_gap_mean"], "nats", "<="),
+        (f"step_s_{name}", step_seconds(run), "s", "<="),
+        (f"refit_s_{name}", typical(run, "refit/total_s"), "s", "<="),
+    ]
+    figures += [(f"phase_s_{phase}_{name}", median(values), "s", "<=") for phase, values in phase_seconds(run).items()]
+    if baseline is not None:
+        floor = summarize_run(baseline)["abs_gap_mean"]
+        figures.append((f"gap_ratio_{name}", summary["abs_gap_mean"] / floor if floor else math.nan, "", "<="))
+        figures.append((f"step_speedup_{name}", step_seconds(baseline) / step_seconds(run), "", ">="))
+    facts = read_facts(run.path)
+    return [
+        {
+            "name": figure,
+            "value": float(f"{value:.5g}"),
+            "unit": unit,
+            "op": op,
+            "goal": None,
+            "hardware": facts["hardware"],
+            "versions": facts["versions"],
+            "command": facts["command"],
+            "date": datetime.date.today().isoformat(),
+        }
+        for figure, value, unit, op in figures
+        if math.isfinite(value)
+    ]
+
+
+def step_seconds(run: Run) -> float:
+    """Return the median seconds of a step, warm-up left out."""
+    return typical(run, "timing/step_s")
+
+
+def typical(run: Run, key: str) -> float:
+    """Return the median of a column over the steps after warm-up; NaN where nothing was recorded."""
+    return median(run.column(key))
+
+
+def median(values: np.ndarray) -> float:
+    """Return the median of the finite values after warm-up, of all where there are no others."""
+    later = values[WARM_UP_STEPS:] if len(values) > WARM_UP_STEPS else values
+    finite = later[np.isfinite(later)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
+def baseline_of(name: str, runs: dict[str, Run]) -> Run | None:
+    """Return the BF16 run with the suffix of `name`, unless `name` is it."""
+    formats = ("w4a16", "w4a8", "fp8_block", "fp8_channel")
+    fmt = next((fmt for fmt in formats if name == fmt or name.startswith(f"{fmt}_")), None)
+    return runs.get(BASELINE + name.removeprefix(fmt)) if fmt else None
+
+
+def main() -> None:
+    """Record what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="append", required=True, metavar="NAME=LOG_DIR", help="repeat for several")
+    parser.add_argument("output", type=Path, help="file of docs/results")
+    arguments = parser.parse_args()
+    folders = dict(text.split("=", 1) for text in arguments.run)
+    runs = {name: load_run(Path(folder)) for name, folder in folders.items()}
+    rows = [row for name, run in runs.items() for row in run_rows(name, run, baseline_of(name, runs))]
+    append_results(arguments.output, rows)
+    print(f"{len(rows)} rows in {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
