@@ -1,0 +1,155 @@
+"""Several engines as Ray actors, refitted as one: all of them or none.
+
+The ranks here are the real receiving half without an engine around it; only GPUs have vLLM around it (`examples`).
+"""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+ray = pytest.importorskip("ray", reason="needs Ray")
+
+import torch.distributed as dist  # noqa: E402
+from asserts import assert_bitwise_equal  # noqa: E402
+
+from qarl_nemo.nemo.rl.engines import RayEngines  # noqa: E402
+from qarl_nemo.nemo.rl.learner_push import push_from_all  # noqa: E402
+from qarl_nemo.refit.arrive import Arrivals  # noqa: E402
+from qarl_nemo.refit.incoming import IncomingUpdate  # noqa: E402
+from qarl_nemo.refit.manifest import Manifest  # noqa: E402
+from qarl_nemo.refit.publish import RefitUpdate  # noqa: E402
+from qarl_nemo.refit.push import push, serving_version  # noqa: E402
+from qarl_nemo.refit.send import CollectiveSender  # noqa: E402
+
+CPU = torch.device("cpu")
+NAMES = {"model.layers.0.mlp.experts.down_proj.weight_packed": torch.int32, "model.norm.weight": torch.bfloat16}
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+
+class Rank:
+    def __init__(self, rank: int) -> None:
+        self.own = rank
+        self.arrivals = Arrivals(rank, CPU)
+        self.version, self.served, self.update = None, {}, None
+
+    def qarl_process(self):
+        return 1
+
+    def qarl_place(self, first_rank):
+        self.arrivals.rank = first_rank + self.own
+
+    def qarl_version(self):
+        return {"version": self.version, "whole": True}
+
+    def qarl_connect(self, message):
+        self.arrivals.connect(message)
+
+    def qarl_begin(self, manifest):
+        self.update = IncomingUpdate(Manifest.from_message(manifest), lambda _, whole: whole)
+        return []
+
+    def qarl_receive(self, kind, message):
+        self.arrivals.receive(kind, message, self.update)
+
+    def qarl_verify(self):
+        return self.update.problems()
+
+    def qarl_replace(self):
+        self.version, self.served = self.update.manifest.version, dict(self.update.parts)
+
+    def qarl_abort(self):
+        self.update = None
+
+    def qarl_served(self):
+        return self.served
+
+
+@ray.remote(num_cpus=0)
+class Engine:
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = [Rank(rank) for rank in range(num_ranks)]
+        self.busy = False
+
+    def qarl_rpc(self, method, args=()):
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(lambda rank: getattr(rank, method)(*args), self.ranks))
+
+    def qarl_busy(self):
+        return self.busy
+
+    def qarl_reset_prefix_cache(self):
+        return True
+
+    def set_busy(self, busy):
+        self.busy = busy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    # Actors find this module, and what it imports, where the tests do.
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths})
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def learner():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def engines():
+    found = RayEngines([Engine.remote(2), Engine.remote(1)])
+    assert found.place() == 3
+    return found
+
+
+def update_of(version):
+    tensors = {name: (torch.rand(4, 6) * 100).to(dtype) for name, dtype in NAMES.items()}
+    return RefitUpdate(Manifest.of(tensors, version=version, fmt="w4a16"), tensors)
+
+
+def test_every_rank_of_every_engine_serves_the_same_bytes(engines):
+    sender = CollectiveSender(3, CPU, backend="gloo")
+    for version in (1, 2):
+        update = update_of(version)
+        push(update, engines, sender)
+        assert serving_version(engines) == version
+        for served in engines.collective_rpc("qarl_served"):
+            assert served.keys() == update.tensors.keys()
+            for name, tensor in served.items():
+                assert_bitwise_equal(tensor, update.tensors[name])
+
+
+def test_a_busy_engine_keeps_all_engines_as_they_are(engines):
+    ray.get(engines.workers[1].set_busy.remote(True))
+    with pytest.raises(ValueError, match="requests are unfinished"):
+        push(update_of(1), engines, CollectiveSender(3, CPU, backend="gloo"))
+    assert serving_version(engines) is None
+
+
+def test_all_ranks_of_the_learner_learn_how_a_refit_ended(engines, learner):
+    sender = CollectiveSender(3, CPU, backend="gloo")
+    figures = push_from_all(update_of(1), engines, sender)
+    assert {"announce_s", "transfer_s", "verify_s", "replace_s", "total_s", "num_bytes"} == figures.keys()
+    broken = update_of(2)
+    broken.tensors["model.norm.weight"] += 1
+    with pytest.raises(RuntimeError, match=r"refit to version 2 refused.*keeps serving version 1(.|\n)*norm\.weight"):
+        push_from_all(broken, engines, sender)
+    assert serving_version(engines) == 1
+
+
+def test_a_killed_engine_is_an_error_and_the_other_keeps_its_version(engines, learner):
+    sender = CollectiveSender(3, CPU, backend="gloo")
+    push_from_all(update_of(1), engines, sender)
+    ray.kill(engines.workers[1])
+    with pytest.raises(RuntimeError, match="ActorDiedError"):
+        push_from_all(update_of(2), engines, sender)
+    assert serving_version(RayEngines(engines.workers[:1])) == 1
