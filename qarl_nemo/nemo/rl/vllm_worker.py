@@ -9,9 +9,9 @@ from contextlib import aclosing
 from typing import Any
 
 import ray
+from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
-from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 
 from qarl_nemo.nemo.rl.engine_arguments import engine_arguments
 from qarl_nemo.refit.engine_settings import ENVIRONMENT
