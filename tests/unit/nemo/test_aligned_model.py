@@ -1,0 +1,50 @@
+"""What NeMo-RL's worker builds is aligned or refused, and runs as another format where the reference model asks for it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
+)
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    folder, here = tmp_path_factory.mktemp("aligned"), Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parents[1]), *filter(None, sys.path)])
+    # A process of its own: Megatron keeps global state.
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(here / "run_aligned_model.py"), str(folder)],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torch.load(folder / "rank0.pt", weights_only=True)
+
+
+def test_another_format_runs_for_a_while_and_leaves_no_trace(facts):
+    assert facts["formats"] == dict.fromkeys(facts["formats"], True)
+    assert len(facts["formats"]) == 5
+
+
+def test_a_worker_builds_aligned_models_and_records_the_providers_own_spec(facts):
+    built = dict(facts["built"])
+    assert built.pop("aligned") == "w4a16 in the experts of 2 and the attention of 0 layers"
+    assert built == {"spec_is_back": True, "runs_the_format": True, "spec_is_back_after_failure": True}
+
+
+def test_a_model_that_would_not_execute_the_format_is_refused_by_layer(facts):
+    refusals = facts["refusals"]
+    assert "layer 1: experts are MoELayer" in refusals["plain"]
+    assert "layer 2: experts are MoELayer" in refusals["plain"]
+    assert "model.layers.0.mlp.experts.gate_up_proj executes bf16" in refusals["other format"]
+    assert refusals["attention"].count("layer 2: ") == 2
