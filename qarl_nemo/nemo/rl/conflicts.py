@@ -42,6 +42,7 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy.generation.vllm_kwargs.quantization": ((None,), "qarl.format says how vLLM quantizes"),
     "policy.generation.vllm_kwargs.worker_extension_cls": ((None,), "QaRL's own extension receives the refits"),
     "policy.hf_config_overrides.quantization_config": ((None,), "the learner would be converted with it"),
+    "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),
     "data_plane.enabled": (_OFF, "packed refits go through NeMo-RL's own policy class"),
 }
 # Settings of NeMo-RL's clipped loss that an objective does not read, and their defaults.

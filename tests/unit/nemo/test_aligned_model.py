@@ -1,4 +1,4 @@
-"""What NeMo-RL's worker builds is aligned or refused, and runs as another format where the reference model asks for it."""
+"""What NeMo-RL's worker builds is aligned or refused, and runs as another format for its reference model."""
 
 import importlib.util
 import os

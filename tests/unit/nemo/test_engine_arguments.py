@@ -1,4 +1,4 @@
-"""NeMo-RL's arguments of `vllm.LLM` become those of an engine that serves the `qarl:` block, or an error that says why."""
+"""NeMo-RL's arguments of `vllm.LLM` become those of an engine that serves the `qarl:` block, or one error."""
 
 import pytest
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -78,7 +78,7 @@ def test_own_compilation_settings_are_kept_but_for_the_learners_operators(model)
 
 def test_settings_that_would_serve_something_else_are_listed_together(model):
     given = nemo_rl(model, moe_backend="triton", quantization="fp8", hf_overrides={"quantization_config": {"a": 1}})
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="does not serve the `qarl:` block") as refused:
         engine_arguments(given, qarl("w4a16"))
     text = str(refused.value)
     assert all(part in text for part in ("moe_backend='triton'", "'marlin'", "quantization='fp8'", "hf_overrides."))
