@@ -1,6 +1,7 @@
 """A model's shapes against both engines' parallel layouts, before any weight is read."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from qarl_nemo.checkpoints.shapes import shape_problems
 from qarl_nemo.nemo.alignment import Alignment
 from qarl_nemo.nemo.checks import require_supported
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _MOE = "qwen3_moe"
 _MODEL_TYPES = (_MOE, "qwen3", "qwen2")
 # What NeMo-RL and Bridge set for these models where a config says nothing.
@@ -61,8 +63,7 @@ def read_model_config(name: str) -> dict[str, Any] | None:
     """Return the config.json of a folder, or of a model in Hugging Face's cache; None where there is neither."""
     path = Path(name) / "config.json"
     if not path.is_file():
-        # A path is no name of a hub repository.
-        cached = None if not name or name.startswith(("/", ".")) else try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json") if _HUB_NAME.fullmatch(name) else None
         if not isinstance(cached, str):
             return None
         path = Path(cached)
@@ -77,7 +78,7 @@ def _learner_problems(
         "hidden_size": model["hidden_size"],
         "ffn_hidden_size": model["intermediate_size"],
         "moe_ffn_hidden_size": model.get("moe_intermediate_size"),
-        "num_moe_experts": model.get("num_experts"),
+        "num_moe_experts": model.get("num_experts", model.get("num_local_experts")),
         "num_attention_heads": model["num_attention_heads"],
         "num_query_groups": model["num_key_value_heads"],
         "kv_channels": _head_dim(model),

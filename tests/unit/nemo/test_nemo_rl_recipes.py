@@ -1,0 +1,61 @@
+"""The recipes say only what differs from NeMo-RL's own, hold together with their `qarl:` block, and are listed."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qarl_nemo.config import merge_mappings
+from qarl_nemo.nemo.rl.config import apply_qarl
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+RECIPES = sorted(path for path in (EXAMPLES / "configs").glob("qarl-*.yaml") if path.stem != "qarl-paper")
+NEMO_RL = "${oc.env:NEMO_RL_ROOT}/examples/configs/"
+# Model in a recipe -> a folder here with its config.json; others are made or downloaded first.
+SHAPES = {"Qwen/Qwen3-30B-A3B-Base": EXAMPLES / "models" / "qwen3-30b-a3b"}
+
+
+def own_settings(path: Path) -> dict[str, Any]:
+    """What our files of a recipe say, without NeMo-RL's below them."""
+    own = yaml.safe_load(path.read_text())
+    parents = own.pop("defaults", [])
+    merged: dict[str, Any] = {}
+    for parent in [parents] if isinstance(parents, str) else parents:
+        if not parent.startswith(NEMO_RL):
+            merged = merge_mappings(merged, own_settings(path.parent / parent))
+    return merge_mappings(merged, own)
+
+
+def with_known_shapes(config: dict[str, Any]) -> dict[str, Any]:
+    known = SHAPES.get(config["policy"]["model_name"])
+    return merge_mappings(config, {"policy": {"model_name": str(known)}}) if known else config
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_has_no_conflicts_with_its_qarl_block(path):
+    qarl = apply_qarl(with_known_shapes(own_settings(path)))
+    named = path.stem.rpartition("megatron-")[2].replace("-", "_")
+    assert qarl.format == named
+    assert qarl.alignment == ("none" if named == "bf16" else "aligned")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_builds_on_nemo_rls_own_and_keeps_its_results_apart(path):
+    parents, chain = [path.name], []
+    while parents:
+        parent = parents.pop()
+        chain.append(parent)
+        if not parent.startswith(NEMO_RL):
+            found = yaml.safe_load((path.parent / parent).read_text()).get("defaults", [])
+            parents += [found] if isinstance(found, str) else found
+    assert any(parent.startswith(NEMO_RL) for parent in chain)
+    settings = own_settings(path)
+    assert settings["logger"] == {"log_dir": f"logs/{path.stem}", "tensorboard_enabled": True}
+    assert settings["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"
+
+
+def test_the_readme_lists_every_recipe():
+    listed = set(re.findall(r"^\| `(qarl-[\w.-]+\.yaml)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in RECIPES}

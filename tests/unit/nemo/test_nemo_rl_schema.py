@@ -1,0 +1,72 @@
+"""Recipes and data sets, read by NeMo-RL itself."""
+
+import json
+import os
+
+import nemo_rl_here  # noqa: F401
+import pytest
+from omegaconf import OmegaConf
+from test_nemo_rl_recipes import RECIPES, SHAPES
+
+# isort: split
+import nemo_rl
+from nemo_rl.algorithms.grpo import MasterConfig
+from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+
+from qarl_nemo.config import ConfigError
+from qarl_nemo.nemo.rl.config import apply_qarl
+
+
+def read(path, monkeypatch) -> MasterConfig:
+    """As examples/run_qarl_grpo.py reads it."""
+    monkeypatch.setenv("NEMO_RL_ROOT", os.path.dirname(os.path.dirname(nemo_rl.__file__)))
+    register_omegaconf_resolvers()
+    config = MasterConfig(**OmegaConf.to_container(load_config(path), resolve=True))
+    name = config.policy["model_name"]
+    config.policy["model_name"] = str(SHAPES.get(name, name))
+    return config
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_nemo_rl_takes_the_recipe(path, monkeypatch):
+    config = read(path, monkeypatch)
+    qarl = apply_qarl(config)
+    assert config.policy["qarl"]["format"] == qarl.format
+    assert config.policy["generation"]["quant_cfg"] == "qarl"
+    responses = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    assert responses % config.policy["train_global_batch_size"] == 0
+    megatron = config.policy["megatron_cfg"]
+    gpus = config.cluster["gpus_per_node"] * config.cluster["num_nodes"]
+    model_parallel = megatron["tensor_model_parallel_size"] * megatron["pipeline_model_parallel_size"]
+    assert gpus % model_parallel == 0
+    assert gpus % megatron["expert_model_parallel_size"] == 0
+    assert gpus % config.policy["generation"]["vllm_cfg"]["tensor_parallel_size"] == 0
+
+
+def test_a_recipe_that_quantizes_twice_is_refused(monkeypatch):
+    config = read(RECIPES[0], monkeypatch)
+    config.policy["generation"]["vllm_cfg"]["precision"] = "fp8"
+    with pytest.raises(ConfigError, match=r"vllm_cfg\.precision=fp8"):
+        apply_qarl(config)
+
+
+def test_openr1_math_is_a_dataset_of_nemo_rl(tmp_path):
+    record = {
+        "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}],
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+    }
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    dataset = load_response_dataset(
+        {
+            "dataset_name": "qarl_nemo.nemo.rl.openr1_math.OpenR1Math46K",
+            "data_path": str(path),
+            "prompt_file": None,
+            "system_prompt_file": None,
+            "processor": "math_hf_data_processor",
+            "env_name": "math",
+        }
+    )
+    (row,) = dataset.dataset
+    assert [message["content"] for message in row["messages"]] == ["1+1?", "2"]
