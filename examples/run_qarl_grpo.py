@@ -14,16 +14,17 @@ from types import ModuleType
 from typing import Any
 
 import nemo_rl
-from huggingface_hub import hf_hub_download
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.losses.nemo import QarlLossFn
 from qarl_nemo.nemo.rl import plugin
 from qarl_nemo.nemo.rl.config import NemoQarlConfig, apply_qarl, as_mapping
+from qarl_nemo.nemo.rl.model_shapes import fetch_model_config
 from qarl_nemo.nemo.rl.run_folder import describe_run
 from qarl_nemo.nemo.rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
+# Where `setup` returns the loss.
 _LOSS = 6
 
 
@@ -58,9 +59,7 @@ class _Run:
     def checked_config(self, **values: Any) -> Any:
         """Make NeMo-RL's config, checked together with its `qarl:` block."""
         config = self.master_config(**values)
-        name = config.policy["model_name"]
-        if not Path(name).exists():
-            hf_hub_download(name, "config.json")
+        fetch_model_config(config.policy["model_name"])
         self.qarl = apply_qarl(config)
         print(f"qarl: {self.qarl}", flush=True)
         if self.check_only:

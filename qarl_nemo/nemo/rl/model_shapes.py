@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints.shapes import shape_problems
+from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo.alignment import Alignment
 from qarl_nemo.nemo.checks import require_supported
 
@@ -57,6 +58,22 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     if absent in qarl.targets:
         return [f"qarl.targets={list(qarl.targets)}: a {model['model_type']} model has no {absent}; leave it out"]
     return _learner_problems(policy, model, fmt, qarl.targets) + _engine_problems(policy, model, fmt, qarl.targets)
+
+
+def fetch_model_config(name: str) -> None:
+    """Let a model's config.json be on this machine: a folder's is, a hub model's goes to Hugging Face's cache.
+
+    Args:
+        name: `policy.model_name`.
+
+    Raises:
+        ConfigError: there is no such folder, and the name is no hub model's.
+    """
+    if Path(name).is_dir():
+        return
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"policy.model_name={name}: no such folder, nor a name on the Hugging Face hub (owner/model)")
+    hf_hub_download(name, "config.json")
 
 
 def read_model_config(name: str) -> dict[str, Any] | None:
