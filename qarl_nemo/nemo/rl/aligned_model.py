@@ -87,30 +87,36 @@ def require_aligned(model: Sequence[nn.Module], alignment: Alignment) -> str:
         RuntimeError: a targeted layer is not aligned; all are listed.
     """
     layers = [module for chunk in model for module in chunk.modules() if isinstance(module, TransformerLayer)]
-    problems, num_experts, num_attention = [], 0, 0
+    problems, counts = [], dict.fromkeys(alignment.targets, 0)
     for layer in layers:
         name = f"layer {layer.layer_number}"
         if isinstance(layer.mlp, AlignedMoELayer):
-            num_experts += 1
+            counts["experts"] += 1
         elif isinstance(layer.mlp, MoELayer):
             problems.append(f"{name}: experts are {type(layer.mlp).__name__}")
-        if "attention" in alignment.targets:
-            linears = (layer.self_attention.linear_qkv, layer.self_attention.linear_proj)
-            problems += [f"{name}: {type(one).__name__}" for one in linears if not hasattr(one, "aligned")]
-            num_attention += 1
+        elif "mlp" in counts:
+            counts["mlp"] += 1
+            problems += _unaligned(name, layer.mlp.linear_fc1, layer.mlp.linear_fc2)
+        if "attention" in counts:
+            counts["attention"] += 1
+            problems += _unaligned(name, layer.self_attention.linear_qkv, layer.self_attention.linear_proj)
     problems += [
         f"{weight.name} executes {weight.format.name}"
         for weight in aligned_weights(model)
         if weight.format != alignment.format
     ]
-    if layers and not num_experts:
-        problems.append("no layer of this rank holds aligned experts")
+    if layers and not any(counts.values()):
+        problems.append("no layer of this rank is a target")
     if problems:
         raise RuntimeError(
             f"the learner would not execute {alignment.format.name} in targets {list(alignment.targets)}:\n  "
             + "\n  ".join(problems)
         )
-    return f"{alignment.format.name} in the experts of {num_experts} and the attention of {num_attention} layers"
+    return f"{alignment.format.name} in " + ", ".join(f"{target} of {count} layers" for target, count in counts.items())
+
+
+def _unaligned(layer: str, *linears: nn.Module) -> list[str]:
+    return [f"{layer}: {type(linear).__name__}" for linear in linears if not hasattr(linear, "aligned")]
 
 
 @contextmanager

@@ -54,9 +54,9 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         return []
     if model.get("model_type") not in _MODEL_TYPES:
         return [f"policy.model_name: a {model.get('model_type')} model; legal are {', '.join(_MODEL_TYPES)}"]
-    absent = "mlp" if model["model_type"] == _MOE else "experts"
+    present, absent = ("experts", "mlp") if model["model_type"] == _MOE else ("mlp", "experts")
     if absent in qarl.targets:
-        return [f"qarl.targets={list(qarl.targets)}: a {model['model_type']} model has no {absent}; leave it out"]
+        return [f"qarl.targets={list(qarl.targets)}: a {model['model_type']} model has no {absent}; set [{present}]"]
     return _learner_problems(policy, model, fmt, qarl.targets) + _engine_problems(policy, model, fmt, qarl.targets)
 
 

@@ -1,5 +1,6 @@
 """The recipes say only what differs from NeMo-RL's own, hold together with their `qarl:` block, and are listed."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,13 @@ from qarl_nemo.nemo.rl.config import apply_qarl
 EXAMPLES = Path(__file__).parents[3] / "examples"
 RECIPES = sorted(path for path in (EXAMPLES / "configs").glob("qarl-*.yaml") if path.stem != "qarl-paper")
 NEMO_RL = "${oc.env:NEMO_RL_ROOT}/examples/configs/"
-# Model in a recipe -> a folder here with its config.json; others are made or downloaded first.
-SHAPES = {"Qwen/Qwen3-30B-A3B-Base": EXAMPLES / "models" / "qwen3-30b-a3b"}
+KEYS = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+# The public shapes of recipes' models, where examples/ has no config.json of them.
+DENSE = {
+    "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 32, 8, 128),
+    "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 4, 128),
+    "Qwen/Qwen2.5-Math-1.5B": ("qwen2", 1536, 8960, 12, 2, 128),
+}
 
 
 def own_settings(path: Path) -> dict[str, Any]:
@@ -28,14 +34,23 @@ def own_settings(path: Path) -> dict[str, Any]:
     return merge_mappings(merged, own)
 
 
-def with_known_shapes(config: dict[str, Any]) -> dict[str, Any]:
-    known = SHAPES.get(config["policy"]["model_name"])
-    return merge_mappings(config, {"policy": {"model_name": str(known)}}) if known else config
+def model_folder(name: str, folder: Path) -> str:
+    """Where the config.json of a recipe's model is; the one-GPU recipe's is made first, and has none here."""
+    if name == "Qwen/Qwen3-30B-A3B-Base":
+        return str(EXAMPLES / "models" / "qwen3-30b-a3b")
+    if name not in DENSE:
+        return name
+    (folder / "config.json").write_text(json.dumps(dict(zip(KEYS, DENSE[name], strict=True))))
+    return str(folder)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_has_no_conflicts_with_its_qarl_block(path):
-    qarl = apply_qarl(with_known_shapes(own_settings(path)))
+def test_a_recipe_has_no_conflicts_with_its_qarl_block(path, tmp_path):
+    settings = own_settings(path)
+    name = settings["policy"]["model_name"]
+    settings["policy"]["model_name"] = model_folder(name, tmp_path)
+    assert "small_moe" in name or settings["policy"]["model_name"] != name
+    qarl = apply_qarl(settings)
     named = path.stem.rpartition("megatron-")[2].replace("-", "_")
     assert qarl.format == named
     assert qarl.alignment == ("none" if named == "bf16" else "aligned")

@@ -6,7 +6,7 @@ import os
 import nemo_rl_here  # noqa: F401
 import pytest
 from omegaconf import OmegaConf
-from test_nemo_rl_recipes import RECIPES, SHAPES
+from test_nemo_rl_recipes import RECIPES, model_folder
 
 # isort: split
 import nemo_rl
@@ -18,19 +18,23 @@ from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo.rl.config import apply_qarl
 
 
-def read(path, monkeypatch) -> MasterConfig:
-    """As examples/run_qarl_grpo.py reads it."""
+@pytest.fixture
+def read(monkeypatch, tmp_path):
+    """Read a recipe as examples/run_qarl_grpo.py does, its model's config.json at hand."""
     monkeypatch.setenv("NEMO_RL_ROOT", os.path.dirname(os.path.dirname(nemo_rl.__file__)))
     register_omegaconf_resolvers()
-    config = MasterConfig(**OmegaConf.to_container(load_config(path), resolve=True))
-    name = config.policy["model_name"]
-    config.policy["model_name"] = str(SHAPES.get(name, name))
-    return config
+
+    def read_recipe(path) -> MasterConfig:
+        config = MasterConfig(**OmegaConf.to_container(load_config(path), resolve=True))
+        config.policy["model_name"] = model_folder(config.policy["model_name"], tmp_path)
+        return config
+
+    return read_recipe
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_nemo_rl_takes_the_recipe(path, monkeypatch):
-    config = read(path, monkeypatch)
+def test_nemo_rl_takes_the_recipe(path, read):
+    config = read(path)
     qarl = apply_qarl(config)
     assert config.policy["qarl"]["format"] == qarl.format
     assert config.policy["generation"]["quant_cfg"] == "qarl"
@@ -44,8 +48,8 @@ def test_nemo_rl_takes_the_recipe(path, monkeypatch):
     assert gpus % config.policy["generation"]["vllm_cfg"]["tensor_parallel_size"] == 0
 
 
-def test_a_recipe_that_quantizes_twice_is_refused(monkeypatch):
-    config = read(RECIPES[0], monkeypatch)
+def test_a_recipe_that_quantizes_twice_is_refused(read):
+    config = read(RECIPES[0])
     config.policy["generation"]["vllm_cfg"]["precision"] = "fp8"
     with pytest.raises(ConfigError, match=r"vllm_cfg\.precision=fp8"):
         apply_qarl(config)
