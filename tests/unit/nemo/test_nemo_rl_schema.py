@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import nemo_rl_here  # noqa: F401
 import pytest
@@ -74,3 +76,25 @@ def test_openr1_math_is_a_dataset_of_nemo_rl(tmp_path):
     )
     (row,) = dataset.dataset
     assert [message["content"] for message in row["messages"]] == ["1+1?", "2"]
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = RECIPES[0].parents[1] / "run_qarl_grpo.py"
+    recipe = RECIPES[0].with_name("qarl-small-moe-1n1g-megatron-w4a16.yaml")
+    command = [sys.executable, str(launcher), "--config", str(recipe), "--check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_the_launcher_checks_a_recipe_without_starting_ray(tmp_path):
+    model = f"policy.model_name={tmp_path}"
+    shapes = {"model_type": "qwen3_moe", "hidden_size": 512, "intermediate_size": 256, "moe_intermediate_size": 256,
+              "num_experts": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    right = launch(model)
+    assert right.returncode == 0, right.stderr
+    assert "format='w4a16'" in right.stdout
+    wrong = launch(model, "policy.precision=float32", "++policy.generation.vllm_kwargs.moe_backend=triton")
+    assert wrong.returncode == 1
+    assert "3 conflict(s)" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
