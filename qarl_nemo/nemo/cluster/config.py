@@ -1,0 +1,164 @@
+"""What a cluster run is: its nodes, shared paths and job, and how nodes are started. Imports neither torch nor ray."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from qarl_nemo.config import StrictModel
+
+AbsolutePath = Annotated[str, Field(pattern=r"^/")]
+
+
+class HealthConfig(StrictModel):
+    """What must hold before the job starts."""
+
+    join_timeout_s: float = Field(600.0, gt=0)
+    """How long all nodes with all their GPUs may take to join."""
+    check_timeout_s: float = Field(300.0, gt=0)
+    """How long a node may take to answer; importing torch from a cold shared file system is slow."""
+    worker_envs: tuple[str, ...] = ("*MegatronPolicyWorker", "*VllmGenerationWorker", "*VllmAsyncGenerationWorker")
+    """Environments under `$NEMO_RL_VENV_DIR` that must import our packages too, as patterns of folder names."""
+
+
+class RayConfig(StrictModel):
+    """How `ray start` is called; Kubernetes leaves that to KubeRay."""
+
+    port: int = Field(6379, ge=1, le=65535)
+    start_args: tuple[str, ...] = ("--min-worker-port=2000", "--max-worker-port=2999")
+    """Further arguments on every node. The default keeps workers out of the ports NeMo-RL and the kernel give away."""
+
+
+class ContainerConfig(StrictModel):
+    """The image every node runs; without one, nodes run what `setup` prepares."""
+
+    image: str = Field(min_length=1)
+    mounts: tuple[str, ...] = ()
+    """`host:container` folders, shared ones first of all; Kubernetes mounts its claim instead."""
+    args: tuple[str, ...] = ()
+    """Further arguments of `docker run` or, under Slurm, of `srun`."""
+
+
+class HostsLauncher(StrictModel):
+    """Plain hosts, reached by ssh; the first is the head."""
+
+    type: Literal["hosts"]
+    hosts: tuple[str, ...] = Field(min_length=1)
+    addresses: dict[str, str] = Field({})
+    """Address of a host in the cluster's network, where its name does not say it."""
+    connect: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "{host}")
+    """What runs a shell line on `{host}`; the line is appended as one argument."""
+
+    @model_validator(mode="after")
+    def names_are_usable(self) -> "HostsLauncher":
+        """Reject hosts named twice, addresses of unknown hosts and a connection that goes nowhere."""
+        problems = [f"{host} is named twice" for host in set(self.hosts) if self.hosts.count(host) > 1]
+        problems += [f"addresses has {host}, which is none of the hosts" for host in self.addresses.keys() - self.hosts]
+        if not any("{host}" in part for part in self.connect):
+            problems.append("connect must hold {host}, which stands for the host's name")
+        if problems:
+            raise ValueError("; ".join(sorted(problems)))
+        return self
+
+
+class SlurmLauncher(StrictModel):
+    """One Slurm allocation; containers need the pyxis plug-in."""
+
+    type: Literal["slurm"]
+    account: str | None = None
+    partition: str | None = None
+    time: str = Field("4:00:00", min_length=1)
+    job_name: str = Field("qarl", pattern=r"^[\w.-]+$")
+    gres: bool = True
+    """Ask for `gpu:<gpus_per_node>`; false on clusters without generic resources."""
+    sbatch_args: tuple[str, ...] = ()
+    ray_sub: AbsolutePath | None = None
+    """NeMo-RL's own `ray.sub`: then it starts the nodes, and our checks, watch and logs run inside its job."""
+
+
+class KubernetesLauncher(StrictModel):
+    """KubeRay: a head pod and workers, each with `gpus_per_node` GPUs."""
+
+    type: Literal["kubernetes"]
+    kind: Literal["RayJob", "RayCluster"] = "RayJob"
+    """RayJob: pods go when the job ends. RayCluster: they stay, for one job after the other."""
+    name: str = Field("qarl", pattern=r"^[a-z]([-a-z0-9]{0,40}[a-z0-9])?$")
+    namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+    claim: str = Field(min_length=1)
+    """A ReadWriteMany PersistentVolumeClaim: checkpoints, logs, models."""
+    mount_path: AbsolutePath = "/shared"
+    ray_version: str = Field(pattern=r"^\d+\.\d+\.\d+$")
+    """Of the image's Ray."""
+    cpus: int = Field(32, ge=1)
+    memory: str = Field("256Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
+    shared_memory: str = Field("64Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
+    """Size of /dev/shm: Ray's object store and NCCL."""
+    user_id: int = Field(1000, ge=1)
+    node_selector: dict[str, str] = Field({})
+    image_pull_secrets: tuple[str, ...] = ()
+    keep_finished_s: int = Field(600, ge=0)
+    """How long the finished pods stay."""
+    start_timeout_s: int = Field(1800, ge=1)
+    """How long images may take to arrive before the launcher gives up."""
+
+
+class ClusterConfig(StrictModel):
+    """One job on one cluster."""
+
+    nodes: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=0)
+    command: str = Field(min_length=1)
+    """The job, a shell line run on the head in `workdir`."""
+    workdir: AbsolutePath
+    checkpoint_dir: AbsolutePath
+    """On a file system that every node shares."""
+    log_dir: AbsolutePath
+    """Likewise; every run makes a folder in it."""
+    setup: str = ""
+    """A shell line that every node runs first, such as `source /shared/venv/bin/activate`."""
+    python: str = Field("python", min_length=1)
+    env: dict[str, str] = Field({})
+    """Set on every node, for Ray and the job."""
+    log_period_s: float = Field(60.0, gt=0)
+    """How often nodes copy their Ray logs into `log_dir`: what is lost of a node that dies."""
+    container: ContainerConfig | None = None
+    health: HealthConfig = HealthConfig()
+    ray: RayConfig = RayConfig()
+    launcher: HostsLauncher | SlurmLauncher | KubernetesLauncher = Field(discriminator="type")
+
+    def as_json(self) -> str:
+        """Write the config down for a node, which reads it with `validate`.
+
+        Returns:
+            One line of JSON, without what is at its default.
+        """
+        return self.model_dump_json(exclude_defaults=True)
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def environment_is_text(cls, value: object) -> object:
+        """Take YAML's numbers for what an environment holds: text."""
+        if not isinstance(value, dict):
+            return value
+        numbers = {key for key, item in value.items() if isinstance(item, int | float) and not isinstance(item, bool)}
+        return {key: str(item) if key in numbers else item for key, item in value.items()}
+
+    @model_validator(mode="after")
+    def launcher_fits(self) -> "ClusterConfig":
+        """Reject node counts, images and paths that the launcher cannot serve; all at once."""
+        problems, launcher = [], self.launcher
+        if isinstance(launcher, HostsLauncher) and len(launcher.hosts) != self.nodes:
+            problems.append(f"nodes={self.nodes}, but launcher.hosts names {len(launcher.hosts)}")
+        if isinstance(launcher, SlurmLauncher) and launcher.ray_sub and self.container is None:
+            problems.append("launcher.ray_sub starts containers: container.image is missing")
+        if isinstance(launcher, KubernetesLauncher):
+            if self.container is None:
+                problems.append("launcher.type=kubernetes needs container.image")
+            paths = {"checkpoint_dir": self.checkpoint_dir, "log_dir": self.log_dir}
+            problems += [
+                f"{key}={path} does not lie under launcher.mount_path={launcher.mount_path}, so pods do not share it"
+                for key, path in paths.items()
+                if not f"{path}/".startswith(f"{launcher.mount_path.rstrip('/')}/")
+            ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self

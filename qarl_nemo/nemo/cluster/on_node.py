@@ -1,0 +1,139 @@
+"""What runs on a node for checks and logs. Nothing of ours is used: a node that lacks our package answers, too."""
+
+import fnmatch
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def look(request: dict[str, Any]) -> dict[str, Any]:
+    """Describe this node.
+
+    Args:
+        request: `program` (source of `environment.py`), `modules`, `env` (variables the job will set), `worker_envs`
+            (patterns), `timeout_s`, and `paths`, `token`, `node_id` for `use_shared_path`.
+
+    Returns:
+        `host`, `environments` (one answer a Python) and `paths` (problems by path).
+    """
+    env = {**os.environ, **request["env"]}
+    pythons = [sys.executable, *worker_pythons(env, request["worker_envs"])]
+    return {
+        "host": socket.gethostname(),
+        "environments": [ask(python, request, env) for python in pythons],
+        "paths": {path: use_shared_path(Path(path), request["token"], request["node_id"]) for path in request["paths"]},
+    }
+
+
+def worker_pythons(env: dict[str, str], patterns: list[str]) -> list[str]:
+    """Find the interpreters NeMo-RL keeps for its workers.
+
+    Args:
+        env: the job's environment: `NEMO_RL_VENV_DIR` says where, `NEMO_RL_PY_EXECUTABLES_SYSTEM=1` that none is used.
+        patterns: of folder names.
+
+    Returns:
+        Paths, sorted.
+    """
+    folder = env.get("NEMO_RL_VENV_DIR")
+    if not folder or env.get("NEMO_RL_PY_EXECUTABLES_SYSTEM") == "1":
+        return []
+    found = sorted(Path(folder).glob("*/bin/python"))
+    return [str(python) for python in found if any(fnmatch.fnmatch(python.parts[-3], each) for each in patterns)]
+
+
+def ask(python: str, request: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+    """Run `environment.py` in one interpreter.
+
+    Args:
+        python: its path.
+        request: see `look`.
+        env: of the process.
+
+    Returns:
+        What it printed; when it could not, the same keys with the reason under `problems`.
+    """
+    command = [python, "-c", request["program"], *request["modules"]]
+    answer = {"python": python, "versions": {}, "packages": {}}
+    try:
+        # From `/`, as `-c` imports from the working directory first, which workers do not.
+        done = subprocess.run(
+            command, env=env, cwd="/", capture_output=True, text=True, timeout=request["timeout_s"], check=False
+        )
+        return {**answer, **json.loads(done.stdout.splitlines()[-1])}
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {**answer, "problems": [f"{python} did not answer: {error}"]}
+    except (IndexError, ValueError):
+        return {**answer, "problems": [f"{python} did not answer: {done.stderr.strip()[-400:]}"]}
+
+
+def use_shared_path(folder: Path, token: str, node_id: str) -> list[str]:
+    """Read what the head wrote into a folder, and write there as checkpoints are: under another name, then renamed.
+
+    Args:
+        folder: to be shared by all nodes.
+        token: names the head's file and is what it holds.
+        node_id: names this node's file, which the head looks for.
+
+    Returns:
+        What is wrong; empty when nothing is.
+    """
+    problems = []
+    try:
+        if (folder / token).read_text() != token:
+            problems.append("holds another file than the head wrote")
+    except OSError as error:
+        problems.append(f"does not show the file the head wrote there, so it is not shared ({error.strerror})")
+    try:
+        unfinished = folder / f"{token}.{node_id}.tmp"
+        unfinished.write_text(node_id)
+        unfinished.rename(folder / f"{token}.{node_id}")
+    except OSError as error:
+        problems.append(f"cannot be written ({error.strerror})")
+    return problems
+
+
+def copy_logs(source: str, target: str) -> int:
+    """Bring a copy of a log folder up to date: what grew is appended, what shrank is copied anew.
+
+    Args:
+        source: a folder; only plain files are read.
+        target: its copy, made if it is missing.
+
+    Returns:
+        Bytes written.
+    """
+    written = 0
+    for path in sorted(Path(source).rglob("*")):
+        if path.is_symlink() or not path.is_file():
+            continue
+        copy = Path(target) / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        had = copy.stat().st_size if copy.exists() else 0
+        if path.stat().st_size < had:
+            had = 0
+        with path.open("rb") as new, copy.open("r+b" if had else "wb") as old:
+            new.seek(had)
+            old.seek(had)
+            shutil.copyfileobj(new, old)
+            written += old.tell() - had
+    return written
+
+
+def copy_ray_logs(target: str) -> int:
+    """Bring a copy of this node's Ray logs up to date.
+
+    Args:
+        target: the node's folder in the run's.
+
+    Returns:
+        Bytes written.
+    """
+    import ray._private.worker as ray_worker  # the node's own; Ray offers no public way to ask where its logs are
+
+    return copy_logs(ray_worker.global_worker.node.get_logs_dir_path(), target)
