@@ -1,14 +1,16 @@
 """`python -m qarl_nemo.nemo.cluster`: launch a cluster, check one, run a job on one."""
 
 import argparse
+import importlib.util
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from qarl_nemo.config import ConfigError, load_config, validate
-from qarl_nemo.nemo.cluster.config import ClusterConfig, HostsLauncher, KubernetesLauncher
+from qarl_nemo.nemo.cluster.config import EXIT_UNHEALTHY, ClusterConfig, ClusterError, HostsLauncher, KubernetesLauncher
 from qarl_nemo.nemo.cluster.hosts import hosts_plan
 from qarl_nemo.nemo.cluster.kubernetes import kubernetes_plan, manifest_text
 from qarl_nemo.nemo.cluster.plan import Plan
@@ -22,14 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; None takes the process's.
 
     Returns:
-        The exit code; 2 for a config that cannot be used.
+        The exit code; 2 for a config that cannot be used, 3 for a cluster that cannot.
     """
     args = _parser().parse_args(arguments)
     try:
         return args.do(args)
-    except ConfigError as error:
+    except (ConfigError, ClusterError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else EXIT_UNHEALTHY
 
 
 def plan(config: ClusterConfig) -> Plan:
@@ -93,18 +95,21 @@ def _manifest(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    _require_ray()
     from qarl_nemo.nemo.cluster.job import check_only  # Ray, which a dry run does without
 
     return check_only(_read(args), args.address)
 
 
 def _run(args: argparse.Namespace) -> int:
+    _require_ray()
     from qarl_nemo.nemo.cluster.job import run  # Ray, which a dry run does without
 
     return run(_read(args), args.address)
 
 
 def _node(args: argparse.Namespace) -> int:
+    _require_ray()
     from qarl_nemo.nemo.cluster.node import run_node  # POSIX, which a dry run does without
 
     # Byte by byte up to the line's end: what follows belongs to the lifeline.
@@ -114,6 +119,11 @@ def _node(args: argparse.Namespace) -> int:
     config = _parse(line.decode(), "standard input")
     head = args.role == "head" or (args.role == "slurm" and os.environ.get("SLURM_PROCID") == "0")
     return run_node(config, head=head, head_address=args.head_address, address=args.address, lifeline=args.lifeline)
+
+
+def _require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"{sys.executable} on {socket.gethostname()} has no Ray: pip install 'qarl-nemo[nemo]'")
 
 
 def _read(args: argparse.Namespace) -> ClusterConfig:

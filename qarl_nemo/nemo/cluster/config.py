@@ -9,6 +9,16 @@ from qarl_nemo.config import StrictModel
 AbsolutePath = Annotated[str, Field(pattern=r"^/")]
 
 
+EXIT_UNHEALTHY = 3
+"""The job was not started: nodes are missing or a check failed."""
+EXIT_NODE_LOST = 4
+"""The job was ended, or ended itself, because nodes were lost."""
+
+
+class ClusterError(RuntimeError):
+    """A cluster that cannot run the job; the message lists every problem."""
+
+
 class HealthConfig(StrictModel):
     """What must hold before the job starts."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from qarl_nemo.nemo.cluster import environment, on_node
-from qarl_nemo.nemo.cluster.config import ClusterConfig
-from qarl_nemo.nemo.cluster.nodes import ClusterError, Node, results, run_on, wait_for_nodes
+from qarl_nemo.nemo.cluster.config import ClusterConfig, ClusterError
+from qarl_nemo.nemo.cluster.nodes import Node, results, run_on, wait_for_nodes
 
 # `qarl_nemo.config` stands for what our package imports.
 MODULES = ("qarl_nemo", "qarl_nemo.config", "qarl_kernels")

@@ -14,15 +14,11 @@ from pathlib import Path
 
 import ray
 
-from qarl_nemo.nemo.cluster.config import ClusterConfig
+from qarl_nemo.nemo.cluster.config import EXIT_NODE_LOST, EXIT_UNHEALTHY, ClusterConfig, ClusterError
 from qarl_nemo.nemo.cluster.health import check
 from qarl_nemo.nemo.cluster.logs import LogCollector
-from qarl_nemo.nemo.cluster.nodes import ClusterError, Node, lost_nodes
+from qarl_nemo.nemo.cluster.nodes import Node, lost_nodes
 
-EXIT_UNHEALTHY = 3
-"""The job was not started: nodes are missing or a check failed."""
-EXIT_NODE_LOST = 4
-"""The job was ended, or ended itself, because nodes were lost."""
 STOP_WITHIN_S = 30.0
 POLL_S = 2.0
 # Ray's verdict on a dead node may come after the job fell over it.
@@ -38,7 +34,10 @@ def run(config: ClusterConfig, address: str | None = None) -> int:
         address: of Ray's head; by default the cluster of this machine.
 
     Returns:
-        The job's exit code; `EXIT_UNHEALTHY` or `EXIT_NODE_LOST`; 128 + signal when told to stop.
+        The job's exit code; `EXIT_UNHEALTHY` without a job, `EXIT_NODE_LOST`; 128 + signal when told to stop.
+
+    Raises:
+        ClusterError: there is no cluster.
     """
     os.environ.update(config.env)
     with connected(address) as head:
@@ -61,15 +60,14 @@ def check_only(config: ClusterConfig, address: str | None = None) -> int:
         address: see `run`.
 
     Returns:
-        0 or `EXIT_UNHEALTHY`.
+        0.
+
+    Raises:
+        ClusterError: there is no cluster, it is incomplete or not healthy; lists every problem.
     """
     os.environ.update(config.env)
     with connected(address):
-        try:
-            check(config, _passed_on(), print)
-        except ClusterError as error:
-            print(f"ERROR: {error}")
-            return EXIT_UNHEALTHY
+        check(config, _passed_on(), print)
     return 0
 
 

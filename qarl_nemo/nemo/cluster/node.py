@@ -44,7 +44,7 @@ def run_node(config: ClusterConfig, *, head: bool, head_address: str, address: s
     processes: list[subprocess.Popen] = []
     try:
         if not head and not _reachable(head_address, config.ray.port, config.health.join_timeout_s, lifeline):
-            return _fail(f"no head at {head_address}:{config.ray.port} after {config.health.join_timeout_s:.0f} s")
+            return _fail(f"no head at {head_address}:{config.ray.port} after {config.health.join_timeout_s:g} s")
         processes.append(_spawn(ray_start(config, head=head, head_address=head_address, address=address)))
         if head:
             if not _reachable(head_address, config.ray.port, config.health.join_timeout_s, lifeline, processes[0]):

@@ -9,14 +9,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from qarl_nemo.nemo.cluster import on_node
-from qarl_nemo.nemo.cluster.config import ClusterConfig
+from qarl_nemo.nemo.cluster.config import ClusterConfig, ClusterError
 
 # By value: a node whose checkout is missing or another one must run this code, not its own.
 ray.cloudpickle.register_pickle_by_value(on_node)
-
-
-class ClusterError(RuntimeError):
-    """A cluster that cannot run the job; the message lists every problem."""
 
 
 @dataclass(frozen=True)
