@@ -10,13 +10,14 @@ import sys
 import time
 from contextlib import suppress
 
-from qarl_nemo.nemo.cluster.config import ClusterConfig
+from qarl_nemo.nemo.cluster.config import EXIT_NODE_LOST, ClusterConfig
 from qarl_nemo.nemo.cluster.plan import CLI
 
 POLL_S = 0.5
 STOP_WITHIN_S = 15.0
 # It stops the job and collects logs first.
 JOB_STOPS_WITHIN_S = 180.0
+HEAD_ANSWERS_WITHIN_S = 5.0
 OPEN_FILES = 65535
 
 
@@ -35,8 +36,8 @@ def run_node(config: ClusterConfig, *, head: bool, head_address: str, address: s
         lifeline: end when standard input closes, as it does when the launcher's connection breaks.
 
     Returns:
-        On the head what `job.run` returns, 1 when Ray ended first; on a worker 0 when it was told to end, 1 when it
-        could not join or Ray ended.
+        On the head what `job.run` returns, `EXIT_NODE_LOST` when Ray ended first; on a worker 0 when it was told to
+        end or its head did, 1 when it could not join or Ray ended.
     """
     os.environ.update({"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0", **config.env})
     _raise_open_files()
@@ -51,7 +52,16 @@ def run_node(config: ClusterConfig, *, head: bool, head_address: str, address: s
                 return _fail(f"Ray's head did not start at {head_address}:{config.ray.port}")
             job = [sys.executable, *CLI, "run", "-", "--address", f"{head_address}:{config.ray.port}"]
             processes.append(_spawn(job, stdin=config.as_json()))
-        return _wait(processes, lifeline)
+        code = _wait(processes, lifeline)
+        if code is not None:
+            return code
+        if head:
+            _fail(f"Ray ended with exit code {processes[0].returncode}; without its head the job is lost")
+            return EXIT_NODE_LOST
+        # Ray ends itself when its head is gone, which is how a worker learns that the job is done.
+        if not _reachable(head_address, config.ray.port, HEAD_ANSWERS_WITHIN_S, lifeline):
+            return 0
+        return _fail(f"Ray ended with exit code {processes[0].returncode}")
     except _StopError:
         return 0
     finally:
@@ -79,18 +89,13 @@ def ray_start(config: ClusterConfig, *, head: bool, head_address: str, address: 
     return [*command, "--block", "--disable-usage-stats", "--log-style=record", *config.ray.start_args]
 
 
-def _wait(processes: list[subprocess.Popen], lifeline: bool) -> int:
-    while True:
+def _wait(processes: list[subprocess.Popen], lifeline: bool) -> int | None:
+    """Return the job's exit code, or None when Ray ended first."""
+    ray, *job = processes
+    while ray.poll() is None and not (job and job[0].poll() is not None):
         _look_at(lifeline)
-        if len(processes) > 1 and processes[1].poll() is not None:
-            return processes[1].returncode
-        if processes[0].poll() is not None:
-            if len(processes) > 1:
-                # A head that lost Ray has lost the job; what it knows comes first.
-                with suppress(subprocess.TimeoutExpired):
-                    return processes[1].wait(STOP_WITHIN_S) or 1
-            return _fail(f"Ray ended with exit code {processes[0].returncode}")
         time.sleep(POLL_S)
+    return job[0].poll() if job else None
 
 
 def _reachable(host: str, port: int, timeout_s: float, lifeline: bool, process: subprocess.Popen | None = None) -> bool:
