@@ -25,7 +25,10 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy.generation.real_quant": (_OFF, "ModelOpt would quantize a second time"),
     "policy.generation.quant_cfg": ((None, "qarl"), "ModelOpt would quantize a second time; QaRL sets this key itself"),
     "policy.generation.refit_transport": ((None,), "this transport carries BF16 weights only"),
-    "policy.generation.vllm_cfg.precision": (("bfloat16",), "activations are BF16, and qarl.format says how vLLM quantizes"),
+    "policy.generation.vllm_cfg.precision": (
+        ("bfloat16",),
+        "activations are BF16; qarl.format says what vLLM quantizes",
+    ),
     "policy.generation.vllm_cfg.kv_cache_dtype": (("auto",), "the learner's attention is BF16"),
     "policy.generation.vllm_cfg.logprobs_mode": (
         ("processed_logprobs",),
