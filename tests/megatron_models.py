@@ -98,7 +98,8 @@ def parallel(layout: Layout) -> Iterator[None]:
 
 @functools.cache
 def _weights(dtype: torch.dtype, shape: Shape) -> dict[str, Tensor]:
-    return hugging_face_model(dtype, shape).state_dict()
+    # On the host: a GPU has room for few models of whole layers.
+    return {name: tensor.cpu() for name, tensor in hugging_face_model(dtype, shape).state_dict().items()}
 
 
 def hugging_face_model(dtype: torch.dtype = torch.float32, shape: Shape = TINY) -> PreTrainedModel:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_compare import compared_grads, compared_published, compared_step
 from megatron_models import DEVICE, TINY, Layout, Shape, hugging_face_model, megatron_chunks, parallel
 from megatron_routes import Routes, this_context_rank
+from megatron_whole import whole_grads
 from torch import Tensor, nn
 
 # isort: split
@@ -18,13 +20,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from qarl_kernels import QuantFormat, get_format, quantize_weight
+from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import install
-from qarl_nemo.nemo.alignment import Alignment, aligned_weights, bump_on_step
-from qarl_nemo.nemo.gather import gather_sharded, gather_stacked
-from qarl_nemo.nemo.grouped_linear import AlignedGroupedLinear
-from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks
-from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.nemo.alignment import Alignment, bump_on_step
 from qarl_nemo.refit.publish import publish
 
 BATCH = 4
@@ -103,43 +101,6 @@ def forward_backward(model: list[nn.Module], shape: Shape = TINY, routes: Routes
     return float(total / parallel_state.get_tensor_model_parallel_world_size() / sharing)
 
 
-def _whole_experts(linear: nn.Module, shards: list[Tensor]) -> Tensor:
-    dim, num_parts = (-2, 2) if "gate_up" in linear.aligned.name else (-1, 1)
-    group = parallel_state.get_expert_tensor_parallel_group()
-    local = gather_sharded(torch.stack(shards), group, dim, num_parts=num_parts)
-    return gather_stacked(local, parallel_state.get_expert_model_parallel_group())
-
-
-def whole_grads(model: list[nn.Module]) -> dict[str, Tensor]:
-    """This stage's gradients under Hugging Face's names; experts stacked."""
-    grads: dict[str, Tensor] = {}
-    group = parallel_state.get_tensor_model_parallel_group()
-    for layer in (layer for chunk in model for layer in chunk.module.decoder.layers):
-        for name, parameter in layer.named_parameters():
-            if "mlp.experts" in name:
-                continue
-            grad = parameter.main_grad
-            if getattr(parameter, "tensor_model_parallel", False):
-                grad = gather_sharded(grad, group, parameter.partition_dim, num_parts=num_row_blocks(name))
-            grads.update(layer_parameter(layer.layer_number - 1, name, grad, layer.config))
-        experts = getattr(layer.mlp, "experts", None)
-        for linear in (experts.linear_fc1, experts.linear_fc2) if experts else ():
-            shards = [master.main_grad for master in linear.aligned.master]
-            grads[linear.aligned.name] = _whole_experts(linear, shards)
-    return {name: grad.clone() for name, grad in grads.items()}
-
-
-def requantized(model: list[nn.Module], fmt: QuantFormat) -> dict[str, Tensor]:
-    """This stage's expert masters gathered, what publishing never does, and quantized again."""
-    tensors = {}
-    for module in (module for chunk in model for module in chunk.modules()):
-        if isinstance(module, AlignedGroupedLinear):
-            whole = _whole_experts(module, [master.detach() for master in module.aligned.master])
-            parts = quantize_weight(whole, fmt).tensors
-            tensors.update({f"{module.aligned.name}.{suffix}": part for suffix, part in parts.items()})
-    return tensors
-
-
 def _step(model: list[nn.Module], alignment: Alignment, optimizer: str, dtype: torch.dtype) -> None:
     if optimizer:
         distributed = optimizer == "adam"
@@ -170,50 +131,59 @@ def fuse_accumulation(model: list[nn.Module]) -> None:
         layer.mlp.experts.config.gradient_accumulation_fusion = True
 
 
-def train(layout: Layout, case: Case, **options: Any) -> dict[str, Any]:
-    """Make a layout's groups, and `train_within` them."""
-    with parallel(layout):
-        return train_within(layout, case, **options)
+def build(
+    layout: Layout, case: Case, optimizer: str, *, fused_accumulation: bool, overlap: bool, **options: Any
+) -> tuple[list[nn.Module], Alignment]:
+    """This rank's stages of the aligned model, wrapped as the optimizer needs them."""
+    alignment = Alignment(case.fmt, case.targets, case.mode)
+    chunks = megatron_chunks(layout, alignment, case.dtype, case.shape, **options)
+    if fused_accumulation:
+        fuse_accumulation(chunks)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=optimizer == "adam",
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
+    return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks], alignment
 
 
 def train_within(
     layout: Layout,
     case: Case,
+    expected: dict[str, Any],
     *,
-    fused_accumulation: bool = False,
     optimizer: str = "",
+    fused_accumulation: bool = False,
     overlap: bool = False,
-    routes: Routes | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Build, train one step, publish before and after it."""
-    alignment = Alignment(case.fmt, case.targets, case.mode)
+    """Train one step within the layout's groups, publish before and after it; how all that compares."""
+    routes, vocab = expected.get("routes"), case.shape.vocab
+    options |= {"fused_accumulation": fused_accumulation, "overlap": overlap}
     options["moe_enable_routing_replay"] = routes is not None
-    chunks = megatron_chunks(layout, alignment, case.dtype, case.shape, **options)
-    if fused_accumulation:
-        fuse_accumulation(chunks)
-    distributed = optimizer == "adam"
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed,
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-    )
-    model = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
-    vocab = case.shape.vocab
-    published = {name: tensor.clone() for name, tensor in publish_shards(model, vocab_size=vocab)}
-    shards = publish_shards(model, vocab_size=vocab, gather_experts=False)
-    result = {
-        "published": published,
-        "shards": {name: tensor.clone() for name, tensor in shards if "experts" in name},
-        "ep_rank": parallel_state.get_expert_model_parallel_rank(),
-        "loss": forward_backward(model, case.shape, routes),
-        # A distributed optimizer's ranks hold a part of the reduced gradients each.
-        "grads": None if distributed else whole_grads(model),
-    }
+    model, alignment = build(layout, case, optimizer, **options)
+    found: dict[str, Any] = compared_published(model, vocab, expected["published"])
+    found["loss"] = forward_backward(model, case.shape, routes)
+    found["loss_error"] = abs(found["loss"] / expected["loss"] - 1)
+    # A distributed optimizer's ranks hold a part of the reduced gradients each.
+    found["grad_errors"] = None if optimizer == "adam" else compared_grads(model, expected["grads"])
     _step(model, alignment, optimizer, case.dtype)
-    stepped = publish_shards(model, vocab_size=vocab)
-    result["stepped"] = {name: tensor.clone() for name, tensor in stepped if "experts" in name}
-    result["requantized"] = requantized(model, case.fmt)
-    result["weights"] = len(aligned_weights(model))
-    return result
+    return found | compared_step(model, vocab, case.fmt, expected["published"])
+
+
+def train(layout: Layout, case: Case, expected: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Make a layout's groups, and `train_within` them."""
+    with parallel(layout):
+        return train_within(layout, case, expected, **options)
+
+
+def record(case: Case) -> dict[str, Any]:
+    """What one expert and tensor parallel rank gives, within its groups, and what the whole model publishes."""
+    routes = Routes()
+    options = {"fused_accumulation": False, "overlap": False, "moe_enable_routing_replay": True}
+    model, _ = build(Layout(), case, "", **options)
+    loss = forward_backward(model, case.shape, routes)
+    routes.share()
+    grads = {name: grad.cpu() for name, grad in whole_grads(model)}
+    return {"loss": loss, "grads": grads, "routes": routes} | reference(case, backward=False)

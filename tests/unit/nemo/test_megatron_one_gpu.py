@@ -93,6 +93,7 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
+    from megatron_whole import requantized
 
     from qarl_nemo.nemo.alignment import bump_on_step
     from qarl_nemo.nemo.publish import publish_shards
@@ -120,7 +121,7 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
     assert losses[-1] < 0.8 * losses[0]
     assert alignment.version.value == 6
     published = dict(publish_shards([model], vocab_size=shape.vocab))
-    for key, tensor in megatron.requantized([core], alignment.format).items():
+    for key, tensor in requantized([core], alignment.format):
         assert_bitwise_equal(published[key], tensor)
 
 
