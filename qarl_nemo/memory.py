@@ -327,15 +327,17 @@ def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers:
     # input and output.
     attention = BF16 * (4 * model.hidden + 2 * (queries + keys) + keys + queries)
     layer = tokens * (attention + FP32 * 2 * model.num_experts)
-    working = 0.0
+    # Gradients of the layer's output, input and residuals.
+    working = BF16 * tokens * 4 * model.hidden
     if model.num_experts:
         rows = tokens * model.top_k * ranks.etp * learner.busiest
         inner = model.inner / ranks.etp
         # Rows and fc1's output; Megatron's own keeps fc2's input, too.
         layer += BF16 * rows * (model.hidden + (2 if learner.format else 3) * inner)
         # Gradients of the output's rows, of SwiGLU's output and input, its weighted output, gradients of the rows.
-        working = BF16 * rows * (2 * model.hidden + 4 * inner)
-        if learner.format not in (None, "bf16"):
+        working += BF16 * rows * (2 * model.hidden + 4 * inner)
+        if learner.format not in (None, "bf16") and (learner.format, learner.keep_operand) != ("w4a16", True):
+            # The backward multiplies by what ran, unpacked to BF16.
             working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)
     else:
         layer += BF16 * tokens * ranks.tp * 3 * model.inner / ranks.tp

@@ -35,7 +35,7 @@ from megatron_model import (
     transformer_config,
     with_optimizer,
 )
-from megatron_rows import BASELINE, describe, result_rows
+from megatron_rows import BASELINE, describe, predicted_bytes, result_rows
 from torch import Tensor, nn
 
 from qarl_kernels import get_format
@@ -44,6 +44,10 @@ from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights, bump_on_step
 
+RECOMPUTE = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 VARIANTS = "megatron,bf16,w4a16,w4a16+keep,w4a8,w4a8+keep,fp8_block,fp8_channel,fp8_channel+hp"
 
 
@@ -76,9 +80,14 @@ class Variant:
 
     def keep(self, name: str, value: float) -> None:
         """Keep one measurement: the slowest rank's, the fullest rank's."""
-        worst = torch.tensor(value, dtype=torch.float64, device=DEVICE)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        self.figures.setdefault(name, []).append(float(worst))
+        self.figures.setdefault(name, []).append(over_ranks(value, dist.ReduceOp.MAX))
+
+
+def over_ranks(value: float, operator: dist.ReduceOp) -> float:
+    """Reduce a number over all ranks."""
+    reduced = torch.tensor(value, dtype=torch.float64, device=DEVICE)
+    dist.all_reduce(reduced, operator)
+    return float(reduced)
 
 
 @dataclass(frozen=True)
@@ -103,24 +112,24 @@ def make_batch(num_tokens: int, sequence: int, architecture: Architecture, micro
     return Batch(tokens, positions, grad / num_tokens, moe_input, microbatches)
 
 
-def build(name: str, architecture: Architecture, layout: Layout, optimizer: str, like: Variant | None) -> Variant:
+def build(name: str, options: argparse.Namespace, layout: Layout, like: Variant | None) -> Variant:
     """Build one variant.
 
     Args:
         name: of the variant.
-        architecture: of the model.
+        options: of the command line.
         layout: how ranks share it.
-        optimizer: one of `OPTIMIZERS`.
         like: has the weights that it begins with.
 
     Returns:
         The variant.
     """
     alignment = parse_variant(name)
-    model = gpt_model(architecture, transformer_config(architecture, layout), alignment, with_output=False)
+    config = transformer_config(options.architecture, layout, **RECOMPUTE[options.recompute])
+    model = gpt_model(options.architecture, config, alignment, with_output=False)
     if like is not None:
         _copy_weights(like.model.module, model)
-    wrapped, stepper = with_optimizer(model, optimizer)
+    wrapped, stepper = with_optimizer(model, options.optimizer)
     if alignment is not None:
         bump_on_step(stepper, alignment.version)
     return Variant(name, wrapped, stepper, aligned_weights([model]))
@@ -220,14 +229,48 @@ def _step(variant: Variant, batch: Batch) -> dict[str, float]:
     return figures
 
 
-def saved_bytes(variant: Variant, batch: Batch) -> int:
-    """Return what a forward keeps for its backward."""
+def saved(variant: Variant, batch: Batch) -> dict[str, float]:
+    """Return what a forward keeps for its backward, and the busiest rank's rows over the mean."""
+    rows: list[int] = []
+    hooks = [
+        layer.mlp.experts.register_forward_pre_hook(lambda _, arguments: rows.append(len(arguments[0])))
+        for layer in variant.model.module.decoder.layers
+    ]
     before = memory_allocated()
     with variant.model.no_sync():
         out = _hidden(variant, batch)
-        held = memory_allocated() - before - out.nbytes
+        held, total = memory_allocated() - before - out.nbytes, sum(rows)
         out.backward(batch.grad)
-    return held
+    for hook in hooks:
+        hook.remove()
+    mean = over_ranks(total, dist.ReduceOp.SUM) / dist.get_world_size()
+    largest = over_ranks(total, dist.ReduceOp.MAX)
+    return {"saved_bytes": over_ranks(held, dist.ReduceOp.MAX), "busiest": largest / mean}
+
+
+def gpu_seconds(variant: Variant, batch: Batch, path: Path | None) -> float:
+    """Return how long the first rank's GPU computes in a forward and backward: kernels alone, without communication.
+
+    Args:
+        variant: to run.
+        batch: one microbatch of it.
+        path: keep a table of the longest kernels there.
+    """
+    once = replace(batch, microbatches=1)
+    if dist.get_rank():
+        forward_backward(variant, once)
+        optimize(variant, once)
+        return 0.0
+    activity = torch.profiler.ProfilerActivity.CUDA if ON_GPU else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        forward_backward(variant, once)
+        synchronize()
+    optimize(variant, once)
+    kernels = profiler.key_averages()
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(kernels.table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
+    return 1e-6 * sum(kernel.self_device_time_total for kernel in kernels if "nccl" not in kernel.key.lower())
 
 
 def differences(variants: list[Variant], batch: Batch) -> dict[str, float]:
@@ -257,13 +300,11 @@ def _bench_layout(layout: Layout, options: argparse.Namespace, found: list[dict]
     architecture, names = options.architecture, options.variants
     first = make_batch(options.tokens[0], min(options.sequence, options.tokens[0]), architecture, 1)
     # Workspaces that live as long as the process are not any variant's.
-    _static_bytes(lambda: build(names[0], architecture, layout, options.optimizer, None), first)
+    _static_bytes(lambda: build(names[0], options, layout, None), first)
     variants: list[Variant] = []
     for name in names:
         like = variants[0] if variants else None
-        held, variant = _static_bytes(
-            lambda name=name, like=like: build(name, architecture, layout, options.optimizer, like), first
-        )
+        held, variant = _static_bytes(lambda name=name, like=like: build(name, options, layout, like), first)
         variants.append(replace(variant, static_bytes=held))
         say(f"EP{layout.ep}: built {name}, {held / 2**30:.2f} GiB")
     for num_tokens in options.tokens:
@@ -274,15 +315,14 @@ def _bench_layout(layout: Layout, options: argparse.Namespace, found: list[dict]
         measure(variants, batch, options.repeats, f"EP{layout.ep}, {num_tokens} tokens")
         for variant in variants:
             entry = {"ep": layout.ep, "tokens": num_tokens, "variant": variant.name, **variant.figures}
-            entry |= {"static_bytes": variant.static_bytes, "saved_bytes": saved_bytes(variant, batch)}
-            entry["difference"] = different[variant.name]
+            entry |= {"static_bytes": variant.static_bytes, "difference": different[variant.name]}
+            table = options.profile and options.profile / f"ep{layout.ep}_{num_tokens}_{variant.name}.txt"
+            entry |= saved(variant, batch) | {"gpu_s": gpu_seconds(variant, batch, table)}
+            entry["predicted_bytes"] = predicted_bytes(entry, options, dist.get_world_size())
             found.append(entry)
             say(describe(entry, found))
         if options.raw and dist.get_rank() == 0:
             options.raw.write_text(json.dumps(found, indent=1))
-    if options.profile:
-        for variant in variants:
-            _profile(variant, batch, options.profile / f"ep{layout.ep}_{variant.name}.txt")
 
 
 def _static_bytes(make: Any, batch: Batch) -> tuple[int, Variant]:
@@ -292,19 +332,7 @@ def _static_bytes(make: Any, batch: Batch) -> tuple[int, Variant]:
     # Optimizers allocate their state in the first step.
     _step(variant, batch)
     gc.collect()
-    return (memory_allocated() - before), variant
-
-
-def _profile(variant: Variant, batch: Batch, path: Path) -> None:
-    once = replace(batch, microbatches=1)
-    with torch.profiler.profile() as profiler:
-        forward_backward(variant, once)
-        synchronize()
-    optimize(variant, once)
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        key = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
-        path.write_text(profiler.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90))
+    return int(over_ranks(memory_allocated() - before, dist.ReduceOp.MAX)), variant
 
 
 def numbers(text: str) -> list[int]:
@@ -317,11 +345,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", type=lambda text: text.split(","), default=VARIANTS.split(","))
     parser.add_argument("--ep", type=numbers, default=[1], help="expert parallel sizes, e.g. 1,2,4")
-    parser.add_argument("--tokens", type=numbers, default=[4096, 8192], help="of a rank's microbatch")
+    parser.add_argument("--tokens", type=numbers, default=[8192, 32768], help="of a rank's microbatch")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--profile", type=Path, help="folder for tables of the longest kernels")
     parser.add_argument("--raw", type=Path, help="keep every measurement in this file")

@@ -6,6 +6,7 @@ from statistics import median
 from megatron_model import ON_GPU, software
 from record_local import row
 
+from qarl_nemo.memory import Learner, ModelSize, Parallelism, rank_memory
 from qarl_nemo.metrics.machine import hardware
 
 BASELINE = "megatron"
@@ -24,7 +25,8 @@ def describe(entry: dict, found: list[dict]) -> str:
     ratio = median(_ratios(entry, base))
     memory = peak_bytes(entry) / 2**30
     text = f"EP{entry['ep']} {entry['tokens']} {entry['variant']:16} ms: {times}  ratio {ratio:.3f}  {memory:.2f} GiB"
-    return f"{text}  difference {entry['difference']:.2g}"
+    error = entry["predicted_bytes"] / max(peak_bytes(entry), 1) - 1
+    return f"{text} ({error:+.1%})  GPU {1e3 * entry['gpu_s']:.2f} ms  difference {entry['difference']:.2g}"
 
 
 def require_same_function(found: list[dict]) -> None:
@@ -48,6 +50,33 @@ def _family(variant: str) -> str:
 def peak_bytes(entry: dict) -> float:
     """Return what a variant needs at most: what it holds between steps, and on top of it in a step."""
     return entry["static_bytes"] + max(max(entry[f"{name}_peak_bytes"]) for name in PARTS)
+
+
+def predicted_bytes(entry: dict, options: argparse.Namespace, num_gpus: int) -> float:
+    """Return what `qarl_nemo.memory` computes for a variant: one table, for there is no head, and no logits."""
+    a, (format_name, *flags) = options.architecture, entry["variant"].split("+")
+    model = ModelSize(
+        num_layers=a.num_layers,
+        hidden=a.hidden,
+        num_heads=a.num_heads,
+        num_kv_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        vocab_size=a.vocab_size,
+        inner=a.inner,
+        num_experts=a.num_experts,
+        top_k=a.top_k,
+        tied_head=True,
+    )
+    learner = Learner(
+        format=None if format_name == BASELINE else format_name,
+        keep_operand="keep" in flags,
+        optimizer=options.optimizer,
+        tokens=entry["tokens"],
+        recompute=options.recompute,
+        logits=False,
+        busiest=entry["busiest"],
+    )
+    return rank_memory(model, Parallelism(num_gpus, ep=entry["ep"]), learner).peak_bytes
 
 
 def _place(entry: dict) -> tuple[int, int]:
@@ -87,7 +116,9 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
         where = f"ep{entry['ep']}" + ("" if entry["tokens"] == max(options.tokens) else f"_{entry['tokens']}")
         for part in PARTS:
             add(f"{name}_{part}_ms_{where}", 1e3 * median(entry[f"{part}_s"]), "ms")
+        add(f"{name}_gpu_ms_{where}", 1e3 * entry["gpu_s"], "ms")
         add(f"{name}_memory_gib_{where}", peak_bytes(entry) / 2**30, "GiB")
+        add(f"{name}_memory_computed_gib_{where}", entry["predicted_bytes"] / 2**30, "GiB")
         if entry is base:
             continue
         ratios = _ratios(entry, base)
@@ -95,6 +126,12 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
         add(f"{name}_step_ratio_spread_{where}", max(ratios) - min(ratios))
         add(f"{name}_moe_ratio_{where}", median(_ratios(entry, base, ("moe",))))
         add(f"{name}_forward_ratio_{where}", median(_ratios(entry, base, ("forward",))))
+        add(f"{name}_gpu_ratio_{where}", entry["gpu_s"] / max(base["gpu_s"], 1e-9))
         whole = ("quantize", "forward_backward", "optimizer")
         add(f"{name}_whole_step_ratio_{where}", median(_ratios(entry, base, whole)))
+    errors = [abs(entry["predicted_bytes"] / max(peak_bytes(entry), 1) - 1) for entry in found]
+    add("memory_model_error", max(errors), goal=0.05)
+    fp8 = [one for one in rows if one["name"].startswith(("fp8_block_step_ratio_ep", "fp8_channel_step_ratio_ep"))]
+    for where in sorted({one["name"].rpartition("_ratio_")[2] for one in fp8}):
+        add(f"fp8_step_ratio_{where}", max(one["value"] for one in fp8 if one["name"].endswith(where)), goal=0.85)
     return rows

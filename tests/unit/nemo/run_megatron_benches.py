@@ -36,6 +36,7 @@ def step_rows() -> list[dict]:
         sequence=32,
         microbatches=2,
         optimizer="adam",
+        recompute="none",
         repeats=1,
         profile=None,
         raw=None,
