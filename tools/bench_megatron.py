@@ -48,7 +48,7 @@ RECOMPUTE = {
     "none": {},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-VARIANTS = "megatron,bf16,w4a16,w4a16+keep,w4a8,w4a8+keep,fp8_block,fp8_channel,fp8_channel+hp"
+VARIANTS = "megatron,bf16,w4a16,fp8_block,fp8_channel,w4a8"
 
 
 def parse_variant(name: str) -> Alignment | None:
@@ -76,6 +76,7 @@ class Variant:
     optimizer: Any
     weights: list[AlignedWeight]
     static_bytes: int = 0
+    difference: float = 0.0
     figures: dict[str, list[float]] = field(default_factory=dict)
 
     def keep(self, name: str, value: float) -> None:
@@ -248,13 +249,13 @@ def saved(variant: Variant, batch: Batch) -> dict[str, float]:
     return {"saved_bytes": over_ranks(held, dist.ReduceOp.MAX), "busiest": largest / mean}
 
 
-def gpu_seconds(variant: Variant, batch: Batch, path: Path | None) -> float:
+def gpu_seconds(variant: Variant, batch: Batch, path: Path) -> float:
     """Return how long the first rank's GPU computes in a forward and backward: kernels alone, without communication.
 
     Args:
         variant: to run.
         batch: one microbatch of it.
-        path: keep a table of the longest kernels there.
+        path: where a table of the longest kernels goes.
     """
     once = replace(batch, microbatches=1)
     if dist.get_rank():
@@ -267,21 +268,19 @@ def gpu_seconds(variant: Variant, batch: Batch, path: Path | None) -> float:
         synchronize()
     optimize(variant, once)
     kernels = profiler.key_averages()
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(kernels.table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(kernels.table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
     return 1e-6 * sum(kernel.self_device_time_total for kernel in kernels if "nccl" not in kernel.key.lower())
 
 
-def differences(variants: list[Variant], batch: Batch) -> dict[str, float]:
+def differences(variants: list[Variant], batch: Batch) -> list[float]:
     """Return how far each variant's MoE layer is from the first one's, relative to it."""
-    outputs = {variant.name: moe(variant, batch).float() for variant in variants}
-    expected = outputs[variants[0].name]
-    return {name: float((out - expected).norm() / expected.norm()) for name, out in outputs.items()}
+    expected, *others = (moe(variant, batch).float() for variant in variants)
+    return [0.0, *(float((out - expected).norm() / expected.norm()) for out in others)]
 
 
 def bench(options: argparse.Namespace) -> list[dict]:
-    """Measure every layout; called on every rank.
+    """Measure every layout, and keep what was measured as soon as it is; called on every rank.
 
     Args:
         options: of the command line.
@@ -292,37 +291,57 @@ def bench(options: argparse.Namespace) -> list[dict]:
     found: list[dict[str, Any]] = []
     for ep in options.ep:
         with parallel(Layout(ep=ep)):
-            _bench_layout(Layout(ep=ep), options, found)
+            variants = _build_all(Layout(ep=ep), options)
+            for num_tokens in options.tokens:
+                sequence = min(options.sequence, num_tokens)
+                batch = make_batch(num_tokens, sequence, options.architecture, options.microbatches)
+                measure(variants, batch, options.repeats, f"EP{ep}, {num_tokens} tokens")
+                found += [_entry(variant, ep, num_tokens, batch, options) for variant in variants]
+                for entry in found[-len(variants) :]:
+                    say(describe(entry, found))
+                _keep(found, options)
+            if options.profile and ep == options.ep[-1]:
+                _profile(variants, batch, found, options)
+            del variants
     return found
 
 
-def _bench_layout(layout: Layout, options: argparse.Namespace, found: list[dict]) -> None:
-    architecture, names = options.architecture, options.variants
-    first = make_batch(options.tokens[0], min(options.sequence, options.tokens[0]), architecture, 1)
+def _build_all(layout: Layout, options: argparse.Namespace) -> list[Variant]:
+    num_tokens = min(options.tokens)
+    first = make_batch(num_tokens, min(options.sequence, num_tokens), options.architecture, 1)
     # Workspaces that live as long as the process are not any variant's.
-    _static_bytes(lambda: build(names[0], options, layout, None), first)
+    _static_bytes(lambda: build(options.variants[0], options, layout, None), first)
     variants: list[Variant] = []
-    for name in names:
+    for name in options.variants:
         like = variants[0] if variants else None
         held, variant = _static_bytes(lambda name=name, like=like: build(name, options, layout, like), first)
         variants.append(replace(variant, static_bytes=held))
         say(f"EP{layout.ep}: built {name}, {held / 2**30:.2f} GiB")
-    for num_tokens in options.tokens:
-        batch = make_batch(num_tokens, min(options.sequence, num_tokens), architecture, options.microbatches)
-        different = differences(variants, batch)
-        for variant in variants:
-            variant.figures.clear()
-        measure(variants, batch, options.repeats, f"EP{layout.ep}, {num_tokens} tokens")
-        for variant in variants:
-            entry = {"ep": layout.ep, "tokens": num_tokens, "variant": variant.name, **variant.figures}
-            entry |= {"static_bytes": variant.static_bytes, "difference": different[variant.name]}
-            table = options.profile and options.profile / f"ep{layout.ep}_{num_tokens}_{variant.name}.txt"
-            entry |= saved(variant, batch) | {"gpu_s": gpu_seconds(variant, batch, table)}
-            entry["predicted_bytes"] = predicted_bytes(entry, options, dist.get_world_size())
-            found.append(entry)
-            say(describe(entry, found))
-        if options.raw and dist.get_rank() == 0:
-            options.raw.write_text(json.dumps(found, indent=1))
+    for variant, difference in zip(variants, differences(variants, first), strict=True):
+        variant.difference = difference
+    return variants
+
+
+def _entry(variant: Variant, ep: int, num_tokens: int, batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
+    entry = {"ep": ep, "tokens": num_tokens, "variant": variant.name, **variant.figures, **saved(variant, batch)}
+    variant.figures = {}
+    entry |= {"static_bytes": variant.static_bytes, "difference": variant.difference}
+    return entry | {"predicted_bytes": predicted_bytes(entry, options, dist.get_world_size())}
+
+
+def _keep(found: list[dict], options: argparse.Namespace) -> None:
+    if options.raw and dist.get_rank() == 0:
+        options.raw.write_text(json.dumps(found, indent=1))
+    if options.record and dist.get_rank() == 0:
+        append_results(options.record, result_rows(found, dist.get_world_size(), options))
+
+
+def _profile(variants: list[Variant], batch: Batch, found: list[dict], options: argparse.Namespace) -> None:
+    for variant, entry in zip(variants, found[-len(variants) :], strict=True):
+        table = options.profile / f"ep{entry['ep']}_{entry['tokens']}_{variant.name}.txt"
+        entry["gpu_s"] = gpu_seconds(variant, batch, table)
+        say(describe(entry, found))
+    _keep(found, options)
 
 
 def _static_bytes(make: Any, batch: Batch) -> tuple[int, Variant]:
@@ -352,17 +371,15 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--profile", type=Path, help="folder for tables of the longest kernels")
+    parser.add_argument("--profile", type=Path, help="folder: time the last layout's kernels alone, and list them")
     parser.add_argument("--raw", type=Path, help="keep every measurement in this file")
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/megatron.json")
     options = parser.parse_args()
     for name in options.variants:
         parse_variant(name)
     options.architecture = Architecture(num_layers=options.layers, vocab_size=1024)
-    with process_group() as rank:
-        found, num_gpus = bench(options), dist.get_world_size()
-    if options.record and rank == 0:
-        append_results(options.record, result_rows(found, num_gpus, options))
+    with process_group():
+        bench(options)
 
 
 if __name__ == "__main__":

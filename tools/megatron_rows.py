@@ -26,7 +26,8 @@ def describe(entry: dict, found: list[dict]) -> str:
     memory = peak_bytes(entry) / 2**30
     text = f"EP{entry['ep']} {entry['tokens']} {entry['variant']:16} ms: {times}  ratio {ratio:.3f}  {memory:.2f} GiB"
     error = entry["predicted_bytes"] / max(peak_bytes(entry), 1) - 1
-    return f"{text} ({error:+.1%})  GPU {1e3 * entry['gpu_s']:.2f} ms  difference {entry['difference']:.2g}"
+    gpu = f"  GPU {1e3 * entry['gpu_s']:.2f} ms" if entry.get("gpu_s") else ""
+    return f"{text} ({error:+.1%}){gpu}  difference {entry['difference']:.2g}"
 
 
 def require_same_function(found: list[dict]) -> None:
@@ -116,7 +117,8 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
         where = f"ep{entry['ep']}" + ("" if entry["tokens"] == max(options.tokens) else f"_{entry['tokens']}")
         for part in PARTS:
             add(f"{name}_{part}_ms_{where}", 1e3 * median(entry[f"{part}_s"]), "ms")
-        add(f"{name}_gpu_ms_{where}", 1e3 * entry["gpu_s"], "ms")
+        if entry.get("gpu_s"):
+            add(f"{name}_gpu_ms_{where}", 1e3 * entry["gpu_s"], "ms")
         add(f"{name}_memory_gib_{where}", peak_bytes(entry) / 2**30, "GiB")
         add(f"{name}_memory_computed_gib_{where}", entry["predicted_bytes"] / 2**30, "GiB")
         if entry is base:
@@ -126,7 +128,8 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
         add(f"{name}_step_ratio_spread_{where}", max(ratios) - min(ratios))
         add(f"{name}_moe_ratio_{where}", median(_ratios(entry, base, ("moe",))))
         add(f"{name}_forward_ratio_{where}", median(_ratios(entry, base, ("forward",))))
-        add(f"{name}_gpu_ratio_{where}", entry["gpu_s"] / max(base["gpu_s"], 1e-9))
+        if entry.get("gpu_s"):
+            add(f"{name}_gpu_ratio_{where}", entry["gpu_s"] / base["gpu_s"])
         whole = ("quantize", "forward_backward", "optimizer")
         add(f"{name}_whole_step_ratio_{where}", median(_ratios(entry, base, whole)))
     errors = [abs(entry["predicted_bytes"] / max(peak_bytes(entry), 1) - 1) for entry in found]

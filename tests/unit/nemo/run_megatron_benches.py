@@ -27,7 +27,7 @@ SIZES = {"num_layers": 1, "num_experts": 4, "top_k": 2, "num_heads": 4, "num_kv_
 ARCHITECTURE = Architecture(**SIZES, hidden=128, inner=128, vocab_size=64)
 
 
-def step_rows() -> list[dict]:
+def step_rows(folder: Path) -> list[dict]:
     """Rows of the step bench."""
     options = argparse.Namespace(
         variants=["megatron", "bf16", "w4a16", "fp8_block+hp"],
@@ -38,8 +38,9 @@ def step_rows() -> list[dict]:
         optimizer="adam",
         recompute="none",
         repeats=1,
-        profile=None,
-        raw=None,
+        profile=folder,
+        raw=folder / "raw.json",
+        record=folder / "rows.json",
         architecture=ARCHITECTURE,
     )
     return result_rows(bench_megatron.bench(options), dist.get_world_size(), options)
@@ -76,7 +77,7 @@ def streamed() -> dict[str, bool]:
 def main(folder: Path) -> None:
     """Write what each bench gave."""
     with process_group() as rank, megatron_on_cpu.CudaMeansCpu():
-        results = {"step": step_rows(), "publish": publish_rows(), "streamed": streamed()}
+        results = {"step": step_rows(folder), "publish": publish_rows(), "streamed": streamed()}
         if rank == 0:
             (folder / "results.json").write_text(json.dumps(results))
 
