@@ -27,7 +27,7 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy.generation.refit_transport": ((None,), "this transport carries BF16 weights only"),
     "policy.generation.vllm_cfg.precision": (
         ("bfloat16",),
-        "activations are BF16; qarl.format says what vLLM quantizes",
+        "activations are BF16, and qarl.format says how vLLM quantizes",
     ),
     "policy.generation.vllm_cfg.kv_cache_dtype": (("auto",), "the learner's attention is BF16"),
     "policy.generation.vllm_cfg.logprobs_mode": (
