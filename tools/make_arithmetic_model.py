@@ -1,6 +1,6 @@
 """Make what a NeMo-RL run needs without a network: a small Qwen3-MoE, its tokenizer, and additions to solve.
 
-    python tools/make_arithmetic_model.py FOLDER [--warm-start ACCURACY] [--size tiny|1b]
+    python tools/make_arithmetic_model.py FOLDER [--warm-start ACCURACY] [--size tiny|1b] [--largest N]
 
 Writes FOLDER/model (Hugging Face), FOLDER/train.jsonl and FOLDER/val.jsonl ({"input", "output"}, as NeMo-RL's
 `ResponseDataset` reads them). With a warm start the model first learns the answers by next-token prediction, until that
@@ -10,6 +10,7 @@ share of held-out answers is right token by token; from there rewards can rise.
 import argparse
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ _SIZES = {
     "tiny": {"hidden_size": 512, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 256},
     "1b": {"hidden_size": 1024, "num_hidden_layers": 16, "num_experts": 32, "moe_intermediate_size": 512},
 }
-_LARGEST = 99
-_CHECK_PERIOD = 20
+_CHECK_PERIOD = 10
 
 
 def main() -> None:
@@ -36,32 +36,41 @@ def main() -> None:
     folder = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     random.seed(0)
-    tasks = {name: [_task() for _ in range(count)] for name, count in (("train", 8192), ("val", 256))}
+    tasks = {name: [_task(arguments.largest) for _ in range(count)] for name, count in (("train", 8192), ("val", 256))}
     for name, rows in tasks.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(_config(tokenizer, arguments.size)).to(arguments.device)
+    config = _config(tokenizer, arguments.size)
+    config.architectures = [Qwen3MoeForCausalLM.__name__]
+    # Engines with dummy weights may start while the model is being trained.
+    config.save_pretrained(folder / "model")
+    _spell_for_all_readers(folder / "model" / "config.json")
+    model = Qwen3MoeForCausalLM(config).to(arguments.device)
     if arguments.warm_start:
         _warm_start(model, tokenizer, tasks["val"], arguments)
-    model.bfloat16().save_pretrained(folder / "model")
-    _spell_for_all_readers(folder / "model" / "config.json")
+    model.bfloat16().save_pretrained(folder / "weights")
+    (folder / "weights" / "generation_config.json").replace(folder / "model" / "generation_config.json")
+    (folder / "weights" / "model.safetensors").replace(folder / "model" / "model.safetensors")
+    shutil.rmtree(folder / "weights")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=_SIZES, default="tiny")
+    parser.add_argument("--largest", type=int, default=99, help="summand")
     parser.add_argument("--warm-start", type=float, default=0.0, metavar="ACCURACY", help="0 leaves random weights")
     parser.add_argument("--max-steps", type=int, default=2000, help="of the warm start")
+    parser.add_argument("--batch", type=int, default=256, help="tasks a step of the warm start")
     parser.add_argument("--lr", type=float, default=1e-3, help="of the warm start")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
 
-def _task() -> dict[str, str]:
-    left, right = random.randint(0, _LARGEST), random.randint(0, _LARGEST)
+def _task(largest: int) -> dict[str, str]:
+    left, right = random.randint(0, largest), random.randint(0, largest)
     return {"input": f"What is {left} + {right}? Put the answer in \\boxed{{}}.", "output": str(left + right)}
 
 
@@ -112,7 +121,8 @@ def _warm_start(
         rate = arguments.lr * min(1.0, step / 50)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        logits, labels = _answer(model, _batch(tokenizer, [_task() for _ in range(256)], arguments.device))
+        tasks = [_task(arguments.largest) for _ in range(arguments.batch)]
+        logits, labels = _answer(model, _batch(tokenizer, tasks, arguments.device))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -158,7 +168,8 @@ def _answer(model: Qwen3MoeForCausalLM, batch: tuple[Any, Any]) -> tuple[torch.T
 def _spell_for_all_readers(path: Path) -> None:
     # transformers 5 writes other keys than vLLM and older readers look for.
     written = json.loads(path.read_text(encoding="utf-8"))
-    extra = {"rope_theta": 1000000.0, "num_experts": written.get("num_experts", written.get("num_local_experts"))}
+    num_experts = written.get("num_experts", written.get("num_local_experts"))
+    extra = {"dtype": "bfloat16", "rope_theta": 1000000.0, "num_experts": num_experts}
     path.write_text(json.dumps(written | extra, indent=1), encoding="utf-8")
 
 

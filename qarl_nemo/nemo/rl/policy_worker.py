@@ -65,7 +65,6 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             RuntimeError: the engines refused the update, or one broke off.
         """
         started = time.perf_counter()
-        self._finish_parameter_gather()
         with self._serving():
             tensors = dict(publish_shards([self.model], vocab_size=self._vocab_size()))
             update = RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors)
@@ -115,11 +114,6 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
 
     def _vocab_size(self) -> int:
         return self.megatron_bridge.hf_pretrained.config.vocab_size
-
-    def _finish_parameter_gather(self) -> None:
-        # An optimizer step may have left the gathering of its parameters to the next forward.
-        if self.should_disable_forward_pre_hook and self._forward_pre_hook_enabled():
-            self._disable_forward_pre_hook_until_next_train_step(param_sync=True)
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
