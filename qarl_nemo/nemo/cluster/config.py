@@ -26,7 +26,12 @@ class HealthConfig(StrictModel):
     """How long all nodes with all their GPUs may take to join."""
     check_timeout_s: float = Field(300.0, gt=0)
     """How long a node may take to answer; importing torch from a cold shared file system is slow."""
-    worker_envs: tuple[str, ...] = ("*MegatronPolicyWorker", "*VllmGenerationWorker", "*VllmAsyncGenerationWorker")
+    worker_envs: tuple[str, ...] = (
+        "*MegatronPolicyWorker",
+        "*.VllmGenerationWorker",
+        "*.VllmAsyncGenerationWorker",
+        "*.Qarl*GenerationWorker",
+    )
     """Environments under `$NEMO_RL_VENV_DIR` that must import our packages too, as patterns of folder names."""
 
 

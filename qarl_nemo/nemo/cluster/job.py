@@ -110,8 +110,9 @@ def _watch(config: ClusterConfig, nodes: list[Node], head: str, folder: Path, sa
     signal.signal(signal.SIGINT, lambda number, _: stopped.append(number))
     while job.code() is None and not lost and not stopped:
         time.sleep(POLL_S)
-        lost = lost_nodes(nodes)
-        logs.poll()
+        if not stopped:  # who stops the job may have stopped Ray, too, which then answers late
+            lost = lost_nodes(nodes)
+            logs.poll()
     code = job.code()
     deadline = time.monotonic() + VERDICT_WITHIN_S
     while code and not lost and time.monotonic() < deadline:

@@ -68,7 +68,7 @@ def manifest(config: ClusterConfig, launcher: KubernetesLauncher) -> list[dict[s
     Returns:
         Two Kubernetes objects.
 
-    Source: KubeRay 1.4's custom resources, ray.io/v1.
+    Source: KubeRay 1.7's custom resources, ray.io/v1.
     """
     assert config.container is not None  # checked with the config
     metadata = {"name": launcher.name, "namespace": launcher.namespace}

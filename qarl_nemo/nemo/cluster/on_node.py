@@ -43,8 +43,13 @@ def worker_pythons(env: dict[str, str], patterns: list[str]) -> list[str]:
     folder = env.get("NEMO_RL_VENV_DIR")
     if not folder or env.get("NEMO_RL_PY_EXECUTABLES_SYSTEM") == "1":
         return []
-    found = sorted(Path(folder).glob("*/bin/python"))
-    return [str(python) for python in found if any(fnmatch.fnmatch(python.parts[-3], each) for each in patterns)]
+    found = [
+        python
+        for python in sorted(Path(folder).glob("*/bin/python"))
+        if any(fnmatch.fnmatch(python.parts[-3], each) for each in patterns)
+    ]
+    # Several workers may share an environment through a link.
+    return list({python.parents[1].resolve(): str(python) for python in found}.values())
 
 
 def ask(python: str, request: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ def test_every_example_has_a_dry_run_without_its_programs(path, capsys, monkeypa
     monkeypatch.setenv("PATH", "")
     assert main(["launch", str(path), "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    program = {"hosts": "ssh ", "hosts_container": "ssh ", "kubernetes": "kubectl "}.get(path.stem, "sbatch ")
-    assert program in printed
+    programs = {"hosts": "ssh", "hosts_container": "docker run", "kubernetes": "kubectl", "local": "bash"}
+    assert f"{programs.get(path.stem, 'sbatch')} " in printed
     assert "run_qarl_grpo.py" in printed
 
 
