@@ -49,6 +49,16 @@ def test_a_dry_run_executed_by_a_shell_runs_the_plans_commands_and_input(path, t
     assert [stdin.rstrip("\n") for _, stdin in noted] == [step.stdin.rstrip("\n") for step in planned.steps]
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_a_recipe_for_its_number_of_nodes(path):
+    config = example(path.stem)
+    words = shlex.split(config.command)
+    recipe = ROOT / words[words.index("--config") + 1]
+    assert recipe.exists()
+    assert f"-{config.nodes}n{config.gpus_per_node}g-" in recipe.name
+    assert f"checkpointing.checkpoint_dir={config.checkpoint_dir}" in words
+
+
 def test_hosts_get_one_node_each_and_the_first_is_the_head():
     steps = plan(example("hosts", "launcher.addresses={gpu-0: 10.0.0.1}")).steps
     assert [step.title for step in steps] == ["head gpu-0", "worker gpu-1"]
