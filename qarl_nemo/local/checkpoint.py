@@ -6,10 +6,9 @@ import re
 import shutil
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from qarl_nemo.local.optimizer import MasterOptimizer
+from qarl_nemo.local.learner import Learner
 
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -36,9 +35,8 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
 def save_checkpoint(
     run_dir: Path,
     step: int,
-    model: PreTrainedModel,
+    learner: Learner,
     tokenizer: PreTrainedTokenizerBase,
-    optimizer: MasterOptimizer,
     state: dict[str, float],
     *,
     keep_last: int,
@@ -48,9 +46,8 @@ def save_checkpoint(
     Args:
         run_dir: the run's folder.
         step: training steps it contains.
-        model: saved as a Hugging Face directory that any other tool can load.
-        tokenizer: saved beside it.
-        optimizer: its state, with FP32 masters where the model is narrower.
+        learner: writes its model, as a Hugging Face directory that any other tool can load, and its optimizer.
+        tokenizer: saved beside the model.
         state: counters of the loop.
         keep_last: how many checkpoints stay.
 
@@ -61,9 +58,8 @@ def save_checkpoint(
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model.save_pretrained(partial / "model")
+    learner.save(partial)
     tokenizer.save_pretrained(partial / "model")
-    torch.save(optimizer.state_dict(), partial / "optimizer.pt")
     (partial / "state.json").write_text(json.dumps({"step": step, **state}))
     for path in partial.rglob("*"):
         if path.is_file():
@@ -79,16 +75,3 @@ def save_checkpoint(
 def read_state(run_dir: Path, step: int) -> dict[str, float]:
     """Return the loop's counters in a checkpoint."""
     return json.loads((checkpoint_dir(run_dir, step) / "state.json").read_text())
-
-
-def load_optimizer(run_dir: Path, step: int, optimizer: MasterOptimizer, device: torch.device) -> None:
-    """Restore the optimizer from a checkpoint.
-
-    Args:
-        run_dir: the run's folder.
-        step: which checkpoint.
-        optimizer: over the restored model's parameters.
-        device: where its state goes.
-    """
-    path = checkpoint_dir(run_dir, step) / "optimizer.pt"
-    optimizer.load_state_dict(torch.load(path, map_location=device, weights_only=True))

@@ -98,9 +98,11 @@ class PackedRolloutConfig(RolloutSettings):
 
 
 class VllmRolloutConfig(RolloutSettings):
-    """vLLM in this process, on the run's device; `vllm/limits.py` says what it serves there."""
+    """vLLM in this process, on the run's device, or on a GPU of its own; `vllm/limits.py` says what it serves there."""
 
     engine: Literal["vllm"]
+    own_gpu: bool = False
+    """In a process of its own on the first GPU, where the learner takes those behind it."""
     max_model_len: int | None = Field(None, ge=2, description="Tokens of prompt and response; None = the model's.")
     kv_cache_gib: float = Field(1.0, gt=0, description="Memory of the KV cache, GiB, beside the weights'.")
     enforce_eager: bool = False

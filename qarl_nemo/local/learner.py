@@ -2,16 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from qarl_nemo.layers.install import InstallReport
-from qarl_nemo.local.optimizer import MasterOptimizer
+from qarl_kernels import QuantFormat
+from qarl_nemo.local.policy import Policy
 from qarl_nemo.local.rollouts import Rollouts, columns_from_first_token
 from qarl_nemo.losses.build import LossFn
 from qarl_nemo.losses.ratios import LossData
+from qarl_nemo.refit.publish import RefitUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,10 @@ class UpdateResult:
 
 
 class Learner:
-    """A model with aligned layers, its optimizer and its objective.
+    """A policy and its objective. Where ranks share the policy, each has one, and all are called alike.
 
     Args:
-        model: the installed model.
-        report: what `install` returned.
-        optimizer: over the model's parameters.
+        policy: what is trained.
         loss_fn: the objective.
         temperature: the rollouts' sampling temperature.
         replay_routes: use the experts the rollout engine chose.
@@ -45,9 +44,7 @@ class Learner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        report: InstallReport,
-        optimizer: MasterOptimizer,
+        policy: Policy,
         loss_fn: LossFn,
         *,
         temperature: float,
@@ -55,14 +52,40 @@ class Learner:
         micro_batch_size: int,
         logprob_batch_size: int,
     ) -> None:
-        self.model = model
-        self.report = report
-        self.optimizer = optimizer
+        self.policy = policy
         self.loss_fn = loss_fn
         self.temperature = temperature
         self.replay_routes = replay_routes
         self.micro_batch_size = micro_batch_size
         self.logprob_batch_size = logprob_batch_size
+
+    @property
+    def weight_version(self) -> int:
+        """Which version the policy's weights are."""
+        return self.policy.version.value
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Optimizer steps that were not applied since the last one that was."""
+        return self.policy.optimizer.skipped_in_a_row
+
+    def publish(self, fmt: QuantFormat) -> RefitUpdate:
+        """Return the policy's weights as the rollout engine will serve them in `fmt`."""
+        return self.policy.publish(fmt)
+
+    def save(self, folder: Path) -> None:
+        """Write the policy and its optimizer into a checkpoint's folder."""
+        self.policy.save(folder)
+
+    def resume(self, folder: Path, weight_version: int) -> None:
+        """Go on from a checkpoint whose model the policy holds already.
+
+        Args:
+            folder: the checkpoint's.
+            weight_version: of its weights.
+        """
+        self.policy.load_optimizer(folder)
+        self.policy.version.value = weight_version
 
     def token_logprobs(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         """Return logprobs of the response tokens at the sampling temperature, and the policy's entropy.
@@ -77,15 +100,10 @@ class Learner:
         columns, first = columns_from_first_token(rollouts.attention_mask), rollouts.num_prompt_columns
         routes = rollouts.routes if self.replay_routes else None
         if routes is not None:
-            routes = torch.take_along_dim(routes, columns[..., None, None], dim=1).flatten(0, 1)
-        with self.report.routes.replay(routes):
-            hidden = self.model.model(
-                input_ids=rollouts.input_ids.gather(1, columns), use_cache=False
-            ).last_hidden_state
+            routes = torch.take_along_dim(routes, columns[..., None, None], dim=1)
         places = torch.argsort(columns, dim=-1)[:, first - 1 : -1]
-        hidden = torch.take_along_dim(hidden, places[..., None], dim=1)
-        logits = self.model.lm_head(hidden).float() / self.temperature
-        logprobs = logits.log_softmax(-1)
+        logits = self.policy.logits(rollouts.input_ids.gather(1, columns), places, routes)
+        logprobs = (logits.float() / self.temperature).log_softmax(-1)
         entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
         return logprobs.gather(-1, rollouts.input_ids[:, first:, None]).squeeze(-1), entropy
 
@@ -99,9 +117,12 @@ class Learner:
         Returns:
             [B, R] FP32.
         """
-        size = self.logprob_batch_size
-        starts = range(0, len(rollouts.input_ids), size)
-        return torch.cat([self.token_logprobs(rollouts.select(slice(s, s + size)))[0] for s in starts])
+        logprobs = torch.zeros_like(rollouts.generation_logprobs)
+        rows = torch.arange(len(logprobs), device=logprobs.device)
+        for part in self.policy.own_rows(rows).split(self.logprob_batch_size):
+            logprobs[part] = self.token_logprobs(rollouts.select(part))[0]
+        self.policy.sum_over_ranks([logprobs])
+        return logprobs
 
     def update(
         self, rollouts: Rollouts, prev_logprobs: Tensor, advantages: Tensor, minibatches: list[Tensor]
@@ -124,6 +145,7 @@ class Learner:
             step = self._minibatch(rollouts, prev_logprobs, advantages, rows, curr, sequences)
             for name, value in step.items():
                 totals[name] = totals.get(name, 0.0) + value
+        self.policy.sum_over_ranks([curr, *sequences.values()])
         metrics = {name: value if _is_count(name) else value / len(minibatches) for name, value in totals.items()}
         return UpdateResult(metrics, sequences, curr)
 
@@ -138,8 +160,8 @@ class Learner:
     ) -> dict[str, float]:
         mask = rollouts.response_mask[rows]
         valid_seqs, valid_toks = mask.any(-1).sum(), mask.sum()
-        loss, metrics = 0.0, dict[str, float]()
-        for part in rows.split(self.micro_batch_size):
+        sums: dict[str, Tensor] = {}
+        for part in self.policy.own_rows(rows).split(self.micro_batch_size):
             batch = rollouts.select(part)
             logprobs, entropy = self.token_logprobs(batch)
             out = self.loss_fn(
@@ -156,17 +178,24 @@ class Learner:
                 ),
             )
             out.loss.backward()
-            loss += float(out.loss.detach())
             curr[part] = logprobs.detach()
             for name, value in out.sequences.items():
                 sequences.setdefault(name, torch.zeros(len(curr), dtype=value.dtype, device=value.device))[part] = value
-            for name, value in out.metrics.items():
-                metrics[f"loss/{name}"] = metrics.get(f"loss/{name}", 0.0) + float(value)
-        lr = self.optimizer.lr
-        norm, applied = self.optimizer.step(finite=math.isfinite(loss))
+            for name, value in {"": out.loss.detach(), **out.metrics}.items():
+                sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64, device=part.device)
+        loss, metrics = self._totals(sums)
+        lr = self.policy.optimizer.lr
+        norm, applied = self.policy.optimizer.step(finite=math.isfinite(loss))
         if applied:
-            self.report.version.bump()
+            self.policy.version.bump()
         return metrics | {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(not applied)}
+
+    def _totals(self, sums: dict[str, Tensor]) -> tuple[float, dict[str, float]]:
+        totals = torch.stack(list(sums.values()))
+        self.policy.sum_over_ranks([totals])
+        loss, *values = totals.tolist()
+        names = [f"loss/{name}" for name in sums if name]
+        return loss, dict(zip(names, values, strict=True))
 
 
 def _is_count(metric: str) -> bool:

@@ -1,20 +1,20 @@
 """From a config to what a run works with: the model at its starting point, the learner, the rollout engine."""
 
-import json
 import time
-from dataclasses import asdict
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl_kernels import QuantFormat, get_format
-from qarl_nemo.layers.install import InstallReport, install
-from qarl_nemo.local.checkpoint import checkpoint_dir, load_optimizer, read_state
+from qarl_nemo.layers.install import install
+from qarl_nemo.local.checkpoint import checkpoint_dir, read_state
 from qarl_nemo.local.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.local.engine_attention import use_attention
 from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.local.optimizer import MasterOptimizer
+from qarl_nemo.local.policy import Policy, TransformersPolicy
 from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.tasks import TaskSource
@@ -24,6 +24,9 @@ from qarl_nemo.local.vllm.limits import config_problems, gpu_problems
 from qarl_nemo.local.vllm.rollout import VllmRollout
 from qarl_nemo.local.warm_start import greedy_answers, warm_start
 from qarl_nemo.losses.build import build_loss
+
+# Makes the learner of a run from its config, its starting model and the device.
+MakeLearner = Callable[[LocalConfig, PreTrainedModel, torch.device], Learner]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -41,6 +44,42 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
     return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
+
+
+def learner_device(config: LocalConfig, rank: int = 0) -> torch.device:
+    """Return the device of a learner's rank, made the current one: behind the engine's GPU where it has its own.
+
+    Args:
+        config: the resolved config.
+        rank: of the learner, on this host.
+
+    Returns:
+        The device.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    device, index = resolve_device(config.device), rank + getattr(config.rollout, "own_gpu", False)
+    if device.type == "cpu":
+        return device
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"the learner's rank {rank} takes GPU {index}, torch sees {torch.cuda.device_count()}: with "
+            "rollout.own_gpu=true the engine takes GPU 0 and the learner those behind it"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def served_format(config: LocalConfig) -> QuantFormat:
+    """Return the format of the rollout engine's weights."""
+    qarl = config.qarl
+    return get_format(qarl.format, group_size=qarl.group_size, scale_convention=qarl.scale_convention)
+
+
+def executed_format(config: LocalConfig) -> QuantFormat:
+    """Return the format that the learner computes in: the engine's when they are aligned, else bf16."""
+    return served_format(config) if config.qarl.alignment == "aligned" else get_format("bf16")
 
 
 def require_engine(config: LocalConfig, device: torch.device) -> None:
@@ -107,40 +146,42 @@ def _warm_start(
         warm_start(model, tokenizer, source, config.policy.warm_start, show, greedy_reward)
 
 
-def build_learner(
-    config: LocalConfig, model: PreTrainedModel, fmt: QuantFormat, device: torch.device, step: int | None
-) -> Learner:
-    """Install aligned layers, write the table of what was quantized, and restore optimizer and weight version.
+def transformers_learner(config: LocalConfig, model: PreTrainedModel, device: torch.device) -> Learner:  # noqa: ARG001
+    """Install aligned layers into the model, give it an optimizer, and join it and the run's objective.
 
     Args:
         config: the resolved config.
-        model: changed in place.
-        fmt: the rollout format; the learner executes it when `alignment` is `aligned`, else bf16.
-        device: where the optimizer's state goes.
-        step: which checkpoint of the run, or None for a new run.
+        model: on `device`; changed in place.
+        device: where it is trained.
 
     Returns:
         The learner.
     """
-    qarl, policy = config.qarl, config.policy
-    executed = fmt if qarl.alignment == "aligned" else get_format("bf16")
-    report = install(model, qarl.targets, executed, mode=qarl.backward, keep_operand=qarl.keep_operand)
-    use_attention(model, policy.attention)
-    rows = [asdict(row) for row in report.rows]
-    (config.run_dir / "quantized.json").write_text(json.dumps(rows, indent=1))
-    optimizer = MasterOptimizer(model.named_parameters(), policy.optimizer, policy.max_grad_norm)
-    if step is not None:
-        load_optimizer(config.run_dir, step, optimizer, device)
-        report.version.value = int(read_state(config.run_dir, step)["weight_version"])
+    qarl, settings = config.qarl, config.policy
+    fmt = executed_format(config)
+    report = install(model, qarl.targets, fmt, mode=qarl.backward, keep_operand=qarl.keep_operand)
+    use_attention(model, settings.attention)
+    optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm)
+    return build_learner(config, TransformersPolicy(model, report, optimizer))
+
+
+def build_learner(config: LocalConfig, policy: Policy) -> Learner:
+    """Join a policy and the run's objective.
+
+    Args:
+        config: the resolved config.
+        policy: what is trained.
+
+    Returns:
+        The learner.
+    """
     return Learner(
-        model,
-        report,
-        optimizer,
+        policy,
         build_loss(config.loss_fn),
         temperature=config.rollout.temperature,
-        replay_routes=qarl.router_replay,
-        micro_batch_size=policy.train_micro_batch_size,
-        logprob_batch_size=policy.logprob_batch_size,
+        replay_routes=config.qarl.router_replay,
+        micro_batch_size=config.policy.train_micro_batch_size,
+        logprob_batch_size=config.policy.logprob_batch_size,
     )
 
 
@@ -148,8 +189,6 @@ def build_sampler(
     config: LocalConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    report: InstallReport,
-    fmt: QuantFormat,
     device: torch.device,
 ) -> PackedSampler | VllmRollout:
     """Make the rollout engine; it serves nothing before its first refit.
@@ -158,9 +197,7 @@ def build_sampler(
         config: the resolved config.
         model: the learner's, for its config, dtype and, with vLLM, first weights.
         tokenizer: for stop and pad tokens.
-        report: which layers are packed.
-        fmt: the rollout format.
-        device: where it lives.
+        device: the learner's; the engine's too, unless it has its own.
 
     Returns:
         The engine.
@@ -168,14 +205,17 @@ def build_sampler(
     Raises:
         ValueError: vLLM does not serve this model as configured; the reasons are listed.
     """
-    rollout, stop_ids, pad_id = config.rollout, stop_token_ids(model, tokenizer), tokenizer.pad_token_id
+    rollout, fmt, targets = config.rollout, served_format(config), config.qarl.targets
+    stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
     if isinstance(rollout, VllmRolloutConfig):
         capture = config.qarl.router_replay
-        return VllmRollout(model, report, fmt, rollout, stop_ids=stop_ids, pad_id=pad_id, capture_routes=capture)
+        return VllmRollout(
+            model, fmt, targets, rollout, device=device, stop_ids=stop_ids, pad_id=pad_id, capture_routes=capture
+        )
     return PackedSampler(
         model.config,
         fmt,
-        report.targets,
+        targets,
         dtype=model.dtype,
         device=device,
         stop_ids=stop_ids,

@@ -1,27 +1,35 @@
 """The RL loop of the embedded engine: rollout, reward, prev_logprobs, update, refit, and what is written beside it."""
 
+import json
 import time
 
 import torch
 from torch import Tensor
 
-from qarl_kernels import get_format
 from qarl_nemo.local.advantages import group_advantages
-from qarl_nemo.local.checkpoint import checkpoint_steps, save_checkpoint
+from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps, read_state, save_checkpoint
 from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.local.learner import UpdateResult
 from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.local.rollouts import Rollouts, encode_prompts
 from qarl_nemo.local.run_dir import open_run_dir
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.setup import build_learner, build_sampler, require_engine, resolve_device, starting_model
+from qarl_nemo.local.setup import (
+    MakeLearner,
+    build_sampler,
+    learner_device,
+    require_engine,
+    served_format,
+    starting_model,
+    transformers_learner,
+)
 from qarl_nemo.local.step_metrics import diagnostics_examples, step_metrics
 from qarl_nemo.local.tasks import Task, TaskSource
 from qarl_nemo.local.verify import reward
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
 from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
-from qarl_nemo.refit.publish import RefitUpdate, publish
+from qarl_nemo.refit.publish import RefitUpdate
 
 
 class Trainer:
@@ -29,33 +37,33 @@ class Trainer:
 
     Args:
         config: the resolved config.
+        make_learner: what is trained; the transformers model of this process unless said otherwise.
 
     Raises:
         ValueError: anything in config, data or checkpoint that cannot be used.
     """
 
-    def __init__(self, config: LocalConfig) -> None:
+    def __init__(self, config: LocalConfig, make_learner: MakeLearner = transformers_learner) -> None:
         self.config = config
-        self.device = resolve_device(config.device)
+        self.device = learner_device(config)
         require_engine(config, self.device)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self.format = get_format(
-            config.qarl.format, group_size=config.qarl.group_size, scale_convention=config.qarl.scale_convention
-        )
+        self.format = served_format(config)
         self.source = TaskSource(config.data, config.seed)
         open_run_dir(config)
         self.step = max(checkpoint_steps(config.run_dir), default=None)
         self.model, self.tokenizer, self.elapsed_s = starting_model(config, self.source, self.device, self.step)
-        self.learner = build_learner(config, self.model, self.format, self.device, self.step)
-        self.report = self.learner.report
-        self.sampler = build_sampler(config, self.model, self.tokenizer, self.report, self.format, self.device)
+        self.learner = make_learner(config, self.model, self.device)
+        (config.run_dir / "quantized.json").write_text(json.dumps(self.learner.policy.table(), indent=1))
+        if self.step is not None:
+            version = int(read_state(config.run_dir, self.step)["weight_version"])
+            self.learner.resume(checkpoint_dir(config.run_dir, self.step), version)
+        self.sampler = build_sampler(config, self.model, self.tokenizer, self.device)
 
     def publish(self) -> RefitUpdate:
         """Return the learner's weights as the rollout engine will serve them."""
-        return publish(
-            self.report.weights, self.model.named_parameters(), self.format, version=self.report.version.value
-        )
+        return self.learner.publish(self.format)
 
     def train(self) -> None:
         """Run the remaining steps.
@@ -112,7 +120,7 @@ class Trainer:
         tokens = int(rollouts.response_mask.sum())
         metrics = step_metrics(rollouts, rewards, prev, advantages, result)
         metrics |= timer.finish_step({"rollout": tokens, "prev_logprobs": tokens, "update": tokens}) | peak_memory()
-        metrics |= {"weight_version": self.report.version.value, "refit/bytes": update.num_bytes}
+        metrics |= {"weight_version": self.learner.weight_version, "refit/bytes": update.num_bytes}
         if step % self.config.logger.diagnostics_period == 0 or step == 1:
             self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
         if grpo.val_period and (step % grpo.val_period == 0 or step == 1):
@@ -200,15 +208,14 @@ class Trainer:
             save_checkpoint(
                 self.config.run_dir,
                 self.step,
-                self.model,
+                self.learner,
                 self.tokenizer,
-                self.learner.optimizer,
-                {"elapsed_s": self.elapsed_s, "weight_version": self.report.version.value},
+                {"elapsed_s": self.elapsed_s, "weight_version": self.learner.weight_version},
                 keep_last=checkpointing.keep_last,
             )
 
     def _stop_if_diverged(self) -> None:
-        skipped = self.learner.optimizer.skipped_in_a_row
+        skipped = self.learner.skipped_in_a_row
         if skipped < self.config.policy.max_skipped_steps:
             return
         self._save()

@@ -12,7 +12,7 @@ def test_bfloat16_keeps_the_sides_together(tmp_path):
     aligned = train(tmp_path / "aligned", policy={"precision": "bfloat16"})
     train(tmp_path / "apart", policy={"precision": "bfloat16"}, qarl={"alignment": "rollout_only"})
     assert {parameter.dtype for parameter in aligned.model.parameters()} == {torch.bfloat16}
-    assert {master.dtype for master in aligned.learner.optimizer.masters.values()} == {torch.float32}
+    assert {master.dtype for master in aligned.learner.policy.optimizer.masters.values()} == {torch.float32}
     gaps = [[record["mismatch/abs_gap_mean"] for record in read_metrics(tmp_path / n)] for n in ("aligned", "apart")]
     assert max(gaps[0]) < 1e-3 < min(gaps[1])
     assert any(record["optim/grad_norm"] > 0 for record in read_metrics(tmp_path / "aligned"))

@@ -30,7 +30,7 @@ def multiply(trainer, factors) -> None:
             for part, factor in factors.items():
                 if part in name:
                     parameter.mul_(factor)
-    trainer.report.version.bump()
+    trainer.learner.policy.report.version.bump()
 
 
 def refit(trainer) -> None:
@@ -50,7 +50,7 @@ def gap(trainer, rollouts) -> float:
 @torch.no_grad()
 def own_routes(trainer, rollouts) -> torch.Tensor:
     """[B, S, L, k] experts that the learner chooses itself, in ascending order."""
-    with trainer.report.routes.record() as chosen:
+    with trainer.learner.policy.report.routes.record() as chosen:
         trainer.model.model(
             input_ids=rollouts.input_ids,
             attention_mask=rollouts.attention_mask,

@@ -35,6 +35,8 @@ def config_problems(config: Any, device: str) -> list[str]:
         problems.append("its kernels for this compute in BF16; set policy.precision=bfloat16")
     if device == "cpu" and qarl.router_replay:
         problems.append("on a CPU it returns no routed experts; set qarl.router_replay=false")
+    if device == "cpu" and config.rollout.own_gpu:
+        problems.append("on a CPU it shares the learner's process; set rollout.own_gpu=false")
     if config.rollout.top_p < 1:
         problems.append("its logprobs would be of the truncated distribution; set rollout.top_p=1")
     return problems

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
@@ -10,19 +11,34 @@ from qarl_nemo.local.config import VllmRolloutConfig
 from qarl_nemo.refit import engine_settings
 
 _EVERYWHERE = {
-    # In this process, a refit passes tensors and not copies.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Compiling the sampler would hold up the first rollout for longer than it saves here.
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-ENVIRONMENT = {
+_ENVIRONMENT = {
     # On the threads the learner uses.
     "cpu": _EVERYWHERE | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     "cuda": _EVERYWHERE | engine_settings.ENVIRONMENT,
 }
 _WORKER = "qarl_nemo.refit.load.PackedRefit"
+
+
+def engine_environment(device: torch.device, settings: VllmRolloutConfig) -> dict[str, str]:
+    """Return the environment that vLLM reads when it is imported.
+
+    Args:
+        device: the learner's.
+        settings: the rollout block.
+
+    Returns:
+        Variables by name.
+    """
+    # In this process, a refit passes tensors and not copies. Another one takes the first GPU it sees.
+    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if settings.own_gpu:
+        processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return _ENVIRONMENT[device.type] | processes
 
 
 def engine_options(
@@ -31,15 +47,17 @@ def engine_options(
     targets: Sequence[str],
     settings: VllmRolloutConfig,
     *,
+    device: torch.device,
     capture_routes: bool,
 ) -> dict[str, Any]:
     """Return the keyword arguments of `vllm.LLM`.
 
     Args:
-        model: the learner's, on the device of the engine.
+        model: the learner's.
         fmt: the rollout format.
         targets: which layers are quantized.
         settings: the rollout block.
+        device: of a GPU or the CPU, as the engine's.
         capture_routes: let the engine return the experts it chose.
 
     Returns:
@@ -60,12 +78,12 @@ def engine_options(
         "max_model_len": settings.max_model_len or model.config.max_position_embeddings,
         "max_num_seqs": settings.batch_size,
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
-        "enforce_eager": settings.enforce_eager or model.device.type == "cpu",
+        "enforce_eager": settings.enforce_eager or device.type == "cpu",
         "seed": 0,
     }
     if capture_routes:
         options["enable_return_routed_experts"] = True
-    return options | (_gpu_options(fmt, targets, settings) if model.device.type == "cuda" else {})
+    return options | (_gpu_options(fmt, targets, settings) if device.type == "cuda" else {})
 
 
 def _gpu_options(fmt: QuantFormat, targets: Sequence[str], settings: VllmRolloutConfig) -> dict[str, Any]:

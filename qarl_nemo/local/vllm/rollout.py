@@ -1,8 +1,9 @@
-"""vLLM as the rollout engine: in this process, started from a quantized checkpoint, refitted live."""
+"""vLLM as the rollout engine: here or on a GPU of its own, started from a quantized checkpoint, refitted live."""
 
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,27 @@ from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import quantize_checkpoint
-from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.local.config import VllmRolloutConfig
 from qarl_nemo.local.rollouts import Rollouts
 from qarl_nemo.local.sampling import SamplingParams
 from qarl_nemo.local.vllm.answers import make_rollouts
-from qarl_nemo.local.vllm.options import ENVIRONMENT, engine_options
+from qarl_nemo.local.vllm.options import engine_environment, engine_options
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.names import module_kind
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.refit.push import RefitReport, push, serving_version
-from qarl_nemo.refit.send import DirectSender
+from qarl_nemo.refit.send import CollectiveSender, DirectSender
 
 
 class VllmRollout:
     """A vLLM engine that serves one whole weight version at a time.
 
     Args:
-        model: the learner's, with aligned layers installed; the engine starts from a checkpoint of it, on its device.
-        report: which layers are quantized.
+        model: of the learner's starting weights; the engine starts from a checkpoint of it.
         fmt: the rollout format.
+        targets: which layers are quantized.
         settings: the rollout block.
+        device: the learner's.
         stop_ids: tokens that end a response.
         pad_id: filler.
         capture_routes: let the engine return the experts it chose.
@@ -43,26 +44,30 @@ class VllmRollout:
     def __init__(
         self,
         model: PreTrainedModel,
-        report: InstallReport,
         fmt: QuantFormat,
+        targets: Sequence[str],
         settings: VllmRolloutConfig,
         *,
+        device: torch.device,
         stop_ids: list[int],
         pad_id: int,
         capture_routes: bool,
     ) -> None:
-        self.device = model.device
+        self.device = device
         self.pad_id = pad_id
         self.stop_ids = stop_ids
         self.router_layers = _router_layers(model) if capture_routes else []
-        self._sender = DirectSender()
-        options = engine_options(model, fmt, report.targets, settings, capture_routes=bool(self.router_layers))
+        self._sender = CollectiveSender(1, device) if settings.own_gpu else DirectSender()
+        capture_routes = bool(self.router_layers)
+        options = engine_options(model, fmt, targets, settings, device=device, capture_routes=capture_routes)
         with tempfile.TemporaryDirectory(prefix="qarl-vllm-") as folder:
             checkpoint = Path(folder) / "quantized"
             model.save_pretrained(Path(folder) / "source")
-            quantize_checkpoint(Path(folder) / "source", checkpoint, fmt, report.targets, device=self.device.type)
-            self.engine = _start(model, checkpoint, options)
-        require_methods(self.engine.apply_model(chosen_methods)[0], fmt, report.targets)
+            quantize_checkpoint(Path(folder) / "source", checkpoint, fmt, targets, device=device.type)
+            self.engine = _start(model, checkpoint, options, engine_environment(device, settings))
+        # Each refit asks the same; here it is told before anything is published.
+        if not settings.own_gpu:
+            require_methods(self.engine.apply_model(chosen_methods)[0], fmt, targets)
 
     @property
     def version(self) -> int | None:
@@ -148,8 +153,8 @@ def _router_layers(model: PreTrainedModel) -> list[int]:
     return [int(re.search(r"\.layers\.(\d+)\.", name)[1]) for name in names]
 
 
-def _start(model: PreTrainedModel, checkpoint: Path, options: dict[str, Any]) -> Any:
-    os.environ.update(ENVIRONMENT[model.device.type])
+def _start(model: PreTrainedModel, checkpoint: Path, options: dict[str, Any], environment: dict[str, str]) -> Any:
+    os.environ.update(environment)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, ModelRegistry
 

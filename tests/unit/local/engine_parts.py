@@ -13,6 +13,7 @@ from qarl_nemo.local.engine_forward import follow_engine
 from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import tiny_config
 from qarl_nemo.local.optimizer import MasterOptimizer
+from qarl_nemo.local.policy import TransformersPolicy
 from qarl_nemo.local.rollouts import Rollouts
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.sampling import SamplingParams
@@ -88,9 +89,7 @@ def make_engine(
     sampler = make_sampler(model, fmt, targets, keep_operand=keep_operand)
     masters = MasterOptimizer(model.named_parameters(), optimizer or AdamWConfig(lr=1e-3), max_grad_norm)
     learner = Learner(
-        model,
-        report,
-        masters,
+        TransformersPolicy(model, report, masters),
         build_loss(loss or GRPOTISConfig()),
         temperature=temperature,
         replay_routes=replay_routes,

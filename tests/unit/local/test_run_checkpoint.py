@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_nemo.layers.install import install
-from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps, load_optimizer, read_state, save_checkpoint
+from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps, read_state, save_checkpoint
 from qarl_nemo.local.config import AdamWConfig, MuonConfig
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.optimizer import MasterOptimizer
@@ -19,7 +19,7 @@ STATE = {"elapsed_s": 1.5, "weight_version": 3}
 
 
 def save(run_dir, step, engine, *, keep_last=10, state=STATE):
-    return save_checkpoint(run_dir, step, engine.model, TOKENIZER, engine.optimizer, state, keep_last=keep_last)
+    return save_checkpoint(run_dir, step, engine.learner, TOKENIZER, state, keep_last=keep_last)
 
 
 def update(engine):
@@ -42,7 +42,7 @@ def test_a_restored_run_continues_to_the_same_bits(dtype, optimizer, tmp_path):
     model, tokenizer = load_checkpoint(checkpoint_dir(tmp_path, 1) / "model", dtype)
     assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
     restored = make_engine(model=model, optimizer=optimizer)
-    load_optimizer(tmp_path, 1, restored.optimizer, torch.device("cpu"))
+    restored.learner.resume(checkpoint_dir(tmp_path, 1), engine.learner.weight_version)
     for continued in (engine, restored):
         continued.report.version.bump()
         continued.refit()
@@ -74,7 +74,7 @@ def test_no_pickle_comes_in(engine, tmp_path):
     (folder / "optimizer.pt").unlink()
     torch.save({"num_steps": MasterOptimizer}, folder / "optimizer.pt")
     with pytest.raises(Exception, match=r"Weights only load failed"):
-        load_optimizer(tmp_path, 4, engine.optimizer, torch.device("cpu"))
+        engine.learner.resume(folder, 3)
 
 
 def test_state_and_step_are_kept(engine, tmp_path):
