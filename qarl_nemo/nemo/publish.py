@@ -15,19 +15,20 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from qarl_kernels import QuantizedWeight, require_finite
+from qarl_kernels import QuantFormat, QuantizedWeight, require_finite
+from qarl_nemo.layers.weight import AlignedWeight
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights
 from qarl_nemo.nemo.gather import broadcast_named, gather_sharded, gather_stacked
 from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
 from qarl_nemo.nemo.moe_layer import AlignedMoELayer
-from qarl_nemo.refit.publish import StreamedUpdate
+from qarl_nemo.refit.publish import StreamedUpdate, packed
 
 Named = tuple[str, Tensor]
 _BEFORE_LAYERS, _AFTER_LAYERS = -1, 1 << 30
 
 
 def publish_shards(
-    model: Sequence[nn.Module], *, vocab_size: int, gather_experts: bool = True
+    model: Sequence[nn.Module], *, vocab_size: int, fmt: QuantFormat | None = None, gather_experts: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what the rollout engine will serve, in the names and layout of `refit.publish.publish`.
 
@@ -36,6 +37,8 @@ def publish_shards(
     Args:
         model: this rank's model chunks, wrapped or not; called on every rank.
         vocab_size: of the Hugging Face model: padding is cut off.
+        fmt: of the aligned weights; another than they execute is made of the masters, shard by shard. None is what
+            they execute.
         gather_experts: yield all experts, [E, ...]; False yields this rank's, [E_local, ...], experts
             `ep_rank * E_local` and following, to receivers that take shards.
 
@@ -46,9 +49,9 @@ def publish_shards(
         ValueError: a weight holds NaN or Inf, on any rank: every such weight is named, on all ranks.
     """
     _finish_parameters(model)
-    _require_finite(model)
+    _require_finite(model, fmt)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    parts = _parts(model, vocab_size, gather_experts)
+    parts = _parts(model, vocab_size, fmt, gather_experts)
     held: list[Any] = [None] * pipeline.size()
     dist.all_gather_object(held, list(parts), group=pipeline)
     for part in sorted(set().union(*held)):
@@ -57,13 +60,16 @@ def publish_shards(
         yield from broadcast_named(mine, owner, pipeline)
 
 
-def publish_update(model: Sequence[nn.Module], alignment: Alignment, *, vocab_size: int) -> StreamedUpdate:
+def publish_update(
+    model: Sequence[nn.Module], alignment: Alignment, *, vocab_size: int, fmt: QuantFormat | None = None
+) -> StreamedUpdate:
     """Make the update that `refit.push.push` takes of `publish_shards`: on every rank one layer at a time is whole.
 
     Args:
         model: this rank's model chunks; called on every rank.
         alignment: the model's.
         vocab_size: of the Hugging Face model.
+        fmt: see `publish_shards`.
 
     Returns:
         The update: every rank enters it, one pushes it.
@@ -73,9 +79,9 @@ def publish_update(model: Sequence[nn.Module], alignment: Alignment, *, vocab_si
     """
 
     def stream() -> Iterator[Named]:
-        return publish_shards(model, vocab_size=vocab_size)
+        return publish_shards(model, vocab_size=vocab_size, fmt=fmt)
 
-    return StreamedUpdate(stream, alignment.format, version=alignment.version.value)
+    return StreamedUpdate(stream, fmt or alignment.format, version=alignment.version.value)
 
 
 def _finish_parameters(model: Sequence[nn.Module]) -> None:
@@ -86,10 +92,14 @@ def _finish_parameters(model: Sequence[nn.Module]) -> None:
                 chunk.start_param_sync(force_sync=True)
 
 
-def _require_finite(model: Sequence[nn.Module]) -> None:
+def _quantized(weight: AlignedWeight, fmt: QuantFormat | None) -> QuantizedWeight:
+    return weight.quantized() if fmt is None else packed(weight, fmt)
+
+
+def _require_finite(model: Sequence[nn.Module], fmt: QuantFormat | None) -> None:
     problem = None
     try:
-        require_finite({weight.name: weight.quantized() for weight in aligned_weights(model)})
+        require_finite({weight.name: _quantized(weight, fmt) for weight in aligned_weights(model)})
     except ValueError as error:
         problem = str(error)
     # A rank that raised alone would leave the others waiting in a collective.
@@ -101,13 +111,13 @@ def _require_finite(model: Sequence[nn.Module]) -> None:
 
 
 def _parts(
-    model: Sequence[nn.Module], vocab_size: int, gather_experts: bool
+    model: Sequence[nn.Module], vocab_size: int, fmt: QuantFormat | None, gather_experts: bool
 ) -> dict[int, Callable[[], Iterator[Named]]]:
     parts: dict[int, Callable[[], Iterator[Named]]] = {}
     for chunk in model:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
-                parts[module.layer_number - 1] = lambda layer=module: _layer(layer, gather_experts)
+                parts[module.layer_number - 1] = lambda layer=module: _layer(layer, fmt, gather_experts)
         outer = dict(_outer(chunk))
         for part, names in ((_BEFORE_LAYERS, ("embedding.",)), (_AFTER_LAYERS, ("decoder.", "output_layer."))):
             mine = {name: parameter for name, parameter in outer.items() if name.startswith(names)}
@@ -132,7 +142,7 @@ def _unwrapped(chunk: nn.Module) -> nn.Module:
     return chunk
 
 
-def _layer(layer: TransformerLayer, gather_experts: bool) -> Iterator[Named]:
+def _layer(layer: TransformerLayer, fmt: QuantFormat | None, gather_experts: bool) -> Iterator[Named]:
     number = layer.layer_number - 1
     quantized = {id(master) for weight in aligned_weights([layer]) for master in weight.masters}
     for name, parameter in layer.named_parameters():
@@ -140,33 +150,34 @@ def _layer(layer: TransformerLayer, gather_experts: bool) -> Iterator[Named]:
             yield from layer_parameter(number, name, _whole(name, parameter), layer.config)
     attention = layer.self_attention
     if hasattr(attention.linear_qkv, "aligned"):
-        yield from _attention(number, attention, layer.config)
+        yield from _attention(number, attention, layer.config, fmt)
     if hasattr(getattr(layer.mlp, "linear_fc1", None), "aligned"):
-        yield from _mlp(number, layer.mlp)
+        yield from _mlp(number, layer.mlp, fmt)
     if isinstance(layer.mlp, AlignedMoELayer):
-        yield from _experts(layer.mlp.experts.linear_fc1.aligned, -2, 2, gather_experts)
-        yield from _experts(layer.mlp.experts.linear_fc2.aligned, -1, 1, gather_experts)
+        fc1, fc2 = (linear.aligned for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2))
+        yield from _experts(fc1.name, _quantized(fc1, fmt), -2, 2, gather_experts)
+        yield from _experts(fc2.name, _quantized(fc2, fmt), -1, 1, gather_experts)
 
 
-def _attention(number: int, attention: nn.Module, config: Any) -> Iterator[Named]:
+def _attention(number: int, attention: nn.Module, config: Any, fmt: QuantFormat | None) -> Iterator[Named]:
     group = parallel_state.get_tensor_model_parallel_group()
     prefix = f"model.layers.{number}.self_attn."
-    for suffix, shard in attention.linear_qkv.aligned.quantized().tensors.items():
+    for suffix, shard in _quantized(attention.linear_qkv.aligned, fmt).tensors.items():
         whole = gather_sharded(shard, group, 0)
         for letter, part in zip("qkv", split_qkv(whole, config), strict=True):
             yield f"{prefix}{letter}_proj.{suffix}", part
-    for suffix, shard in attention.linear_proj.aligned.quantized().tensors.items():
+    for suffix, shard in _quantized(attention.linear_proj.aligned, fmt).tensors.items():
         yield f"{prefix}o_proj.{suffix}", gather_sharded(shard, group, 1)
 
 
-def _mlp(number: int, mlp: nn.Module) -> Iterator[Named]:
+def _mlp(number: int, mlp: nn.Module, fmt: QuantFormat | None) -> Iterator[Named]:
     group = parallel_state.get_tensor_model_parallel_group()
     prefix = f"model.layers.{number}.mlp."
-    for suffix, shard in mlp.linear_fc1.aligned.quantized().tensors.items():
+    for suffix, shard in _quantized(mlp.linear_fc1.aligned, fmt).tensors.items():
         whole = gather_sharded(shard, group, 0, num_parts=2)
         for projection, part in zip(("gate", "up"), whole.chunk(2), strict=True):
             yield f"{prefix}{projection}_proj.{suffix}", part
-    for suffix, shard in mlp.linear_fc2.aligned.quantized().tensors.items():
+    for suffix, shard in _quantized(mlp.linear_fc2.aligned, fmt).tensors.items():
         yield f"{prefix}down_proj.{suffix}", gather_sharded(shard, group, 1)
 
 
@@ -178,10 +189,9 @@ def _whole(name: str, parameter: nn.Parameter) -> Tensor:
     return gather_sharded(tensor, group, parameter.partition_dim, num_parts=num_row_blocks(name))
 
 
-def _experts(weight: Any, dim: int, num_parts: int, gather_experts: bool) -> Iterator[Named]:
+def _experts(name: str, quantized: QuantizedWeight, dim: int, num_parts: int, gather_experts: bool) -> Iterator[Named]:
     tensor_group = parallel_state.get_expert_tensor_parallel_group()
     expert_group = parallel_state.get_expert_model_parallel_group()
-    quantized: QuantizedWeight = weight.quantized()
     for suffix, shard in quantized.tensors.items():
         local = gather_sharded(shard, tensor_group, dim, num_parts=num_parts)
-        yield f"{weight.name}.{suffix}", gather_stacked(local, expert_group) if gather_experts else local
+        yield f"{name}.{suffix}", gather_stacked(local, expert_group) if gather_experts else local

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor, nn
 
 from qarl_nemo.layers.router import route_tokens
@@ -14,7 +15,8 @@ class AlignedTopKRouter(TopKRouter):
 
     Megatron's own router takes the softmax of the chosen logits alone, and returns a dense map that forgets in which
     order a token chose its experts: the order in which the engine sums them. With `moe_enable_routing_replay` choices
-    are recorded and replayed through Megatron's `RouterReplay`, in the order in which they are given.
+    are recorded and replayed through Megatron's `RouterReplay`, in the order in which they are given; where one is -1,
+    the router chooses itself.
 
     Attributes:
         chosen: [T, k] int64, the experts of the latest forward, most probable first.
@@ -45,14 +47,15 @@ class AlignedTopKRouter(TopKRouter):
         return dense, torch.zeros_like(dense, dtype=torch.bool).scatter(-1, self.chosen, True)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        replay = self.router_replay
+        action = None if replay is None else replay.router_replay_action
+        routes = None
+        if action is RouterReplayAction.REPLAY_FORWARD:
+            routes = replay.target_topk_idx.contiguous()
+        elif action is RouterReplayAction.REPLAY_BACKWARD:
+            routes = replay.replay_backward_list.pop(0).contiguous()
         renormalize = not self.config.moe_router_pre_softmax
-        weights, chosen = route_tokens(logits, self.topk, renormalize=renormalize)
-        if self.router_replay is None:
-            return weights, chosen
-        # Megatron's recorder takes the choice, or returns the experts to take instead of it.
-        _, routes = self.router_replay.get_replay_topk(
-            logits, self.topk, default_compute_topk=lambda *_, **__: (weights, chosen)
-        )
-        if routes is chosen:
-            return weights, chosen
-        return route_tokens(logits, self.topk, renormalize=renormalize, routes=routes.contiguous())
+        weights, chosen = route_tokens(logits, self.topk, renormalize=renormalize, routes=routes)
+        if action is RouterReplayAction.RECORD:
+            replay.record_indices(chosen)
+        return weights, chosen

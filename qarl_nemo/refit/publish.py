@@ -144,12 +144,13 @@ def publish(
     Raises:
         ValueError: a weight holds NaN or Inf; on a GPU every such weight is named.
     """
-    quantized = {weight.name: _quantized(weight, fmt) for weight in weights.values()}
+    quantized = {weight.name: packed(weight, fmt) for weight in weights.values()}
     require_finite(quantized)
     tensors = {f"{name}.{suffix}": part for name, whole in quantized.items() for suffix, part in whole.tensors.items()}
     tensors.update({name: tensor.detach() for name, tensor in parameters if name not in weights})
     return RefitUpdate(Manifest.of(tensors, version=version, fmt=fmt.name), tensors)
 
 
-def _quantized(weight: PublishableWeight, fmt: QuantFormat) -> QuantizedWeight:
+def packed(weight: PublishableWeight, fmt: QuantFormat) -> QuantizedWeight:
+    """Return the tensors of a learner's own forward where it executes `fmt`, else its master in `fmt`."""
     return weight.quantized() if weight.format == fmt else quantize_weight(weight.master, fmt, name=weight.name)
