@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from qarl_kernels import QuantFormat
     from qarl_nemo.checkpoints import Checkpoint
+    from qarl_nemo.local.config import LocalConfig
     from qarl_nemo.local.speed.settings import RolloutSpeedSettings
 
 app = typer.Typer(
@@ -45,15 +46,24 @@ def train(
 
     settings = load_config(config, overrides or [], LocalConfig)
     if settings.compare is None:
-        from qarl_nemo.local.trainer import Trainer
-
-        Trainer(settings).train()
+        _train_one(settings)
         run_dirs = [settings.run_dir]
     else:
         from qarl_nemo.local.arms import expand_arms, run_arms
 
         run_dirs = run_arms(expand_arms(settings, str(config)), parallel)
     _write_report(run_dirs, settings.run_dir)
+
+
+def _train_one(settings: "LocalConfig") -> None:
+    if settings.policy.megatron_cfg is None:
+        from qarl_nemo.local.trainer import Trainer
+
+        Trainer(settings).train()
+    else:
+        from qarl_nemo.megatron_training import train_with_megatron
+
+        train_with_megatron(settings)
 
 
 @app.command()

@@ -99,6 +99,30 @@ def vllm_rows(folder: Path, device: str) -> list[dict]:
     return [entry | {"versions": entry["versions"] | vllm_version(device)} for entry in rows]
 
 
+def megatron_rows(folder: Path) -> list[dict]:
+    """Return what arms with a Megatron learner on one GPU and vLLM on another show: gap, reward, seconds of each phase.
+
+    Args:
+        folder: of the arms' run directories, named like its config.
+
+    Returns:
+        The rows, named after arm and figure.
+    """
+    import megatron.core
+    import transformer_engine
+
+    packages = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
+    command = f"qarl train examples/configs/{folder.name}.yaml"
+    rows = vllm_rows(folder, "cuda")
+    for run in map(load_run, sorted(path.parent for path in folder.glob("*/metrics.jsonl"))):
+        name, summary = f"megatron_{slug(run.setting('run.arm'))}", summarize_run(run)
+        figures = [("steps", summary["num_steps"], ""), ("train_s", summary["time_s"], "s")]
+        figures += [(f"{phase}_s", _median(run, f"timing/{phase}_s"), "s") for phase in PHASES]
+        rows += [row(f"{name}_{key}", value, unit, None, "<=", command, "cuda") for key, value, unit in figures]
+    facts = {"hardware": hardware("cuda").replace("1x", "2x")}
+    return [entry | facts | {"versions": entry["versions"] | vllm_version("cuda") | packages} for entry in rows]
+
+
 def _median(run: Run, column: str) -> float:
     return float(np.nanmedian(run.column(column)))
 
@@ -120,6 +144,7 @@ def main() -> None:
     parser.add_argument(
         "--vllm", type=Path, nargs="+", default=[], help="run directories, or folders, of local_vllm*.yaml"
     )
+    parser.add_argument("--megatron", type=Path, help="folder of local_megatron.yaml's run directories")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what the runs ran on")
     parser.add_argument("--output", type=Path, default=Path("docs/results/local.json"))
     arguments = parser.parse_args()
@@ -129,6 +154,8 @@ def main() -> None:
         rows += compare_rows([load_run(folder) for folder in folders], arguments.device)
     for folder in arguments.vllm:
         rows += vllm_rows(folder, arguments.device)
+    if arguments.megatron:
+        rows += megatron_rows(arguments.megatron)
     append_results(arguments.output, rows)
     for entry in rows:
         print(f"{entry['name']:42s} {entry['value']:>12g} {entry['unit']}")

@@ -55,6 +55,34 @@ class MuonConfig(StrictModel):
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
 
 
+class MegatronConfig(StrictModel):
+    """Megatron-core as the learner, with Transformer-Engine on GPUs."""
+
+    num_gpus: int = Field(1, ge=1, description="Ranks, one GPU each.")
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(1, ge=1)
+    expert_tensor_parallel_size: int = Field(1, ge=1)
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    use_distributed_optimizer: bool = True
+    """Shard masters and moments over data parallel ranks."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks share the rows of a batch."""
+        return self.num_gpus // self.tensor_model_parallel_size
+
+    @model_validator(mode="after")
+    def parts_divide_the_ranks(self) -> "MegatronConfig":
+        """Require whole groups of ranks."""
+        experts = self.expert_model_parallel_size * self.expert_tensor_parallel_size
+        if self.num_gpus % self.tensor_model_parallel_size or self.num_gpus % experts:
+            raise ValueError(
+                f"tensor_model_parallel_size={self.tensor_model_parallel_size} and expert_model_parallel_size * "
+                f"expert_tensor_parallel_size={experts} must both divide num_gpus={self.num_gpus}"
+            )
+        return self
+
+
 class PolicyConfig(StrictModel):
     """The learner: which model, in which precision, trained how."""
 
@@ -64,6 +92,7 @@ class PolicyConfig(StrictModel):
     """Dtype of parameters and activations; bfloat16 keeps FP32 masters in the optimizer."""
     attention: Literal["torch", "engine"] = "torch"
     """The learner's kernel; `engine` is vLLM's own, forward bit for bit, on a Hopper GPU with vLLM installed."""
+    megatron_cfg: MegatronConfig | None = Field(None, description="Train in Megatron; None = in transformers.")
     warm_start: WarmStart = WarmStart()
     train_micro_batch_size: int = Field(256, ge=1, description="Sequences of one forward and backward.")
     logprob_batch_size: int = Field(512, ge=1, description="Sequences of one forward without gradient.")
@@ -76,6 +105,17 @@ class PolicyConfig(StrictModel):
         """Require exactly one of model_path and model_init."""
         if (self.model_path is None) == (self.model_init is None):
             raise ValueError("set exactly one of model_path (a checkpoint directory) and model_init (a random model)")
+        return self
+
+    @model_validator(mode="after")
+    def megatron_has_its_own(self) -> "PolicyConfig":
+        """Hold `megatron_cfg` to Megatron's optimizer and attention."""
+        if self.megatron_cfg is None:
+            return self
+        if self.attention != "torch":
+            raise ValueError(f"attention={self.attention}: Megatron attends with its own kernels; leave it at torch")
+        if self.optimizer.name == "muon" and self.megatron_cfg.use_distributed_optimizer:
+            raise ValueError("optimizer.name=muon: set megatron_cfg.use_distributed_optimizer=false")
         return self
 
 
@@ -245,6 +285,17 @@ class LocalConfig(StrictModel):
             raise ValueError(
                 "loss_fn.objective=on_policy_grpo is right for one optimizer step a rollout batch only; set "
                 f"grpo.train_global_batch_size={total}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def ranks_share_minibatches(self) -> "LocalConfig":
+        """Require that data parallel ranks of a Megatron learner get equal parts of a minibatch."""
+        ranks = self.policy.megatron_cfg.data_parallel_size if self.policy.megatron_cfg else 1
+        if self.grpo.train_global_batch_size % ranks:
+            raise ValueError(
+                f"grpo.train_global_batch_size={self.grpo.train_global_batch_size} is not a multiple of the {ranks} "
+                "data parallel ranks of policy.megatron_cfg"
             )
         return self
 

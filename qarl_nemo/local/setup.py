@@ -25,8 +25,8 @@ from qarl_nemo.local.vllm.rollout import VllmRollout
 from qarl_nemo.local.warm_start import greedy_answers, warm_start
 from qarl_nemo.losses.build import build_loss
 
-# Makes the learner of a run from its config, its starting model and the device.
-MakeLearner = Callable[[LocalConfig, PreTrainedModel, torch.device], Learner]
+# Makes the learner of a run from its config and its starting model.
+MakeLearner = Callable[[LocalConfig, PreTrainedModel], Learner]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -146,13 +146,12 @@ def _warm_start(
         warm_start(model, tokenizer, source, config.policy.warm_start, show, greedy_reward)
 
 
-def transformers_learner(config: LocalConfig, model: PreTrainedModel, device: torch.device) -> Learner:  # noqa: ARG001
+def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner:
     """Install aligned layers into the model, give it an optimizer, and join it and the run's objective.
 
     Args:
         config: the resolved config.
-        model: on `device`; changed in place.
-        device: where it is trained.
+        model: where it is trained; changed in place.
 
     Returns:
         The learner.

@@ -54,7 +54,7 @@ class Trainer:
         open_run_dir(config)
         self.step = max(checkpoint_steps(config.run_dir), default=None)
         self.model, self.tokenizer, self.elapsed_s = starting_model(config, self.source, self.device, self.step)
-        self.learner = make_learner(config, self.model, self.device)
+        self.learner = make_learner(config, self.model)
         (config.run_dir / "quantized.json").write_text(json.dumps(self.learner.policy.table(), indent=1))
         if self.step is not None:
             version = int(read_state(config.run_dir, self.step)["weight_version"])

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-_OUTER = {
+OUTER_NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
-_LAYER = {
+LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
@@ -48,9 +48,9 @@ def outer_parameter(name: str, whole: Tensor, vocab_size: int) -> tuple[str, Ten
     Raises:
         ValueError: the name is not known.
     """
-    if name not in _OUTER:
-        raise _unknown(name, _OUTER)
-    return _OUTER[name], whole if name == "decoder.final_layernorm.weight" else whole[:vocab_size]
+    if name not in OUTER_NAMES:
+        raise _unknown(name, OUTER_NAMES)
+    return OUTER_NAMES[name], whole if name == "decoder.final_layernorm.weight" else whole[:vocab_size]
 
 
 def layer_parameter(layer: int, name: str, whole: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
@@ -76,10 +76,10 @@ def layer_parameter(layer: int, name: str, whole: Tensor, config: Any) -> Iterat
     elif name == _GATE_UP:
         for projection, part in zip(("gate", "up"), whole.chunk(2), strict=True):
             yield f"{prefix}mlp.{projection}_proj.weight", part
-    elif name in _LAYER:
-        yield prefix + _LAYER[name], whole
+    elif name in LAYER_NAMES:
+        yield prefix + LAYER_NAMES[name], whole
     else:
-        raise _unknown(name, [*_LAYER, _QKV + "weight", _QKV + "bias", _GATE_UP])
+        raise _unknown(name, [*LAYER_NAMES, _QKV + "weight", _QKV + "bias", _GATE_UP])
 
 
 def split_qkv(rows: Tensor, config: Any) -> tuple[Tensor, Tensor, Tensor]:

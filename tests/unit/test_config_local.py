@@ -129,6 +129,27 @@ def test_exactly_one_model_source(sources):
         make(policy=sources)
 
 
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"megatron_cfg": {"num_gpus": 2, "tensor_model_parallel_size": 4}}, "must both divide num_gpus=2"),
+        ({"megatron_cfg": {"num_gpus": 4, "expert_model_parallel_size": 3}}, "must both divide num_gpus=4"),
+        ({"megatron_cfg": {"num_gpus": 3}}, "not a multiple of the 3 data parallel ranks"),
+        ({"megatron_cfg": {}, "attention": "engine"}, "Megatron attends with its own kernels"),
+        ({"megatron_cfg": {}, "optimizer": {"name": "muon"}}, "set megatron_cfg.use_distributed_optimizer=false"),
+        ({"megatron_cfg": {"use_fsdp": True}}, "unknown key 'policy.megatron_cfg.use_fsdp'"),
+    ],
+)
+def test_a_megatron_learner_that_cannot_be_is_refused(policy, said):
+    with pytest.raises(ConfigError, match=said):
+        make(policy={"model_init": {}} | policy)
+
+
+def test_tensor_parallel_ranks_work_on_the_same_rows():
+    config = make(policy={"model_init": {}, "megatron_cfg": {"num_gpus": 4, "tensor_model_parallel_size": 2}})
+    assert config.policy.megatron_cfg.data_parallel_size == 2
+
+
 def test_unions_pick_the_named_block():
     config = make(
         policy={"model_path": "m", "optimizer": {"name": "muon", "lr": 1e-3}},

@@ -1,0 +1,138 @@
+"""Megatron's optimizers under the embedded engine's rules: which steps are skipped, what warms up, what is saved."""
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+
+def adam(betas: tuple[float, float]) -> dict[str, Any]:
+    """Return `OptimizerConfig`'s settings for Adam: `torch.optim.AdamW`, weight decay on matrices alone."""
+    return {"optimizer": "adam", "adam_beta1": betas[0], "adam_beta2": betas[1]}
+
+
+def muon(momentum: float) -> dict[str, Any]:
+    """Return `OptimizerConfig`'s settings for what `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` does.
+
+    Args:
+        momentum: Muon's.
+
+    Returns:
+        Keyword arguments; embeddings, head, routers and norms are Adam's.
+
+    Raises:
+        ImportError: this Megatron-core has no such Muon, or the package that it takes it from is missing.
+    """
+    known = "muon_nesterov" in OptimizerConfig.__dataclass_fields__
+    if not known or importlib.util.find_spec("emerging_optimizers") is None:
+        raise ImportError(
+            "Megatron's Muon needs Megatron-core 0.20 and Emerging-Optimizers: "
+            "pip install git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers; or take policy.optimizer.name=adamw"
+        )
+    # lr * 0.2 * sqrt(max(rows, columns)).
+    scale = {"muon_scale_mode": "spectral", "muon_extra_scale_factor": 0.2}
+    return adam((0.9, 0.95)) | {"optimizer": "muon", "muon_momentum": momentum, "muon_nesterov": True, **scale}
+
+
+class MegatronStepper:
+    """Adds the ranks' gradients, clips, steps FP32 masters and copies them back into the model.
+
+    Args:
+        model: without wrappers.
+        settings: of `adam` or `muon`.
+        lr: learning rate after the warm-up.
+        weight_decay: decoupled.
+        warmup_steps: optimizer steps of linear warm-up.
+        max_grad_norm: gradient clipping, global L2 norm.
+        distributed: shard masters and moments over data parallel ranks; Adam alone.
+
+    Attributes:
+        model: the model in Megatron's data parallel wrapper, which collects the gradients.
+        skipped_in_a_row: steps that were not applied since the last one that was.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        settings: dict[str, Any],
+        *,
+        lr: float,
+        weight_decay: float,
+        warmup_steps: int,
+        max_grad_norm: float,
+        distributed: bool,
+    ) -> None:
+        reduction = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+        self.model = DistributedDataParallel(model.config, reduction, model)
+        for layer in model.decoder.layers:
+            # Routers are Adam's.
+            layer.mlp.router.weight.use_muon = False
+        config = OptimizerConfig(
+            **settings,
+            lr=lr,
+            weight_decay=weight_decay,
+            clip_grad=max_grad_norm,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=distributed,
+        )
+        self._optimizer = get_megatron_optimizer(config, [self.model])
+        self._full_lr, self._warmup_steps = lr, warmup_steps
+        self.num_steps = self.skipped_in_a_row = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step: linear warm-up, then constant."""
+        return self._full_lr * (min(1.0, (self.num_steps + 1) / self._warmup_steps) if self._warmup_steps else 1.0)
+
+    def step(self, *, finite: bool = True) -> tuple[float, bool]:
+        """Clip and apply the accumulated gradients, unless they are not finite; clears them either way.
+
+        Args:
+            finite: false skips the step whatever the gradients are, for a loss that was not finite.
+
+        Returns:
+            The gradient norm before clipping, and whether the step was applied; the same on all ranks.
+        """
+        finalize_model_grads([self.model])
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        applied = finite and math.isfinite(norm)
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        if applied:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.lr
+            self._optimizer.step()
+            self.num_steps += 1
+        self.model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return norm, applied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that this rank needs to resume on the same layout, FP32 masters included."""
+        return {
+            "num_steps": self.num_steps,
+            "optimizers": [one.state_dict() for one in self._inner()],
+            "masters": [[master.detach() for master in _masters(one)] for one in self._inner()],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.num_steps = state["num_steps"]
+        for one, saved, masters in zip(self._inner(), state["optimizers"], state["masters"], strict=True):
+            one.load_state_dict(saved)
+            for master, value in zip(_masters(one), masters, strict=True):
+                master.copy_(value)
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        # Of dense parameters and of experts.
+        return [one.optimizer for one in self._optimizer.chained_optimizers if one.optimizer is not None]
+
+
+def _masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [master for group in optimizer.param_groups for master in group["params"]]

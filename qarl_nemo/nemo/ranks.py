@@ -1,0 +1,116 @@
+"""Several ranks behind one: what the first is asked to do, all do."""
+
+import io
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+# Between two commands the first rank generates, validates and saves.
+_PATIENCE = timedelta(days=1)
+
+
+def start_ranks(device: torch.device, **sizes: int) -> Any:
+    """Join the processes that torchrun started, or be the only one, and make Megatron's process groups.
+
+    Args:
+        device: of this rank, current already.
+        sizes: `tensor_model_parallel_size`, `expert_model_parallel_size`, `expert_tensor_parallel_size`.
+
+    Returns:
+        The group on which commands travel.
+    """
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    parallel_state.initialize_model_parallel(**sizes)
+    if device.type == "cuda":
+        model_parallel_cuda_manual_seed(1)
+    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+
+def end_ranks() -> None:
+    """Leave Megatron's process groups and this job's."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def broadcast_each(named: list[tuple[str, Tensor]] | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield the first rank's tensors on every rank, one at a time.
+
+    Args:
+        named: what the first rank has; None elsewhere.
+        device: of the result.
+
+    Yields:
+        Names and tensors.
+    """
+    if dist.get_world_size() == 1:
+        assert named is not None
+        yield from named
+        return
+    layout: list[Any] = [None if named is None else [(name, one.shape, one.dtype) for name, one in named]]
+    dist.broadcast_object_list(layout, src=0)
+    for place, (name, shape, dtype) in enumerate(layout[0]):
+        if named is None:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            tensor = named[place][1].detach().to(device).contiguous()
+        dist.broadcast(tensor, src=0)
+        yield name, tensor
+
+
+class Leader:
+    """The first rank's object: a method that is called here is called on all ranks, an attribute is the first's.
+
+    Args:
+        target: what every rank has.
+        group: of `start_ranks`.
+    """
+
+    def __init__(self, target: Any, group: Any) -> None:
+        self._target = target
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        return partial(self._everywhere, name) if callable(value) else value
+
+    def _everywhere(self, name: str, *arguments: Any) -> Any:
+        self._send((name, arguments))
+        return getattr(self._target, name)(*arguments)
+
+    def dismiss(self) -> None:
+        """Let the other ranks go."""
+        self._send(None)
+
+    def _send(self, command: Any) -> None:
+        if self._group.size() > 1:
+            buffer = io.BytesIO()
+            torch.save(command, buffer)
+            dist.broadcast_object_list([buffer.getvalue()], src=0, group=self._group)
+
+
+def follow(target: Any, group: Any, device: torch.device) -> None:
+    """Do what the first rank is asked to, until it lets go.
+
+    Args:
+        target: this rank's object.
+        group: of `start_ranks`.
+        device: of this rank, where tensors of the arguments go.
+    """
+    while True:
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, src=0, group=group)
+        # From a rank of this job, and with this job's own types.
+        command = torch.load(io.BytesIO(received[0]), map_location=device, weights_only=False)
+        if command is None:
+            return
+        name, arguments = command
+        getattr(target, name)(*arguments)

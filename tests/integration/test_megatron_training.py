@@ -1,0 +1,134 @@
+"""A Megatron learner behind the embedded engine's loop: the same run as with the transformers learner."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import QARL, STEPS, read_metrics, train, without_clocks, write_config
+
+from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
+    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compares sums in FP32 on a CPU"),
+]
+
+HERE = Path(__file__).parent
+# Other orders of the same FP32 sums.
+SUMS_DIFFER = 1e-5
+MODEL = {"num_key_value_heads": 2}
+ATTENTION = QARL["attention too"]
+ROLLOUT_ONLY = {"alignment": "rollout_only"}
+
+
+def run(program: str, *arguments: object, ranks: int = 1) -> None:
+    """Run one of this folder's programs, on several ranks if asked."""
+    paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *launch, str(HERE / program), *map(str, arguments)],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def train_megatron(run_dir: Path, *, ranks: int = 1, sizes=(), policy=None, **blocks) -> list[dict]:
+    """Metrics of a run with a Megatron learner."""
+    settings = (policy or {}) | {"megatron_cfg": {"num_gpus": ranks, **dict(sizes)}}
+    config = write_config(run_dir.with_suffix(".yaml"), run_dir, policy=settings, **blocks)
+    run("train_megatron.py", config, ranks=ranks)
+    return without_clocks(read_metrics(run_dir))
+
+
+def largest_difference(records, expected) -> float:
+    """Over all metrics of all steps, absolute where the metric is below one, else relative."""
+    assert [record.keys() for record in records] == [record.keys() for record in expected]
+    return max(
+        abs(record[key] - wanted[key]) / max(1.0, abs(wanted[key]))
+        for record, wanted in zip(records, expected, strict=True)
+        for key in record
+    )
+
+
+@pytest.fixture(scope="module")
+def transformers_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("transformers")
+    train(folder / "run", policy={"model_init": MODEL}, qarl=ATTENTION)
+    return without_clocks(read_metrics(folder / "run"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        pytest.param(1, {}, id="one-rank"),
+        pytest.param(2, {"expert_model_parallel_size": 2}, id="dp2-ep2"),
+        pytest.param(2, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}, id="tp2"),
+    ],
+)
+def test_a_run_gives_the_transformers_learners_rewards_and_losses(ranks, sizes, transformers_run, tmp_path):
+    found = train_megatron(tmp_path / "run", ranks=ranks, sizes=sizes, policy={"model_init": MODEL}, qarl=ATTENTION)
+    assert largest_difference(found, transformers_run) < SUMS_DIFFER
+    assert [record["weight_version"] for record in found] == [2, 4, 6, 8]
+
+
+def test_the_comparison_notices_a_learner_that_is_not_aligned(transformers_run, tmp_path):
+    unaligned = train_megatron(tmp_path / "run", policy={"model_init": MODEL}, qarl=ATTENTION | ROLLOUT_ONLY)
+    assert largest_difference(unaligned, transformers_run) > 100 * SUMS_DIFFER
+    train(tmp_path / "expected", policy={"model_init": MODEL}, qarl=ATTENTION | ROLLOUT_ONLY)
+    assert largest_difference(unaligned, without_clocks(read_metrics(tmp_path / "expected"))) < SUMS_DIFFER
+
+
+def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
+    whole = train_megatron(tmp_path / "run", ranks=2)
+    shutil.rmtree(checkpoint_dir(tmp_path / "run", STEPS))
+    assert checkpoint_steps(tmp_path / "run") == [2]
+    assert train_megatron(tmp_path / "run", ranks=2) == whole
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("facts")
+    policy = {"model_init": {"num_hidden_layers": 2}, "megatron_cfg": {}}
+    run("megatron_learner.py", write_config(folder / "config.yaml", folder / "run", policy=policy), folder / "facts.pt")
+    return torch.load(folder / "facts.pt")
+
+
+def apart(facts, one, other="") -> float:
+    return float((facts["megatron"][one] - facts["transformers"][other or one]).abs().max())
+
+
+def test_it_replays_the_engines_routes(facts):
+    assert apart(facts, "replayed") < SUMS_DIFFER
+    assert apart(facts, "chosen") < SUMS_DIFFER
+    assert apart(facts, "replayed", "chosen") > 100 * SUMS_DIFFER
+
+
+def test_it_takes_the_same_steps_and_publishes_the_same_tensors(facts):
+    ours, theirs = facts["megatron"], facts["transformers"]
+    assert apart(facts, "updated") < 10 * SUMS_DIFFER
+    assert apart(facts, "updated", "replayed") > 100 * SUMS_DIFFER
+    assert ours["metrics"] == pytest.approx(theirs["metrics"], rel=1e-4, abs=1e-5)
+    for name, values in theirs["sequences"].items():
+        assert torch.allclose(ours["sequences"][name].double(), values.double(), atol=1e-4), name
+    assert ours["published"] == theirs["published"]
+    assert ours["version"] == theirs["version"] == 2
+
+
+def test_a_step_that_is_not_finite_is_skipped(facts):
+    for one in facts.values():
+        assert one["skipped"] == (1.0, 1, 0)
+        assert torch.equal(one["unchanged"], one["replayed"])
+        assert one["applied"] == (0, 2)

@@ -1,0 +1,27 @@
+"""One rank of a Megatron learner behind the embedded engine's loop: `python train_megatron.py CONFIG.yaml`.
+
+A program of its own: Megatron on a CPU needs patches that no other test should meet.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    import megatron_on_cpu
+
+# isort: split
+from qarl_nemo.config import load_config
+from qarl_nemo.local.config import LocalConfig
+from qarl_nemo.megatron_training import train_this_rank
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # A rank that waits for one that failed would wait for minutes: say where, and end.
+    faulthandler.dump_traceback_later(240, exit=True)
+    with contextlib.nullcontext() if torch.cuda.is_available() else megatron_on_cpu.CudaMeansCpu():
+        train_this_rank(load_config(Path(sys.argv[1]), [], LocalConfig))
