@@ -2,7 +2,8 @@
 
 The parameters stay those of Megatron's class that is subclassed, local or Transformer-Engine's; tensor and sequence
 parallel communication is Megatron's own, around the aligned GEMM. Where Transformer-Engine would fuse the norm into
-linear_qkv, the norm is a module of its own: the format quantizes what comes out of it.
+linear_qkv, the norm is a module of its own: the format quantizes what comes out of it. Checkpoints stay those of the
+fused one.
 """
 
 import functools
@@ -85,3 +86,35 @@ def transformer_engine_linears() -> tuple[type, type]:
     column = type("AlignedTEColumnParallelLinear", (_AlignedColumn, TEColumnParallelLinear), {})
     row = type("AlignedTERowParallelLinear", (_AlignedRow, TERowParallelLinear), {})
     return column, row
+
+
+class SeparateTENorm:
+    """Transformer-Engine's norm, without the `_extra_state` that checkpoints of a fused norm do not have."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+        """Return the norm itself."""
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return without_extra_state(TENorm(*arguments, **named))
+
+
+def without_extra_state(module: nn.Module) -> nn.Module:
+    """Let a module neither save nor ask for extra state.
+
+    Args:
+        module: changed in place; its extra state must be none that matters.
+
+    Returns:
+        The module.
+    """
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+
+        def drop(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+            state.pop(f"{prefix}_extra_state", None)
+
+        def put_none(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+            state[f"{prefix}_extra_state"] = None
+
+        module.register_state_dict_post_hook(drop)
+        module.register_load_state_dict_pre_hook(put_none)
+    return module

@@ -17,6 +17,7 @@ from qarl_nemo.nemo.alignment import Alignment
 from qarl_nemo.nemo.attention_linear import (
     AlignedColumnParallelLinear,
     AlignedRowParallelLinear,
+    SeparateTENorm,
     transformer_engine_linears,
 )
 from qarl_nemo.nemo.checks import require_supported
@@ -143,7 +144,7 @@ def _aligned_moe(provider: _AlignedExperts, num_experts: int) -> Any:
 def _align_attention(layer: Any, provider: _AlignedExperts) -> None:
     attention = layer.submodules.self_attention.submodules
     if attention.linear_qkv is provider.column_parallel_layer_norm_linear():
-        layer.submodules.input_layernorm = provider.layer_norm()
+        layer.submodules.input_layernorm = SeparateTENorm
         # Checkpoints keep the fused norm's key.
         layer.submodules.sharded_state_dict_keys_map = layer.submodules.sharded_state_dict_keys_map | {
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_"

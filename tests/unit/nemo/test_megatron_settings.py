@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from qarl_nemo.layers.weight import WeightVersion
 from qarl_nemo.nemo.alignment import Alignment, bump_on_step
+from qarl_nemo.nemo.attention_linear import without_extra_state
 from qarl_nemo.nemo.checks import require_supported
 from qarl_nemo.nemo.spec import align_spec
 
@@ -179,3 +180,22 @@ def test_a_step_bumps_the_version_even_if_it_fails():
     with pytest.raises(ZeroDivisionError):
         optimizer.step(closure=lambda: 1 / 0)
     assert version.value == 2
+
+
+class Stateful(torch.nn.Linear):
+    """Has an extra state, as Transformer-Engine's norms do."""
+
+    def get_extra_state(self):
+        return torch.ones(1)
+
+    def set_extra_state(self, state):
+        assert state is None
+
+
+def test_a_norm_of_its_own_has_no_extra_state_in_checkpoints():
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    separate = torch.nn.Sequential(without_extra_state(Stateful(2, 2)))
+    assert list(separate.state_dict()) == list(plain.state_dict())
+    separate.load_state_dict(plain.state_dict())
+    plain.load_state_dict(separate.state_dict())
+    assert list(torch.nn.Sequential(Stateful(2, 2)).state_dict()) != list(plain.state_dict())
