@@ -12,17 +12,19 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 
-def this_context_rank(batch: Tensor) -> Tensor:
-    """Return a rank's tokens [..., S / CP]: a part from each end, since causal attention costs more at the end."""
+def this_context_rank(batch: Tensor, documents: int = 1) -> Tensor:
+    """Return a rank's tokens [..., S / CP] of every document: from both ends, since attention costs more at the end."""
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    parts = batch.chunk(2 * size, -1)
-    return torch.cat([parts[rank], parts[2 * size - 1 - rank]], -1) if size > 1 else batch
+    if size == 1:
+        return batch
+    parts = [document.chunk(2 * size, -1) for document in batch.chunk(documents, -1)]
+    return torch.cat([part for each in parts for part in (each[rank], each[2 * size - 1 - rank])], -1)
 
 
 class Routes(dict):
     """(Sequence, layer) -> [S, k] experts, the first time as the routers choose, then replayed: no choice flips."""
 
-    def before(self, model: nn.Module, sequence: int) -> None:
+    def before(self, model: nn.Module, sequence: int, documents: int) -> None:
         """Let this stage's routers take this sequence's routes, those of this rank's tokens."""
         size, rank = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -32,7 +34,7 @@ class Routes(dict):
             routes = self.get((sequence, layer.layer_number))
             if routes is not None:
                 replay = layer.mlp.router.router_replay
-                replay.set_target_indices(this_context_rank(routes.T).T.chunk(size)[rank].contiguous())
+                replay.set_target_indices(this_context_rank(routes.T, documents).T.chunk(size)[rank].contiguous())
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def after(self, model: nn.Module, sequence: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from qarl_kernels import QuantFormat, get_format
@@ -33,13 +34,14 @@ FORMAT = get_format("w4a16", group_size=32)
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: the model, what it executes, and in which dtype."""
+    """What is trained: the model, what it executes, in which dtype, and how many documents are packed in a sequence."""
 
     fmt: QuantFormat = FORMAT
     targets: tuple[str, ...] = ("experts",)
     mode: str = "dequantized"
     dtype: torch.dtype = torch.float32
     shape: Shape = TINY
+    documents: int = 1
 
 
 def tokens(shape: Shape = TINY) -> Tensor:
@@ -64,21 +66,34 @@ def reference(case: Case, *, backward: bool = True) -> dict[str, Any]:
     return result
 
 
-def forward_step(shape: Shape, routes: Routes | None, batches: Iterator[tuple[int, Tensor]], model: nn.Module) -> tuple:
+def _packed(length: int, documents: int) -> dict[str, Any]:
+    if documents == 1:
+        return {}
+    ends = torch.arange(documents + 1, device=DEVICE, dtype=torch.int32) * (length // documents)
+    packed = PackedSeqParams("thd", ends, ends, ends, ends, length // documents, length // documents)
+    return {"packed_seq_params": packed}
+
+
+def forward_step(
+    length: int, documents: int, routes: Routes | None, batches: Iterator[tuple[int, Tensor]], model: nn.Module
+) -> tuple:
     """Megatron's protocol: the output, and how to get the loss of it."""
     sequence, batch = next(batches)
-    positions = torch.arange(shape.sequence, device=DEVICE).expand(len(batch), -1)
-    mask = ~torch.ones(1, 1, shape.sequence, shape.sequence, dtype=torch.bool, device=DEVICE).tril()
-    inputs, labels, positions = map(this_context_rank, (batch[:, :-1], batch[:, 1:], positions))
+    positions = torch.arange(length // documents, device=DEVICE).repeat(documents).expand(len(batch), -1)
+    mask = ~torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).tril()
+    tensors = (batch[:, :-1], batch[:, 1:], positions)
+    inputs, labels, positions = (this_context_rank(tensor, documents).contiguous() for tensor in tensors)
     if routes is not None:
-        routes.before(model, sequence)
-    output = model(inputs.contiguous(), positions, mask, labels=labels.contiguous())
+        routes.before(model, sequence, documents)
+    output = model(inputs, positions, mask, labels=labels, **_packed(length, documents))
     if routes is not None:
         routes.after(model, sequence)
     return output, lambda per_token: (per_token.mean(), {"loss": per_token.mean().detach()})
 
 
-def forward_backward(model: list[nn.Module], shape: Shape = TINY, routes: Routes | None = None) -> float:
+def forward_backward(
+    model: list[nn.Module], shape: Shape = TINY, routes: Routes | None = None, documents: int = 1
+) -> float:
     """This rank's share of the batch, gradients reduced; the loss of the whole batch."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     share = BATCH // size
@@ -86,7 +101,7 @@ def forward_backward(model: list[nn.Module], shape: Shape = TINY, routes: Routes
     for chunk in model:
         chunk.zero_grad_buffer()
     losses = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, shape, routes),
+        forward_step_func=functools.partial(forward_step, shape.sequence, documents, routes),
         data_iterator=[iter(mine) for _ in model],
         model=model,
         num_microbatches=len(mine),
@@ -164,7 +179,7 @@ def train_within(
     options["moe_enable_routing_replay"] = routes is not None
     model, alignment = build(layout, case, optimizer, **options)
     found: dict[str, Any] = compared_published(model, vocab, expected["published"])
-    found["loss"] = forward_backward(model, case.shape, routes)
+    found["loss"] = forward_backward(model, case.shape, routes, case.documents)
     found["loss_error"] = abs(found["loss"] / expected["loss"] - 1)
     # A distributed optimizer's ranks hold a part of the reduced gradients each.
     found["grad_errors"] = None if optimizer == "adam" else compared_grads(model, expected["grads"])
@@ -183,7 +198,7 @@ def record(case: Case) -> dict[str, Any]:
     routes = Routes()
     options = {"fused_accumulation": False, "overlap": False, "moe_enable_routing_replay": True}
     model, _ = build(Layout(), case, "", **options)
-    loss = forward_backward(model, case.shape, routes)
+    loss = forward_backward(model, case.shape, routes, case.documents)
     routes.share()
     grads = {name: grad.cpu() for name, grad in whole_grads(model)}
     return {"loss": loss, "grads": grads, "routes": routes} | reference(case, backward=False)

@@ -1,7 +1,7 @@
 """The aligned Megatron model in BF16 on the kernels, on layouts of four GPUs.
 
 Against one expert and tensor parallel rank, with its routes replayed, and, where it is published, the whole model.
-`python run_megatron_bf16.py <folder> formats|settings|qwen3`
+`python run_megatron_bf16.py <folder> formats|settings|packed|qwen3`
 """
 
 import functools
@@ -55,11 +55,17 @@ SETTINGS: Runs = {
     "attention_ep2": (Layout(ep=2), {}),
     "attention_tp2_ep2": (Layout(tp=2, ep=2), {}),
 }
+PACKED: Runs = {
+    "packed_ep4": (Layout(ep=4), {}),
+    "packed_tp2_ep2": (Layout(tp=2, ep=2), {}),
+    "packed_cp2_ep2": (Layout(cp=2, ep=2), {}),
+}
 TWO = ("w4a16", "fp8_block")
 # What is run: layouts, the model's shape, and formats.
 GROUPS = {
     "formats": (LAYOUTS, SMALL, tuple(FORMATS)),
     "settings": (SETTINGS, SMALL, TWO),
+    "packed": (PACKED, SMALL, TWO),
     "qwen3": (LAYOUTS, QWEN3, TWO),
 }
 
@@ -67,8 +73,9 @@ GROUPS = {
 def _cases(name: str, layout: Layout, shape: Shape, formats: tuple[str, ...]) -> dict[str, Case]:
     cut = max(layout.etp, layout.tp if "attention" in name else 1) > 1
     targets = ("experts", "attention") if "attention" in name else ("experts",)
+    like = Case(targets=targets, dtype=torch.bfloat16, shape=DEEP if layout.vpp else shape)
     return {
-        key: Case(FORMATS[key], targets, dtype=torch.bfloat16, shape=DEEP if layout.vpp else shape)
+        key: replace(like, fmt=FORMATS[key], documents=2 if "packed" in name else 1)
         for key in formats
         # A row that is cut has one scale, or, at 3 bits, words that are half full.
         if not cut or FORMATS[key].name not in (*ROW_SCALED, "w3a16")

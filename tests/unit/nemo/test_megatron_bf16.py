@@ -27,7 +27,10 @@ def bound(layout):
     return OTHER_SUMS if "tp2" in layout or "cp2" in layout else SAME_FORWARD
 
 
-@pytest.mark.parametrize(("group", "suffix"), [("formats", "_h200"), ("settings", "_h200"), ("qwen3", "_qwen3_h200")])
+@pytest.mark.parametrize(
+    ("group", "suffix"),
+    [("formats", "_h200"), ("settings", "_h200"), ("packed", "_h200"), ("qwen3", "_qwen3_h200")],
+)
 def test_every_layout_trains_and_publishes_the_same(group, suffix, tmp_path):
     ranks = run_program("run_megatron_bf16.py", tmp_path, group)
     # By layout and format, what each rank found.
