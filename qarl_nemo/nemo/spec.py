@@ -141,14 +141,17 @@ def _aligned_moe(provider: _AlignedExperts, num_experts: int) -> Any:
     return ModuleSpec(AlignedMoELayer, {"alignment": provider.alignment}, submodules=submodules)
 
 
+def _separate_norm(layer: Any, name: str, fused: str) -> None:
+    setattr(layer.submodules, name, SeparateTENorm)
+    # Checkpoints keep the fused norm's key.
+    keys = layer.submodules.sharded_state_dict_keys_map | {f"{name}.": fused}
+    layer.submodules.sharded_state_dict_keys_map = keys
+
+
 def _align_attention(layer: Any, provider: _AlignedExperts) -> None:
     attention = layer.submodules.self_attention.submodules
     if attention.linear_qkv is provider.column_parallel_layer_norm_linear():
-        layer.submodules.input_layernorm = SeparateTENorm
-        # Checkpoints keep the fused norm's key.
-        layer.submodules.sharded_state_dict_keys_map = layer.submodules.sharded_state_dict_keys_map | {
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
-        }
+        _separate_norm(layer, "input_layernorm", "self_attention.linear_qkv.layer_norm_")
     column, row = provider.linears()
     attention.linear_qkv = ModuleSpec(column, {"alignment": provider.alignment})
     attention.linear_proj = ModuleSpec(row, {"alignment": provider.alignment})
@@ -158,10 +161,7 @@ def _align_mlp(layer: Any, provider: _AlignedExperts) -> None:
     mlp = layer.submodules.mlp
     submodules = _submodules(mlp)
     if submodules.linear_fc1 is provider.column_parallel_layer_norm_linear():
-        layer.submodules.pre_mlp_layernorm = provider.layer_norm()
-        layer.submodules.sharded_state_dict_keys_map = layer.submodules.sharded_state_dict_keys_map | {
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
-        }
+        _separate_norm(layer, "pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_")
     linears = (ModuleSpec(linear, {"alignment": provider.alignment}) for linear in provider.linears())
     submodules = dataclasses.replace(submodules, **dict(zip(("linear_fc1", "linear_fc2"), linears, strict=True)))
     if isinstance(mlp, ModuleSpec):
