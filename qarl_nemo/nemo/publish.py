@@ -32,7 +32,29 @@ def publish_shards(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what the rollout engine will serve, in the names and layout of `refit.publish.publish`.
 
-    Beyond this rank's packed experts, which its forward keeps, at most one layer is held at a time.
+    Args:
+        model: see `publish_layers`; so are the others.
+        vocab_size: of the Hugging Face model.
+        fmt: of the aligned weights.
+        gather_experts: yield all experts.
+
+    Yields:
+        Names and tensors; in groups of one rank they are the learner's own, so a receiver that keeps them must copy.
+
+    Raises:
+        ValueError: a weight holds NaN or Inf, on any rank: every such weight is named, on all ranks.
+    """
+    for layer in publish_layers(model, vocab_size=vocab_size, fmt=fmt, gather_experts=gather_experts):
+        yield from layer.items()
+
+
+def publish_layers(
+    model: Sequence[nn.Module], *, vocab_size: int, fmt: QuantFormat | None = None, gather_experts: bool = True
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of `publish_shards`, each layer's together.
+
+    Beyond this rank's packed experts, which its forward keeps, one layer is held at a time: a layer is emptied when the
+    next one is asked for.
 
     Args:
         model: this rank's model chunks, wrapped or not; called on every rank.
@@ -43,10 +65,10 @@ def publish_shards(
             `ep_rank * E_local` and following, to receivers that take shards.
 
     Yields:
-        Names and tensors; in groups of one rank they are the learner's own, so a receiver that keeps them must copy.
+        Tensors by name: what is before the layers, each layer, what is after them.
 
     Raises:
-        ValueError: a weight holds NaN or Inf, on any rank: every such weight is named, on all ranks.
+        ValueError: see `publish_shards`.
     """
     _finish_parameters(model)
     _require_finite(model, fmt)
@@ -57,7 +79,10 @@ def publish_shards(
     for part in sorted(set().union(*held)):
         owner = next(stage for stage, keys in enumerate(held) if part in keys)
         mine = list(parts[part]()) if owner == pipeline.rank() else None
-        yield from broadcast_named(mine, owner, pipeline)
+        layer = dict(broadcast_named(mine, owner, pipeline))
+        del mine
+        yield layer
+        layer.clear()
 
 
 def publish_update(
@@ -78,8 +103,8 @@ def publish_update(
         ValueError: see `publish_shards`.
     """
 
-    def stream() -> Iterator[Named]:
-        return publish_shards(model, vocab_size=vocab_size, fmt=fmt)
+    def stream() -> Iterator[dict[str, Tensor]]:
+        return publish_layers(model, vocab_size=vocab_size, fmt=fmt)
 
     return StreamedUpdate(stream, fmt or alignment.format, version=alignment.version.value)
 

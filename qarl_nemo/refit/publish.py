@@ -1,17 +1,13 @@
 """The learner's side of a refit: the packed tensors its forward executes, and every other parameter as it is."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Protocol, Self
 
 from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight, require_finite
 from qarl_nemo.refit.manifest import Manifest
-
-_LAYER = re.compile(r".*layers\.(\d+)\.")
 
 
 class PublishableWeight(Protocol):
@@ -67,16 +63,18 @@ class StreamedUpdate:
     for, also when the push failed, so that no rank waits for another.
 
     Args:
-        stream: starts to make names and tensors, each layer's together.
+        stream: starts to make the tensors of one layer after another, by name; it may empty a layer when it is asked
+            for the next.
         fmt: the rollout engine's format.
         version: the weight version.
     """
 
     stays = False
 
-    def __init__(self, stream: Callable[[], Iterable[tuple[str, Tensor]]], fmt: QuantFormat, *, version: int) -> None:
-        self.manifest = Manifest.of(stream(), version=version, fmt=fmt.name)
-        self._layers = by_layer(stream())
+    def __init__(self, stream: Callable[[], Iterable[dict[str, Tensor]]], fmt: QuantFormat, *, version: int) -> None:
+        named = (item for layer in stream() for item in layer.items())
+        self.manifest = Manifest.of(named, version=version, fmt=fmt.name)
+        self._layers = iter(stream())
 
     @property
     def num_bytes(self) -> int:
@@ -101,25 +99,6 @@ class StreamedUpdate:
 
 
 Update = RefitUpdate | StreamedUpdate
-
-
-def layer_of(name: str) -> str:
-    """Return the number of the decoder layer that a tensor belongs to; empty outside."""
-    match = _LAYER.match(name)
-    return match[1] if match else ""
-
-
-def by_layer(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield neighbours of one layer together; what is outside layers too.
-
-    Args:
-        named: names and tensors.
-
-    Yields:
-        Tensors by name.
-    """
-    for _, group in groupby(named, key=lambda item: layer_of(item[0])):
-        yield dict(group)
 
 
 def publish(

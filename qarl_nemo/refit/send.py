@@ -5,6 +5,7 @@ other half of each. Every rank is offered whole tensors and keeps its part.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from qarl_nemo.refit.collective import broadcast, make_group
 from qarl_nemo.refit.ipc import export_tensor
-from qarl_nemo.refit.publish import Update, layer_of
+from qarl_nemo.refit.publish import Update
+
+_LAYER = re.compile(r".*layers\.(\d+)\.")
 
 
 class RolloutEngine(Protocol):
@@ -85,12 +88,18 @@ class IpcSender:
         # One description for each rank: its memory counts one reader.
         num_ranks = len(engine.collective_rpc("qarl_process"))
         for tensors in update.batches():
-            whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-            _require_on_gpu(whole)
-            self._held = list(whole.values())
-            descriptions = {name: [export_tensor(tensor) for _ in range(num_ranks)] for name, tensor in whole.items()}
-            torch.cuda.synchronize()
+            descriptions = self._export(tensors, num_ranks)
             engine.collective_rpc("qarl_receive", args=("ipc" if update.stays else "ipc_copied", descriptions))
+            if not update.stays:
+                self._held = []
+
+    def _export(self, tensors: Mapping[str, Tensor], num_ranks: int) -> dict[str, list[dict[str, Any]]]:
+        _require_on_gpu(tensors)
+        whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        self._held = list(whole.values())
+        descriptions = {name: [export_tensor(tensor) for _ in range(num_ranks)] for name, tensor in whole.items()}
+        torch.cuda.synchronize()
+        return descriptions
 
     def release(self) -> None:
         """Let go of the tensors; no rank reads them any more."""
@@ -168,14 +177,17 @@ class CollectiveSender:
         """
         if self._group is None:
             self._group = self._connect(engine)
-        for layer in (layer for batch in update.batches() for layer in _layers(batch)):
-            names, tensors = list(layer), [one.detach().to(self.device).contiguous() for one in layer.values()]
-            self._together(
-                engine, ("qarl_receive", "collective", {"names": names}), lambda t=tensors: broadcast(self._group, t)
-            )
+        for batch in update.batches():
+            for layer in _layers(batch):
+                self._broadcast(layer, engine)
 
     def release(self) -> None:
         """Nothing is held; the connection stays for the next update."""
+
+    def _broadcast(self, layer: Mapping[str, Tensor], engine: RolloutEngine) -> None:
+        tensors = [tensor.detach().to(self.device).contiguous() for tensor in layer.values()]
+        call = ("qarl_receive", "collective", {"names": list(layer)})
+        self._together(engine, call, lambda: broadcast(self._group, tensors))
 
     def _connect(self, engine: RolloutEngine) -> Any:
         timeout = timedelta(seconds=self.timeout_s)
@@ -207,5 +219,6 @@ def _require_on_gpu(tensors: Mapping[str, Tensor]) -> None:
 def _layers(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        layers.setdefault(layer_of(name), {})[name] = tensor
+        match = _LAYER.match(name)
+        layers.setdefault(match[1] if match else "", {})[name] = tensor
     yield from layers.values()

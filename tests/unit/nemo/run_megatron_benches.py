@@ -6,6 +6,7 @@
 import argparse
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import megatron_on_cpu  # before any Megatron module
@@ -20,10 +21,10 @@ from megatron_rows import result_rows
 # isort: split
 from qarl_kernels import get_format
 from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.publish import publish_shards, publish_update
+from qarl_nemo.nemo.publish import publish_layers, publish_shards, publish_update
 from qarl_nemo.refit.manifest import Manifest
 
-SIZES = {"num_layers": 1, "num_experts": 4, "top_k": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+SIZES = {"num_layers": 2, "num_experts": 4, "top_k": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 ARCHITECTURE = Architecture(**SIZES, hidden=128, inner=128, vocab_size=64)
 
 
@@ -67,7 +68,14 @@ def streamed() -> dict[str, bool]:
         with publish_update([model], alignment, vocab_size=64) as update:
             # One rank's push ends half-way, the others' never began; no rank waits for another in the end.
             sent = next(update.batches()) if dist.get_rank() == 0 else {}
+        layers = publish_layers([model], vocab_size=64)
+        next(layers)
+        experts = [weakref.ref(tensor) for name, tensor in next(layers).items() if "experts" in name]
+        held = [reference() is not None for reference in experts]
+        next(layers)
         return {
+            "held": len(experts) == 4 and all(held),
+            "forgotten": not any(reference() for reference in experts),
             "manifest": update.manifest == manifest,
             "bytes": update.num_bytes == sum(tensor.nbytes for tensor in whole.values()),
             "one layer": len(sent) < len(whole),

@@ -16,7 +16,7 @@ from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.ipc import export_tensor, import_bytes
 from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate, by_layer
+from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender
 
 CPU = torch.device("cpu")
@@ -86,23 +86,21 @@ def test_every_rank_gets_its_part_bit_for_bit(update, tmp_path, kind, num_ranks)
     sender.release()
 
 
+def layer_by_layer(update, made):
+    """What a learner that cannot hold the update whole makes of it, and forgets."""
+    for names in ([PACKED, SCALE], [FP8], ["model.norm.weight", "scalar"]):
+        made += names
+        layer = {name: update.tensors[name].clone() for name in names}
+        yield layer
+        layer.clear()
+
+
 @pytest.mark.parametrize(("kind", "num_ranks"), [("direct", 1), ("file", 1), ("file", 2), ("gloo", 2)])
 def test_a_streamed_update_arrives_layer_by_layer(update, tmp_path, kind, num_ranks):
     made = []
-
-    def stream():
-        for name, tensor in update.tensors.items():
-            made.append(name)
-            yield name, tensor.clone()
-
-    streamed = StreamedUpdate(stream, get_format("w4a16"), version=3)
+    streamed = StreamedUpdate(lambda: layer_by_layer(update, made), get_format("w4a16"), version=3)
     assert streamed.manifest == update.manifest
     assert streamed.num_bytes == update.num_bytes
-    assert [list(batch) for batch in by_layer(update.tensors.items())] == [
-        [PACKED, SCALE],
-        [FP8],
-        ["model.norm.weight", "scalar"],
-    ]
     ranks = Ranks(streamed.manifest, num_ranks)
     with streamed:
         senders(tmp_path)[kind].send(streamed, ranks)
@@ -115,11 +113,7 @@ def test_a_streamed_update_arrives_layer_by_layer(update, tmp_path, kind, num_ra
 
 def test_a_streamed_update_that_nobody_took_is_made_to_its_end(update):
     made = []
-    streamed = StreamedUpdate(
-        lambda: (made.append(name) or (name, tensor) for name, tensor in update.tensors.items()),
-        get_format("w4a16"),
-        version=3,
-    )
+    streamed = StreamedUpdate(lambda: layer_by_layer(update, made), get_format("w4a16"), version=3)
     with suppress(ConnectionError), streamed:
         next(streamed.batches())
         raise ConnectionError
@@ -127,12 +121,10 @@ def test_a_streamed_update_that_nobody_took_is_made_to_its_end(update):
 
 
 def test_a_streamed_update_that_changed_after_its_manifest_is_refused(update):
-    def stream():
-        yield from update.tensors.items()
-        update.tensors[PACKED].view(-1)[7] ^= 1
-
-    ranks = Ranks(update.manifest, 1)
-    DirectSender().send(StreamedUpdate(stream, get_format("w4a16"), version=3), ranks)
+    streamed = StreamedUpdate(lambda: layer_by_layer(update, []), get_format("w4a16"), version=3)
+    update.tensors[PACKED].view(-1)[7] ^= 1
+    ranks = Ranks(streamed.manifest, 1)
+    DirectSender().send(streamed, ranks)
     assert ranks.updates[0].problems() == [f"{PACKED}: its bytes differ from the manifest's checksum"]
 
 
