@@ -75,7 +75,7 @@ def streamed() -> dict[str, bool]:
         next(layers)
         return {
             "held": len(experts) == 4 and all(held),
-            "forgotten": not any(reference() for reference in experts),
+            "forgotten": all(reference() is None for reference in experts),
             "manifest": update.manifest == manifest,
             "bytes": update.num_bytes == sum(tensor.nbytes for tensor in whole.values()),
             "one layer": len(sent) < len(whole),
