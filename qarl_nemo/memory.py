@@ -341,6 +341,7 @@ def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers:
             working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)
     else:
         layer += BF16 * tokens * ranks.tp * 3 * model.inner / ranks.tp
+    # The first pipeline stage has run as many microbatches ahead as there are stages.
     if learner.recompute == "none":
-        return layers * layer, working
-    return layers * BF16 * tokens * model.hidden + layer, working
+        return ranks.pp * layers * layer, working
+    return ranks.pp * layers * BF16 * tokens * model.hidden + layer, working

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from qarl_kernels import FORMAT_NAMES, get_format, stored_layout
 from qarl_nemo.cli import app
 from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, rank_memory
 
-MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b"
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,7 @@ def test_tensor_and_pipeline_ranks_hold_parts(model):
     assert split["weights"] == pytest.approx(experts + (one["weights"] - experts - small) / 2 + small, rel=1e-4)
     # Half of the layers, twice as many of their experts, and one of the two tables.
     assert experts < staged["weights"] < one["weights"]
+    assert staged["activations"] == pytest.approx(one["activations"], rel=1e-6)
     assert split["activations"] == pytest.approx(one["activations"] / 2, rel=0.01)
 
 
@@ -114,6 +117,19 @@ def test_a_config_of_another_kind_names_what_it_lacks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "num_experts": 4}))
     with pytest.raises(ValueError, match=r"no num_hidden_layers, .*moe_intermediate_size"):
         ModelSize.read(tmp_path)
+
+
+FITTING = re.compile(r"\| (\d) x (\d+) GB \| `(\w+)` \| `(\w+)` \| (\w+) \| ([\d.]+) \| (yes|no) \|")
+
+
+def test_the_guide_says_what_is_computed(model):
+    rows = FITTING.findall((ROOT / "docs" / "megatron_cost.md").read_text())
+    assert len(rows) >= 16
+    for gpus, size, layout, optimizer, recompute, peak, fits in rows:
+        gpu_gib = {"80": 79, "141": 139}[size]
+        learner = Learner(optimizer=optimizer, recompute=recompute)
+        needed = rank_memory(model, Parallelism.parse(layout, int(gpus)), learner)
+        assert (f"{needed.peak_bytes / 2**30:.0f}", "yes" if needed.fits(gpu_gib * 2**30) else "no") == (peak, fits)
 
 
 def test_the_command_says_what_fits():
