@@ -274,10 +274,9 @@ def memory(
 
     size = ModelSize.read(model)
     ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
-    quantizer = {"format": format_name, "group_size": group_size or 128, "attention": "attention" in targets.split(",")}
-    settings = {"keep_operand": keep_operand, "tokens": tokens, "gradient_bytes": gradient_bytes}
+    attention, group = "attention" in targets.split(","), group_size or 128
     learners = [
-        Learner(**quantizer, **settings, optimizer=name, recompute=kind)
+        Learner(format_name, group, attention, keep_operand, name, gradient_bytes, tokens, kind)
         for name in optimizer or OPTIMIZERS
         for kind in recompute or ("full", "none")
     ]
