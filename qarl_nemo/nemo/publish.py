@@ -7,6 +7,7 @@ same names in the same order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,7 +125,9 @@ def _quantized(weight: AlignedWeight, fmt: QuantFormat | None) -> QuantizedWeigh
 def _require_finite(model: Sequence[nn.Module], fmt: QuantFormat | None) -> None:
     problem = None
     try:
-        require_finite({weight.name: _quantized(weight, fmt) for weight in aligned_weights(model)})
+        # Without their tensors: those of another format than the forward's are made again, layer by layer.
+        counted = {one.name: replace(_quantized(one, fmt), tensors={}) for one in aligned_weights(model)}
+        require_finite(counted)
     except ValueError as error:
         problem = str(error)
     # A rank that raised alone would leave the others waiting in a collective.
