@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from qarl_nemo.config import merge_mappings
+from qarl_nemo.memory import GIB, Learner, ModelSize, Parallelism, rank_memory
 from qarl_nemo.nemo.rl.config import apply_qarl
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -74,3 +75,25 @@ def test_a_recipe_builds_on_nemo_rls_own_and_keeps_its_results_apart(path):
 def test_the_readme_lists_every_recipe():
     listed = set(re.findall(r"^\| `(qarl-[\w.-]+\.yaml)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
     assert listed == {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "30ba3b" in path.stem], ids=lambda path: path.stem)
+def test_the_readme_states_the_memory_that_is_computed(path):
+    settings = own_settings(path)
+    qarl = settings["qarl"]
+    # NeMo-RL's recipe below has these ranks, and gradients in BF16.
+    ranks = Parallelism(8 * settings["cluster"]["num_nodes"], tp=2, ep=8)
+    learner = Learner(
+        format=None if qarl["format"] == "bf16" else qarl["format"],
+        attention="attention" in qarl["targets"],
+        keep_operand=qarl["keep_operand"],
+        optimizer="muon",
+        gradient_bytes=2,
+        tokens=settings["policy"]["sequence_packing"]["train_mb_tokens"],
+        recompute="full",
+    )
+    needed = rank_memory(ModelSize.read(EXAMPLES / "models" / "qwen3-30b-a3b"), ranks, learner)
+    stated = f"{needed.static_bytes / GIB:.0f}, {needed.peak_bytes / GIB:.0f}"
+    row = next(line for line in (EXAMPLES / "README.md").read_text().splitlines() if f"`{path.name}`" in line)
+    assert f"| {stated} |" in row, stated
+    assert needed.fits(79 * GIB)
