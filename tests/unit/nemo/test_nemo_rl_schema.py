@@ -1,12 +1,14 @@
 """Recipes and data sets, read by NeMo-RL itself."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 
 import nemo_rl_here  # noqa: F401
 import pytest
+import torch
 from omegaconf import OmegaConf
 from test_nemo_rl_recipes import RECIPES, model_folder
 
@@ -15,8 +17,11 @@ import nemo_rl
 from nemo_rl.algorithms.grpo import MasterConfig
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+from nemo_rl.utils.logger import Logger
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.losses.nemo import PREFIX
+from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo.rl.config import apply_qarl
 
 
@@ -98,3 +103,30 @@ def test_the_launcher_checks_a_recipe_without_starting_ray(tmp_path):
     assert wrong.returncode == 1
     assert "3 conflict(s)" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+def test_what_nemo_rls_logger_writes_is_a_run(tmp_path):
+    backends = {f"{name}_enabled": name == "tensorboard" for name in ("wandb", "swanlab", "tensorboard", "mlflow")}
+    logger = Logger(backends | {"log_dir": str(tmp_path), "tensorboard": {}, "monitor_gpus": False})
+    responses = {
+        "content": ["user: 1+1?", "user: 2+2?"],
+        "rewards": [1.0, 0.0],
+        "token_ids": [[5, 6, 7], [5, 6, 7]],
+        "token_loss_mask": [[0, 1, 1], [0, 1, 0]],
+        "sample_loss_mask": [1.0, 1.0],
+        "advantages": torch.tensor([[1.0] * 3, [-1.0] * 3]).tolist(),
+        "generation_logprobs": [[0.0, -1.0, -2.0], [0.0, -1.0, 0.0]],
+        "prev_logprobs": [[0.0, -1.1, -2.1], [0.0, -1.0, 0.0]],
+    }
+    for step in (1, 2):
+        logger.log_batched_dict_as_jsonl(dict(responses), f"train_data_step{step}.jsonl")
+        logger.log_metrics({"reward": 0.5, f"{PREFIX}abs_gap": 0.01, "histogram/lengths": [1, 2]}, step, prefix="train")
+        logger.log_metrics({"total_step_time": 2.0, "generation": 1.0}, step, prefix="timing/train", step_finished=True)
+    for backend in logger.loggers:
+        backend.writer.close()
+    run = load_run(tmp_path)
+    assert run.steps.tolist() == [1, 2]
+    assert run.column("mismatch/abs_gap_mean") == pytest.approx([0.01, 0.01])
+    assert run.column("timing/rollout_s").tolist() == [1.0, 1.0]
+    assert run.diagnostics.arrays["seq_mismatch_weight"] == pytest.approx([math.exp(-0.1), 1.0])
+    assert [example["response"] for example in run.examples] == responses["content"]
