@@ -4,6 +4,7 @@ Colocated engines read the learner rank on their own GPU through CUDA IPC; separ
 """
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qarl_nemo.refit.ipc import export_tensor, gpu_id
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate, Update
 from qarl_nemo.refit.push import push
 from qarl_nemo.refit.send import RolloutEngine, Sender
 
@@ -62,11 +63,11 @@ def _apart(tensor: Tensor) -> Tensor:
     return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
 
 
-def push_from_all(update: RefitUpdate, engine: RolloutEngine, sender: Sender) -> dict[str, float]:
+def push_from_all(update: Update, engine: RolloutEngine, sender: Sender) -> dict[str, float]:
     """Let the engines serve what all ranks of the learner published; called on every rank.
 
     Args:
-        update: whole, the same on every rank.
+        update: the same on every rank.
         engine: all engines; rank 0 speaks with them.
         sender: this rank's; rank 0's sends, all are released.
 
@@ -78,8 +79,10 @@ def push_from_all(update: RefitUpdate, engine: RolloutEngine, sender: Sender) ->
     """
     started = time.perf_counter()
     outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
-        outcome = [_attempt(update, engine, sender)]
+    # A streamed update is made by all ranks together, also where one of them gives up on it.
+    with update if isinstance(update, StreamedUpdate) else nullcontext():
+        if dist.get_rank() == 0:
+            outcome = [_attempt(update, engine, sender)]
     dist.broadcast_object_list(outcome, src=0)
     sender.release()
     if isinstance(outcome[0], str):
@@ -87,7 +90,7 @@ def push_from_all(update: RefitUpdate, engine: RolloutEngine, sender: Sender) ->
     return outcome[0] | {"total_s": time.perf_counter() - started}
 
 
-def _attempt(update: RefitUpdate, engine: RolloutEngine, sender: Sender) -> dict[str, float] | str:
+def _attempt(update: Update, engine: RolloutEngine, sender: Sender) -> dict[str, float] | str:
     try:
         report = push(update, engine, sender)
     except Exception as error:  # noqa: BLE001 the other ranks wait for the outcome, whatever it is

@@ -22,8 +22,11 @@ from qarl_nemo.nemo.rl.engines import RayEngines
 from qarl_nemo.nemo.rl.formats import executed_format, served_format
 from qarl_nemo.nemo.rl.learner_push import ColocatedSender, push_from_all
 from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import RefitUpdate
-from qarl_nemo.refit.send import CollectiveSender, Sender
+from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
+from qarl_nemo.refit.send import CollectiveSender
+
+# The first refit may wait for engines that compile kernels.
+_TIMEOUT_S = 600.0
 
 
 class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerImpl):
@@ -65,11 +68,9 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             RuntimeError: the engines refused the update, or one broke off.
         """
         started = time.perf_counter()
-        with self._serving():
-            tensors = dict(publish_shards([self.model], vocab_size=self._vocab_size()))
-            update = RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors)
-            publish_s = time.perf_counter() - started
-            figures = push_from_all(update, RayEngines(engines), self._sender(tensors, num_ranks))
+        update, sender = self._whole(version) if self.is_generation_colocated else self._streamed(version, num_ranks)
+        publish_s = time.perf_counter() - started
+        figures = push_from_all(update, RayEngines(engines), sender)
         return figures | {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
 
     def prepare_refit_info(self) -> dict[str, Any]:
@@ -92,28 +93,22 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         with executing([self.model], get_format("bf16")), super().use_reference_model():
             yield
 
-    @contextmanager
-    def _serving(self) -> Iterator[None]:
-        if self.alignment.format == self.served:
-            yield
-            return
-        with executing([self.model], self.served):
-            yield
+    def _whole(self, version: int) -> tuple[RefitUpdate, ColocatedSender]:
+        # Engines convert from the learner's memory, so that it must hold everything until they are done.
+        tensors = dict(self._published())
+        update = RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors)
+        return update, ColocatedSender(tensors)
 
-    def _sender(self, tensors: dict[str, Tensor], num_ranks: int) -> Sender:
-        if self.is_generation_colocated:
-            return ColocatedSender(tensors)
+    def _streamed(self, version: int, num_ranks: int) -> tuple[StreamedUpdate, CollectiveSender]:
         if self._collective_sender is None:
-            self._collective_sender = CollectiveSender(
-                num_ranks,
-                torch.device("cuda", torch.cuda.current_device()),
-                host=ray.util.get_node_ip_address(),
-                timeout_s=600.0,
-            )
-        return self._collective_sender
+            device, host = torch.device("cuda", torch.cuda.current_device()), ray.util.get_node_ip_address()
+            self._collective_sender = CollectiveSender(num_ranks, device, host=host, timeout_s=_TIMEOUT_S)
+        return StreamedUpdate(self._published, self.served, version=version), self._collective_sender
 
-    def _vocab_size(self) -> int:
-        return self.megatron_bridge.hf_pretrained.config.vocab_size
+    def _published(self) -> Iterator[tuple[str, Tensor]]:
+        vocab_size = self.megatron_bridge.hf_pretrained.config.vocab_size
+        other = None if self.served == self.alignment.format else self.served
+        return publish_shards([self.model], vocab_size=vocab_size, fmt=other)
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
