@@ -16,18 +16,18 @@ ray = pytest.importorskip("ray", reason="needs Ray")
 import torch.distributed as dist  # noqa: E402
 from asserts import assert_bitwise_equal  # noqa: E402
 
+from qarl_kernels import get_format  # noqa: E402
 from qarl_nemo.nemo.rl.engines import RayEngines  # noqa: E402
 from qarl_nemo.nemo.rl.learner_push import push_from_all  # noqa: E402
 from qarl_nemo.refit.arrive import Arrivals  # noqa: E402
 from qarl_nemo.refit.incoming import IncomingUpdate  # noqa: E402
 from qarl_nemo.refit.manifest import Manifest  # noqa: E402
-from qarl_nemo.refit.publish import RefitUpdate  # noqa: E402
+from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate  # noqa: E402
 from qarl_nemo.refit.push import push, serving_version  # noqa: E402
 from qarl_nemo.refit.send import CollectiveSender  # noqa: E402
 
 CPU = torch.device("cpu")
 NAMES = {"model.layers.0.mlp.experts.down_proj.weight_packed": torch.int32, "model.norm.weight": torch.bfloat16}
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 
 class Rank:
@@ -143,6 +143,27 @@ def test_all_ranks_of_the_learner_learn_how_a_refit_ended(engines, learner):
     broken.tensors["model.norm.weight"] += 1
     with pytest.raises(RuntimeError, match=r"refit to version 2 refused.*keeps serving version 1(.|\n)*norm\.weight"):
         push_from_all(broken, engines, sender)
+    assert serving_version(engines) == 1
+
+
+def test_a_streamed_update_is_made_to_the_end_also_where_it_is_refused(engines, learner):
+    sender = CollectiveSender(3, CPU, backend="gloo")
+    tensors, made = update_of(1).tensors, []
+
+    def stream():
+        for name, tensor in tensors.items():
+            made.append(name)
+            yield name, tensor
+
+    push_from_all(StreamedUpdate(stream, get_format("w4a16"), version=1), engines, sender)
+    assert made == 2 * list(NAMES)
+    for served in engines.collective_rpc("qarl_served"):
+        assert_bitwise_equal(served["model.norm.weight"], tensors["model.norm.weight"])
+    made.clear()
+    ray.get(engines.workers[1].set_busy.remote(True))
+    with pytest.raises(RuntimeError, match="requests are unfinished"):
+        push_from_all(StreamedUpdate(stream, get_format("w4a16"), version=2), engines, sender)
+    assert made == 2 * list(NAMES)
     assert serving_version(engines) == 1
 
 
