@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.nemo.alignment import Alignment, aligned_weights
 from qarl_nemo.nemo.policy_optimizer import MegatronStepper
-from qarl_nemo.nemo.publish import publish_shards, publish_update
+from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
 
 
@@ -120,7 +121,8 @@ class MegatronPolicy:
 
     def publish(self, fmt: QuantFormat) -> RefitUpdate:
         """Return the weights as the rollout engine will serve them in `fmt`, whole on every rank."""
-        return publish_update([self.optimizer.model], self.alignment, vocab_size=self._vocab_size, fmt=fmt)
+        tensors = dict(publish_shards([self.optimizer.model], vocab_size=self._vocab_size, fmt=fmt))
+        return RefitUpdate(Manifest.of(tensors, version=self.alignment.version.value, fmt=fmt.name), tensors)
 
     def table(self) -> list[dict[str, Any]]:
         """Return one line for each aligned weight of this rank, with the fields of `layers.install.InstallRow`."""

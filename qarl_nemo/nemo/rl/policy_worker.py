@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qarl_kernels import get_format
 from qarl_nemo.nemo.alignment import Alignment, bump_on_step, release
-from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.nemo.publish import publish_layers
 from qarl_nemo.nemo.rl.aligned_model import aligned_provider, executing, require_aligned
 from qarl_nemo.nemo.rl.engines import RayEngines
 from qarl_nemo.nemo.rl.formats import executed_format, served_format
@@ -95,7 +95,9 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
 
     def _whole(self, version: int) -> tuple[RefitUpdate, ColocatedSender]:
         # Engines convert from the learner's memory, so that it must hold everything until they are done.
-        tensors = dict(self._published())
+        tensors: dict[str, Tensor] = {}
+        for layer in self._layers():
+            tensors.update(layer)
         update = RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors)
         return update, ColocatedSender(tensors)
 
@@ -103,12 +105,12 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         if self._collective_sender is None:
             device, host = torch.device("cuda", torch.cuda.current_device()), ray.util.get_node_ip_address()
             self._collective_sender = CollectiveSender(num_ranks, device, host=host, timeout_s=_TIMEOUT_S)
-        return StreamedUpdate(self._published, self.served, version=version), self._collective_sender
+        return StreamedUpdate(self._layers, self.served, version=version), self._collective_sender
 
-    def _published(self) -> Iterator[tuple[str, Tensor]]:
+    def _layers(self) -> Iterator[dict[str, Tensor]]:
         vocab_size = self.megatron_bridge.hf_pretrained.config.vocab_size
         other = None if self.served == self.alignment.format else self.served
-        return publish_shards([self.model], vocab_size=vocab_size, fmt=other)
+        return publish_layers([self.model], vocab_size=vocab_size, fmt=other)
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

@@ -153,7 +153,7 @@ def test_a_streamed_update_is_made_to_the_end_also_where_it_is_refused(engines, 
     def stream():
         for name, tensor in tensors.items():
             made.append(name)
-            yield name, tensor
+            yield {name: tensor}
 
     push_from_all(StreamedUpdate(stream, get_format("w4a16"), version=1), engines, sender)
     assert made == 2 * list(NAMES)
