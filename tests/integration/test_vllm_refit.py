@@ -123,9 +123,10 @@ def test_a_refit_gives_bit_for_bit_what_a_fresh_load_gives(case, facts, answers)
     loaded = read(found["loaded"] if case.loads_what_it_should else loaded_with_care(case, answers))
     assert len(loaded) == case.tensor_parallel
     assert read(found["back"]) == loaded
-    assert found["same_answers"] or not case.loads_what_it_should
     assert found["other_answers"]
-    assert found["num_tokens"] > 10
+    if case.loads_what_it_should:
+        assert found["same_answers"]
+        assert found["num_tokens"] > 10
     # Layers of CPU vLLM hold copies that are no tensors of theirs.
     for one, other in zip(loaded, read(found["refitted"]), strict=True) if case.device == "cuda" else ():
         assert one.keys() == other.keys()
