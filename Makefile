@@ -45,7 +45,7 @@ bench: $(RUN) ## Measure quantization error and the engine, into docs/
 	$(BIN)/python tools/render_results.py
 
 test: $(DEV) ## Run all tests; those that need a GPU or vLLM skip without one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 test-vllm: ## Run the tests of the real vLLM on this CPU, in its own environment; skip where the CPU cannot
 	@if $(CPU_SERVES_VLLM); then $(MAKE) $(VLLM); else echo "skipped: the tests of the real vLLM"; exit 0; fi; \

@@ -27,7 +27,8 @@ import ray
 
 from qarl_nemo.nemo.cluster import health, nodes
 
-pytestmark = pytest.mark.slow
+# One group: every process that runs one of these tests starts a cluster.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 ROOT = Path(__file__).parents[2]
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 # $1 is the host, $2 the shell line of its node.
@@ -136,7 +137,7 @@ def cluster():
     with tempfile.TemporaryDirectory(prefix="qarl") as name:
         made = Cluster(Path(name))
         try:
-            made.wait_for(made.folder / "ready", 120)
+            made.wait_for(made.folder / "ready", 240)
             ray.init(f"{HEAD}:{made.config.ray.port}", log_to_driver=False, logging_level="ERROR")
             yield made
         finally:
@@ -192,7 +193,7 @@ def test_a_lost_node_ends_the_job_with_its_name_and_everybodys_logs(cluster):
     ray.shutdown()
     for process in _processes("raylet/raylet", f"--node_ip_address={WORKER}", str(cluster.folder)):
         os.kill(process, signal.SIGKILL)
-    assert cluster.launcher.wait(60) == 4
+    assert cluster.launcher.wait(120) == 4
     said = cluster.output.read_text()
     assert f"ERROR: node {lost.name} was lost: " in said
     assert f"the job ended with exit code 4; its output: {run}/job.log" in said
