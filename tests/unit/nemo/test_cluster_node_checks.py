@@ -51,7 +51,8 @@ def test_worker_environments_are_found_unless_nemo_rl_was_told_to_use_one(tmp_pa
     for name in ("a.VllmWorker", "a.MegatronWorker", "a.Other"):
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
-    env = {"NEMO_RL_VENV_DIR": str(tmp_path)}
+    # A link to an environment's Python from outside it does not find that environment's packages.
+    env = {"NEMO_RL_VENV_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     found = on_node.worker_pythons(env, ["*Worker"])
     assert [Path(python).parts[-3] for python in found] == ["a.MegatronWorker", "a.VllmWorker"]
     assert on_node.worker_pythons({**env, "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"}, ["*Worker"]) == []
