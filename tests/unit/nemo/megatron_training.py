@@ -88,7 +88,13 @@ def forward_step(
     output = model(inputs, positions, mask, labels=labels, **_packed(length, documents))
     if routes is not None:
         routes.after(model, sequence)
-    return output, lambda per_token: (per_token.mean(), {"loss": per_token.mean().detach()})
+
+    def loss_of(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        # Megatron adds up what context parallel ranks return, and divides it in place by the number of microbatches.
+        loss = per_token.sum() / batch[:, 1:].numel()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, loss_of
 
 
 def forward_backward(
@@ -112,8 +118,7 @@ def forward_backward(
     finalize_model_grads(model)
     total = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros((), device=DEVICE)
     dist.all_reduce(total)
-    sharing = size * parallel_state.get_context_parallel_world_size()
-    return float(total / parallel_state.get_tensor_model_parallel_world_size() / sharing)
+    return float(total / parallel_state.get_tensor_model_parallel_world_size() / size)
 
 
 def _step(model: list[nn.Module], alignment: Alignment, optimizer: str, dtype: torch.dtype) -> None:

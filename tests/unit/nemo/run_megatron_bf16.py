@@ -17,7 +17,7 @@ import torch.distributed as dist
 from format_cases import FORMATS
 from megatron_models import Layout, Shape, parallel
 from megatron_ranks import run_ranks
-from megatron_results import figures, training_error
+from megatron_results import bf16_bound, figures, keep_figures, training_error
 from megatron_training import Case, record, train_within
 
 # isort: split
@@ -94,6 +94,19 @@ def _attempt(layout: Layout, case: Case, expected: dict[str, Any], options: dict
     return found
 
 
+def _keep(name: str, found: dict[str, dict[str, Any]], suffix: str) -> None:
+    """Keep a layout's figures, the worst of all ranks and formats, before the next one runs."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    summaries = [one for rank in everyone for one in rank.values()]
+    if dist.get_rank() == 0 and not any("error" in one for one in summaries):
+        kept = figures(summaries)
+        print(f"{name}: {kept}", flush=True)
+        engines = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
+        command = "tests/unit/nemo/test_megatron_bf16.py"
+        keep_figures({name: kept}, suffix, {name: bf16_bound(name)}, engines, command)
+
+
 def everything(group: str) -> dict[str, Any]:
     """One rank's results."""
     runs, shape, formats = GROUPS[group]
@@ -108,11 +121,10 @@ def everything(group: str) -> dict[str, Any]:
     for name, (layout, options) in runs.items():
         with parallel(layout):
             layouts[name] = {key: _attempt(layout, case, expected[case], options) for key, case in cases[name].items()}
+        _keep(name, layouts[name], "_qwen3_h200" if group == "qwen3" else "_h200")
         if dist.get_rank() == 0:
-            errors = {key: one.get("error") or figures([one]) for key, one in layouts[name].items()}
-            print(f"{time.monotonic() - start:6.1f} s  {len(layouts)}/{len(runs)}  {name}  {errors}", flush=True)
-    versions = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
-    return {"versions": versions, "layouts": layouts, "wrong_mode_error": training_error([wrong_mode])}
+            print(f"{time.monotonic() - start:6.1f} s  {len(layouts)}/{len(runs)}  {name}", flush=True)
+    return {"layouts": layouts, "wrong_mode_error": training_error([wrong_mode])}
 
 
 if __name__ == "__main__":

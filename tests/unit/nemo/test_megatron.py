@@ -28,7 +28,9 @@ def test_megatron_learner(tmp_path):
     assert len(layouts) == 21
     suffix = "_fp32_h200" if torch.cuda.is_available() else ""
     kept = {name: figures(summaries) for name, summaries in layouts.items()}
-    keep_figures(ranks, kept, suffix, dict.fromkeys(kept, SUMS_DIFFER), "tests/unit/nemo/test_megatron.py")
+    keep_figures(
+        kept, suffix, dict.fromkeys(kept, SUMS_DIFFER), ranks[0]["versions"], "tests/unit/nemo/test_megatron.py"
+    )
     errors = {name: training_error(summaries) for name, summaries in layouts.items()}
     assert {name: error for name, error in errors.items() if error >= SUMS_DIFFER} == {}
     wrong = {name: wrong_tensors(summaries) for name, summaries in layouts.items()}
