@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=numbers, default=[8192, 32768], help="of a rank's microbatch")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
     parser.add_argument("--repeats", type=int, default=7)
