@@ -60,7 +60,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             self._policy.offload_before_refit()
             self._generation.prepare_for_generation(tags=["weights"])
         with timer.time(_TIMED) if timer is not None else nullcontext():
-            figures = ray.get(
+            figures = _results(
                 self._policy.worker_group.run_all_workers_single_data(
                     "qarl_refit", engines=self._engines, num_ranks=self._num_ranks, version=self.version + 1
                 )
@@ -73,3 +73,12 @@ class PackedWeightSynchronizer(WeightSynchronizer):
 
     def shutdown(self) -> None:
         """Nothing is held: connections end with the workers."""
+
+
+def _results(calls: list[Any]) -> list[Any]:
+    # A worker that died leaves the others waiting for it: its error must not wait for them.
+    waiting = calls
+    while waiting:
+        done, waiting = ray.wait(waiting)
+        ray.get(done)
+    return ray.get(calls)

@@ -1,0 +1,120 @@
+"""Workers for NeMo-RL's own worker groups, on a CPU: learner ranks and engines around the real halves of a refit."""
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qarl_kernels import get_format
+from qarl_nemo.nemo.rl.engines import RayEngines
+from qarl_nemo.nemo.rl.learner_push import push_from_all
+from qarl_nemo.refit.arrive import Arrivals
+from qarl_nemo.refit.incoming import IncomingUpdate
+from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import StreamedUpdate
+from qarl_nemo.refit.send import CollectiveSender
+
+CPU = torch.device("cpu")
+
+
+def weights(version: int) -> dict[str, Tensor]:
+    """What the learner publishes as a version."""
+    generator = torch.Generator().manual_seed(version)
+    names = [f"model.layers.{layer}.mlp.experts.down_proj.weight_packed" for layer in range(3)]
+    return {name: torch.randint(-9, 9, (4, 8), dtype=torch.int32, generator=generator) for name in names}
+
+
+class LearnerImpl:
+    """A learner rank; an asynchronous actor, as NeMo-RL's Megatron workers are."""
+
+    def __init__(self, config: dict[str, Any], **_: Any) -> None:
+        self.dies_at = config["dies_at"]
+        dist.init_process_group("gloo")
+        self.sender: CollectiveSender | None = None
+
+    async def ready(self) -> bool:
+        """Make this an asynchronous actor."""
+        return True
+
+    def qarl_refit(self, engines: list[Any], num_ranks: int, version: int) -> dict[str, float]:
+        """Refit all engines from all ranks; the last rank may die on the way."""
+        if version == self.dies_at and dist.get_rank() == dist.get_world_size() - 1:
+            os._exit(1)
+        self.sender = self.sender or CollectiveSender(num_ranks, CPU, backend="gloo", timeout_s=60.0)
+        update = StreamedUpdate(lambda: [weights(version)], get_format("w4a16"), version=version)
+        return push_from_all(update, RayEngines(engines), self.sender)
+
+
+class EngineImpl:
+    """A one-rank engine without vLLM; an asynchronous actor, as NeMo-RL's asynchronous engine is."""
+
+    def __init__(self, config: dict[str, Any], **_: Any) -> None:
+        self.arrivals, self.version, self.served = Arrivals(0, CPU), None, {}
+        self.update: IncomingUpdate | None = None
+
+    async def qarl_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call a method of the rank."""
+        return [await asyncio.to_thread(getattr(self, method), *args)]
+
+    async def qarl_busy(self) -> bool:
+        """No request is ever under way."""
+        return False
+
+    async def qarl_reset_prefix_cache(self) -> bool:
+        """There is none."""
+        return True
+
+    def qarl_process(self) -> int:
+        """Return this process."""
+        return os.getpid()
+
+    def qarl_place(self, first_rank: int) -> None:
+        """Number the rank."""
+        self.arrivals.rank = first_rank
+
+    def qarl_version(self) -> dict[str, Any]:
+        """Return what is served."""
+        return {"version": self.version, "whole": True}
+
+    def qarl_connect(self, message: dict[str, Any]) -> None:
+        """Join the learner's group."""
+        self.arrivals.connect(message)
+
+    def qarl_begin(self, manifest: dict[str, Any]) -> list[str]:
+        """Expect an update."""
+        self.update = IncomingUpdate(Manifest.from_message(manifest), lambda _, whole: whole)
+        return []
+
+    def qarl_receive(self, kind: str, message: Any) -> None:
+        """Take tensors in."""
+        self.arrivals.receive(kind, message, self.update)
+
+    def qarl_verify(self) -> list[str]:
+        """Check them."""
+        return self.update.problems()
+
+    def qarl_replace(self) -> None:
+        """Serve them."""
+        self.version, self.served = self.update.manifest.version, dict(self.update.parts)
+
+    def qarl_abort(self) -> None:
+        """Forget them."""
+        self.update = None
+
+    def qarl_served(self) -> dict[str, Tensor]:
+        """Return the tensors served."""
+        return self.served
+
+
+@ray.remote
+class Learner(LearnerImpl):
+    """What NeMo-RL starts."""
+
+
+@ray.remote
+class Engine(EngineImpl):
+    """What NeMo-RL starts."""

@@ -1,0 +1,96 @@
+"""NeMo-RL's worker groups refitted by our synchronizer, on a CPU: two learner ranks, two engines, all or none."""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import nemo_rl_here  # noqa: F401 skips where NeMo-RL is not
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from asserts import assert_bitwise_equal  # noqa: E402
+from nemo_rl.distributed import ray_actor_environment_registry as registry  # noqa: E402
+from nemo_rl.distributed.named_sharding import NamedSharding  # noqa: E402
+from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES, RayVirtualCluster  # noqa: E402
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup  # noqa: E402
+from nemo_rl.utils.timer import Timer  # noqa: E402
+from nemo_rl_actors import weights  # noqa: E402
+
+from qarl_nemo.nemo.rl.engines import RayEngines  # noqa: E402
+from qarl_nemo.nemo.rl.synchronizer import PackedWeightSynchronizer  # noqa: E402
+from qarl_nemo.refit.push import serving_version  # noqa: E402
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", ""), paths
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+    os.environ["PYTHONPATH"] = before
+
+
+def group(worker, config):
+    name = f"nemo_rl_actors.{worker}"
+    registry.ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
+    cluster = RayVirtualCluster(name=worker, bundle_ct_per_node_list=[2], use_gpus=False, max_colocated_worker_groups=1)
+    ranks = NamedSharding(np.arange(2), ["data_parallel"])
+    return RayWorkerGroup(cluster, RayWorkerBuilder(name, config), name_prefix=worker, sharding_annotations=ranks)
+
+
+@pytest.fixture
+def run(request):
+    """A policy, engines and the synchronizer between them."""
+    learner, engines = group("Learner", {"dies_at": request.param}), group("Engine", {})
+    generation = SimpleNamespace(cfg={"colocated": {"enabled": False}}, worker_group=engines)
+    synchronizer = PackedWeightSynchronizer(SimpleNamespace(worker_group=learner), generation)
+    synchronizer.init_communicator()
+    yield SimpleNamespace(learner=learner, engines=engines, synchronizer=synchronizer)
+    for workers in (learner, engines):
+        for worker in workers.workers:
+            ray.kill(worker)
+
+
+@pytest.mark.parametrize("run", [0], indirect=True)
+def test_all_engines_serve_what_all_ranks_published(run):
+    assert run.synchronizer.is_stale
+    timer = Timer()
+    for version in (1, 2):
+        figures = run.synchronizer.sync_weights(timer=timer)
+        assert figures["version"] == version
+        assert figures["num_bytes"] == sum(tensor.nbytes for tensor in weights(version).values())
+        for served in RayEngines(run.engines.workers).collective_rpc("qarl_served"):
+            for name, tensor in weights(version).items():
+                assert_bitwise_equal(served[name], tensor)
+    assert not run.synchronizer.is_stale
+    assert "prepare_for_generation/transfer_and_update_weights" in timer.get_timing_metrics()
+    with pytest.raises(ValueError, match="KV cache scales"):
+        run.synchronizer.sync_weights(kv_scales={})
+    assert vars(pickle.loads(pickle.dumps(run.synchronizer))) == {"version": 2}
+
+
+@pytest.mark.parametrize("run", [0], indirect=True)
+def test_a_killed_engine_ends_the_sync_and_leaves_the_other_one_whole(run):
+    run.synchronizer.sync_weights()
+    ray.kill(run.engines.workers[1])
+    with pytest.raises(RuntimeError, match="ActorDiedError"):
+        run.synchronizer.sync_weights()
+    assert run.synchronizer.version == 1
+    assert serving_version(RayEngines(run.engines.workers[:1])) == 1
+
+
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_a_killed_learner_rank_ends_the_sync_and_leaves_the_engines_whole(run):
+    run.synchronizer.sync_weights()
+    with pytest.raises((RuntimeError, ray.exceptions.RayActorError)):
+        run.synchronizer.sync_weights()
+    assert run.synchronizer.version == 1
+    assert serving_version(RayEngines(run.engines.workers)) in (1, 2)
