@@ -3,17 +3,19 @@
     python tools/record_nemo_rl.py --run bf16=logs/bf16 --run w4a16=logs/w4a16 docs/results/nemo_rl.json
 
 The run called `bf16` is the floor: gaps and step times of the others are divided by its. Names may carry a suffix
-(`w4a16_ep2` beside `bf16_ep2`).
+(`w4a16_ep2` beside `bf16_ep2`). Where a log folder was lost, the driver's output can stand in for it, with the run.json
+of another run on the same host: `--run w4a16=driver.txt --facts logs/bf16/exp_001/run.json --command "python ..."`.
 """
 
 import argparse
 import datetime
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 
-from qarl_nemo.metrics.nemo_rl_logs import read_facts
+from qarl_nemo.metrics.nemo_rl_logs import read_console, read_facts
 from qarl_nemo.metrics.report.timings import phase_seconds
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.metrics.runs import Run, load_run
@@ -22,14 +24,30 @@ from qarl_nemo.metrics.summary import summarize_run
 BASELINE = "bf16"
 # The first steps compile and warm up.
 WARM_UP_STEPS = 3
+# Fewer show that a run works, not what it learns.
+ENOUGH_STEPS = 100.0
 
 
-def run_rows(name: str, run: Run, baseline: Run | None) -> list[dict]:
+def read_run(path: Path) -> Run:
+    """Read a log folder, or what NeMo-RL printed."""
+    if path.is_dir():
+        return load_run(path)
+    records = read_console(path)
+    if not records:
+        raise ValueError(f"{path}: NeMo-RL printed no finished step there")
+    keys = sorted({key for record in records for key in record} - {"step"})
+    columns = {key: np.array([record.get(key, math.nan) for record in records]) for key in keys}
+    steps = np.array([record["step"] for record in records], float)
+    return Run(path, path.stem, path.stem, {}, steps, columns, None, [], [], [], ())
+
+
+def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dict]:
     """Return one run's figures.
 
     Args:
         name: what the rows are called after.
         run: the run.
+        facts: command, hardware and versions.
         baseline: the BF16 run beside it on the same hardware, if there is one.
 
     Returns:
@@ -38,7 +56,7 @@ def run_rows(name: str, run: Run, baseline: Run | None) -> list[dict]:
     summary = summarize_run(run)
     rise = summary["reward_final"] - summary["reward_first"]
     figures = [
-        (f"run_steps_{name}", summary["num_steps"], "steps", ">="),
+        (f"run_steps_{name}", summary["num_steps"], "steps", ">=", ENOUGH_STEPS),
         (f"reward_rise_{name}", rise, "", ">="),
         (f"reward_final_{name}", summary["reward_final"], "", ">="),
         (f"gap_{name}", summary["abs_gap_mean"], "nats", "<="),
@@ -50,20 +68,19 @@ def run_rows(name: str, run: Run, baseline: Run | None) -> list[dict]:
         floor = summarize_run(baseline)["abs_gap_mean"]
         figures.append((f"gap_ratio_{name}", summary["abs_gap_mean"] / floor if floor else math.nan, "", "<="))
         figures.append((f"step_speedup_{name}", step_seconds(baseline) / step_seconds(run), "", ">="))
-    facts = read_facts(run.path)
     return [
         {
             "name": figure,
             "value": float(f"{value:.5g}"),
             "unit": unit,
             "op": op,
-            "goal": None,
+            "goal": goal[0] if goal else None,
             "hardware": facts["hardware"],
             "versions": facts["versions"],
             "command": facts["command"],
             "date": datetime.date.today().isoformat(),
         }
-        for figure, value, unit, op in figures
+        for figure, value, unit, op, *goal in figures
         if math.isfinite(value)
     ]
 
@@ -96,11 +113,18 @@ def main() -> None:
     """Record what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="append", required=True, metavar="NAME=LOG_DIR", help="repeat for several")
+    parser.add_argument("--facts", type=Path, help="run.json for runs that are a driver's output")
+    parser.add_argument("--command", help="what measures it again, where run.json's has paths of its own")
     parser.add_argument("output", type=Path, help="file of docs/results")
     arguments = parser.parse_args()
     folders = dict(text.split("=", 1) for text in arguments.run)
-    runs = {name: load_run(Path(folder)) for name, folder in folders.items()}
-    rows = [row for name, run in runs.items() for row in run_rows(name, run, baseline_of(name, runs))]
+    runs = {name: read_run(Path(folder)) for name, folder in folders.items()}
+    given = json.loads(arguments.facts.read_text()) if arguments.facts else None
+    rows = []
+    for name, run in runs.items():
+        facts = given if run.path.is_file() and given else read_facts(run.path)
+        facts |= {"command": arguments.command} if arguments.command else {}
+        rows += run_rows(name, run, baseline_of(name, runs), facts)
     append_results(arguments.output, rows)
     print(f"{len(rows)} rows in {arguments.output}")
 

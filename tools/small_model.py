@@ -1,8 +1,7 @@
 """Train the model of a config's warm start and save it with prompts: what `qarl compare` should be shown.
 
 Writes OUTPUT (a Hugging Face directory in the config's precision) and OUTPUT/prompts.jsonl, tasks that the training did
-not draw; with --num-train also OUTPUT/train.jsonl, tasks to go on with. Uniform random weights would hide what a
-trained router and outlier channels do.
+not draw. Uniform random weights would hide what a trained router and outlier channels do.
 """
 
 import argparse
@@ -12,15 +11,9 @@ from pathlib import Path
 from qarl_nemo.config import load_config
 from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.local.setup import resolve_device, starting_model
-from qarl_nemo.local.tasks import Task, TaskSource
+from qarl_nemo.local.tasks import TaskSource
 from qarl_nemo.local.verify import reward
 from qarl_nemo.local.warm_start import greedy_answers
-
-
-def write_tasks(path: Path, tasks: list[Task]) -> None:
-    """Write one task a line, as `problem` and `answer`."""
-    lines = [json.dumps({"problem": task.prompt, "answer": task.answer}) for task in tasks]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -30,7 +23,6 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the config, a.b=c")
     parser.add_argument("--config", type=Path, default=Path("examples/configs/local_small_model.yaml"))
     parser.add_argument("--num-prompts", type=int, default=64)
-    parser.add_argument("--num-train", type=int, default=0)
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides, LocalConfig)
     source = TaskSource(config.data, config.seed)
@@ -40,9 +32,8 @@ def main() -> None:
     right = sum(reward(text, task.answer) for text, task in zip(answers, tasks, strict=True))
     model.save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
-    write_tasks(arguments.output / "prompts.jsonl", tasks)
-    if arguments.num_train:
-        write_tasks(arguments.output / "train.jsonl", source.train(1, arguments.num_train))
+    lines = [json.dumps({"problem": task.prompt, "answer": task.answer}) for task in tasks]
+    (arguments.output / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{arguments.output}: trained in {seconds:.0f} s; {right:.0f} of {len(tasks)} prompts answered right")
 
 

@@ -52,7 +52,17 @@ _PHASES = {
     "checkpointing": "checkpointing",
     "total_validation_time": "validation",
 }
+_TRANSFER = "timing/train/prepare_for_generation/transfer_and_update_weights"
 _MAX_TOKENS = 4096
+# What NeMo-RL prints of a step: `  * Avg Reward: 0.1250`, `  * generation: 0.74s (12.9%)`, each with a bullet.
+_PRINTED_STEP = re.compile(r"=+ Step (\d+)/")
+_PRINTED = re.compile(r"\s*\u2022 ([^:]+): (-?[\d.]+)s?(?: \(|$)")
+_PRINTED_NAMES = {
+    "Loss": "train/loss",
+    "Avg Reward": "train/reward",
+    "Mean Generation Length": "train/mean_gen_tokens_per_sample",
+    "Total step time": "timing/train/total_step_time",
+}
 
 
 def is_nemo_rl_log(path: Path) -> bool:
@@ -125,6 +135,28 @@ def read_records(path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
+def read_console(file: Path) -> list[dict[str, Any]]:
+    """Read what NeMo-RL printed of a run's finished steps, where its log folder was lost.
+
+    Args:
+        file: the driver's output.
+
+    Returns:
+        Records like `read_records`, without what is not printed.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    current: dict[str, float] = {}
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        step, value = _PRINTED_STEP.search(line), _PRINTED.match(line)
+        if step:
+            current = steps.setdefault(int(step[1]), {})
+        elif value:
+            name = _PRINTED_NAMES.get(value[1], f"timing/train/{value[1]}")
+            current.setdefault(name, float(value[2]))
+    finished = {step: values for step, values in steps.items() if "timing/train/total_step_time" in values}
+    return [{"step": step} | _record(values, {}) for step, values in sorted(finished.items())]
+
+
 def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
     """Read the newest dump of a batch: mismatch weights of its responses and log-probabilities of some tokens."""
     dumps = {}
@@ -159,6 +191,8 @@ def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:
 
 def _record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
     record = {new: values[key] for key, new in _RENAMED.items() if key in values}
+    if _TRANSFER in values:
+        record["refit/total_s"] = values[_TRANSFER]
     record |= {key: value for key, value in values.items() if key.startswith("refit/")}
     for key, value in values.items():
         if key.startswith(_OURS) and key not in _RENAMED:

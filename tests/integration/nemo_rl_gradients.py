@@ -29,7 +29,7 @@ from qarl_nemo.nemo.rl.config import apply_qarl
 from qarl_nemo.nemo.rl.policy_worker import QarlMegatronPolicyWorkerImpl
 from qarl_nemo.nemo.rl.token_metrics import token_metrics
 
-RECIPE = Path(__file__).parents[2] / "examples" / "configs" / "qarl-small-moe-1n1g-megatron-w4a16.yaml"
+RECIPE = Path(__file__).parents[2] / "examples" / "configs" / "qarl-tiny-moe-1n1g-megatron-w4a16.yaml"
 VOCABULARY, PROMPT, LONGEST, BATCH = 19, 8, 48, 32
 BANDS = {"positive_clip_high": 0.004, "negative_clip_low": 0.003, "negative_clip_high": 0.007}
 

@@ -153,3 +153,33 @@ def test_recorded_figures_are_over_the_bf16_run(tmp_path):
     assert rows["refit_s_w4a16"] == pytest.approx(0.3)
     assert rows["phase_s_rollout_bf16"] == pytest.approx(8.0)
     assert "step_speedup_bf16" not in rows
+
+
+PRINTED = """
+(Worker pid=1) ========================= Step 1/100 =========================
+  \u2022 Loss: -0.0186
+  \u2022 Generation KL Error: 0.0000
+  \u2022 Avg Reward: 0.1641
+  \u2022 Total step time: 26.12s
+  \u2022 generation: 6.69s (25.6%)
+  \u2022 prepare_for_generation/total: 8.54s (32.7%)
+  \u2022 prepare_for_generation/transfer_and_update_weights: 4.39s (16.8%)
+  \u2022 Mean Total Tokens per Sample: 26.46
+========================= Step 2/100 =========================
+  \u2022 Avg Reward: 0.2000
+"""
+
+
+def test_what_was_printed_of_finished_steps_stands_in_for_a_lost_log_folder(tmp_path):
+    driver, output, facts = tmp_path / "driver.txt", tmp_path / "nemo_rl.json", tmp_path / "run.json"
+    driver.write_text(PRINTED)
+    facts.write_text(json.dumps({"command": "elsewhere", "hardware": "1x NVIDIA H200", "versions": {"vllm": "0.25.1"}}))
+    tool = Path(__file__).parents[3] / "tools" / "record_nemo_rl.py"
+    options = [f"--run=w4a16={driver}", f"--facts={facts}", "--command=python again"]
+    subprocess.run([sys.executable, tool, *options, output], check=True, timeout=120)
+    rows = {row.name: row for row in read_results(output)}
+    assert (rows["run_steps_w4a16"].value, rows["run_steps_w4a16"].met) == (1, False)
+    assert rows["step_s_w4a16"].value == pytest.approx(26.12)
+    assert rows["phase_s_rollout_w4a16"].value == pytest.approx(6.69)
+    assert rows["refit_s_w4a16"].value == pytest.approx(4.39)
+    assert {row.command for row in rows.values()} == {"python again"}

@@ -50,7 +50,7 @@ def test_a_recipe_has_no_conflicts_with_its_qarl_block(path, tmp_path):
     settings = own_settings(path)
     name = settings["policy"]["model_name"]
     settings["policy"]["model_name"] = model_folder(name, tmp_path)
-    assert "small_moe" in name or settings["policy"]["model_name"] != name
+    assert "tiny_moe" in name or settings["policy"]["model_name"] != name
     qarl = apply_qarl(settings)
     named = path.stem.rpartition("megatron-")[2].replace("-", "_")
     assert qarl.format == named

@@ -85,7 +85,7 @@ def test_openr1_math_is_a_dataset_of_nemo_rl(tmp_path):
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = RECIPES[0].parents[1] / "run_qarl_grpo.py"
-    recipe = RECIPES[0].with_name("qarl-small-moe-1n1g-megatron-w4a16.yaml")
+    recipe = RECIPES[0].with_name("qarl-tiny-moe-1n1g-megatron-w4a16.yaml")
     command = [sys.executable, str(launcher), "--config", str(recipe), "--check", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
