@@ -1,5 +1,9 @@
-"""A Megatron learner behind the embedded engine's loop: the same run as with the transformers learner."""
+"""A Megatron learner behind the embedded engine's loop: the same run as with the transformers learner.
 
+Set QARL_MEGATRON_RESULTS to a file to keep the differences as rows of docs/results.
+"""
+
+import datetime
 import importlib.util
 import os
 import shutil
@@ -12,6 +16,8 @@ import torch
 from tiny_runs import QARL, STEPS, read_metrics, train, without_clocks, write_config
 
 from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.results import append_results
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,6 +30,7 @@ pytestmark = [
 HERE = Path(__file__).parent
 # Other orders of the same FP32 sums.
 SUMS_DIFFER = 1e-5
+RESULTS = "docs/results/megatron.json"
 MODEL = {"num_key_value_heads": 2}
 ATTENTION = QARL["attention too"]
 ROLLOUT_ONLY = {"alignment": "rollout_only"}
@@ -63,6 +70,26 @@ def largest_difference(records, expected) -> float:
     )
 
 
+def keep_figure(name: str, value: float) -> None:
+    """With QARL_MEGATRON_RESULTS, what was measured becomes a row of docs/results."""
+    path = os.environ.get("QARL_MEGATRON_RESULTS")
+    if path:
+        import megatron.core
+
+        row = {
+            "name": name,
+            "value": float(f"{value:.2g}"),
+            "unit": "",
+            "op": "<",
+            "goal": SUMS_DIFFER,
+            "hardware": hardware("cpu"),
+            "versions": versions() | {"megatron-core": megatron.core.__version__},
+            "command": f"QARL_MEGATRON_RESULTS={RESULTS} python -m pytest tests/integration/{Path(__file__).name}",
+            "date": datetime.date.today().isoformat(),
+        }
+        append_results(Path(path), [row])
+
+
 @pytest.fixture(scope="module")
 def transformers_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("transformers")
@@ -73,14 +100,16 @@ def transformers_run(tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [
-        pytest.param(1, {}, id="one-rank"),
-        pytest.param(2, {"expert_model_parallel_size": 2}, id="dp2-ep2"),
+        pytest.param(1, {}, id="one_rank"),
+        pytest.param(2, {"expert_model_parallel_size": 2}, id="dp2_ep2"),
         pytest.param(2, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}, id="tp2"),
     ],
 )
-def test_a_run_gives_the_transformers_learners_rewards_and_losses(ranks, sizes, transformers_run, tmp_path):
+def test_a_run_gives_the_transformers_learners_rewards_and_losses(ranks, sizes, transformers_run, tmp_path, request):
     found = train_megatron(tmp_path / "run", ranks=ranks, sizes=sizes, policy={"model_init": MODEL}, qarl=ATTENTION)
-    assert largest_difference(found, transformers_run) < SUMS_DIFFER
+    difference = largest_difference(found, transformers_run)
+    keep_figure(f"run_difference_{request.node.callspec.id}", difference)
+    assert difference < SUMS_DIFFER
     assert [record["weight_version"] for record in found] == [2, 4, 6, 8]
 
 
