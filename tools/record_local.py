@@ -3,6 +3,8 @@
 import argparse
 import datetime
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +17,10 @@ from qarl_nemo.metrics.summary import summarize_run
 
 DEMO = "qarl train examples/configs/local_demo.yaml"
 COMPARE = "qarl train examples/configs/local_compare.yaml"
+ON_CPU = (
+    "compare=null device=cpu policy.precision=float32 rollout._override_=true rollout.engine=packed "
+    "rollout.max_new_tokens=4 qarl.<arm's>"
+)
 PHASES = ("rollout", "prev_logprobs", "update", "refit")
 
 
@@ -99,28 +105,60 @@ def vllm_rows(folder: Path, device: str) -> list[dict]:
     return [entry | {"versions": entry["versions"] | vllm_version(device)} for entry in rows]
 
 
-def megatron_rows(folder: Path) -> list[dict]:
-    """Return what arms with a Megatron learner on one GPU and vLLM on another show: gap, reward, seconds of each phase.
+def megatron_rows(folder: Path, device: str) -> list[dict]:
+    """Return what arms with a Megatron learner show: steps, reward and gap; on GPUs, with vLLM on one of them, seconds.
 
     Args:
         folder: of the arms' run directories, named like its config.
+        device: what the runs ran on.
 
     Returns:
-        The rows, named after arm and figure.
+        The rows, named after arm and figure; all but `steps` over the steps that every arm has, should one be cut.
     """
     import megatron.core
-    import transformer_engine
 
-    packages = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
-    command = f"qarl train examples/configs/{folder.name}.yaml"
-    rows = vllm_rows(folder, "cuda")
-    for run in map(load_run, sorted(path.parent for path in folder.glob("*/metrics.jsonl"))):
-        name, summary = f"megatron_{slug(run.setting('run.arm'))}", summarize_run(run)
-        figures = [("steps", summary["num_steps"], ""), ("train_s", summary["time_s"], "s")]
-        figures += [(f"{phase}_s", _median(run, f"timing/{phase}_s"), "s") for phase in PHASES]
-        rows += [row(f"{name}_{key}", value, unit, None, "<=", command, "cuda") for key, value, unit in figures]
-    facts = {"hardware": hardware("cuda").replace("1x", "2x")}
-    return [entry | facts | {"versions": entry["versions"] | vllm_version("cuda") | packages} for entry in rows]
+    config = f"examples/configs/{folder.name}.yaml"
+    facts = {"versions": versions() | {"megatron-core": megatron.core.__version__}}
+    if device == "cuda":
+        import transformer_engine
+
+        prefix, command, phases = "megatron", f"qarl train {config}", PHASES
+        facts["versions"] |= vllm_version(device) | {"transformer-engine": transformer_engine.__version__}
+        facts["hardware"] = hardware(device).replace("1x", "2x")
+    else:
+        # A CPU that does other things as well says nothing about seconds.
+        prefix, command, phases = "megatron_cpu", f"python tests/integration/train_megatron.py {config} {ON_CPU}", ()
+    runs = [load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))]
+    return [
+        row(f"{prefix}_{name}", value, unit, None, op, command, device) | facts
+        for name, value, unit, op in arm_figures(runs, phases)
+    ]
+
+
+def arm_figures(runs: list[Run], phases: Sequence[str]) -> Iterator[tuple[str, float, str, str]]:
+    """Yield name, value, unit and comparison of what arms show over the steps that all have.
+
+    Args:
+        runs: one of each arm.
+        phases: whose median seconds are wanted.
+
+    Yields:
+        The figures.
+    """
+    common = min(len(run.steps) for run in runs)
+    for run in runs:
+        arm, cut = slug(run.setting("run.arm")), _first_steps(run, common)
+        summary = summarize_run(cut)
+        yield f"{arm}_steps", float(len(run.steps)), "", ">="
+        yield f"{arm}_reward_first", summary["reward_first"], "", ">="
+        yield f"{arm}_reward_final", summary["reward_final"], "", ">="
+        yield f"{arm}_gap", summary["abs_gap_mean"], "nats", "<="
+        for phase in phases:
+            yield f"{arm}_{phase}_s", _median(cut, f"timing/{phase}_s"), "s", "<="
+
+
+def _first_steps(run: Run, count: int) -> Run:
+    return replace(run, steps=run.steps[:count], columns={key: values[:count] for key, values in run.columns.items()})
 
 
 def _median(run: Run, column: str) -> float:
@@ -155,7 +193,7 @@ def main() -> None:
     for folder in arguments.vllm:
         rows += vllm_rows(folder, arguments.device)
     if arguments.megatron:
-        rows += megatron_rows(arguments.megatron)
+        rows += megatron_rows(arguments.megatron, arguments.device)
     append_results(arguments.output, rows)
     for entry in rows:
         print(f"{entry['name']:42s} {entry['value']:>12g} {entry['unit']}")

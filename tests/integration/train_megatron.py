@@ -1,4 +1,4 @@
-"""One rank of a Megatron learner behind the embedded engine's loop: `python train_megatron.py CONFIG.yaml`.
+"""One rank of a Megatron learner behind the embedded engine's loop: `python train_megatron.py CONFIG.yaml [a.b=c ...]`.
 
 A program of its own: Megatron on a CPU needs patches that no other test should meet.
 """
@@ -21,7 +21,7 @@ from qarl_nemo.megatron_training import train_this_rank
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # A rank that waits for one that failed would wait for minutes: say where, and end.
-    faulthandler.dump_traceback_later(240, exit=True)
+    # A rank that waits for one that failed would wait for ever: say where, and end.
+    faulthandler.dump_traceback_later(1800, exit=True)
     with contextlib.nullcontext() if torch.cuda.is_available() else megatron_on_cpu.CudaMeansCpu():
-        train_this_rank(load_config(Path(sys.argv[1]), [], LocalConfig))
+        train_this_rank(load_config(Path(sys.argv[1]), sys.argv[2:], LocalConfig))
