@@ -33,9 +33,15 @@ def muon(momentum: float) -> dict[str, Any]:
             "Megatron's Muon needs Megatron-core 0.20 and Emerging-Optimizers: "
             "pip install git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers; or take policy.optimizer.name=adamw"
         )
-    # lr * 0.2 * sqrt(max(rows, columns)).
-    scale = {"muon_scale_mode": "spectral", "muon_extra_scale_factor": 0.2}
-    return adam((0.9, 0.95)) | {"optimizer": "muon", "muon_momentum": momentum, "muon_nesterov": True, **scale}
+    return adam((0.9, 0.95)) | {
+        "optimizer": "muon",
+        "muon_momentum": momentum,
+        "muon_nesterov": True,
+        # torch's Newton-Schulz coefficients, and lr * 0.2 * sqrt(max(rows, columns)).
+        "muon_coefficient_type": "simple",
+        "muon_scale_mode": "spectral",
+        "muon_extra_scale_factor": 0.2,
+    }
 
 
 class MegatronStepper:
