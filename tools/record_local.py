@@ -18,8 +18,9 @@ from qarl_nemo.metrics.summary import summarize_run
 DEMO = "qarl train examples/configs/local_demo.yaml"
 COMPARE = "qarl train examples/configs/local_compare.yaml"
 ON_CPU = (
+    "tests/integration/train_megatron.py",
     "compare=null device=cpu policy.precision=float32 rollout._override_=true rollout.engine=packed "
-    "rollout.max_new_tokens=4 qarl.<arm's>"
+    "rollout.max_new_tokens=4, and each arm's qarl.*",
 )
 PHASES = ("rollout", "prev_logprobs", "update", "refit")
 
@@ -127,7 +128,7 @@ def megatron_rows(folder: Path, device: str) -> list[dict]:
         facts["hardware"] = hardware(device).replace("1x", "2x")
     else:
         # A CPU that does other things as well says nothing about seconds.
-        prefix, command, phases = "megatron_cpu", f"python tests/integration/train_megatron.py {config} {ON_CPU}", ()
+        prefix, command, phases = "megatron_cpu", f"PYTHONPATH=tests python {ON_CPU[0]} {config} {ON_CPU[1]}", ()
     runs = [load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))]
     return [
         row(f"{prefix}_{name}", value, unit, None, op, command, device) | facts
