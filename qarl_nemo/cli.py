@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from qarl_kernels import QuantFormat
     from qarl_nemo.checkpoints import Checkpoint
     from qarl_nemo.local.config import LocalConfig
-    from qarl_nemo.local.speed.settings import RolloutSpeedSettings
 
 app = typer.Typer(
     name="qarl",
@@ -230,9 +229,11 @@ def doctor(
     record: Annotated[Path | None, typer.Option(help="JSON file of figures to add to (docs/results).")] = None,
 ) -> None:
     """Say what this machine can run, and why not; or, with --rollout, how fast it samples and in which format best."""
+    from qarl_nemo.doctor import measure_rollouts, show_findings
+
     if rollout is None:
         _require_no_options(context)
-        _show_findings()
+        show_findings()
         return
     from qarl_nemo.local.speed.settings import ALL_FORMATS, RolloutSpeedSettings
 
@@ -249,7 +250,7 @@ def doctor(
         enable_expert_parallel=enable_expert_parallel,
         gpu_memory_utilization=gpu_memory_utilization,
     )
-    _measure_rollouts(settings, output, record)
+    measure_rollouts(settings, output, record, command=f"qarl {shlex.join(sys.argv[1:])}")
 
 
 @app.command()
@@ -288,50 +289,6 @@ def _require_no_options(context: typer.Context) -> None:
     given = [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
         raise ValueError(f"only --rollout has these options: {', '.join(given)}; name its model, or leave them out")
-
-
-def _show_findings() -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from qarl_nemo.doctor import examine
-
-    table = Table("capability", "here", "why / how")
-    for finding in examine():
-        table.add_row(finding.capability, "[green]yes[/]" if finding.usable else "[red]no[/]", escape(finding.reason))
-    Console().print(table)
-
-
-def _measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Path | None) -> None:
-    from rich.console import Console
-
-    from qarl_nemo.local.progress import LiveProgress
-    from qarl_nemo.local.speed.advice import recommend, speed_rows
-    from qarl_nemo.local.speed.output import notes, result_rows, speed_table, write_speed
-    from qarl_nemo.local.speed.run import measure_speed, num_steps
-    from qarl_nemo.local.speed.settings import prepare_speed
-    from qarl_nemo.metrics.results import append_results
-
-    job = prepare_speed(settings)
-    done = 0
-    with LiveProgress("rollout speed", num_steps(job)) as progress:
-
-        def show(text: str, steps: int) -> None:
-            nonlocal done
-            done += steps
-            progress.console.print(text, markup=False)
-            progress.update(done)
-
-        speeds = measure_speed(job, output, show)
-    rows = speed_rows(speeds, settings.batch_sizes)
-    console = Console()
-    console.print(speed_table(rows), *notes(speeds, rows), sep="\n")
-    for advice in recommend(rows):
-        console.print(f"batch {advice['batch_size']}: {advice['reason']}", markup=False)
-    if record is not None:
-        append_results(record, result_rows(job, rows, f"qarl {shlex.join(sys.argv[1:])}"))
-    typer.echo("written: " + ", ".join(map(str, write_speed(output, job, speeds, rows))))
 
 
 def _quantize(

@@ -1,4 +1,4 @@
-"""What this machine can run: looked up without loading an engine."""
+"""What this machine can run, looked up without loading an engine; and how fast it samples, measured."""
 
 import importlib.util
 import platform
@@ -6,8 +6,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qarl_nemo.local.vllm.host import vllm_problem
+
+if TYPE_CHECKING:
+    from qarl_nemo.local.speed.settings import RolloutSpeedSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,18 @@ class Finding:
     capability: str
     usable: bool
     reason: str
+
+
+def show_findings() -> None:
+    """Print `examine()` as a table."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("capability", "here", "why / how")
+    for finding in examine():
+        table.add_row(finding.capability, "[green]yes[/]" if finding.usable else "[red]no[/]", escape(finding.reason))
+    Console().print(table)
 
 
 def examine() -> list[Finding]:
@@ -87,3 +104,42 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Path | None, *, command: str) -> None:
+    """Measure how fast vLLM samples in each format, print what to take, and write it down.
+
+    Args:
+        settings: what to measure.
+        output: folder of the results; what it holds already is not measured again.
+        record: results file that gets the figures, or None.
+        command: what measures them again.
+    """
+    from rich.console import Console
+
+    from qarl_nemo.local.progress import LiveProgress
+    from qarl_nemo.local.speed.advice import recommend, speed_rows
+    from qarl_nemo.local.speed.output import notes, result_rows, speed_table, write_speed
+    from qarl_nemo.local.speed.run import measure_speed, num_steps
+    from qarl_nemo.local.speed.settings import prepare_speed
+    from qarl_nemo.metrics.results import append_results
+
+    job = prepare_speed(settings)
+    done = 0
+    with LiveProgress("rollout speed", num_steps(job)) as progress:
+
+        def show(text: str, steps: int) -> None:
+            nonlocal done
+            done += steps
+            progress.console.print(text, markup=False)
+            progress.update(done)
+
+        speeds = measure_speed(job, output, show)
+    rows = speed_rows(speeds, settings.batch_sizes)
+    console = Console()
+    console.print(speed_table(rows), *notes(speeds, rows), sep="\n")
+    for advice in recommend(rows):
+        console.print(f"batch {advice['batch_size']}: {advice['reason']}", markup=False)
+    if record is not None:
+        append_results(record, result_rows(job, rows, command))
+    print("written: " + ", ".join(map(str, write_speed(output, job, speeds, rows))))
