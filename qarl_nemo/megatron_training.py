@@ -17,13 +17,13 @@ from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import read_config
 from qarl_nemo.local.setup import build_learner, executed_format, learner_device, served_format
 from qarl_nemo.local.trainer import Trainer
-from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.checks import require_supported
-from qarl_nemo.nemo.gpt_model import gpt_model
-from qarl_nemo.nemo.hf_load import load_parameters
-from qarl_nemo.nemo.policy import MegatronPolicy
-from qarl_nemo.nemo.policy_optimizer import MegatronStepper, adam, muon
-from qarl_nemo.nemo.ranks import Leader, broadcast_each, end_ranks, follow, start_ranks
+from qarl_nemo.nemo.megatron.alignment import Alignment
+from qarl_nemo.nemo.megatron.checks import require_supported
+from qarl_nemo.nemo.megatron.gpt_model import gpt_model
+from qarl_nemo.nemo.megatron.hf_load import load_parameters
+from qarl_nemo.nemo.megatron.policy import MegatronPolicy
+from qarl_nemo.nemo.megatron.policy_optimizer import MegatronStepper, adam, muon
+from qarl_nemo.nemo.megatron.ranks import Leader, broadcast_each, end_ranks, follow, start_ranks
 
 _PARALLEL_SIZES = {"tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"}
 

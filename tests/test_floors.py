@@ -22,6 +22,7 @@ VIOLATIONS = [
     pytest.param("floors", "qarl_nemo/metrics/runs.py", "from qarl_nemo.checkpoints import plan", id="other-sibling"),
     pytest.param("floors", "qarl_nemo/homeless/__init__.py", "", id="package-without-floor"),
     pytest.param("kernels", "kernels/qarl_kernels/fp8.py", "import qarl_nemo.config", id="kernels-up"),
+    pytest.param("scale-out", "qarl_nemo/nemo/megatron/publish.py", "import qarl_nemo.nemo.rl.plugin", id="up-in-nemo"),
     pytest.param("losses", "qarl_nemo/losses/tbpo.py", "from qarl_kernels import get_format", id="loss-knows-formats"),
     pytest.param("floor-zero", "qarl_nemo/refit/names.py", "import torch", id="names-load-torch"),
     pytest.param("floor-zero", "qarl_nemo/losses/config.py", "import qarl_nemo.losses.ratios", id="config-loads-torch"),
@@ -77,7 +78,7 @@ def test_a_door_lets_in_what_it_is_for(tree):
     nemo = tree / "qarl_nemo" / "nemo"
     nemo.mkdir(exist_ok=True)
     (nemo / "__init__.py").touch()
-    (nemo / "policy.py").write_text("import megatron.core\nimport nemo_rl.algorithms\nimport ray\nimport vllm\n")
+    (nemo / "rl" / "policy.py").write_text("import megatron.core\nimport nemo_rl.algorithms\nimport ray\nimport vllm\n")
     result = lint_imports(tree)
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -22,7 +22,7 @@ from qarl_nemo.local.model import load_model
 from qarl_nemo.local.rollouts import Rollouts
 from qarl_nemo.local.setup import served_format, transformers_learner
 from qarl_nemo.megatron_training import megatron_learner
-from qarl_nemo.nemo.ranks import start_ranks
+from qarl_nemo.nemo.megatron.ranks import start_ranks
 
 NUM, PROMPT, RESPONSE = 8, 6, 5
 

@@ -15,9 +15,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from qarl_kernels import QuantFormat
-from qarl_nemo.nemo.alignment import Alignment, aligned_weights, release
-from qarl_nemo.nemo.moe_layer import AlignedMoELayer
-from qarl_nemo.nemo.spec import align_spec
+from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights, release
+from qarl_nemo.nemo.megatron.moe_layer import AlignedMoELayer
+from qarl_nemo.nemo.megatron.spec import align_spec
 
 
 @contextmanager

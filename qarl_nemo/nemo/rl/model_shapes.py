@@ -13,8 +13,8 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints.shapes import shape_problems
 from qarl_nemo.config import ConfigError
-from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.checks import require_supported
+from qarl_nemo.nemo.megatron.alignment import Alignment
+from qarl_nemo.nemo.megatron.checks import require_supported
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _MOE = "qwen3_moe"

@@ -15,8 +15,8 @@ from nemo_rl.models.policy.workers import megatron_policy_worker
 from torch import Tensor
 
 from qarl_kernels import get_format
-from qarl_nemo.nemo.alignment import Alignment, bump_on_step, release
-from qarl_nemo.nemo.publish import publish_layers
+from qarl_nemo.nemo.megatron.alignment import Alignment, bump_on_step, release
+from qarl_nemo.nemo.megatron.publish import publish_layers
 from qarl_nemo.nemo.rl.aligned_model import aligned_provider, executing, require_aligned
 from qarl_nemo.nemo.rl.engines import RayEngines
 from qarl_nemo.nemo.rl.formats import executed_format, served_format

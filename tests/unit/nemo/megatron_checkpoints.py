@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.nemo.megatron.alignment import Alignment
+from qarl_nemo.nemo.megatron.publish import publish_shards
 
 Described = set[tuple[Any, ...]]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 
 from qarl_kernels import QuantFormat
-from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.nemo.megatron.publish import publish_shards
 
 _EXPERTS_AT_ONCE = 16
 

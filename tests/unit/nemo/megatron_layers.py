@@ -22,8 +22,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.install import install
 from qarl_nemo.layers.router import route_tokens
-from qarl_nemo.nemo.alignment import Alignment, aligned_weights, release
-from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights, release
+from qarl_nemo.nemo.megatron.publish import publish_shards
 
 TOKENS = 6  # a rank
 

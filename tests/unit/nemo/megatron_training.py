@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import install
-from qarl_nemo.nemo.alignment import Alignment, bump_on_step
+from qarl_nemo.nemo.megatron.alignment import Alignment, bump_on_step
 from qarl_nemo.refit.publish import publish
 
 BATCH = 4

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 
 from qarl_kernels import QuantFormat, quantize_weight
-from qarl_nemo.nemo.gather import gather_sharded, gather_stacked
-from qarl_nemo.nemo.grouped_linear import AlignedGroupedLinear
-from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks
+from qarl_nemo.nemo.megatron.gather import gather_sharded, gather_stacked
+from qarl_nemo.nemo.megatron.grouped_linear import AlignedGroupedLinear
+from qarl_nemo.nemo.megatron.hf_parameters import layer_parameter, num_row_blocks
 
 
 def _whole_experts(linear: nn.Module, shards: list[Tensor]) -> Tensor:

@@ -14,8 +14,8 @@ from megatron_models import _weights as weights_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from qarl_kernels import get_format
-from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.nemo.megatron.alignment import Alignment
+from qarl_nemo.nemo.megatron.publish import publish_shards
 from qarl_nemo.nemo.rl.aligned_model import aligned_provider, aligned_spec, executing, require_aligned
 
 FMT, BF16 = get_format("w4a16", group_size=32), get_format("bf16")

@@ -17,7 +17,7 @@ from megatron_training import Case, reference, train
 # isort: split
 import megatron.core
 
-from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.megatron.alignment import Alignment
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}

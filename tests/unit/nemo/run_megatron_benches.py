@@ -20,8 +20,8 @@ from megatron_rows import result_rows
 
 # isort: split
 from qarl_kernels import get_format
-from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.publish import publish_layers, publish_shards, publish_update
+from qarl_nemo.nemo.megatron.alignment import Alignment
+from qarl_nemo.nemo.megatron.publish import publish_layers, publish_shards, publish_update
 from qarl_nemo.refit.manifest import Manifest
 
 SIZES = {"num_layers": 2, "num_experts": 4, "top_k": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}

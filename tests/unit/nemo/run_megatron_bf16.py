@@ -24,7 +24,7 @@ from megatron_training import Case, record, train_within
 import megatron.core
 import transformer_engine
 
-from qarl_nemo.nemo.checks import ROW_SCALED
+from qarl_nemo.nemo.megatron.checks import ROW_SCALED
 
 SMALL = Shape(hidden=256, inner=256, head_dim=128, sequence=64, scale=1.0)
 DEEP = replace(SMALL, layers=4)

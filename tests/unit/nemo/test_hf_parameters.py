@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("megatron", reason="needs megatron-core: pip install megatron-core==0.16.1")
 
-from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
+from qarl_nemo.nemo.megatron.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
 
 CONFIG = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3)
 

@@ -47,7 +47,7 @@ def megatron(tmp_path_factory):
 def small_model(name, **options):
     from megatron_models import Layout, Shape, megatron_model
 
-    from qarl_nemo.nemo.alignment import Alignment
+    from qarl_nemo.nemo.megatron.alignment import Alignment
 
     backend = options.pop("backend", "kernels")
     shape = Shape(hidden=256, inner=256, sequence=64, scale=1.0)
@@ -95,8 +95,8 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
     from megatron.core.transformer.module import Float16Module
     from megatron_whole import requantized
 
-    from qarl_nemo.nemo.alignment import bump_on_step
-    from qarl_nemo.nemo.publish import publish_shards
+    from qarl_nemo.nemo.megatron.alignment import bump_on_step
+    from qarl_nemo.nemo.megatron.publish import publish_shards
 
     settings, options, fused = WRAPPERS[wrapper]
     if "muon" in wrapper and importlib.util.find_spec("emerging_optimizers") is None:

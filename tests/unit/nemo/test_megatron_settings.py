@@ -12,10 +12,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from qarl_nemo.layers.weight import WeightVersion
-from qarl_nemo.nemo.alignment import Alignment, bump_on_step
-from qarl_nemo.nemo.attention_linear import without_extra_state
-from qarl_nemo.nemo.checks import require_supported
-from qarl_nemo.nemo.spec import align_spec
+from qarl_nemo.nemo.megatron.alignment import Alignment, bump_on_step
+from qarl_nemo.nemo.megatron.attention_linear import without_extra_state
+from qarl_nemo.nemo.megatron.checks import require_supported
+from qarl_nemo.nemo.megatron.spec import align_spec
 
 
 def config(**options) -> TransformerConfig:

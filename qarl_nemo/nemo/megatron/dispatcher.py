@@ -14,8 +14,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from torch import Tensor
 
 from qarl_kernels import QuantFormat, route_rows
-from qarl_nemo.nemo.router import AlignedTopKRouter
-from qarl_nemo.nemo.rows_autograd import combine_tokens
+from qarl_nemo.nemo.megatron.router import AlignedTopKRouter
+from qarl_nemo.nemo.megatron.rows_autograd import combine_tokens
 
 
 class AlignedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):

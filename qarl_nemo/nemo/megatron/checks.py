@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from qarl_kernels import QuantFormat, weight_problems
-from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.megatron.alignment import Alignment
 
 # Setting -> why it is refused. Unknown to a Megatron version means off.
 _REFUSED = {

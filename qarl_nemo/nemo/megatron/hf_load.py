@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from qarl_nemo.nemo.hf_parameters import LAYER_NAMES, OUTER_NAMES
+from qarl_nemo.nemo.megatron.hf_parameters import LAYER_NAMES, OUTER_NAMES
 
 Take = Callable[[Tensor], None]
 

@@ -7,10 +7,10 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.block_recipe import recipe_rows
-from qarl_nemo.nemo.dispatcher import DISPATCHERS
-from qarl_nemo.nemo.rows_autograd import aligned_expert_rows
+from qarl_nemo.nemo.megatron.alignment import Alignment
+from qarl_nemo.nemo.megatron.block_recipe import recipe_rows
+from qarl_nemo.nemo.megatron.dispatcher import DISPATCHERS
+from qarl_nemo.nemo.megatron.rows_autograd import aligned_expert_rows
 
 
 class AlignedMoELayer(MoELayer):

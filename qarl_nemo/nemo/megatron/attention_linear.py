@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qarl_kernels import one_group
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
-from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.megatron.alignment import Alignment
 
 
 class _AlignedLinear(nn.Module):

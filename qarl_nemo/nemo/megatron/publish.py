@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, QuantizedWeight, require_finite
 from qarl_nemo.layers.weight import AlignedWeight
-from qarl_nemo.nemo.alignment import Alignment, aligned_weights
-from qarl_nemo.nemo.gather import broadcast_named, gather_sharded, gather_stacked
-from qarl_nemo.nemo.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
-from qarl_nemo.nemo.moe_layer import AlignedMoELayer
+from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights
+from qarl_nemo.nemo.megatron.gather import broadcast_named, gather_sharded, gather_stacked
+from qarl_nemo.nemo.megatron.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
+from qarl_nemo.nemo.megatron.moe_layer import AlignedMoELayer
 from qarl_nemo.refit.publish import StreamedUpdate, packed
 
 Named = tuple[str, Tensor]

@@ -12,8 +12,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.spec import align_spec
+from qarl_nemo.nemo.megatron.alignment import Alignment
+from qarl_nemo.nemo.megatron.spec import align_spec
 
 # Embedding and head are split over tensor parallel ranks in whole parts of this many rows.
 _VOCAB_MULTIPLE = 128

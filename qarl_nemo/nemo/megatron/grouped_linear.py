@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, 
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from qarl_nemo.nemo.alignment import Alignment
+from qarl_nemo.nemo.megatron.alignment import Alignment
 
 COLUMN, ROW = 0, 1
 

@@ -13,22 +13,22 @@ from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from qarl_nemo.nemo.alignment import Alignment
-from qarl_nemo.nemo.attention_linear import (
+from qarl_nemo.nemo.megatron.alignment import Alignment
+from qarl_nemo.nemo.megatron.attention_linear import (
     AlignedColumnParallelLinear,
     AlignedRowParallelLinear,
     SeparateTENorm,
     transformer_engine_linears,
 )
-from qarl_nemo.nemo.checks import require_supported
-from qarl_nemo.nemo.dense_mlp import AlignedMLP
-from qarl_nemo.nemo.grouped_linear import (
+from qarl_nemo.nemo.megatron.checks import require_supported
+from qarl_nemo.nemo.megatron.dense_mlp import AlignedMLP
+from qarl_nemo.nemo.megatron.grouped_linear import (
     AlignedLocalColumnGroupedLinear,
     AlignedLocalRowGroupedLinear,
     transformer_engine_grouped_linears,
 )
-from qarl_nemo.nemo.moe_layer import AlignedGroupedMLP, AlignedMoELayer
-from qarl_nemo.nemo.router import AlignedTopKRouter
+from qarl_nemo.nemo.megatron.moe_layer import AlignedGroupedMLP, AlignedMoELayer
+from qarl_nemo.nemo.megatron.router import AlignedTopKRouter
 
 
 class _AlignedExperts:

@@ -13,9 +13,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, get_format
-from qarl_nemo.nemo.alignment import Alignment, aligned_weights
-from qarl_nemo.nemo.policy_optimizer import MegatronStepper
-from qarl_nemo.nemo.publish import publish_shards
+from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights
+from qarl_nemo.nemo.megatron.policy_optimizer import MegatronStepper
+from qarl_nemo.nemo.megatron.publish import publish_shards
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
 
