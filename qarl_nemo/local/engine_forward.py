@@ -6,29 +6,11 @@ they are added; vLLM's kernels compute in FP32 and round once.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qarl_kernels import rms_norm, runs_kernels
-
-
-class _EngineNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, after_add: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return rms_norm(x, weight, eps, after_add=after_add)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
-        with torch.enable_grad():
-            out = nn.functional.rms_norm(x, weight.shape, weight, ctx.eps)
-            return *torch.autograd.grad(out, (x, weight), grad_out), None, None
+from qarl_nemo.layers.engine_rounding import normalize, rotate
 
 
 class EngineNorm(nn.Module):
@@ -49,9 +31,7 @@ class EngineNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension: hidden_states [..., H] -> [..., H] in their dtype."""
-        if runs_kernels(hidden_states):
-            return _EngineNorm.apply(hidden_states, self.weight, self.eps, self.after_add)
-        return rms_norm(hidden_states, self.weight, self.eps, after_add=self.after_add)
+        return normalize(hidden_states, self.weight, self.eps, after_add=self.after_add)
 
 
 class EngineAttention(nn.Module):
@@ -107,24 +87,6 @@ class EngineAttention(nn.Module):
         run = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         settings = {"scaling": self.scaling, "sliding_window": self.sliding_window, **options}
         return run(self, query, key, value, attention_mask, **settings)[0]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head's pairs (x_i, x_{i + D/2}) in FP32, x cos - y sin and y cos + x sin, rounded once.
-
-    Args:
-        x: [B, S, heads, D].
-        cos: [B, S, D].
-        sin: [B, S, D].
-
-    Returns:
-        [B, S, heads, D] in x's dtype.
-
-    Source: vLLM 0.25.1 csrc/libtorch_stable/pos_encoding_kernels.cu.
-    """
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x.float() * cos[..., None, :].float() + turned * sin[..., None, :].float()).to(x.dtype)
 
 
 def follow_engine(model: PreTrainedModel) -> PreTrainedModel:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qarl_nemo.layers.engine_rounding import rotate
 from qarl_nemo.layers.router import AlignedRouter
-from qarl_nemo.local.engine_forward import EngineAttention, rotate
+from qarl_nemo.local.engine_forward import EngineAttention
 
 PHASES = ("prefill", "decode")
 

@@ -8,7 +8,8 @@ from asserts import assert_bitwise_equal
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
 
-from qarl_nemo.local.engine_forward import EngineNorm, follow_engine, rotate
+from qarl_nemo.layers.engine_rounding import rotate
+from qarl_nemo.local.engine_forward import EngineNorm, follow_engine
 
 SIZES = {
     "vocab_size": 32,

@@ -1,0 +1,65 @@
+"""Norms and rotation with the rollout engine's rounding points: FP32 inside, rounded once.
+
+Both learners compute them here; residual additions need nothing, a sum of two BF16 tensors is rounded once everywhere.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qarl_kernels import rms_norm, runs_kernels
+
+
+class _EngineNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, after_add: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x, weight, eps, after_add=after_add)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = nn.functional.rms_norm(x, weight.shape, weight, ctx.eps)
+            return *torch.autograd.grad(out, (x, weight), grad_out), None, None
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float, *, after_add: bool) -> Tensor:
+    """Normalize the last dimension, y = x / sqrt(mean(x^2) + eps) * w in FP32, rounded once.
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        eps: added to the mean square.
+        after_add: the engine adds the residual in the same kernel.
+
+    Returns:
+        [..., H] in x's dtype, with gradients.
+
+    Source: vLLM 0.25.1 csrc/libtorch_stable/layernorm_kernels.cu.
+    """
+    if runs_kernels(x):
+        return _EngineNorm.apply(x, weight, eps, after_add)
+    return rms_norm(x, weight, eps, after_add=after_add)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head's pairs (x_i, x_{i + D/2}) in FP32, x cos - y sin and y cos + x sin, rounded once.
+
+    Args:
+        x: [B, S, heads, D].
+        cos: [B, S, D] in x's dtype, as the engine keeps them.
+        sin: [B, S, D] likewise.
+
+    Returns:
+        [B, S, heads, D] in x's dtype.
+
+    Source: vLLM 0.25.1 csrc/libtorch_stable/pos_encoding_kernels.cu.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos[..., None, :].float() + turned * sin[..., None, :].float()).to(x.dtype)
