@@ -206,7 +206,9 @@ def megatron_chunks(
         virtual = {"ignore_virtual": False, "vp_stage": stage} if layout.vpp else {}
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=align_spec(plain_spec(shape.experts), config, alignment, transformer_engine=ON_GPU),
+            transformer_layer_spec=align_spec(
+                plain_spec(shape.experts), config, alignment, transformer_engine=ON_GPU, vp_stage=stage
+            ),
             vocab_size=shape.padded_vocab,
             max_sequence_length=shape.sequence,
             pre_process=parallel_state.is_pipeline_first_stage(**virtual),

@@ -38,6 +38,25 @@ _REFUSED = {
     "moe_paged_stash": "the experts' autograd saves tensors itself",
     "fine_grained_activation_offloading": "the experts' autograd saves tensors itself",
 }
+# The same for engine rounding: what its norms and rotation would not follow.
+_REFUSED_BY_ROUNDING = {
+    "layernorm_zero_centered_gamma": "the engine multiplies by the weight itself",
+    "fp32_residual_connection": "the engine rounds the residual",
+    "fused_residual_rmsnorm": "the engine's norm reads the rounded sum",
+    "apply_residual_connection_post_layernorm": "the engine adds what was not normalized",
+    "enable_mhc_connections": "the engine has one residual stream",
+    "hidden_dropout": "the engine drops nothing",
+    "qk_l2_norm": "the engine's norms of queries and keys have weights",
+    "multi_latent_attention": "whole heads are rotated",
+    "attention_output_gate": "Qwen's attention has none",
+    "rotary_interleaved": "the engine's pairs are half a head apart",
+    "fused_single_qkv_rope": "it rotates inside Transformer-Engine",
+    "mrope_section": "tokens have one position",
+    "no_rope_freq": "the engine rotates in every layer",
+    "rope_scaling": "angles are the unscaled ones",
+    "seq_len_interpolation_factor": "angles are the unscaled ones",
+    "yarn_rotary_scaling_factor": "angles are the unscaled ones",
+}
 _DISPATCHERS = ("alltoall", "allgather")
 # Scales that span a whole row of fc2: a shard's are not the row's.
 ROW_SCALED = ("fp8_channel", "w4a8")
@@ -53,9 +72,9 @@ def require_supported(config: Any, alignment: Alignment) -> None:
     Raises:
         ValueError: lists every setting that is refused and why, and every weight that cannot be stored.
     """
-    problems = [
-        f"{name}={getattr(config, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(config, name, None)
-    ]
+    problems = _refused(config, _REFUSED)
+    if alignment.engine_rounding:
+        problems += _rounding_problems(config)
     if not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
         problems.append("activation_func, gated_linear_unit: MLPs must be SwiGLU (silu, True)")
     by_target = {"experts": _expert_problems, "attention": _attention_problems, "mlp": _mlp_problems}
@@ -63,6 +82,21 @@ def require_supported(config: Any, alignment: Alignment) -> None:
         problems += by_target[target](config, alignment)
     if problems:
         raise ValueError(f"{len(problems)} setting(s) rule out an aligned model:\n  " + "\n  ".join(problems))
+
+
+def _refused(config: Any, refused: dict[str, str]) -> list[str]:
+    return [f"{name}={getattr(config, name)!r}: {why}" for name, why in refused.items() if getattr(config, name, None)]
+
+
+def _rounding_problems(config: Any) -> list[str]:
+    # The last two are Bridge's: on its providers alone.
+    legal = {"normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_percent": 1.0}
+    problems = _refused(config, _REFUSED_BY_ROUNDING) + [
+        f"{name}={getattr(config, name)!r}: legal is {value!r}"
+        for name, value in legal.items()
+        if getattr(config, name, value) != value
+    ]
+    return [f"{problem}; or set Alignment(engine_rounding=False)" for problem in problems]
 
 
 def _expert_problems(config: Any, alignment: Alignment) -> list[str]:

@@ -22,6 +22,7 @@ from qarl_nemo.nemo.megatron.attention_linear import (
 )
 from qarl_nemo.nemo.megatron.checks import require_supported
 from qarl_nemo.nemo.megatron.dense_mlp import AlignedMLP
+from qarl_nemo.nemo.megatron.engine_rounding import block_spec, follow_engine
 from qarl_nemo.nemo.megatron.grouped_linear import (
     AlignedLocalColumnGroupedLinear,
     AlignedLocalRowGroupedLinear,
@@ -78,8 +79,12 @@ class AlignedLocalSpecProvider(_AlignedExperts, LocalSpecProvider):
         return AlignedColumnParallelLinear, AlignedRowParallelLinear
 
 
-def align_spec(spec: Any, config: Any, alignment: Alignment, *, transformer_engine: bool) -> Any:
+def align_spec(
+    spec: Any, config: Any, alignment: Alignment, *, transformer_engine: bool, vp_stage: int | None = None
+) -> Any:
     """Replace the targeted experts, attention linears and dense MLPs of a GPT layer or block spec by aligned ones.
+
+    Norms and rotary embedding get the engine's rounding points, unless `alignment.engine_rounding` is False.
 
     Args:
         spec: of Megatron's `get_gpt_layer_with_transformer_engine_spec`, `get_gpt_layer_local_spec` or
@@ -87,9 +92,10 @@ def align_spec(spec: Any, config: Any, alignment: Alignment, *, transformer_engi
         config: the `TransformerConfig` that the model will be built with.
         alignment: what the model executes.
         transformer_engine: whether the linears' parameters are Transformer-Engine's.
+        vp_stage: which virtual pipeline stage a layer spec is for, where stages differ in their number of layers.
 
     Returns:
-        The aligned spec.
+        The aligned spec: of this pipeline stage's block with engine rounding, else of what `spec` is of.
 
     Raises:
         ValueError: a setting under which the forward would not be the engine's, or that is not supported, all listed;
@@ -100,17 +106,27 @@ def align_spec(spec: Any, config: Any, alignment: Alignment, *, transformer_engi
         raise ValueError("backend='transformer_engine' multiplies in Transformer-Engine's layers: build from its spec")
     aligned = copy.deepcopy(spec)
     layers = aligned.layer_specs if hasattr(aligned, "layer_specs") else [aligned]
+    # Megatron's block specs hold one spec for all layers of a kind.
+    layers = list({id(layer): layer for layer in layers}.values())
     moe = [layer for layer in layers if _module(layer.submodules.mlp) is MoELayer]
     dense = [layer for layer in layers if _module(layer.submodules.mlp) is MLP]
     _require_matches(alignment.targets, moe, dense)
     provider = (AlignedTESpecProvider if transformer_engine else AlignedLocalSpecProvider)(alignment)
     for layer in moe:
         layer.submodules.mlp = _aligned_moe(provider, config.num_moe_experts)
+    for layer in layers if alignment.engine_rounding or "attention" in alignment.targets else []:
+        _separate_input_norm(layer, provider)
+    for layer in dense if alignment.engine_rounding or "mlp" in alignment.targets else []:
+        _separate_mlp_norm(layer, provider)
     for layer in layers if "attention" in alignment.targets else []:
         _align_attention(layer, provider)
     for layer in dense if "mlp" in alignment.targets else []:
         _align_mlp(layer, provider)
-    return aligned
+    if not alignment.engine_rounding:
+        return aligned
+    for layer in layers:
+        follow_engine(layer)
+    return block_spec(aligned, config, vp_stage)
 
 
 def _module(mlp: Any) -> Any:
@@ -148,23 +164,36 @@ def _separate_norm(layer: Any, name: str, fused: str) -> None:
     layer.submodules.sharded_state_dict_keys_map = keys
 
 
-def _align_attention(layer: Any, provider: _AlignedExperts) -> None:
+def _separate_input_norm(layer: Any, provider: _AlignedExperts) -> None:
     attention = layer.submodules.self_attention.submodules
     if attention.linear_qkv is provider.column_parallel_layer_norm_linear():
         _separate_norm(layer, "input_layernorm", "self_attention.linear_qkv.layer_norm_")
+        attention.linear_qkv = provider.column_parallel_linear()
+
+
+def _separate_mlp_norm(layer: Any, provider: _AlignedExperts) -> None:
+    submodules = _submodules(layer.submodules.mlp)
+    if submodules.linear_fc1 is provider.column_parallel_layer_norm_linear():
+        _separate_norm(layer, "pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_")
+        _set_mlp(layer, MLP, linear_fc1=provider.column_parallel_linear())
+
+
+def _align_attention(layer: Any, provider: _AlignedExperts) -> None:
+    attention = layer.submodules.self_attention.submodules
     column, row = provider.linears()
     attention.linear_qkv = ModuleSpec(column, {"alignment": provider.alignment})
     attention.linear_proj = ModuleSpec(row, {"alignment": provider.alignment})
 
 
 def _align_mlp(layer: Any, provider: _AlignedExperts) -> None:
+    fc1, fc2 = (ModuleSpec(linear, {"alignment": provider.alignment}) for linear in provider.linears())
+    _set_mlp(layer, AlignedMLP, linear_fc1=fc1, linear_fc2=fc2)
+
+
+def _set_mlp(layer: Any, mlp_class: type[MLP], **linears: Any) -> None:
     mlp = layer.submodules.mlp
-    submodules = _submodules(mlp)
-    if submodules.linear_fc1 is provider.column_parallel_layer_norm_linear():
-        _separate_norm(layer, "pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_")
-    linears = (ModuleSpec(linear, {"alignment": provider.alignment}) for linear in provider.linears())
-    submodules = dataclasses.replace(submodules, **dict(zip(("linear_fc1", "linear_fc2"), linears, strict=True)))
+    submodules = dataclasses.replace(_submodules(mlp), **linears)
     if isinstance(mlp, ModuleSpec):
-        layer.submodules.mlp = ModuleSpec(AlignedMLP, submodules=submodules)
+        layer.submodules.mlp = ModuleSpec(mlp_class, submodules=submodules)
     else:
-        layer.submodules.mlp = functools.partial(AlignedMLP.as_mlp_submodule, submodules=submodules)
+        layer.submodules.mlp = functools.partial(mlp_class.as_mlp_submodule, submodules=submodules)

@@ -66,9 +66,8 @@ def aligned_spec(own: Any, alignment: Alignment) -> Callable[..., Any]:
             plain = own(config, vp_stage=vp_stage)
         else:
             plain = own(config)
-        return align_spec(
-            plain, config, alignment, transformer_engine=getattr(config, "transformer_impl", "") != "local"
-        )
+        transformer_engine = getattr(config, "transformer_impl", "") != "local"
+        return align_spec(plain, config, alignment, transformer_engine=transformer_engine, vp_stage=vp_stage)
 
     return spec
 

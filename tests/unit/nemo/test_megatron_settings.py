@@ -30,6 +30,8 @@ def config(**options) -> TransformerConfig:
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
     }
     made = TransformerConfig(**settings)
     # Megatron refuses some combinations itself; here it is our check that must.
@@ -91,6 +93,31 @@ def test_what_nemo_rl_sets_for_qwen3_moe_is_supported():
 def test_a_setting_that_changes_the_forward_is_refused_by_name(setting, value):
     with pytest.raises(ValueError, match=setting):
         require_supported(config(**{setting: value}), Alignment(get_format("w4a16")))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("normalization", "LayerNorm"),
+        ("layernorm_zero_centered_gamma", True),
+        ("fp32_residual_connection", True),
+        ("fused_residual_rmsnorm", True),
+        ("hidden_dropout", 0.1),
+        ("rotary_interleaved", True),
+        ("fused_single_qkv_rope", True),
+        ("multi_latent_attention", True),
+        ("no_rope_freq", 4),
+        # Of Bridge's providers.
+        ("rope_scaling", True),
+        ("position_embedding_type", "yarn"),
+        ("rotary_percent", 0.5),
+    ],
+)
+def test_a_setting_that_engine_rounding_cannot_follow_is_refused_by_name(setting, value):
+    wrong, fmt = config(**{setting: value}), get_format("w4a16")
+    with pytest.raises(ValueError, match=rf"{setting}=.*; or set Alignment\(engine_rounding=False\)"):
+        require_supported(wrong, Alignment(fmt))
+    require_supported(wrong, Alignment(fmt, engine_rounding=False))
 
 
 def test_a_load_balancing_loss_is_refused():
