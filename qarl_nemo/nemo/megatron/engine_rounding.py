@@ -128,7 +128,7 @@ class _FirstNormAlone:
 
 @functools.cache
 def _subclass(forward: type, own: type) -> type:
-    return type(f"Engine{own.__name__}", (forward, own), {})
+    return type(f"Engine{own.__name__}", (forward, own), {"__module__": __name__})
 
 
 def follow_engine(layer: ModuleSpec) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights, release
+from qarl_nemo.nemo.megatron.engine_rounding import Rotating
 from qarl_nemo.nemo.megatron.moe_layer import AlignedMoELayer
 from qarl_nemo.nemo.megatron.spec import align_spec
 
@@ -89,6 +90,8 @@ def require_aligned(model: Sequence[nn.Module], alignment: Alignment) -> str:
     problems, counts = [], dict.fromkeys(alignment.targets, 0)
     for layer in layers:
         name = f"layer {layer.layer_number}"
+        if alignment.engine_rounding and not isinstance(layer.self_attention, Rotating):
+            problems.append(f"{name}: {type(layer.self_attention).__name__} rounds where Megatron does")
         if isinstance(layer.mlp, AlignedMoELayer):
             counts["experts"] += 1
         elif isinstance(layer.mlp, MoELayer):

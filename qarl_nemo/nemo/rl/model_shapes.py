@@ -57,7 +57,8 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     present, absent = ("experts", "mlp") if model["model_type"] == _MOE else ("mlp", "experts")
     if absent in qarl.targets:
         return [f"qarl.targets={list(qarl.targets)}: a {model['model_type']} model has no {absent}; set [{present}]"]
-    return _learner_problems(policy, model, fmt, qarl.targets) + _engine_problems(policy, model, fmt, qarl.targets)
+    alignment = Alignment(fmt, qarl.targets, engine_rounding=qarl.engine_rounding)
+    return _learner_problems(policy, model, alignment) + _engine_problems(policy, model, fmt, qarl.targets)
 
 
 def fetch_model_config(name: str) -> None:
@@ -87,9 +88,7 @@ def read_model_config(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _learner_problems(
-    policy: Mapping[str, Any], model: Mapping[str, Any], fmt: QuantFormat, targets: tuple[str, ...]
-) -> list[str]:
+def _learner_problems(policy: Mapping[str, Any], model: Mapping[str, Any], alignment: Alignment) -> list[str]:
     given = policy.get("megatron_cfg") or {}
     shapes = {
         "hidden_size": model["hidden_size"],
@@ -102,7 +101,7 @@ def _learner_problems(
     }
     settings = SimpleNamespace(**_DEFAULTS | dict(given) | (given.get("model_overrides") or {}) | shapes)
     try:
-        require_supported(settings, Alignment(fmt, targets))
+        require_supported(settings, alignment)
     except ValueError as error:
         return [f"policy.megatron_cfg: {line.strip()}" for line in str(error).splitlines()[1:]]
     return []

@@ -41,7 +41,11 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         qarl = config["qarl"]
         self.served = served_format(qarl)
         self.alignment = Alignment(
-            executed_format(qarl), tuple(qarl["targets"]), qarl["backward"], qarl["keep_operand"]
+            executed_format(qarl),
+            tuple(qarl["targets"]),
+            qarl["backward"],
+            qarl["keep_operand"],
+            engine_rounding=qarl["engine_rounding"],
         )
         self._collective_sender: CollectiveSender | None = None
         with aligned_provider(megatron_policy_worker, self.alignment):

@@ -46,5 +46,6 @@ def test_a_model_that_would_not_execute_the_format_is_refused_by_layer(facts):
     refusals = facts["refusals"]
     assert "layer 1: experts are MoELayer" in refusals["plain"]
     assert "layer 2: experts are MoELayer" in refusals["plain"]
+    assert "layer 2: SelfAttention rounds where Megatron does" in refusals["plain"]
     assert "model.layers.0.mlp.experts.gate_up_proj executes bf16" in refusals["other format"]
     assert refusals["attention"].count("layer 2: ") == 2

@@ -87,6 +87,22 @@ def test_packed_sequences_are_the_sequences(megatron, name):
     assert not torch.equal(wrong.view_as(apart), apart)
 
 
+def test_norms_and_rotation_round_where_the_engine_does(megatron):
+    import run_engine_rounding as rounding
+    from megatron_models import Layout
+
+    from qarl_nemo.nemo.megatron.alignment import Alignment
+
+    model = rounding.megatron(Layout(), Alignment(rounding.FORMAT, rounding.TARGETS))
+    record = rounding.recorded(model)
+    megatron.forward_backward(model)
+    differing = rounding.differing(record, *rounding.learners())
+    assert len(differing) == 8
+    for operator, (from_engine, from_other) in differing.items():
+        assert from_engine == 0, operator
+        assert from_other > 0, operator
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", ["w4a16", "fp8_block"])
 def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wrapper):
