@@ -26,7 +26,8 @@ class Alignment:
         version: of the master weights; every optimizer step bumps it.
         backend: what multiplies in the experts: this package's kernels, or Transformer-Engine's own FP8 block recipe,
             which `fp8_block` alone can take.
-        engine_rounding: normalize and rotate with the engine's rounding points; False leaves both to Megatron.
+        engine_rounding: normalize and rotate with the engine's rounding points, which no GPU has run yet; False leaves
+            both to Megatron.
     """
 
     format: QuantFormat
@@ -35,7 +36,7 @@ class Alignment:
     keep_operand: bool = False
     version: WeightVersion = field(default_factory=WeightVersion)
     backend: Backend = "kernels"
-    engine_rounding: bool = True
+    engine_rounding: bool = False
 
     def __post_init__(self) -> None:
         require_backward_mode(self.mode)

@@ -84,7 +84,7 @@ def align_spec(
 ) -> Any:
     """Replace the targeted experts, attention linears and dense MLPs of a GPT layer or block spec by aligned ones.
 
-    Norms and rotary embedding get the engine's rounding points, unless `alignment.engine_rounding` is False.
+    With `alignment.engine_rounding` norms and rotary embedding get the engine's rounding points.
 
     Args:
         spec: of Megatron's `get_gpt_layer_with_transformer_engine_spec`, `get_gpt_layer_local_spec` or

@@ -207,7 +207,7 @@ class Kept(nn.Module):
 def packed() -> dict[str, Any]:
     """Queries and keys of two packed documents, of each by itself, and what is said without angles."""
     with parallel(Layout()):
-        (model,) = megatron_chunks(Layout(), Alignment(FORMAT), torch.bfloat16)
+        (model,) = megatron_chunks(Layout(), Alignment(FORMAT, engine_rounding=True), torch.bfloat16)
         attention = model.decoder.layers[0].self_attention
         attention.core_attention = core = Kept()
         lengths = (6, 10)
@@ -233,9 +233,9 @@ def everything() -> dict[str, Any]:
     followed, plain = learners()
     run = embedded_run(followed) | {"learners": (followed, plain)}
     routes = Routes()
-    aligned = Alignment(FORMAT, TARGETS)
+    aligned = Alignment(FORMAT, TARGETS, engine_rounding=True)
     layouts = {name: layout_case(layout, aligned, options, routes, run) for name, (layout, options) in LAYOUTS.items()}
-    without = Alignment(FORMAT, TARGETS, engine_rounding=False)
+    without = Alignment(FORMAT, TARGETS)
     return {
         "layouts": layouts,
         "without": layout_case(Layout(), without, {}, routes, run),

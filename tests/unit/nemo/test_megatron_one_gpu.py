@@ -93,7 +93,7 @@ def test_norms_and_rotation_round_where_the_engine_does(megatron):
 
     from qarl_nemo.nemo.megatron.alignment import Alignment
 
-    model = rounding.megatron(Layout(), Alignment(rounding.FORMAT, rounding.TARGETS))
+    model = rounding.megatron(Layout(), Alignment(rounding.FORMAT, rounding.TARGETS, engine_rounding=True))
     record = rounding.recorded(model)
     megatron.forward_backward(model)
     differing = rounding.differing(record, *rounding.learners())
