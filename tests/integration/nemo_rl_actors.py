@@ -7,14 +7,12 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from receiving_rank import ReceivingRank
 from torch import Tensor
 
 from qarl_kernels import get_format
 from qarl_nemo.nemo.rl.engines import RayEngines
 from qarl_nemo.nemo.rl.learner_push import push_from_all
-from qarl_nemo.refit.arrive import Arrivals
-from qarl_nemo.refit.incoming import IncomingUpdate
-from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender
 
@@ -49,12 +47,11 @@ class LearnerImpl:
         return push_from_all(update, RayEngines(engines), self.sender)
 
 
-class EngineImpl:
+class EngineImpl(ReceivingRank):
     """A one-rank engine without vLLM; an asynchronous actor, as NeMo-RL's asynchronous engine is."""
 
     def __init__(self, config: dict[str, Any], **_: Any) -> None:
-        self.arrivals, self.version, self.served = Arrivals(0, CPU), None, {}
-        self.update: IncomingUpdate | None = None
+        super().__init__()
 
     async def qarl_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call a method of the rank."""
@@ -67,47 +64,6 @@ class EngineImpl:
     async def qarl_reset_prefix_cache(self) -> bool:
         """There is none."""
         return True
-
-    def qarl_process(self) -> int:
-        """Return this process."""
-        return os.getpid()
-
-    def qarl_place(self, first_rank: int) -> None:
-        """Number the rank."""
-        self.arrivals.rank = first_rank
-
-    def qarl_version(self) -> dict[str, Any]:
-        """Return what is served."""
-        return {"version": self.version, "whole": True}
-
-    def qarl_connect(self, message: dict[str, Any]) -> None:
-        """Join the learner's group."""
-        self.arrivals.connect(message)
-
-    def qarl_begin(self, manifest: dict[str, Any]) -> list[str]:
-        """Expect an update."""
-        self.update = IncomingUpdate(Manifest.from_message(manifest), lambda _, whole: whole)
-        return []
-
-    def qarl_receive(self, kind: str, message: Any) -> None:
-        """Take tensors in."""
-        self.arrivals.receive(kind, message, self.update)
-
-    def qarl_verify(self) -> list[str]:
-        """Check them."""
-        return self.update.problems()
-
-    def qarl_replace(self) -> None:
-        """Serve them."""
-        self.version, self.served = self.update.manifest.version, dict(self.update.parts)
-
-    def qarl_abort(self) -> None:
-        """Forget them."""
-        self.update = None
-
-    def qarl_served(self) -> dict[str, Tensor]:
-        """Return the tensors served."""
-        return self.served
 
 
 @ray.remote

@@ -1,6 +1,6 @@
 """Several engines as Ray actors, refitted as one: all of them or none.
 
-The ranks here are the real receiving half without an engine around it; only GPUs have vLLM around it (`examples`).
+The ranks here are the real receiving half without an engine around it; only GPUs have vLLM around it.
 """
 
 import os
@@ -15,12 +15,11 @@ ray = pytest.importorskip("ray", reason="needs Ray")
 
 import torch.distributed as dist  # noqa: E402
 from asserts import assert_bitwise_equal  # noqa: E402
+from receiving_rank import ReceivingRank  # noqa: E402
 
 from qarl_kernels import get_format  # noqa: E402
 from qarl_nemo.nemo.rl.engines import RayEngines  # noqa: E402
 from qarl_nemo.nemo.rl.learner_push import push_from_all  # noqa: E402
-from qarl_nemo.refit.arrive import Arrivals  # noqa: E402
-from qarl_nemo.refit.incoming import IncomingUpdate  # noqa: E402
 from qarl_nemo.refit.manifest import Manifest  # noqa: E402
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate  # noqa: E402
 from qarl_nemo.refit.push import push, serving_version  # noqa: E402
@@ -30,48 +29,10 @@ CPU = torch.device("cpu")
 NAMES = {"model.layers.0.mlp.experts.down_proj.weight_packed": torch.int32, "model.norm.weight": torch.bfloat16}
 
 
-class Rank:
-    def __init__(self, rank: int) -> None:
-        self.own = rank
-        self.arrivals = Arrivals(rank, CPU)
-        self.version, self.served, self.update = None, {}, None
-
-    def qarl_process(self):
-        return 1
-
-    def qarl_place(self, first_rank):
-        self.arrivals.rank = first_rank + self.own
-
-    def qarl_version(self):
-        return {"version": self.version, "whole": True}
-
-    def qarl_connect(self, message):
-        self.arrivals.connect(message)
-
-    def qarl_begin(self, manifest):
-        self.update = IncomingUpdate(Manifest.from_message(manifest), lambda _, whole: whole)
-        return []
-
-    def qarl_receive(self, kind, message):
-        self.arrivals.receive(kind, message, self.update)
-
-    def qarl_verify(self):
-        return self.update.problems()
-
-    def qarl_replace(self):
-        self.version, self.served = self.update.manifest.version, dict(self.update.parts)
-
-    def qarl_abort(self):
-        self.update = None
-
-    def qarl_served(self):
-        return self.served
-
-
 @ray.remote(num_cpus=0)
 class Engine:
     def __init__(self, num_ranks: int) -> None:
-        self.ranks = [Rank(rank) for rank in range(num_ranks)]
+        self.ranks = [ReceivingRank(rank) for rank in range(num_ranks)]
         self.busy = False
 
     def qarl_rpc(self, method, args=()):
