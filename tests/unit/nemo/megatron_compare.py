@@ -16,6 +16,7 @@ from qarl_nemo.nemo.megatron.publish import publish_shards
 _EXPERTS_AT_ONCE = 16
 
 
+@torch.no_grad()
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """How far apart two tensors are; of experts a few at a time, wherever the expected one lies."""
     rows = _EXPERTS_AT_ONCE if actual.ndim == 3 else len(actual)
