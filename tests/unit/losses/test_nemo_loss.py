@@ -11,7 +11,12 @@ from pydantic import TypeAdapter
 # isort: split
 from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, prepare_loss_input
 from nemo_rl.algorithms.loss.interfaces import LossType, MetricNormalizer
-from nemo_rl.algorithms.loss.wrapper import SequencePackingLossWrapper, wrap_loss_fn_with_input_preparation
+from nemo_rl.algorithms.loss.utils import prepare_packed_loss_input
+from nemo_rl.algorithms.loss.wrapper import (
+    SequencePackingFusionLossWrapper,
+    SequencePackingLossWrapper,
+    wrap_loss_fn_with_input_preparation,
+)
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 from qarl_nemo.losses.config import LossConfig, TBPOConfig
@@ -241,3 +246,35 @@ def test_metrics_agree_with_nemo_rls_where_both_have_them():
     shared = {key: value for key, value in own.items() if key != "loss"}
     assert {key: metrics[key] for key in shared} == shared
     assert metrics[PREFIX + "mismatch_kl_k3"] == pytest.approx(own["policy_kl_error"], rel=0.2)
+
+
+def run_logits(wrapper, prepare_fn, loss_fn, logits, data, group):
+    """The same from logits of all responses in one row."""
+    ends = torch.cat([torch.zeros(1, dtype=torch.long), LENGTHS.cumsum(0)])
+    parallel = {"vocab_parallel_rank": 0, "vocab_parallel_group": group}
+    logits.grad = None
+    loss, metrics = wrapper(loss_fn, prepare_fn, ends, ends, **parallel)(logits, data.copy(), **counts(data))
+    loss.backward()
+    return loss.item(), metrics, logits.grad.clone()
+
+
+def test_fused_packing_gives_the_loss_of_one_response_after_another(tmp_path):
+    _, data = make_batch()
+    logits = torch.randn(1, int(LENGTHS.sum()), VOCABULARY, requires_grad=True)
+    loss_fn = QarlLossFn(TBPOConfig(positive_clip_high=2.0, negative_clip_high=2.0), ClippedPGLossFn(
+        ClippedPGLossConfig(reference_policy_kl_penalty=0.1)), token_metrics)  # fmt: skip
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        loss, metrics, grad = run_logits(SequencePackingLossWrapper, prepare_loss_input, loss_fn, logits, data, group)
+        fusion = SequencePackingFusionLossWrapper, prepare_packed_loss_input, loss_fn, logits
+        fused = run_logits(*fusion, data, group)
+        data["advantages"] = 1.1 * data["advantages"]
+        wrong = run_logits(*fusion, data, group)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert grad.abs().max() > 1e-3
+    assert fused[0] == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(fused[2], grad, rtol=1e-5, atol=1e-8)
+    assert additive(fused[1]) == pytest.approx(additive(metrics), rel=1e-5, abs=1e-7)
+    assert (wrong[2] - grad).abs().max() > 1e-4
