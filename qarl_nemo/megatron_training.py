@@ -86,7 +86,10 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
         ValueError: what Megatron cannot follow; all is listed.
     """
     qarl, settings = config.qarl, config.policy
-    alignment = Alignment(executed_format(config), qarl.targets, qarl.backward, qarl.keep_operand)
+    # As the transformers learner rounds.
+    alignment = Alignment(
+        executed_format(config), qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=True
+    )
     served = replace(alignment, format=served_format(config))
     hf = read_config(settings) if model is None else model.config
     core = gpt_model(
