@@ -2,9 +2,9 @@
 
 All variants are built side by side and run in turns, so that a ratio compares neighbours in time. A variant is
 `megatron` (its TEGroupedMLP, BF16) or a format, with `+keep` for `keep_operand`, `+hp` for backward mode
-`high_precision`. A step is quantization once, a forward and backward for each microbatch, gradient reduction and the
-optimizer; the vocabulary is small and there is no head, so that logits are not counted. With EP below the number of
-GPUs, ranks with the same experts reduce gradients and share the optimizer.
+`high_precision`, `+er` for `engine_rounding`. A step is quantization once, a forward and backward for each microbatch,
+gradient reduction and the optimizer; the vocabulary is small and there is no head, so that logits are not counted. With
+EP below the number of GPUs, ranks with the same experts reduce gradients and share the optimizer.
 
     torchrun --nproc-per-node 4 tools/bench_megatron.py --ep 1,2,4
 """
@@ -60,11 +60,11 @@ def parse_variant(name: str) -> Alignment | None:
     if name == BASELINE:
         return None
     format_name, *flags = name.split("+")
-    unknown = set(flags) - {"keep", "hp"}
+    unknown = set(flags) - {"keep", "hp", "er"}
     if unknown:
-        raise ValueError(f"unknown flags {sorted(unknown)} of variant {name!r}; legal: keep, hp")
+        raise ValueError(f"unknown flags {sorted(unknown)} of variant {name!r}; legal: keep, hp, er")
     mode = "high_precision" if "hp" in flags else "dequantized"
-    return Alignment(get_format(format_name), mode=mode, keep_operand="keep" in flags)
+    return Alignment(get_format(format_name), mode=mode, keep_operand="keep" in flags, engine_rounding="er" in flags)
 
 
 @dataclass
