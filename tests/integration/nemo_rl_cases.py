@@ -1,0 +1,200 @@
+"""What runs on NeMo-RL's own GRPO loop: each case is overrides of the one-GPU recipe, and what has to hold."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "examples" / "configs" / "qarl-tiny-moe-1n1g-megatron-w4a16.yaml"
+# Mean |prev - generation| in nats; a few times what an aligned run of this model had on an H200.
+ALIGNED_GAP = 5e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of a launcher.
+
+    Attributes:
+        steps: `grpo.max_num_steps`: the last step, counted over all starts of the case.
+        overrides: of the recipe, in Hydra's words.
+        executes: what every learner rank says of itself; None for NeMo-RL's own launcher.
+        rollouts: the format of the rollouts.
+        gap: smallest and largest legal mean of |prev - generation| over the steps, nats.
+        kills: the Ray actor that is killed in the middle of the step after `kills_after`; empty for none.
+        kills_after: how many steps this start finishes before.
+    """
+
+    steps: int
+    overrides: tuple[str, ...] = ()
+    executes: str | None = "w4a16 in experts"
+    rollouts: str = "w4a16"
+    gap: tuple[float, float] = (0.0, ALIGNED_GAP)
+    kills: str = ""
+    kills_after: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run of one or several starts, each going on where the last one ended.
+
+    Attributes:
+        starts: in their order.
+        gpus: that the case takes.
+        learners: how many of them hold a learner rank; None is all.
+        model: which model `tools/make_arithmetic_model.py` makes.
+        needs: packages beyond NeMo-RL's.
+        validates: steps between two validations; each is a refit of its own.
+    """
+
+    starts: tuple[Start, ...]
+    gpus: int = 1
+    learners: int | None = None
+    model: str = "tiny"
+    needs: tuple[str, ...] = ()
+    validates: int | None = None
+
+    @property
+    def num_learners(self) -> int:
+        """How many learner ranks there are."""
+        return self.gpus if self.learners is None else self.learners
+
+
+def _format(name: str, **changes: float | tuple[float, float]) -> Case:
+    settings = {"steps": 5, "overrides": (f"qarl.format={name}",), "executes": f"{name} in experts", "rollouts": name}
+    return Case(starts=(Start(**settings | changes),))
+
+
+def _parallel(gpus: int, *overrides: str, steps: int = 4) -> Case:
+    return Case(gpus=gpus, starts=(Start(steps=steps, overrides=overrides),))
+
+
+def _checkpoints(period: int) -> tuple[str, ...]:
+    # The schedule of the weight decay ends at the last step, which is another one in every start.
+    schedule = "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true"
+    return ("checkpointing.enabled=true", f"checkpointing.save_period={period}", schedule)
+
+
+_MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+_BF16 = ("qarl.format=bf16", "++qarl.alignment=none")
+_RUNS_BF16 = {"executes": "bf16 in experts", "rollouts": "bf16"}
+_SEPARATE = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
+_ASYNCHRONOUS = (
+    "grpo.async_grpo.enabled=true",
+    f"{_VLLM}.async_engine=true",
+    "loss_fn.use_importance_sampling_correction=true",
+)
+_MUON = (
+    f"{_MEGATRON}.optimizer.optimizer=dist_muon",
+    f"{_MEGATRON}.optimizer.use_distributed_optimizer=false",
+    f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false",
+)
+_REPLAY = (
+    "++policy.router_replay.enabled=true",
+    f"++{_VLLM}.enable_prefix_caching=false",
+    "++policy.generation.vllm_kwargs.enable_chunked_prefill=false",
+)
+
+CASES = {
+    "w4a16": Case(starts=(Start(steps=10),)),
+    "resume": Case(
+        starts=(
+            Start(steps=8, overrides=(*_BF16, *_checkpoints(4)), **_RUNS_BF16),
+            Start(steps=11, overrides=_checkpoints(4)),
+            Start(steps=13, overrides=(*_BF16, *_checkpoints(4)), **_RUNS_BF16),
+        )
+    ),
+    "fp8_block": _format("fp8_block"),
+    "fp8_channel": _format("fp8_channel"),
+    "w4a8": _format("w4a8"),
+    # The learner's forward is BF16: a gap as small as an aligned one would say that nothing was quantized.
+    "rollout_only": Case(
+        starts=(
+            Start(
+                steps=5,
+                overrides=("++qarl.alignment=rollout_only",),
+                executes="bf16 in experts",
+                gap=(ALIGNED_GAP, 10.0),
+            ),
+        )
+    ),
+    "attention_muon": Case(
+        starts=(
+            Start(
+                steps=5,
+                overrides=("++qarl.targets=[experts,attention]", *_MUON),
+                executes="w4a16 in experts of 4 layers, attention",
+            ),
+        ),
+        needs=("emerging_optimizers",),
+    ),
+    "replay": Case(
+        starts=(
+            Start(
+                steps=4,
+                overrides=(*_REPLAY, "loss_fn.reference_policy_kl_penalty=0.01", "grpo.val_period=2"),
+            ),
+        ),
+        validates=2,
+    ),
+    "tp2": _parallel(
+        2,
+        f"{_MEGATRON}.tensor_model_parallel_size=2",
+        f"{_MEGATRON}.sequence_parallel=true",
+        f"{_VLLM}.tensor_parallel_size=2",
+    ),
+    "ep2": _parallel(
+        2,
+        f"{_MEGATRON}.expert_model_parallel_size=2",
+        f"{_VLLM}.tensor_parallel_size=2",
+        f"{_VLLM}.expert_parallel_size=2",
+    ),
+    # Two engines of one rank each, whose experts are vLLM's data parallel ranks'.
+    "ep2_engines": _parallel(2, f"{_MEGATRON}.expert_model_parallel_size=2", f"{_VLLM}.expert_parallel_size=2"),
+    "separate": Case(gpus=2, learners=1, starts=(Start(steps=4, overrides=_SEPARATE),)),
+    "asynchronous": Case(
+        gpus=2,
+        learners=1,
+        # Responses may be of older weights, which is a gap, too.
+        starts=(Start(steps=6, overrides=(*_SEPARATE, *_ASYNCHRONOUS), gap=(0.0, 0.3)),),
+    ),
+    "cp2": _parallel(2, f"{_MEGATRON}.context_parallel_size=2", "policy.make_sequence_length_divisible_by=4"),
+    "ep4": _parallel(
+        4,
+        f"{_MEGATRON}.expert_model_parallel_size=4",
+        f"{_VLLM}.tensor_parallel_size=2",
+        "policy.train_micro_batch_size=32",
+    ),
+    "one_billion": Case(
+        # Random weights: what is sampled is near to uniform.
+        starts=(Start(steps=3, overrides=("policy.train_micro_batch_size=32",), gap=(0.0, 0.05)),),
+        model="1b",
+    ),
+    "killed": Case(
+        starts=(
+            Start(steps=6, overrides=_checkpoints(2), kills="QarlGenerationWorker", kills_after=2),
+            Start(steps=6, overrides=_checkpoints(2), kills="QarlMegatronPolicyWorker", kills_after=2),
+            Start(steps=6, overrides=_checkpoints(2)),
+        )
+    ),
+    "nemo_rl_bf16": Case(starts=(Start(steps=10, executes=None, rollouts="bf16"),)),
+}
+
+
+def overrides(case: Case, start: Start, model: Path, folder: Path) -> list[str]:
+    """Return all overrides of one start.
+
+    Args:
+        case: of `CASES`.
+        start: one of its.
+        model: folder with model/, train.jsonl and val.jsonl.
+        folder: where logs and checkpoints go.
+    """
+    return [
+        f"grpo.max_num_steps={start.steps}",
+        f"cluster.gpus_per_node={case.gpus}",
+        f"policy.model_name={model / 'model'}",
+        f"data.train.data_path={model / 'train.jsonl'}",
+        f"data.validation.data_path={model / 'val.jsonl'}",
+        f"logger.log_dir={folder / 'logs'}",
+        f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
+        *start.overrides,
+    ]
