@@ -6,6 +6,7 @@ QARL_NEMO_RL_PORT     first of 2000 free ports
 QARL_NEMO_RL_TIMEOUT  seconds that one start may take
 """
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -15,18 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("ray")
-pytest.importorskip("transformer_engine", exc_type=ImportError)
-pytest.importorskip("psutil")
+missing = [name for name in ("ray", "psutil", "transformer_engine") if importlib.util.find_spec(name) is None]
+if missing:
+    pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
 # isort: split
-import pynvml
-from nemo_rl_cases import CASES, Case, Start
-from nemo_rl_cluster import ray_cluster
-from nemo_rl_run import Ended, keep, make_model, run_start
+import pynvml  # noqa: E402
+from nemo_rl_cases import CASES, Case, Start  # noqa: E402
+from nemo_rl_cluster import ray_cluster  # noqa: E402
+from nemo_rl_run import Ended, keep, make_model, run_start  # noqa: E402
 
-from qarl_nemo.metrics.nemo_rl_logs import find_config
-from qarl_nemo.metrics.runs import Run, load_run
+from qarl_nemo.metrics.nemo_rl_logs import find_config  # noqa: E402
+from qarl_nemo.metrics.runs import Run, load_run  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
