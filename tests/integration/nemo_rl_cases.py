@@ -22,6 +22,7 @@ class Start:
         gap: smallest and largest legal mean of |prev - generation| over the steps, nats.
         kills: the Ray actor that is killed in the middle of the step after `kills_after`; empty for none.
         kills_after: how many steps this start finishes before.
+        learns: the mean reward of the last ten steps exceeds that of the first ten by this much.
     """
 
     steps: int
@@ -31,6 +32,7 @@ class Start:
     gap: tuple[float, float] = (0.0, ALIGNED_GAP)
     kills: str = ""
     kills_after: int = 0
+    learns: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class Case:
 
 
 def _format(name: str, **changes: float | tuple[float, float]) -> Case:
-    settings = {"steps": 5, "overrides": (f"qarl.format={name}",), "executes": f"{name} in experts", "rollouts": name}
+    settings = {"steps": 12, "overrides": (f"qarl.format={name}",), "executes": f"{name} in experts", "rollouts": name}
     return Case(starts=(Start(**settings | changes),))
 
 
@@ -96,7 +98,9 @@ _REPLAY = (
 )
 
 CASES = {
-    "w4a16": Case(starts=(Start(steps=10),)),
+    "w4a16": Case(starts=(Start(steps=100, learns=0.1),)),
+    "bf16": Case(starts=(Start(steps=30, overrides=_BF16, **_RUNS_BF16),)),
+    "engine_rounding": Case(starts=(Start(steps=12, overrides=("++qarl.engine_rounding=true",)),)),
     "resume": Case(
         starts=(
             Start(steps=8, overrides=(*_BF16, *_checkpoints(4)), **_RUNS_BF16),

@@ -51,7 +51,7 @@ class Ended:
 def make_model(size: str, folder: Path) -> Path:
     """Return a folder with model/, train.jsonl and val.jsonl, made unless it is there."""
     if not (folder / "val.jsonl").exists() or not (folder / "model" / "model.safetensors").exists():
-        warm = ["--warm-start", "0.2", "--batch", "64", "--lr", "6e-4", "--max-steps", "200"] if size == "tiny" else []
+        warm = ["--warm-start", "0.5", "--batch", "64", "--lr", "6e-4"] if size == "tiny" else []
         command = [sys.executable, str(ROOT / "tools" / "make_arithmetic_model.py"), str(folder), "--largest", "9"]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         subprocess.run([*command, "--size", size, *warm], env=environment, check=True, timeout=300)
@@ -70,7 +70,7 @@ def run_start(case: Case, start: Start, cluster: Cluster, model: Path, folder: P
     """
     launcher = _NEMO_RL / "examples" / "run_grpo.py" if start.executes is None else ROOT / "examples/run_qarl_grpo.py"
     # Several clusters on a host draw lots for ports in the same range else.
-    low = 1400 + 120 * (int(cluster.address.rpartition(":")[2]) // 2000 % 5)
+    low = 1400 + 120 * (int(cluster.address.rpartition(":")[2]) // 2000 % 8)
     ports = [f"cluster.master_port_range_low={low}", f"cluster.master_port_range_high={low + 120}"]
     program = [sys.executable, str(HERE / "nemo_rl_flushed.py"), str(launcher), "--config", str(RECIPE)]
     command = [*program, *overrides(case, start, model, folder), *ports]

@@ -112,6 +112,9 @@ def require_steps(case: Case, start: Start, ended: Ended, finished: int) -> None
     smallest, largest = start.gap
     assert np.isfinite(gaps).all(), gaps
     assert smallest < gaps.mean() < largest, gaps
+    if start.learns is not None:
+        rewards = run.column("reward/mean")
+        assert rewards[-10:].mean() - rewards[:10].mean() > start.learns, rewards
 
 
 def require_versions(case: Case, run: Run) -> None:
