@@ -87,9 +87,7 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
     """
     qarl, settings = config.qarl, config.policy
     # As the transformers learner rounds.
-    alignment = Alignment(
-        executed_format(config), qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=True
-    )
+    alignment = Alignment(executed_format(config), qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=True)
     served = replace(alignment, format=served_format(config))
     hf = read_config(settings) if model is None else model.config
     core = gpt_model(

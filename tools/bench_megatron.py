@@ -140,11 +140,12 @@ def build(name: str, options: argparse.Namespace, layout: Layout, like: Variant 
 def _copy_weights(source: nn.Module, destination: nn.Module) -> None:
     weights = dict(source.named_parameters())
     for name, parameter in destination.named_parameters():
-        # Megatron's local experts are modules of their own.
+        # Megatron's local experts are modules of their own, its first norm is fused into linear_qkv.
         linear, _, expert = name.rpartition(".weight")
         *path, kind = linear.split(".")
         local = ".".join([*path, "local_experts", expert, kind, "weight"])
-        parameter.copy_(weights[name if name in weights else local])
+        fused = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+        parameter.copy_(weights[next(one for one in (name, fused, local) if one in weights)])
 
 
 def moe(variant: Variant, batch: Batch) -> Tensor:

@@ -39,7 +39,31 @@ def shape_problems(name: str, target: str, shape: tuple[int, ...], fmt: QuantFor
             problems.append(
                 f"{axis}={size} is not a multiple of {multiple}, which vLLM's {fmt.name} {role} kernel needs"
             )
+    if role == "experts_out":
+        problems += marlin_problems(fmt.name, shape[1], fmt.group_size)
     return problems
+
+
+def marlin_problems(format_name: str, inner: int, group_size: int) -> list[str]:
+    """Say whether vLLM would put the scales of gate and up projections in another order than its Marlin kernel reads.
+
+    Args:
+        format_name: what the experts are served in.
+        inner: width of an expert on one of vLLM's ranks.
+        group_size: weights a scale.
+
+    Returns:
+        One clause, or none.
+
+    Source: vLLM 0.25.1, `_process_weights_marlin` in fused_moe/oracle/int_wna16.py: `size_k` of w13's scales is
+    `intermediate_size_per_partition`, where the kernel goes by the hidden size.
+    """
+    if format_name != "w4a16" or inner > group_size:
+        return []
+    return [
+        f"an expert of width {inner} on a rank is one w4a16 group of {group_size}: vLLM would order the scales of gate "
+        "and up otherwise than its kernel reads them; a group size of 64 or 32, where smaller, is served"
+    ]
 
 
 def stored_bytes(shape: tuple[int, ...], fmt: QuantFormat) -> int:

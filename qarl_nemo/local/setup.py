@@ -20,8 +20,9 @@ from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.tasks import TaskSource
 from qarl_nemo.local.verify import reward
 from qarl_nemo.local.vllm.host import vllm_problem
-from qarl_nemo.local.vllm.limits import config_problems, gpu_problems
+from qarl_nemo.local.vllm.limits import config_problems
 from qarl_nemo.local.vllm.rollout import VllmRollout
+from qarl_nemo.local.vllm.shapes import gpu_problems
 from qarl_nemo.local.warm_start import greedy_answers, warm_start
 from qarl_nemo.losses.build import build_loss
 

@@ -146,6 +146,7 @@ CASES = {
         f"{_MEGATRON}.tensor_model_parallel_size=2",
         f"{_MEGATRON}.sequence_parallel=true",
         f"{_VLLM}.tensor_parallel_size=2",
+        "++qarl.group_size=64",
     ),
     "ep2": _parallel(
         2,
@@ -168,6 +169,7 @@ CASES = {
         f"{_MEGATRON}.expert_model_parallel_size=4",
         f"{_VLLM}.tensor_parallel_size=2",
         "policy.train_micro_batch_size=32",
+        "++qarl.group_size=64",
     ),
     "one_billion": Case(
         # Random weights: what is sampled is near to uniform.

@@ -23,7 +23,7 @@ def hf_model(tmp_path):
     config = Qwen3MoeConfig(
         hidden_size=128,
         intermediate_size=128,
-        moe_intermediate_size=128,
+        moe_intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

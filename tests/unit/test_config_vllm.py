@@ -11,7 +11,7 @@ from qarl_nemo.config import ConfigError, QarlConfig, load_config
 from qarl_nemo.local import setup
 from qarl_nemo.local.config import LocalConfig, PackedRolloutConfig, VllmRolloutConfig
 from qarl_nemo.local.vllm import host as vllm_host
-from qarl_nemo.local.vllm.limits import gpu_problems
+from qarl_nemo.local.vllm.shapes import gpu_problems
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -94,6 +94,7 @@ def test_sizes_that_every_kernel_takes(name):
     [
         ("w4a16", {"hidden_size": 64}, "hidden_size=64 is not a multiple of 128"),
         ("w4a16", {"moe_intermediate_size": 192}, "moe_intermediate_size=192 is not a multiple of 128"),
+        ("w4a16", {"moe_intermediate_size": 128}, "one w4a16 group of 128: vLLM would order the scales"),
         ("w4a8", {"hidden_size": 384}, "hidden_size=384 is not a multiple of 256"),
         ("w4a8", {"moe_intermediate_size": 128}, "moe_intermediate_size=128 is not a multiple of 256"),
         ("w4a8", {"num_key_value_heads": 1}, "width of the fused q, k and v=192 is not a multiple of 128"),

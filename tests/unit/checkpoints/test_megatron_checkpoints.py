@@ -37,7 +37,7 @@ SIZES = {
     "vocab_size": 60,
     "dtype": "bfloat16",
 }
-MOE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+MOE = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
 MODELS = {
     "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False)),
     "mixed": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0], tie_word_embeddings=True)),

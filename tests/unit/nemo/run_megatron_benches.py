@@ -31,7 +31,7 @@ ARCHITECTURE = Architecture(**SIZES, hidden=128, inner=128, vocab_size=64)
 def step_rows(folder: Path) -> list[dict]:
     """Rows of the step bench."""
     options = argparse.Namespace(
-        variants=["megatron", "bf16", "w4a16", "fp8_block+hp"],
+        variants=["megatron", "bf16", "w4a16", "w4a16+er", "fp8_block+hp"],
         ep=[2],
         tokens=[32, 64],
         sequence=32,

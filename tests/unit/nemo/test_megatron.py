@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 LAST_EXPERTS = "model.layers.1.mlp.experts"
-SUMS_DIFFER = 1e-5  # relative, in FP32: other orders of the same sums
+SUMS_DIFFER = 2e-5  # relative, in FP32: other orders of the same sums
 
 
 # One test: of several, each worker that gets one would start its own ranks.
