@@ -101,6 +101,9 @@ CASES = {
     "w4a16": Case(starts=(Start(steps=100, learns=0.1),)),
     "bf16": Case(starts=(Start(steps=30, overrides=_BF16, **_RUNS_BF16),)),
     "engine_rounding": Case(starts=(Start(steps=12, overrides=("++qarl.engine_rounding=true",)),)),
+    "engine_rounding_bf16": Case(
+        starts=(Start(steps=8, overrides=(*_BF16, "++qarl.engine_rounding=true"), **_RUNS_BF16),)
+    ),
     "resume": Case(
         starts=(
             Start(steps=8, overrides=(*_BF16, *_checkpoints(4)), **_RUNS_BF16),

@@ -21,7 +21,7 @@ _DEATH_S = 60.0
 _STEP = re.compile(r"=+ Step (\d+)/")
 # What the driver prints when it turns to these actors, and how many seconds later they are at it.
 _AT_WORK = {
-    "QarlGenerationWorker": ("Generating responses", 1.5),
+    "QarlGenerationWorker": ("Generating responses", 0.8),
     "QarlMegatronPolicyWorker": ("Preparing for training", 1.0),
 }
 _MAX_TEXT = 300_000
