@@ -3,8 +3,9 @@
     python tools/record_nemo_rl.py --run bf16=logs/bf16 --run w4a16=logs/w4a16 docs/results/nemo_rl.json
 
 The run called `bf16` is the floor: gaps and step times of the others are divided by its. Names may carry a suffix
-(`w4a16_ep2` beside `bf16_ep2`). Where a log folder was lost, the driver's output can stand in for it, with the run.json
-of another run on the same host: `--run w4a16=driver.txt --facts logs/bf16/exp_001/run.json --command "python ..."`.
+(`w4a16_ep2` beside `bf16_ep2`). Where a log folder was lost, the driver's output can stand in for it; that, and
+NeMo-RL's own runs, need the run.json of another run on the same host: `--run w4a16=driver.txt --facts
+logs/bf16/exp_001/run.json --command "python ..."`.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from qarl_nemo.metrics.summary import summarize_run
 BASELINE = "bf16"
 # The first steps compile and warm up.
 WARM_UP_STEPS = 3
-# Fewer show that a run works, not what it learns.
-ENOUGH_STEPS = 100.0
+# One run has to show what it learns, which takes so many steps; the others show that they run.
+LEARNS, ENOUGH_STEPS = "w4a16", 100.0
 
 
 def read_run(path: Path) -> Run:
@@ -56,7 +57,7 @@ def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dic
     summary = summarize_run(run)
     rise = summary["reward_final"] - summary["reward_first"]
     figures = [
-        (f"run_steps_{name}", summary["num_steps"], "steps", ">=", ENOUGH_STEPS),
+        (f"run_steps_{name}", summary["num_steps"], "steps", ">=", *([ENOUGH_STEPS] if name == LEARNS else [])),
         (f"reward_rise_{name}", rise, "", ">="),
         (f"reward_final_{name}", summary["reward_final"], "", ">="),
         (f"gap_{name}", summary["abs_gap_mean"], "nats", "<="),
@@ -65,8 +66,10 @@ def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dic
     ]
     figures += [(f"phase_s_{phase}_{name}", median(values), "s", "<=") for phase, values in phase_seconds(run).items()]
     if baseline is not None:
-        floor = summarize_run(baseline)["abs_gap_mean"]
-        figures.append((f"gap_ratio_{name}", summary["abs_gap_mean"] / floor if floor else math.nan, "", "<="))
+        # A gap shrinks as a policy grows certain: over the steps that both have.
+        common = min(len(run.steps), len(baseline.steps))
+        gap, floor = (np.nanmean(one.column("mismatch/abs_gap_mean")[:common]) for one in (run, baseline))
+        figures.append((f"gap_ratio_{name}", gap / floor if floor else math.nan, "", "<="))
         figures.append((f"step_speedup_{name}", step_seconds(baseline) / step_seconds(run), "", ">="))
     return [
         {
@@ -114,6 +117,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="append", required=True, metavar="NAME=LOG_DIR", help="repeat for several")
     parser.add_argument("--facts", type=Path, help="run.json for runs that are a driver's output")
+    parser.add_argument(
+        "--only",
+        type=lambda text: tuple(text.split(",")),
+        default=("",),
+        metavar="FIGURE,...",
+        help="figures whose names begin so: gap,run_steps where other programs shared the GPU",
+    )
     parser.add_argument("--command", help="what measures it again, where run.json's has paths of its own")
     parser.add_argument("output", type=Path, help="file of docs/results")
     arguments = parser.parse_args()
@@ -122,9 +132,11 @@ def main() -> None:
     given = json.loads(arguments.facts.read_text()) if arguments.facts else None
     rows = []
     for name, run in runs.items():
-        facts = given if run.path.is_file() and given else read_facts(run.path)
+        lost = run.path.is_file() or not any(run.path.rglob("run.json"))
+        facts = given if lost and given else read_facts(run.path)
         facts |= {"command": arguments.command} if arguments.command else {}
-        rows += run_rows(name, run, baseline_of(name, runs), facts)
+        found = run_rows(name, run, baseline_of(name, runs), facts)
+        rows += [row for row in found if row["name"].startswith(arguments.only)]
     append_results(arguments.output, rows)
     print(f"{len(rows)} rows in {arguments.output}")
 

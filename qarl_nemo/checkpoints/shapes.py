@@ -40,15 +40,16 @@ def shape_problems(name: str, target: str, shape: tuple[int, ...], fmt: QuantFor
                 f"{axis}={size} is not a multiple of {multiple}, which vLLM's {fmt.name} {role} kernel needs"
             )
     if role == "experts_out":
-        problems += marlin_problems(fmt.name, shape[1], fmt.group_size)
+        problems += marlin_problems(fmt.name, *shape, fmt.group_size)
     return problems
 
 
-def marlin_problems(format_name: str, inner: int, group_size: int) -> list[str]:
+def marlin_problems(format_name: str, hidden: int, inner: int, group_size: int) -> list[str]:
     """Say whether vLLM would put the scales of gate and up projections in another order than its Marlin kernel reads.
 
     Args:
         format_name: what the experts are served in.
+        hidden: size of the model's hidden states.
         inner: width of an expert on one of vLLM's ranks.
         group_size: weights a scale.
 
@@ -58,7 +59,7 @@ def marlin_problems(format_name: str, inner: int, group_size: int) -> list[str]:
     Source: vLLM 0.25.1, `_process_weights_marlin` in fused_moe/oracle/int_wna16.py: `size_k` of w13's scales is
     `intermediate_size_per_partition`, where the kernel goes by the hidden size.
     """
-    if format_name != "w4a16" or inner > group_size:
+    if format_name != "w4a16" or not hidden > group_size >= inner:
         return []
     return [
         f"an expert of width {inner} on a rank is one w4a16 group of {group_size}: vLLM would order the scales of gate "

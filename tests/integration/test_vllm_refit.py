@@ -130,7 +130,14 @@ def test_a_refit_gives_bit_for_bit_what_a_fresh_load_gives(case, facts, answers)
     # Layers of CPU vLLM hold copies that are no tensors of theirs.
     for one, other in zip(loaded, read(found["refitted"]), strict=True) if case.device == "cuda" else ():
         assert one.keys() == other.keys()
-        assert [name for name in one if one[name] == other[name] and not CONSTANT.search(name)] == []
+        assert [name for name in one if one[name] == other[name] and not is_constant(case, name)] == []
+
+
+def is_constant(case: EngineCase, name: str) -> bool:
+    """Whether a tensor is the same for all weights."""
+    # A quarter of o_proj is one group a row, whose FP8 scale is the largest of its row.
+    one_group = case.format == "w4a8" and case.tensor_parallel == 4 and name.endswith("o_proj.weight_scale")
+    return one_group or CONSTANT.search(name) is not None
 
 
 def loaded_with_care(case: EngineCase, answers: dict[str, Future]) -> Any:

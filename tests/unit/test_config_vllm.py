@@ -89,6 +89,10 @@ def test_sizes_that_every_kernel_takes(name):
     assert size_problems(name) == []
 
 
+def test_one_group_in_both_directions_is_served():
+    assert size_problems("w4a16", hidden_size=128, moe_intermediate_size=128) == []
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "said"),
     [

@@ -28,7 +28,7 @@ def gpu_problems(qarl: Any, model: Any, capability: tuple[int, int]) -> list[str
         if size % multiple:
             problems.append(f"{qarl.format}: {name}={size} is not a multiple of {multiple}")
     if "experts" in qarl.targets and hasattr(model, "moe_intermediate_size"):
-        problems += marlin_problems(qarl.format, model.moe_intermediate_size, qarl.group_size or 128)
+        problems += marlin_problems(qarl.format, model.hidden_size, model.moe_intermediate_size, qarl.group_size or 128)
     return problems
 
 
