@@ -176,7 +176,7 @@ CASES = {
     ),
     "one_billion": Case(
         # Random weights: what is sampled is near to uniform.
-        starts=(Start(steps=3, overrides=("policy.train_micro_batch_size=32",), gap=(0.0, 0.05)),),
+        starts=(Start(steps=3, overrides=("policy.train_micro_batch_size=32",), gap=(0.0, 0.1)),),
         model="1b",
     ),
     "killed": Case(

@@ -26,8 +26,7 @@ class Alignment:
         version: of the master weights; every optimizer step bumps it.
         backend: what multiplies in the experts: this package's kernels, or Transformer-Engine's own FP8 block recipe,
             which `fp8_block` alone can take.
-        engine_rounding: normalize and rotate with the engine's rounding points, which no GPU has run yet; False leaves
-            both to Megatron.
+        engine_rounding: normalize and rotate with the engine's rounding points; False leaves both to Megatron.
     """
 
     format: QuantFormat

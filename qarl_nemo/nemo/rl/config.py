@@ -19,8 +19,7 @@ class NemoQarlConfig(QarlConfig):
     router_replay: bool | None = None  # type: ignore[assignment]
     """The learner uses the experts the rollout engine chose; None follows `policy.router_replay.enabled`."""
     engine_rounding: bool = False
-    """The learner's norms and rotary embedding round where vLLM's do, which no GPU has run yet; false leaves both to
-    Megatron."""
+    """The learner's norms and rotary embedding round where vLLM's do; false leaves both to Megatron."""
 
 
 def apply_qarl(master_config: Any) -> NemoQarlConfig:
