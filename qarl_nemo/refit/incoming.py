@@ -46,15 +46,19 @@ class IncomingUpdate:
         Returns:
             One sentence for each missing, unexpected, repeated or different tensor; empty when the update is whole.
         """
+        missing = [f"missing: {name}" for name in self.manifest.records if name not in self._arrived]
+        return self.problems_of_arrived() + missing
+
+    def problems_of_arrived(self) -> list[str]:
+        """Say what is wrong with the tensors that have arrived: unexpected, repeated and different ones."""
         records = self.manifest.records
-        missing = [f"missing: {name}" for name in records if name not in self._arrived]
         values = zip(self._checksums, read_checksums(self._checksums.values()), strict=True)
         changed = [
             f"{name}: its bytes differ from the manifest's checksum"
             for name, value in values
             if value != records[name].checksum
         ]
-        return self._problems + missing + changed
+        return self._problems + changed
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:
         record = self.manifest.records.get(name)

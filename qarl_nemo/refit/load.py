@@ -42,22 +42,27 @@ class PackedRefit:
         """Join a learner's process group."""
         rank_refit(self).arrivals.connect(message)
 
-    def qarl_begin(self, manifest: dict[str, Any]) -> list[str]:
+    def qarl_begin(self, manifest: dict[str, Any], rehearsed: bool) -> list[str]:
         """Expect an update; return what speaks against it."""
-        return rank_refit(self).begin(Manifest.from_message(manifest))
+        return rank_refit(self).begin(Manifest.from_message(manifest), rehearsed=rehearsed)
 
     def qarl_receive(self, kind: str, message: Any) -> None:
         """Take tensors of the expected update in."""
         refit = rank_refit(self)
         refit.arrivals.receive(kind, message, refit.expected())
+        refit.let_pass()
 
     def qarl_verify(self) -> list[str]:
         """Return what makes the update unfit to serve."""
         return rank_refit(self).expected().problems()
 
     def qarl_replace(self) -> None:
-        """Serve the update."""
+        """Serve the update; one that was rehearsed as it comes once more."""
         rank_refit(self).replace()
+
+    def qarl_replaced(self) -> None:
+        """Serve the rehearsed update, which has come once more."""
+        rank_refit(self).finish()
 
     def qarl_abort(self) -> None:
         """Forget the update; the old version keeps serving."""
@@ -93,6 +98,7 @@ class RankRefit:
         self.model: nn.Module = worker.model_runner.get_model()
         self.arrivals = Arrivals(worker.rank, self.device)
         self.update: IncomingUpdate | None = None
+        self.rehearsed, self.replacing = False, False
         self.version: int | None = None
         self.whole = True
         self._layers = {name: layer for name, layer in self.model.named_modules() if checkpoint_parameters(layer)}
@@ -103,17 +109,21 @@ class RankRefit:
         self._methods = chosen_methods(self.model)
         self._checked: set[str] = set()
 
-    def begin(self, manifest: Manifest) -> list[str]:
+    def begin(self, manifest: Manifest, *, rehearsed: bool = False) -> list[str]:
         """Expect an update.
 
         Args:
             manifest: of the update.
+            rehearsed: it comes twice, to be verified and to be served, and only a layer of it is held at a time.
 
         Returns:
             What speaks against it.
         """
         problems = self._engine_problems(manifest) + manifest.layout_problems(layout(self._slots))
+        if rehearsed and self.device.type == "cpu":
+            problems.append("vLLM's CPU layers are reloaded as a whole; send an update that is not rehearsed")
         self.update = None if problems else IncomingUpdate(manifest, self._part)
+        self.rehearsed, self.replacing = rehearsed, False
         return problems
 
     def expected(self) -> IncomingUpdate:
@@ -127,11 +137,14 @@ class RankRefit:
         return self.update
 
     def replace(self) -> None:
-        """Serve the update, which has been verified."""
+        """Serve the update, which has been verified; of a rehearsed one, expect what is served."""
         update, self.update = self.expected(), None
         self.whole, self.version = False, update.manifest.version
         # Whoever asks a half-replaced engine for tokens gets an error, not a mixture of two policies.
         self.worker.model_runner.execute_model = _refuse_to_serve
+        if self.rehearsed:
+            self.replacing, self.update = True, IncomingUpdate(update.manifest, self._part)
+            return
         if self.device.type == "cpu":
             # CPU layers hold packed copies that no tensor of theirs shows; vLLM's own reload makes them anew.
             arguments = {"weights_iterator": checkpoint_tensors(update.parts), "is_checkpoint_format": True}
@@ -139,6 +152,37 @@ class RankRefit:
         else:
             with self._as_vllm_loads():
                 self._replace_layers(update.parts)
+        self._serve()
+
+    def let_pass(self) -> None:
+        """Be done with the tensors that have just come of a rehearsed update: verify them, or serve them.
+
+        Raises:
+            ValueError: tensors differ from those of the rehearsal.
+        """
+        if not self.rehearsed:
+            return
+        update = self.expected()
+        if self.replacing:
+            _require(update.problems_of_arrived())
+            with self._as_vllm_loads():
+                self._replace_layers(update.parts)
+        update.parts.clear()
+        # The learner makes the next layer where this one lies.
+        torch.cuda.synchronize(self.device)
+
+    def finish(self) -> None:
+        """Serve the rehearsed update, all of whose layers have come again.
+
+        Raises:
+            ValueError: some have not.
+        """
+        update, self.update = self.expected(), None
+        _require(update.problems())
+        self.replacing = False
+        self._serve()
+
+    def _serve(self) -> None:
         del self.worker.model_runner.execute_model
         self.whole = True
 
@@ -203,6 +247,11 @@ def rank_refit(worker: Any) -> RankRefit:
     if "_qarl_refit" not in vars(worker):
         worker._qarl_refit = RankRefit(worker)
     return worker._qarl_refit
+
+
+def _require(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("what was served is not what was rehearsed:\n  " + "\n  ".join(problems))
 
 
 def _refuse_to_serve(*_: Any, **__: Any) -> None:

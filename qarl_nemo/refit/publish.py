@@ -36,6 +36,7 @@ class RefitUpdate:
 
     # Receivers may read the tensors until the refit is over.
     stays = True
+    rehearsed = False
 
     @property
     def num_bytes(self) -> int:
@@ -58,23 +59,36 @@ class RefitUpdate:
 class StreamedUpdate:
     """One update of the rollout engine that is never whole in memory: a layer is made, sent and forgotten.
 
-    The layers are made twice, once for the manifest's checksums and once to be sent. Where several ranks make them
-    together, every rank enters the update (`with`) and one pushes it; leaving it makes the layers that nobody asked
-    for, also when the push failed, so that no rank waits for another.
+    The layers are made twice, once for the manifest's checksums and once to be sent; three times if they are rehearsed.
+    Where several ranks make them together, every rank enters the update (`with`) and one pushes it; leaving it makes
+    the layers that nobody asked for, also when the push failed, so that no rank waits for another.
 
     Args:
         stream: starts to make the tensors of one layer after another, by name; it may empty a layer when it is asked
             for the next.
         fmt: the rollout engine's format.
         version: the weight version.
+        rehearsed: send everything twice, first to be verified and then to be served, so that the receivers, too, hold
+            one layer at a time. Else they hold their part until it is verified.
+        lend: as `stream`, for the layers that are sent; by default `stream` makes them, too.
     """
 
     stays = False
 
-    def __init__(self, stream: Callable[[], Iterable[dict[str, Tensor]]], fmt: QuantFormat, *, version: int) -> None:
+    def __init__(
+        self,
+        stream: Callable[[], Iterable[dict[str, Tensor]]],
+        fmt: QuantFormat,
+        *,
+        version: int,
+        rehearsed: bool = False,
+        lend: Callable[[], Iterable[dict[str, Tensor]]] | None = None,
+    ) -> None:
         named = (item for layer in stream() for item in layer.items())
         self.manifest = Manifest.of(named, version=version, fmt=fmt.name)
-        self._layers = iter(stream())
+        self.rehearsed = rehearsed
+        self._passes = [iter((lend or stream)()) for _ in range(2 if rehearsed else 1)]
+        self._num_begun = 0
 
     @property
     def num_bytes(self) -> int:
@@ -82,9 +96,13 @@ class StreamedUpdate:
         return self.manifest.num_bytes
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """Return one layer after another, once; a receiver that keeps tensors must copy before it asks for the next."""
+        """Return one layer after another; a receiver that keeps tensors must copy before it asks for the next.
+
+        Each call is the next pass: one, or two of a rehearsed update.
+        """
         # Not a generator of its own: abandoned half-way, it would close the one that `__exit__` goes on with.
-        return self._layers
+        self._num_begun += 1
+        return self._passes[self._num_begun - 1]
 
     def contradictions(self) -> list[str]:
         """Return nothing: what is sent is made as the manifest was, and checksums tell if it is not the same."""
@@ -94,8 +112,9 @@ class StreamedUpdate:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _ in self._layers:
-            pass
+        for layers in self._passes:
+            for _ in layers:
+                pass
 
 
 Update = RefitUpdate | StreamedUpdate

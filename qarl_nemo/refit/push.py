@@ -53,7 +53,8 @@ def push(update: Update, engine: RolloutEngine, sender: Sender) -> RefitReport:
             _require_idle(engine)
             # A collective cannot send what its manifest does not describe.
             _refuse([update.contradictions()], report, served)
-            _refuse(engine.collective_rpc("qarl_begin", args=(update.manifest.to_message(),)), report, served)
+            announced = (update.manifest.to_message(), update.rehearsed)
+            _refuse(engine.collective_rpc("qarl_begin", args=announced), report, served)
         with _timed(report, "transfer"):
             sender.send(update, engine)
         with _timed(report, "verify"):
@@ -68,6 +69,9 @@ def push(update: Update, engine: RolloutEngine, sender: Sender) -> RefitReport:
     try:
         with _timed(report, "replace"):
             engine.collective_rpc("qarl_replace")
+            if update.rehearsed:
+                sender.send(update, engine)
+                engine.collective_rpc("qarl_replaced")
     except Exception as error:
         raise RuntimeError(
             f"the engine broke off while version {report.version} replaced {served}: it serves nothing until a whole "

@@ -89,7 +89,9 @@ class IpcSender:
         num_ranks = len(engine.collective_rpc("qarl_process"))
         for tensors in update.batches():
             descriptions = self._export(tensors, num_ranks)
-            engine.collective_rpc("qarl_receive", args=("ipc" if update.stays else "ipc_copied", descriptions))
+            # A rank that rehearses is done with a layer when it answers.
+            kind = "ipc" if update.stays or update.rehearsed else "ipc_copied"
+            engine.collective_rpc("qarl_receive", args=(kind, descriptions))
             if not update.stays:
                 self._held = []
 

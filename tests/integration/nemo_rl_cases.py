@@ -144,6 +144,14 @@ CASES = {
         ),
         validates=2,
     ),
+    "layerwise": Case(starts=(Start(steps=4, overrides=("++qarl.layerwise_refit=true",)),)),
+    "tp2_layerwise": _parallel(
+        2,
+        f"{_MEGATRON}.expert_model_parallel_size=2",
+        f"{_VLLM}.tensor_parallel_size=2",
+        "++qarl.group_size=64",
+        "++qarl.layerwise_refit=true",
+    ),
     "tp2": _parallel(
         2,
         f"{_MEGATRON}.tensor_model_parallel_size=2",

@@ -24,6 +24,7 @@ class EngineCase:
         sleeps: started so that it can sleep.
         expert_size: I, width of an expert.
         one_kernel_at_a_time: every launch waits for the one before, whatever its stream.
+        rehearsed: updates come layer by layer, twice.
     """
 
     format: str
@@ -39,6 +40,7 @@ class EngineCase:
     sleeps: bool = False
     expert_size: int = 512
     one_kernel_at_a_time: bool = False
+    rehearsed: bool = False
 
     @property
     def name(self) -> str:
@@ -53,6 +55,8 @@ class EngineCase:
             parts.append(f"I{self.expert_size}")
         if self.one_kernel_at_a_time:
             parts.append("blocking")
+        if self.rehearsed:
+            parts.append("rehearsed")
         return "-".join(parts)
 
     @property
@@ -73,6 +77,7 @@ class EngineCase:
 
 
 _BRIEF = ("first_refit", "there_and_back")
+_REHEARSED = (*_BRIEF, "broken_rehearsal")
 _WHOLE = ("methods", *_BRIEF, "prefix_cache", "refusals", "cuts", "in_flight", "memory")
 # (format, group size)
 _GROUPS = ((name, None) for name in FORMATS), (("w4a16", 64), ("w4a16", 32))
@@ -90,6 +95,7 @@ def one_gpu() -> list[EngineCase]:
     for name in FORMATS:
         cases.append(EngineCase(name, ("methods", *_BRIEF), targets=("experts",)))
         cases.append(EngineCase(name, _BRIEF, targets=("experts",), starts_from="B", sender="file"))
+        cases.append(EngineCase(name, (*_REHEARSED, "memory"), sender="ipc", rehearsed=True))
     return cases
 
 
@@ -108,6 +114,9 @@ def several_gpus() -> list[EngineCase]:
     cases.append(EngineCase("w4a8", checks, sender="collective", tensor_parallel=2))
     cases.append(EngineCase("w4a16", checks, sender="collective", tensor_parallel=2, expert_parallel=True))
     cases.append(EngineCase("w4a16", _BRIEF, sender="file", tensor_parallel=2))
+    cases.append(EngineCase("w4a16", _REHEARSED, sender="ipc", tensor_parallel=2, rehearsed=True))
+    cases.append(EngineCase("bf16", _REHEARSED, sender="ipc", tensor_parallel=2, expert_parallel=True, rehearsed=True))
+    cases.append(EngineCase("fp8_block", _REHEARSED, sender="collective", rehearsed=True))
     # 192 on each rank: not a multiple of the group.
     cases.append(EngineCase("w4a16", (NO_START,), sender="ipc", tensor_parallel=2, expert_size=384))
     return cases

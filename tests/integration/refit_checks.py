@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from refit_cases import EngineCase
 from refit_learner import VOCAB_SIZE, published
-from refit_senders import CutSender, RepeatingSender, make_sender
+from refit_senders import CutSender, RepeatingSender, make_sender, rehearsed
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.refit.engine_methods import chosen_methods
 from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.publish import RefitUpdate, Update
 from qarl_nemo.refit.push import push
 
 # Longer than a block of the prefix cache.
@@ -47,9 +47,10 @@ class Rig:
 
     def push(self, name: str) -> Any:
         """Refit the engine to update `A` or `B`."""
-        return push(self.updates[name], self.llm, self.sender)
+        update = self.updates[name]
+        return push(rehearsed(update, self.format) if self.case.rehearsed else update, self.llm, self.sender)
 
-    def refusal(self, update: RefitUpdate, sender: Any = None) -> str:
+    def refusal(self, update: Update, sender: Any = None) -> str:
         """Return the error of a refit that must fail."""
         try:
             push(update, self.llm, sender or self.sender)
@@ -153,6 +154,9 @@ def refusals(rig: Rig) -> dict[str, dict[str, Any]]:
         found[name] = {"error": error, "offending": offending, "same": rig.state() == before}
     error = rig.refusal(rig.updates["B"], RepeatingSender(rig.sender, "model.norm.weight"))
     found["sent twice"] = {"error": error, "offending": ["model.norm.weight"], "same": rig.state() == before}
+    if rig.case.device == "cpu":
+        error = rig.refusal(rehearsed(rig.updates["B"], rig.format))
+        found["rehearsed"] = {"error": error, "offending": ["reloaded as a whole"], "same": rig.state() == before}
     rig.push("B")
     found["whole again"] = {"error": "", "offending": [], "same": rig.state() == before}
     return found
@@ -194,6 +198,16 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
     for other, offending in ((served, layer), ("w3a16", "w3a16")):
         cases[f"format {other}"] = RefitUpdate(replace(update.manifest, format=other), update.tensors), [offending]
     return cases
+
+
+def broken_rehearsal(rig: Rig) -> dict[str, Any]:
+    """What an engine says that is sent other weights than were rehearsed, and whether the next refit mends it."""
+    rig.push("B")
+    wanted = rig.state()
+    error = rig.refusal(rehearsed(rig.updates["A"], rig.format, spoiled="model.norm.weight"))
+    versions = rig.rpc("qarl_version")
+    rig.push("B")
+    return {"error": error, "versions": versions, "mended": rig.state() == wanted}
 
 
 def cuts(rig: Rig) -> dict[str, dict[str, Any]]:

@@ -1,12 +1,15 @@
 """The senders of the refit tests, and two that fail as a network or a learner may."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from refit_cases import EngineCase
+from torch import Tensor
 
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_kernels import QuantFormat
+from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender
 
 
@@ -16,6 +19,26 @@ def make_sender(case: EngineCase, device: str, scratch: Path) -> Any:
         backend = "gloo" if case.device == "cpu" else "nccl"
         return CollectiveSender(case.tensor_parallel, torch.device(device), backend=backend)
     return {"direct": DirectSender, "ipc": IpcSender, "file": lambda: FileSender(scratch / "refits")}[case.sender]()
+
+
+def rehearsed(update: RefitUpdate, fmt: QuantFormat, *, spoiled: str = "") -> StreamedUpdate:
+    """Return the same update as a learner of shards sends it, layer by layer; one tensor may be served otherwise."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in update.tensors.items():
+        layers.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor
+    passes: list[None] = []
+
+    def stream() -> Iterator[dict[str, Tensor]]:
+        passes.append(None)
+        for layer in layers.values():
+            # Made anew each time, and gone when the next one is.
+            made = {name: tensor.clone() for name, tensor in layer.items()}
+            if spoiled in made and len(passes) == 3:
+                made[spoiled] += 1
+            yield made
+            made.clear()
+
+    return StreamedUpdate(stream, fmt, version=update.manifest.version, rehearsed=True)
 
 
 class CutSender:

@@ -211,6 +211,14 @@ def test_a_refit_cut_anywhere_leaves_the_old_version_serving(case, facts):
         assert cut == {"error": f"ConnectionError: cut after {number} tensors", "same": True}
 
 
+@asked("broken_rehearsal")
+def test_an_engine_serves_nothing_after_what_differs_from_its_rehearsal(case, facts):
+    found = facts("broken_rehearsal")
+    assert found["error"].startswith("RuntimeError: the engine broke off")
+    assert {state["whole"] for state in found["versions"]} == {False}
+    assert found["mended"]
+
+
 @asked("in_flight")
 def test_a_response_is_of_one_version(case, facts):
     found = facts("in_flight")

@@ -18,6 +18,9 @@ class NemoQarlConfig(QarlConfig):
     """Which objective replaces NeMo-RL's clipped loss, with its settings; `loss_fn` keeps the reference KL."""
     router_replay: bool | None = None  # type: ignore[assignment]
     """The learner uses the experts the rollout engine chose; None follows `policy.router_replay.enabled`."""
+    layerwise_refit: bool | None = None
+    """Whether colocated engines read one layer of a refit at a time, twice, instead of all of it at once; None: where
+    all of it would take more than half of a GPU's free memory."""
     engine_rounding: bool = False
     """The learner's norms and rotary embedding round where vLLM's do; false leaves both to Megatron."""
 

@@ -4,6 +4,7 @@ Colocated engines read the learner rank on their own GPU through CUDA IPC; separ
 """
 
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,49 +13,73 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qarl_nemo.refit.ipc import export_tensor, gpu_id
-from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate, Update
+from qarl_nemo.refit.publish import StreamedUpdate, Update
 from qarl_nemo.refit.push import push
 from qarl_nemo.refit.send import RolloutEngine, Sender
 
 
 class ColocatedSender:
-    """Every rank of the engines reads the learner rank on its own GPU; made on every rank of the learner.
+    """Every rank of the engines reads the learner rank on its own GPU; made on every rank of the learner."""
 
-    Args:
-        tensors: on this rank's GPU, the same on every rank.
-    """
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._descriptions: dict[str, dict[str, Any]] = {}
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def lend(self, layers: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yield each layer while engines may read it; called on every rank, for rank 0 to send what it yields.
+
+        Args:
+            layers: tensors of this rank's GPU by name, the same on every rank.
+
+        Yields:
+            Them; a layer stays until all ranks ask for the next.
+        """
+        for layer in layers:
+            self.share(layer)
+            yield layer
+            # Rank 0 asks for the next one when all engines are done with this.
+            dist.barrier()
+
+    def share(self, tensors: dict[str, Tensor]) -> None:
+        """Let engines read these tensors until the next ones, or `release`; called on every rank.
+
+        Args:
+            tensors: on this rank's GPU, the same on every rank.
+        """
         self._held = {name: _apart(tensor) for name, tensor in tensors.items()}
         mine = {name: export_tensor(tensor) for name, tensor in self._held.items()}
         torch.cuda.synchronize()
         exported: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(exported, (gpu_id(torch.cuda.current_device()), mine))
-        self.descriptions: dict[str, dict[str, Any]] = dict(exported)
+        self._descriptions = dict(exported)
 
-    def send(self, update: RefitUpdate, engine: RolloutEngine) -> None:
+    def send(self, update: Update, engine: RolloutEngine) -> None:
         """Tell every rank where the tensors of its GPU's learner rank lie.
 
         Args:
-            update: what was exported.
+            update: what is shared, or, layer by layer, lent.
             engine: all engines.
 
         Raises:
             ValueError: a rank of the engines runs on a GPU that no learner rank is on.
         """
         gpus = engine.collective_rpc("qarl_gpu")
-        alone = [f"rank {rank} on {gpu}" for rank, gpu in enumerate(gpus) if gpu not in self.descriptions]
+        for tensors in update.batches():
+            self._require_neighbours(gpus)
+            message = {name: [self._descriptions[gpu][name] for gpu in gpus] for name in tensors}
+            engine.collective_rpc("qarl_receive", args=("ipc", message))
+
+    def release(self) -> None:
+        """Let go of this rank's tensors; no rank of the engines reads them any more."""
+        self._held = {}
+
+    def _require_neighbours(self, gpus: list[str]) -> None:
+        alone = [f"rank {rank} on {gpu}" for rank, gpu in enumerate(gpus) if gpu not in self._descriptions]
         if alone or len(set(gpus)) < len(gpus):
             raise ValueError(
                 f"colocated engines need one learner rank on each of their GPUs: {', '.join(alone) or gpus}; set "
                 "policy.generation.colocated.enabled=false to send through NCCL"
             )
-        message = {name: [self.descriptions[gpu][name] for gpu in gpus] for name in update.tensors}
-        engine.collective_rpc("qarl_receive", args=("ipc", message))
-
-    def release(self) -> None:
-        """Let go of this rank's tensors; no rank of the engines reads them any more."""
-        self._held = {}
 
 
 def _apart(tensor: Tensor) -> Tensor:

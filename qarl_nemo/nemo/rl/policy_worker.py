@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker
 from torch import Tensor
@@ -27,6 +28,8 @@ from qarl_nemo.refit.send import CollectiveSender
 
 # The first refit may wait for engines that compile kernels.
 _TIMEOUT_S = 600.0
+# Of a GPU's free memory: what a refit may take as a whole.
+_WHOLE_SHARE = 0.5
 
 
 class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerImpl):
@@ -48,6 +51,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             engine_rounding=qarl["engine_rounding"],
         )
         self._collective_sender: CollectiveSender | None = None
+        self._layerwise: bool | None = qarl["layerwise_refit"]
         with aligned_provider(megatron_policy_worker, self.alignment):
             super().__init__(config, *arguments, **named)
         aligned = require_aligned([self.model], self.alignment)
@@ -72,7 +76,10 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             RuntimeError: the engines refused the update, or one broke off.
         """
         started = time.perf_counter()
-        update, sender = self._whole(version) if self.is_generation_colocated else self._streamed(version, num_ranks)
+        if not self.is_generation_colocated:
+            update, sender = self._streamed(version, num_ranks)
+        else:
+            update, sender = self._lent(version) if self._is_layerwise() else self._whole(version)
         publish_s = time.perf_counter() - started
         figures = push_from_all(update, RayEngines(engines), sender)
         return figures | {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
@@ -102,8 +109,26 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         tensors: dict[str, Tensor] = {}
         for layer in self._layers():
             tensors.update(layer)
-        update = RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors)
-        return update, ColocatedSender(tensors)
+        sender = ColocatedSender()
+        sender.share(tensors)
+        return RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors), sender
+
+    def _lent(self, version: int) -> tuple[StreamedUpdate, ColocatedSender]:
+        sender = ColocatedSender()
+
+        def lend() -> Iterator[dict[str, Tensor]]:
+            return sender.lend(self._layers())
+
+        return StreamedUpdate(self._layers, self.served, version=version, rehearsed=True, lend=lend), sender
+
+    def _is_layerwise(self) -> bool:
+        if self._layerwise is None:
+            num_bytes = sum(tensor.nbytes for layer in self._layers() for tensor in layer.values())
+            free: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(free, torch.cuda.mem_get_info()[0])
+            self._layerwise = num_bytes > _WHOLE_SHARE * min(free)
+            print(f"qarl: rank {self.rank} refits {'layer by layer' if self._layerwise else 'as a whole'}", flush=True)
+        return self._layerwise
 
     def _streamed(self, version: int, num_ranks: int) -> tuple[StreamedUpdate, CollectiveSender]:
         if self._collective_sender is None:

@@ -16,6 +16,9 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from qarl_nemo.nemo.rl.engine_arguments import engine_arguments
 from qarl_nemo.refit.engine_settings import ENVIRONMENT
 
+# After these, what an engine serves may be another version: the second ends a refit that was rehearsed.
+_REPLACING = ("qarl_replace", "qarl_replaced")
+
 
 class _ServesPacked:
     _served_version: int | None = None
@@ -45,7 +48,7 @@ class _ServesPacked:
             )
 
     def _forget_version(self, method: str) -> None:
-        if method == "qarl_replace":
+        if method in _REPLACING:
             self._served_version = None
 
     def _note_version(self, states: list[dict[str, Any]]) -> None:
@@ -65,7 +68,7 @@ class QarlGenerationWorkerImpl(_ServesPacked, VllmGenerationWorkerImpl):
         """Call a method of every rank; the results are in the order of ranks."""
         self._forget_version(method)
         results = self.llm.collective_rpc(method, args=args)
-        if method == "qarl_replace":
+        if method in _REPLACING:
             self._note_version(self.llm.collective_rpc("qarl_version"))
         return results
 
@@ -95,7 +98,7 @@ class QarlAsyncGenerationWorkerImpl(_ServesPacked, VllmAsyncGenerationWorkerImpl
         """Call a method of every rank; the results are in the order of ranks."""
         self._forget_version(method)
         results = await self.llm.collective_rpc(method, args=args)
-        if method == "qarl_replace":
+        if method in _REPLACING:
             self._note_version(await self.llm.collective_rpc("qarl_version"))
         return results
 

@@ -128,6 +128,43 @@ def test_a_streamed_update_is_made_to_the_end_also_where_it_is_refused(engines, 
     assert serving_version(engines) == 1
 
 
+def rehearsed(update, *, made=None, spoiled=False):
+    """The update layer by layer, which may not be served as it was rehearsed."""
+    passes = []
+
+    def stream():
+        passes.append(None)
+        for name, tensor in update.tensors.items():
+            if made is not None:
+                made.append(name)
+            last = spoiled and len(passes) == 3 and name == "model.norm.weight"
+            yield {name: tensor + 1 if last else tensor}
+
+    return StreamedUpdate(stream, get_format("w4a16"), version=update.manifest.version, rehearsed=True)
+
+
+def test_a_rehearsed_update_comes_twice_and_is_held_a_layer_at_a_time(engines, learner):
+    sender, update, made = CollectiveSender(3, CPU, backend="gloo"), update_of(1), []
+    push_from_all(rehearsed(update, made=made), engines, sender)
+    assert made == 3 * list(NAMES)
+    assert serving_version(engines) == 1
+    assert engines.collective_rpc("qarl_most_held") == [1, 1, 1]
+    for served in engines.collective_rpc("qarl_served"):
+        for name, tensor in update.tensors.items():
+            assert_bitwise_equal(served[name], tensor)
+
+
+def test_an_engine_serves_nothing_after_what_differs_from_its_rehearsal(engines, learner):
+    sender = CollectiveSender(3, CPU, backend="gloo")
+    push_from_all(update_of(1), engines, sender)
+    with pytest.raises(RuntimeError, match=r"broke off while version 2 replaced version 1(.|\n)*norm\.weight"):
+        push_from_all(rehearsed(update_of(2), spoiled=True), engines, sender)
+    with pytest.raises(RuntimeError, match="no single weight version"):
+        serving_version(engines)
+    push_from_all(rehearsed(update_of(3)), engines, sender)
+    assert serving_version(engines) == 3
+
+
 def test_a_killed_engine_is_an_error_and_the_other_keeps_its_version(engines, learner):
     sender = CollectiveSender(3, CPU, backend="gloo")
     push_from_all(update_of(1), engines, sender)
