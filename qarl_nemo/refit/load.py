@@ -1,29 +1,16 @@
 """vLLM's side of a refit: `worker_extension_cls="qarl_nemo.refit.load.PackedRefit"`.
 
 Each rank checks the announced update against its own layers, takes tensors in, verifies them whole, and only then
-converts layer by layer into the tensors its kernels and captured CUDA graphs already read.
+converts layer by layer into the tensors its kernels and captured CUDA graphs already read (`rank.py`).
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from qarl_kernels import get_format
-from qarl_nemo.refit.arrive import Arrivals
-from qarl_nemo.refit.convert import checkpoint_parameters, convert, is_converted, load_parts, overwrite
-from qarl_nemo.refit.engine_layout import Slot, engine_slots, expert_part, is_experts, layout, slot_name
-from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
-from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.manifest import Manifest, checksums
-from qarl_nemo.refit.names import TARGETS, module_kind
-from qarl_nemo.refit.receive import checkpoint_tensors
-
-# int4 experts whose FP8 scales a reciprocal would round differently from the learner's division.
-_DIVIDES = {"w4a8": "+quant_fp8"}
+from qarl_nemo.refit.rank import RankRefit
 
 
 class PackedRefit:
@@ -85,197 +72,8 @@ class PackedRefit:
         return memory
 
 
-class RankRefit:
-    """Refits of one rank.
-
-    Args:
-        worker: vLLM's.
-    """
-
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        self.device = torch.device(worker.device)
-        self.model: nn.Module = worker.model_runner.get_model()
-        self.arrivals = Arrivals(worker.rank, self.device)
-        self.update: IncomingUpdate | None = None
-        self.rehearsed, self.replacing = False, False
-        self.version: int | None = None
-        self.whole = True
-        self._layers = {name: layer for name, layer in self.model.named_modules() if checkpoint_parameters(layer)}
-        own = {
-            name: (layer, checkpoint_parameters(layer)) for name, layer in self._layers.items() if not _is_cache(name)
-        }
-        self._slots = engine_slots(own)
-        self._methods = chosen_methods(self.model)
-        self._checked: set[str] = set()
-
-    def begin(self, manifest: Manifest, *, rehearsed: bool = False) -> list[str]:
-        """Expect an update.
-
-        Args:
-            manifest: of the update.
-            rehearsed: it comes twice, to be verified and to be served, and only a layer of it is held at a time.
-
-        Returns:
-            What speaks against it.
-        """
-        problems = self._engine_problems(manifest) + manifest.layout_problems(layout(self._slots))
-        if rehearsed and self.device.type == "cpu":
-            problems.append("vLLM's CPU layers are reloaded as a whole; send an update that is not rehearsed")
-        self.update = None if problems else IncomingUpdate(manifest, self._part)
-        self.rehearsed, self.replacing = rehearsed, False
-        return problems
-
-    def expected(self) -> IncomingUpdate:
-        """Return the announced update.
-
-        Raises:
-            RuntimeError: none was announced.
-        """
-        if self.update is None:
-            raise RuntimeError("no refit is under way in this rank: qarl_begin comes first")
-        return self.update
-
-    def replace(self) -> None:
-        """Serve the update, which has been verified; of a rehearsed one, expect what is served."""
-        update, self.update = self.expected(), None
-        self.whole, self.version = False, update.manifest.version
-        # Whoever asks a half-replaced engine for tokens gets an error, not a mixture of two policies.
-        self.worker.model_runner.execute_model = _refuse_to_serve
-        if self.rehearsed:
-            self.replacing, self.update = True, IncomingUpdate(update.manifest, self._part)
-            return
-        if self.device.type == "cpu":
-            # CPU layers hold packed copies that no tensor of theirs shows; vLLM's own reload makes them anew.
-            arguments = {"weights_iterator": checkpoint_tensors(update.parts), "is_checkpoint_format": True}
-            self.worker.model_runner.reload_weights(**arguments)
-        else:
-            with self._as_vllm_loads():
-                self._replace_layers(update.parts)
-        self._serve()
-
-    def let_pass(self) -> None:
-        """Be done with the tensors that have just come of a rehearsed update: verify them, or serve them.
-
-        Raises:
-            ValueError: tensors differ from those of the rehearsal.
-        """
-        if not self.rehearsed:
-            return
-        update = self.expected()
-        if self.replacing:
-            _require(update.problems_of_arrived())
-            with self._as_vllm_loads():
-                self._replace_layers(update.parts)
-        update.parts.clear()
-        # The learner makes the next layer where this one lies.
-        torch.cuda.synchronize(self.device)
-
-    def finish(self) -> None:
-        """Serve the rehearsed update, all of whose layers have come again.
-
-        Raises:
-            ValueError: some have not.
-        """
-        update, self.update = self.expected(), None
-        _require(update.problems())
-        self.replacing = False
-        self._serve()
-
-    def _serve(self) -> None:
-        del self.worker.model_runner.execute_model
-        self.whole = True
-
-    def _replace_layers(self, parts: dict[str, Tensor]) -> None:
-        by_layer: dict[str, list[tuple[Slot, Tensor]]] = {}
-        for name in list(parts):
-            slot = self._slots[slot_name(name)]
-            by_layer.setdefault(slot.layer, []).append((slot, parts.pop(name)))
-        for name, layer in self._layers.items():
-            loads = by_layer.pop(name, None)
-            if loads is None:
-                continue
-            if is_converted(layer):
-                method = type(layer.quant_method).__name__
-                overwrite(layer, convert(layer, loads, self.device, check=method not in self._checked))
-                self._checked.add(method)
-            else:
-                load_parts(layer, loads)
-
-    def _part(self, name: str, whole: Tensor) -> Tensor:
-        slot = self._slots[slot_name(name)]
-        layer = self._layers[slot.layer]
-        if self.device.type == "cpu" or not is_experts(layer):
-            return whole
-        return expert_part(layer, slot.parameter, checkpoint_parameters(layer)[slot.parameter], whole)
-
-    def _engine_problems(self, manifest: Manifest) -> list[str]:
-        targets = sorted({module_kind(name.rpartition(".")[0]) for name in manifest.records if _is_quantized(name)})
-        fmt = get_format(manifest.format)
-        targets = [target for target in targets if target in TARGETS]
-        problems = method_problems(self._methods, fmt, targets)
-        if not targets and fmt.weight_kind != "bf16":
-            problems.append(f"the update is called {fmt.name} and holds no quantized tensor")
-        config = self.worker.vllm_config
-        if config.parallel_config.pipeline_parallel_size > 1:
-            problems.append("refits do not support pipeline_parallel_size > 1; use tensor or expert parallelism")
-        operator = _DIVIDES.get(fmt.name)
-        if operator and self.device.type == "cuda" and not _enabled(config.compilation_config.custom_ops, operator):
-            problems.append(
-                f"{fmt.name} needs vLLM's CUDA quantizer: compilation_config={{'custom_ops': ['{operator}']}}"
-            )
-        if self.device.type == "cpu" and not self.whole:
-            problems.append("vLLM's reload on a CPU does not recover from one that broke off; start the engine anew")
-        if _asleep(self.model):
-            problems.append("vLLM's weights are asleep; wake_up(tags=['weights']) first")
-        return problems
-
-    @contextmanager
-    def _as_vllm_loads(self) -> Iterator[None]:
-        from vllm.config import set_current_vllm_config
-
-        # CUTLASS's W4A8 operators work on the default stream; a worker of several calls from another one.
-        torch.cuda.synchronize(self.device)
-        stream = torch.cuda.stream(torch.cuda.default_stream(self.device))
-        with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config), self.device, stream:
-            yield
-        torch.cuda.synchronize(self.device)
-
-
 def rank_refit(worker: Any) -> RankRefit:
     """Return the refits of a worker's rank; made when first asked for, because a worker gets its model late."""
     if "_qarl_refit" not in vars(worker):
         worker._qarl_refit = RankRefit(worker)
     return worker._qarl_refit
-
-
-def _require(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("what was served is not what was rehearsed:\n  " + "\n  ".join(problems))
-
-
-def _refuse_to_serve(*_: Any, **__: Any) -> None:
-    raise RuntimeError("this engine's last refit broke off: its weights are of no version; push a whole update first")
-
-
-def _is_cache(layer: str) -> bool:
-    return layer.endswith(".attn")
-
-
-def _is_quantized(name: str) -> bool:
-    return name.endswith((".weight_packed", ".weight_scale", ".weight_scale_inv"))
-
-
-def _enabled(custom_ops: list[str], operator: str) -> bool:
-    return operator in custom_ops or ("all" in custom_ops and operator.replace("+", "-") not in custom_ops)
-
-
-def _asleep(model: nn.Module) -> bool:
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocator = CuMemAllocator.instance
-    if allocator is None:
-        return False
-    pointers = {parameter.data_ptr() for parameter in model.parameters()}
-    asleep = [(start, start + data.handle[1]) for start, data in allocator.pointer_to_data.items() if data.is_asleep]
-    return any(start <= pointer < end for pointer in pointers for start, end in asleep)
