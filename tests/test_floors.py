@@ -74,7 +74,7 @@ def test_a_planted_violation_breaks_its_contract(tree, contract, module, stateme
 
 
 def test_a_door_lets_in_what_it_is_for(tree):
-    (tree / "qarl_nemo" / "refit" / "load.py").write_text("import vllm\n")
+    (tree / "qarl_nemo" / "refit" / "rank.py").write_text("import vllm\n")
     nemo = tree / "qarl_nemo" / "nemo"
     nemo.mkdir(exist_ok=True)
     (nemo / "__init__.py").touch()
