@@ -80,6 +80,7 @@ _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 _ATTENTION = "++qarl.targets=[experts,attention]"
 _BF16 = ("qarl.format=bf16", "++qarl.alignment=none")
 _RUNS_BF16 = {"executes": "bf16 in experts", "rollouts": "bf16"}
+_LARGE = ("policy.train_micro_batch_size=32",)
 _SEPARATE = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
 _ASYNCHRONOUS = (
     "grpo.async_grpo.enabled=true",
@@ -182,10 +183,10 @@ CASES = {
         "policy.train_micro_batch_size=32",
         "++qarl.group_size=64",
     ),
-    "one_billion": Case(
-        # Random weights: what is sampled is near to uniform.
-        starts=(Start(steps=3, overrides=("policy.train_micro_batch_size=32",), gap=(0.0, 0.1)),),
-        model="1b",
+    # 0.83 B parameters: large enough that a step's time is not all the host's.
+    "one_billion": Case(starts=(Start(steps=20, overrides=_LARGE, gap=(0.0, 0.02)),), model="1b"),
+    "one_billion_bf16": Case(
+        starts=(Start(steps=20, overrides=(*_LARGE, *_BF16), gap=(0.0, 0.02), **_RUNS_BF16),), model="1b"
     ),
     "killed": Case(
         starts=(

@@ -18,6 +18,8 @@ _NEMO_RL = Path(nemo_rl.__file__).parents[1]
 TIMEOUT_S = float(os.environ.get("QARL_NEMO_RL_TIMEOUT", "240"))
 # From the death of an actor to the end of the program.
 _DEATH_S = 60.0
+# Of the warm start.
+_LEARNING_RATES = {"tiny": "6e-4", "1b": "2e-4"}
 _STEP = re.compile(r"=+ Step (\d+)/")
 # What the driver prints when it turns to these actors, and how many seconds later they are at it.
 _AT_WORK = {
@@ -48,13 +50,14 @@ class Ended:
         return [int(step) for step in _STEP.findall(self.text)]
 
 
-def make_model(size: str, folder: Path) -> Path:
-    """Return a folder with model/, train.jsonl and val.jsonl, made unless it is there."""
+def make_model(size: str, folder: Path, gpu: int) -> Path:
+    """Return a folder with model/, train.jsonl and val.jsonl, made unless it is there; a large one on a GPU."""
     if not (folder / "val.jsonl").exists() or not (folder / "model" / "model.safetensors").exists():
-        warm = ["--warm-start", "0.5", "--batch", "64", "--lr", "6e-4"] if size == "tiny" else []
-        command = [sys.executable, str(ROOT / "tools" / "make_arithmetic_model.py"), str(folder), "--largest", "9"]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run([*command, "--size", size, *warm], env=environment, check=True, timeout=300)
+        tool = str(ROOT / "tools" / "make_arithmetic_model.py")
+        command = [sys.executable, tool, str(folder), "--largest", "9", "--size", size, "--warm-start", "0.5"]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "" if size == "tiny" else str(gpu)}
+        learning = ["--batch", "64", "--lr", _LEARNING_RATES[size]]
+        subprocess.run([*command, *learning], env=environment, check=True, timeout=300)
     return folder
 
 

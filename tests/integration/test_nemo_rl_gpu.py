@@ -47,7 +47,7 @@ def test_nemo_rl_runs(name, models, tmp_path):
     gpus, num_host_gpus = visible_gpus()
     if len(gpus) < case.gpus:
         pytest.skip(f"needs {case.gpus} GPUs, sees {len(gpus)}")
-    model = make_model(case.model, models / case.model)
+    model = make_model(case.model, models / case.model, gpus[0])
     port = os.environ.get("QARL_NEMO_RL_PORT")
     finished = 0
     with ray_cluster(gpus[: case.gpus], num_host_gpus, port and int(port)) as cluster:
