@@ -19,6 +19,7 @@ from qarl_nemo.config import ConfigError
 from qarl_nemo.losses.nemo import QarlLossFn
 from qarl_nemo.nemo.rl import plugin
 from qarl_nemo.nemo.rl.config import NemoQarlConfig, apply_qarl, as_mapping
+from qarl_nemo.nemo.rl.hints import find_hints
 from qarl_nemo.nemo.rl.model_shapes import fetch_model_config
 from qarl_nemo.nemo.rl.run_folder import describe_run
 from qarl_nemo.nemo.rl.token_metrics import token_metrics
@@ -61,7 +62,7 @@ class _Run:
         config = self.master_config(**values)
         fetch_model_config(config.policy["model_name"])
         self.qarl = apply_qarl(config)
-        print(f"qarl: {self.qarl}", flush=True)
+        print(f"qarl: {self.qarl}", *find_hints(as_mapping(config)), sep="\nqarl: hint: ", flush=True)
         if self.check_only:
             sys.exit(0)
         return config

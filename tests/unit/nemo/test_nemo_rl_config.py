@@ -7,6 +7,7 @@ import pytest
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo.rl.config import apply_qarl
+from qarl_nemo.nemo.rl.hints import find_hints
 
 QWEN3_30B = str(Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b")
 
@@ -198,3 +199,12 @@ def test_shards_that_a_kernel_does_not_take_are_named_with_their_layout():
     assert any("tensor_parallel_size=4: down_proj" in line for line in lines)
     whole_experts = {"tensor_parallel_size": 4, "expert_parallel_size": 4, "precision": "bfloat16"}
     apply_qarl(config(**{"policy.generation.vllm_cfg": whole_experts}))
+
+
+def test_slow_settings_are_hints():
+    assert find_hints(config()) == []
+    packed = {"policy.sequence_packing.enabled": True}
+    eager = {"policy.generation.vllm_cfg.enforce_eager": True}
+    found = find_hints(config(**packed, **eager))
+    assert [hint.partition("=")[0] for hint in found] == ["policy.sequence_packing.fuse_loss", next(iter(eager))]
+    assert find_hints(config(**packed, **{"policy.sequence_packing.fuse_loss": True})) == []
