@@ -267,6 +267,9 @@ def memory(
     optimizer: Annotated[list[str] | None, typer.Option(help="adam, adam_bf16, muon or offloaded; repeat.")] = None,
     recompute: Annotated[list[str] | None, typer.Option(help="full or none; repeat.")] = None,
     gradient_bytes: Annotated[int, typer.Option(help="Of a gradient: 4 or 2.")] = 4,
+    engine_tp: Annotated[
+        int | None, typer.Option(help="GPUs of one rollout engine on the learner's GPUs: adds a refit's peaks.")
+    ] = None,
 ) -> None:
     """Compute what a Megatron learner needs on each GPU, and say what fits; nothing is started."""
     from rich.console import Console
@@ -281,7 +284,7 @@ def memory(
         for name in optimizer or OPTIMIZERS
         for kind in recompute or ("full", "none")
     ]
-    Console(width=130).print(memory_table(size, ranks, learners, gpu_gib * 2**30))
+    Console(width=150).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
 
 
 def _require_no_options(context: typer.Context) -> None:

@@ -252,8 +252,35 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
     )
 
 
+def refit_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, engine_tp: int, *, layerwise: bool) -> float:
+    """Compute what a GPU holds during a refit of the engine beside the learner: gradients and optimizer are offloaded.
+
+    Args:
+        model: its sizes.
+        ranks: how GPUs share the learner.
+        learner: what it executes; the engine serves the same.
+        engine_tp: GPUs that share one engine.
+        layerwise: one layer of the update is held at a time; else all of it.
+
+    Returns:
+        Bytes of the learner's weights, BF16 and packed, the engine's, and the update's; the engine's cache sleeps.
+    """
+    per_layer = model.expert_parameters + model.mlp_parameters
+    per_layer += model.attention_parameters if learner.attention else 0
+    quantized = model.num_layers * per_layer
+    packed = _packed_bytes(learner.format or "bf16", learner.group_size)
+    whole = packed * quantized + BF16 * (model.num_parameters - quantized)
+    held = rank_memory(model, ranks, learner).parts
+    update = max(whole / model.num_layers, BF16 * model.vocab_size * model.hidden) if layerwise else whole
+    return held["weights"] + held["packed"] + whole / engine_tp + update
+
+
 def memory_table(
-    model: ModelSize, layouts: Sequence[Parallelism], learners: Sequence[Learner], gpu_bytes: float
+    model: ModelSize,
+    layouts: Sequence[Parallelism],
+    learners: Sequence[Learner],
+    gpu_bytes: float,
+    engine_tp: int | None = None,
 ) -> "Table":
     """Return a table of what every layout and learner needs, and whether it fits.
 
@@ -262,17 +289,30 @@ def memory_table(
         layouts: to compute.
         learners: to compute, in each layout.
         gpu_bytes: memory of a GPU.
+        engine_tp: GPUs that share one rollout engine on the learner's GPUs, for two columns more: a refit's peak, as a
+            whole and layer by layer, which must fit, too, with the overhead of two processes.
     """
     from rich.table import Table
 
     title = f"GiB of each rank; with {OVERHEAD_BYTES / GIB:g} more it must fit in {gpu_bytes / GIB:g}"
-    table = Table("layout", "optimizer", "recompute", *_PARTS, "peak", "fits", title=title)
+    refits = () if engine_tp is None else ("refit", "layerwise")
+    table = Table("layout", "optimizer", "recompute", *_PARTS, "peak", "fits", *refits, title=title)
+
+    def marked(size: float) -> str:
+        color = "green" if size + 2 * OVERHEAD_BYTES <= gpu_bytes else "red"
+        return f"[{color}]{size / GIB:.1f}[/]"
+
     for ranks in layouts:
         for learner in learners:
             needed = rank_memory(model, ranks, learner)
             sizes = [f"{size / GIB:.1f}" for size in (*(needed.parts[name] for name in _PARTS), needed.peak_bytes)]
             fits = "[green]yes[/]" if needed.fits(gpu_bytes) else "[red]no[/]"
-            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits)
+            peaks = (
+                []
+                if engine_tp is None
+                else [marked(refit_bytes(model, ranks, learner, engine_tp, layerwise=kind)) for kind in (False, True)]
+            )
+            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits, *peaks)
     return table
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qarl_kernels import FORMAT_NAMES, get_format, stored_layout
 from qarl_nemo.cli import app
-from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, rank_memory
+from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, rank_memory, refit_bytes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
@@ -139,3 +139,23 @@ def test_the_command_says_what_fits():
     assert done.exit_code == 0, done.output
     lines = [line for line in done.output.splitlines() if "ep8" in line]
     assert ["yes" in line for line in lines] == [True, False]
+
+
+# By hand: 28,991,029,248 parameters of experts, 1,541,093,376 others in BF16; on EP8 an eighth of the experts.
+@pytest.mark.parametrize(("name", "bits", "engine_tp"), [("w4a16", 4.125, 1), ("fp8_channel", 8, 2), ("bf16", 16, 4)])
+def test_a_refit_holds_learner_engine_and_update(model, name, bits, engine_tp):
+    ranks, learner = Parallelism(8, ep=8), Learner(format=name)
+    experts, others = 28.991029248, 2 * 1.541093376
+    served = experts * bits / 8 + others
+    held = experts / 8 * (2 + bits / 8) + others + served / engine_tp
+    whole = refit_bytes(model, ranks, learner, engine_tp, layerwise=False)
+    assert whole / 1e9 == pytest.approx(held + served, rel=1e-4)
+    by_layers = refit_bytes(model, ranks, learner, engine_tp, layerwise=True)
+    assert by_layers / 1e9 == pytest.approx(held + max(served / 48, 2 * 151936 * 2048 / 1e9), rel=1e-4)
+
+
+def test_the_command_adds_a_refits_peaks():
+    arguments = ["memory", str(MODEL), "--layout", "ep8", "--format", "bf16", "--engine-tp", "2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"refit\W+layerwise", result.output)

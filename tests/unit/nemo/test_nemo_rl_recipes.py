@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from qarl_nemo.config import merge_mappings
-from qarl_nemo.memory import GIB, Learner, ModelSize, Parallelism, rank_memory
+from qarl_nemo.memory import GIB, OVERHEAD_BYTES, Learner, ModelSize, Parallelism, rank_memory, refit_bytes
 from qarl_nemo.nemo.rl.config import apply_qarl
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -92,8 +92,12 @@ def test_the_readme_states_the_memory_that_is_computed(path):
         tokens=settings["policy"]["sequence_packing"]["train_mb_tokens"],
         recompute="full",
     )
-    needed = rank_memory(ModelSize.read(EXAMPLES / "models" / "qwen3-30b-a3b"), ranks, learner)
+    model = ModelSize.read(EXAMPLES / "models" / "qwen3-30b-a3b")
+    needed = rank_memory(model, ranks, learner)
     stated = f"{needed.static_bytes / GIB:.0f}, {needed.peak_bytes / GIB:.0f}"
     row = next(line for line in (EXAMPLES / "README.md").read_text().splitlines() if f"`{path.name}`" in line)
     assert f"| {stated} |" in row, stated
     assert needed.fits(79 * GIB)
+    engine_tp = settings["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"]
+    refit = refit_bytes(model, ranks, learner, engine_tp, layerwise=True)
+    assert refit + 2 * OVERHEAD_BYTES <= 79 * GIB
