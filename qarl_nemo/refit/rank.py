@@ -163,7 +163,10 @@ class RankRefit:
         if self.device.type == "cpu" and not self.whole:
             problems.append("vLLM's reload on a CPU does not recover from one that broke off; start the engine anew")
         if _asleep(self.model):
-            problems.append("vLLM's weights are asleep; wake_up(tags=['weights']) first")
+            problems.append(
+                "vLLM's weights are asleep; wake_up(tags=['weights']) first. Where that has no effect, falling asleep "
+                "broke off: another program took memory of this GPU meanwhile"
+            )
         return problems
 
     @contextmanager

@@ -1,5 +1,7 @@
 """NeMo-RL's own GRPO through our launcher, on GPUs: `-k CASE` picks one of nemo_rl_cases.py.
 
+A case wants its GPUs for itself: vLLM gives up falling asleep where another program takes memory meanwhile.
+
 QARL_NEMO_RL_MODELS   folder with tiny/ and 1b/ (each with model/, train.jsonl, val.jsonl), shared between processes
 QARL_NEMO_RL_LOGS     folder where logs and outputs stay, one folder a case
 QARL_NEMO_RL_PORT     first of 2000 free ports

@@ -39,6 +39,7 @@ class ColocatedSender:
             yield layer
             # Rank 0 asks for the next one when all engines are done with this.
             dist.barrier()
+            self._held = {}
 
     def share(self, tensors: dict[str, Tensor]) -> None:
         """Let engines read these tensors until the next ones, or `release`; called on every rank.
