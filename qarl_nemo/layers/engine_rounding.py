@@ -28,6 +28,30 @@ class _EngineNorm(torch.autograd.Function):
             return *torch.autograd.grad(out, (x, weight), grad_out), None, None
 
 
+class _EngineRotation(torch.autograd.Function):
+    # Autograd would keep four FP32 copies of x.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        # The transpose of [[cos, -sin], [sin, cos]], whose halves may differ.
+        return _turned(grad_out, cos, -sin.roll(sin.shape[-1] // 2, dims=-1)), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = (half.float() for half in x.chunk(2, dim=-1))
+    (cos_first, cos_second), (sin_first, sin_second) = (
+        [half.float() for half in table.chunk(2, dim=-1)] for table in (cos, sin)
+    )
+    halves = first * cos_first - second * sin_first, second * cos_second + first * sin_second
+    return torch.cat([half.to(x.dtype) for half in halves], dim=-1)
+
+
 def normalize(x: Tensor, weight: Tensor, eps: float, *, after_add: bool) -> Tensor:
     """Normalize the last dimension, y = x / sqrt(mean(x^2) + eps) * w in FP32, rounded once.
 
@@ -60,6 +84,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Source: vLLM 0.25.1 csrc/libtorch_stable/pos_encoding_kernels.cu.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x.float() * cos[..., None, :].float() + turned * sin[..., None, :].float()).to(x.dtype)
+    return _EngineRotation.apply(x, cos[..., None, :], sin[..., None, :])

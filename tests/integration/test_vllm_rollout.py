@@ -9,7 +9,7 @@ from vllm_runs import NORM, PACKED, SCALE, assert_same_responses, gap, multiply,
 from qarl_kernels import get_format
 from qarl_nemo.local.trainer import Trainer
 from qarl_nemo.local.vllm.host import vllm_problem
-from qarl_nemo.refit import load
+from qarl_nemo.refit import rank
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
@@ -137,7 +137,7 @@ def test_a_refit_that_is_not_whole_is_refused_before_the_first_weight(trainer):
 
 def test_an_engine_that_breaks_off_a_refit_serves_nothing(tmp_path, monkeypatch):
     trainer = prepared(tmp_path, **blocks(**QARL["w4a16 g64"]))
-    whole = load.checkpoint_tensors
+    whole = rank.checkpoint_tensors
 
     def misshapen_late(tensors):
         *most, (name, last) = whole(tensors)
@@ -145,7 +145,7 @@ def test_an_engine_that_breaks_off_a_refit_serves_nothing(tmp_path, monkeypatch)
 
     with pytest.raises(RuntimeError, match="no refit has reached this engine"):
         sample(trainer)
-    monkeypatch.setattr(load, "checkpoint_tensors", misshapen_late)
+    monkeypatch.setattr(rank, "checkpoint_tensors", misshapen_late)
     with pytest.raises(RuntimeError, match="broke off while version 1 replaced the weights it started with"):
         refit(trainer)
     with pytest.raises(RuntimeError, match="no single weight version to serve"):

@@ -92,3 +92,19 @@ def test_decoding_with_a_cache_says_what_reading_at_once_says(make):
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert (last - whole).abs().max() < 0.05
     assert (model(tokens[:, 1:]).logits[:, -1] - whole).abs().max() > 1e-3
+
+
+def test_a_rotations_gradient_is_the_rotation_back_and_keeps_nothing_of_its_input():
+    query = torch.randn(2, 6, 3, 8, requires_grad=True)
+    # Halves that differ, unlike the engine's, tell each place in the matrix from the others.
+    cos, sin = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
+        rotated = rotate(query, cos, sin)
+    assert max(kept) <= cos.numel()
+    first, second = query.chunk(2, dim=-1)
+    plain = query * cos[..., None, :] + torch.cat([-second, first], dim=-1) * sin[..., None, :]
+    grad_out = torch.randn_like(plain)
+    (expected,), (found,) = (torch.autograd.grad(out, query, grad_out) for out in (plain, rotated))
+    torch.testing.assert_close(found, expected)
+    assert (found - torch.autograd.grad(rotate(query, cos, -sin), query, grad_out)[0]).abs().max() > 0.1
