@@ -38,11 +38,15 @@ def main() -> None:
     sys.path.insert(0, str(_ROOT / "examples"))
     import run_grpo
 
-    _Run(run_grpo, check_only).bind()
+    run = _Run(run_grpo, check_only)
+    run.bind()
     try:
         run_grpo.main()
     except ConfigError as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    # NeMo-RL's asynchronous loop prints why its first refit failed, and returns.
+    if run.synchronizer is not None and run.synchronizer.failure is not None:
+        sys.exit(f"{Path(sys.argv[0]).name}: a refit failed: {run.synchronizer.failure}")
 
 
 class _Run:
@@ -52,6 +56,7 @@ class _Run:
         self.launcher, self.check_only = launcher, check_only
         self.master_config, self.setup = launcher.MasterConfig, launcher.setup
         self.qarl: NemoQarlConfig | None = None
+        self.synchronizer: Any = None
 
     def bind(self) -> None:
         """Put ours in place of NeMo-RL's."""
@@ -75,7 +80,7 @@ class _Run:
         plugin.register()
         parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
         policy, policy_generation = parts[:2]
-        plugin.install_refit(policy, policy_generation)
+        self.synchronizer = plugin.install_refit(policy, policy_generation)
         parts[_LOSS] = QarlLossFn(self.qarl.objective, parts[_LOSS], token_metrics)
         return tuple(parts)
 

@@ -1,5 +1,6 @@
 """NeMo-RL's worker groups refitted by our synchronizer, on a CPU: two learner ranks, two engines, all or none."""
 
+import itertools
 import os
 import pickle
 import sys
@@ -25,6 +26,7 @@ from qarl_nemo.nemo.rl.synchronizer import PackedWeightSynchronizer  # noqa: E40
 from qarl_nemo.refit.push import serving_version  # noqa: E402
 
 HERE = Path(__file__).parent
+_NUMBERS = itertools.count()
 pytestmark = pytest.mark.slow
 
 
@@ -41,15 +43,18 @@ def cluster():
 def group(worker, config):
     name = f"nemo_rl_actors.{worker}"
     registry.ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
-    cluster = RayVirtualCluster(name=worker, bundle_ct_per_node_list=[2], use_gpus=False, max_colocated_worker_groups=1)
+    # Ray lets go of a name some time after its group has ended.
+    unique = f"{worker}{next(_NUMBERS)}"
+    cluster = RayVirtualCluster(name=unique, bundle_ct_per_node_list=[2], use_gpus=False, max_colocated_worker_groups=1)
     ranks = NamedSharding(np.arange(2), ["data_parallel"])
-    return RayWorkerGroup(cluster, RayWorkerBuilder(name, config), name_prefix=worker, sharding_annotations=ranks)
+    workers = RayWorkerGroup(cluster, RayWorkerBuilder(name, config), name_prefix=worker, sharding_annotations=ranks)
+    return workers, cluster
 
 
 @pytest.fixture
 def run(request):
     """A policy, engines and the synchronizer between them."""
-    learner, engines = group("Learner", {"dies_at": request.param}), group("Engine", {})
+    (learner, learners), (engines, others) = group("Learner", {"dies_at": request.param}), group("Engine", {})
     generation = SimpleNamespace(cfg={"colocated": {"enabled": False}}, worker_group=engines)
     synchronizer = PackedWeightSynchronizer(SimpleNamespace(worker_group=learner), generation)
     synchronizer.init_communicator()
@@ -57,6 +62,8 @@ def run(request):
     for workers in (learner, engines):
         for worker in workers.workers:
             ray.kill(worker)
+    for cluster in (learners, others):
+        cluster.shutdown()
 
 
 @pytest.mark.parametrize("run", [0], indirect=True)
@@ -71,6 +78,7 @@ def test_all_engines_serve_what_all_ranks_published(run):
             for name, tensor in weights(version).items():
                 assert_bitwise_equal(served[name], tensor)
     assert not run.synchronizer.is_stale
+    assert run.synchronizer.failure is None
     assert "prepare_for_generation/transfer_and_update_weights" in timer.get_timing_metrics()
     with pytest.raises(ValueError, match="KV cache scales"):
         run.synchronizer.sync_weights(kv_scales={})
@@ -83,6 +91,7 @@ def test_a_killed_engine_ends_the_sync_and_leaves_the_other_one_whole(run):
     ray.kill(run.engines.workers[1])
     with pytest.raises(RuntimeError, match="ActorDiedError"):
         run.synchronizer.sync_weights()
+    assert "ActorDiedError" in run.synchronizer.failure
     assert run.synchronizer.version == 1
     assert serving_version(RayEngines(run.engines.workers[:1])) == 1
 

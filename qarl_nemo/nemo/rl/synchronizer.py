@@ -26,6 +26,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         self._engines = [group.workers[index] for index in group.dp_leader_worker_indices]
         self._num_ranks = 0
         self.version = 0
+        self.failure: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Collectors of rollouts get a copy of the engines' handle; weights are synchronized from the driver alone.
@@ -54,6 +55,15 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             ValueError: `kv_scales` are given.
             ray.exceptions.RayTaskError: the refit was refused or broke off; the workers' reason.
         """
+        try:
+            figures = self._sync(timer, kv_scales)
+        except Exception as error:
+            # Not every loop of NeMo-RL's lets it through: the launcher looks here.
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+        return figures
+
+    def _sync(self, timer: Any, kv_scales: dict[str, float] | None) -> dict[str, float]:
         if kv_scales is not None:
             raise ValueError("packed refits carry no KV cache scales: set vllm_cfg.kv_cache_dtype=auto")
         if self._colocated:
