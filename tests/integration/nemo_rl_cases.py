@@ -146,7 +146,7 @@ CASES = {
         validates=2,
     ),
     "layerwise": Case(starts=(Start(steps=4, overrides=("++qarl.layerwise_refit=true",)),)),
-    "tp2_layerwise": _parallel(
+    "ep2_layerwise": _parallel(
         2,
         f"{_MEGATRON}.expert_model_parallel_size=2",
         f"{_VLLM}.tensor_parallel_size=2",

@@ -61,6 +61,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             # Not every loop of NeMo-RL's lets it through: the launcher looks here.
             self.failure = f"{type(error).__name__}: {error}"
             raise
+        self.failure = None
         return figures
 
     def _sync(self, timer: Any, kv_scales: dict[str, float] | None) -> dict[str, float]:
