@@ -126,6 +126,18 @@ def test_shapes_vllm_serves(name, part, shape, legal):
     assert (not shape_problems(parameter, "experts", shape, get_format(name))) == legal
 
 
+@pytest.mark.parametrize(
+    ("shape", "group_size", "legal"),
+    [((256, 128), 128, False), ((256, 128), 64, True), ((128, 128), 128, True), ((256, 256), 128, True)],
+)
+def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
+    found = shape_problems(
+        EXPERT.format(layer=0, expert=0, part="down"), "experts", shape, get_format("w4a16", group_size=group_size)
+    )
+    assert [problem for problem in found if "is one w4a16 group" in problem] == found
+    assert (not found) == legal
+
+
 def test_experimental_formats_have_no_engine(source):
     with pytest.raises(ValueError, match="w3a16 is experimental"):
         plan_quantization(open_checkpoint(source), get_format("w3a16"), ["experts"])
