@@ -70,6 +70,15 @@ def _parallel(gpus: int, *overrides: str, steps: int = 4) -> Case:
     return Case(gpus=gpus, starts=(Start(steps=steps, overrides=overrides),))
 
 
+def _large(*overrides: str, **changes: str | None) -> Case:
+    settings = {"steps": 20, "overrides": (*_LARGE, *overrides), "gap": (0.0, 0.02)}
+    return Case(starts=(Start(**settings | changes),), model="1b")
+
+
+def _large_format(name: str) -> Case:
+    return _large(f"qarl.format={name}", executes=f"{name} in experts", rollouts=name)
+
+
 def _checkpoints(period: int) -> tuple[str, ...]:
     # The schedule of the weight decay ends at the last step, which is another one in every start.
     schedule = "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true"
@@ -80,7 +89,8 @@ _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 _ATTENTION = "++qarl.targets=[experts,attention]"
 _BF16 = ("qarl.format=bf16", "++qarl.alignment=none")
 _RUNS_BF16 = {"executes": "bf16 in experts", "rollouts": "bf16"}
-_LARGE = ("policy.train_micro_batch_size=32",)
+_GRAPHS = (f"{_VLLM}.enforce_eager=false",)
+_LARGE = ("policy.train_micro_batch_size=32", *_GRAPHS)
 _SEPARATE = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
 _ASYNCHRONOUS = (
     "grpo.async_grpo.enabled=true",
@@ -92,6 +102,7 @@ _MUON = (
     f"{_MEGATRON}.optimizer.use_distributed_optimizer=false",
     f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false",
 )
+_TRITON = "policy.generation.vllm_kwargs.moe_backend=triton"
 _REPLAY = (
     "++policy.router_replay.enabled=true",
     f"++{_VLLM}.enable_prefix_caching=false",
@@ -183,11 +194,15 @@ CASES = {
         "policy.train_micro_batch_size=32",
         "++qarl.group_size=64",
     ),
+    # CUDA graphs for decoding, as the large recipes have them.
+    "graphs": Case(starts=(Start(steps=4, overrides=_GRAPHS),)),
     # 0.83 B parameters: large enough that a step's time is not all the host's.
-    "one_billion": Case(starts=(Start(steps=20, overrides=_LARGE, gap=(0.0, 0.02)),), model="1b"),
-    "one_billion_bf16": Case(
-        starts=(Start(steps=20, overrides=(*_LARGE, *_BF16), gap=(0.0, 0.02), **_RUNS_BF16),), model="1b"
-    ),
+    "one_billion": _large(),
+    "one_billion_bf16": _large(*_BF16, **_RUNS_BF16),
+    "one_billion_w4a8": _large_format("w4a8"),
+    "one_billion_fp8_block": _large_format("fp8_block"),
+    "one_billion_fp8_channel": _large_format("fp8_channel"),
+    "one_billion_nemo_rl": _large(_TRITON, executes=None, rollouts="bf16"),
     "killed": Case(
         starts=(
             Start(steps=6, overrides=_checkpoints(2), kills="QarlGenerationWorker", kills_after=2),
@@ -200,7 +215,7 @@ CASES = {
         starts=(
             Start(
                 steps=10,
-                overrides=("policy.generation.vllm_kwargs.moe_backend=triton",),
+                overrides=(_TRITON,),
                 executes=None,
                 rollouts="bf16",
             ),
