@@ -30,6 +30,7 @@ from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import append_results
+from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.names import check_targets
 from qarl_nemo.refit.push import push, serving_version
 from qarl_nemo.refit.send import CollectiveSender, IpcSender, Sender
@@ -77,13 +78,13 @@ def measure(label: str, learner: Learner, engine: Any, sender: Sender, repeats: 
     found: dict[str, list[float]] = {}
     with LiveProgress(label, repeats + 1) as progress:
         for repeat in range(repeats + 1):
-            before = engine.collective_rpc("qarl_memory")[0]
+            before = ask(engine, "qarl_memory")[0]
             started = time.perf_counter()
             update = learner.publish(repeat + 1)
             published = time.perf_counter()
             report = push(update, engine, sender)
             total = time.perf_counter() - started
-            after = engine.collective_rpc("qarl_memory")[0]
+            after = ask(engine, "qarl_memory")[0]
             progress.update(repeat + 1, seconds=total)
             seconds = {"publish": published - started, **report.seconds}
             values = {"s": total, **{f"{phase}_s": value for phase, value in seconds.items()}}

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.manifest import Manifest, checksums
 from qarl_nemo.refit.rank import RankRefit
 
 
+@answering
 class PackedRefit:
     """RPC methods that vLLM adds to its workers; `push` calls them."""
 

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from qarl_nemo.refit.answers import RolloutEngine, ask
 from qarl_nemo.refit.publish import Update
-from qarl_nemo.refit.send import RolloutEngine, Sender
+from qarl_nemo.refit.send import Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +48,30 @@ def push(update: Update, engine: RolloutEngine, sender: Sender) -> RefitReport:
         RuntimeError: a rank failed while it replaced its weights; it serves nothing until a whole refit reaches it.
     """
     report = RefitReport(update.manifest.version, update.num_bytes)
-    served = _describe(engine.collective_rpc("qarl_version"))
+    served = _describe(ask(engine, "qarl_version"))
     try:
         with _timed(report, "announce"):
             _require_idle(engine)
             # A collective cannot send what its manifest does not describe.
             _refuse([update.contradictions()], report, served)
-            announced = (update.manifest.to_message(), update.rehearsed)
-            _refuse(engine.collective_rpc("qarl_begin", args=announced), report, served)
+            _refuse(ask(engine, "qarl_begin", update.manifest.to_message(), update.rehearsed), report, served)
         with _timed(report, "transfer"):
             sender.send(update, engine)
         with _timed(report, "verify"):
-            _refuse(engine.collective_rpc("qarl_verify"), report, served)
+            _refuse(ask(engine, "qarl_verify"), report, served)
             # Prefixes of the old version must not meet weights of the new one.
             if not engine.reset_prefix_cache():
                 raise ValueError(_in_flight("a request holds cache blocks"))
     except BaseException:
-        engine.collective_rpc("qarl_abort")
+        ask(engine, "qarl_abort")
         sender.release()
         raise
     try:
         with _timed(report, "replace"):
-            engine.collective_rpc("qarl_replace")
+            ask(engine, "qarl_replace")
             if update.rehearsed:
                 sender.send(update, engine)
-                engine.collective_rpc("qarl_replaced")
+                ask(engine, "qarl_replaced")
     except Exception as error:
         raise RuntimeError(
             f"the engine broke off while version {report.version} replaced {served}: it serves nothing until a whole "
@@ -94,7 +94,7 @@ def serving_version(engine: RolloutEngine) -> int | None:
     Raises:
         RuntimeError: ranks serve different versions, or one broke off a refit.
     """
-    states = engine.collective_rpc("qarl_version")
+    states = ask(engine, "qarl_version")
     if not all(state == states[0] and state["whole"] for state in states):
         raise RuntimeError(f"no single weight version to serve ({_describe(states)}); push a whole update")
     return states[0]["version"]

@@ -16,21 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qarl_nemo.refit.answers import RolloutEngine, ask
 from qarl_nemo.refit.collective import broadcast, make_group
 from qarl_nemo.refit.ipc import export_tensor
 from qarl_nemo.refit.publish import Update
 
 _LAYER = re.compile(r".*layers\.(\d+)\.")
-
-
-class RolloutEngine(Protocol):
-    """What a refit needs of an engine; `vllm.LLM` has it."""
-
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of every rank's worker and return the results, in the order of ranks."""
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; false while a request holds some."""
 
 
 class Sender(Protocol):
@@ -56,13 +47,13 @@ class DirectSender:
         Raises:
             ValueError: the engine runs in other processes.
         """
-        if engine.collective_rpc("qarl_process") != [os.getpid()]:
+        if ask(engine, "qarl_process") != [os.getpid()]:
             raise ValueError(
                 "DirectSender reaches one engine rank in this process; use IpcSender, or start vLLM with "
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0 and tensor_parallel_size=1"
             )
         for tensors in update.batches():
-            engine.collective_rpc("qarl_receive", args=("direct", tensors))
+            ask(engine, "qarl_receive", "direct", tensors)
 
     def release(self) -> None:
         """Nothing is held."""
@@ -86,12 +77,12 @@ class IpcSender:
             ValueError: tensors are not on a GPU; all are named.
         """
         # One description for each rank: its memory counts one reader.
-        num_ranks = len(engine.collective_rpc("qarl_process"))
+        num_ranks = len(ask(engine, "qarl_process"))
         for tensors in update.batches():
             descriptions = self._export(tensors, num_ranks)
             # A rank that rehearses is done with a layer when it answers.
             kind = "ipc" if update.stays or update.rehearsed else "ipc_copied"
-            engine.collective_rpc("qarl_receive", args=(kind, descriptions))
+            ask(engine, "qarl_receive", kind, descriptions)
             if not update.stays:
                 self._held = []
 
@@ -134,7 +125,7 @@ class FileSender:
         tensors = {name: tensor.detach().cpu() for batch in update.batches() for name, tensor in batch.items()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished)
         unfinished.replace(path)
-        engine.collective_rpc("qarl_receive", args=("file", {"path": str(path)}))
+        ask(engine, "qarl_receive", "file", {"path": str(path)})
 
     def release(self) -> None:
         """The file stays."""
@@ -201,7 +192,7 @@ class CollectiveSender:
     def _together(self, engine: RolloutEngine, call: tuple[Any, ...], here: Callable[[], Any]) -> Any:
         # The ranks take part from inside the call, so it must be under way while this process does its half.
         with ThreadPoolExecutor(1) as pool:
-            there = pool.submit(engine.collective_rpc, call[0], args=call[1:])
+            there = pool.submit(ask, engine, *call)
             try:
                 return here()
             except Exception:

@@ -12,6 +12,7 @@ from refit_senders import CutSender, RepeatingSender, make_sender, rehearsed
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.engine_methods import chosen_methods
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, Update
@@ -72,7 +73,7 @@ class Rig:
 
     def rpc(self, method: str) -> list[Any]:
         """Ask every rank."""
-        return self.llm.collective_rpc(method)
+        return ask(self.llm, method)
 
     def digests(self) -> list[dict[str, int]]:
         """Return every rank's checksum of each parameter."""

@@ -5,6 +5,8 @@ from typing import Any
 
 import ray
 
+from qarl_nemo.refit.answers import require_answers
+
 
 class RayEngines:
     """Several engines whose ranks are numbered through, in the order of the engines.
@@ -25,7 +27,7 @@ class RayEngines:
         first_rank = 0
         for worker in self.workers:
             ranks = ray.get(worker.qarl_rpc.remote("qarl_process"))
-            ray.get(worker.qarl_rpc.remote("qarl_place", (first_rank,)))
+            require_answers("qarl_place", ray.get(worker.qarl_rpc.remote("qarl_place", (first_rank,))))
             first_rank += len(ranks)
         return first_rank
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qarl_nemo.refit.answers import RolloutEngine, ask
 from qarl_nemo.refit.ipc import export_tensor, gpu_id
 from qarl_nemo.refit.publish import StreamedUpdate, Update
 from qarl_nemo.refit.push import push
-from qarl_nemo.refit.send import RolloutEngine, Sender
+from qarl_nemo.refit.send import Sender
 
 
 class ColocatedSender:
@@ -64,11 +65,11 @@ class ColocatedSender:
         Raises:
             ValueError: a rank of the engines runs on a GPU that no learner rank is on.
         """
-        gpus = engine.collective_rpc("qarl_gpu")
+        gpus = ask(engine, "qarl_gpu")
         for tensors in update.batches():
             self._require_neighbours(gpus)
             message = {name: [self._descriptions[gpu][name] for gpu in gpus] for name in tensors}
-            engine.collective_rpc("qarl_receive", args=("ipc", message))
+            ask(engine, "qarl_receive", "ipc", message)
 
     def release(self) -> None:
         """Let go of this rank's tensors; no rank of the engines reads them any more."""

@@ -5,11 +5,13 @@ from typing import Any
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
 from qarl_nemo.nemo.rl.formats import served_format
+from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
 from qarl_nemo.refit.ipc import gpu_id
 from qarl_nemo.refit.load import PackedRefit, rank_refit
 
 
+@answering
 class QarlWorkerExtension(PackedRefit, VllmInternalWorkerExtension):
     """RPC methods of a rank; NeMo-RL's engines are several, and their ranks are numbered through."""
 

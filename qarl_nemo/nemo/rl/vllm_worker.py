@@ -14,6 +14,7 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from qarl_nemo.nemo.rl.engine_arguments import engine_arguments
+from qarl_nemo.refit.answers import ask, require_answers
 from qarl_nemo.refit.engine_settings import ENVIRONMENT
 
 # After these, what an engine serves may be another version: the second ends a refit that was rehearsed.
@@ -62,14 +63,14 @@ class QarlGenerationWorkerImpl(_ServesPacked, VllmGenerationWorkerImpl):
     def post_init(self) -> None:
         """Refuse an engine that runs a layer by another method than its format's."""
         super().post_init()
-        self._require_served(self.llm.collective_rpc("qarl_problems", args=(self.cfg["qarl"],)))
+        self._require_served(ask(self.llm, "qarl_problems", self.cfg["qarl"]))
 
     def qarl_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call a method of every rank; the results are in the order of ranks."""
         self._forget_version(method)
         results = self.llm.collective_rpc(method, args=args)
         if method in _REPLACING:
-            self._note_version(self.llm.collective_rpc("qarl_version"))
+            self._note_version(ask(self.llm, "qarl_version"))
         return results
 
     def qarl_busy(self) -> bool:
@@ -92,14 +93,15 @@ class QarlAsyncGenerationWorkerImpl(_ServesPacked, VllmAsyncGenerationWorkerImpl
     async def post_init_async(self) -> None:
         """Refuse an engine that runs a layer by another method than its format's."""
         await super().post_init_async()
-        self._require_served(await self.llm.collective_rpc("qarl_problems", args=(self.cfg["qarl"],)))
+        answers = await self.llm.collective_rpc("qarl_problems", args=(self.cfg["qarl"],))
+        self._require_served(require_answers("qarl_problems", answers))
 
     async def qarl_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call a method of every rank; the results are in the order of ranks."""
         self._forget_version(method)
         results = await self.llm.collective_rpc(method, args=args)
         if method in _REPLACING:
-            self._note_version(await self.llm.collective_rpc("qarl_version"))
+            self._note_version(require_answers("qarl_version", await self.llm.collective_rpc("qarl_version")))
         return results
 
     async def qarl_busy(self) -> bool:

@@ -1,0 +1,87 @@
+"""Calls of a rollout engine's ranks that all ranks answer: one that fails says so in its answer.
+
+vLLM's executor raises at the first rank that raised and leaves the other ranks' answers in their queues, where the next
+call takes them for its own (vllm/v1/executor/multiproc_executor.py, `collective_rpc`, 0.25.1).
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+_FAILED = "qarl_failed"
+_logger = logging.getLogger(__name__)
+
+
+class RolloutEngine(Protocol):
+    """What a refit needs of an engine; `vllm.LLM` has it."""
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call a method of every rank's worker and return the results, in the order of ranks."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; false while a request holds some."""
+
+
+def answering(extension: type) -> type:
+    """Let every `qarl_` method of a worker extension answer with its failure instead of raising it.
+
+    Args:
+        extension: class of RPC methods.
+
+    Returns:
+        The class; `ask` raises what its ranks answer.
+    """
+    for name, method in list(vars(extension).items()):
+        if name.startswith("qarl_"):
+            setattr(extension, name, _answering(method))
+    return extension
+
+
+def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def answer(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except Exception as error:
+            _logger.exception("%s failed in this rank", method.__name__)
+            return {_FAILED: f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
+def ask(engine: RolloutEngine, method: str, *args: Any) -> list[Any]:
+    """Call a method of every rank.
+
+    Args:
+        engine: started with an extension whose ranks answer.
+        method: of the extension.
+        args: what vLLM can send.
+
+    Returns:
+        Its results, in the order of ranks.
+
+    Raises:
+        RuntimeError: ranks failed; all are named with their reasons.
+    """
+    return require_answers(method, engine.collective_rpc(method, args=args))
+
+
+def require_answers(method: str, answers: list[Any]) -> list[Any]:
+    """Return the answers of all ranks.
+
+    Args:
+        method: that they answer.
+        answers: in the order of ranks.
+
+    Raises:
+        RuntimeError: ranks failed; all are named with their reasons.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, dict) and _FAILED in answer:
+            ranks.setdefault(answer[_FAILED], []).append(rank)
+    if ranks:
+        reasons = [f"rank {', '.join(map(str, who))}: {reason}" for reason, who in ranks.items()]
+        raise RuntimeError("\n  ".join([f"{method} failed in {sum(map(len, ranks.values()))} rank(s):", *reasons]))
+    return answers
