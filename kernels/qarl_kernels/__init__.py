@@ -11,9 +11,9 @@ from qarl_kernels.dispatch import (
     quantize_weight,
     quantize_with_operand,
     require_finite,
-    rms_norm,
     runs_kernels,
 )
+from qarl_kernels.dispatch_norms import rms_norm, rms_norm_backward, rotate_pairs
 from qarl_kernels.dispatch_rows import combine_rows, expert_rows, expert_rows_backward, spread_rows
 from qarl_kernels.expert_mlp import expert_mlp_reference
 from qarl_kernels.formats import FORMAT_NAMES, QuantFormat, get_format
@@ -47,6 +47,8 @@ __all__ = [
     "quantize_with_operand",
     "require_finite",
     "rms_norm",
+    "rms_norm_backward",
+    "rotate_pairs",
     "route_rows",
     "runs_kernels",
     "spread_rows",

@@ -260,24 +260,3 @@ def expert_mlp(x: Tensor, topk_index: Tensor, topk_weight: Tensor, fc1: GemmOper
         fc1.format,
         num_experts,
     )
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, after_add: bool) -> Tensor:
-    """Normalize the last dimension in FP32, y = round(x * rsqrt(mean(x^2) + eps) * w), rounded once.
-
-    Args:
-        x: [..., H] BF16 or FP32.
-        weight: [H] of the same dtype.
-        eps: added to the mean square.
-        after_add: the engine normalizes in the kernel that adds the residual; its squares are added in another order.
-
-    Returns:
-        [..., H] in x's dtype; on the kernels in the engine's order of additions, without a gradient.
-    """
-    if runs_kernels(x):
-        from qarl_kernels.ops.norm import MAX_NORM_COLUMNS, rms_norm_in_engine_order
-
-        if x.shape[-1] <= MAX_NORM_COLUMNS and x.shape[-1] % 8 == 0:
-            rows = x.reshape(-1, x.shape[-1]).contiguous()
-            return rms_norm_in_engine_order(rows, weight, eps, after_add=after_add).view(x.shape)
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)

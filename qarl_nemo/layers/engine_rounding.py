@@ -6,10 +6,10 @@ Both learners compute them here; residual additions need nothing, a sum of two B
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qarl_kernels import rms_norm, runs_kernels
+from qarl_kernels import rms_norm, rms_norm_backward, rotate_pairs, runs_kernels
 
 
 class _EngineNorm(torch.autograd.Function):
@@ -22,10 +22,8 @@ class _EngineNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
-        with torch.enable_grad():
-            out = nn.functional.rms_norm(x, weight.shape, weight, ctx.eps)
-            return *torch.autograd.grad(out, (x, weight), grad_out), None, None
+        x, weight = ctx.saved_tensors
+        return *rms_norm_backward(grad_out, x, weight, ctx.eps), None, None
 
 
 class _EngineRotation(torch.autograd.Function):
@@ -33,23 +31,12 @@ class _EngineRotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return rotate_pairs(x, cos, sin, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        # The transpose of [[cos, -sin], [sin, cos]], whose halves may differ.
-        return _turned(grad_out, cos, -sin.roll(sin.shape[-1] // 2, dims=-1)), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = (half.float() for half in x.chunk(2, dim=-1))
-    (cos_first, cos_second), (sin_first, sin_second) = (
-        [half.float() for half in table.chunk(2, dim=-1)] for table in (cos, sin)
-    )
-    halves = first * cos_first - second * sin_first, second * cos_second + first * sin_second
-    return torch.cat([half.to(x.dtype) for half in halves], dim=-1)
+        return rotate_pairs(grad_out, *ctx.saved_tensors, back=True), None, None
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float, *, after_add: bool) -> Tensor:
@@ -84,4 +71,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Source: vLLM 0.25.1 csrc/libtorch_stable/pos_encoding_kernels.cu.
     """
-    return _EngineRotation.apply(x, cos[..., None, :], sin[..., None, :])
+    return _EngineRotation.apply(x, cos, sin)
