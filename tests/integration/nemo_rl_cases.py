@@ -89,6 +89,7 @@ _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 _ATTENTION = "++qarl.targets=[experts,attention]"
 _BF16 = ("qarl.format=bf16", "++qarl.alignment=none")
 _RUNS_BF16 = {"executes": "bf16 in experts", "rollouts": "bf16"}
+_OWN_ROUNDING = ("++qarl.engine_rounding=false",)
 _GRAPHS = (f"{_VLLM}.enforce_eager=false",)
 _LARGE = ("policy.train_micro_batch_size=32", *_GRAPHS)
 _SEPARATE = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
@@ -112,10 +113,9 @@ _REPLAY = (
 CASES = {
     "w4a16": Case(starts=(Start(steps=100, learns=0.1),)),
     "bf16": Case(starts=(Start(steps=30, overrides=_BF16, **_RUNS_BF16),)),
-    "engine_rounding": Case(starts=(Start(steps=12, overrides=("++qarl.engine_rounding=true",)),)),
-    "engine_rounding_bf16": Case(
-        starts=(Start(steps=8, overrides=(*_BF16, "++qarl.engine_rounding=true"), **_RUNS_BF16),)
-    ),
+    # Norms and rotation are Megatron's.
+    "megatron_rounding": Case(starts=(Start(steps=12, overrides=_OWN_ROUNDING),)),
+    "megatron_rounding_bf16": Case(starts=(Start(steps=8, overrides=(*_BF16, *_OWN_ROUNDING), **_RUNS_BF16),)),
     "resume": Case(
         starts=(
             Start(steps=8, overrides=(*_BF16, *_checkpoints(4)), **_RUNS_BF16),

@@ -96,7 +96,7 @@ def _rounding_problems(config: Any) -> list[str]:
         for name, value in legal.items()
         if getattr(config, name, value) != value
     ]
-    return [f"{problem}; or set Alignment(engine_rounding=False)" for problem in problems]
+    return [f"{problem}; or leave norms and rotation to Megatron: engine_rounding=False" for problem in problems]
 
 
 def _expert_problems(config: Any, alignment: Alignment) -> list[str]:

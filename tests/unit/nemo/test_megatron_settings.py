@@ -115,7 +115,9 @@ def test_a_setting_that_changes_the_forward_is_refused_by_name(setting, value):
 )
 def test_a_setting_that_engine_rounding_cannot_follow_is_refused_by_name(setting, value):
     wrong, fmt = config(**{setting: value}), get_format("w4a16")
-    with pytest.raises(ValueError, match=rf"{setting}=.*; or set Alignment\(engine_rounding=False\)"):
+    with pytest.raises(
+        ValueError, match=rf"{setting}=.*; or leave norms and rotation to Megatron: engine_rounding=False"
+    ):
         require_supported(wrong, Alignment(fmt, engine_rounding=True))
     require_supported(wrong, Alignment(fmt))
 
