@@ -71,7 +71,7 @@ def _parallel(gpus: int, *overrides: str, steps: int = 4) -> Case:
 
 
 def _large(*overrides: str, **changes: str | None) -> Case:
-    settings = {"steps": 20, "overrides": (*_LARGE, *overrides), "gap": (0.0, 0.02)}
+    settings = {"steps": 12, "overrides": (*_LARGE, *overrides), "gap": (0.0, 0.02)}
     return Case(starts=(Start(**settings | changes),), model="1b")
 
 
