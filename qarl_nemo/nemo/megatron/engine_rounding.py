@@ -107,16 +107,16 @@ class Rotating:
             self._angles,
             config=_IN_TORCH,
             cp_group=self.pg_collection.cp,
-            **(_sequences(self._packed) if packed else {}),
+            **(self._sequences() if packed else {}),
         )
         halves = turned.view(rows, 1, width).to(query.dtype).chunk(2, dim=-1)
         return tuple(torch.cat([half, half], dim=-1) for half in halves)
 
-
-def _sequences(packed: Any) -> dict[str, Any]:
-    padded = packed.cu_seqlens_q_padded
-    ends = {"cu_seqlens": packed.cu_seqlens_q if padded is None else padded}
-    return ends | ({"max_seqlen": packed.max_seqlen_q} if _TAKES_LENGTH else {})
+    def _sequences(self) -> dict[str, Any]:
+        padded = self._packed.cu_seqlens_q_padded
+        ends = {"cu_seqlens": self._packed.cu_seqlens_q if padded is None else padded}
+        # Where there are more angles than this, Megatron takes them for places in the whole row.
+        return ends | ({"max_seqlen": len(self._angles)} if _TAKES_LENGTH else {})
 
 
 class _FirstNormAlone:
