@@ -9,9 +9,11 @@ pytest.importorskip("vllm")
 
 # isort: split
 import qarl_nemo.local  # noqa: F401 hides what CPU vLLM brings broken
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc  # noqa: E402
 
-from qarl_nemo.refit.answers import answering, ask  # noqa: E402
+# isort: split
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+from qarl_nemo.refit.answers import answering, ask
 
 
 class Raising:
