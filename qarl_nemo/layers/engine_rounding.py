@@ -15,6 +15,8 @@ from qarl_kernels import rms_norm, rms_norm_backward, rotate_pairs, runs_kernels
 class _EngineNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, after_add: bool) -> Tensor:
+        # A view of the keys would keep queries, keys and values of the whole layer.
+        x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return rms_norm(x, weight, eps, after_add=after_add)

@@ -8,7 +8,8 @@ from asserts import assert_bitwise_equal
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
 
-from qarl_nemo.layers.engine_rounding import rotate
+from qarl_nemo.layers import engine_rounding
+from qarl_nemo.layers.engine_rounding import normalize, rotate
 from qarl_nemo.local.engine_forward import EngineNorm, follow_engine
 
 SIZES = {
@@ -108,3 +109,19 @@ def test_a_rotations_gradient_is_the_rotation_back_and_keeps_nothing_of_its_inpu
     (expected,), (found,) = (torch.autograd.grad(out, query, grad_out) for out in (plain, rotated))
     torch.testing.assert_close(found, expected)
     assert (found - torch.autograd.grad(rotate(query, cos, -sin), query, grad_out)[0]).abs().max() > 0.1
+
+
+def test_a_norm_keeps_its_rows_alone_and_has_autograds_gradients(monkeypatch):
+    # The kernels' path, over the reference: a CPU's is torch's own norm.
+    monkeypatch.setattr(engine_rounding, "runs_kernels", lambda _: True)
+    projected = torch.randn(6, 2, 64, requires_grad=True)
+    weight = torch.randn(16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
+        out = normalize(projected[..., 32:48], weight, 1e-6, after_add=False)
+    assert max(tensor.untyped_storage().nbytes() for tensor in kept) == 6 * 2 * 16 * 4
+    grad_out = torch.randn_like(out)
+    found = torch.autograd.grad(out, (projected, weight), grad_out)
+    plain = torch.nn.functional.rms_norm(projected[..., 32:48], (16,), weight, 1e-6)
+    for mine, expected in zip(found, torch.autograd.grad(plain, (projected, weight), grad_out), strict=True):
+        torch.testing.assert_close(mine, expected)
