@@ -15,7 +15,7 @@ from nemo_rl_cluster import Cluster, end
 
 HERE = Path(__file__).parent
 _NEMO_RL = Path(nemo_rl.__file__).parents[1]
-TIMEOUT_S = float(os.environ.get("QARL_NEMO_RL_TIMEOUT", "240"))
+TIMEOUT_S = float(os.environ.get("QARL_NEMO_RL_TIMEOUT", "900"))
 # From the death of an actor to the end of the program.
 _DEATH_S = 60.0
 # Of the warm start.
