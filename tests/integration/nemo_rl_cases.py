@@ -76,7 +76,7 @@ def _large(*overrides: str, **changes: str | None) -> Case:
 
 
 def _large_format(name: str) -> Case:
-    return _large(f"qarl.format={name}", executes=f"{name} in experts", rollouts=name)
+    return _large(f"qarl.format={name}", *_ROUNDING, executes=f"{name} in experts", rollouts=name)
 
 
 def _checkpoints(period: int) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 _ATTENTION = "++qarl.targets=[experts,attention]"
 _BF16 = ("qarl.format=bf16", "++qarl.alignment=none")
 _RUNS_BF16 = {"executes": "bf16 in experts", "rollouts": "bf16"}
-_OWN_ROUNDING = ("++qarl.engine_rounding=false",)
+_ROUNDING = ("++qarl.engine_rounding=true",)
 _GRAPHS = (f"{_VLLM}.enforce_eager=false",)
 _LARGE = ("policy.train_micro_batch_size=32", *_GRAPHS)
 _SEPARATE = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
@@ -113,9 +113,8 @@ _REPLAY = (
 CASES = {
     "w4a16": Case(starts=(Start(steps=100, learns=0.1),)),
     "bf16": Case(starts=(Start(steps=30, overrides=_BF16, **_RUNS_BF16),)),
-    # Norms and rotation are Megatron's.
-    "megatron_rounding": Case(starts=(Start(steps=12, overrides=_OWN_ROUNDING),)),
-    "megatron_rounding_bf16": Case(starts=(Start(steps=8, overrides=(*_BF16, *_OWN_ROUNDING), **_RUNS_BF16),)),
+    "engine_rounding": Case(starts=(Start(steps=12, overrides=_ROUNDING),)),
+    "engine_rounding_bf16": Case(starts=(Start(steps=8, overrides=(*_BF16, *_ROUNDING), **_RUNS_BF16),)),
     "resume": Case(
         starts=(
             Start(steps=8, overrides=(*_BF16, *_checkpoints(4)), **_RUNS_BF16),
@@ -197,8 +196,8 @@ CASES = {
     # CUDA graphs for decoding, as the large recipes have them.
     "graphs": Case(starts=(Start(steps=4, overrides=_GRAPHS),)),
     # 0.83 B parameters: large enough that a step's time is not all the host's.
-    "one_billion": _large(),
-    "one_billion_bf16": _large(*_BF16, **_RUNS_BF16),
+    "one_billion": _large(*_ROUNDING),
+    "one_billion_bf16": _large(*_BF16, *_ROUNDING, **_RUNS_BF16),
     "one_billion_w4a8": _large_format("w4a8"),
     "one_billion_fp8_block": _large_format("fp8_block"),
     "one_billion_fp8_channel": _large_format("fp8_channel"),

@@ -66,3 +66,11 @@ def test_no_rows():
     grad_x, grad_weight = rms_norm_backward_kernel(empty, empty, empty.new_ones(128), 1e-6)
     assert grad_x.shape == (0, 128)
     assert not grad_weight.any()
+
+
+def test_the_registered_operator_has_a_faithful_fake():
+    tests = ("test_schema", "test_faketensor")
+    found = torch.library.opcheck(
+        torch.ops.qarl.rms_norm_backward.default, (*make_case(5, 128), 1e-6), test_utils=tests
+    )
+    assert set(found.values()) == {"SUCCESS"}

@@ -65,3 +65,10 @@ def test_what_it_cannot_rotate_is_listed():
 def test_no_tokens():
     empty = torch.empty(0, 1, 2, 8, dtype=torch.bfloat16, device=DEVICE)
     assert rotate_pairs_kernel(empty, *tables((0, 1, 8)), back=False).shape == (0, 1, 2, 8)
+
+
+def test_the_registered_operator_has_a_faithful_fake():
+    x = torch.randn(3, 2, 5, 16).to(DEVICE, torch.bfloat16)
+    tests = ("test_schema", "test_faketensor")
+    found = torch.library.opcheck(torch.ops.qarl.rotate_pairs.default, (x, *tables((3, 1, 16)), True), test_utils=tests)
+    assert set(found.values()) == {"SUCCESS"}

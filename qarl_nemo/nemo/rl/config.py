@@ -21,7 +21,7 @@ class NemoQarlConfig(QarlConfig):
     layerwise_refit: bool | None = None
     """Whether colocated engines read one layer of a refit at a time, twice, instead of all of it at once; None: where
     all of it would take more than half of a GPU's free memory."""
-    engine_rounding: bool = True
+    engine_rounding: bool = False
     """The learner's norms and rotary embedding round where vLLM's do; false leaves both to Megatron."""
 
 
