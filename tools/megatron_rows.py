@@ -1,6 +1,7 @@
 """What `bench_megatron.py` measured, as lines and rows of docs/results: ratios over Megatron's BF16 of each round."""
 
 import argparse
+from collections.abc import Iterator
 from statistics import median
 
 from megatron_model import ON_GPU, software
@@ -91,6 +92,22 @@ def _ratios(entry: dict, base: dict, parts: tuple[str, ...] = ("quantize", "forw
     return [ours / theirs for ours, theirs in zip(*totals, strict=True)]
 
 
+def _where(entry: dict, options: argparse.Namespace) -> str:
+    return f"ep{entry['ep']}" + ("" if entry["tokens"] == max(options.tokens) else f"_{entry['tokens']}")
+
+
+def _rounding_ratios(found: list[dict], options: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    # What a variant with engine rounding takes over the same one without, in the same rounds.
+    for entry in found:
+        same = [one for one in found if f"{one['variant']}+er" == entry["variant"] and _place(one) == _place(entry)]
+        for plain in same:
+            name, where = f"engine_rounding_{plain['variant'].replace('+', '_')}", _where(entry, options)
+            yield f"{name}_step_ratio_{where}", median(_ratios(entry, plain))
+            yield f"{name}_forward_ratio_{where}", median(_ratios(entry, plain, ("forward",)))
+            if entry.get("gpu_s"):
+                yield f"{name}_gpu_ratio_{where}", entry["gpu_s"] / plain["gpu_s"]
+
+
 def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> list[dict]:
     """Turn what was measured into rows: ratios over Megatron's BF16 of the same round, medians and spreads.
 
@@ -103,7 +120,8 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
         The rows; those of fewer tokens than the most are named after their tokens.
     """
     require_same_function(found)
-    command = f"torchrun --nproc-per-node {num_gpus} tools/bench_megatron.py --ep {','.join(map(str, options.ep))}"
+    program = f"torchrun --nproc-per-node {num_gpus} tools/bench_megatron.py"
+    command = f"{program} --ep {','.join(map(str, options.ep))} --variants {','.join(options.variants)}"
     device = "cuda" if ON_GPU else "cpu"
     facts = {"hardware": hardware(device).replace("1x", f"{num_gpus}x"), "versions": software()}
     rows = []
@@ -114,7 +132,7 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
     for entry in found:
         base = next(one for one in found if one["variant"] == BASELINE and _place(one) == _place(entry))
         name = entry["variant"].replace("+", "_")
-        where = f"ep{entry['ep']}" + ("" if entry["tokens"] == max(options.tokens) else f"_{entry['tokens']}")
+        where = _where(entry, options)
         for part in PARTS:
             add(f"{name}_{part}_ms_{where}", 1e3 * median(entry[f"{part}_s"]), "ms")
         if entry.get("gpu_s"):
@@ -132,6 +150,8 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
             add(f"{name}_gpu_ratio_{where}", entry["gpu_s"] / base["gpu_s"])
         whole = ("quantize", "forward_backward", "optimizer")
         add(f"{name}_whole_step_ratio_{where}", median(_ratios(entry, base, whole)))
+    for name, value in _rounding_ratios(found, options):
+        add(name, value)
     errors = [abs(entry["predicted_bytes"] / max(peak_bytes(entry), 1) - 1) for entry in found]
     add("memory_model_error", max(errors), goal=0.05)
     fp8 = [one for one in rows if one["name"].startswith(("fp8_block_step_ratio_ep", "fp8_channel_step_ratio_ep"))]
