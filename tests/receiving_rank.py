@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.manifest import Manifest
 
 
+@answering
 class ReceivingRank:
     """Takes updates in, checks them and holds what was served last; its methods are those that `push` calls."""
 

@@ -85,10 +85,13 @@ class Arrivals:
                 update.add({name: file.get_tensor(name)}, buffered=True)
 
     def _collective(self, message: dict[str, list[str]], update: IncomingUpdate) -> None:
-        records = {name: update.manifest.records[name] for name in message["names"]}
+        records = update.manifest.records
+        unknown = [name for name in message["names"] if name not in records]
+        if unknown:
+            raise ValueError(f"not in the manifest: {', '.join(unknown)}")
         tensors = {
-            name: torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=self.device)
-            for name, record in records.items()
+            name: torch.empty(records[name].shape, dtype=getattr(torch, records[name].dtype), device=self.device)
+            for name in message["names"]
         }
         broadcast(self._group, list(tensors.values()))
         update.add(tensors, buffered=True)

@@ -170,9 +170,14 @@ class CollectiveSender:
         """
         if self._group is None:
             self._group = self._connect(engine)
-        for batch in update.batches():
-            for layer in _layers(batch):
-                self._broadcast(layer, engine)
+        try:
+            for batch in update.batches():
+                for layer in _layers(batch):
+                    self._broadcast(layer, engine)
+        except BaseException:
+            # A rank that missed one broadcast would take the next for it: the next update's ranks connect anew.
+            self._group = None
+            raise
 
     def release(self) -> None:
         """Nothing is held; the connection stays for the next update."""

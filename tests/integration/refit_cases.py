@@ -127,5 +127,6 @@ def on_cpu() -> list[EngineCase]:
     checks = ("methods", *_BRIEF, "prefix_cache", "refusals", "cuts", "in_flight")
     return [
         EngineCase("w4a16", checks, 64, device="cpu"),
+        EngineCase("w4a16", ("first_refit", "missed_broadcast"), 64, device="cpu", sender="collective"),
         EngineCase("fp8_block", _BRIEF, targets=("experts",), device="cpu", sender="file", starts_from="B"),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from refit_cases import EngineCase
 from refit_learner import VOCAB_SIZE, published
-from refit_senders import CutSender, RepeatingSender, make_sender, rehearsed
+from refit_senders import CutSender, RepeatingSender, make_sender, rehearsed, with_stranger
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
@@ -222,6 +222,18 @@ def cuts(rig: Rig) -> dict[str, dict[str, Any]]:
     rig.push("B")
     found["next refit"] = {"error": "", "same": rig.state() == before}
     return found
+
+
+def missed_broadcast(rig: Rig) -> dict[str, Any]:
+    """What a rank says that takes no part in a broadcast, and whether the next refit reaches it."""
+    rig.push("B")
+    wanted = rig.respond()
+    rig.push("A")
+    before = rig.state()
+    error = rig.refusal(with_stranger(rig.updates["B"], rig.format, "model.stranger"))
+    same = rig.state() == before
+    rig.push("B")
+    return {"error": error, "same": same, "reached": rig.respond() == wanted != before[0]}
 
 
 def in_flight(rig: Rig) -> dict[str, Any]:

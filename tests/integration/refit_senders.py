@@ -16,8 +16,8 @@ from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, Ipc
 def make_sender(case: EngineCase, device: str, scratch: Path) -> Any:
     """Return the case's sender, for tensors on `device`."""
     if case.sender == "collective":
-        backend = "gloo" if case.device == "cpu" else "nccl"
-        return CollectiveSender(case.tensor_parallel, torch.device(device), backend=backend)
+        settings = {"backend": "gloo", "timeout_s": 5.0} if case.device == "cpu" else {}
+        return CollectiveSender(case.tensor_parallel, torch.device(device), **settings)
     return {"direct": DirectSender, "ipc": IpcSender, "file": lambda: FileSender(scratch / "refits")}[case.sender]()
 
 
@@ -39,6 +39,19 @@ def rehearsed(update: RefitUpdate, fmt: QuantFormat, *, spoiled: str = "") -> St
             made.clear()
 
     return StreamedUpdate(stream, fmt, version=update.manifest.version, rehearsed=True)
+
+
+def with_stranger(update: RefitUpdate, fmt: QuantFormat, name: str) -> StreamedUpdate:
+    """Return the same update as a stream that sends one tensor more than it announced."""
+    passes: list[None] = []
+
+    def stream() -> Iterator[dict[str, Tensor]]:
+        passes.append(None)
+        if len(passes) == 2:
+            yield {name: torch.ones(3)}
+        yield update.tensors
+
+    return StreamedUpdate(stream, fmt, version=update.manifest.version)
 
 
 class CutSender:

@@ -219,6 +219,14 @@ def test_an_engine_serves_nothing_after_what_differs_from_its_rehearsal(case, fa
     assert found["mended"]
 
 
+@asked("missed_broadcast")
+def test_a_rank_that_missed_a_broadcast_is_reached_by_the_next_refit(case, facts):
+    found = facts("missed_broadcast")
+    assert "not in the manifest: model.stranger" in found["error"]
+    assert found["same"]
+    assert found["reached"]
+
+
 @asked("in_flight")
 def test_a_response_is_of_one_version(case, facts):
     found = facts("in_flight")

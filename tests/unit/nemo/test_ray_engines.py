@@ -37,7 +37,8 @@ class Engine:
 
     def qarl_rpc(self, method, args=()):
         with ThreadPoolExecutor(len(self.ranks)) as pool:
-            return list(pool.map(lambda rank: getattr(rank, method)(*args), self.ranks))
+            calls = [pool.submit(getattr(rank, method), *args) for rank in self.ranks]
+        return [call.result() for call in calls]
 
     def qarl_busy(self):
         return self.busy

@@ -41,7 +41,8 @@ class Ranks:
     def collective_rpc(self, method, timeout=None, args=()):
         calls = {"qarl_process": self._process, "qarl_connect": self._connect, "qarl_receive": self._receive}
         with ThreadPoolExecutor(len(self.arrivals)) as pool:
-            return list(pool.map(lambda rank: calls[method](rank, *args), range(len(self.arrivals))))
+            answers = [pool.submit(calls[method], rank, *args) for rank in range(len(self.arrivals))]
+        return [answer.result() for answer in answers]
 
     def reset_prefix_cache(self):
         return True
@@ -145,6 +146,21 @@ def test_a_second_update_uses_the_same_connection(update):
     ranks.updates = Ranks(update.manifest, 2).updates
     sender.send(update, ranks)
     assert sender._group is group
+    assert [incoming.problems() for incoming in ranks.updates] == [[], []]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_an_update_arrives_after_one_whose_broadcast_a_rank_missed(update, monkeypatch, absent):
+    ranks = Ranks(update.manifest, 2)
+    sender = CollectiveSender(2, CPU, backend="gloo", timeout_s=2.0)
+    sender.send(update, ranks)
+    ranks.updates = Ranks(update.manifest, 2).updates
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks.arrivals[absent], "receive", lambda *_: None)
+        with pytest.raises(RuntimeError):
+            sender.send(update, ranks)
+    ranks.updates = Ranks(update.manifest, 2).updates
+    sender.send(update, ranks)
     assert [incoming.problems() for incoming in ranks.updates] == [[], []]
 
 
