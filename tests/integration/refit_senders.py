@@ -16,7 +16,7 @@ from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, Ipc
 def make_sender(case: EngineCase, device: str, scratch: Path) -> Any:
     """Return the case's sender, for tensors on `device`."""
     if case.sender == "collective":
-        settings = {"backend": "gloo", "timeout_s": 5.0} if case.device == "cpu" else {}
+        settings = {"backend": "gloo", "timeout_s": 10.0} if case.device == "cpu" else {}
         return CollectiveSender(case.tensor_parallel, torch.device(device), **settings)
     return {"direct": DirectSender, "ipc": IpcSender, "file": lambda: FileSender(scratch / "refits")}[case.sender]()
 

@@ -190,7 +190,7 @@ def test_a_lost_node_ends_the_job_with_its_name_and_everybodys_logs(cluster):
     """Last: it kills the cluster's second node."""
     (lost,) = [node for node in nodes.wait_for_nodes(cluster.config, print) if node.address == WORKER]
     (run,) = (cluster.folder / "logs").iterdir()
-    cluster.wait_for(run / "nodes" / lost.name / "raylet.out", 30)
+    cluster.wait_for(run / "nodes" / lost.name / "raylet.out", 120)
     ray.shutdown()
     for process in _processes("raylet/raylet", f"--node_ip_address={WORKER}", str(cluster.folder)):
         os.kill(process, signal.SIGKILL)
