@@ -18,11 +18,13 @@ if not ON_GPU:
     import megatron_on_cpu
 
 WORLD = 4
+# Under `run_program`'s limit, so that each rank says where it waits.
+PATIENCE_S = 800
 
 
-def _rank_main(rank: int, folder: str, work: Callable[[], Any], seconds: int) -> None:
+def _rank_main(rank: int, folder: str, work: Callable[[], Any]) -> None:
     # A rank that waits for one that failed would wait for minutes: say where, and end.
-    faulthandler.dump_traceback_later(seconds, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     if ON_GPU:
         torch.cuda.set_device(rank)
     backend = "nccl" if ON_GPU else "gloo"
@@ -34,10 +36,10 @@ def _rank_main(rank: int, folder: str, work: Callable[[], Any], seconds: int) ->
     dist.destroy_process_group()
 
 
-def run_ranks(folder: str, work: Callable[[], Any], *, seconds: int = 240) -> None:
+def run_ranks(folder: str, work: Callable[[], Any]) -> None:
     """Write each rank's `work()` to `folder`; all are kept, since stages hold different layers."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     # Forked where that is possible: Megatron is imported once.
     start = "spawn" if ON_GPU else "fork"
-    mp.start_processes(_rank_main, args=(folder, work, seconds), nprocs=WORLD, start_method=start)
+    mp.start_processes(_rank_main, args=(folder, work), nprocs=WORLD, start_method=start)

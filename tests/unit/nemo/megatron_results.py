@@ -33,7 +33,7 @@ def run_program(name: str, folder: Path, *arguments: str) -> Ranks:
             env=os.environ | settings | {"PYTHONPATH": os.pathsep.join(paths)},
             stdout=stream,
             stderr=subprocess.STDOUT,
-            timeout=600,
+            timeout=900,
             check=False,
         )
     assert done.returncode == 0, output.read_text()

@@ -128,4 +128,4 @@ def everything(group: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_ranks(sys.argv[1], functools.partial(everything, sys.argv[2]), seconds=500)
+    run_ranks(sys.argv[1], functools.partial(everything, sys.argv[2]))
