@@ -48,7 +48,7 @@ class Arrivals:
             update: what takes the tensors.
 
         Raises:
-            ValueError: unknown kind.
+            ValueError: unknown kind, or a broadcast of what the manifest does not announce.
         """
         ways: dict[str, Callable[[Any, IncomingUpdate], None]] = {
             "direct": self._direct,

@@ -180,7 +180,7 @@ class CollectiveSender:
             raise
 
     def release(self) -> None:
-        """Nothing is held; the connection stays for the next update."""
+        """Nothing is held; the connection stays for the next update, unless this one broke off."""
 
     def _broadcast(self, layer: Mapping[str, Tensor], engine: RolloutEngine) -> None:
         tensors = [tensor.detach().to(self.device).contiguous() for tensor in layer.values()]
