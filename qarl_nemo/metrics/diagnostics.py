@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qarl_nemo.metrics.atomic import write_atomic
+from qarl_nemo.files import write_atomic
 from qarl_nemo.metrics.events import read_jsonl
 
 DIAGNOSTICS_DIR = "diagnostics"

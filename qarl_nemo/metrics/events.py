@@ -18,7 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from qarl_nemo.metrics.atomic import write_atomic
+from qarl_nemo.files import write_atomic
 
 METRICS_FILE = "metrics.jsonl"
 

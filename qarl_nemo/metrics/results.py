@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from qarl_nemo.metrics.atomic import write_atomic
+from qarl_nemo.files import write_atomic
 
 
 class ResultRow(BaseModel):

@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
+from qarl_nemo.files import write_atomic
 from qarl_nemo.local.compare.operators import PHASES, total_by_operator
 from qarl_nemo.local.compare.run import Comparison
 from qarl_nemo.local.compare.settings import CompareSettings
-from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.metrics.report.fidelity import write_fidelity_figure
 from qarl_nemo.metrics.report.style import format_number
 

@@ -12,10 +12,10 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from qarl_nemo.files import write_atomic
 from qarl_nemo.local.speed.advice import SpeedRow, recommend
 from qarl_nemo.local.speed.run import FormatSpeed
 from qarl_nemo.local.speed.settings import BASELINE, SpeedJob
-from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.metrics.report.rollout_speed import write_rollout_speed_figure
 
 # A name, a number for each column; refusals take the place of the numbers.

@@ -15,8 +15,8 @@ from typing import Any
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import model_quantization_config
+from qarl_nemo.files import write_atomic
 from qarl_nemo.local.speed.settings import SETTLE_TOKENS, SpeedJob
-from qarl_nemo.metrics.atomic import write_atomic
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
 from qarl_nemo.refit.engine_settings import LINEAR_BACKENDS, MOE_BACKENDS
 

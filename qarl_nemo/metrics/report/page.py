@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qarl_nemo import __version__
-from qarl_nemo.metrics.atomic import write_atomic
+from qarl_nemo.files import write_atomic
 from qarl_nemo.metrics.report import tables
 from qarl_nemo.metrics.report.arms import group_by_arm
 from qarl_nemo.metrics.report.bands import objective_bands

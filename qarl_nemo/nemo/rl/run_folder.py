@@ -12,7 +12,7 @@ import pynvml
 from nemo_rl.package_info import __version__ as nemo_rl_version
 from omegaconf import OmegaConf
 
-from qarl_nemo.metrics.atomic import write_atomic
+from qarl_nemo.files import write_atomic
 from qarl_nemo.metrics.nemo_rl_logs import CONFIG_FILE, FACTS_FILE
 
 _PACKAGES = ("torch", "vllm", "megatron-core", "transformer-engine", "ray", "transformers")

@@ -1,0 +1,213 @@
+"""Files a user names: read with errors that name them, written whole, locked against a second process."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+# A config, an index or a tokenizer is megabytes; more is another file under this name.
+MAX_TEXT_BYTES = 1 << 30
+
+
+class FileError(ValueError):
+    """A file that cannot be used; the message names it, the place in it and what was expected."""
+
+
+def require_file(path: Path, what: str) -> None:
+    """Require a readable regular file, so that a pipe or a device is refused before it blocks the reader.
+
+    Args:
+        path: the file.
+        what: what it should be, for the error: "a run's config".
+
+    Raises:
+        FileError: there is none, it is a folder, a pipe or a device, or may not be read.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        _refuse(path, what, error)
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise FileError(f"{path}: expected {what}, but it is {kind}")
+    if not os.access(path, os.R_OK):
+        raise FileError(f"{path}: expected {what}, but it may not be read (permission denied)")
+
+
+def read_text(path: Path, what: str) -> str:
+    """Read a whole UTF-8 file.
+
+    Args:
+        path: the file.
+        what: what it should be, for the error.
+
+    Returns:
+        Its text.
+
+    Raises:
+        FileError: as `require_file`; it is not UTF-8, or larger than `MAX_TEXT_BYTES`.
+    """
+    require_file(path, what)
+    try:
+        size = path.stat().st_size
+        if size > MAX_TEXT_BYTES:
+            raise FileError(f"{path}: expected {what}, but it has {size / 2**30:.1f} GiB")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        _refuse(path, what, error)
+
+
+def read_json(path: Path, what: str, kind: type = dict) -> Any:
+    """Read a JSON file whose outermost value is of one kind.
+
+    Args:
+        path: the file.
+        what: what it should be, for the error.
+        kind: `dict` or `list`.
+
+    Returns:
+        The content.
+
+    Raises:
+        FileError: as `read_text`; it is not JSON, or another kind of value.
+    """
+    return parse_json(read_text(path, what), str(path), what, kind)
+
+
+def parse_json(text: str, place: str, what: str, kind: type = dict) -> Any:
+    """Parse JSON text whose outermost value is of one kind.
+
+    Args:
+        text: the JSON.
+        place: where it stands, for the error: a file, or a file and a line.
+        what: what it should be, for the error.
+        kind: `dict` or `list`.
+
+    Returns:
+        The content.
+
+    Raises:
+        FileError: it is not JSON, or another kind of value.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{place}: expected {what}, but it is not JSON: {error}") from error
+    if not isinstance(value, kind):
+        names = {dict: "an object", list: "a list"}
+        raise FileError(f"{place}: expected {what}, {names[kind]}, but it holds {json.dumps(value)[:80]}")
+    return value
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file under a temporary name beside `path`, flush it to disk and rename it.
+
+    Args:
+        path: final place; its folder must exist.
+        content: text (written as UTF-8) or bytes.
+
+    Raises:
+        FileError: the disk is full, or the folder may not be written; nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def require_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Require free space on the disk of a folder, which need not exist yet.
+
+    Args:
+        folder: where something will be written.
+        needed_bytes: its size.
+        what: what it is, for the error: "a checkpoint".
+
+    Raises:
+        FileError: less is free.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    if needed_bytes > free:
+        raise FileError(
+            f"{folder}: {what} needs {readable_bytes(needed_bytes)} and its disk has {readable_bytes(free)} free; free "
+            "some or choose another folder, then run the same command again"
+        )
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """Return a size for people, three digits in the largest fitting unit.
+
+    Args:
+        num_bytes: the size.
+
+    Returns:
+        For example `12.3 MB`; powers of 1000.
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path, what: str) -> Iterator[None]:
+    """Hold a lock file while working on what it guards; the system frees it when the process ends, however it ends.
+
+    Args:
+        lock: the lock file, made here and removed at the end; its folder must exist.
+        what: what it guards, for the error: "run folder runs/a".
+
+    Raises:
+        FileError: another process holds it, or it cannot be made.
+    """
+    while True:
+        try:
+            file = lock.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise FileError(f"{lock} cannot be written: {error.strerror or error}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read(200).strip() or "another process"
+            file.close()
+            raise FileError(f"{what} is in use by {holder}; wait for it or stop it") from None
+        # A holder that ended between our open and our lock removed the name; a lock without a name guards nothing.
+        if _same_file(lock, file.fileno()):
+            break
+        file.close()
+    with file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _refuse(path: Path, what: str, error: Exception) -> NoReturn:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    raise FileError(f"{path}: expected {what}, but: {(reason or repr(error)).lower()}") from error

@@ -1,0 +1,81 @@
+"""Files a user names: every failure names the file and what was expected of it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qarl_nemo.files import FileError, exclusive, read_json, readable_bytes, require_space, write_atomic
+
+HOLD = """
+import pathlib, sys
+from qarl_nemo.files import exclusive
+with exclusive(pathlib.Path(sys.argv[1]), "folder x"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        ("folder", "it is a folder"),
+        ("pipe", "not a regular file"),
+        (b"\xff\xfe", "utf-8"),
+        (b"{", "not JSON"),
+        (b"[" * 200_000, "not JSON"),
+        (b"1" * 5000, "not JSON"),
+        (b"[]", "an object, but it holds []"),
+        (b'""', 'an object, but it holds ""'),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    if content == "folder":
+        path.mkdir()
+    elif content == "pipe":
+        os.mkfifo(path)
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(FileError, match="a model's config") as error:
+        read_json(path, "a model's config")
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(FileError, match="taken cannot be written"):
+        write_atomic(tmp_path / "taken", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_space_is_required_before_anything_is_written(tmp_path):
+    require_space(tmp_path / "not" / "yet", 1, "a checkpoint")
+    with pytest.raises(FileError, match=r"a checkpoint needs 10+\.0 TB"):
+        require_space(tmp_path / "not" / "yet", 10**30, "a checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (61_234, "61.2 kB"), (61.2e9, "61.2 GB"), (999.7e3, "1 MB")],
+)
+def test_sizes_of_small_things_are_not_rounded_away(num_bytes, text):
+    assert readable_bytes(num_bytes) == text
+
+
+def test_a_lock_is_held_by_one_process_and_freed_by_a_kill(tmp_path):
+    lock = tmp_path / ".lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(FileError, match=f"folder x is in use by process {holder.pid} on "), exclusive(lock, "folder x"):
+        pass
+    holder.kill()
+    holder.wait()
+    with exclusive(lock, "folder x"):
+        assert lock.exists()
+    assert not lock.exists()
