@@ -1,6 +1,7 @@
 """Files a user names: read with errors that name them, written whole, locked against a second process."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -124,7 +125,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise FileError(f"{path} cannot be written: {os_reason(error)}") from error
 
 
 def require_space(folder: Path, needed_bytes: int, what: str) -> None:
@@ -145,6 +146,20 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
             f"{folder}: {what} needs {readable_bytes(needed_bytes)} and its disk has {readable_bytes(free)} free; free "
             "some or choose another folder, then run the same command again"
         )
+
+
+def os_reason(error: OSError) -> str:
+    """Return why the system refused, in lower case; a full disk is said as such.
+
+    Args:
+        error: what it raised.
+
+    Returns:
+        For example `permission denied`.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full ({error.strerror}); free some space or choose another folder"
+    return (error.strerror or str(error)).lower()
 
 
 def readable_bytes(num_bytes: float) -> str:
@@ -178,7 +193,7 @@ def exclusive(lock: Path, what: str) -> Iterator[None]:
         try:
             file = lock.open("a+", encoding="utf-8")
         except OSError as error:
-            raise FileError(f"{lock} cannot be written: {error.strerror or error}") from error
+            raise FileError(f"{lock} cannot be written: {os_reason(error)}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -209,5 +224,5 @@ def _same_file(path: Path, descriptor: int) -> bool:
 
 
 def _refuse(path: Path, what: str, error: Exception) -> NoReturn:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    raise FileError(f"{path}: expected {what}, but: {(reason or repr(error)).lower()}") from error
+    reason = os_reason(error) if isinstance(error, OSError) else str(error)
+    raise FileError(f"{path}: expected {what}, but: {reason or repr(error)}") from error

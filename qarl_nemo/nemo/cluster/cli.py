@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qarl_nemo.config import ConfigError, load_config, validate
-from qarl_nemo.nemo.cluster.config import EXIT_UNHEALTHY, ClusterConfig, ClusterError, HostsLauncher, KubernetesLauncher
+from qarl_nemo.failures import run_reported
+from qarl_nemo.nemo.cluster.config import ClusterConfig, HostsLauncher, KubernetesLauncher
 from qarl_nemo.nemo.cluster.hosts import hosts_plan
 from qarl_nemo.nemo.cluster.kubernetes import kubernetes_plan, manifest_text
 from qarl_nemo.nemo.cluster.plan import Plan
@@ -24,14 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; None takes the process's.
 
     Returns:
-        The exit code; 2 for a config that cannot be used, 3 for a cluster that cannot.
+        The exit code; 2 for a config that cannot be used, 3 for a cluster that cannot, others as in `failures`.
     """
     args = _parser().parse_args(arguments)
-    try:
-        return args.do(args)
-    except (ConfigError, ClusterError) as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else EXIT_UNHEALTHY
+    return run_reported(lambda: args.do(args), "ERROR")
 
 
 def plan(config: ClusterConfig) -> Plan:

@@ -18,6 +18,8 @@ EXIT_NODE_LOST = 4
 class ClusterError(RuntimeError):
     """A cluster that cannot run the job; the message lists every problem."""
 
+    exit_code = EXIT_UNHEALTHY
+
 
 class HealthConfig(StrictModel):
     """What must hold before the job starts."""

@@ -1,0 +1,107 @@
+"""`qarl quantize` and `qarl convert`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qarl_nemo.cli.options import Device, Format, GroupSize, MaxShardBytes, Overwrite, ScaleConvention, Targets
+from qarl_nemo.cli.program import command
+
+if TYPE_CHECKING:
+    from qarl_kernels import QuantFormat
+    from qarl_nemo.checkpoints import Checkpoint
+
+
+@command
+def quantize(
+    source: Annotated[Path, typer.Argument(help="Hugging Face BF16 checkpoint directory.")],
+    destination: Annotated[Path, typer.Argument(help="Where the quantized checkpoint goes.")],
+    format_name: Format = "w4a16",
+    group_size: GroupSize = None,
+    scale_convention: ScaleConvention = None,
+    targets: Targets = "experts",
+    max_shard_bytes: MaxShardBytes = 1 << 30,
+    device: Device = "cpu",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a quantized checkpoint that stock vLLM loads; streams shard by shard and resumes after a kill."""
+    from qarl_kernels import get_format
+    from qarl_nemo.checkpoints import open_checkpoint
+
+    fmt = get_format(format_name, group_size=group_size, scale_convention=scale_convention)  # type: ignore[arg-type]
+    _quantize(open_checkpoint(source), destination, fmt, targets, max_shard_bytes, overwrite, device)
+
+
+@command
+def convert(
+    source: Annotated[Path, typer.Argument(help="Megatron torch_dist checkpoint directory, of any parallel layout.")],
+    destination: Annotated[Path, typer.Argument(help="Where the Hugging Face checkpoint goes.")],
+    hf_model: Annotated[Path, typer.Option(help="Directory with the model's config.json and tokenizer.")],
+    format_name: Format = "w4a16",
+    group_size: GroupSize = None,
+    scale_convention: ScaleConvention = None,
+    targets: Targets = "experts",
+    max_shard_bytes: MaxShardBytes = 1 << 30,
+    device: Device = "cpu",
+    overwrite: Overwrite = False,
+    drop_vocab_padding: Annotated[
+        bool, typer.Option(help="Leave out rows behind the vocabulary even if they are not zero.")
+    ] = False,
+) -> None:
+    """Write a Megatron checkpoint as a quantized (or BF16) one that stock vLLM loads, without Megatron or a GPU.
+
+    Streams, resumes after a kill, and unpickles nothing but torch's own table of contents.
+    """
+    from qarl_kernels import get_format
+    from qarl_nemo.checkpoints import open_megatron
+
+    fmt = get_format(format_name, group_size=group_size, scale_convention=scale_convention)  # type: ignore[arg-type]
+    checkpoint = open_megatron(source, hf_model, drop_vocab_padding=drop_vocab_padding)
+    _quantize(checkpoint, destination, fmt, targets, max_shard_bytes, overwrite, device)
+
+
+def _quantize(
+    checkpoint: "Checkpoint",
+    destination: Path,
+    fmt: "QuantFormat",
+    targets: str,
+    max_shard_bytes: int,
+    overwrite: bool,
+    device: str,
+) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("quantizing", total=None, visible=False)
+
+        def show(event: QuantizeProgress) -> None:
+            text = f"shard {event.shard}/{event.num_shards}"
+            bar.update(task, completed=event.done_bytes, total=event.total_bytes, description=text, visible=True)
+
+        report = quantize_checkpoint(
+            checkpoint,
+            destination,
+            fmt,
+            [target.strip() for target in targets.split(",")],
+            max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
+            device=device,
+            progress=show,
+        )
+    quantized = sum(row["quantized"] for row in report.rows)
+    Console().print(
+        f"{report.destination}: {quantized} of {len(report.rows)} tensors quantized to {fmt.name}, "
+        f"{report.source_bytes / 1e9:.2f} GB -> {report.output_bytes / 1e9:.2f} GB "
+        f"({report.output_bytes / report.source_bytes:.2f}x); table in qarl_quantization.json"
+    )

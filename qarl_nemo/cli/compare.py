@@ -1,0 +1,80 @@
+"""`qarl compare`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qarl_nemo.cli.program import command
+
+
+@command
+def compare(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face Qwen3 or Qwen3-MoE directory, not quantized.")],
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="What the engine serves; repeat for several. Default w4a16.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
+    targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
+    engine: Annotated[
+        str, typer.Option(help="packed (built in, any machine) or vllm (in its own process).")
+    ] = "packed",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    precision: Annotated[str, typer.Option(help="bfloat16, or float32 with the packed engine.")] = "bfloat16",
+    attention: Annotated[str, typer.Option(help="The learner's kernel: torch, or engine, vLLM's own.")] = "torch",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Text, one prompt a line, or JSONL with prompt_token_ids, prompt or problem; else random."),
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Random prompts (16), or the first ones of the file.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of a random prompt.")] = 32,
+    num_responses: Annotated[int, typer.Option(help="Sampled responses of each prompt; one more is greedy.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest response, tokens.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of random prompts and of sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Responses of one forward.")] = 16,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.8,
+    parallel: Annotated[int, typer.Option(help="vLLM engines at a time, which divide that share.")] = 1,
+    layers: Annotated[bool, typer.Option(help="Compare operator by operator as well, on vLLM's own inputs.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder of compare.json and compare.png.")] = Path("runs/compare"),
+    record: Annotated[Path | None, typer.Option(help="File of docs/results that takes the gaps.")] = None,
+    record_operators: Annotated[Path | None, typer.Option(help="The same for --layers.")] = None,
+) -> None:
+    """Measure how far learner and rollout engine are apart: |logprob gap|, k3 KL, sequence ratios, top-1 agreement.
+
+    The engine answers the prompts at temperature 1 and greedily; the learner scores the same tokens. Arms: aligned (the
+    learner executes the format that the engine serves), rollout_only (BF16 learner), and bf16 (both, the floor). Beside
+    them attention, the learner against itself with another attention kernel: the format's own floor; and engine, which
+    reads its own responses.
+    """
+    from rich.console import Console
+
+    from qarl_nemo.local.compare.output import comparison_tables, operator_tables, write_comparison
+    from qarl_nemo.local.compare.record import append_comparison
+    from qarl_nemo.local.compare.run import compare as measure
+    from qarl_nemo.local.compare.settings import CompareSettings
+
+    settings = CompareSettings(
+        checkpoint=checkpoint,
+        formats=tuple(formats or ["w4a16"]),
+        group_size=group_size,
+        targets=tuple(target.strip() for target in targets.split(",")),
+        engine=engine,
+        device=device,
+        precision=precision,
+        attention=attention,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        prompt_tokens=prompt_tokens,
+        num_responses=num_responses,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        batch_size=batch_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        parallel=parallel,
+        layers=layers,
+    )
+    result = measure(settings, typer.echo)
+    Console().print(*comparison_tables(result), *operator_tables(result))
+    written = [*write_comparison(output, settings, result)]
+    written += append_comparison(settings, result, record, record_operators)
+    typer.echo("written: " + ", ".join(map(str, written)))

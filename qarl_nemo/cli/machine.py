@@ -1,0 +1,106 @@
+"""`qarl doctor` and `qarl memory`: what a machine can run."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qarl_nemo.cli.options import Format, GroupSize, Targets
+from qarl_nemo.cli.program import command
+
+
+@command
+def doctor(
+    context: typer.Context,
+    rollout: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure vLLM on this machine instead, with dummy weights, in every format: a Hugging Face Qwen3, "
+            "Qwen3-MoE or Qwen2 folder, or its config.json. The options below are for this."
+        ),
+    ] = None,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="Repeat for several. Default: all; speed-ups are over bf16.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
+    targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
+    batch_sizes: Annotated[
+        list[int] | None, typer.Option("--batch-size", help="Repeat for several. Default: 32, 128, 512.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Decoding steps that are timed.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Measurements of each figure; the median counts.")] = 5,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
+    enable_expert_parallel: Annotated[bool, typer.Option(help="Whole experts on each GPU, not slices.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.9,
+    output: Annotated[
+        Path, typer.Option(help="Folder of the results; the same command goes on from what it holds.")
+    ] = Path("runs/rollout_speed"),
+    record: Annotated[Path | None, typer.Option(help="JSON file of figures to add to (docs/results).")] = None,
+) -> None:
+    """Say what this machine can run, and why not; or, with --rollout, how fast it samples and in which format best."""
+    from qarl_nemo.doctor import measure_rollouts, show_findings
+
+    if rollout is None:
+        _require_no_options(context)
+        show_findings()
+        return
+    from qarl_nemo.local.speed.settings import ALL_FORMATS, RolloutSpeedSettings
+
+    settings = RolloutSpeedSettings(
+        model=rollout,
+        formats=tuple(formats or ALL_FORMATS),
+        group_size=group_size,
+        targets=tuple(target.strip() for target in targets.split(",")),
+        batch_sizes=tuple(batch_sizes or (32, 128, 512)),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    measure_rollouts(settings, output, record, command=f"qarl {shlex.join(sys.argv[1:])}")
+
+
+@command
+def memory(
+    model: Annotated[Path, typer.Argument(help="Hugging Face Qwen3, Qwen3-MoE or Qwen2 folder, or its config.json.")],
+    gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 8,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB: 79 of an H100, 139 of an H200.")] = 79.0,
+    layout: Annotated[list[str] | None, typer.Option(help="E.g. tp2_ep8; repeat. Default: several.")] = None,
+    format_name: Format = "w4a16",
+    group_size: GroupSize = None,
+    targets: Targets = "experts",
+    keep_operand: Annotated[bool, typer.Option(help="Keep what the learner's GEMMs multiply.")] = False,
+    tokens: Annotated[int, typer.Option(help="Of a microbatch, before tp and cp ranks share it.")] = 8192,
+    optimizer: Annotated[list[str] | None, typer.Option(help="adam, adam_bf16, muon or offloaded; repeat.")] = None,
+    recompute: Annotated[list[str] | None, typer.Option(help="full or none; repeat.")] = None,
+    gradient_bytes: Annotated[int, typer.Option(help="Of a gradient: 4 or 2.")] = 4,
+    engine_tp: Annotated[
+        int | None, typer.Option(help="GPUs of one rollout engine on the learner's GPUs: adds a refit's peaks.")
+    ] = None,
+) -> None:
+    """Compute what a Megatron learner needs on each GPU, and say what fits; nothing is started."""
+    from rich.console import Console
+
+    from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, Parallelism, layouts, memory_table
+
+    size = ModelSize.read(model)
+    ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
+    attention, group = "attention" in targets.split(","), group_size or 128
+    learners = [
+        Learner(format_name, group, attention, keep_operand, name, gradient_bytes, tokens, kind)
+        for name in optimizer or OPTIMIZERS
+        for kind in recompute or ("full", "none")
+    ]
+    Console(width=150).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
+
+
+def _require_no_options(context: typer.Context) -> None:
+    sources = {param.opts[0]: context.get_parameter_source(param.name or "") for param in context.command.params}
+    given = [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise ValueError(f"only --rollout has these options: {', '.join(given)}; name its model, or leave them out")

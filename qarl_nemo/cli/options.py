@@ -1,0 +1,13 @@
+"""Options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+Format = Annotated[str, typer.Option("--format", help="w4a16, w4a8, fp8_block, fp8_channel or bf16.")]
+GroupSize = Annotated[int | None, typer.Option(help="Elements per scale along K (w4a16: 128, 64, 32).")]
+ScaleConvention = Annotated[str | None, typer.Option(help="narrow_range or full_range.")]
+Targets = Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")]
+MaxShardBytes = Annotated[int, typer.Option(help="Largest output file, which bounds the memory.")]
+Device = Annotated[str, typer.Option(help="Where quantization runs: cpu or cuda.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace an earlier output of this command.")]

@@ -1,0 +1,56 @@
+"""The program that commands are added to, each behind the boundary that turns errors into one message."""
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from qarl_nemo import __version__
+from qarl_nemo.failures import run_reported
+
+app = typer.Typer(
+    name="qarl",
+    help="Quantization-aware RL for Mixture-of-Experts language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Add a command; what it raises ends the process with one message and an exit code.
+
+    Args:
+        function: with typer's annotations; its name is the command's.
+
+    Returns:
+        The function, which ends by `SystemExit`.
+    """
+
+    @functools.wraps(function)
+    def ending(*arguments: Any, **options: Any) -> None:
+        raise SystemExit(run_reported(functools.partial(function, *arguments, **options), "qarl"))
+
+    return app.command()(ending)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"qarl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; a process ends here, with 0, with 2 for what a user can mend, or as `failures` says."""
+    app(prog_name="qarl")

@@ -1,0 +1,53 @@
+"""`qarl train`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qarl_nemo.cli.program import command
+
+if TYPE_CHECKING:
+    from qarl_nemo.local.config import LocalConfig
+
+
+@command
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML with the whole run, e.g. examples/configs/local_demo.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, a.b=c.")] = None,
+    parallel: Annotated[int, typer.Option(help="Runs at a time, for configs with a compare: block.")] = 2,
+) -> None:
+    """Train with QaRL in one process; a killed run resumes from its last checkpoint.
+
+    A config with a `compare:` block runs every arm with every seed and writes one report over all.
+    """
+    from qarl_nemo.config import load_config
+    from qarl_nemo.local.config import LocalConfig
+
+    settings = load_config(config, overrides or [], LocalConfig)
+    if settings.compare is None:
+        _train_one(settings)
+        run_dirs = [settings.run_dir]
+    else:
+        from qarl_nemo.local.arms import expand_arms, run_arms
+
+        run_dirs = run_arms(expand_arms(settings, str(config)), parallel)
+    _write_report(run_dirs, settings.run_dir)
+
+
+def _train_one(settings: "LocalConfig") -> None:
+    if settings.policy.megatron_cfg is None:
+        from qarl_nemo.local.trainer import Trainer
+
+        Trainer(settings).train()
+    else:
+        from qarl_nemo.megatron_training import train_with_megatron
+
+        train_with_megatron(settings)
+
+
+def _write_report(run_dirs: list[Path], folder: Path) -> None:
+    from qarl_nemo.metrics.report import write_report, write_summary_figure
+
+    write_summary_figure(run_dirs, folder / "summary.png")
+    typer.echo(f"report: {write_report(run_dirs, folder / 'report.html')}")
