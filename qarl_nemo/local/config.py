@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from qarl_nemo.config import QarlConfig, StrictModel
 from qarl_nemo.local.vllm.limits import config_problems
 from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.muon import MOMENTUM
 
 
 class ModelInit(StrictModel):
@@ -51,7 +52,7 @@ class MuonConfig(StrictModel):
     name: Literal["muon"] = "muon"
     lr: float = Field(1e-3, gt=0)
     weight_decay: float = Field(0.01, ge=0)
-    momentum: float = Field(0.95, ge=0, lt=1)
+    momentum: float = Field(MOMENTUM, ge=0, lt=1)
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from qarl_nemo import muon
 from qarl_nemo.local.config import AdamWConfig, MuonConfig
 from qarl_nemo.refit.names import TARGETS, tensor_kind
 
@@ -52,9 +53,9 @@ class MasterOptimizer:
                 lr=config.lr,
                 weight_decay=config.weight_decay,
                 momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",
+                **muon.TORCH,
             )
-            yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.95))
+            yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=muon.ADAM_BETAS)
         else:
             yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
 

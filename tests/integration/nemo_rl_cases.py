@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from qarl_nemo.muon import MEGATRON
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "configs" / "qarl-tiny-moe-1n1g-megatron-w4a16.yaml"
 # Mean |prev - generation| in nats. An aligned run of the tiny model had 8e-4 on an H200; rounding its experts and
@@ -102,6 +104,7 @@ _MUON = (
     f"{_MEGATRON}.optimizer.optimizer=dist_muon",
     f"{_MEGATRON}.optimizer.use_distributed_optimizer=false",
     f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false",
+    *(f"++{_MEGATRON}.optimizer.{key}={str(value).lower()}" for key, value in MEGATRON.items()),
 )
 _TRITON = "policy.generation.vllm_kwargs.moe_backend=triton"
 _REPLAY = (

@@ -9,6 +9,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from qarl_nemo.muon import MEGATRON
+
 
 def adam(betas: tuple[float, float]) -> dict[str, Any]:
     """Return `OptimizerConfig`'s settings for Adam: `torch.optim.AdamW`, weight decay on matrices alone."""
@@ -16,7 +18,7 @@ def adam(betas: tuple[float, float]) -> dict[str, Any]:
 
 
 def muon(momentum: float) -> dict[str, Any]:
-    """Return `OptimizerConfig`'s settings for what `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` does.
+    """Return `OptimizerConfig`'s settings for the Muon of `qarl_nemo.muon`.
 
     Args:
         momentum: Muon's.
@@ -33,15 +35,7 @@ def muon(momentum: float) -> dict[str, Any]:
             "Megatron's Muon needs Megatron-core 0.20 and Emerging-Optimizers: "
             "pip install git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers; or take policy.optimizer.name=adamw"
         )
-    return adam((0.9, 0.95)) | {
-        "optimizer": "muon",
-        "muon_momentum": momentum,
-        "muon_nesterov": True,
-        # torch's Newton-Schulz coefficients, and lr * 0.2 * sqrt(max(rows, columns)).
-        "muon_coefficient_type": "simple",
-        "muon_scale_mode": "spectral",
-        "muon_extra_scale_factor": 0.2,
-    }
+    return MEGATRON | {"optimizer": "muon", "muon_momentum": momentum}
 
 
 class MegatronStepper:

@@ -1,16 +1,18 @@
-"""NeMo-RL settings that are legal beside a `qarl:` block and make a run slow."""
+"""NeMo-RL settings that are legal beside a `qarl:` block and make a run slow, or its steps others than expected."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo.rl.conflicts import look_up
 
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
 
 
 def find_hints(config: Mapping[str, Any]) -> list[str]:
-    """Say what costs time for nothing.
+    """Say what costs time for nothing, and which Muon steps otherwise than the one of all other learners here.
 
     Args:
         config: the whole config, as nested dictionaries.
@@ -26,4 +28,13 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
         )
     if look_up(config, _EAGER, False):
         hints.append(f"{_EAGER}=true: every kernel of a decoding step is launched from the host; set false")
+    optimizer = look_up(config, _OPTIMIZER, {})
+    other = different_settings(optimizer) if "muon" in str(optimizer.get("optimizer")) else {}
+    if other:
+        settings = ", ".join(f"{key}={str(value).lower()}" for key, value in other.items())
+        hints.append(
+            f"{_OPTIMIZER}.optimizer={optimizer['optimizer']}: not the Muon of the recipes and of the other learners, "
+            "whose steps are as long as AdamW's (Megatron's defaults step five times as far); for that one set "
+            f"{settings}"
+        )
     return hints

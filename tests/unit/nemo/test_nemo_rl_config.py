@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.muon import MEGATRON
 from qarl_nemo.nemo.rl.config import apply_qarl
 from qarl_nemo.nemo.rl.hints import find_hints
 
@@ -208,3 +209,14 @@ def test_slow_settings_are_hints():
     found = find_hints(config(**packed, **eager))
     assert [hint.partition("=")[0] for hint in found] == ["policy.sequence_packing.fuse_loss", next(iter(eager))]
     assert find_hints(config(**packed, **{"policy.sequence_packing.fuse_loss": True})) == []
+
+
+def test_another_muon_than_all_learners_have_is_a_hint_with_what_to_set():
+    block = {"optimizer": "dist_muon", "use_distributed_optimizer": False}
+    (hint,) = find_hints(config(**{"policy.megatron_cfg.optimizer": block}))
+    assert "muon_extra_scale_factor=0.2" in hint
+    assert "muon_nesterov=true" in hint
+    whole = block | MEGATRON
+    assert find_hints(config(**{"policy.megatron_cfg.optimizer": whole})) == []
+    (hint,) = find_hints(config(**{"policy.megatron_cfg.optimizer": whole | {"muon_momentum": 0.9}}))
+    assert hint.endswith("for that one set muon_momentum=0.95")
