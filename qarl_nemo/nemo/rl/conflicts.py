@@ -1,10 +1,17 @@
 """NeMo-RL settings under which a QaRL run would not be one: unquantized, quantized twice, or by another objective."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.nemo.rl.engine_checks import (
+    argument_problems,
+    environment_problems,
+    given_arguments,
+    repeated_arguments,
+)
 from qarl_nemo.nemo.rl.model_shapes import shape_conflicts
 from qarl_nemo.refit.engine_settings import kernel_options
 
@@ -24,26 +31,16 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy.generation.backend": (("vllm",), "packed weights are refitted into vLLM"),
     "policy.generation.real_quant": (_OFF, "ModelOpt would quantize a second time"),
     "policy.generation.quant_cfg": ((None, "qarl"), "ModelOpt would quantize a second time; QaRL sets this key itself"),
+    "policy.generation.bad_words": ((None, []), "the learner's distribution has them"),
     "policy.generation.refit_transport": ((None,), "this transport carries BF16 weights only"),
-    "policy.generation.vllm_cfg.precision": (
-        ("bfloat16",),
-        "activations are BF16, and qarl.format says how vLLM quantizes",
-    ),
     "policy.generation.vllm_cfg.kv_cache_dtype": (("auto",), "the learner's attention is BF16"),
-    "policy.generation.vllm_cfg.logprobs_mode": (
-        ("processed_logprobs",),
-        "the learner's log-probabilities are of the distribution that was sampled",
-    ),
     "policy.generation.vllm_cfg.use_deep_gemm": (_OFF, "DeepGEMM rounds scales to powers of two"),
     "policy.generation.vllm_cfg.num_first_layers_in_bf16": ((None, 0), "qarl.targets says what is quantized"),
     "policy.generation.vllm_cfg.num_last_layers_in_bf16": ((None, 0), "qarl.targets says what is quantized"),
-    "policy.generation.vllm_cfg.pipeline_parallel_size": ((None, 1), "refits reach tensor and expert parallel ranks"),
     "policy.generation.vllm_kwargs.hf_overrides": (
         (None, {}),
         "NeMo-RL replaces it by policy.hf_config_overrides: set that one",
     ),
-    "policy.generation.vllm_kwargs.quantization": ((None,), "qarl.format says how vLLM quantizes"),
-    "policy.generation.vllm_kwargs.worker_extension_cls": ((None,), "QaRL's own extension receives the refits"),
     "policy.hf_config_overrides.quantization_config": ((None,), "the learner would be converted with it"),
     "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),
     "data_plane.enabled": (_OFF, "packed refits go through NeMo-RL's own policy class"),
@@ -177,17 +174,30 @@ def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         )
     if qarl.format not in FORMAT_NAMES:
         return [*problems, _line("qarl.format", qarl.format, "vLLM does not serve it", " or ".join(FORMAT_NAMES))]
-    fmt = get_format(qarl.format)
-    for option, needed in kernel_options(fmt, qarl.targets).items():
-        key = f"policy.generation.vllm_kwargs.{option}"
-        chosen = look_up(config, key, None)
-        if chosen not in (None, "auto", needed):
-            problems.append(_line(key, chosen, f"the learner follows another kernel for {fmt.name}", needed))
+    generation = look_up(config, "policy.generation", {})
+    arguments, places = given_arguments(generation)
+    problems += repeated_arguments(generation)
+    problems += argument_problems(arguments, kernel_options(get_format(qarl.format), qarl.targets), places)
+    own = look_up(generation, "vllm_cfg.env_vars", None) or {}
+    problems += environment_problems(own, "policy.generation.vllm_cfg.env_vars.", forced=True)
+    # NeMo-RL copies this process's environment to every worker.
+    problems += environment_problems(
+        {name: os.environ[name] for name in os.environ if name not in own}, "environment: "
+    )
+    problems += _server_conflicts(config)
     replay = bool(look_up(config, "policy.router_replay.enabled", False))
     if qarl.router_replay is not None and qarl.router_replay != replay:
         why = f"policy.router_replay.enabled={_text(replay)}"
         problems.append(_line("qarl.router_replay", qarl.router_replay, why, f"{_text(replay)}, or change that one"))
     return problems
+
+
+def _server_conflicts(config: Mapping[str, Any]) -> list[str]:
+    key = "policy.generation.vllm_kwargs.generation_config"
+    chosen = look_up(config, key, "auto")
+    if not look_up(config, "policy.generation.vllm_cfg.expose_http_server", False) or chosen == "vllm":
+        return []
+    return [_line(key, chosen, "requests over HTTP would take the checkpoint's sampling defaults, too", "vllm")]
 
 
 def _optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:

@@ -4,9 +4,11 @@ from typing import Any
 
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
+from qarl_nemo.nemo.rl.engine_checks import served_problems
 from qarl_nemo.nemo.rl.formats import served_format
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
+from qarl_nemo.refit.engine_settings import kernel_options
 from qarl_nemo.refit.ipc import gpu_id
 from qarl_nemo.refit.load import PackedRefit, rank_refit
 
@@ -24,8 +26,10 @@ class QarlWorkerExtension(PackedRefit, VllmInternalWorkerExtension):
         return gpu_id(self.device.index)
 
     def qarl_problems(self, qarl: dict[str, Any]) -> list[str]:
-        """Return where this rank runs a layer by another method than the `qarl:` block's format asks for."""
-        return method_problems(chosen_methods(self.model_runner.get_model()), served_format(qarl), qarl["targets"])
+        """Return where this rank runs a layer by another method, or vLLM with other settings, than `qarl:` asks for."""
+        fmt, targets = served_format(qarl), qarl["targets"]
+        methods = method_problems(chosen_methods(self.model_runner.get_model()), fmt, targets)
+        return methods + served_problems(self.vllm_config, kernel_options(fmt, targets))
 
     def update_weights_via_ipc_zmq(self) -> bool:
         """Refuse NeMo-RL's own refit, which would load BF16 weights."""

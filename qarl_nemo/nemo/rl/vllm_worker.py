@@ -14,6 +14,7 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from qarl_nemo.nemo.rl.engine_arguments import engine_arguments
+from qarl_nemo.nemo.rl.engine_checks import environment_problems
 from qarl_nemo.refit.answers import ask, require_answers
 from qarl_nemo.refit.engine_settings import ENVIRONMENT
 
@@ -26,6 +27,9 @@ class _ServesPacked:
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         os.environ.update(ENVIRONMENT)
+        problems = environment_problems(os.environ, "environment: ")
+        if problems:
+            raise ValueError("this worker's vLLM would not compute as the learner does:\n  " + "\n  ".join(problems))
         # vLLM's own worker processes see these, too.
         named["extra_env_vars"] = [*(named.get("extra_env_vars") or []), "PYTHONPATH", *ENVIRONMENT]
         super().__init__(*arguments, **named)

@@ -66,10 +66,10 @@ def test_routers_and_what_is_no_target_stay_bf16(model):
 
 
 def test_own_compilation_settings_are_kept_but_for_the_learners_operators(model):
-    own = {"mode": 3, "custom_ops": ["+rms_norm"], "cudagraph_capture_sizes": [8]}
+    own = {"use_inductor": False, "custom_ops": ["+rms_norm"], "cudagraph_capture_sizes": [8]}
     made = engine_arguments(nemo_rl(model, enforce_eager=False, compilation_config=own), qarl("w4a8"))
     assert made["compilation_config"] == {
-        "mode": 3,
+        "mode": 0,
         "custom_ops": ["+quant_fp8", "+rms_norm"],
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": [8],
@@ -81,5 +81,16 @@ def test_settings_that_would_serve_something_else_are_listed_together(model):
     with pytest.raises(ValueError, match="does not serve the `qarl:` block") as refused:
         engine_arguments(given, qarl("w4a16"))
     text = str(refused.value)
-    assert all(part in text for part in ("moe_backend='triton'", "'marlin'", "quantization='fp8'", "hf_overrides."))
+    assert all(part in text for part in ("moe_backend=triton", "marlin", "quantization=fp8", "hf_overrides."))
     assert engine_arguments(nemo_rl(model, moe_backend="auto"), qarl("w4a16"))["moe_backend"] == "marlin"
+
+
+def test_blocks_may_be_json_as_on_a_command_line(model):
+    given = nemo_rl(
+        model, compilation_config='{"cudagraph_capture_sizes": [8]}', kernel_config='{"moe_backend": "auto"}'
+    )
+    made = engine_arguments(given, qarl("w4a16"))
+    assert made["compilation_config"]["cudagraph_capture_sizes"] == [8]
+    assert made["kernel_config"] == {"moe_backend": "auto"}
+    with pytest.raises(ValueError, match=r"compilation_config\.mode=3"):
+        engine_arguments(nemo_rl(model, compilation_config='{"mode": 3}'), qarl("w4a16"))
