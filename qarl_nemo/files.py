@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,6 +127,40 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise FileError(f"{path} cannot be written: {os_reason(error)}") from error
+
+
+def checksum(path: Path) -> str:
+    """Compute a file's CRC-32, which finds damage, not malice.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Eight hexadecimal digits.
+    """
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
+
+
+def make_folder(path: Path, what: str) -> None:
+    """Make a folder and those above it, unless it is there.
+
+    Args:
+        path: the folder.
+        what: what it will be, for the error: "a run's folder".
+
+    Raises:
+        FileError: it cannot be made or may not be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path} cannot be made as {what}: {os_reason(error)}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise FileError(f"{path} cannot be used as {what}: permission denied")
 
 
 def require_space(folder: Path, needed_bytes: int, what: str) -> None:

@@ -12,11 +12,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from qarl_nemo.config import load_config
+from qarl_nemo.files import make_folder, write_atomic
 from qarl_nemo.local.config import AdamWConfig, LocalConfig, MuonConfig
 from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import read_config
+from qarl_nemo.local.run import train_run
+from qarl_nemo.local.run_dir import is_complete
 from qarl_nemo.local.setup import build_learner, executed_format, learner_device, served_format
-from qarl_nemo.local.trainer import Trainer
 from qarl_nemo.nemo.megatron.alignment import Alignment
 from qarl_nemo.nemo.megatron.checks import require_supported
 from qarl_nemo.nemo.megatron.gpt_model import gpt_model
@@ -41,9 +43,9 @@ def train_with_megatron(config: LocalConfig) -> None:
     if ranks == 1:
         train_this_rank(config)
         return
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "ranks.yaml"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     code = subprocess.run([*launch, "-m", "qarl_nemo.megatron_training", str(path)], check=False).returncode
     if code:
@@ -62,12 +64,12 @@ def train_this_rank(config: LocalConfig) -> None:
     device = learner_device(config, rank)
     layout = config.policy.megatron_cfg.model_dump(include=_PARALLEL_SIZES)
     group = start_ranks(device, **layout)
-    if rank:
+    if rank == 0:
+        trainer = train_run(config, lambda config, model: Leader(megatron_learner(config, model, device), group))
+        if trainer is not None:
+            trainer.learner.dismiss()
+    elif not is_complete(config):
         follow(megatron_learner(config, None, device), group, device)
-    else:
-        trainer = Trainer(config, lambda config, model: Leader(megatron_learner(config, model, device), group))
-        trainer.train()
-        trainer.learner.dismiss()
     end_ranks()
 
 

@@ -37,9 +37,9 @@ def train(
 
 def _train_one(settings: "LocalConfig") -> None:
     if settings.policy.megatron_cfg is None:
-        from qarl_nemo.local.trainer import Trainer
+        from qarl_nemo.local.run import train_run
 
-        Trainer(settings).train()
+        train_run(settings)
     else:
         from qarl_nemo.megatron_training import train_with_megatron
 

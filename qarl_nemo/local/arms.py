@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from qarl_nemo.config import ConfigError, merge_mappings, validate
-from qarl_nemo.local.config import LocalConfig
+from qarl_nemo.local.config import CompareConfig, LocalConfig
 
 
 def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
@@ -26,9 +27,10 @@ def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
         The runs' configs, seeds outermost.
 
     Raises:
-        ConfigError: an arm's overrides are illegal; every arm's problems are listed.
+        ConfigError: an arm's overrides are illegal, or runs would share a folder; every problem is listed.
     """
     assert config.compare is not None
+    _require_own_folders(config.compare, source)
     base = config.model_dump(mode="json", exclude={"compare"})
     runs, problems = [], []
     for seed in config.compare.seeds:
@@ -43,6 +45,24 @@ def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return runs
+
+
+def _require_own_folders(compare: CompareConfig, source: str) -> None:
+    arms: dict[str, list[str]] = {}
+    for arm in compare.arms:
+        arms.setdefault(_slug(arm), []).append(arm)
+    shared = [
+        f"arms {' and '.join(map(repr, names))} would share the folder {slug}-seed{compare.seeds[0]}; rename one"
+        for slug, names in arms.items()
+        if len(names) > 1
+    ]
+    repeated = [
+        f"compare.seeds holds {seed} {count} times; those runs would share a folder"
+        for seed, count in Counter(compare.seeds).items()
+        if count > 1
+    ]
+    if shared or repeated:
+        raise ConfigError("\n  ".join([f"{source}: {len(shared + repeated)} problem(s)", *shared, *repeated]))
 
 
 def _slug(arm: str) -> str:

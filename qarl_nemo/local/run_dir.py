@@ -4,10 +4,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from qarl_nemo.config import ConfigError
-from qarl_nemo.local.checkpoint import checkpoint_steps
+from qarl_nemo.config import ConfigError, read_yaml
+from qarl_nemo.files import FileError, make_folder, write_atomic
+from qarl_nemo.local.checkpoint import checkpoint_steps, newest_checkpoint, remove_leftovers, saved_steps
 from qarl_nemo.local.config import LocalConfig
-from qarl_nemo.metrics.events import METRICS_FILE
+from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps, require_steps
 
 # Keys that may change between the parts of a resumed run: they belong to no result. More or fewer threads are allowed,
 # too, but sum in another order: bit-identical resumption needs the same num_threads.
@@ -22,36 +23,73 @@ _FREE_KEYS = (
 )
 
 
-def open_run_dir(config: LocalConfig) -> None:
-    """Write config.yaml into a new run's folder, or check that one with results is of the same run.
+def is_complete(config: LocalConfig) -> bool:
+    """Tell whether the folder holds this very run to its last step, so that nothing remains to be done.
+
+    Args:
+        config: the resolved config.
+
+    Returns:
+        True when every step is recorded and, unless checkpoints are off, the last one has a checkpoint.
+
+    Raises:
+        ConfigError: the folder holds another run; every key that differs is listed.
+        FileError: what it holds cannot be read.
+    """
+    total = config.grpo.max_num_steps
+    if not (config.run_dir / "config.yaml").is_file() or recorded_steps(config.run_dir / METRICS_FILE) < total:
+        return False
+    _require_same_run(config)
+    return not config.checkpointing.enabled or max(checkpoint_steps(config.run_dir), default=0) >= total
+
+
+def open_run_dir(config: LocalConfig) -> int | None:
+    """Write config.yaml into a new run's folder, or check that one with results is of the same run and can go on.
 
     A run that failed before its first result (a wrong path, say) leaves a folder that a corrected config may take.
 
     Args:
         config: the resolved config.
 
+    Returns:
+        The checkpoint's step to go on from, or None for a run that begins.
+
     Raises:
         ConfigError: the folder holds another run; every key that differs is listed.
+        FileError: its newest checkpoint or its metrics are damaged, or it has metrics and no checkpoint.
     """
-    path = config.run_dir / "config.yaml"
+    folder, metrics = config.run_dir, config.run_dir / METRICS_FILE
+    make_folder(folder, "a run's folder")
+    recorded = recorded_steps(metrics)
+    if recorded or saved_steps(folder):
+        _require_same_run(config)
+    step = newest_checkpoint(folder)
+    if step is not None:
+        require_steps(metrics, step)
+    elif recorded:
+        raise FileError(
+            f"{folder} holds steps 1 to {recorded} of a run and no checkpoint to go on from; choose another "
+            "run_dir=..., or delete that folder to start again"
+        )
+    remove_leftovers(folder)
     resolved = config.model_dump(mode="json", exclude={"compare"})
-    if path.is_file() and _has_results(config):
-        found = OmegaConf.to_container(OmegaConf.load(path))
-        differing = _differences(_flatten(found), _flatten(resolved))
-        if differing:
-            raise ConfigError(
-                f"{config.run_dir} holds a run with another config; resume it with the same one, or choose another "
-                "run_dir=... Differing keys:\n  " + "\n  ".join(differing)
-            )
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
-    partial.replace(path)
+    write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
+    return step
 
 
-def _has_results(config: LocalConfig) -> bool:
-    metrics = config.run_dir / METRICS_FILE
-    return bool(checkpoint_steps(config.run_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
+def _require_same_run(config: LocalConfig) -> None:
+    path = config.run_dir / "config.yaml"
+    if not path.is_file():
+        raise FileError(
+            f"{path} is missing, so that nothing says which run this folder holds; choose another run_dir=..."
+        )
+    found, wanted = OmegaConf.to_container(read_yaml(path)), config.model_dump(mode="json", exclude={"compare"})
+    differing = _differences(_flatten(found), _flatten(wanted))
+    if differing:
+        raise ConfigError(
+            f"{config.run_dir} holds a run with another config; resume it with the same one, or choose another "
+            "run_dir=... Differing keys:\n  " + "\n  ".join(differing)
+        )
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

@@ -6,25 +6,19 @@ import time
 import torch
 from torch import Tensor
 
+from qarl_nemo.files import write_atomic
 from qarl_nemo.local.advantages import group_advantages
-from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps, read_state, save_checkpoint
+from qarl_nemo.local.checkpoint import checkpoint_dir, read_state, save_checkpoint
 from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.local.learner import UpdateResult
+from qarl_nemo.local.preflight import Prepared, prepare
 from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.local.rollouts import Rollouts, encode_prompts
 from qarl_nemo.local.run_dir import open_run_dir
 from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.setup import (
-    MakeLearner,
-    build_sampler,
-    learner_device,
-    require_engine,
-    served_format,
-    starting_model,
-    transformers_learner,
-)
+from qarl_nemo.local.setup import MakeLearner, build_sampler, starting_model, transformers_learner
 from qarl_nemo.local.step_metrics import diagnostics_examples, step_metrics
-from qarl_nemo.local.tasks import Task, TaskSource
+from qarl_nemo.local.tasks import Task
 from qarl_nemo.local.verify import reward
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
@@ -38,24 +32,27 @@ class Trainer:
     Args:
         config: the resolved config.
         make_learner: what is trained; the transformers model of this process unless said otherwise.
+        prepared: of `prepare`, which is called here unless it was before.
 
     Raises:
         ValueError: anything in config, data or checkpoint that cannot be used.
     """
 
-    def __init__(self, config: LocalConfig, make_learner: MakeLearner = transformers_learner) -> None:
+    def __init__(
+        self,
+        config: LocalConfig,
+        make_learner: MakeLearner = transformers_learner,
+        prepared: Prepared | None = None,
+    ) -> None:
         self.config = config
-        self.device = learner_device(config)
-        require_engine(config, self.device)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self.format = served_format(config)
-        self.source = TaskSource(config.data, config.seed)
-        open_run_dir(config)
-        self.step = max(checkpoint_steps(config.run_dir), default=None)
+        self.prepared = prepared = prepared or prepare(config)
+        self.device, self.format, self.source = prepared.device, prepared.format, prepared.source
+        self.step = self.saved_step = open_run_dir(config)
         self.model, self.tokenizer, self.elapsed_s = starting_model(config, self.source, self.device, self.step)
         self.learner = make_learner(config, self.model)
-        (config.run_dir / "quantized.json").write_text(json.dumps(self.learner.policy.table(), indent=1))
+        write_atomic(config.run_dir / "quantized.json", json.dumps(self.learner.policy.table(), indent=1))
         if self.step is not None:
             version = int(read_state(config.run_dir, self.step)["weight_version"])
             self.learner.resume(checkpoint_dir(config.run_dir, self.step), version)
@@ -204,7 +201,7 @@ class Trainer:
 
     def _save(self) -> None:
         checkpointing = self.config.checkpointing
-        if checkpointing.enabled:
+        if checkpointing.enabled and self.step != self.saved_step:
             save_checkpoint(
                 self.config.run_dir,
                 self.step,
@@ -213,6 +210,7 @@ class Trainer:
                 {"elapsed_s": self.elapsed_s, "weight_version": self.learner.weight_version},
                 keep_last=checkpointing.keep_last,
             )
+            self.saved_step = self.step
 
     def _stop_if_diverged(self) -> None:
         skipped = self.learner.skipped_in_a_row

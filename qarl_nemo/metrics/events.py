@@ -7,6 +7,7 @@ infinity: such values are written as null.
 
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from qarl_nemo.files import write_atomic
+from qarl_nemo.files import FileError, make_folder, write_atomic
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -35,7 +36,7 @@ class EventWriter:
         config: resolved config shown there.
 
     Raises:
-        ValueError: `run_dir` already holds records and `resume_step` is None.
+        ValueError: `run_dir` already holds records and `resume_step` is None, or lacks one up to `resume_step`.
         ImportError: W&B asked for and not installed.
     """
 
@@ -50,7 +51,7 @@ class EventWriter:
         config: Mapping[str, Any] | None = None,
     ):
         wandb_module = _import_wandb() if wandb else None
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir, "a run's folder")
         path = run_dir / METRICS_FILE
         self._last_step = _prepare_file(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
@@ -74,6 +75,8 @@ class EventWriter:
         record = {"step": step} | {name: finite.get(name) for name in numbers}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
+        # A checkpoint that is on disk after a power failure must find the records of its steps there.
+        os.fsync(self._file.fileno())
         if self._tensorboard is not None:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
             self._tensorboard.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
@@ -125,6 +128,46 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def recorded_steps(path: Path) -> int:
+    """Returns how many training steps a metrics.jsonl holds, whose line n must be step n.
+
+    Args:
+        path: the file, which need not exist.
+
+    Returns:
+        The last step, 0 without records.
+
+    Raises:
+        FileError: a line is another step than its number, or no record.
+    """
+    records = read_jsonl(path) if path.exists() else []
+    for number, record in enumerate(records, start=1):
+        if record.get("step") != number:
+            raise FileError(
+                f"{path}, line {number}: expected the record of step {number}, found step {record.get('step')!r}; "
+                "restore the file, or start another run in another run_dir"
+            )
+    return len(records)
+
+
+def require_steps(path: Path, step: int) -> None:
+    """Requires that a metrics.jsonl holds every step up to a checkpoint's.
+
+    Args:
+        path: the file.
+        step: the checkpoint's.
+
+    Raises:
+        FileError: it holds fewer, or another one in between.
+    """
+    recorded = recorded_steps(path)
+    if recorded < step:
+        raise FileError(
+            f"{path} ends with line {recorded}, but the checkpoint to resume from contains step {step}: lines "
+            f"{recorded + 1} to {step} are missing; restore the file, or start another run in another run_dir"
+        )
+
+
 def _as_number(value: float) -> float | int:
     return value if isinstance(value, int) else float(value)
 
@@ -138,9 +181,9 @@ def _prepare_file(path: Path, resume_step: int | None) -> int | None:
                 "resume that run, or choose another run directory"
             )
         return None
-    kept = [record for record in records if record["step"] <= resume_step]
-    write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept[-1]["step"] if kept else None
+    require_steps(path, resume_step)
+    write_atomic(path, "".join(json.dumps(record) + "\n" for record in records[:resume_step]))
+    return resume_step or None
 
 
 def _open_tensorboard(run_dir: Path, resume_step: int | None) -> EventFileWriter:

@@ -68,3 +68,12 @@ def test_every_problem_of_every_arm_is_listed_once(expand):
     assert "unknown key 'loss_fn.mismatch_kap': did you mean 'mismatch_cap'?" in message
     assert "alignment=none and format=bf16 go together" in message
     assert "'good'" not in message
+
+
+def test_runs_that_would_share_a_folder_are_refused(expand):
+    compare = {"seeds": [1, 2, 1], "arms": {"a b": {}, "a-b": {}, "c": {}}}
+    with pytest.raises(ConfigError) as raised:
+        expand(BASE | {"compare": compare})
+    assert "arms 'a b' and 'a-b' would share the folder a-b-seed1; rename one" in str(raised.value)
+    assert "compare.seeds holds 1 2 times" in str(raised.value)
+    assert "'c'" not in str(raised.value)

@@ -9,8 +9,16 @@ from engine_parts import PROMPTS, TOKENIZER, make_engine, sample, tiny_model, we
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qarl_nemo.files import FileError
 from qarl_nemo.layers.install import install
-from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps, read_state, save_checkpoint
+from qarl_nemo.local.checkpoint import (
+    checkpoint_dir,
+    checkpoint_steps,
+    newest_checkpoint,
+    read_state,
+    remove_leftovers,
+    save_checkpoint,
+)
 from qarl_nemo.local.config import AdamWConfig, MuonConfig
 from qarl_nemo.local.model import load_checkpoint
 from qarl_nemo.local.optimizer import MasterOptimizer
@@ -117,3 +125,66 @@ def test_a_step_can_be_saved_again(engine, tmp_path):
     save(tmp_path, 5, engine)
     save(tmp_path, 5, engine, state={"elapsed_s": 9.0, "weight_version": 4})
     assert json.loads((checkpoint_dir(tmp_path, 5) / "state.json").read_text())["elapsed_s"] == 9.0
+
+
+def test_half_of_a_deleted_checkpoint_does_not_count(engine, tmp_path, monkeypatch):
+    save(tmp_path, 5, engine)
+    killed = RuntimeError("killed")
+
+    def delete_one_file(folder):
+        next(path for path in folder.rglob("*") if path.is_file()).unlink()
+        raise killed
+
+    monkeypatch.setattr("shutil.rmtree", delete_one_file)
+    with pytest.raises(RuntimeError, match="killed"):
+        save(tmp_path, 10, engine, keep_last=1)
+    monkeypatch.undo()
+    assert checkpoint_steps(tmp_path) == [10]
+    assert newest_checkpoint(tmp_path) == 10
+    remove_leftovers(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000010"]
+
+
+def test_only_what_a_save_left_is_removed(engine, tmp_path):
+    save(tmp_path, 5, engine)
+    mine = tmp_path / "checkpoints" / "step_000005.mine"
+    mine.mkdir()
+    save(tmp_path, 10, engine, keep_last=1)
+    assert mine.exists()
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["state.json", "optimizer.pt", "model/model.safetensors", "model/tokenizer.json"])
+def test_every_damaged_file_is_named(name, engine, tmp_path):
+    path = save(tmp_path, 5, engine) / name
+    original = path.read_bytes()
+    for damage, message in ((flip, "is damaged"), (lambda path: path.write_bytes(b""), "has 0 bytes")):
+        damage(path)
+        with pytest.raises(FileError, match=f"{name}: {message}"):
+            newest_checkpoint(tmp_path)
+        path.write_bytes(original)
+    assert newest_checkpoint(tmp_path) == 5
+    path.unlink()
+    assert checkpoint_steps(tmp_path) == []
+    with pytest.raises(FileError, match=f"{name}: no such file"):
+        newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"optimizer.pt": 3}', '{"../x": {"bytes": 1, "crc32": "0"}}'])
+def test_a_damaged_list_of_files_is_named(text, engine, tmp_path):
+    (save(tmp_path, 5, engine) / "files.json").write_text(text)
+    assert checkpoint_steps(tmp_path) == []
+    with pytest.raises(FileError, match=r"files\.json"):
+        newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"step": 5}', '{"step": 5, "weight_version": "x", "elapsed_s": 1}', "[]", ""])
+def test_counters_that_cannot_be_used_are_named(text, engine, tmp_path):
+    (save(tmp_path, 5, engine) / "state.json").write_text(text)
+    with pytest.raises(FileError, match=r"state\.json: expected"):
+        read_state(tmp_path, 5)

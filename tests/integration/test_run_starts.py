@@ -1,0 +1,63 @@
+"""What is said when a run starts: refusals before anything is written or trained, and runs with nothing left to do."""
+
+import pytest
+from tiny_runs import make_config, read_metrics, train
+
+from qarl_nemo.files import FileError, exclusive
+from qarl_nemo.local.run import LOCK_FILE, train_run
+
+OFF = {"enabled": False}
+
+
+@pytest.mark.parametrize("checkpointing", [OFF, {"enabled": True}], ids=["without", "with checkpoints"])
+def test_a_complete_run_is_left_alone(checkpointing, tmp_path, capsys):
+    blocks = {"grpo": {"max_num_steps": 1}, "checkpointing": checkpointing}
+    train_run(make_config(tmp_path, **blocks))
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert "already complete" not in capsys.readouterr().out
+    assert train_run(make_config(tmp_path, **blocks)) is None
+    assert f"already complete, 1 steps in {tmp_path}" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_longer_run_without_checkpoints_is_refused_and_keeps_its_metrics(tmp_path):
+    train(tmp_path, grpo={"max_num_steps": 1}, checkpointing=OFF)
+    with pytest.raises(FileError, match=r"holds steps 1 to 1 of a run and no checkpoint"):
+        train_run(make_config(tmp_path, checkpointing=OFF))
+    assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    with (
+        exclusive(tmp_path / LOCK_FILE, "run folder"),
+        pytest.raises(FileError, match=r"run folder .* is in use by process \d+ on"),
+    ):
+        train_run(make_config(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+REFUSED = {
+    "targets": ({"qarl": {"targets": ["mlp"]}}, r"targets \['mlp'\] match no module"),
+    "rollout only": ({"qarl": {"alignment": "rollout_only", "targets": ["mlp"]}}, "match no module"),
+    "shapes": ({"policy": {"model_init": {"moe_intermediate_size": 80}}}, "cannot be stored as w4a16"),
+    "disk": ({"checkpointing": {"keep_last": 10**9}}, r"room for 1000000001 checkpoints of \d.* needs .* TB and"),
+}
+
+
+@pytest.mark.parametrize(("blocks", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_refused_before_a_folder_is_made(blocks, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train_run(make_config(tmp_path / "run", **blocks))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_size_of_a_checkpoint_is_known_before_it_is_written(precision, optimizer, tmp_path):
+    settings = {"_override_": True, "name": optimizer, "lr": 1e-4}
+    policy = {"precision": precision, "optimizer": settings, "warm_start": {"steps": 0}}
+    trainer = train_run(make_config(tmp_path, policy=policy, grpo={"max_num_steps": 1}))
+    written = sum(path.stat().st_size for path in (tmp_path / "checkpoints" / "step_000001").rglob("*"))
+    # Beside them lie a tokenizer and the headers of each tensor.
+    assert 0.9 * written < trainer.prepared.checkpoint_bytes < written
