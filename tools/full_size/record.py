@@ -1,0 +1,93 @@
+"""Turn an arm's logs into rows of docs/results/full_size.json.
+
+python tools/full_size/record.py WORK/w4a16 --arm w4a16 --skip 1 docs/results/full_size.json
+"""
+
+import argparse
+import datetime
+from pathlib import Path
+
+import numpy as np
+
+from qarl_nemo.metrics.nemo_rl_logs import read_facts
+from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.runs import Run, load_run
+
+PHASES = ("rollout", "reward", "logprob_prep", "prev_logprobs", "training_prep", "update", "refit")
+COMPUTED = ("rollout", "prev_logprobs", "update")
+GOALS = {
+    "full_step_s_w4a16_a": 30.0,
+    "full_refit_s": 1.0,
+    "full_other_share": 0.12,
+    "full_update_tokens_s_gpu": 8000.0,
+    "full_logprob_tokens_s_gpu": 20000.0,
+}
+
+
+def figures(run: Run, steps: list[int], *, tokens: float, gpus: int) -> dict[str, tuple[float, str, str]]:
+    """Return an arm's figures: name without the arm -> value, unit, direction.
+
+    Args:
+        run: its logs.
+        steps: which count; the first compiles, and a profiled one is slow.
+        tokens: prompt and answer tokens of a step.
+        gpus: how many GPUs it ran on.
+    """
+    chosen = np.isin(run.steps, steps)
+
+    def median(key: str) -> float:
+        return float(np.median(run.column(key)[chosen]))
+
+    step = median("timing/step_s")
+    phases = {name: median(f"timing/{name}_s") for name in PHASES}
+    other = step - sum(phases[name] for name in COMPUTED)
+    return {
+        "full_step_s": (step, "s", "<="),
+        "full_tokens_s_gpu": (tokens / gpus / step, "tokens/s", ">="),
+        "full_update_tokens_s_gpu": (tokens / gpus / phases["update"], "tokens/s", ">="),
+        "full_logprob_tokens_s_gpu": (tokens / gpus / phases["prev_logprobs"], "tokens/s", ">="),
+        "full_other_share": (other / step, "", "<="),
+        "full_refit_s": (median("refit/total_s"), "s", "<="),
+        "full_gap": (median("mismatch/abs_gap_mean"), "nats", "<="),
+        **{f"full_phase_s_{name}": (value, "s", "<=") for name, value in phases.items()},
+    }
+
+
+def main() -> None:
+    """Record what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the arm, with its logs")
+    parser.add_argument("output", type=Path, help="file of docs/results")
+    parser.add_argument("--arm", required=True)
+    parser.add_argument("--workload", default="a")
+    parser.add_argument(
+        "--skip", type=lambda text: [int(step) for step in text.split(",")], default=[1], metavar="STEP,..."
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=243)
+    parser.add_argument("--responses", type=int, default=128)
+    parser.add_argument("--gpus", type=int, default=4)
+    arguments = parser.parse_args()
+    run, facts = load_run(arguments.folder / "logs"), read_facts(arguments.folder / "logs")
+    steps = [int(step) for step in run.steps if step not in arguments.skip]
+    answers = float(np.median(run.column("response_length_tokens/mean")[np.isin(run.steps, steps)]))
+    tokens = arguments.responses * (arguments.prompt_tokens + answers)
+    rows = [
+        {
+            "name": f"{name}_{arguments.arm}_{arguments.workload}",
+            "value": float(f"{value:.4g}"),
+            "unit": unit,
+            "op": op,
+            "goal": GOALS.get(f"{name}_{arguments.arm}_{arguments.workload}", GOALS.get(name)),
+            "hardware": facts["hardware"],
+            "versions": facts["versions"],
+            "command": f"python tools/full_size/run.py WORK --nemo-rl ROOT --arm {arguments.arm}",
+            "date": datetime.date.today().isoformat(),
+        }
+        for name, (value, unit, op) in figures(run, steps, tokens=tokens, gpus=arguments.gpus).items()
+    ]
+    append_results(arguments.output, rows)
+    print(f"{len(rows)} rows of steps {steps} in {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

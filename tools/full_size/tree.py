@@ -1,0 +1,89 @@
+"""A copy of NeMo-RL that starts without a checkpoint; the lines that differ stand here.
+
+The learner keeps the weights that Megatron draws, Adam's moments are BF16, which NeMo-RL's YAML cannot say, and one
+micro-batch of an update is profiled if the environment asks for it.
+"""
+
+import shutil
+from pathlib import Path
+
+_LOAD = "    # Load checkpoint if applicable\n    if should_load_checkpoint:\n"
+_MOMENTS = "    def __post_init__(self):\n"
+# file -> (what stands there once in the class or function that is named first, what comes in its place)
+_CHANGES = {
+    "nemo_rl/models/megatron/setup.py": ("", _LOAD, "    should_load_checkpoint = False\n" + _LOAD),
+    "megatron/core/optimizer/optimizer_config.py": (
+        "class OptimizerConfig",
+        _MOMENTS,
+        _MOMENTS + "        if self.use_precision_aware_optimizer:\n"
+        "            self.exp_avg_dtype = self.exp_avg_sq_dtype = torch.bfloat16\n",
+    ),
+}
+_PROFILE = """
+def _profiled(train, call, folder):
+    import functools
+    from torch.profiler import ProfilerActivity, profile
+
+    @functools.wraps(train)
+    def wrapped(self, *arguments, **named):
+        self._num_calls = getattr(self, "_num_calls", 0) + 1
+        if self._num_calls != call or self.rank not in (0, 3):
+            return train(self, *arguments, **named)
+        found, forwards = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), []
+
+        def begin_or_end(*_):
+            forwards.append(None)
+            if len(forwards) == 2:
+                found.start()
+            elif len(forwards) == 3:
+                found.stop()
+
+        hook = self.model.register_forward_pre_hook(begin_or_end)
+        result = train(self, *arguments, **named)
+        hook.remove()
+        for key in ("self_cuda_time_total", "self_cpu_time_total"):
+            with open(f"{folder}/profile_rank{self.rank}_{key}.txt", "w") as file:
+                file.write(found.key_averages().table(sort_by=key, row_limit=70, max_name_column_width=90))
+        return result
+
+    return wrapped
+
+
+if __import__("os").environ.get("FULL_SIZE_PROFILE"):
+    _call, _folder = __import__("os").environ["FULL_SIZE_PROFILE"].split(":", 1)
+    MegatronPolicyWorkerImpl.train = _profiled(MegatronPolicyWorkerImpl.train, int(_call), _folder)
+"""
+_WORKER = "nemo_rl/models/policy/workers/megatron_policy_worker.py"
+_RAY = "@ray.remote(\n"
+
+
+def copy_tree(root: Path, copy: Path) -> Path:
+    """Copy NeMo-RL and the `megatron` packages beside it, with the changes of this module.
+
+    Args:
+        root: folder with nemo_rl/, examples/ and megatron/{core,bridge}/.
+        copy: where the copy goes; what is there is replaced.
+
+    Returns:
+        `copy`.
+
+    Raises:
+        ValueError: a line to be changed does not stand where it stood in the supported version.
+    """
+    shutil.rmtree(copy, ignore_errors=True)
+    for folder in ("nemo_rl", "examples", "megatron"):
+        shutil.copytree(root / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "pyproject.toml", copy)
+    for name, (inside, old, new) in _CHANGES.items():
+        _replace(copy / name, inside, old, new)
+    _replace(copy / _WORKER, "", _RAY, _PROFILE.lstrip("\n") + "\n\n" + _RAY)
+    return copy
+
+
+def _replace(path: Path, inside: str, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    begin = text.find(inside)
+    before, after = text[:begin], text[begin:]
+    if begin < 0 or old not in after:
+        raise ValueError(f"{path}: expected {old!r} after {inside!r}: not NeMo-RL 7ea279ab with Megatron-core 0.20")
+    path.write_text(before + after.replace(old, new, 1), encoding="utf-8")
