@@ -1,6 +1,6 @@
 """Every argument of vLLM 0.25.1, decided: what the learner's arithmetic and the refits need, and what they do not mind.
 
-`engine_checks.py` applies the tables; `python -m qarl_nemo.nemo.rl.engine_rules` prints them for docs/nemo_rl_engine.md.
+`engine_checks.py` applies the tables, `python -m qarl_nemo.nemo.rl.engine_rules` prints docs/nemo_rl_engine.md's copy.
 An argument that is in none of these is refused: what it does to the arithmetic is not known.
 """
 
@@ -127,8 +127,8 @@ NO_MATTER: dict[str, tuple[str, ...]] = {
     "parallel ranks and their connections, which refits read off the engine": _names(
         "tensor_parallel_size enable_expert_parallel enable_ep_weight_filter eplb_config distributed_executor_backend "
         "master_addr master_port nnodes node_rank distributed_timeout_seconds cpu_distributed_timeout_seconds "
-        "numa_bind numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend dcp_kv_cache_interleave_size data_parallel_rank "
-        "cp_kv_cache_interleave_size data_parallel_start_rank data_parallel_size_local data_parallel_address "
+        "numa_bind numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend dcp_kv_cache_interleave_size "
+        "data_parallel_rank cp_kv_cache_interleave_size data_parallel_start_rank data_parallel_size_local data_parallel_address "
         "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb data_parallel_backend "
         "data_parallel_multi_port_external_lb disable_nccl_for_dp_synchronization disable_custom_all_reduce "
         "max_parallel_loading_workers ray_workers_use_nsight _api_process_count _api_process_rank"
@@ -141,8 +141,8 @@ NO_MATTER: dict[str, tuple[str, ...]] = {
     ),
     "which checkpoint, tokenizer and default stop tokens; NeMo-RL gives every request its sampling parameters": _names(
         "model served_model_name tokenizer hf_config_path skip_tokenizer_init tokenizer_mode trust_remote_code "
-        "revision code_revision tokenizer_revision hf_token config_format load_format download_dir safetensors_load_strategy "
-        "safetensors_prefetch_num_threads safetensors_prefetch_block_size ignore_patterns use_tqdm_on_load seed "
+        "revision code_revision tokenizer_revision hf_token config_format load_format download_dir "
+        "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size ignore_patterns use_tqdm_on_load seed "
         "pt_load_map_location allow_deprecated_quantization generation_config max_logprobs use_fp64_gumbel "
         "chat_template enable_return_routed_experts allowed_local_media_path allowed_media_domains"
     ),
