@@ -111,10 +111,10 @@ RULES: dict[str, Rule] = {
 
 NO_MATTER: dict[str, tuple[str, ...]] = {
     "how requests are batched: the same sums, up to the shapes of batches": _names(
-        "enable_chunked_prefill max_num_batched_tokens max_num_partial_prefills max_long_partial_prefills max_num_seqs "
-        "long_prefill_token_threshold async_scheduling scheduling_policy scheduler_cls scheduler_reserve_full_isl "
-        "prefill_schedule_interval watermark stream_interval performance_mode ubatch_size dbo_decode_token_threshold "
-        "dbo_prefill_token_threshold disable_chunked_mm_input"
+        "enable_chunked_prefill max_num_batched_tokens max_num_partial_prefills max_long_partial_prefills "
+        "max_num_seqs long_prefill_token_threshold async_scheduling scheduling_policy scheduler_cls "
+        "scheduler_reserve_full_isl prefill_schedule_interval watermark stream_interval performance_mode ubatch_size "
+        "dbo_decode_token_threshold dbo_prefill_token_threshold disable_chunked_mm_input"
     ),
     "memory, cache blocks and prefixes: refits reset the prefix cache": _names(
         "gpu_memory_utilization kv_cache_memory_bytes block_size num_gpu_blocks_override enable_prefix_caching "
@@ -128,10 +128,11 @@ NO_MATTER: dict[str, tuple[str, ...]] = {
         "tensor_parallel_size enable_expert_parallel enable_ep_weight_filter eplb_config distributed_executor_backend "
         "master_addr master_port nnodes node_rank distributed_timeout_seconds cpu_distributed_timeout_seconds "
         "numa_bind numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend dcp_kv_cache_interleave_size "
-        "data_parallel_rank cp_kv_cache_interleave_size data_parallel_start_rank data_parallel_size_local data_parallel_address "
-        "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb data_parallel_backend "
-        "data_parallel_multi_port_external_lb disable_nccl_for_dp_synchronization disable_custom_all_reduce "
-        "max_parallel_loading_workers ray_workers_use_nsight _api_process_count _api_process_rank"
+        "data_parallel_rank cp_kv_cache_interleave_size data_parallel_start_rank data_parallel_size_local "
+        "data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb "
+        "data_parallel_backend data_parallel_multi_port_external_lb disable_nccl_for_dp_synchronization "
+        "disable_custom_all_reduce max_parallel_loading_workers ray_workers_use_nsight _api_process_count "
+        "_api_process_rank"
     ),
     "attention in BF16 by another kernel: sums in another order": ("attention_backend",),
     "what QaRL sets or checks itself: kernels of qarl.format, and what receives refits": (
@@ -142,19 +143,20 @@ NO_MATTER: dict[str, tuple[str, ...]] = {
     "which checkpoint, tokenizer and default stop tokens; NeMo-RL gives every request its sampling parameters": _names(
         "model served_model_name tokenizer hf_config_path skip_tokenizer_init tokenizer_mode trust_remote_code "
         "revision code_revision tokenizer_revision hf_token config_format load_format download_dir "
-        "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size ignore_patterns use_tqdm_on_load seed "
-        "pt_load_map_location allow_deprecated_quantization generation_config max_logprobs use_fp64_gumbel "
-        "chat_template enable_return_routed_experts allowed_local_media_path allowed_media_domains"
+        "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size ignore_patterns "
+        "use_tqdm_on_load seed pt_load_map_location allow_deprecated_quantization generation_config max_logprobs "
+        "use_fp64_gumbel chat_template enable_return_routed_experts allowed_local_media_path allowed_media_domains"
     ),
     "images, other kinds of models, and adapters where there are none": _names(
         "language_model_only limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mamba_config "
         "mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb "
         "mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
         "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin mm_tensor_ipc mm_ipc_gpu_memory_gb "
-        "skip_mm_profiling video_pruning_rate io_processor_plugin renderer_num_workers mamba_cache_dtype mamba_backend "
-        "mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode enable_mamba_cache_stochastic_rounding max_loras "
-        "mamba_cache_philox_rounds gdn_prefill_backend max_lora_rank fully_sharded_loras max_cpu_loras lora_dtype "
-        "lora_target_modules enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format"
+        "skip_mm_profiling video_pruning_rate io_processor_plugin renderer_num_workers mamba_cache_dtype "
+        "mamba_backend mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode enable_mamba_cache_stochastic_rounding "
+        "max_loras mamba_cache_philox_rounds gdn_prefill_backend max_lora_rank fully_sharded_loras max_cpu_loras "
+        "lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora "
+        "enable_mixed_moe_lora_format"
     ),
     "what requests may ask for and do not, logs and profiles": _names(
         "structured_outputs_config reasoning_parser reasoning_parser_plugin reasoning_config disable_log_stats "
