@@ -18,12 +18,17 @@ DEV := $(VENV)/.dev
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
+# What computes in floating point on a CPU, and is compared within a tolerance.
+NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/local/test_engine_forward.py unit/local/test_learner.py \
+	unit/local/test_master_optimizer.py unit/local/test_sampler_alignment.py unit/local/test_sampler_decoding.py \
+	unit/local/test_sampler_refit.py unit/local/test_warm_start.py integration/test_compare.py \
+	integration/test_run_variants.py)
 CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.local.vllm.host
 
-.PHONY: help demo demo-packed demo-vllm compare bench test test-vllm style format clean
+.PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm style format clean
 
 help: ## Show this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: demo-$(ENGINE) ## Train a small Qwen3-MoE with int4 rollouts in minutes and write its report; ENGINE=vllm: real vLLM
 
@@ -46,6 +51,11 @@ bench: $(RUN) ## Measure quantization error and the engine, into docs/
 
 test: $(DEV) ## Run all tests; those that need a GPU or vLLM skip without one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# Other instructions sum in another order, and two threads in yet another: no tolerance may depend on either.
+test-numerics: $(DEV) ## Run the tests that compare within a tolerance again, with other instructions and threads
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(NUMERICS)
 
 test-vllm: ## Run the tests of the real vLLM on this CPU, in its own environment; skip where the CPU cannot
 	@if $(CPU_SERVES_VLLM); then $(MAKE) $(VLLM); else echo "skipped: the tests of the real vLLM"; exit 0; fi; \

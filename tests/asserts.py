@@ -3,6 +3,11 @@
 import torch
 from torch import Tensor
 
+# What FP32 sums in another order may change of a logprob, on any CPU: of values up to 16 nats, 2^-24 each time one is
+# rounded, some hundred times in a row from the embedding to the logprob. What is seen is a fiftieth of it, since
+# roundings cancel; the smallest mistake a test makes on purpose is ten times it.
+FP32_NATS = 16 * 100 * 2.0**-24  # 1e-4
+
 
 def assert_bitwise_equal(actual: Tensor, expected: Tensor) -> None:
     """Same dtype, shape and bytes: tells 0 from -0 and one NaN from another; names the first element that differs."""

@@ -1,4 +1,5 @@
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ if importlib.util.find_spec("triton"):
 else:  # there is no Triton but for Linux
     collect_ignore_glob = ["kernels/test_triton_*", "kernels/test_hopper_*"]
 
-# The tests' tensors are small, and test processes share the cores: threads cost more than they give.
-torch.set_num_threads(1)
+# The tests' tensors are small, and test processes share the cores: threads cost more than they give. `make
+# test-numerics` asks for several.
+NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+torch.set_num_threads(NUM_THREADS)
 
 
 def pytest_collection_modifyitems(items):
@@ -26,8 +29,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def seed():
-    """Give every test the same random numbers, whichever tests ran before it."""
+    """Give every test the same random numbers and threads, whichever tests ran before it."""
     torch.manual_seed(0)
+    torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(params=FORMATS)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from asserts import FP32_NATS
 from tiny_runs import QARL, make_config, read_metrics, train, without_clocks
 
 from qarl_nemo.local.setup import resolve_device
@@ -14,7 +15,8 @@ def test_bfloat16_keeps_the_sides_together(tmp_path):
     assert {parameter.dtype for parameter in aligned.model.parameters()} == {torch.bfloat16}
     assert {master.dtype for master in aligned.learner.policy.optimizer.masters.values()} == {torch.float32}
     gaps = [[record["mismatch/abs_gap_mean"] for record in read_metrics(tmp_path / n)] for n in ("aligned", "apart")]
-    assert max(gaps[0]) < 1e-3 < min(gaps[1])
+    # roundings to BF16 against roundings to int4, as in unit/local/test_sampler_alignment.py
+    assert sum(gaps[0]) < sum(gaps[1]) / 8
     assert any(record["optim/grad_norm"] > 0 for record in read_metrics(tmp_path / "aligned"))
 
 
@@ -73,7 +75,7 @@ def test_rollout_batches_of_any_size_are_joined(tmp_path):
     train(tmp_path, rollout={"batch_size": 5})
     records = read_metrics(tmp_path)
     assert {record["loss/num_valid_seqs"] for record in records} == {32}
-    assert max(record["mismatch/abs_gap_mean"] for record in records) < 1e-4
+    assert max(record["mismatch/abs_gap_mean"] for record in records) < FP32_NATS
 
 
 def test_a_report_reads_what_a_run_wrote(tmp_path):
@@ -106,7 +108,7 @@ def test_a_gpu_trains_aligned(name, precision, tmp_path):
     records = read_metrics(tmp_path)
     # FP8 and BF16 round: batches of other shapes may put a value on the other side of a rounding boundary
     exact = precision == "float32" and QARL[name]["format"] not in ("w4a8", "fp8_block", "fp8_channel")
-    assert max(record["mismatch/abs_gap_mean"] for record in records) < (1e-4 if exact else 2e-2)
+    assert max(record["mismatch/abs_gap_mean"] for record in records) < (FP32_NATS if exact else 2e-2)
     assert any(record["optim/grad_norm"] > 0 for record in records)
     assert records[-1]["memory/device_peak_bytes"] > 0
 

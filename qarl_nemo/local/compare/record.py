@@ -18,8 +18,9 @@ Figure = tuple[str, float, str, str, float | None]
 MAX_GAP_RATIO = 1.05
 # What RL trains on; greedy responses are in compare.json.
 _DECODING = "sampled"
-# A few last bits of FP32 logprobs, nats: nothing to divide by.
-_SMALLEST_FLOOR = 1e-6
+# Engines that agree in nearly every bit have no floor to divide by: less than a tenth of what another attention kernel
+# makes of the same learner.
+_FLOOR_OVER_OWN = 0.1
 
 
 def append_comparison(
@@ -41,7 +42,7 @@ def append_comparison(
     """
     command = " ".join(["qarl", *_without_options(sys.argv[1:], ("--record", "--record-operators"))])
     device = resolve_device(settings.device).type
-    files = {gaps: gap_figures(result), operators: operator_figures(result)}
+    files = {gaps: gap_figures(result, settings.precision), operators: operator_figures(result)}
     for path, figures in files.items():
         if path is not None:
             append_results(path, result_rows(settings, result.engine, figures, device, command))
@@ -93,21 +94,23 @@ def result_rows(
     ]
 
 
-def gap_figures(result: Comparison) -> list[Figure]:
+def gap_figures(result: Comparison, precision: str) -> list[Figure]:
     """Return the gaps of sampled responses.
 
     Args:
         result: what was measured.
+        precision: dtype of the models, `bfloat16` or `float32`.
 
     Returns:
         `gap_floor_bf16`; for each format `gap_aligned_`, and `gap_ratio_` and `gap_ratio_rollout_only_` over that floor
-        unless it is next to nothing;
+        if BF16 arithmetic makes one: FP32 models differ in the last bits of their logprobs only;
         `gap_attention_`, the learner against itself with another attention kernel, and `gap_ratio_own_`, aligned over
         that; `gap_engine_`, the engine against itself.
     """
     figures: list[Figure] = []
-    floor = next(row["gap_mean"] for row in result.rows if row["arm"] == FLOOR and row["decoding"] == _DECODING)
-    has_floor = floor == 0 or floor >= _SMALLEST_FLOOR
+    floor = next(row for row in result.rows if row["arm"] == FLOOR and row["decoding"] == _DECODING)
+    agree = floor["gap_mean"] == 0
+    has_floor = agree or (precision == "bfloat16" and floor["gap_over_own"] >= _FLOOR_OVER_OWN)
     for row in result.rows:
         arm, fmt = row["arm"], row["format"]
         if row["decoding"] != _DECODING:

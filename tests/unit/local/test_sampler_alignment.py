@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from asserts import FP32_NATS
 from engine_parts import BF16, PROMPTS, W4A16_G32, gaps, make_engine, sample, tiny_model
 from format_cases import FORMATS
 
+from qarl_kernels import get_format
 from qarl_nemo.layers.router import NO_ROUTE
 from qarl_nemo.local.rollouts import columns_from_first_token
 
@@ -25,12 +27,12 @@ def test_logprobs_of_both_sides_are_equal(fmt, targets, replay_routes):
     gap = gaps(engine, sample(engine, **SAMPLING))
     assert len(gap) > 50
     if fmt.activation_kind == "none":
-        assert gap.max() < 1e-4
+        assert gap.max() < FP32_NATS
     else:
         # Batches of other shapes sum in another order, and an activation that sits on a rounding boundary of FP8 may
-        # then fall to either side: rare, and worth one FP8 step of one activation.
-        assert gap.quantile(0.75) < 1e-5
-        assert gap.max() < 0.02
+        # then fall to either side: for a few responses in a hundred, and worth one FP8 step of one activation.
+        assert gap.quantile(0.75) < FP32_NATS
+        assert gap.mean() < 1e-3
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -52,7 +54,7 @@ def test_the_bound_notices(mistake):
     else:
         axis = -1 if mistake == "one column late" else 0
         rollouts = replace(rollouts, generation_logprobs=rollouts.generation_logprobs.roll(1, axis))
-    assert gaps(engine, rollouts).max() > 1e-3
+    assert gaps(engine, rollouts).max() > 10 * FP32_NATS
 
 
 def test_a_stale_sampler_shows_a_gap_until_the_next_refit():
@@ -63,7 +65,7 @@ def test_a_stale_sampler_shows_a_gap_until_the_next_refit():
     stale = gaps(engine, sample(engine, **SAMPLING))
     assert stale.mean() > 1e-3
     engine.refit()
-    assert gaps(engine, sample(engine, **SAMPLING)).max() < 1e-4
+    assert gaps(engine, sample(engine, **SAMPLING)).max() < FP32_NATS
 
 
 def test_rollouts_carry_the_version_that_sampled_them():
@@ -104,7 +106,7 @@ def test_replayed_routes_replace_the_learners_own():
     assert torch.equal(own_routes(engine, forced)[known], shifted[known].long())
     assert gaps(engine, forced).mean() > 1e-2
     engine.learner.replay_routes = False
-    assert gaps(engine, forced).max() < 1e-4
+    assert gaps(engine, forced).max() < FP32_NATS
 
 
 def test_a_column_without_routes_is_routed_by_the_learner():
@@ -112,13 +114,18 @@ def test_a_column_without_routes_is_routed_by_the_learner():
     rollouts = sample(engine, **SAMPLING)
     partly = rollouts.routes.clone()
     partly[:, 3:] = NO_ROUTE
-    assert gaps(engine, replace(rollouts, routes=partly)).max() < 1e-4
+    assert gaps(engine, replace(rollouts, routes=partly)).max() < FP32_NATS
 
 
-def test_bf16_engines_are_as_close():
-    engine = make_engine(W4A16_G32, model=tiny_model(dtype=torch.bfloat16))
-    gap = gaps(engine, sample(engine, **SAMPLING))
-    # Sums in another order may round an activation to a neighbour in BF16, 2^-8 away; here none does.
-    assert gap.mean() < 1e-3
-    rollout_only = make_engine(W4A16_G32, executed=BF16, model=tiny_model(dtype=torch.bfloat16))
-    assert gaps(rollout_only, sample(rollout_only, **SAMPLING)).mean() > 0.05
+@pytest.mark.parametrize("seed", [0, 1])
+def test_bf16_engines_differ_by_roundings_of_bf16_alone(seed):
+    def mean_gap(executed):
+        engine = make_engine(W4A16_G32, executed=executed, model=tiny_model(dtype=torch.bfloat16, seed=seed))
+        return gaps(engine, sample(engine, **SAMPLING)).mean()
+
+    # Sums in another order may round an activation to a neighbour in BF16; which ones do is the CPU's. BF16 keeps 8
+    # bits and int4 4, so that such roundings are worth 2^-4 of what an unaligned learner leaves out, the rounding to
+    # int4; one that rounds to int4 with another group size is not within 2^-3 of it.
+    unaligned = mean_gap(BF16)
+    assert mean_gap(W4A16_G32) < unaligned / 8
+    assert mean_gap(get_format("w4a16", group_size=64)) > unaligned / 8
