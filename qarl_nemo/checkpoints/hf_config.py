@@ -1,7 +1,6 @@
 """The files around the weights: config.json, the index, the record of what was quantized, tokenizer files."""
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from qarl_kernels import QuantFormat, quantization_config
 from qarl_nemo import __version__
 from qarl_nemo.checkpoints.plan import QuantizePlan
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
+from qarl_nemo.files import read_json
 from qarl_nemo.refit import names
 
 RECORD_FILE = "qarl_quantization.json"
@@ -88,32 +88,59 @@ def settings_record(plan: QuantizePlan) -> dict[str, Any]:
     }
 
 
-def write_companion_files(folder: Path, plan: QuantizePlan, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Write everything of a checkpoint that is not a shard.
+def companion_names(plan: QuantizePlan) -> list[str]:
+    """Return the names of everything in a checkpoint that is not a shard.
 
     Args:
-        folder: where the shards are.
+        plan: the conversion.
+
+    Returns:
+        File names.
+    """
+    return [*(path.name for path in _copied_files(plan.checkpoint.companions)), INDEX_FILE, CONFIG_FILE, RECORD_FILE]
+
+
+def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_bytes: int) -> dict[str, bytes]:
+    """Return everything of a checkpoint that is not a shard.
+
+    Args:
         plan: the conversion.
         weight_map: output tensor name -> shard file.
         total_bytes: size of all output tensors.
+
+    Returns:
+        File name -> content; the names are `companion_names`.
     """
-    source = plan.checkpoint.companions
-    for path in sorted({path for pattern in _COPIED_PATTERNS for path in source.glob(pattern) if path.is_file()}):
-        shutil.copyfile(path, folder / path.name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX_FILE, index)
-    write_json(folder / CONFIG_FILE, _output_config(plan))
-    write_json(folder / RECORD_FILE, {**settings_record(plan), "tensors": record_rows(plan)})
+    written = {
+        INDEX_FILE: index,
+        CONFIG_FILE: _output_config(plan),
+        RECORD_FILE: {**settings_record(plan), "tensors": record_rows(plan)},
+    }
+    copied = {path.name: path.read_bytes() for path in _copied_files(plan.checkpoint.companions)}
+    return copied | {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in written.items()}
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write indented JSON.
+def foreign_files(folder: Path) -> list[str]:
+    """Return what a checkpoint that this tool wrote holds beyond what it wrote.
 
     Args:
-        path: the file.
-        content: anything JSON can hold.
+        folder: the checkpoint.
+
+    Returns:
+        Names, sorted.
+
+    Raises:
+        FileError: its index is damaged.
     """
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    weight_map = read_json(folder / INDEX_FILE, "the index of a quantized checkpoint").get("weight_map")
+    shards = weight_map.values() if isinstance(weight_map, dict) else ()
+    own = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *(path.name for path in _copied_files(folder))}
+    return sorted(path.name for path in folder.iterdir() if path.name not in own and path.name not in shards)
+
+
+def _copied_files(folder: Path) -> list[Path]:
+    return sorted({path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern) if path.is_file()})
 
 
 def _output_config(plan: QuantizePlan) -> dict[str, Any]:

@@ -1,14 +1,27 @@
-"""The `<destination>.partial` folder: finished shards, and a record that lets a killed conversion go on."""
+"""The `<destination>.partial` folder: a conversion works in it, goes on from it after a kill, and leaves it whole.
 
-import json
+    <destination>.partial/qarl_resume.json   settings, names of the output's files, finished shards with their checksums
+    <destination>.partial/checkpoint/        the output; renamed to the destination when it is complete
+    <destination>.partial/replaced/          with `overwrite`, what the destination was until the rename
+    <destination>.partial/qarl_lock          held by the process that works here
+
+The record is made after `checkpoint` and removed last. So a kill leaves one of three states: a record and `checkpoint`
+(go on), a record without it (the rename was done: clean up), or no record (nothing was begun, or all is done).
+"""
+
+import contextlib
 import os
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl_nemo.checkpoints.hf_config import RECORD_FILE, write_json
+from qarl_nemo.checkpoints.hf_config import RECORD_FILE, foreign_files
+from qarl_nemo.checkpoints.resume_record import RESUME_FILE, FinishedShard, ResumeRecord, is_record
+from qarl_nemo.files import exclusive
 
-RESUME_FILE = "qarl_resume.json"
+Sources = dict[str, list[int]]  # source file -> [size, mtime_ns]
+_CHECKPOINT, _REPLACED, _LOCK = "checkpoint", "replaced", "qarl_lock"
 
 
 def partial_path(destination: Path) -> Path:
@@ -19,116 +32,231 @@ def partial_path(destination: Path) -> Path:
 
     Returns:
         Its path, existing or not.
+
+    Raises:
+        ValueError: the destination has no name of its own, like `..`.
     """
+    if destination.name in ("", ".."):
+        raise ValueError(f"destination {destination} is no name for a new folder; choose one, like {destination}/model")
     return destination.with_name(destination.name + ".partial")
 
 
 class PartialFolder:
-    """A conversion in progress; becomes the destination in one rename."""
+    """A conversion in progress, locked against other processes; `open_partial` makes it.
 
-    def __init__(self, destination: Path, settings: dict[str, Any], *, overwrite: bool) -> None:
-        """Create the folder, or take up the one a killed conversion left.
+    Attributes:
+        folder: where the output's files are written.
+        published: whether the destination is this conversion's complete output.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        settings: dict[str, Any],
+        shards: Mapping[str, Sources],
+        names: Sequence[str],
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Take up what an earlier process left, or begin; see `open_partial`."""
+        self._work, self._destination, self._overwrite = partial_path(destination), destination, overwrite
+        self.folder, self._replaced = self._work / _CHECKPOINT, self._work / _REPLACED
+        self._sources = shards
+        self._record = ResumeRecord(settings=settings, files=[*shards, *names])
+        before = ResumeRecord.read(self._work)
+        # An earlier process may have been killed after the rename.
+        self.published = before is not None and self._was_published(before)
+        if before is not None and self.published:
+            if not before.differences(self._record) and all(
+                file in before.shards and before.shards[file].sources == sources for file, sources in shards.items()
+            ):
+                return
+            self.clean_up()
+            self.published, before = False, None
+        self._put_back()
+        _check_destination(destination, overwrite)
+        if before is not None:
+            self._take_up(before)
+        self.folder.mkdir(exist_ok=True)
+        self._record.write(self._work)
+
+    def finished(self, file: str) -> bool:
+        """Say whether a shard is complete, still what was written, and of source files that have not changed.
 
         Args:
-            destination: the final folder.
-            settings: everything that determines the output except the weights; JSON types.
-            overwrite: replace a destination this tool wrote, and drop a partial folder of other settings.
+            file: shard file name.
+
+        Returns:
+            True if it need not be written again.
+        """
+        shard = self._record.shards.get(file)
+        return shard is not None and shard.sources == self._sources[file] and shard.is_intact(self.folder / file)
+
+    def add(self, file: str, write: Callable[[Path], int]) -> None:
+        """Write a shard under a temporary name, move it to its own, and note that it is finished.
+
+        Args:
+            file: shard file name.
+            write: writes the file it is given and returns the CRC-32 of what it meant to write.
+        """
+        temporary = self.folder / f"{file}.tmp"
+        crc32 = write(temporary)
+        shard = FinishedShard(file_bytes=temporary.stat().st_size, crc32=crc32, sources=self._sources[file])
+        os.replace(temporary, self.folder / file)
+        self._record.shards[file] = shard
+        self._record.write(self._work)
+
+    def publish(self, companions: Mapping[str, bytes]) -> None:
+        """Write what stands beside the shards and rename the complete folder to the destination.
+
+        Args:
+            companions: file name -> content.
 
         Raises:
-            ValueError: the destination exists, or the partial folder is of other settings or not this tool's.
+            ValueError: the folder holds other files than this conversion's, or somebody made the destination meanwhile.
         """
-        _check_destination(destination, overwrite)
-        self.folder = partial_path(destination)
-        self._destination = destination
-        self._overwrite = overwrite
-        self._state = {"settings": settings, "shards": {}}
-        if self.folder.exists():
-            self._take_up(settings)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._save()
+        for name, content in companions.items():
+            with (self.folder / name).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        self._refuse_strays(set(self._record.files))
+        _check_destination(self._destination, self._overwrite)
+        _flush_folder(self.folder)
+        if self._destination.exists():
+            os.replace(self._destination, self._replaced)
+        try:
+            os.replace(self.folder, self._destination)
+        except BaseException:
+            self._put_back()
+            raise
+        _flush_folder(self._destination.absolute().parent)
+        self.published = True
 
-    def finished(self, file: str, sources: dict[str, list[int]]) -> dict[str, Any] | None:
-        """Return the record of a shard that is complete and whose source files have not changed.
+    def clean_up(self) -> None:
+        """Remove what the destination was before, and the record."""
+        if self._replaced.is_symlink():
+            self._replaced.unlink()
+        elif self._replaced.exists():
+            shutil.rmtree(self._replaced)
+        (self._work / RESUME_FILE).unlink()
 
-        Args:
-            file: shard file name.
-            sources: source file -> [size, mtime_ns] now.
-
-        Returns:
-            What `record` stored, or None.
-        """
-        record = self._state["shards"].get(file)
-        path = self.folder / file
-        intact = (
-            record is not None
-            and record["sources"] == sources
-            and path.is_file()
-            and path.stat().st_size == record["file_bytes"]
+    def _was_published(self, before: ResumeRecord) -> bool:
+        """Say whether the destination is, byte for byte, what the record is about."""
+        if self.folder.exists() or not self._destination.is_dir():
+            return False
+        there = {path.name for path in self._destination.iterdir()}
+        return there == set(before.files) and all(
+            shard.is_intact(self._destination / file) for file, shard in before.shards.items()
         )
-        return record if intact else None
 
-    def record(self, file: str, temporary: Path, **facts: Any) -> dict[str, Any]:
-        """Move a written shard to its name and note that it is finished.
-
-        Args:
-            file: shard file name.
-            temporary: the complete file beside it.
-            **facts: `sources`, `tensor_bytes` and `names` of the shard.
-
-        Returns:
-            The stored record.
-        """
-        shutil.copymode(self.folder / RESUME_FILE, temporary)
-        os.replace(temporary, self.folder / file)
-        record = {"file_bytes": (self.folder / file).stat().st_size, **facts}
-        self._state["shards"][file] = record
-        self._save()
-        return record
-
-    def publish(self) -> None:
-        """Rename the complete folder to the destination."""
-        retired = self._destination.with_name(self._destination.name + ".old")
-        if self._overwrite and self._destination.exists():
-            shutil.rmtree(retired, ignore_errors=True)
-            os.replace(self._destination, retired)
-        os.replace(self.folder, self._destination)
-        (self._destination / RESUME_FILE).unlink()
-        if self._overwrite:
-            shutil.rmtree(retired, ignore_errors=True)
-
-    def _take_up(self, settings: dict[str, Any]) -> None:
-        entries = [path.name for path in self.folder.iterdir() if path.suffix != ".tmp"]
-        if RESUME_FILE not in entries:
-            if entries:
-                raise ValueError(f"{self.folder} exists and is no unfinished conversion of this tool; move it away")
+    def _put_back(self) -> None:
+        """Undo the first of publishing's two renames where the second was not done."""
+        if not self._replaced.exists():
             return
-        state = json.loads((self.folder / RESUME_FILE).read_text(encoding="utf-8"))
-        before = state["settings"]
-        changed = [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
-        if not changed:
-            self._state = state
-        elif self._overwrite:
-            shutil.rmtree(self.folder)
-        else:
-            listed = ", ".join(f"{key} was {before.get(key)}, now {settings.get(key)}" for key in changed)
+        if self._destination.exists():
             raise ValueError(
-                f"{self.folder} is an unfinished conversion with other settings ({listed}); go on with the old "
-                "settings, delete the folder, or overwrite"
+                f"{self._replaced} is what an interrupted overwrite had taken out of {self._destination}, and that "
+                "exists again; keep one of them and move the other away"
+            )
+        os.replace(self._replaced, self._destination)
+
+    def _take_up(self, before: ResumeRecord) -> None:
+        changed = before.differences(self._record)
+        if changed and not self._overwrite:
+            raise ValueError(
+                f"{self._work} is an unfinished conversion with other settings ({changed}); go on with the old "
+                "settings, delete the folder, or overwrite it (--overwrite)"
+            )
+        if not changed:
+            self._record.shards = before.shards
+        if not self.folder.exists():
+            return
+        made = {*before.files, *before.shards}
+        self._refuse_strays(made | {f"{file}.tmp" for file in made})
+        for path in self.folder.iterdir():
+            if path.name not in self._record.shards:
+                path.unlink()
+
+    def _refuse_strays(self, own: set[str]) -> None:
+        strays = sorted(path.name for path in self.folder.iterdir() if path.name not in own)
+        if strays:
+            raise ValueError(
+                f"{self.folder} holds files that this conversion did not make, which will not be published: "
+                f"{', '.join(strays)}; move them away and run the same command again"
             )
 
-    def _save(self) -> None:
-        temporary = self.folder / (RESUME_FILE + ".tmp")
-        write_json(temporary, self._state)
-        os.replace(temporary, self.folder / RESUME_FILE)
+
+@contextlib.contextmanager
+def open_partial(
+    destination: Path, settings: dict[str, Any], shards: Mapping[str, Sources], names: Sequence[str], *, overwrite: bool
+) -> Iterator[PartialFolder]:
+    """Work towards a destination as the only process that does.
+
+    Args:
+        destination: the final folder.
+        settings: everything that determines the output except the weights; JSON types.
+        shards: shard file name -> the source files it is made from, with their sizes and times.
+        names: of all other files of the output.
+        overwrite: replace a destination this tool wrote, and drop an unfinished conversion with other settings.
+
+    Yields:
+        The folder; what was not published stays for the next call.
+
+    Raises:
+        ValueError: the destination exists, what is there is of other settings or not this tool's, or another process
+            works towards this destination.
+    """
+    work = partial_path(destination)
+    _require_own(work)
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        with exclusive(work / _LOCK, f"destination {destination}"):
+            yield PartialFolder(destination, settings, shards, names, overwrite=overwrite)
+    finally:
+        # It is empty unless there is something to go on from.
+        with contextlib.suppress(OSError):
+            work.rmdir()
+
+
+def _require_own(work: Path) -> None:
+    """Refuse a folder of the user's that happens to have the name, before a lock is put into it."""
+    if not work.exists():
+        return
+    entries = {path.name for path in work.iterdir()}
+    begun = any(is_record(name) for name in entries)
+    idle = _REPLACED not in entries and not any((work / _CHECKPOINT).glob("*"))
+    foreign = {name for name in entries if not is_record(name)} - {_CHECKPOINT, _REPLACED, _LOCK}
+    if foreign or not (begun or idle):
+        raise ValueError(
+            f"{work} exists and is no unfinished conversion of this version of the tool: it holds "
+            f"{', '.join(sorted(foreign or entries))}; move it away"
+        )
 
 
 def _check_destination(destination: Path, overwrite: bool) -> None:
     if not destination.exists():
         return
     if not overwrite:
-        raise ValueError(f"destination {destination} exists; choose another one or overwrite it explicitly")
+        raise ValueError(
+            f"destination {destination} exists; choose another one, or replace it with --overwrite (overwrite=True)"
+        )
     if not (destination / RECORD_FILE).is_file():
         raise ValueError(
             f"destination {destination} was not written by this tool (no {RECORD_FILE}), so it is not overwritten; "
             "choose another one or remove it yourself"
         )
+    foreign = foreign_files(destination)
+    if foreign:
+        raise ValueError(
+            f"destination {destination} holds what this tool did not write, so it is not overwritten; move away "
+            f"{', '.join(foreign)}"
+        )
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

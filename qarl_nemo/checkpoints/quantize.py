@@ -1,19 +1,21 @@
 """Quantize a BF16 checkpoint shard by shard into one that stock vLLM loads."""
 
+import contextlib
+import functools
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.convert import TensorConverter
-from qarl_nemo.checkpoints.hf_config import record_rows, settings_record, write_companion_files
-from qarl_nemo.checkpoints.partial import PartialFolder, partial_path
+from qarl_nemo.checkpoints.hf_config import companion_files, companion_names, record_rows, settings_record
+from qarl_nemo.checkpoints.partial import PartialFolder, open_partial, partial_path
 from qarl_nemo.checkpoints.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     PlannedShard,
@@ -21,7 +23,8 @@ from qarl_nemo.checkpoints.plan import (
     plan_quantization,
 )
 from qarl_nemo.checkpoints.reader import Checkpoint, open_checkpoint
-from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard
+from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard, shard_names
+from qarl_nemo.files import FileError, require_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,38 +103,43 @@ def quantize_checkpoint(
         ValueError: the source, the settings or the destination are unfit (every problem listed, nothing written), or
             weights hold NaN or Inf (every one listed; the partial folder stays, with the shards without them).
     """
-    checkpoint, destination = source if isinstance(source, Checkpoint) else open_checkpoint(source), Path(destination)
-    for folder in {checkpoint.folder, checkpoint.companions}:
-        _check_apart(folder, destination)
-    plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes)
-    _check_space(plan, partial_path(destination))
-    partial = PartialFolder(destination, _fingerprint(plan), overwrite=overwrite)
-    records, num_resumed = _write_shards(plan, partial, device, progress or (lambda _: None))
-    output_bytes = sum(record["tensor_bytes"] for record in records.values())
-    assert output_bytes == plan.num_bytes
-    weight_map = {name: file for file, record in records.items() for name in record["names"]}
-    write_companion_files(partial.folder, plan, weight_map, output_bytes)
-    partial.publish()
+    destination = Path(destination)
+    with _named_os_errors(destination):
+        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        _check_device(device)
+        for folder in {checkpoint.folder, checkpoint.companions}:
+            _check_apart(folder, destination)
+        plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes)
+        _check_space(plan, destination)
+        shards = {shard.file: _source_stamps(plan, shard) for shard in plan.shards}
+        with open_partial(
+            destination, _fingerprint(plan), shards, companion_names(plan), overwrite=overwrite
+        ) as partial:
+            num_resumed = len(plan.shards)
+            if not partial.published:
+                weight_map, num_resumed = _write_shards(plan, partial, device, progress or (lambda _: None))
+                partial.publish(companion_files(plan, weight_map, plan.num_bytes))
+            partial.clean_up()
     return QuantizeReport(
-        destination, fmt, record_rows(plan), plan.source_bytes, output_bytes, len(plan.shards), num_resumed
+        destination, fmt, record_rows(plan), plan.source_bytes, plan.num_bytes, len(plan.shards), num_resumed
     )
 
 
 def _write_shards(
     plan: QuantizePlan, partial: PartialFolder, device: str, progress: Callable[[QuantizeProgress], None]
-) -> tuple[dict[str, dict[str, Any]], int]:
-    records: dict[str, dict[str, Any]] = {}
+) -> tuple[dict[str, str], int]:
+    """Write what is not finished; returns tensor name -> file, and how many shards were."""
+    weight_map: dict[str, str] = {}
     problems: list[str] = []
     done_bytes = num_resumed = 0
     buffer = ShardBuffer(plan.shards)
+    settings = {f"qarl_{key}": str(value) for key, value in settings_record(plan).items() if key != "targets"}
     with plan.checkpoint.open_reader() as reader, TensorConverter(reader, plan.fmt, device) as converter:
         for number, shard in enumerate(plan.shards, 1):
-            sources = _source_stamps(plan, shard)
-            record = partial.finished(shard.file, sources)
-            if record is not None:
+            if partial.finished(shard.file):
                 num_resumed += 1
                 done_bytes += sum(tensor.info.num_bytes for tensor in shard.tensors)
-                records[shard.file] = record
+                weight_map |= dict.fromkeys(shard_names(partial.folder / shard.file), shard.file)
                 continue
             buffer.clear()
             known = len(problems)
@@ -142,24 +150,28 @@ def _write_shards(
                 done_bytes += info.num_bytes
                 progress(QuantizeProgress(info.name, done_bytes, plan.source_bytes, number, len(plan.shards)))
             if len(problems) == known:
-                records[shard.file] = _save_shard(partial, shard.file, buffer.tensors, plan, sources)
+                assert sum(tensor.nbytes for tensor in buffer.tensors.values()) == shard.num_bytes
+                write = functools.partial(save_shard, buffer.tensors, metadata={"format": "pt", **settings})
+                partial.add(shard.file, write)
+                weight_map |= dict.fromkeys(buffer.tensors, shard.file)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ValueError(
             f"NaN or Inf in {len(problems)} weights, with the number of such values; repair the source and run again, "
             f"finished shards are kept:\n{listed}"
         )
-    return records, num_resumed
+    return weight_map, num_resumed
 
 
-def _save_shard(
-    partial: PartialFolder, file: str, tensors: dict[str, Tensor], plan: QuantizePlan, sources: dict[str, list[int]]
-) -> dict[str, Any]:
-    temporary = partial.folder / (file + ".tmp")
-    settings = {f"qarl_{key}": str(value) for key, value in settings_record(plan).items() if key != "targets"}
-    save_shard(tensors, temporary, {"format": "pt", **settings})
-    tensor_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return partial.record(file, temporary, sources=sources, tensor_bytes=tensor_bytes, names=sorted(tensors))
+@contextlib.contextmanager
+def _named_os_errors(destination: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileError(
+            f"{error.filename or destination}: {(error.strerror or str(error)).lower()}; nothing passes as finished, "
+            "and once this is mended the same command goes on from its finished shards"
+        ) from error
 
 
 def _fingerprint(plan: QuantizePlan) -> dict[str, Any]:
@@ -186,12 +198,17 @@ def _check_apart(source: Path, destination: Path) -> None:
         raise ValueError(f"source {source} and destination {destination} must not contain each other")
 
 
-def _check_space(plan: QuantizePlan, folder: Path) -> None:
-    held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free, needed = shutil.disk_usage(existing).free, plan.num_bytes - held
-    if needed > free:
-        raise ValueError(
-            f"{folder} needs {needed / 2**30:.1f} GiB more and its disk has {free / 2**30:.1f} GiB free; free some or "
-            "choose another destination, then run again"
-        )
+def _check_space(plan: QuantizePlan, destination: Path) -> None:
+    finished = partial_path(destination).glob("*/*.safetensors")
+    held = sum(path.stat().st_size for path in finished)
+    require_space(partial_path(destination), plan.num_bytes - held, "what is still to be written")
+
+
+def _check_device(device: str) -> None:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device={device} is not known; legal are cpu, cuda and cuda:<number>")
+    if device != "cpu":
+        count, number = torch.cuda.device_count(), int(device.partition(":")[2] or 0)
+        if number >= count:
+            found = f"sees {count} CUDA devices" if count else "sees no CUDA device"
+            raise ValueError(f"device={device}, but torch {found} here; use device=cpu")

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def uninterrupted(source, tmp_path_factory):
 
 
 def test_a_stopped_conversion_goes_on_and_gives_the_same_bytes(source, tmp_path, uninterrupted):
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    out, partial = tmp_path / "out", tmp_path / "out.partial" / "checkpoint"
     with pytest.raises(StopError):
         run(source, out, progress=stop_in(3))
     assert not out.exists()
@@ -80,7 +81,7 @@ def test_a_killed_process_goes_on_and_gives_the_same_bytes(source, tmp_path, uni
     command = [sys.executable, "-c", KILLED, str(source), str(out), str(SHARD_BYTES)]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
     assert killed.returncode == -signal.SIGKILL
-    finished = stamps(tmp_path / "out.partial")
+    finished = stamps(tmp_path / "out.partial" / "checkpoint")
     assert len(finished) == 2
     assert run(source, out).num_resumed_shards == 2
     assert {name: stamps(out)[name] for name in finished} == finished
@@ -88,7 +89,7 @@ def test_a_killed_process_goes_on_and_gives_the_same_bytes(source, tmp_path, uni
 
 
 def test_a_shard_that_was_not_recorded_or_was_cut_is_written_again(source, tmp_path, uninterrupted):
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    out, partial = tmp_path / "out", tmp_path / "out.partial" / "checkpoint"
     with pytest.raises(StopError):
         run(source, out, progress=stop_in(4))
     names = sorted(name for name in uninterrupted if name.endswith(".safetensors"))
@@ -103,36 +104,38 @@ def test_other_settings_are_refused_and_named(source, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(StopError):
         run(source, out, progress=stop_in(2))
-    before = contents(tmp_path / "out.partial")
+    before = contents(tmp_path / "out.partial" / "checkpoint")
     with pytest.raises(ValueError, match="other settings") as error:
         run(source, out, fmt=get_format("w4a16", group_size=64), targets=["experts", "attention"])
     assert "group_size was 128, now 64" in str(error.value)
     assert "targets was ['experts'], now ['experts', 'attention']" in str(error.value)
     with pytest.raises(ValueError, match=r"\(max_shard_bytes was 150000, now 150001\)"):
         run(source, out, max_shard_bytes=SHARD_BYTES + 1)
-    assert contents(tmp_path / "out.partial") == before
+    assert contents(tmp_path / "out.partial" / "checkpoint") == before
     report = run(source, out, fmt=get_format("fp8_block"), overwrite=True)
     assert report.num_resumed_shards == 0
 
 
-def test_a_foreign_partial_folder_is_left_alone(source, tmp_path):
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match="no unfinished conversion of this tool"):
+@pytest.mark.parametrize("content", ["thesis.tex", "checkpoint/model-00001-of-00007.safetensors"])
+def test_a_foreign_partial_folder_is_left_alone(content, source, tmp_path):
+    path = tmp_path / "out.partial" / content
+    path.parent.mkdir(parents=True)
+    path.write_text("x")
+    with pytest.raises(ValueError, match="no unfinished conversion of this version of the tool"):
         run(source, tmp_path / "out", overwrite=True)
-    assert contents(tmp_path / "out.partial") == {"thesis.tex": b"x"}
+    assert [p.read_text() for p in tmp_path.rglob("*") if p.is_file()] == ["x"]
 
 
 def test_an_existing_destination_is_refused(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match=r"destination .*out exists"):
+    with pytest.raises(ValueError, match=r"destination .*out exists; .*--overwrite"):
         run(source, out)
     with pytest.raises(ValueError, match="was not written by this tool"):
         run(source, out, overwrite=True)
     assert contents(out) == {"thesis.tex": b"x"}
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out.partial" / "checkpoint").exists()
 
 
 def test_overwrite_replaces_an_own_destination(source, tmp_path, uninterrupted):
@@ -141,6 +144,116 @@ def test_overwrite_replaces_an_own_destination(source, tmp_path, uninterrupted):
     run(source, out, overwrite=True)
     assert contents(out) == uninterrupted
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_overwrite_removes_nothing_that_others_made(source, tmp_path, uninterrupted):
+    out = tmp_path / "out"
+    for name in ("out.old", "out.replaced", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("x")
+    run(source, out, fmt=get_format("fp8_block"), overwrite=True)
+    run(source, out, overwrite=True)
+    assert contents(out) == uninterrupted
+    assert len(list(tmp_path.glob("*/thesis.tex"))) == 3
+    (out / "notes.txt").write_text("the user's")
+    (out / "tokenizer_backup").mkdir()
+    with pytest.raises(ValueError, match=r"did not write, so it is not overwritten; move away notes\.txt, tokenizer_"):
+        run(source, out, overwrite=True)
+    assert (out / "notes.txt").read_text() == "the user's"
+
+
+def test_a_link_is_replaced_and_not_what_it_points_at(source, tmp_path, uninterrupted):
+    run(source, tmp_path / "elsewhere", fmt=get_format("fp8_block"))
+    before = contents(tmp_path / "elsewhere")
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    run(source, tmp_path / "out", overwrite=True)
+    assert contents(tmp_path / "out") == uninterrupted
+    assert contents(tmp_path / "elsewhere") == before
+
+
+def test_a_shard_with_a_flipped_bit_is_written_again(source, tmp_path, uninterrupted):
+    with pytest.raises(StopError):
+        run(source, tmp_path / "out", progress=stop_in(4))
+    shard = sorted((tmp_path / "out.partial" / "checkpoint").glob("*.safetensors"))[1]
+    flipped = bytearray(shard.read_bytes())
+    flipped[-5] ^= 4
+    shard.write_bytes(flipped)
+    assert run(source, tmp_path / "out").num_resumed_shards == 2
+    assert contents(tmp_path / "out") == uninterrupted
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_files_that_the_conversion_did_not_make_are_not_published(when, source, tmp_path, uninterrupted):
+    out, partial = tmp_path / "out", tmp_path / "out.partial" / "checkpoint"
+
+    def add(progress):
+        if when == "during":
+            (partial / "notes.txt").write_text("the user's")
+
+    with pytest.raises(StopError):
+        run(source, out, progress=stop_in(3))
+    if when == "before":
+        (partial / "notes.txt").write_text("the user's")
+    with pytest.raises(ValueError, match=r"which will not be published: notes\.txt; move them away"):
+        run(source, out, progress=add)
+    assert not out.exists()
+    (partial / "notes.txt").unlink()
+    run(source, out)
+    assert contents(out) == uninterrupted
+
+
+def test_a_second_process_is_refused_while_the_first_works(source, tmp_path, uninterrupted):
+    out, refusals = tmp_path / "out", []
+
+    def compete(progress):
+        if not refusals:
+            with pytest.raises(ValueError, match=f"out is in use by process {os.getpid()} on .*; wait for it") as error:
+                run(source, out, overwrite=True)
+            refusals.append(error)
+
+    run(source, out, progress=compete)
+    assert refusals
+    assert contents(out) == uninterrupted
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "an object, but it holds"),
+        ("{", "is not JSON"),
+        ('{"settings": {}, "shards": {}}', "of another version of this tool (files: field required); delete"),
+        ('{"settings": 3, "files": []}', "settings: input should be a valid dict"),
+        ('{"settings": {}, "files": ["../../x"]}', "names files outside its folder: ../../x; delete"),
+    ],
+)
+def test_a_damaged_record_is_named_with_the_way_out(content, message, source, tmp_path):
+    with pytest.raises(StopError):
+        run(source, tmp_path / "out", progress=stop_in(2))
+    record = tmp_path / "out.partial" / "qarl_resume.json"
+    record.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(record))) as error:
+        run(source, tmp_path / "out")
+    assert message in str(error.value)
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(source, tmp_path):
+    for device, message in (("cuda:99", "but torch sees"), ("cudo", "device=cudo is not known; legal are cpu, cuda")):
+        with pytest.raises(ValueError, match=message):
+            run(source, tmp_path / "out", device=device)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_destination_that_cannot_be_made_is_one_line(source, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for destination, message in (
+        (tmp_path / "file" / "out", "file.*: not a directory; nothing passes as finished"),
+        (tmp_path / ("x" * 255), "file name too long"),
+        (tmp_path / "file" / "..", "is no name for a new folder"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            run(source, destination)
+        assert "\n" not in str(error.value)
 
 
 def test_a_nan_is_located_and_repairing_its_file_redoes_only_its_shards(make_source, tmp_path):
@@ -158,7 +271,7 @@ def test_a_nan_is_located_and_repairing_its_file_redoes_only_its_shards(make_sou
     save_file({names[2]: broken}, folder / files[2])
     with pytest.raises(ValueError, match=r"model\.layers\.2\.self_attn\.q_proj\.weight.*first at index \[5, 7\]"):
         run(folder, tmp_path / "out", targets=["attention"], max_shard_bytes=10_000)
-    assert len(stamps(tmp_path / "out.partial")) == 2
+    assert len(stamps(tmp_path / "out.partial" / "checkpoint")) == 2
     save_file({names[2]: tensors[names[2]]}, folder / files[2])
     save_file({names[1]: tensors[names[1]] * 2}, folder / files[1])
     assert run(folder, tmp_path / "out", targets=["attention"], max_shard_bytes=10_000).num_resumed_shards == 1
