@@ -7,6 +7,7 @@ from typing import Any
 
 from qarl_kernels import QuantFormat, quantization_config
 from qarl_nemo import __version__
+from qarl_nemo.checkpoints.ignored import require_listed
 from qarl_nemo.checkpoints.plan import QuantizePlan
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
 from qarl_nemo.files import read_json
@@ -110,12 +111,18 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
 
     Returns:
         File name -> content; the names are `companion_names`.
+
+    Raises:
+        ValueError: config.json would call other linears quantized than those that are.
     """
+    config = _output_config(plan)
+    if "quantization_config" in config:
+        require_listed(config["quantization_config"], weight_map, _linears(plan))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     written = {
         INDEX_FILE: index,
-        CONFIG_FILE: _output_config(plan),
-        RECORD_FILE: {**settings_record(plan), "tensors": record_rows(plan)},
+        CONFIG_FILE: config,
+        RECORD_FILE: {**settings_record(plan), "tensors": record_rows(plan), "dropped": plan.dropped},
     }
     copied = {path.name: path.read_bytes() for path in _copied_files(plan.checkpoint.companions)}
     return copied | {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in written.items()}
@@ -141,6 +148,14 @@ def foreign_files(folder: Path) -> list[str]:
 
 def _copied_files(folder: Path) -> list[Path]:
     return sorted({path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern) if path.is_file()})
+
+
+def _linears(plan: QuantizePlan) -> list[str]:
+    return [
+        tensor.info.name.removesuffix(".weight")
+        for tensor in plan.tensors
+        if len(tensor.info.shape) == 2 and tensor.kind != "embedding"
+    ]
 
 
 def _output_config(plan: QuantizePlan) -> dict[str, Any]:

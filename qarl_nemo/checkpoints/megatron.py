@@ -12,8 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from qarl_nemo.architecture import MEGATRON_FAMILIES, Architecture
 from qarl_nemo.checkpoints.chunks import ChunkReader
-from qarl_nemo.checkpoints.megatron_layout import Location, Weight, config_problems, model_weights
+from qarl_nemo.checkpoints.megatron_layout import Location, Weight, model_weights
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, TensorInfo, read_config
 from qarl_nemo.checkpoints.torch_dist import METADATA_FILE, TorchDist, open_torch_dist
 from qarl_nemo.refit.names import summarize_names
@@ -68,11 +69,11 @@ def open_megatron(folder: str | Path, hf_model: str | Path, *, drop_vocab_paddin
     folder, hf_model = iteration_folder(Path(folder)), Path(hf_model)
     problems: list[str] = []
     config = read_config(hf_model, problems)
-    problems += config_problems(config) if config else []
     if problems:
         raise ValueError(f"{hf_model} does not say what model this is:\n" + _listed(problems))
+    model = Architecture.parse(config, str(hf_model / CONFIG_FILE), MEGATRON_FAMILIES)
     stored = open_torch_dist(folder, lambda key: not _NO_WEIGHT.match(key))
-    weights = list(model_weights(config))
+    weights = list(model_weights(model))
     locations, problems = _locate(weights, stored)
     keys = sorted({place.key for place in locations.values()})
     problems += stored.problems(keys)

@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.architecture import CONFIG_FILE, Architecture
+from qarl_nemo.checkpoints.content import content_problems, drop_reason
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo
 from qarl_nemo.checkpoints.shapes import shape_problems, stored_bytes
 from qarl_nemo.refit import names
 
 DEFAULT_MAX_SHARD_BYTES = 2**30
-_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _QUANTIZED_SUFFIXES = (
     ".weight_packed",
     ".weight_scale",
@@ -73,11 +74,12 @@ class QuantizePlan:
     """The whole conversion, decided before anything is written.
 
     Attributes:
-        checkpoint: the source.
+        checkpoint: the source, without what is dropped.
         fmt: format of the quantized tensors.
         targets: what is quantized, in canonical order.
         max_shard_bytes: limit of one output file; a single larger tensor gets a file of its own.
         shards: the output files.
+        dropped: source tensor that no engine reads -> why it is left out.
     """
 
     checkpoint: Checkpoint
@@ -85,6 +87,7 @@ class QuantizePlan:
     targets: tuple[str, ...]
     max_shard_bytes: int
     shards: tuple[PlannedShard, ...]
+    dropped: dict[str, str] = field(default_factory=dict)
 
     @property
     def tensors(self) -> Iterator[PlannedTensor]:
@@ -120,45 +123,48 @@ def plan_quantization(
         ValueError: the conversion cannot give a checkpoint vLLM serves; every problem is listed with every name.
     """
     targets = names.check_targets(targets)
-    problems = _settings_problems(checkpoint, fmt, max_shard_bytes)
+    architecture = Architecture.parse(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
+    found = {info.name: drop_reason(info.name, architecture) for info in checkpoint.tensors}
+    dropped = {name: reason for name, reason in found.items() if reason}
+    checkpoint = replace(checkpoint, tensors=tuple(info for info in checkpoint.tensors if info.name not in dropped))
+    problems = _settings_problems(fmt, max_shard_bytes)
+    quantized = _quantized_problems(checkpoint)
+    problems += quantized or content_problems(checkpoint.tensors, architecture)
     problems += _tensor_problems(checkpoint, fmt, targets) + _target_problems(checkpoint, targets)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ValueError(f"cannot quantize {checkpoint.folder} to {fmt.name}:\n{listed}")
     tensors = [_plan_tensor(info, fmt, targets) for info in checkpoint.tensors]
-    return QuantizePlan(checkpoint, fmt, targets, max_shard_bytes, _into_shards(tensors, max_shard_bytes))
+    return QuantizePlan(checkpoint, fmt, targets, max_shard_bytes, _into_shards(tensors, max_shard_bytes), dropped)
 
 
-def _settings_problems(checkpoint: Checkpoint, fmt: QuantFormat, max_shard_bytes: int) -> list[str]:
+def _settings_problems(fmt: QuantFormat, max_shard_bytes: int) -> list[str]:
     problems = []
     if not fmt.served_by_vllm:
         problems.append(f"format {fmt.name} is experimental, no kernel of vLLM 0.25.1 serves it; use w4a16 or w4a8")
     if max_shard_bytes < 1:
         problems.append(f"max_shard_bytes={max_shard_bytes} must be at least 1")
+    return problems
+
+
+def _quantized_problems(checkpoint: Checkpoint) -> list[str]:
     quantized = [
         info.name
         for info in checkpoint.tensors
         if info.name.endswith(_QUANTIZED_SUFFIXES) or info.dtype.startswith(("F8", "F6", "F4"))
     ]
-    if "quantization_config" in checkpoint.config or quantized:
-        where = f" (tensors {names.summarize_names(quantized)})" if quantized else " (config.json says so)"
-        problems.append(f"the source is already quantized{where}; start from the BF16 checkpoint")
-    return problems
+    if "quantization_config" not in checkpoint.config and not quantized:
+        return []
+    where = f" (tensors {names.summarize_names(quantized, 8)})" if quantized else " (config.json says so)"
+    return [f"the source is already quantized{where}; start from the BF16 checkpoint"]
 
 
 def _tensor_problems(checkpoint: Checkpoint, fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
     by_problem: dict[str, list[str]] = {}
     for info in checkpoint.tensors:
         target = names.target_of(info.name)
-        if info.name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
-            stacked = (
-                "stacked expert weights; save the model with one tensor per expert (transformers' save_pretrained)"
-            )
-            by_problem.setdefault(stacked, []).append(info.name)
         if target not in targets:
             continue
-        if info.dtype not in _FLOAT_DTYPES:
-            by_problem.setdefault(f"{info.dtype} weights are not floating point", []).append(info.name)
         for problem in shape_problems(info.name, target, info.shape, fmt):
             by_problem.setdefault(problem, []).append(info.name)
     return [f"{problem}: {names.summarize_names(offending)}" for problem, offending in by_problem.items()]

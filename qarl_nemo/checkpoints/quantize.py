@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.checkpoints.content import require_tied_copy
 from qarl_nemo.checkpoints.convert import TensorConverter
 from qarl_nemo.checkpoints.hf_config import companion_files, companion_names, record_rows, settings_record
 from qarl_nemo.checkpoints.partial import PartialFolder, open_partial, partial_path
@@ -58,6 +59,7 @@ class QuantizeReport:
         output_bytes: size of the output tensors, scales included.
         num_shards: output files.
         num_resumed_shards: how many of them an earlier, killed run had finished.
+        dropped: source tensor that no engine reads -> why it was left out.
     """
 
     destination: Path
@@ -67,6 +69,7 @@ class QuantizeReport:
     output_bytes: int
     num_shards: int
     num_resumed_shards: int
+    dropped: dict[str, str]
 
 
 def quantize_checkpoint(
@@ -110,6 +113,7 @@ def quantize_checkpoint(
         for folder in {checkpoint.folder, checkpoint.companions}:
             _check_apart(folder, destination)
         plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes)
+        require_tied_copy(checkpoint)
         _check_space(plan, destination)
         shards = {shard.file: _source_stamps(plan, shard) for shard in plan.shards}
         with open_partial(
@@ -121,7 +125,14 @@ def quantize_checkpoint(
                 partial.publish(companion_files(plan, weight_map, plan.num_bytes))
             partial.clean_up()
     return QuantizeReport(
-        destination, fmt, record_rows(plan), plan.source_bytes, plan.num_bytes, len(plan.shards), num_resumed
+        destination,
+        fmt,
+        record_rows(plan),
+        plan.source_bytes,
+        plan.num_bytes,
+        len(plan.shards),
+        num_resumed,
+        plan.dropped,
     )
 
 

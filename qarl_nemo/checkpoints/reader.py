@@ -1,7 +1,7 @@
 """Read a Hugging Face safetensors folder lazily: headers first, then one tensor at a time."""
 
-import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +11,15 @@ from typing import Any, Protocol, Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qarl_nemo.refit.names import natural_key
+from qarl_nemo.architecture import CONFIG_FILE
+from qarl_nemo.files import FileError, read_json, require_file
+from qarl_nemo.refit.names import natural_key, summarize_names
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
+# Of each kind of problem so many names are written out; the others are counted.
+_SHOWN = 8
+_LFS_POINTER = b"version https://git-lfs"
 # Pages of a memory-mapped file stay resident while it is open; reopening this often bounds them.
 _REOPEN_AFTER_BYTES = 16 * 2**20
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -102,7 +106,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """
     folder = Path(folder)
     files = _weight_files(folder)
-    problems: list[str] = []
+    problems = _stray_files(folder, files)
     config = read_config(folder, problems)
     tensors: list[TensorInfo] = []
     for file in sorted(files):
@@ -145,73 +149,111 @@ class SafetensorsReader:
         self._handle, self._file, self._bytes_read = None, "", 0
 
 
-def _weight_files(folder: Path) -> dict[str, list[str] | None]:
-    """Return file -> names the index promises for it (None: whatever the file holds)."""
-    if not folder.is_dir():
-        raise ValueError(f"checkpoint {folder} is not a folder")
-    if (folder / INDEX_FILE).is_file():
-        weight_map = _load_json(folder / INDEX_FILE, lambda content: content["weight_map"].items())
-        files: dict[str, list[str] | None] = {}
-        for name, file in weight_map:
-            files.setdefault(file, []).append(name)
-        outside = [file for file in files if Path(file).name != file]
-        if outside:
-            raise ValueError(f"{folder / INDEX_FILE} points outside the checkpoint folder: {', '.join(outside)}")
-        return files
-    if (folder / SINGLE_FILE).is_file():
-        return {SINGLE_FILE: None}
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
-    hint = (
-        f"; it holds {', '.join(pickled)}, which are pickles and are never loaded: convert them with "
-        "transformers' save_pretrained first"
-        if pickled
-        else ""
-    )
-    raise ValueError(f"checkpoint {folder} has neither {INDEX_FILE} nor {SINGLE_FILE}{hint}")
-
-
-def _read_header(folder: Path, file: str, names: list[str] | None, problems: list[str]) -> list[TensorInfo]:
-    path = folder / file
-    if not path.is_file():
-        problems.append(f"missing file {file}" + (f", which holds {', '.join(sorted(names))}" if names else ""))
-        return []
-    try:
-        with safe_open(path, framework="pt") as handle:
-            present = set(handle.keys())
-            wanted = sorted(present if names is None else names, key=natural_key)
-            missing = [name for name in wanted if name not in present]
-            if missing:
-                problems.append(f"{file} lacks tensors the index promises: {', '.join(missing)}")
-            slices = {name: handle.get_slice(name) for name in wanted if name in present}
-            return [
-                TensorInfo(name, tuple(view.get_shape()), view.get_dtype(), (file,)) for name, view in slices.items()
-            ]
-    except SafetensorError as error:
-        problems.append(f"{file} is not a readable safetensors file ({error})")
-        return []
-
-
 def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 
     Args:
         folder: a Hugging Face model folder.
-        problems: gets a sentence when there is none.
+        problems: gets a sentence when there is none, or it is no JSON object.
 
     Returns:
         The content, empty when there is none.
-
-    Raises:
-        ValueError: the file is no JSON object.
     """
-    if not (folder / CONFIG_FILE).is_file():
+    if not os.path.lexists(folder / CONFIG_FILE):
         problems.append(f"missing file {CONFIG_FILE}")
         return {}
-    return _load_json(folder / CONFIG_FILE, dict)
-
-
-def _load_json(path: Path, select: Callable[[Any], Any]) -> Any:
     try:
-        return select(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is not a readable {path.name}: {error!r}") from error
+        return read_json(folder / CONFIG_FILE, "a model's config.json")
+    except FileError as error:
+        problems.append(str(error))
+        return {}
+
+
+def _weight_files(folder: Path) -> dict[str, list[str] | None]:
+    """Return file -> names the index promises for it (None: whatever the file holds)."""
+    if not folder.is_dir():
+        hub_name = not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists()
+        hint = f"; a model on the Hugging Face hub is fetched first: hf download {folder} --local-dir ..." * hub_name
+        raise FileError(f"checkpoint {folder} is not a folder{hint}")
+    if os.path.lexists(folder / INDEX_FILE):
+        return _index(folder / INDEX_FILE)
+    if os.path.lexists(folder / SINGLE_FILE):
+        return {SINGLE_FILE: None}
+    raise FileError(f"checkpoint {folder} has neither {INDEX_FILE} nor {SINGLE_FILE}{_hint(folder)}")
+
+
+def _hint(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "; it holds a LoRA adapter: merge it into its model first (peft's merge_and_unload)"
+    if (folder / "model" / CONFIG_FILE).is_file():
+        return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    if not pickled:
+        return ""
+    return (
+        f"; it holds {', '.join(pickled[:_SHOWN])}, which are pickles and are never loaded: convert them with "
+        "transformers' save_pretrained first"
+    )
+
+
+def _index(path: Path) -> dict[str, list[str] | None]:
+    weight_map = read_json(path, "an index of safetensors files").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FileError(f"{path}: expected weight_map, an object of tensor name and file, and there is none")
+    files: dict[str, list[str] | None] = {}
+    wrong = []
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.isprintable() or file in ("", "..") or Path(file).name != file:
+            wrong.append(f"{name!a}: {ascii(file)[:80]}")
+        else:
+            files.setdefault(file, []).append(name)
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise FileError(f"{path} names what is no file of the checkpoint's folder: {', '.join(wrong[:_SHOWN])}{more}")
+    return files
+
+
+def _stray_files(folder: Path, files: dict[str, list[str] | None]) -> list[str]:
+    # Engines without an index read them all; beside one, transformers prefers the single file.
+    stray = sorted(path.name for path in folder.glob("model*.safetensors") if path.name not in files)
+    if not stray:
+        return []
+    more = f" and {len(stray) - _SHOWN} more" if len(stray) > _SHOWN else ""
+    listed = f"{', '.join(stray[:_SHOWN])}{more}"
+    return [f"weight files beside those of the checkpoint: {listed}; remove them, or name them in the index"]
+
+
+def _read_header(folder: Path, file: str, names: list[str] | None, problems: list[str]) -> list[TensorInfo]:
+    path = folder / file
+    if not os.path.lexists(path):
+        promised = f", which holds {summarize_names(names, _SHOWN)}" if names else ""
+        problems.append(f"missing file {file}{promised}")
+        return []
+    try:
+        require_file(path, "a safetensors file")
+        with safe_open(path, framework="pt") as handle:
+            present = set(handle.keys())
+            wanted = present if names is None else set(names)
+            if wanted - present:
+                problems.append(f"{file} lacks tensors the index promises: {summarize_names(wanted - present, _SHOWN)}")
+            if present - wanted:
+                problems.append(
+                    f"{file} holds tensors the index does not put there: {summarize_names(present - wanted, _SHOWN)}"
+                )
+            ordered = sorted(wanted & present, key=natural_key)
+            slices = {name: handle.get_slice(name) for name in ordered}
+            return [
+                TensorInfo(name, tuple(view.get_shape()), view.get_dtype(), (file,)) for name, view in slices.items()
+            ]
+    except FileError as error:
+        problems.append(str(error))
+    except (SafetensorError, OSError, ValueError) as error:
+        problems.append(_unreadable(path, error))
+    return []
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return f"{path.name} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
+    return f"{path.name} is not a readable safetensors file ({error})"

@@ -122,7 +122,7 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     Returns:
         The key.
     """
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("."))
+    return tuple((0, int(part), "") if _is_number(part) else (1, 0, part) for part in name.split("."))
 
 
 def expert_slice(name: str) -> ExpertSlice | None:
@@ -218,21 +218,29 @@ def fp8_modules_to_not_convert(names: Iterable[str], targets: Sequence[str]) -> 
     return list(dict.fromkeys(kept))
 
 
-def summarize_names(names: Iterable[str]) -> str:
+def summarize_names(names: Iterable[str], most: int | None = None) -> str:
     """Return every name in one line, numbers that form a full grid written as `{0..47}`.
 
     Args:
         names: dotted names.
+        most: names and grids that are written out; the others are counted. None writes all.
 
     Returns:
-        E.g. `model.layers.{0..47}.mlp.experts.{0..127}.up_proj.weight`; nothing is left out or abbreviated.
+        E.g. `model.layers.{0..47}.mlp.experts.{0..127}.up_proj.weight`; names that are no printable text are escaped.
     """
     grids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for name in sorted(set(names), key=natural_key):
         parts = name.split(".")
-        template = tuple("#" if part.isdecimal() else part for part in parts)
-        grids.setdefault(template, []).append(tuple(int(part) for part in parts if part.isdecimal()))
-    return ", ".join(text for template, grid in grids.items() for text in _grid_texts(template, grid))
+        template = tuple("#" if _is_number(part) else part for part in parts)
+        grids.setdefault(template, []).append(tuple(int(part) for part in parts if _is_number(part)))
+    texts = [text for template, grid in grids.items() for text in _grid_texts(template, grid)]
+    left_out = f" and {len(texts) - most} more" if most is not None and len(texts) > most else ""
+    return ", ".join(text if text.isprintable() else ascii(text) for text in texts[:most]) + left_out
+
+
+def _is_number(part: str) -> bool:
+    # Written as Python writes it: names from outside may hold 007, or more digits than a number may have.
+    return part.isdecimal() and part.isascii() and len(part) < 10 and (part == "0" or part[0] != "0")
 
 
 def _grid_texts(template: tuple[str, ...], grid: list[tuple[int, ...]]) -> list[str]:

@@ -29,6 +29,7 @@ def hf_model(tmp_path):
         num_key_value_heads=2,
         head_dim=32,
         num_experts=4,
+        num_experts_per_tok=2,
         vocab_size=64,
         tie_word_embeddings=False,
         dtype="bfloat16",

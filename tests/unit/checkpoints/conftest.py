@@ -54,7 +54,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def make_source(tmp_path):
-    """Write a single-file checkpoint from a dict of tensors."""
+    """Write a single-file checkpoint; of a whole model `whole_models.tensors_of` makes the tensors."""
 
     def make(tensors, config=None, name="made"):
         folder = tmp_path / name

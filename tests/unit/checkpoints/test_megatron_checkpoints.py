@@ -221,8 +221,8 @@ def test_a_config_that_is_not_enough_says_what_it_lacks(megatron, tmp_path):
     hf.mkdir()
     for changes, message in (
         ({"hidden_size": None, "num_local_experts": None}, "lacks hidden_size, num_experts or num_local_experts"),
-        ({"model_type": "llama"}, "model_type is llama; legal are qwen2, qwen3, qwen3_moe"),
-        ({"attention_bias": True}, "attention_bias is set"),
+        ({"model_type": "llama"}, 'model_type is "llama"; supported: qwen3_moe, qwen3, qwen2'),
+        ({"attention_bias": True}, "attention_bias set"),
         ({"quantization_config": {}}, None),
     ):
         (hf / "config.json").write_text(json.dumps(config | changes))

@@ -1,17 +1,14 @@
 import pytest
 import torch
+from whole_models import DENSE, SPARSE, checkpoint_of, shapes_of
 
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints.plan import plan_quantization
-from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
+from qarl_nemo.checkpoints.reader import open_checkpoint
 from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, shape_problems, stored_bytes
+from qarl_nemo.files import FileError
 
 EXPERT = "model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-
-
-def checkpoint_of(shapes, config=None, dtype="BF16"):
-    infos = tuple(TensorInfo(name, shape, dtype, ("model.safetensors",)) for name, shape in shapes.items())
-    return Checkpoint(None, None, config or {}, infos, None)
 
 
 def test_stored_bytes_by_hand():
@@ -33,17 +30,24 @@ def test_stored_bytes_are_the_quantizers(name):
 
 
 def test_shards_keep_order_and_limit():
-    shapes = {f"model.layers.{layer}.self_attn.q_proj.weight": (256, 256) for layer in range(5)}
-    shapes["model.embed_tokens.weight"] = (1024, 1024)
-    # Each attention weight takes 33808 bytes, so two fit into 70000; the embedding alone is larger than a shard.
-    plan = plan_quantization(checkpoint_of(shapes), get_format("w4a16"), ["attention"], 70_000)
-    assert [len(shard.tensors) for shard in plan.shards] == [2, 2, 1, 1]
-    assert [shard.num_bytes for shard in plan.shards] == [67616, 67616, 33808, 2**21]
-    assert [shard.file for shard in plan.shards][::3] == [
-        "model-00001-of-00004.safetensors",
-        "model-00004-of-00004.safetensors",
+    config = DENSE | {"vocab_size": 4096, "num_attention_heads": 4, "num_key_value_heads": 4}
+    plan = plan_quantization(checkpoint_of(config), get_format("w4a16"), ["attention"], 70_000)
+    # Each attention weight takes 33808 bytes and a norm 512, so two of the former fit into 70000; the embedding alone
+    # is larger than a shard, as is a copied weight of the MLP.
+    names = [[tensor.info.name.removeprefix("model.layers.0.") for tensor in shard.tensors] for shard in plan.shards]
+    assert names[:3] == [
+        ["model.embed_tokens.weight"],
+        ["input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight"],
+        [
+            *("self_attn.v_proj.weight", "self_attn.o_proj.weight", "self_attn.q_norm.weight"),
+            *("self_attn.k_norm.weight", "post_attention_layernorm.weight"),
+        ],
     ]
-    assert [tensor.info.name for tensor in plan.tensors] == list(shapes)
+    assert [shard.num_bytes for shard in plan.shards[:3]] == [2**21, 512 + 67616, 67616 + 2 * 128 + 512]
+    count = len(plan.shards)
+    assert plan.shards[0].file == f"model-00001-of-{count:05d}.safetensors"
+    assert plan.shards[-1].file == f"model-{count:05d}-of-{count:05d}.safetensors"
+    assert [tensor.info.name for tensor in plan.tensors] == list(shapes_of(config))
 
 
 def test_the_plan_is_deterministic(source):
@@ -63,44 +67,97 @@ def test_reasons(source):
     assert sum(quantized for quantized, _ in rows.values()) == 2 * 4 * 3 + 3
 
 
-def test_every_problem_and_every_name_in_one_error(make_source):
-    weight = torch.zeros(256, 256, dtype=torch.bfloat16)
-    narrow = [EXPERT.format(layer=layer, expert=expert, part="down") for layer, expert in [(0, 0), (0, 1), (3, 2)]]
-    tensors = {name: torch.zeros(256, 192, dtype=torch.bfloat16) for name in narrow}
-    integers = EXPERT.format(layer=1, expert=0, part="up")
-    vector = EXPERT.format(layer=1, expert=0, part="gate")
-    packed = "model.layers.1.self_attn.q_proj.weight_packed"
-    stacked = "model.layers.4.mlp.experts.gate_up_proj"
-    tensors |= {
-        integers: weight.to(torch.int32),
-        vector: weight[0].clone(),
-        packed: torch.zeros(4, dtype=torch.int32),
-        stacked: torch.zeros(2, 4, 4),
-        EXPERT.format(layer=5, expert=0, part="up"): weight,
-    }
-    checkpoint = open_checkpoint(make_source(tensors, {"quantization_config": {}}))
+def test_every_problem_is_in_one_error():
+    narrow, vector = (EXPERT.format(layer=1, expert=expert, part="down") for expert in (0, 3))
+    stacked = "model.layers.1.mlp.experts.gate_up_proj"
+    changes = {narrow: (256, 192), vector: (256,), stacked: (4, 512, 256), "model.norm.weight": None, "extra\n": (2,)}
     with pytest.raises(ValueError, match="cannot quantize") as error:
-        plan_quantization(checkpoint, get_format("w4a16"), ["experts", "mlp"], max_shard_bytes=0)
-    text = str(error.value)
-    for name in [*narrow, integers, vector, packed, stacked]:
-        assert name in text
-    assert "K=192 is not a multiple of group_size=128" in text
-    assert "I32 weights are not floating point" in text
-    assert "already quantized" in text
-    assert "targets that match no weight: mlp; legal targets are experts, attention, mlp" in text
-    assert "this model has experts (6 weights)" in text
-    assert "max_shard_bytes=0" in text
-    assert EXPERT.format(layer=5, expert=0, part="up") not in text
+        plan_quantization(checkpoint_of(SPARSE, changes), get_format("w4a16"), ["experts", "mlp"], max_shard_bytes=0)
+    for text in [
+        f"of shape [256, 192], config.json implies [256, 256]: {narrow}",
+        f"of shape [256], config.json implies [256, 256]: {vector}",
+        f"(transformers' save_pretrained): {stacked}",
+        "1 tensor missing: model.norm.weight",
+        r"1 tensor not part of a qwen3_moe model: 'extra\n'",
+        "K=192 is not a multiple of group_size=128",
+        "targets that match no weight: mlp; legal targets are experts, attention, mlp",
+        "this model has experts (24 weights), attention (8 weights)",
+        "max_shard_bytes=0",
+    ]:
+        assert text in str(error.value)
+
+
+def test_weights_are_floating_point():
+    with pytest.raises(ValueError, match=r"25 tensors of dtype I32, not floating point: lm_head.weight, ") as error:
+        plan_quantization(checkpoint_of(DENSE, dtype="I32"), get_format("bf16"), ["mlp"])
+    assert "model.layers.{0..1}.self_attn.k_norm.weight and 6 more" in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["config", "name", "dtype"])
+def test_a_quantized_source_is_told_from_a_damaged_one(where):
+    packed = {"model.layers.0.self_attn.q_proj.weight_packed": (256, 32)} if where == "name" else {}
+    config = SPARSE | ({"quantization_config": {}} if where == "config" else {})
+    checkpoint = checkpoint_of(config, packed, dtype="F8_E4M3" if where == "dtype" else "BF16")
+    with pytest.raises(ValueError, match=r"already quantized .*start from the BF16 checkpoint") as error:
+        plan_quantization(checkpoint, get_format("w4a16"), ["experts"])
+    assert "not part of" not in str(error.value)
 
 
 def test_large_grids_of_offenders_stay_exact():
-    # 2000 = 15.625 x 128 columns in every gate; the one legal weight is not named.
-    shapes = {EXPERT.format(layer=layer, expert=e, part="gate"): (768, 2000) for layer in range(48) for e in range(128)}
-    shapes[EXPERT.format(layer=0, expert=0, part="up")] = (768, 2048)
+    # 2000 = 15.625 x 128 columns in every gate and up; the down projections are not named.
+    sizes = {"num_hidden_layers": 48, "num_experts": 128, "hidden_size": 2000, "moe_intermediate_size": 768}
     with pytest.raises(ValueError, match="K=2000") as error:
-        plan_quantization(checkpoint_of(shapes), get_format("w4a8"), ["experts"])
-    assert "model.layers.{0..47}.mlp.experts.{0..127}.gate_proj.weight" in str(error.value)
-    assert "up_proj" not in str(error.value)
+        plan_quantization(checkpoint_of(SPARSE | sizes), get_format("w4a8"), ["experts"])
+    line = next(line for line in str(error.value).splitlines() if "K=2000 is not a multiple of group_size" in line)
+    assert line.endswith(
+        ": model.layers.{0..47}.mlp.experts.{0..127}.gate_proj.weight, "
+        "model.layers.{0..47}.mlp.experts.{0..127}.up_proj.weight"
+    )
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE, SPARSE | {"mlp_only_layers": [0]}], ids=["dense", "sparse", "mixed"])
+def test_each_tensor_is_needed_in_its_shape(config):
+    fmt, targets = get_format("w4a16"), ["attention"]
+    plan_quantization(checkpoint_of(config), fmt, targets)
+    for name, shape in shapes_of(config).items():
+        renamed = {name: None, name.replace("weight", "wait"): shape}
+        for changes in ({name: None}, {name: (*shape, 1)}, {name: (0, *shape[1:])}, {name: shape[:-1]}, renamed):
+            with pytest.raises(ValueError, match=f"1 tensor (missing|of shape .*): {name}"):
+                plan_quantization(checkpoint_of(config, changes), fmt, targets)
+
+
+def test_thousands_of_problems_are_counted():
+    missing = {name: None for name in shapes_of(SPARSE | {"num_hidden_layers": 500}) if ".experts." in name}
+    with pytest.raises(ValueError, match="cannot quantize") as error:
+        plan_quantization(
+            checkpoint_of(SPARSE | {"num_hidden_layers": 500}, missing), get_format("bf16"), ["attention"]
+        )
+    assert "6000 tensors missing: model.layers.{0..499}.mlp.experts.{0..3}.down_proj.weight" in str(error.value)
+    shapes = {EXPERT.format(layer=e % 2, expert=e % 4, part="gate"): (256, e) for e in range(4)}
+    odd = {f"odd{number}.{number}": (1,) for number in range(3000)}
+    with pytest.raises(ValueError, match="and 2992 more") as error:
+        plan_quantization(checkpoint_of(SPARSE, shapes | odd), get_format("bf16"), ["attention"])
+    assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen3_next", "gemma3_text", "qwen2_moe", "olmoe"])
+def test_a_foreign_model_is_refused_by_its_type(model_type):
+    checkpoint = checkpoint_of(SPARSE)
+    checkpoint.config["model_type"] = model_type
+    with pytest.raises(FileError, match=f'model_type is "{model_type}"; supported: qwen3_moe, qwen3, qwen2, llama'):
+        plan_quantization(checkpoint, get_format("w4a16"), ["experts"])
+
+
+def test_what_no_engine_reads_is_dropped_and_said():
+    config = DENSE | {"tie_word_embeddings": True, "model_type": "llama"}
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": (32,) for layer in range(2)}
+    plan = plan_quantization(
+        checkpoint_of(config, frequencies | {"lm_head.weight": (64, 256)}), get_format("w4a16"), ["mlp"]
+    )
+    assert plan.dropped == dict.fromkeys(frequencies, "engines compute rotary frequencies from config.json") | {
+        "lm_head.weight": "config.json ties it to the embedding, whose values it has"
+    }
+    assert {tensor.info.name for tensor in plan.tensors} == set(shapes_of(config))
 
 
 @pytest.mark.parametrize(
@@ -141,9 +198,3 @@ def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
 def test_experimental_formats_have_no_engine(source):
     with pytest.raises(ValueError, match="w3a16 is experimental"):
         plan_quantization(open_checkpoint(source), get_format("w3a16"), ["experts"])
-
-
-def test_a_foreign_model_is_told_what_it_lacks():
-    checkpoint = checkpoint_of({"model.layers.0.block_sparse_moe.experts.0.w1.weight": (256, 256)})
-    with pytest.raises(ValueError, match="this model has none of them"):
-        plan_quantization(checkpoint, get_format("w4a16"), ["experts"])

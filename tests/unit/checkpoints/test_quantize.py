@@ -6,6 +6,7 @@ from compressed_tensors.compressors.pack_quantized import PackedQuantizationComp
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import match_name
 from safetensors import safe_open
+from whole_models import DENSE, tensors_of
 
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints import quantize_checkpoint
@@ -119,14 +120,14 @@ def test_config_keeps_the_model_and_adds_the_format(source, tmp_path):
 
 
 def test_a_float32_checkpoint_is_declared_bf16(make_source, tmp_path, read_all):
-    name = "model.layers.0.self_attn.q_proj.weight"
-    weight = torch.randn(128, 128)
-    folder = make_source({name: weight}, {"torch_dtype": "float32"})
+    weights = tensors_of(DENSE, torch.float32)
+    folder = make_source(weights, DENSE | {"torch_dtype": "float32"})
     quantize_checkpoint(folder, tmp_path / "out", FORMATS["w4a16"], ["attention"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["torch_dtype"], "dtype" in config) == ("bfloat16", False)
-    expected = quantize_weight(weight.to(torch.bfloat16), FORMATS["w4a16"]).tensors["weight_packed"]
-    assert torch.equal(read_all(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight_packed"], expected)
+    module = "model.layers.0.self_attn.q_proj"
+    expected = quantize_weight(weights[f"{module}.weight"].to(torch.bfloat16), FORMATS["w4a16"])
+    assert torch.equal(read_all(tmp_path / "out")[f"{module}.weight_packed"], expected.tensors["weight_packed"])
 
 
 def test_bf16_writes_no_quantization_config(source, tmp_path):
@@ -153,15 +154,6 @@ def test_record_and_companion_files(source, tmp_path):
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1
 
 
-def test_router_and_shared_experts_are_never_quantized(make_source, tmp_path):
-    weight = torch.randn(128, 128, dtype=torch.bfloat16)
-    layer = "model.layers.0.mlp"
-    kept = [f"{layer}.shared_expert.up_proj.weight", f"{layer}.shared_expert_gate.weight", f"{layer}.gate.weight"]
-    folder = make_source({name: weight.clone() for name in [f"{layer}.experts.0.up_proj.weight", *kept]})
-    report = quantize_checkpoint(folder, tmp_path / "out", FORMATS["w4a16"], ["experts"])
-    assert [row["name"] for row in report.rows if not row["quantized"]] == [kept[2], kept[0], kept[1]]
-
-
 def test_a_source_that_is_unfit_leaves_nothing_behind(source, tmp_path):
     with pytest.raises(ValueError, match="unknown targets: expert"):
         quantize_checkpoint(source, tmp_path / "out", FORMATS["w4a16"], ["expert"])
@@ -177,9 +169,9 @@ def test_source_and_destination_must_be_apart(source):
 @pytest.mark.parametrize("key", ["w4a16_g32", "fp8_block", "fp8_channel"])
 def test_threads_and_blocks_of_rows_change_no_bit(key, make_source, tmp_path, read_all):
     # 640 rows are converted in blocks of 256, 256 and 128.
-    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(8)]
-    weights = {name: torch.randn(640, 128, dtype=torch.bfloat16) for name in names}
-    folder = make_source(weights)
+    config = DENSE | {"hidden_size": 128, "num_attention_heads": 10, "num_hidden_layers": 4}
+    weights = tensors_of(config)
+    folder = make_source(weights, config)
     outputs = []
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
@@ -189,20 +181,35 @@ def test_threads_and_blocks_of_rows_change_no_bit(key, make_source, tmp_path, re
     torch.set_num_threads(1)
     assert outputs[0] == outputs[1]
     stored = read_all(tmp_path / "1")
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)]
+    assert all(weights[name].shape == (640, 128) for name in names)
     for name in names:
         for suffix, expected in quantize_weight(weights[name], FORMATS[key]).tensors.items():
             assert torch.equal(stored[name.removesuffix("weight") + suffix].float(), expected.float())
 
 
 def test_every_weight_that_holds_nan_is_listed_also_copied_ones(make_source, tmp_path):
-    weights = {
-        f"model.layers.{layer}.self_attn.q_proj.weight": torch.randn(128, 128, dtype=torch.bfloat16)
-        for layer in range(3)
-    } | {"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}
+    weights = tensors_of(DENSE)
     weights["model.norm.weight"][3] = float("inf")
     weights["model.layers.1.self_attn.q_proj.weight"][0, 1] = float("nan")
     with pytest.raises(ValueError, match="NaN or Inf in 2 weights") as error:
-        quantize_checkpoint(make_source(weights), tmp_path / "out", FORMATS["w4a16"], ["attention"])
-    assert "model.layers.1.self_attn.q_proj.weight [128, 128] (1, the first at index [0, 1]: nan)" in str(error.value)
-    assert "model.norm.weight [128] (1, the first at index [3]: inf)" in str(error.value)
+        quantize_checkpoint(make_source(weights, DENSE), tmp_path / "out", FORMATS["w4a16"], ["attention"])
+    assert "model.layers.1.self_attn.q_proj.weight [256, 256] (1, the first at index [0, 1]: nan)" in str(error.value)
+    assert "model.norm.weight [256] (1, the first at index [3]: inf)" in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_old_rotary_buffers_and_a_tied_copy_are_left_out(make_source, tmp_path, read_all):
+    config = DENSE | {"model_type": "llama", "tie_word_embeddings": True}
+    weights, frequencies = tensors_of(config), "model.layers.1.self_attn.rotary_emb.inv_freq"
+    extra = {frequencies: torch.ones(32), "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    report = quantize_checkpoint(make_source(weights | extra, config), tmp_path / "out", FORMATS["w4a16"], ["mlp"])
+    assert set(report.dropped) == set(extra)
+    assert json.loads((tmp_path / "out" / "qarl_quantization.json").read_text())["dropped"] == report.dropped
+    assert not set(extra) & set(read_all(tmp_path / "out"))
+    extra["lm_head.weight"][0, 0] += 1
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight is not model.embed_tokens.weight; .* set tie_word_embeddings"
+    ):
+        quantize_checkpoint(make_source(weights | extra, config, "other"), tmp_path / "b", FORMATS["w4a16"], ["mlp"])
+    assert not list(tmp_path.glob("b*"))

@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import signal
@@ -5,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from whole_models import DENSE, tensors_of
 
 from qarl_kernels import get_format
-from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.checkpoints import open_checkpoint, plan_quantization, quantize_checkpoint
 
 FORMAT = get_format("w4a16")
 SHARD_BYTES = 150_000
@@ -257,21 +258,30 @@ def test_a_destination_that_cannot_be_made_is_one_line(source, tmp_path):
 
 
 def test_a_nan_is_located_and_repairing_its_file_redoes_only_its_shards(make_source, tmp_path):
-    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
-    folder = make_source({name: torch.randn(128, 128, dtype=torch.bfloat16) for name in names})
-    tensors = load_file(folder / "model.safetensors")
+    config = DENSE | {"num_hidden_layers": 3}
+    tensors = tensors_of(config)
+    folder = make_source(tensors, config)
     (folder / "model.safetensors").unlink()
     files = [f"model-0000{layer}.safetensors" for layer in range(3)]
-    for name, file in zip(names, files, strict=True):
-        save_file({name: tensors[name]}, folder / file)
-    weight_map = ", ".join(f'"{name}": "{file}"' for name, file in zip(names, files, strict=True))
-    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{weight_map}}}}}')
+    weight_map = {name: next((f for i, f in enumerate(files) if f".layers.{i}." in name), files[0]) for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    def write(number, **changes):
+        held = {name: tensor for name, tensor in tensors.items() if weight_map[name] == files[number]}
+        save_file(held | changes, folder / files[number])
+
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
     broken = tensors[names[2]].clone()
     broken[5, 7] = float("nan")
-    save_file({names[2]: broken}, folder / files[2])
+    write(0)
+    write(1)
+    write(2, **{names[2]: broken})
+    options = {"targets": ["attention"], "max_shard_bytes": 10_000}
     with pytest.raises(ValueError, match=r"model\.layers\.2\.self_attn\.q_proj\.weight.*first at index \[5, 7\]"):
-        run(folder, tmp_path / "out", targets=["attention"], max_shard_bytes=10_000)
-    assert len(stamps(tmp_path / "out.partial" / "checkpoint")) == 2
-    save_file({names[2]: tensors[names[2]]}, folder / files[2])
-    save_file({names[1]: tensors[names[1]] * 2}, folder / files[1])
-    assert run(folder, tmp_path / "out", targets=["attention"], max_shard_bytes=10_000).num_resumed_shards == 1
+        run(folder, tmp_path / "out", **options)
+    plan = plan_quantization(open_checkpoint(folder), FORMAT, **options)
+    assert len(stamps(tmp_path / "out.partial" / "checkpoint")) == len(plan.shards) - 1
+    write(2)
+    write(1, **{names[1]: tensors[names[1]] * 2})
+    untouched = [shard for shard in plan.shards if {file for t in shard.tensors for file in t.info.files} == {files[0]}]
+    assert run(folder, tmp_path / "out", **options).num_resumed_shards == len(untouched) > 1

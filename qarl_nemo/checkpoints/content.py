@@ -1,0 +1,93 @@
+"""Hold a checkpoint's tensors against its config.json: each parameter of the model once, in its shape, nothing else."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from qarl_nemo.architecture import Architecture
+from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo
+from qarl_nemo.refit.names import summarize_names
+
+_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+_ROTARY = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.(?:inv_freq|cos_cached|sin_cached)")
+_STACKED = re.compile(r".*\.mlp\.experts\.(?:gate_up|down)_proj")
+_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Of each kind of problem so many names, and so many pairs of shapes, are written out; the others are counted.
+_SHOWN = 8
+
+
+def drop_reason(name: str, architecture: Architecture) -> str | None:
+    """Say why a tensor that is no parameter may be left out of the output, None if it may not.
+
+    Args:
+        name: the tensor.
+        architecture: the model.
+
+    Returns:
+        The reason, for a short list of tensors that old checkpoints carry and no engine reads.
+    """
+    if _ROTARY.fullmatch(name):
+        return "engines compute rotary frequencies from config.json"
+    if name == _LM_HEAD and architecture.tie_word_embeddings:
+        return "config.json ties it to the embedding, whose values it has"
+    return None
+
+
+def content_problems(tensors: Iterable[TensorInfo], architecture: Architecture) -> list[str]:
+    """Say where tensors are not the parameters of a model.
+
+    Args:
+        tensors: what the checkpoint holds, each name once, without what `drop_reason` leaves out.
+        architecture: the model.
+
+    Returns:
+        One sentence for each kind of problem, with the first names and a count.
+    """
+    found = {info.name: info for info in tensors}
+    missing: list[str] = []
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for name, shape in architecture.parameters():
+        info = found.pop(name, None)
+        if info is None:
+            missing.append(name)
+            continue
+        if info.shape != shape:
+            wrong[f"shape {list(info.shape)}, config.json implies {list(shape)}"].append(name)
+        if info.dtype not in _FLOAT_DTYPES:
+            wrong[f"dtype {info.dtype}, not floating point"].append(name)
+    stacked = [name for name in found if _STACKED.fullmatch(name)]
+    foreign = [name for name in found if name not in stacked]
+    problems = [_counted("missing", missing)] if missing else []
+    if stacked:
+        hint = "stacked expert weights; save the model with one tensor per expert (transformers' save_pretrained)"
+        problems.append(f"{hint}: {summarize_names(stacked, _SHOWN)}")
+    problems += [_counted(f"not part of a {architecture.model_type} model", foreign)] if foreign else []
+    problems += [_counted(f"of {what}", names) for what, names in list(wrong.items())[:_SHOWN]]
+    return problems + ([f"{len(wrong) - _SHOWN} more wrong shapes"] if len(wrong) > _SHOWN else [])
+
+
+def require_tied_copy(checkpoint: Checkpoint) -> None:
+    """Require that a lm_head beside a tied embedding is its copy: engines would not read it.
+
+    Args:
+        checkpoint: any; nothing is read where config.json ties nothing or there is no lm_head.
+
+    Raises:
+        ValueError: the two differ.
+    """
+    tables = {info.name: info for info in checkpoint.tensors if info.name in (_LM_HEAD, _EMBEDDING)}
+    if len(tables) < 2 or not checkpoint.config.get("tie_word_embeddings"):
+        return
+    with checkpoint.open_reader() as reader:
+        embedding = reader.read(tables[_EMBEDDING]).clone()
+        if not torch.equal(embedding, reader.read(tables[_LM_HEAD])):
+            raise ValueError(
+                f"{checkpoint.folder}: config.json says tie_word_embeddings, but lm_head.weight is not "
+                "model.embed_tokens.weight; engines would ignore it: set tie_word_embeddings to false, or remove it"
+            )
+
+
+def _counted(what: str, names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {summarize_names(names, _SHOWN)}"
