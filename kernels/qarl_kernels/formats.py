@@ -89,9 +89,15 @@ def get_format(
     if name == "w4a8" or experimental:
         return _integer_format(name, group_size, scale_convention)
     if group_size is not None or scale_convention is not None:
-        given = {"group_size": group_size, "scale_convention": scale_convention}
-        wrong = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
-        raise ValueError(f"format {name!r} takes no {wrong}: only integer formats (w4a16, w4a8) have these; remove it")
+        options = {"group_size": group_size, "scale_convention": scale_convention}
+        given = {key: value for key, value in options.items() if value is not None}
+        wrong, fix = (
+            ", ".join(pattern.format(*item) for item in given.items()) for pattern in ("{}={}", "qarl.{}=null")
+        )
+        raise ValueError(
+            f"format {name!r} takes no {wrong}: only integer formats (w4a16, w4a8) have these; leave it out, in a "
+            f"config {fix}"
+        )
     if name == "fp8_block":
         return QuantFormat(name, "fp8_block", "fp8_group", 8, FP8_BLOCK, None, "on_accumulator", True)
     if name == "fp8_channel":
@@ -109,7 +115,7 @@ def _integer_format(name: str, group_size: int | None, scale_convention: ScaleCo
     if scale_convention not in SCALE_CONVENTIONS:
         problems.append(f"scale_convention={scale_convention!r} (legal: {', '.join(SCALE_CONVENTIONS)})")
     if problems:
-        raise ValueError(f"format {name!r} cannot take " + "; ".join(problems))
+        raise ValueError(f"format {name!r} cannot take {'; '.join(problems)}; null, in a config, takes the default")
     token_wise = name == "w4a8"
     return QuantFormat(
         name=name,

@@ -62,7 +62,7 @@ def test_train_compares_arms_and_seeds_in_one_report(qarl, tmp_path, monkeypatch
         ("grpo.max_num_setps=2", "unknown key 'grpo.max_num_setps': did you mean 'max_num_steps'?"),
         ("seed", "overrides must look like a.b=c"),
         ("policy.model_path=nowhere", "set exactly one of model_path"),
-        ("qarl.format=fp8_block", "takes no group_size=32"),
+        ("qarl.format=w4a8", "cannot take group_size=32 (legal for w4a8: 128); null, in a config, takes the default"),
         ("device=cuda", "torch sees no CUDA device"),
     ],
 )

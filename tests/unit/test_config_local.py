@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
 from qarl_nemo.local.arms import expand_arms
-from qarl_nemo.local.config import AdamWConfig, HfData, LocalConfig, MuonConfig
-from qarl_nemo.losses.config import TBPOConfig
+from qarl_nemo.local.config import AdamWConfig, HfData, JsonlData, LocalConfig, MuonConfig
+from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = sorted((REPOSITORY / "examples" / "configs").glob("**/local_*.yaml"))
@@ -77,7 +77,7 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
         # a key of another objective: only the chosen one's keys are legal
         (
             {"loss_fn": {"objective": "gspo", "mismatch_cap": 2.0}},
-            "unknown key 'loss_fn.mismatch_cap': did you mean 'clip_low'? legal here: clip_high, clip_low, objective",
+            "unknown key 'loss_fn.mismatch_cap': legal here: clip_high, clip_low, objective",
         ),
         (
             {"policy": {"model_init": {}, "optimizer": {"name": "muon", "beta": 0.9}}},
@@ -105,6 +105,64 @@ def test_errors_name_the_key_the_legal_values_and_the_nearest(blocks, expected):
     with pytest.raises(ConfigError) as raised:
         make(**blocks)
     assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        # The same name in other blocks, those of the block that was named first.
+        ("lr=1", "unknown key 'lr': did you mean 'policy.warm_start.lr' or 'policy.optimizer.lr'? legal here: check"),
+        ("policy.lr=1", "unknown key 'policy.lr': did you mean 'policy.warm_start.lr' or 'policy.optimizer.lr'?"),
+        ("qarl.temperature=1", "unknown key 'qarl.temperature': did you mean 'rollout.temperature'?"),
+        # Initials, and slips of the pen.
+        (
+            "learning_rate=1",
+            "unknown key 'learning_rate': did you mean 'policy.warm_start.lr' or 'policy.optimizer.lr'?",
+        ),
+        ("max_num_step=1", "unknown key 'max_num_step': did you mean 'grpo.max_num_steps'?"),
+        ("grpo.num_generation_per_prompt=4", "did you mean 'num_generations_per_prompt'?"),
+        # Nothing is near.
+        ("banana=1", "unknown key 'banana': legal here: checkpointing"),
+        ("policy.banana=1", "unknown key 'policy.banana': legal here: attention"),
+    ],
+)
+def test_unknown_keys_are_looked_for_in_other_blocks_too(override, expected):
+    with pytest.raises(ConfigError) as raised:
+        load_config(REPOSITORY / "examples/configs/local_demo.yaml", [override], LocalConfig)
+    assert expected in str(raised.value)
+
+
+def test_the_command_line_changes_the_kind_of_a_block():
+    demo = REPOSITORY / "examples/configs/local_demo.yaml"
+    assert load_config(demo, ["loss_fn.objective=gspo"], LocalConfig).loss_fn == GSPOConfig()
+    assert (
+        load_config(demo, ["loss_fn.objective=grpo_tis", "loss_fn.clip_low=0.1"], LocalConfig).loss_fn.clip_low == 0.1
+    )
+    # What both kinds have stays: lr and warmup_steps of the file.
+    assert load_config(demo, ["policy.optimizer.name=adamw"], LocalConfig).policy.optimizer == AdamWConfig(
+        warmup_steps=10
+    )
+    data = load_config(demo, ["data.source=jsonl", "data.train=a.jsonl"], LocalConfig).data
+    assert data == JsonlData(source="jsonl", train="a.jsonl")
+    assert load_config(demo, ["rollout.engine=vllm", "device=auto"], LocalConfig).rollout.engine == "vllm"
+    with pytest.raises(ConfigError, match=r"unknown key 'loss_fn.mismatch_cap'"):
+        load_config(demo, ["loss_fn.objective=gspo", "loss_fn.mismatch_cap=3"], LocalConfig)
+
+
+def test_a_file_cannot_hold_another_kinds_keys_whatever_the_command_line_says(tmp_path):
+    values = OmegaConf.to_container(read_yaml(REPOSITORY / "examples/configs/local_demo.yaml"))
+    values["loss_fn"]["positive_clip_hihg"] = 0.1
+    wrong = tmp_path / "wrong.yaml"
+    OmegaConf.save(OmegaConf.create(values), wrong)
+    with pytest.raises(ConfigError, match=r"unknown key 'loss_fn.positive_clip_hihg'"):
+        load_config(wrong, ["loss_fn.objective=gspo"], LocalConfig)
+
+
+@pytest.mark.parametrize("template", ["Question: {problem}", "{problem}", "[{problem}]", "Q: {problem} # A:"])
+def test_a_prompt_template_is_text(template):
+    overrides = ["data={_override_: true, source: jsonl, train: a.jsonl}", f"data.prompt_template={template}"]
+    config = load_config(REPOSITORY / "examples/configs/local_demo.yaml", overrides, LocalConfig)
+    assert config.data.prompt_template == template
 
 
 def test_minibatches_must_divide_the_batch():

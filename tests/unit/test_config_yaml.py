@@ -1,7 +1,10 @@
 """Reading a YAML: `defaults:`, `_override_`, `a.b=c`, and errors a reader can act on."""
 
+import os
+
 import pytest
 from omegaconf import OmegaConf
+from pydantic import Field
 
 from qarl_nemo.config import ConfigError, QarlConfig, StrictModel, load_config, merge_mappings, read_yaml, validate
 
@@ -13,6 +16,8 @@ class Inner(StrictModel):
 
 class Whole(StrictModel):
     name: str
+    label: str | None = None
+    texts: dict[str, str] = Field({})
     inner: Inner = Inner()
     sizes: tuple[int, ...] = ()
     qarl: QarlConfig = QarlConfig()
@@ -80,7 +85,7 @@ def test_interpolation_refers_to_other_keys(write):
 
 
 def test_every_malformed_override_is_named_at_once(write):
-    wrong = ["seed", "--name=x", "=3", "inner..size=3", "name={oops"]
+    wrong = ["seed", "--name=x", "=3", "inner..size=3", "sizes={oops"]
     with pytest.raises(ConfigError, match=r"a\.b=c") as raised:
         load_config(write("name: x"), [*wrong, "inner.size=4"], Whole)
     assert all(text in str(raised.value) for text in wrong)
@@ -114,11 +119,82 @@ def test_all_problems_are_listed_at_once_each_unknown_key_with_the_nearest_legal
         ("defaults: 5", "defaults of .*run.yaml must be one path or a list of paths, not 5"),
         ("defaults: [1]", "must be one path or a list"),
         ("name: ${absent.key}", "run.yaml: Interpolation key 'absent.key' not found"),
+        ("5", "run.yaml must hold a mapping"),
+        ("defaults: {a: b}", "must be one path or a list"),
+        ("defaults: ${oc.env:NOT_SET_HERE}", "run.yaml: defaults: .*Environment variable 'NOT_SET_HERE' not found"),
+        ('defaults: "\\0"', "cannot be a config file"),
+        ("inner: {_override_: maybe}", "_override_ must be true or false, not 'maybe'"),
+        ("name: ${inner.color}\ninner: {color: '${name}'}", "Recursive interpolation"),
+        ("name: &x [*x]", "not valid YAML|aliases written out"),
+        (f"name: {'9' * 5000}", "not valid YAML"),
+        (f"name: {'[' * 5000}", "run.yaml, line 1: a config has at most 20000 values, .* and 40 levels"),
+        (f"name: {'x' * 300_000}", "run.yaml has 300006 characters; a config has at most 262144"),
+        ("inner: {size: .nan}", "inner.size: Input should be"),
+        ("inner: {1: 2, null: 3}", "unknown key 'inner.1'|not valid YAML"),
+        ("\n".join(f"key{i}: 1" for i in range(100)), r"101 problem\(s\)(.|\n)*and 61 more"),
     ],
 )
 def test_unreadable_files_say_why(write, text, reason):
     with pytest.raises(ConfigError, match=reason):
         load_config(write(text), [], Whole)
+
+
+# Ten levels of ten aliases or references each: 10^10 values of a few hundred bytes.
+BOMBS = {
+    "aliases": "\n".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 10) if i else 1}]" for i in range(10)),
+    "interpolations": "k0: text\n" + "\n".join(f"k{i}: '{f'${{k{i - 1}}}' * 10}'" for i in range(1, 10)),
+    "relative interpolations": "k0: text\n" + "\n".join(f"k{i}: '{f'${{.k{i - 1}}}' * 10}'" for i in range(1, 10)),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_would_grow_without_bound_is_refused(write, bomb):
+    with pytest.raises(ConfigError, match=r"run\.yaml.*(aliases written out|filled in)"):
+        load_config(write(BOMBS[bomb]), [], Whole)
+
+
+def test_defaults_that_fan_out_are_read_once_each(write):
+    for level in range(15):
+        write(f"defaults: [{level + 1}.yaml, {level + 1}.yaml]", f"{level}.yaml")
+    write("name: deep", "15.yaml")
+    assert load_config(write("defaults: 0.yaml"), [], Whole).name == "deep"
+    write("defaults: 16.yaml", "15.yaml")
+    for level in range(16, 25):
+        write(f"defaults: {level + 1}.yaml", f"{level}.yaml")
+    with pytest.raises(ConfigError, match="builds on at most 20 files"):
+        load_config(write("defaults: 0.yaml"), [], Whole)
+
+
+def test_a_pipe_is_refused_before_it_blocks(tmp_path, write):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match=r"pipe.yaml: expected a YAML config, but it is not a regular file"):
+        load_config(tmp_path / "pipe.yaml", [], Whole)
+    with pytest.raises(ConfigError, match=r"not a regular file, named in defaults of .*run.yaml"):
+        load_config(write("defaults: pipe.yaml"), [], Whole)
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        # What the key holds decides: text stays as it was written.
+        ("name=Question: {problem}", "Question: {problem}"),
+        ("name=5", "5"),
+        ("name=null", "null"),
+        ("name=a #b", "a #b"),
+        ("name=[x", "[x"),
+        ("name='quoted: text'", "quoted: text"),
+        ("name=${inner.color}", "red"),
+        ("name=", ""),
+    ],
+)
+def test_text_keys_take_text_as_it_is_written(write, override, name):
+    assert load_config(write("inner: {color: red}"), [override], Whole).name == name
+
+
+def test_null_unsets_text_that_may_be_missing(write):
+    assert load_config(write("name: x\nlabel: y"), ["label=null"], Whole).label is None
+    assert load_config(write("name: x"), ["label=null and void"], Whole).label == "null and void"
+    assert load_config(write("name: x"), ["texts.one=1"], Whole).texts == {"one": "1"}
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -148,8 +224,35 @@ def test_every_format_is_legal_with_both_quantized_alignments(name):
 
 @pytest.mark.parametrize("name", ["w9a16", "w4a16x", "int4", "fp8"])
 def test_unknown_formats_are_refused(name):
-    with pytest.raises(ConfigError, match="format: String should match"):
+    with pytest.raises(
+        ConfigError, match=f"unknown format '{name}': .*legal here: w4a16, w4a8, fp8_block, fp8_channel, bf16"
+    ):
         validate({"format": name}, QarlConfig, source="test")
+
+
+def test_a_format_of_the_command_line_takes_away_options_it_does_not_have(write):
+    path = write("name: x\nqarl: {format: w4a16, group_size: 32, scale_convention: narrow_range}")
+    qarl = load_config(path, ["qarl.format=fp8_channel"], Whole).qarl
+    assert (qarl.format, qarl.group_size, qarl.scale_convention) == ("fp8_channel", None, None)
+    assert load_config(path, ["qarl.format=w8a16"], Whole).qarl.group_size == 32
+    # What the command line says itself stays, whichever comes first, and is an error where the format is known.
+    assert load_config(path, ["qarl.group_size=64", "qarl.format=fp8_channel"], Whole).qarl.group_size == 64
+    # So does what a file says beside its own format.
+    assert load_config(write("name: x\nqarl: {format: fp8_block, group_size: 32}"), [], Whole).qarl.group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "targets"),
+    [("qarl.targets=attention", ("attention",)), ("qarl.targets=experts,attention", ("experts", "attention"))],
+)
+def test_targets_take_commas(write, override, targets):
+    assert load_config(write("name: x"), [override], Whole).qarl.targets == targets
+
+
+@pytest.mark.parametrize("override", ["qarl.targets=attn", "qarl.targets=5", "qarl.targets={a: 1}"])
+def test_wrong_targets_are_answered_with_the_legal_ones(write, override):
+    with pytest.raises(ConfigError, match=r"qarl.targets.*experts'?, '?attention'?( or|,) '?mlp"):
+        load_config(write("name: x"), [override], Whole)
 
 
 def test_a_config_cannot_be_changed_after_it_was_checked():

@@ -1,0 +1,17 @@
+"""The `qarl:` block and how every YAML is read: `defaults:`, `a.b=c` overrides, strict models. Imports no torch."""
+
+from qarl_nemo.config.load import load_config
+from qarl_nemo.config.problems import ConfigError, validate
+from qarl_nemo.config.qarl import Alignment, QarlConfig, StrictModel
+from qarl_nemo.config.yaml_file import merge_mappings, read_yaml
+
+__all__ = [
+    "Alignment",
+    "ConfigError",
+    "QarlConfig",
+    "StrictModel",
+    "load_config",
+    "merge_mappings",
+    "read_yaml",
+    "validate",
+]

@@ -1,0 +1,97 @@
+"""`a.b=c` of the command line: values read by the type of their key, and blocks that change their kind."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
+
+from qarl_nemo.config.models import annotations, discriminator, models_in, tag
+from qarl_nemo.config.problems import ConfigError
+from qarl_nemo.config.strict import StrictModel
+from qarl_nemo.config.yaml_file import check_yaml_size, merge_mappings
+
+
+def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: type[BaseModel]) -> dict[str, Any]:
+    """Apply `a.b=c` assignments; as in a file, `a._override_=true` empties block `a` first.
+
+    Values are YAML, but text stays text where the key holds text. A block that an assignment makes another kind of
+    block (`loss_fn.objective=gspo`) loses those keys of the file that only the other kinds have.
+
+    Args:
+        config: where they apply.
+        overrides: the assignments, in order.
+        model: the pydantic model of the whole config.
+
+    Returns:
+        The merged config.
+
+    Raises:
+        ConfigError: assignments without `=` or with a value that is not YAML; all are listed.
+    """
+    assigned, malformed = [], []
+    for text in overrides:
+        try:
+            assigned.append(_assignment(text, model))
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError):
+            malformed.append(text)
+    if malformed:
+        raise ConfigError(f"overrides must look like a.b=c, c being YAML; not usable: {', '.join(malformed)}")
+    said: dict[str, Any] = {}
+    for assignment in assigned:
+        said = merge_mappings(said, assignment)
+    merged = _without_meaningless(config, said, [model])
+    for assignment in assigned:
+        merged = merge_mappings(merged, assignment)
+    return merged
+
+
+def _assignment(text: str, model: type[BaseModel]) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    keys = key.split(".")
+    if text.startswith("-") or not equals or not all(part.strip() for part in keys):
+        raise ValueError(text)
+    if _is_text(value, annotations(keys, [model])):
+        return _nested(keys, value)
+    check_yaml_size(value)
+    return OmegaConf.to_container(OmegaConf.from_dotlist([text]))  # type: ignore[return-value]
+
+
+def _is_text(value: str, kinds: list[Any]) -> bool:
+    """Tell whether a key of these types takes a value as it is written; one in quotes is YAML, as is a null."""
+    holds = {part for kind in kinds for part in (get_args(kind) if isinstance(kind, UnionType) else (kind,))}
+    if not holds or not holds <= {str, Path, type(None)}:
+        return False
+    return not value.startswith(("'", '"')) and (value != "null" or type(None) not in holds)
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    return {keys[0]: _nested(keys[1:], value) if len(keys) > 1 else value}
+
+
+def _without_meaningless(
+    values: Mapping[str, Any], said: Mapping[str, Any], models: list[type[BaseModel]]
+) -> dict[str, Any]:
+    """Leave out what a file says and an assignment made meaningless; what the command line says itself stays."""
+    kind = discriminator(models)
+    chosen = [member for member in models if kind and tag(member, kind) == said.get(kind)]
+    dropped = _foreign_keys(models, chosen[0]) if chosen else set()
+    for model in models:
+        if issubclass(model, StrictModel):
+            dropped |= model.keys_without_meaning(said)
+    kept = {key: value for key, value in values.items() if key not in dropped}
+    for key, below in said.items():
+        inside = [
+            m for model in models if key in model.model_fields for m in models_in(model.model_fields[key].annotation)
+        ]
+        if isinstance(below, Mapping) and isinstance(kept.get(key), Mapping):
+            kept[key] = _without_meaningless(kept[key], below, inside)
+    return kept
+
+
+def _foreign_keys(members: list[type[BaseModel]], chosen: type[BaseModel]) -> set[str]:
+    return {key for member in members for key in member.model_fields} - set(chosen.model_fields)

@@ -1,0 +1,123 @@
+"""Validation whose errors name the key as a user wrote it, what is legal and what was probably meant."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from qarl_nemo.config.models import all_keys, annotations, models_in
+
+_MAX_LINES = 40
+_MAX_CHARS = 80
+# Below, a similar name is more often another thing than a slip of the pen.
+_SLIP, _SLIP_ELSEWHERE = 0.6, 0.8
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used; the message lists every problem."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(values: Any, model: type[Model], *, source: str) -> Model:
+    """Validate plain values against a strict model.
+
+    Args:
+        values: nested dictionaries and lists.
+        model: the pydantic model.
+        source: where the values come from, for the error.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        ConfigError: every unknown key and illegal value, one a line.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        lines = [_explain(problem, model) for problem in problems[:_MAX_LINES]]
+        if len(problems) > _MAX_LINES:
+            lines.append(f"... and {len(problems) - _MAX_LINES} more")
+        raise ConfigError(f"{source}: {len(problems)} problem(s)\n  " + "\n  ".join(lines)) from error
+
+
+def hint(wrong: str, legal: Sequence[str]) -> str:
+    """Return what was probably meant, if anything is near, and what is legal.
+
+    Args:
+        wrong: what a user wrote.
+        legal: what may stand there.
+
+    Returns:
+        `did you mean 'x'? legal here: x, y`.
+    """
+    return _guess(wrong, legal) + f"legal here: {', '.join(legal)}"
+
+
+def _guess(wrong: str, legal: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(wrong[:_MAX_CHARS], legal, n=1, cutoff=_SLIP)
+    return f"did you mean {nearest[0]!r}? " if nearest else ""
+
+
+def _explain(problem: Any, model: type[BaseModel]) -> str:
+    location, models = _follow([str(part) for part in problem["loc"]], model)
+    dotted, kind = ".".join(location)[: 2 * _MAX_CHARS], problem["type"]
+    if kind == "extra_forbidden":
+        legal = sorted({key for held in models for key in held.model_fields})
+        meant = "" if _guess(location[-1], legal) else _elsewhere(location, model)
+        return f"unknown key {dotted!r}: {meant}{hint(location[-1], legal)}"
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        # Named by a key, or by the function that reads it, which is called like the key.
+        key = problem["ctx"]["discriminator"].strip("'()")
+        if kind == "union_tag_not_found":
+            legal = [word for held in models for word in get_args(held.model_fields[key].annotation)]
+            return f"{dotted}.{key} is missing and says which keys {dotted} has; legal: {', '.join(legal)}"
+        legal = [word.strip(" '") for word in problem["ctx"]["expected_tags"].split(",")]
+        given = str(problem["ctx"]["tag"])[:_MAX_CHARS]
+        return f"unknown {dotted}.{key} {given!r}: {hint(given, legal)}"
+    words = (
+        [] if kind == "literal_error" else [word for held in annotations(location, [model]) for word in _words(held)]
+    )
+    legal_words = f"; legal: {', '.join(map(str, words))}" if words else ""
+    return f"{dotted or 'config'}: {problem['msg'].removeprefix('Value error, ')}{legal_words}"
+
+
+def _elsewhere(location: list[str], model: type[BaseModel]) -> str:
+    """Look for a key in other blocks: of the same name, of the same initials (`learning_rate`, `lr`), or misspelled."""
+    wrong = location[-1]
+    keys = [key for key in dict.fromkeys(all_keys([model])) if key != tuple(location)]
+    initials = "".join(word[0] for word in wrong.split("_") if word) if "_" in wrong else ""
+    found = [key for key in keys if key[-1] in (wrong, initials)]
+    if not found:
+        names = difflib.get_close_matches(wrong[:_MAX_CHARS], {key[-1] for key in keys}, n=1, cutoff=_SLIP_ELSEWHERE)
+        found = [key for key in keys if key[-1] in names]
+    # Those in the block that was named first.
+    found.sort(key=lambda key: key[0] != location[0])
+    return f"did you mean {' or '.join(repr('.'.join(key)) for key in found[:3])}? " if found else ""
+
+
+def _words(annotation: Any) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(word for part in get_args(annotation) for word in _words(part))
+
+
+def _follow(location: list[str], model: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
+    """Follow a pydantic error location to the keys a user wrote and the models around its last part."""
+    keys, models = [], [model]
+    for depth, part in enumerate(location):
+        tagged = [m for m in models if any(part in get_args(f.annotation) for f in m.model_fields.values())]
+        inside = [
+            m for held in models if part in held.model_fields for m in models_in(held.model_fields[part].annotation)
+        ]
+        if tagged and not inside and depth + 1 < len(location):
+            # pydantic names a union's member by its tag (`loss_fn.tbpo.clip_low`), which the user's path does not hold.
+            models = tagged
+            continue
+        keys.append(part)
+        models = inside or models
+    return keys, models

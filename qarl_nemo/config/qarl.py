@@ -1,0 +1,67 @@
+"""The `qarl:` block: what is quantized, how, and whether the learner executes it."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from qarl_nemo.config.problems import hint
+from qarl_nemo.config.strict import StrictModel
+
+Alignment = Literal["aligned", "rollout_only", "none"]
+_FORMATS = ["w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16"]
+_INTEGER = re.compile(r"w4a8|w[2-8]a16")
+
+
+class QarlConfig(StrictModel):
+    """What is quantized, how, and whether the learner executes it."""
+
+    alignment: Alignment = "aligned"
+    """`aligned`: the learner executes what it publishes (QaRL); `rollout_only`: quantized rollouts, BF16 learner;
+    `none`: BF16 on both sides."""
+    format: str = "w4a16"
+    """w4a16 | w4a8 | fp8_block | fp8_channel | bf16, or an experimental w{2..8}a16."""
+    group_size: int | None = Field(None, ge=1, le=1 << 16)
+    """Elements per scale along K: 128, 64, 32; integer formats only, null = the format's default."""
+    scale_convention: Literal["narrow_range", "full_range"] | None = None
+    """Integer grid: amax/7 on [-7, 7] (`narrow_range`) or amax/7.5 on [-8, 7] (`full_range`)."""
+    targets: tuple[Literal["experts", "attention", "mlp"], ...] = Field(("experts",), min_length=1, max_length=3)
+    """Which linears are quantized, as a list or with commas; router, norms, embeddings and lm_head never are."""
+    backward: Literal["dequantized", "high_precision"] = "dequantized"
+    """Weight of the input gradient: the one that ran, or the master."""
+    keep_operand: bool = True
+    """Keep what the learner's GEMMs multiply until the weights change; false unpacks it at each use, so that only the
+    packed tensors stay in memory."""
+    router_replay: bool = True
+    """The learner uses the experts the rollout engine chose."""
+
+    @field_validator("format")
+    @classmethod
+    def format_is_known(cls, name: str) -> str:
+        """Refuse other names with the nearest legal one."""
+        if name not in _FORMATS and not _INTEGER.fullmatch(name):
+            raise ValueError(f"unknown format {name[:80]!r}: {hint(name, _FORMATS)}, and w2a16 .. w8a16 to experiment")
+        return name
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def targets_may_have_commas(cls, value: object) -> object:
+        """Take `experts,attention` as the command line's options do."""
+        return [target.strip() for target in value.split(",")] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def none_means_bf16(self) -> "QarlConfig":
+        """Tie `alignment: none` to `format: bf16`."""
+        if (self.alignment == "none") != (self.format == "bf16"):
+            raise ValueError(
+                f"alignment={self.alignment!r} with format={self.format!r}: `none` means BF16 on both sides, so "
+                "alignment=none and format=bf16 go together"
+            )
+        return self
+
+    @classmethod
+    def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:
+        """Return the options of integer formats where the command line takes another format."""
+        integer = _INTEGER.fullmatch(str(said.get("format", "w4a16")))
+        return set() if integer else {"group_size", "scale_convention"}
