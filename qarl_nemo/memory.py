@@ -4,21 +4,24 @@ All sizes are bytes of tensors on the fullest rank. What tensors do not account 
 fragmentation) is `OVERHEAD_BYTES`.
 """
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, get_args
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from qarl_nemo.architecture import MEGATRON_FAMILIES, read_architecture
+from qarl_nemo.files import FileError
+from qarl_nemo.parallelism import Parallelism
 
 BF16, FP32 = 2, 4
 GIB = 2**30
 OVERHEAD_BYTES = 4 * GIB
-_PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
+PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
 
+# Of the formats that have a choice.
+GROUP_SIZES = {"w4a16": (128, 64, 32), "w4a8": (128,)}
+MAX_TOKENS = 2**24
+_LOOKED_AT = 1025
 Recompute = Literal["none", "full"]
 # Bytes a parameter besides its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
 # and BF16 moments; master and momentum; nothing, all of it in the host's memory.
@@ -51,26 +54,26 @@ class ModelSize:
             The model's sizes.
 
         Raises:
-            ValueError: keys are missing; all are named.
+            FileError: no readable config.json of a supported model, or one of layers that are not alike.
         """
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-        inner = "moe_intermediate_size" if config.get("num_experts") else "intermediate_size"
-        keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", inner)
-        missing = [key for key in keys if key not in config]
-        if missing:
-            raise ValueError(f"{path}: no {', '.join(missing)}; a Hugging Face config of Qwen3, Qwen3-MoE or Qwen2 has")
-        layers, hidden, heads, kv_heads, vocab, width = (config[key] for key in keys)
+        model = read_architecture(path, MEGATRON_FAMILIES)
+        dense = model.num_hidden_layers - len(model.sparse_layers)
+        if model.num_experts and dense:
+            raise FileError(
+                f"{path}: {dense} of {model.num_hidden_layers} layers have no experts (mlp_only_layers, "
+                "decoder_sparse_step); memory is computed for layers that are alike"
+            )
         return cls(
-            num_layers=layers,
-            hidden=hidden,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            vocab_size=vocab,
-            inner=width,
-            num_experts=config.get("num_experts") or 0,
-            top_k=config.get("num_experts_per_tok") or 0,
-            tied_head=config.get("tie_word_embeddings", False),
+            num_layers=model.num_hidden_layers,
+            hidden=model.hidden_size,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            vocab_size=model.vocab_size,
+            inner=model.moe_intermediate_size or model.intermediate_size,
+            num_experts=model.num_experts,
+            top_k=model.num_experts_per_tok,
+            tied_head=model.tie_word_embeddings,
         )
 
     @property
@@ -98,64 +101,6 @@ class ModelSize:
         """All parameters."""
         layer = self.expert_parameters + self.attention_parameters + self.mlp_parameters + self.small_parameters
         return self.num_layers * layer + (1 if self.tied_head else 2) * self.vocab_size * self.hidden + self.hidden
-
-
-@dataclass(frozen=True)
-class Parallelism:
-    """How GPUs share a model, in Megatron's words.
-
-    Raises:
-        ValueError: sizes do not divide the GPUs; all problems are listed.
-    """
-
-    num_gpus: int
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-
-    @classmethod
-    def parse(cls, text: str, num_gpus: int) -> "Parallelism":
-        """Return the layout that e.g. `tp2_ep8` names; sizes left out are 1.
-
-        Args:
-            text: tp, pp, cp, ep and etp with their sizes; `dp` for none.
-            num_gpus: that share the model.
-
-        Raises:
-            ValueError: the text is not of this form, or the sizes do not divide the GPUs.
-        """
-        sizes = re.findall(r"(etp|tp|pp|cp|ep)(\d+)(?:_|$)", text)
-        if text != "dp" and "_".join(name + size for name, size in sizes) != text:
-            raise ValueError(f"layout {text!r}: legal are tp, pp, cp, ep and etp with a size each, e.g. tp2_ep8, or dp")
-        return cls(num_gpus, **{name: int(size) for name, size in sizes})
-
-    def __post_init__(self) -> None:
-        dense, experts = self.tp * self.pp * self.cp, self.ep * self.etp * self.pp
-        problems = [
-            f"{name}={size} does not divide num_gpus={self.num_gpus}"
-            for name, size in (("tp * pp * cp", dense), ("ep * etp * pp", experts))
-            if self.num_gpus % size
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    @property
-    def name(self) -> str:
-        """E.g. `tp2_ep8`; sizes of one are left out."""
-        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
-        return "_".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
-
-    @property
-    def optimizer_shards(self) -> int:
-        """Ranks that share the optimizer state of what is not an expert."""
-        return self.num_gpus // (self.tp * self.pp)
-
-    @property
-    def expert_optimizer_shards(self) -> int:
-        """Ranks that share the optimizer state of an expert."""
-        return self.num_gpus // (self.ep * self.etp * self.pp)
 
 
 @dataclass(frozen=True)
@@ -187,8 +132,20 @@ class Learner:
     busiest: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {self.optimizer!r}; legal: {', '.join(OPTIMIZERS)}")
+        problems = [
+            f"unknown {name} {value!r}; legal: {', '.join(map(str, legal))}"
+            for name, value, legal in (
+                ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+                ("recompute", self.recompute, get_args(Recompute)),
+                ("gradient_bytes", self.gradient_bytes, (FP32, BF16)),
+                ("group_size", self.group_size, GROUP_SIZES.get(self.format or "", (self.group_size,))),
+            )
+            if value not in legal
+        ]
+        if not 1 <= self.tokens <= MAX_TOKENS:
+            problems.append(f"tokens={self.tokens} is not from 1 to {MAX_TOKENS}")
+        if problems:
+            raise ValueError("; ".join(problems))
         if self.format is not None:
             _packed_bytes(self.format, self.group_size)
 
@@ -234,7 +191,8 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
     targeted_attention = layers * model.attention_parameters / ranks.tp
     # The first stage has the embedding, the last one the head; without pipelines one rank has both.
     tables = 1 if model.tied_head or ranks.pp > 1 else 2
-    dense = targeted_attention + layers * (model.mlp_parameters / ranks.tp + model.small_parameters)
+    mlp = layers * model.mlp_parameters / ranks.tp
+    dense = targeted_attention + mlp + layers * model.small_parameters
     dense += tables * model.vocab_size * model.hidden / ranks.tp + model.hidden
     state = OPTIMIZERS[learner.optimizer]
     activations, working = _activations(model, ranks, learner, layers)
@@ -244,7 +202,7 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
             "weights": BF16 * (experts + dense),
             "gradients": learner.gradient_bytes * (experts + dense),
             "optimizer": state * (experts / ranks.expert_optimizer_shards + dense / ranks.optimizer_shards),
-            "packed": _cache_bytes(learner) * (experts + (targeted_attention if learner.attention else 0)),
+            "packed": _cache_bytes(learner) * (experts + mlp + (targeted_attention if learner.attention else 0)),
             "activations": activations,
             "working": working,
             "logits": logits if learner.logits else 0.0,
@@ -275,49 +233,8 @@ def refit_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, engine_t
     return held["weights"] + held["packed"] + whole / engine_tp + update
 
 
-def memory_table(
-    model: ModelSize,
-    layouts: Sequence[Parallelism],
-    learners: Sequence[Learner],
-    gpu_bytes: float,
-    engine_tp: int | None = None,
-) -> "Table":
-    """Return a table of what every layout and learner needs, and whether it fits.
-
-    Args:
-        model: its sizes.
-        layouts: to compute.
-        learners: to compute, in each layout.
-        gpu_bytes: memory of a GPU.
-        engine_tp: GPUs that share one rollout engine on the learner's GPUs, for two columns more: a refit's peak, as a
-            whole and layer by layer, which must fit, too, with the overhead of two processes.
-    """
-    from rich.table import Table
-
-    title = f"GiB of each rank; with {OVERHEAD_BYTES / GIB:g} more it must fit in {gpu_bytes / GIB:g}"
-    refits = () if engine_tp is None else ("refit", "layerwise")
-    table = Table("layout", "optimizer", "recompute", *_PARTS, "peak", "fits", *refits, title=title)
-
-    def marked(size: float) -> str:
-        color = "green" if size + 2 * OVERHEAD_BYTES <= gpu_bytes else "red"
-        return f"[{color}]{size / GIB:.1f}[/]"
-
-    for ranks in layouts:
-        for learner in learners:
-            needed = rank_memory(model, ranks, learner)
-            sizes = [f"{size / GIB:.1f}" for size in (*(needed.parts[name] for name in _PARTS), needed.peak_bytes)]
-            fits = "[green]yes[/]" if needed.fits(gpu_bytes) else "[red]no[/]"
-            peaks = (
-                []
-                if engine_tp is None
-                else [marked(refit_bytes(model, ranks, learner, engine_tp, layerwise=kind)) for kind in (False, True)]
-            )
-            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits, *peaks)
-    return table
-
-
 def layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
-    """Return layouts to choose from: one or two tensor parallel ranks, experts over as many ranks as there can be.
+    """Return layouts to choose from: one to four tensor parallel ranks, experts over as many ranks as there can be.
 
     Args:
         model: its sizes.
@@ -325,7 +242,66 @@ def layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
 
     Returns:
         Layouts without pipeline, context or expert tensor parallelism.
+
+    Raises:
+        ValueError: there is none; the nearest numbers of GPUs that have one are named.
     """
+    Parallelism(num_gpus)  # refuses numbers that are none
+    found = _layouts(model, num_gpus)
+    if not found:
+        counts = [count for count in range(1, _LOOKED_AT) if _layouts(model, count)]
+        near = sorted(sorted(counts, key=lambda count: abs(count - num_gpus))[:3])
+        raise ValueError(
+            f"num_gpus={num_gpus}: no layout puts {model.num_experts} experts on 4, 8, 16, 32 or {num_gpus} ranks that "
+            f"divide them and the GPUs; numbers of GPUs that have layouts: {', '.join(map(str, near))}. Others are "
+            "named with a layout: dp, or tp, pp, cp, ep and etp with their sizes, e.g. tp2_ep8"
+        )
+    return found
+
+
+def require_layout(model: ModelSize, ranks: Parallelism) -> None:
+    """Require that a layout splits a model evenly.
+
+    Args:
+        model: its sizes.
+        ranks: how GPUs share it.
+
+    Raises:
+        ValueError: it does not; every size that is wrong is named with what it has to divide.
+    """
+    needed = [
+        ("tp", ranks.tp, "attention heads", model.num_heads),
+        ("tp", ranks.tp, "key-value heads", model.num_kv_heads),
+        ("pp", ranks.pp, "layers", model.num_layers),
+    ]
+    if model.num_experts:
+        needed += [("ep", ranks.ep, "experts", model.num_experts), ("etp", ranks.etp, "rows of an expert", model.inner)]
+    else:
+        needed += [("tp", ranks.tp, "rows of the MLP", model.inner)]
+    problems = [f"{name}={size} does not divide {count} {what}" for name, size, what, count in needed if count % size]
+    if not model.num_experts and ranks.ep * ranks.etp > 1:
+        problems.append("ep and etp share experts, which this model does not have")
+    if problems:
+        raise ValueError(f"layout {ranks.name}: " + "; ".join(problems))
+
+
+def require_targets(model: ModelSize, targets: Sequence[str]) -> None:
+    """Require that a model has what is to be quantized.
+
+    Args:
+        model: its sizes.
+        targets: names out of `refit.names.TARGETS`.
+
+    Raises:
+        ValueError: it lacks some; those it has are named.
+    """
+    legal = ("experts", "attention") if model.num_experts else ("mlp", "attention")
+    wrong = [target for target in targets if target not in legal]
+    if wrong or not targets:
+        raise ValueError(f"targets {', '.join(wrong) or '(none)'}: this model has {', '.join(legal)}")
+
+
+def _layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
     found = []
     for tp in (1, 2, 4):
         if num_gpus % tp or model.num_heads % tp or model.num_kv_heads % tp:

@@ -86,13 +86,33 @@ def memory(
     """Compute what a Megatron learner needs on each GPU, and say what fits; nothing is started."""
     from rich.console import Console
 
-    from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, Parallelism, layouts, memory_table
+    from qarl_nemo.cli.memory_table import memory_table
+    from qarl_nemo.memory import (
+        GROUP_SIZES,
+        OPTIMIZERS,
+        Learner,
+        ModelSize,
+        Parallelism,
+        layouts,
+        require_layout,
+        require_targets,
+    )
+    from qarl_nemo.refit.names import check_targets
 
     size = ModelSize.read(model)
+    chosen = check_targets([target.strip() for target in targets.split(",")])
+    require_targets(size, chosen)
     ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
-    attention, group = "attention" in targets.split(","), group_size or 128
+    for one in ranks:
+        require_layout(size, one)
+    if group_size is not None and format_name not in GROUP_SIZES:
+        raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(GROUP_SIZES)} have one: remove it")
+    if not 0 < gpu_gib <= 2**20:
+        raise ValueError(f"gpu_gib={gpu_gib} must lie between 0 and {2**20}")
+    if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
+        raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
     learners = [
-        Learner(format_name, group, attention, keep_operand, name, gradient_bytes, tokens, kind)
+        Learner(format_name, group_size or 128, "attention" in chosen, keep_operand, name, gradient_bytes, tokens, kind)
         for name in optimizer or OPTIMIZERS
         for kind in recompute or ("full", "none")
     ]

@@ -1,16 +1,20 @@
 """What a Megatron learner's rank is computed to hold; `tools/bench_megatron.py` holds the sum against a GPU."""
 
+import contextlib
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from qarl_kernels import FORMAT_NAMES, get_format, stored_layout
-from qarl_nemo.cli import app
-from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, rank_memory, refit_bytes
+from qarl_nemo.architecture import read_architecture
+from qarl_nemo.cli import app, main
+from qarl_nemo.files import FileError
+from qarl_nemo.memory import GROUP_SIZES, Learner, ModelSize, Parallelism, layouts, rank_memory, refit_bytes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
@@ -113,10 +117,90 @@ def test_what_cannot_be_is_an_error(make, problem):
         make()
 
 
-def test_a_config_of_another_kind_names_what_it_lacks(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "num_experts": 4}))
-    with pytest.raises(ValueError, match=r"no num_hidden_layers, .*moe_intermediate_size"):
-        ModelSize.read(tmp_path)
+def config_of(tmp_path, **changes):
+    """The model's config.json with other entries; None leaves one out."""
+    config = json.loads((MODEL / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "deepseek_v3"}, 'model_type is "deepseek_v3"; supported: qwen3_moe, qwen3, qwen2$'),
+        ({"model_type": "llama"}, 'model_type is "llama"; supported: qwen3_moe, qwen3, qwen2$'),
+        ({"model_type": None}, "model_type is null; supported: "),
+        ({"hidden_size": None, "moe_intermediate_size": None}, "lacks hidden_size, moe_intermediate_size"),
+        ({"hidden_size": 10**12}, "hidden_size=1000000000000 is not a whole number from 1 to "),
+        ({"mlp_only_layers": [3, 4]}, "2 of 48 layers have no experts .* memory is computed for layers that are alike"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(changes, problem, tmp_path):
+    with pytest.raises(FileError, match=problem):
+        ModelSize.read(config_of(tmp_path, **changes))
+
+
+def test_both_spellings_of_the_number_of_experts_are_read(model, tmp_path):
+    assert ModelSize.read(config_of(tmp_path, num_experts=None, num_local_experts=128)) == model
+
+
+def test_sizes_are_those_of_the_table_of_architectures(model):
+    counted = sum(math.prod(shape) for _, shape in read_architecture(MODEL).parameters())
+    assert model.num_parameters == counted
+
+
+def test_a_dense_learner_keeps_its_mlp_packed():
+    dense = ModelSize(2, 1024, 16, 8, 64, 1000, 3072)
+    # Two layers of three matrices of 3072 x 1024, an E4M3 byte each, on two tensor parallel ranks.
+    packed = rank_memory(dense, Parallelism(2, tp=2), Learner(format="fp8_channel")).parts["packed"]
+    assert packed == 2 * 3 * 3072 * 1024 / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--gpus", "7"], "num_gpus=7: no layout .* numbers of GPUs that have layouts: 2, 4, 8. .*e.g. tp2_ep8"),
+        (["--gpus", "0"], "num_gpus=0 is not from 1 to 65536"),
+        (["--gpus", "-8"], "num_gpus=-8 is not from 1 to 65536"),
+        (["--gpus", "9" * 30], "num_gpus=9+ is not from 1 to 65536"),
+        (["--targets", "foo"], "unknown targets: foo; legal: experts, attention, mlp"),
+        (["--targets", "mlp"], "targets mlp: this model has experts, attention"),
+        (["--layout", "ep3"], r"ep \* etp \* pp=3 does not divide num_gpus=8"),
+        (["--layout", "tp8"], "layout tp8: tp=8 does not divide 4 key-value heads"),
+        (["--layout", "tp0"], "layout 'tp0': legal are tp, pp, cp, ep and etp with a size each"),
+        (["--layout", "tp2_tp4"], "layout 'tp2_tp4': legal are"),
+        (["--layout", ""], "layout '': legal are"),
+        (["--optimizer", "sgd"], "unknown optimizer 'sgd'; legal: adam, adam_bf16, muon, offloaded"),
+        (["--recompute", "some"], "unknown recompute 'some'; legal: none, full"),
+        (["--gradient-bytes", "3"], "unknown gradient_bytes 3; legal: 4, 2"),
+        (["--group-size", "100"], "unknown group_size 100; legal: 128, 64, 32"),
+        (["--group-size", "64", "--format", "fp8_block"], "format 'fp8_block' takes no group_size"),
+        (["--format", "nf4"], "unknown format 'nf4'; legal: w4a16, "),
+        (["--tokens", "0"], "tokens=0 is not from 1 to"),
+        (["--gpu-gib", "-1"], "gpu_gib=-1.0 must lie between 0 and"),
+        (["--gpu-gib", "nan"], "gpu_gib=nan must lie between 0 and"),
+        (["--engine-tp", "3"], "engine_tp=3 does not divide 8 GPUs"),
+        (["--engine-tp", "0"], "engine_tp=0 does not divide 8 GPUs"),
+    ],
+)
+def test_what_is_not_legal_is_one_line_with_what_is(options, problem, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["qarl", "memory", str(MODEL), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert re.search(problem, " ".join(printed.split())), printed
+    assert "Traceback" not in printed
+
+
+def test_group_sizes_are_those_of_the_formats():
+    for name in FORMAT_NAMES:
+        for size in (16, 32, 64, 128, 256):
+            legal = size in GROUP_SIZES.get(name, ())
+            with contextlib.nullcontext() if legal else pytest.raises(ValueError, match=r"group_size"):
+                get_format(name, group_size=size)
 
 
 FITTING = re.compile(r"\| (\d) x (\d+) GB \| `(\w+)` \| `(\w+)` \| (\w+) \| ([\d.]+) \| (yes|no) \|")

@@ -1,0 +1,46 @@
+"""The table of `qarl memory`."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from qarl_nemo.memory import GIB, OVERHEAD_BYTES, PARTS, Learner, ModelSize, Parallelism, rank_memory, refit_bytes
+
+
+def memory_table(
+    model: ModelSize,
+    layouts: Sequence[Parallelism],
+    learners: Sequence[Learner],
+    gpu_bytes: float,
+    engine_tp: int | None = None,
+) -> Table:
+    """Return a table of what every layout and learner needs, and whether it fits.
+
+    Args:
+        model: its sizes.
+        layouts: to compute.
+        learners: to compute, in each layout.
+        gpu_bytes: memory of a GPU.
+        engine_tp: GPUs that share one rollout engine on the learner's GPUs, for two columns more: a refit's peak, as a
+            whole and layer by layer, which must fit, too, with the overhead of two processes.
+    """
+    title = f"GiB of each rank; with {OVERHEAD_BYTES / GIB:g} more it must fit in {gpu_bytes / GIB:g}"
+    refits = () if engine_tp is None else ("refit", "layerwise")
+    table = Table("layout", "optimizer", "recompute", *PARTS, "peak", "fits", *refits, title=title)
+
+    def marked(size: float) -> str:
+        color = "green" if size + 2 * OVERHEAD_BYTES <= gpu_bytes else "red"
+        return f"[{color}]{size / GIB:.1f}[/]"
+
+    for ranks in layouts:
+        for learner in learners:
+            needed = rank_memory(model, ranks, learner)
+            sizes = [f"{size / GIB:.1f}" for size in (*(needed.parts[name] for name in PARTS), needed.peak_bytes)]
+            fits = "[green]yes[/]" if needed.fits(gpu_bytes) else "[red]no[/]"
+            peaks = (
+                []
+                if engine_tp is None
+                else [marked(refit_bytes(model, ranks, learner, engine_tp, layerwise=kind)) for kind in (False, True)]
+            )
+            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits, *peaks)
+    return table

@@ -1,0 +1,67 @@
+"""How GPUs share a model, in Megatron's words."""
+
+import re
+from dataclasses import dataclass
+
+MAX_GPUS = 2**16
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How GPUs share a model, in Megatron's words.
+
+    Raises:
+        ValueError: sizes do not divide the GPUs; all problems are listed.
+    """
+
+    num_gpus: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def parse(cls, text: str, num_gpus: int) -> "Parallelism":
+        """Return the layout that e.g. `tp2_ep8` names; sizes left out are 1.
+
+        Args:
+            text: tp, pp, cp, ep and etp with their sizes; `dp` for none.
+            num_gpus: that share the model.
+
+        Raises:
+            ValueError: the text is not of this form, or the sizes do not divide the GPUs.
+        """
+        sizes = re.findall(r"(etp|tp|pp|cp|ep)([1-9]\d{0,5})(?:_|$)", text)
+        spelled = "_".join(name + size for name, size in sizes) == text
+        if text != "dp" and (not spelled or not sizes or len(dict(sizes)) < len(sizes)):
+            raise ValueError(f"layout {text!r}: legal are tp, pp, cp, ep and etp with a size each, e.g. tp2_ep8, or dp")
+        return cls(num_gpus, **{name: int(size) for name, size in sizes})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_gpus <= MAX_GPUS:
+            raise ValueError(f"num_gpus={self.num_gpus} is not from 1 to {MAX_GPUS}")
+        dense, experts = self.tp * self.pp * self.cp, self.ep * self.etp * self.pp
+        problems = [
+            f"{name}={size} does not divide num_gpus={self.num_gpus}"
+            for name, size in (("tp * pp * cp", dense), ("ep * etp * pp", experts))
+            if self.num_gpus % size
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def name(self) -> str:
+        """E.g. `tp2_ep8`; sizes of one are left out."""
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
+        return "_".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Ranks that share the optimizer state of what is not an expert."""
+        return self.num_gpus // (self.tp * self.pp)
+
+    @property
+    def expert_optimizer_shards(self) -> int:
+        """Ranks that share the optimizer state of an expert."""
+        return self.num_gpus // (self.ep * self.etp * self.pp)
