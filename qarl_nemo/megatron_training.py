@@ -11,11 +11,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from qarl_kernels import QuantFormat
 from qarl_nemo.config import load_config
 from qarl_nemo.files import make_folder, write_atomic
 from qarl_nemo.local.config import AdamWConfig, LocalConfig, MuonConfig
 from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import read_config
+from qarl_nemo.local.rollouts import Rollouts
 from qarl_nemo.local.run import train_run
 from qarl_nemo.local.run_dir import is_complete
 from qarl_nemo.local.setup import build_learner, executed_format, learner_device, served_format
@@ -27,6 +29,8 @@ from qarl_nemo.nemo.megatron.policy import MegatronPolicy
 from qarl_nemo.nemo.megatron.policy_optimizer import MegatronStepper, adam, muon
 from qarl_nemo.nemo.megatron.ranks import Leader, broadcast_each, end_ranks, follow, start_ranks
 
+# What a learner is called with, beside tensors and paths.
+_ARGUMENTS = (Rollouts, QuantFormat)
 _PARALLEL_SIZES = {"tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"}
 
 
@@ -69,7 +73,7 @@ def train_this_rank(config: LocalConfig) -> None:
         if trainer is not None:
             trainer.learner.dismiss()
     elif not is_complete(config):
-        follow(megatron_learner(config, None, device), group, device)
+        follow(megatron_learner(config, None, device), group, device, [*_ARGUMENTS, type(config.run_dir)])
     end_ranks()
 
 

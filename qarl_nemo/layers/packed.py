@@ -33,10 +33,13 @@ class PackedWeight:
         self.weight: QuantizedWeight | None = None
         self._operand: GemmOperand | None = None
 
-    def fill(self, weight: QuantizedWeight) -> None:
-        """Serve this weight from now on."""
-        self.weight = weight
-        self._operand = gemm_operand(weight, self.dtype) if self.keep_operand else None
+    def prepare(self, weight: QuantizedWeight) -> GemmOperand | None:
+        """Return what `fill` keeps of a weight beside itself; the slot serves the old one meanwhile."""
+        return gemm_operand(weight, self.dtype) if self.keep_operand else None
+
+    def fill(self, weight: QuantizedWeight, operand: GemmOperand | None) -> None:
+        """Serve this weight from now on, and what `prepare` made of it; nothing here can fail."""
+        self.weight, self._operand = weight, operand
 
     def operand(self) -> GemmOperand:
         """Return what the GEMM multiplies."""

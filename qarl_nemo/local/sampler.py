@@ -88,24 +88,30 @@ class PackedSampler:
     def load(self, update: RefitUpdate) -> None:
         """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.
 
+        All of it is made beside what is served, and then changes places: whatever fails, and wherever, the old version
+        keeps serving.
+
         Args:
             update: what the learner published.
 
         Raises:
-            ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds;
-                all are listed, and the old version keeps serving.
+            ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds, or
+                the version is not newer; all are listed, and the old version keeps serving.
         """
         require_whole(update, self._layout(), self.format, serving=self.version)
         parameters = dict(self.model.named_parameters())
+        plain: dict[str, Tensor] = {}
         packed: dict[str, dict[str, Tensor]] = {name: {} for name in self.slots}
         for name, tensor in update.tensors.items():
-            if name in parameters:
-                parameters[name].copy_(tensor)
-            else:
-                owner, _, suffix = name.rpartition(".")
-                packed[owner][suffix] = tensor.to(self.device, copy=True)
+            owner, _, suffix = name.rpartition(".")
+            place, key = (plain, name) if name in parameters else (packed[owner], suffix)
+            place[key] = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        weights = {name: QuantizedWeight(self.format, slot.shape, packed[name]) for name, slot in self.slots.items()}
+        operands = {name: slot.prepare(weights[name]) for name, slot in self.slots.items()}
+        for name, tensor in plain.items():
+            parameters[name].data = tensor
         for name, slot in self.slots.items():
-            slot.fill(QuantizedWeight(self.format, slot.shape, packed[name]))
+            slot.fill(weights[name], operands[name])
         self.version = update.manifest.version
 
     def _layout(self) -> Layout:

@@ -81,7 +81,7 @@ class Trainer:
             ) as events,
             LiveProgress(config.run.name, total, self.step or 0) as progress,
         ):
-            self.sampler.load(self.publish())
+            self._refit()
             if self.step is None:
                 self.step = 0
                 self._save()
@@ -112,8 +112,7 @@ class Trainer:
         with timer.phase("update"):
             result = self.learner.update(rollouts, prev, advantages, self._minibatches(step))
         with timer.phase("refit"):
-            update = self.publish()
-            self.sampler.load(update)
+            update = self._refit()
         tokens = int(rollouts.response_mask.sum())
         metrics = step_metrics(rollouts, rewards, prev, advantages, result)
         metrics |= timer.finish_step({"rollout": tokens, "prev_logprobs": tokens, "update": tokens}) | peak_memory()
@@ -123,6 +122,13 @@ class Trainer:
         if grpo.val_period and (step % grpo.val_period == 0 or step == 1):
             metrics["validation/reward"] = self.validate()
         return metrics
+
+    def _refit(self) -> RefitUpdate:
+        update = self.publish()
+        # After a step that was skipped whole, the engine serves these weights already.
+        if update.manifest.version != self.sampler.version:
+            self.sampler.load(update)
+        return update
 
     def generate(self, tasks: list[Task], params: SamplingParams, generator: torch.Generator) -> Rollouts:
         """Sample one response for each task, `rollout.batch_size` at a time.

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from qarl_nemo.refit.waiting import within
+
 _FAILED = "qarl_failed"
 _logger = logging.getLogger(__name__)
 
@@ -50,21 +52,28 @@ def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def ask(engine: RolloutEngine, method: str, *args: Any) -> list[Any]:
+def ask(engine: RolloutEngine, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
     """Call a method of every rank.
 
     Args:
         engine: started with an extension whose ranks answer.
         method: of the extension.
         args: what vLLM can send.
+        timeout_s: how long to wait for all answers; None waits on this thread, for engines in this process.
 
     Returns:
         Its results, in the order of ranks.
 
     Raises:
         RuntimeError: ranks failed; all are named with their reasons.
+        TimeoutError: a rank did not answer in time.
     """
-    return require_answers(method, engine.collective_rpc(method, args=args))
+
+    def call() -> list[Any]:
+        # Without vLLM's own timeout: a late answer would stay in its queues, for the next call to take.
+        return engine.collective_rpc(method, args=args)
+
+    return require_answers(method, within(timeout_s, f"the engine's ranks, asked for {method},", call, owner=engine))
 
 
 def require_answers(method: str, answers: list[Any]) -> list[Any]:

@@ -1,6 +1,7 @@
 """The ranks' half of `send.py`: how offered tensors arrive in one rank of an engine."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qarl_nemo.refit.collective import broadcast, make_group
+from qarl_nemo.refit.collective import address_towards, broadcast, make_group
 from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.ipc import import_bytes
 from qarl_nemo.refit.manifest import TensorRecord
@@ -34,10 +35,12 @@ class Arrivals:
             message: host, port and the settings of `make_group`.
         """
         settings = dict(message)
-        store = dist.TCPStore(settings.pop("host"), settings.pop("port"), None, is_master=False)
+        host, port = settings.pop("host"), settings.pop("port")
+        timeout = timedelta(seconds=settings["timeout_s"])
+        store = dist.TCPStore(host, port, None, is_master=False, timeout=timeout)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._group = make_group(store, self.rank + 1, **settings)
+        self._group = make_group(store, self.rank + 1, host=address_towards(host, port), **settings)
 
     def receive(self, kind: str, message: Any, update: IncomingUpdate) -> None:
         """Add what a sender offers to an update.
@@ -93,6 +96,8 @@ class Arrivals:
             name: torch.empty(records[name].shape, dtype=getattr(torch, records[name].dtype), device=self.device)
             for name in message["names"]
         }
+        if self._group is None:
+            raise RuntimeError("this rank is in no learner's group: qarl_connect comes first")
         broadcast(self._group, list(tensors.values()))
         update.add(tensors, buffered=True)
 

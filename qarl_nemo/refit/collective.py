@@ -1,6 +1,7 @@
 """A process group of one learner process and every rank of an engine, beside whatever groups either has."""
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -11,9 +12,48 @@ from qarl_nemo.refit.manifest import bytes_of
 
 BACKENDS = ("nccl", "gloo")
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_BACKLOG = 1024
 
 
-def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s: float) -> dist.Backend:
+def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """Start a store that listens on one address; torch's own would listen on all of this machine.
+
+    Args:
+        host: name or address of this machine.
+        timeout_s: after which waiting for a key is an error.
+
+    Returns:
+        The store; its port is one that was free.
+
+    Raises:
+        ValueError: this machine has no such address.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ValueError(f"cannot listen on host {host!r}, which is no address of this machine: {error}") from error
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        # The store closes it.
+        master_listen_fd=listener.detach(),
+    )
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's own address on the way to another; nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s: float, *, host: str) -> dist.Backend:
     """Join the group; returns when every rank has.
 
     Args:
@@ -22,6 +62,7 @@ def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s:
         size: the engine's ranks and the learner.
         backend: one of `BACKENDS`.
         timeout_s: after which waiting for a broadcast is an error.
+        host: address of this process on which gloo listens; NCCL's is of the interface that `NCCL_SOCKET_IFNAME` names.
 
     Returns:
         The group.
@@ -33,7 +74,10 @@ def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s:
         raise ValueError(f"unknown backend {backend!r}; legal: {', '.join(BACKENDS)}")
     store, timeout = dist.PrefixStore("qarl-refit", store), timedelta(seconds=timeout_s)
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        settings = dist.ProcessGroupGloo._Options()
+        settings._timeout = timeout
+        settings._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        return dist.ProcessGroupGloo(store, rank, size, settings)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     before = os.environ.get(_BLOCKING_WAIT)

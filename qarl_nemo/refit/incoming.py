@@ -51,14 +51,12 @@ class IncomingUpdate:
 
     def problems_of_arrived(self) -> list[str]:
         """Say what is wrong with the tensors that have arrived: unexpected, repeated and different ones."""
-        records = self.manifest.records
-        values = zip(self._checksums, read_checksums(self._checksums.values()), strict=True)
-        changed = [
-            f"{name}: its bytes differ from the manifest's checksum"
-            for name, value in values
-            if value != records[name].checksum
-        ]
-        return self._problems + changed
+        # Each is read once, however often it is asked for: reading waits for the device.
+        unread, self._checksums = self._checksums, {}
+        for name, value in zip(unread, read_checksums(unread.values()), strict=True):
+            if value != self.manifest.records[name].checksum:
+                self._problems.append(f"{name}: its bytes differ from the manifest's checksum")
+        return list(self._problems)
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:
         record = self.manifest.records.get(name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qarl_nemo.refit.answers import answering
-from qarl_nemo.refit.manifest import Manifest, checksums
+from qarl_nemo.refit.manifest import checksums
 from qarl_nemo.refit.rank import RankRefit
 
 
@@ -23,9 +23,8 @@ class PackedRefit:
         return os.getpid()
 
     def qarl_version(self) -> dict[str, Any]:
-        """Return the weight version served (None before the first refit) and whether it is whole."""
-        refit = rank_refit(self)
-        return {"version": refit.version, "whole": refit.whole}
+        """Return the weight version served last (None before the first refit) and whether it is whole."""
+        return rank_refit(self).state()
 
     def qarl_connect(self, message: dict[str, Any]) -> None:
         """Join a learner's process group."""
@@ -33,29 +32,27 @@ class PackedRefit:
 
     def qarl_begin(self, manifest: dict[str, Any], rehearsed: bool) -> list[str]:
         """Expect an update; return what speaks against it."""
-        return rank_refit(self).begin(Manifest.from_message(manifest), rehearsed=rehearsed)
+        return rank_refit(self).begin(manifest, rehearsed)
 
-    def qarl_receive(self, kind: str, message: Any) -> None:
+    def qarl_receive(self, version: int, kind: str, message: Any) -> None:
         """Take tensors of the expected update in."""
-        refit = rank_refit(self)
-        refit.arrivals.receive(kind, message, refit.expected())
-        refit.let_pass()
+        rank_refit(self).receive(version, kind, message)
 
-    def qarl_verify(self) -> list[str]:
+    def qarl_verify(self, version: int) -> list[str]:
         """Return what makes the update unfit to serve."""
-        return rank_refit(self).expected().problems()
+        return rank_refit(self).verify(version)
 
-    def qarl_replace(self) -> None:
-        """Serve the update; one that was rehearsed as it comes once more."""
-        rank_refit(self).replace()
+    def qarl_replace(self, version: int) -> None:
+        """Serve the update, if it is whole; one that was rehearsed as it comes once more."""
+        rank_refit(self).replace(version)
 
-    def qarl_replaced(self) -> None:
+    def qarl_replaced(self, version: int) -> None:
         """Serve the rehearsed update, which has come once more."""
-        rank_refit(self).finish()
+        rank_refit(self).finish(version)
 
-    def qarl_abort(self) -> None:
+    def qarl_abort(self, version: int) -> None:
         """Forget the update; the old version keeps serving."""
-        rank_refit(self).update = None
+        rank_refit(self).abort(version)
 
     def qarl_digests(self) -> dict[str, int]:
         """Return the checksum of every tensor that this rank's kernels read, by name."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # Odd multipliers make every byte's position count; 64-bit wrap-around is the modulus.
 _CHUNK_WORDS = 1 << 20
+_MESSAGE = {"version", "format", "records"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,17 @@ class Manifest:
         return {"version": self.version, "format": self.format, "records": records}
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "Manifest":
-        """Return the manifest that `to_message` wrote."""
-        records = {
-            name: TensorRecord(tuple(shape), dtype, value) for name, (shape, dtype, value) in message["records"].items()
-        }
+    def from_message(cls, message: Any) -> "Manifest":
+        """Return the manifest that `to_message` wrote.
+
+        Raises:
+            ValueError: the message is of another kind; the first place where it differs is named.
+        """
+        if not isinstance(message, Mapping) or not message.keys() >= _MESSAGE:
+            raise ValueError(f"a manifest holds {', '.join(sorted(_MESSAGE))}; this message does not")
+        if not isinstance(message["format"], str) or not isinstance(message["records"], Mapping):
+            raise ValueError("a manifest's format is a name and its records are named; this message's are not")
+        records = {name: _record(name, record) for name, record in message["records"].items()}
         return cls(message["version"], message["format"], records)
 
     def layout_problems(self, expected: "Layout") -> list[str]:
@@ -125,6 +132,40 @@ class Manifest:
 
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def version_problems(version: Any, serving: int | None) -> list[str]:
+    """Say why an engine does not take an update of this version: versions are whole numbers, and they only grow.
+
+    Args:
+        version: of the update.
+        serving: the version that is served, or was served last; None before the first refit.
+
+    Returns:
+        One sentence, or nothing.
+    """
+    if type(version) is not int or version < 0:
+        return [f"its version is {version!r}; versions are whole numbers from 0 on"]
+    if serving is not None and version <= serving:
+        return [f"version {version} is not newer than version {serving}, which this engine has; publish a later one"]
+    return []
+
+
+def _record(name: Any, record: Any) -> "TensorRecord":
+    try:
+        shape, dtype, value = record
+        sizes = [*shape, value]
+    except (TypeError, ValueError):
+        raise ValueError(f"the manifest's record of {name!r} is no shape, dtype and checksum") from None
+    known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
+    if (
+        not isinstance(name, str)
+        or not known
+        or any(type(size) is not int for size in sizes)
+        or min(shape, default=0) < 0
+    ):
+        raise ValueError(f"the manifest's record of {name!r} is no shape, dtype and checksum: {record!r}")
+    return TensorRecord(tuple(shape), dtype, value)
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:

@@ -1,14 +1,19 @@
 """One refit of a rollout engine, from the learner's side: announce, send, verify, replace."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from qarl_nemo.refit.answers import RolloutEngine, ask
 from qarl_nemo.refit.publish import Update
 from qarl_nemo.refit.send import Sender
+from qarl_nemo.refit.waiting import within
+
+# An engine that serves on forgets an update at once; one that answers nothing must not hold up the cause.
+_ABORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,55 +51,87 @@ def push(update: Update, engine: RolloutEngine, sender: Sender) -> RefitReport:
         ValueError: a tensor is missing, unexpected, repeated, different from the manifest or from what a rank holds,
             the engine serves another format, or requests are under way; all are listed, the old version keeps serving.
         RuntimeError: a rank failed while it replaced its weights; it serves nothing until a whole refit reaches it.
+        TimeoutError: a rank did not answer within the sender's `timeout_s`; the old version keeps serving.
     """
-    report = RefitReport(update.manifest.version, update.num_bytes)
-    served = _describe(ask(engine, "qarl_version"))
-    try:
+    with _released(sender):
+        return _push(update, engine, sender)
+
+
+def _push(update: Update, engine: RolloutEngine, sender: Sender) -> RefitReport:
+    version = update.manifest.version
+    report = RefitReport(version, update.num_bytes)
+    asked = partial(ask, engine, timeout_s=sender.timeout_s)
+    served = _describe(asked("qarl_version"))
+    with _aborting(engine, version, sender.timeout_s):
         with _timed(report, "announce"):
             _require_idle(engine)
             # A collective cannot send what its manifest does not describe.
             _refuse([update.contradictions()], report, served)
-            _refuse(ask(engine, "qarl_begin", update.manifest.to_message(), update.rehearsed), report, served)
+            _refuse(asked("qarl_begin", update.manifest.to_message(), update.rehearsed), report, served)
         with _timed(report, "transfer"):
             sender.send(update, engine)
         with _timed(report, "verify"):
-            _refuse(ask(engine, "qarl_verify"), report, served)
+            _refuse(asked("qarl_verify", version), report, served)
             # Prefixes of the old version must not meet weights of the new one.
-            if not engine.reset_prefix_cache():
+            if not within(sender.timeout_s, "the engine's prefix cache", engine.reset_prefix_cache, owner=engine):
                 raise ValueError(_in_flight("a request holds cache blocks"))
-    except BaseException:
-        ask(engine, "qarl_abort")
-        sender.release()
-        raise
     try:
         with _timed(report, "replace"):
-            ask(engine, "qarl_replace")
+            asked("qarl_replace", version)
             if update.rehearsed:
                 sender.send(update, engine)
-                ask(engine, "qarl_replaced")
+                asked("qarl_replaced", version)
     except Exception as error:
         raise RuntimeError(
-            f"the engine broke off while version {report.version} replaced {served}: it serves nothing until a whole "
+            f"the engine broke off while version {version} replaced {served}: it serves nothing until a whole "
             "refit reaches it"
         ) from error
-    finally:
-        sender.release()
     return report
 
 
-def serving_version(engine: RolloutEngine) -> int | None:
+@contextmanager
+def _released(sender: Sender) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        _noting(error, "giving back what was sent", sender.release)
+        raise
+    sender.release()
+
+
+@contextmanager
+def _aborting(engine: RolloutEngine, version: int, timeout_s: float | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        patience = None if timeout_s is None else min(timeout_s, _ABORT_S)
+        _noting(error, "aborting", partial(ask, engine, "qarl_abort", version, timeout_s=patience))
+        raise
+
+
+def _noting(cause: BaseException, what: str, call: Callable[[], Any]) -> None:
+    # A rank that is gone fails here, too; what it failed at first is the reason.
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 whatever it is, it is a consequence
+        cause.add_note(f"{what} failed, too: {type(error).__name__}: {error}")
+
+
+def serving_version(engine: RolloutEngine, *, timeout_s: float | None = None) -> int | None:
     """Return the version that every rank serves; None before the first refit.
 
     Args:
         engine: as for `push`.
+        timeout_s: how long to wait for its ranks' answers; None waits on this thread.
 
     Returns:
         The version.
 
     Raises:
         RuntimeError: ranks serve different versions, or one broke off a refit.
+        TimeoutError: a rank did not answer in time.
     """
-    states = ask(engine, "qarl_version")
+    states = ask(engine, "qarl_version", timeout_s=timeout_s)
     if not all(state == states[0] and state["whole"] for state in states):
         raise RuntimeError(f"no single weight version to serve ({_describe(states)}); push a whole update")
     return states[0]["version"]

@@ -1,4 +1,4 @@
-"""One rank of vLLM under a refit: its layers, what is expected of an update, and the replacing of weights."""
+"""One rank of vLLM under a refit: its layers, what they cannot take, and the replacing of weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +12,17 @@ from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.convert import checkpoint_parameters, convert, is_converted, load_parts, overwrite
 from qarl_nemo.refit.engine_layout import Slot, engine_slots, expert_part, is_experts, layout, slot_name
 from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
-from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.names import TARGETS, module_kind
 from qarl_nemo.refit.receive import checkpoint_tensors
+from qarl_nemo.refit.session import RankSession
 
 # int4 experts whose FP8 scales a reciprocal would round differently from the learner's division.
 _DIVIDES = {"w4a8": "+quant_fp8"}
 
 
-class RankRefit:
-    """Refits of one rank.
+class RankRefit(RankSession):
+    """Refits of one rank of vLLM.
 
     Args:
         worker: vLLM's.
@@ -31,12 +31,8 @@ class RankRefit:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.device = torch.device(worker.device)
+        super().__init__(Arrivals(worker.rank, self.device))
         self.model: nn.Module = worker.model_runner.get_model()
-        self.arrivals = Arrivals(worker.rank, self.device)
-        self.update: IncomingUpdate | None = None
-        self.rehearsed, self.replacing = False, False
-        self.version: int | None = None
-        self.whole = True
         self._layers = {name: layer for name, layer in self.model.named_modules() if checkpoint_parameters(layer)}
         own = {
             name: (layer, checkpoint_parameters(layer)) for name, layer in self._layers.items() if not _is_cache(name)
@@ -45,82 +41,30 @@ class RankRefit:
         self._methods = chosen_methods(self.model)
         self._checked: set[str] = set()
 
-    def begin(self, manifest: Manifest, *, rehearsed: bool = False) -> list[str]:
-        """Expect an update.
-
-        Args:
-            manifest: of the update.
-            rehearsed: it comes twice, to be verified and to be served, and only a layer of it is held at a time.
-
-        Returns:
-            What speaks against it.
-        """
+    def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:
+        """Return what the layers, methods and settings of this rank have against an update."""
         problems = self._engine_problems(manifest) + manifest.layout_problems(layout(self._slots))
         if rehearsed and self.device.type == "cpu":
             problems.append("vLLM's CPU layers are reloaded as a whole; send an update that is not rehearsed")
-        self.update = None if problems else IncomingUpdate(manifest, self._part)
-        self.rehearsed, self.replacing = rehearsed, False
         return problems
 
-    def expected(self) -> IncomingUpdate:
-        """Return the announced update.
-
-        Raises:
-            RuntimeError: none was announced.
-        """
-        if self.update is None:
-            raise RuntimeError("no refit is under way in this rank: qarl_begin comes first")
-        return self.update
-
-    def replace(self) -> None:
-        """Serve the update, which has been verified; of a rehearsed one, expect what is served."""
-        update, self.update = self.expected(), None
-        self.whole, self.version = False, update.manifest.version
-        # Whoever asks a half-replaced engine for tokens gets an error, not a mixture of two policies.
+    def stop_serving(self) -> None:
+        """Let whoever asks for tokens get an error, not a mixture of two policies."""
         self.worker.model_runner.execute_model = _refuse_to_serve
-        if self.rehearsed:
-            self.replacing, self.update = True, IncomingUpdate(update.manifest, self._part)
-            return
+
+    def install(self, parts: dict[str, Tensor]) -> None:
+        """Convert parts, layer by layer, into the tensors that kernels read; `parts` is emptied on the way."""
         if self.device.type == "cpu":
             # CPU layers hold packed copies that no tensor of theirs shows; vLLM's own reload makes them anew.
-            arguments = {"weights_iterator": checkpoint_tensors(update.parts), "is_checkpoint_format": True}
+            arguments = {"weights_iterator": checkpoint_tensors(parts), "is_checkpoint_format": True}
             self.worker.model_runner.reload_weights(**arguments)
         else:
             with self._as_vllm_loads():
-                self._replace_layers(update.parts)
-        self._serve()
+                self._replace_layers(parts)
 
-    def let_pass(self) -> None:
-        """Be done with the tensors that have just come of a rehearsed update: verify them, or serve them.
-
-        Raises:
-            ValueError: tensors differ from those of the rehearsal.
-        """
-        if not self.rehearsed:
-            return
-        update = self.expected()
-        if self.replacing:
-            _require(update.problems_of_arrived())
-            with self._as_vllm_loads():
-                self._replace_layers(update.parts)
-        update.parts.clear()
-        # The learner makes the next layer where this one lies.
-        torch.cuda.synchronize(self.device)
-
-    def finish(self) -> None:
-        """Serve the rehearsed update, all of whose layers have come again.
-
-        Raises:
-            ValueError: some have not.
-        """
-        update, self.update = self.expected(), None
-        _require(update.problems())
-        self.replacing = False
-        self._serve()
-
-    def _serve(self) -> None:
+    def serve_again(self) -> None:
+        """Answer requests with vLLM's own method again."""
         del self.worker.model_runner.execute_model
-        self.whole = True
 
     def _replace_layers(self, parts: dict[str, Tensor]) -> None:
         by_layer: dict[str, list[tuple[Slot, Tensor]]] = {}
@@ -138,7 +82,8 @@ class RankRefit:
             else:
                 load_parts(layer, loads)
 
-    def _part(self, name: str, whole: Tensor) -> Tensor:
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's experts and its part of them; of other tensors the whole, which vLLM's loaders slice."""
         slot = self._slots[slot_name(name)]
         layer = self._layers[slot.layer]
         if self.device.type == "cpu" or not is_experts(layer):
@@ -179,11 +124,6 @@ class RankRefit:
         with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config), self.device, stream:
             yield
         torch.cuda.synchronize(self.device)
-
-
-def _require(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("what was served is not what was rehearsed:\n  " + "\n  ".join(problems))
 
 
 def _refuse_to_serve(*_: Any, **__: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import QuantFormat, stored_layout
-from qarl_nemo.refit.manifest import Layout
+from qarl_nemo.refit.manifest import Layout, version_problems
 from qarl_nemo.refit.names import expert_names
 from qarl_nemo.refit.publish import PublishableWeight, RefitUpdate
 
@@ -45,10 +45,11 @@ def require_whole(update: RefitUpdate, expected: Layout, fmt: QuantFormat, *, se
         serving: the version it serves now; None before the first refit.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, different from the manifest or from what the engine expects, or
-            the format is another; all are listed.
+        ValueError: a tensor is missing, unexpected, different from the manifest or from what the engine expects, the
+            format is another, or the version is not newer; all are listed.
     """
-    problems = update.manifest.problems(update.tensors) + update.manifest.layout_problems(expected)
+    problems = version_problems(update.manifest.version, serving)
+    problems += update.manifest.problems(update.tensors) + update.manifest.layout_problems(expected)
     if update.manifest.format != fmt.name:
         problems.append(f"the update is in format {update.manifest.format}, this engine serves {fmt.name}")
     if problems:

@@ -1,31 +1,37 @@
 """How an update's tensors reach the ranks of an engine: four ways, one protocol.
 
-A sender calls the ranks' `qarl_receive(kind, message)`, where `message` is what msgpack can hold; `arrive.py` is the
-other half of each. Every rank is offered whole tensors and keeps its part.
+A sender calls the ranks' `qarl_receive(version, kind, message)`, where `message` is what msgpack can hold;
+`arrive.py` is the other half of each. Every rank is offered whole tensors and keeps its part.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from qarl_nemo.refit.answers import RolloutEngine, ask
-from qarl_nemo.refit.collective import broadcast, make_group
+from qarl_nemo.refit.collective import broadcast, listening_store, make_group
 from qarl_nemo.refit.ipc import export_tensor
 from qarl_nemo.refit.publish import Update
+from qarl_nemo.refit.waiting import in_background, within
 
+TIMEOUT_S = 120.0
+# Ranks that have waited as long as the learner say so themselves, if they are given the time.
+_GRACE_S = 5.0
 _LAYER = re.compile(r".*layers\.(\d+)\.")
 
 
 class Sender(Protocol):
     """One way to the engine's ranks."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """How long each answer of the ranks may take, in seconds; None where they are in this process."""
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
         """Bring every tensor of `update` to every rank."""
@@ -36,6 +42,8 @@ class Sender(Protocol):
 
 class DirectSender:
     """The engine is in this process: its rank is handed the learner's tensors."""
+
+    timeout_s = None
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
         """Hand every tensor over.
@@ -53,16 +61,21 @@ class DirectSender:
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0 and tensor_parallel_size=1"
             )
         for tensors in update.batches():
-            ask(engine, "qarl_receive", "direct", tensors)
+            ask(engine, "qarl_receive", update.manifest.version, "direct", tensors)
 
     def release(self) -> None:
         """Nothing is held."""
 
 
 class IpcSender:
-    """The engine's processes are on this host: they read the learner's GPU memory through CUDA IPC."""
+    """The engine's processes are on this host: they read the learner's GPU memory through CUDA IPC.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: after which a rank that has not answered is an error.
+    """
+
+    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
         self._held: list[Tensor] = []
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
@@ -77,12 +90,12 @@ class IpcSender:
             ValueError: tensors are not on a GPU; all are named.
         """
         # One description for each rank: its memory counts one reader.
-        num_ranks = len(ask(engine, "qarl_process"))
+        num_ranks = len(ask(engine, "qarl_process", timeout_s=self.timeout_s))
         for tensors in update.batches():
             descriptions = self._export(tensors, num_ranks)
             # A rank that rehearses is done with a layer when it answers.
             kind = "ipc" if update.stays or update.rehearsed else "ipc_copied"
-            ask(engine, "qarl_receive", kind, descriptions)
+            ask(engine, "qarl_receive", update.manifest.version, kind, descriptions, timeout_s=self.timeout_s)
             if not update.stays:
                 self._held = []
 
@@ -105,10 +118,12 @@ class FileSender:
 
     Args:
         folder: that learner and engine both see.
+        timeout_s: after which a rank that has not answered is an error.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, timeout_s: float = TIMEOUT_S) -> None:
         self.folder = Path(folder)
+        self.timeout_s = timeout_s
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
         """Write `refit-<version>.safetensors` and let every rank read it.
@@ -125,7 +140,8 @@ class FileSender:
         tensors = {name: tensor.detach().cpu() for batch in update.batches() for name, tensor in batch.items()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished)
         unfinished.replace(path)
-        ask(engine, "qarl_receive", "file", {"path": str(path)})
+        message = {"path": str(path)}
+        ask(engine, "qarl_receive", update.manifest.version, "file", message, timeout_s=self.timeout_s)
 
     def release(self) -> None:
         """The file stays."""
@@ -138,8 +154,8 @@ class CollectiveSender:
         num_ranks: of the engine.
         device: of the learner's tensors.
         backend: `nccl` or `gloo`.
-        host: address of this process that every rank reaches.
-        timeout_s: after which a broadcast that does not end is an error.
+        host: address of this machine that every rank reaches; this process listens on no other.
+        timeout_s: after which a rank that has not answered, or not taken part in a broadcast, is an error.
     """
 
     def __init__(
@@ -149,7 +165,7 @@ class CollectiveSender:
         *,
         backend: str = "nccl",
         host: str = "127.0.0.1",
-        timeout_s: float = 120.0,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.num_ranks = num_ranks
         self.device = device
@@ -167,13 +183,14 @@ class CollectiveSender:
 
         Raises:
             RuntimeError: a rank failed or did not take part in time.
+            TimeoutError: a rank did not answer.
         """
         if self._group is None:
             self._group = self._connect(engine)
         try:
             for batch in update.batches():
                 for layer in _layers(batch):
-                    self._broadcast(layer, engine)
+                    self._broadcast(update.manifest.version, layer, engine)
         except BaseException:
             # A rank that missed one broadcast would take the next for it: the next update's ranks connect anew.
             self._group = None
@@ -182,30 +199,42 @@ class CollectiveSender:
     def release(self) -> None:
         """Nothing is held; the connection stays for the next update, unless this one broke off."""
 
-    def _broadcast(self, layer: Mapping[str, Tensor], engine: RolloutEngine) -> None:
+    def _broadcast(self, version: int, layer: Mapping[str, Tensor], engine: RolloutEngine) -> None:
         tensors = [tensor.detach().to(self.device).contiguous() for tensor in layer.values()]
-        call = ("qarl_receive", "collective", {"names": list(layer)})
-        self._together(engine, call, lambda: broadcast(self._group, tensors))
+        call = ("qarl_receive", version, "collective", {"names": list(layer)})
+        group = self._group
+        self._together(engine, call, lambda: broadcast(group, tensors))
 
     def _connect(self, engine: RolloutEngine) -> Any:
-        timeout = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(self.host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = listening_store(self.host, self.timeout_s)
         settings = {"size": self.num_ranks + 1, "backend": self.backend, "timeout_s": self.timeout_s}
         message = {"host": self.host, "port": store.port, **settings}
-        return self._together(engine, ("qarl_connect", message), lambda: make_group(store, 0, **settings))
+        call = ("qarl_connect", message)
+        return self._together(engine, call, lambda: make_group(store, 0, host=self.host, **settings))
 
     def _together(self, engine: RolloutEngine, call: tuple[Any, ...], here: Callable[[], Any]) -> Any:
         # The ranks take part from inside the call, so it must be under way while this process does its half.
-        with ThreadPoolExecutor(1) as pool:
-            there = pool.submit(ask, engine, *call)
-            try:
+        patience = self.timeout_s + _GRACE_S
+        there = in_background(lambda: ask(engine, *call, timeout_s=patience))
+        try:
+            # NCCL waits for a rank's first broadcast without a timeout of its own.
+            result = within(patience, f"the group of {self.num_ranks} ranks", self._on_my_stream(here), owner=self)
+        except Exception:
+            # A rank that refused is why nobody took part here.
+            there.result()
+            raise
+        there.result()
+        return result
+
+    def _on_my_stream(self, here: Callable[[], Any]) -> Callable[[], Any]:
+        # A thread begins on the first GPU and its default stream.
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+        def call() -> Any:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 return here()
-            except Exception:
-                # A rank that refused is why nobody took part here.
-                there.result()
-                raise
-            finally:
-                there.result()
+
+        return call
 
 
 def _require_on_gpu(tensors: Mapping[str, Tensor]) -> None:

@@ -40,15 +40,22 @@ class Rig:
             device = f"cuda:{case.tensor_parallel if case.sender == 'collective' else 0}"
             torch.cuda.set_device(device)
         self.updates = {
-            name: published(source / f"{name}{case.expert_size}", self.format, case.targets, device, version=version)
-            for version, name in enumerate("AB", 1)
+            name: published(source / f"{name}{case.expert_size}", self.format, case.targets, device, version=0)
+            for name in "AB"
         }
+        self.version = 0
         self.other = "B" if case.starts_from == "A" else "A"
         self.sender = make_sender(case, device, scratch)
 
+    def next(self, name: str) -> RefitUpdate:
+        """Return update `A` or `B` as the next version, which no update had before."""
+        self.version += 1
+        update = self.updates[name]
+        return replace(update, manifest=replace(update.manifest, version=self.version))
+
     def push(self, name: str) -> Any:
         """Refit the engine to update `A` or `B`."""
-        update = self.updates[name]
+        update = self.next(name)
         return push(rehearsed(update, self.format) if self.case.rehearsed else update, self.llm, self.sender)
 
     def refusal(self, update: Update, sender: Any = None) -> str:
@@ -79,9 +86,13 @@ class Rig:
         """Return every rank's checksum of each parameter."""
         return self.rpc("qarl_digests")
 
+    def weights(self) -> tuple[Responses, list[dict[str, int]]]:
+        """Return what an engine's weights show of themselves, whatever version they are called."""
+        return self.respond(), self.digests()
+
     def state(self) -> tuple[Responses, list[dict[str, int]], list[Any]]:
         """Return all that a refused refit must leave alone."""
-        return self.respond(), self.digests(), self.rpc("qarl_version")
+        return *self.weights(), self.rpc("qarl_version")
 
 
 def sampling() -> Any:
@@ -115,7 +126,7 @@ def first_refit(rig: Rig) -> dict[str, Any]:
         "same_answers": rig.respond() == answers,
         "other_answers": other_answers != answers,
         "versions": versions,
-        "expected_version": rig.updates[rig.other].manifest.version,
+        "expected_version": 1,
         "reported": [report.version, report.num_bytes],
         "num_bytes": rig.updates[rig.other].num_bytes,
         "num_tokens": len({token for tokens, _ in answers for token in tokens}),
@@ -153,10 +164,10 @@ def refusals(rig: Rig) -> dict[str, dict[str, Any]]:
     for name, (update, offending) in broken_updates(rig).items():
         error = rig.refusal(update)
         found[name] = {"error": error, "offending": offending, "same": rig.state() == before}
-    error = rig.refusal(rig.updates["B"], RepeatingSender(rig.sender, "model.norm.weight"))
+    error = rig.refusal(rig.next("B"), RepeatingSender(rig.sender, "model.norm.weight"))
     found["sent twice"] = {"error": error, "offending": ["model.norm.weight"], "same": rig.state() == before}
     if rig.case.device == "cpu":
-        error = rig.refusal(rehearsed(rig.updates["B"], rig.format))
+        error = rig.refusal(rehearsed(rig.next("B"), rig.format))
         found["rehearsed"] = {"error": error, "offending": ["reloaded as a whole"], "same": rig.state() == before}
     rig.push("B")
     found["whole again"] = {"error": "", "offending": [], "same": rig.state() == before}
@@ -165,7 +176,7 @@ def refusals(rig: Rig) -> dict[str, dict[str, Any]]:
 
 def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
     """Name -> an update, and what its error must name."""
-    update = rig.updates["B"]
+    update = rig.next("B")
     experts = sorted(name for name in update.tensors if "mlp.experts" in name)
     weight, scale = experts[0], experts[-1]
     norm = "model.norm.weight"
@@ -173,7 +184,9 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
 
     def add(name: str, changes: dict[str, Any], offending: list[str], *, announced: bool) -> None:
         tensors = {key: value for key, value in (update.tensors | changes).items() if value is not None}
-        manifest = Manifest.of(tensors, version=9, fmt=rig.format.name) if announced else update.manifest
+        manifest = (
+            Manifest.of(tensors, version=update.manifest.version, fmt=rig.format.name) if announced else update.manifest
+        )
         cases[name] = RefitUpdate(manifest, tensors), offending
 
     for announced in (True, False):
@@ -204,11 +217,11 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
 def broken_rehearsal(rig: Rig) -> dict[str, Any]:
     """What an engine says that is sent other weights than were rehearsed, and whether the next refit mends it."""
     rig.push("B")
-    wanted = rig.state()
-    error = rig.refusal(rehearsed(rig.updates["A"], rig.format, spoiled="model.norm.weight"))
+    wanted = rig.weights()
+    error = rig.refusal(rehearsed(rig.next("A"), rig.format, spoiled="model.norm.weight"))
     versions = rig.rpc("qarl_version")
     rig.push("B")
-    return {"error": error, "versions": versions, "mended": rig.state() == wanted}
+    return {"error": error, "versions": versions, "mended": rig.weights() == wanted}
 
 
 def cuts(rig: Rig) -> dict[str, dict[str, Any]]:
@@ -217,7 +230,7 @@ def cuts(rig: Rig) -> dict[str, dict[str, Any]]:
     before = rig.state()
     found = {}
     for count in (0, 1, 7, len(rig.updates["B"].tensors) - 1):
-        error = rig.refusal(rig.updates["B"], CutSender(rig.sender, count))
+        error = rig.refusal(rig.next("B"), CutSender(rig.sender, count))
         found[str(count)] = {"error": error, "same": rig.state() == before}
     rig.push("B")
     found["next refit"] = {"error": "", "same": rig.state() == before}
@@ -230,7 +243,7 @@ def missed_broadcast(rig: Rig) -> dict[str, Any]:
     wanted = rig.respond()
     rig.push("A")
     before = rig.state()
-    error = rig.refusal(with_stranger(rig.updates["B"], rig.format, "model.stranger"))
+    error = rig.refusal(with_stranger(rig.next("B"), rig.format, "model.stranger"))
     same = rig.state() == before
     rig.push("B")
     return {"error": error, "same": same, "reached": rig.respond() == wanted != before[0]}
@@ -238,17 +251,18 @@ def missed_broadcast(rig: Rig) -> dict[str, Any]:
 
 def in_flight(rig: Rig) -> dict[str, Any]:
     """Whether a refit is kept off requests that are being answered."""
-    rig.push("A")
+    served = rig.push("A").version
     whole = rig._generate(PROMPTS[:1])
     rig.llm.reset_prefix_cache()
     engine, outputs = rig.llm.llm_engine, []
     engine.add_request("flying", {"prompt_token_ids": PROMPTS[0]}, sampling())
     for _ in range(3):
         outputs += engine.step()
-    error = rig.refusal(rig.updates["B"])
+    error = rig.refusal(rig.next("B"))
     while engine.has_unfinished_requests():
         outputs += engine.step()
-    return {"error": error, "same": [answered(outputs[-1])] == whole, "versions": rig.rpc("qarl_version")}
+    kept = rig.rpc("qarl_version") == [{"version": served, "whole": True}] * rig.case.tensor_parallel
+    return {"error": error, "same": [answered(outputs[-1])] == whole, "kept": kept}
 
 
 def memory(rig: Rig) -> list[list[dict[str, int]]]:
@@ -263,13 +277,13 @@ def memory(rig: Rig) -> list[list[dict[str, int]]]:
 def sleep(rig: Rig) -> dict[str, Any]:
     """Whether a refit after a night gives what it gave by day, and whether the night changed anything."""
     rig.push("B")
-    by_day = rig.state()
+    by_day, by_day_weights = rig.state(), rig.weights()
     _night(rig)
     after_night = rig.state()
     rig.push("A")
     _night(rig)
     rig.push("B")
-    return {"after_night": after_night == by_day, "refitted": rig.state() == by_day}
+    return {"after_night": after_night == by_day, "refitted": rig.weights() == by_day_weights}
 
 
 def _night(rig: Rig) -> None:

@@ -11,6 +11,7 @@ from vllm_runs import (
     PROMPTS,
     assert_same_responses,
     gap,
+    load,
     multiply,
     own_routes,
     prepared,
@@ -103,9 +104,9 @@ def test_there_and_back_again_gives_the_same_tokens_and_logprobs(trainer):
     multiply(trainer, {"": 0.5})
     away = trainer.publish()
     for _ in range(3):
-        trainer.sampler.load(away)
+        load(trainer, away)
         assert not torch.equal(sample(trainer, temperature=0.0).generation_logprobs, greedy.generation_logprobs)
-        trainer.sampler.load(there)
+        load(trainer, there)
         assert_same_responses(sample(trainer, temperature=0.0), greedy)
         assert_same_responses(sample(trainer), drawn)
     multiply(trainer, {"": 2.0})

@@ -1,5 +1,7 @@
 """Runs with the real vLLM engine, small, and made so that mistakes show."""
 
+from dataclasses import replace
+
 import torch
 from asserts import assert_bitwise_equal
 from tiny_runs import make_config
@@ -7,6 +9,7 @@ from tiny_runs import make_config
 from qarl_nemo.local.rollouts import Rollouts, positions
 from qarl_nemo.local.sampling import SamplingParams
 from qarl_nemo.local.trainer import Trainer
+from qarl_nemo.refit.publish import RefitUpdate
 
 # 1 to 4 tokens: left padding of every width
 PROMPTS = [[4 + (3 * row + 5 * column) % 12 for column in range(1 + row % 4)] for row in range(128)]
@@ -34,7 +37,15 @@ def multiply(trainer, factors) -> None:
 
 
 def refit(trainer) -> None:
-    trainer.sampler.load(trainer.publish())
+    """Let the engine serve the learner's weights."""
+    load(trainer, trainer.publish())
+
+
+def load(trainer, update) -> None:
+    """Let the engine serve these tensors as the learner's next version, also where it had them before."""
+    version = trainer.learner.policy.version
+    version.bump()
+    trainer.sampler.load(RefitUpdate(replace(update.manifest, version=version.value), update.tensors))
 
 
 def sample(trainer, *, temperature=1.0, seed=0) -> Rollouts:

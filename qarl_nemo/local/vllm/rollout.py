@@ -76,7 +76,7 @@ class VllmRollout:
         Raises:
             RuntimeError: vLLM broke off a refit.
         """
-        return serving_version(self.engine)
+        return serving_version(self.engine, timeout_s=self._sender.timeout_s)
 
     def load(self, update: RefitUpdate) -> RefitReport:
         """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.

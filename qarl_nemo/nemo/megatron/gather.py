@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qarl_nemo.nemo.exchange import broadcast_plain
+from qarl_nemo.refit.manifest import dtype_name
+
 
 def gather_stacked(tensor: Tensor, group: Any) -> Tensor:
     """Return every rank's tensor, one after another along the first dimension.
@@ -61,12 +64,21 @@ def broadcast_named(named: list[tuple[str, Tensor]] | None, owner: int, group: A
     source = dist.get_global_rank(group, owner)
     on_host = dist.get_backend(group) == "gloo"
     device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
-    layout = [None if named is None else [(name, tensor.shape, tensor.dtype) for name, tensor in named]]
-    dist.broadcast_object_list(layout, src=source, group=group, device=device)
+    layout = broadcast_plain(layout_of(named), group, source=owner)
     if named is None:
-        named = [(name, torch.empty(shape, dtype=dtype, device=device)) for name, shape, dtype in layout[0]]
+        named = [(name, empty(*record, device)) for name, *record in layout]
     for _, tensor in named:
         # The owner's may be a view; what is sent is its values.
         wire = tensor.contiguous()
         dist.broadcast(wire.view(torch.uint8), src=source, group=group)
     return named
+
+
+def layout_of(named: list[tuple[str, Tensor]] | None) -> list[tuple[str, list[int], str]] | None:
+    """Describe tensors as plain data; None stays None."""
+    return None if named is None else [(name, list(one.shape), dtype_name(one.dtype)) for name, one in named]
+
+
+def empty(shape: list[int], dtype: str, device: torch.device) -> Tensor:
+    """Return a tensor that `layout_of` described, not filled."""
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, QuantizedWeight, require_finite
 from qarl_nemo.layers.weight import AlignedWeight
+from qarl_nemo.nemo.exchange import gather_plain, waiting_group
 from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights
 from qarl_nemo.nemo.megatron.gather import broadcast_named, gather_sharded, gather_stacked
 from qarl_nemo.nemo.megatron.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
@@ -75,8 +75,7 @@ def publish_layers(
     _require_finite(model, fmt)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     parts = _parts(model, vocab_size, fmt, gather_experts)
-    held: list[Any] = [None] * pipeline.size()
-    dist.all_gather_object(held, list(parts), group=pipeline)
+    held = gather_plain(list(parts), pipeline)
     for part in sorted(set().union(*held)):
         owner = next(stage for stage, keys in enumerate(held) if part in keys)
         mine = list(parts[part]()) if owner == pipeline.rank() else None
@@ -131,8 +130,7 @@ def _require_finite(model: Sequence[nn.Module], fmt: QuantFormat | None) -> None
     except ValueError as error:
         problem = str(error)
     # A rank that raised alone would leave the others waiting in a collective.
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = gather_plain(problem, waiting_group())
     found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     if found:
         raise ValueError("nothing was published:\n  " + "\n  ".join(found))

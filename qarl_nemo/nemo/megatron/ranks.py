@@ -2,9 +2,10 @@
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
+
+from qarl_nemo.nemo.exchange import broadcast_bytes, broadcast_plain, waiting_group
+from qarl_nemo.nemo.megatron.gather import empty, layout_of
 
 # Between two commands the first rank generates, validates and saves.
 _PATIENCE = timedelta(days=1)
@@ -55,11 +59,10 @@ def broadcast_each(named: list[tuple[str, Tensor]] | None, device: torch.device)
         assert named is not None
         yield from named
         return
-    layout: list[Any] = [None if named is None else [(name, one.shape, one.dtype) for name, one in named]]
-    dist.broadcast_object_list(layout, src=0)
-    for place, (name, shape, dtype) in enumerate(layout[0]):
+    layout = broadcast_plain(layout_of(named), waiting_group())
+    for place, (name, *record) in enumerate(layout):
         if named is None:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensor = empty(*record, device)
         else:
             tensor = named[place][1].detach().to(device).contiguous()
         dist.broadcast(tensor, src=0)
@@ -94,23 +97,32 @@ class Leader:
         if self._group.size() > 1:
             buffer = io.BytesIO()
             torch.save(command, buffer)
-            dist.broadcast_object_list([buffer.getvalue()], src=0, group=self._group)
+            broadcast_bytes(buffer.getvalue(), self._group)
 
 
-def follow(target: Any, group: Any, device: torch.device) -> None:
+def follow(target: Any, group: Any, device: torch.device, types: Sequence[type] = ()) -> None:
     """Do what the first rank is asked to, until it lets go.
 
     Args:
-        target: this rank's object.
+        target: this rank's object; its public methods are what it can be asked.
         group: of `start_ranks`.
         device: of this rank, where tensors of the arguments go.
+        types: of which arguments may be, beside tensors and plain data. The port that ranks meet on asks nobody who he
+            is, so that what arrives must not be able to name anything else.
+
+    Raises:
+        ValueError: what arrived is no command.
     """
     while True:
-        received: list[Any] = [None]
-        dist.broadcast_object_list(received, src=0, group=group)
-        # From a rank of this job, and with this job's own types.
-        command = torch.load(io.BytesIO(received[0]), map_location=device, weights_only=False)
+        content = io.BytesIO(broadcast_bytes(b"", group))
+        try:
+            with torch.serialization.safe_globals(list(types)):
+                command = torch.load(content, map_location=device, weights_only=True)
+        except UnpicklingError as error:
+            raise ValueError(f"the first rank sent what is no command: {error}") from error
         if command is None:
             return
         name, arguments = command
+        if name.startswith("_"):
+            raise ValueError(f"the first rank asked for {name!r}, which is no public method")
         getattr(target, name)(*arguments)

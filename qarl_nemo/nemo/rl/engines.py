@@ -7,16 +7,21 @@ import ray
 
 from qarl_nemo.refit.answers import require_answers
 
+# The first refit may wait for engines that compile kernels.
+TIMEOUT_S = 600.0
+
 
 class RayEngines:
     """Several engines whose ranks are numbered through, in the order of the engines.
 
     Args:
         workers: handles of the actors that own an engine.
+        timeout_s: after which an engine that has not answered is an error.
     """
 
-    def __init__(self, workers: Sequence[Any]) -> None:
+    def __init__(self, workers: Sequence[Any], *, timeout_s: float = TIMEOUT_S) -> None:
         self.workers = list(workers)
+        self._timeout_s = timeout_s
 
     def place(self) -> int:
         """Number the ranks of all engines through; comes before the first refit.
@@ -26,8 +31,9 @@ class RayEngines:
         """
         first_rank = 0
         for worker in self.workers:
-            ranks = ray.get(worker.qarl_rpc.remote("qarl_process"))
-            require_answers("qarl_place", ray.get(worker.qarl_rpc.remote("qarl_place", (first_rank,))))
+            ranks = ray.get(worker.qarl_rpc.remote("qarl_process"), timeout=self._timeout_s)
+            placed = ray.get(worker.qarl_rpc.remote("qarl_place", (first_rank,)), timeout=self._timeout_s)
+            require_answers("qarl_place", placed)
             first_rank += len(ranks)
         return first_rank
 
@@ -36,22 +42,24 @@ class RayEngines:
 
         Args:
             method: of the ranks.
-            timeout: seconds; None waits.
+            timeout: seconds; None is this object's own.
             args: positional arguments.
 
         Returns:
             The results, in the order of ranks.
 
         Raises:
-            ray.exceptions.RayError: an engine failed or is gone.
+            ray.exceptions.RayError: an engine failed, is gone, or has not answered in time.
         """
         shared = ray.put(args)
         calls = [worker.qarl_rpc.remote(method, shared) for worker in self.workers]
-        return [result for results in ray.get(calls, timeout=timeout) for result in results]
+        answers = ray.get(calls, timeout=self._timeout_s if timeout is None else timeout)
+        return [result for results in answers for result in results]
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes in every engine; false while a request holds some."""
-        return all(ray.get([worker.qarl_reset_prefix_cache.remote() for worker in self.workers]))
+        calls = [worker.qarl_reset_prefix_cache.remote() for worker in self.workers]
+        return all(ray.get(calls, timeout=self._timeout_s))
 
     @property
     def llm_engine(self) -> "RayEngines":
@@ -60,4 +68,4 @@ class RayEngines:
 
     def has_unfinished_requests(self) -> bool:
         """Say whether an engine is still answering."""
-        return any(ray.get([worker.qarl_busy.remote() for worker in self.workers]))
+        return any(ray.get([worker.qarl_busy.remote() for worker in self.workers], timeout=self._timeout_s))

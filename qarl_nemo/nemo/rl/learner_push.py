@@ -12,17 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qarl_nemo.nemo.exchange import broadcast_plain, gather_plain, waiting_group
 from qarl_nemo.refit.answers import RolloutEngine, ask
 from qarl_nemo.refit.ipc import export_tensor, gpu_id
 from qarl_nemo.refit.publish import StreamedUpdate, Update
 from qarl_nemo.refit.push import push
-from qarl_nemo.refit.send import Sender
+from qarl_nemo.refit.send import TIMEOUT_S, Sender
 
 
 class ColocatedSender:
-    """Every rank of the engines reads the learner rank on its own GPU; made on every rank of the learner."""
+    """Every rank of the engines reads the learner rank on its own GPU; made on every rank of the learner.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: after which a rank of the engines that has not answered is an error.
+    """
+
+    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
         self._held: dict[str, Tensor] = {}
         self._descriptions: dict[str, dict[str, Any]] = {}
 
@@ -39,7 +45,7 @@ class ColocatedSender:
             self.share(layer)
             yield layer
             # Rank 0 asks for the next one when all engines are done with this.
-            dist.barrier()
+            dist.barrier(group=waiting_group())
             self._held = {}
 
     def share(self, tensors: dict[str, Tensor]) -> None:
@@ -51,9 +57,7 @@ class ColocatedSender:
         self._held = {name: _apart(tensor) for name, tensor in tensors.items()}
         mine = {name: export_tensor(tensor) for name, tensor in self._held.items()}
         torch.cuda.synchronize()
-        exported: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(exported, (gpu_id(torch.cuda.current_device()), mine))
-        self._descriptions = dict(exported)
+        self._descriptions = dict(gather_plain((gpu_id(torch.cuda.current_device()), mine), waiting_group()))
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
         """Tell every rank where the tensors of its GPU's learner rank lie.
@@ -65,11 +69,11 @@ class ColocatedSender:
         Raises:
             ValueError: a rank of the engines runs on a GPU that no learner rank is on.
         """
-        gpus = ask(engine, "qarl_gpu")
+        gpus = ask(engine, "qarl_gpu", timeout_s=self.timeout_s)
         for tensors in update.batches():
             self._require_neighbours(gpus)
             message = {name: [self._descriptions[gpu][name] for gpu in gpus] for name in tensors}
-            ask(engine, "qarl_receive", "ipc", message)
+            ask(engine, "qarl_receive", update.manifest.version, "ipc", message, timeout_s=self.timeout_s)
 
     def release(self) -> None:
         """Let go of this rank's tensors; no rank of the engines reads them any more."""
@@ -105,16 +109,23 @@ def push_from_all(update: Update, engine: RolloutEngine, sender: Sender) -> dict
         RuntimeError: the refit was refused or broke off; rank 0's reason, on every rank.
     """
     started = time.perf_counter()
-    outcome: list[Any] = [None]
-    # A streamed update is made by all ranks together, also where one of them gives up on it.
-    with update if isinstance(update, StreamedUpdate) else nullcontext():
-        if dist.get_rank() == 0:
-            outcome = [_attempt(update, engine, sender)]
-    dist.broadcast_object_list(outcome, src=0)
-    sender.release()
-    if isinstance(outcome[0], str):
-        raise RuntimeError(outcome[0])
-    return outcome[0] | {"total_s": time.perf_counter() - started}
+    outcome: dict[str, float] | str | None = None
+    try:
+        # A streamed update is made by all ranks together, also where one of them gives up on it.
+        with update if isinstance(update, StreamedUpdate) else nullcontext():
+            if dist.get_rank() == 0:
+                outcome = _attempt(update, engine, sender)
+        outcome = broadcast_plain(outcome, waiting_group())
+    except Exception as error:
+        # A learner's rank is gone; why rank 0 had given up before says more than that.
+        if isinstance(outcome, str):
+            raise RuntimeError(outcome) from error
+        raise
+    finally:
+        sender.release()
+    if isinstance(outcome, str):
+        raise RuntimeError(outcome)
+    return outcome | {"total_s": time.perf_counter() - started}
 
 
 def _attempt(update: Update, engine: RolloutEngine, sender: Sender) -> dict[str, float] | str:
@@ -122,9 +133,13 @@ def _attempt(update: Update, engine: RolloutEngine, sender: Sender) -> dict[str,
         report = push(update, engine, sender)
     except Exception as error:  # noqa: BLE001 the other ranks wait for the outcome, whatever it is
         causes = [error, *_causes(error)]
-        return "\nbecause: ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+        return "\nbecause: ".join(_described(cause) for cause in causes)
     seconds = {f"{phase}_s": value for phase, value in report.seconds.items()}
     return {**seconds, "num_bytes": float(report.num_bytes)}
+
+
+def _described(error: BaseException) -> str:
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
 def _causes(error: BaseException) -> list[BaseException]:

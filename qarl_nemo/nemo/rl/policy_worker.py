@@ -10,24 +10,22 @@ from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker
 from torch import Tensor
 
 from qarl_kernels import get_format
+from qarl_nemo.nemo.exchange import gather_plain, waiting_group
 from qarl_nemo.nemo.megatron.alignment import Alignment, bump_on_step, release
 from qarl_nemo.nemo.megatron.publish import publish_layers
 from qarl_nemo.nemo.rl.aligned_model import aligned_provider, executing, require_aligned
-from qarl_nemo.nemo.rl.engines import RayEngines
+from qarl_nemo.nemo.rl.engines import TIMEOUT_S, RayEngines
 from qarl_nemo.nemo.rl.formats import executed_format, served_format
 from qarl_nemo.nemo.rl.learner_push import ColocatedSender, push_from_all
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender
 
-# The first refit may wait for engines that compile kernels.
-_TIMEOUT_S = 600.0
 # Of a GPU's free memory: what a refit may take as a whole.
 _WHOLE_SHARE = 0.5
 
@@ -109,12 +107,12 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         tensors: dict[str, Tensor] = {}
         for layer in self._layers():
             tensors.update(layer)
-        sender = ColocatedSender()
+        sender = ColocatedSender(timeout_s=TIMEOUT_S)
         sender.share(tensors)
         return RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors), sender
 
     def _lent(self, version: int) -> tuple[StreamedUpdate, ColocatedSender]:
-        sender = ColocatedSender()
+        sender = ColocatedSender(timeout_s=TIMEOUT_S)
 
         def lend() -> Iterator[dict[str, Tensor]]:
             return sender.lend(self._layers())
@@ -124,16 +122,15 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
     def _is_layerwise(self) -> bool:
         if self._layerwise is None:
             num_bytes = sum(tensor.nbytes for layer in self._layers() for tensor in layer.values())
-            free: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(free, torch.cuda.mem_get_info()[0])
-            self._layerwise = num_bytes > _WHOLE_SHARE * min(free)
+            free = min(gather_plain(torch.cuda.mem_get_info()[0], waiting_group()))
+            self._layerwise = num_bytes > _WHOLE_SHARE * free
             print(f"qarl: rank {self.rank} refits {'layer by layer' if self._layerwise else 'as a whole'}", flush=True)
         return self._layerwise
 
     def _streamed(self, version: int, num_ranks: int) -> tuple[StreamedUpdate, CollectiveSender]:
         if self._collective_sender is None:
             device, host = torch.device("cuda", torch.cuda.current_device()), ray.util.get_node_ip_address()
-            self._collective_sender = CollectiveSender(num_ranks, device, host=host, timeout_s=_TIMEOUT_S)
+            self._collective_sender = CollectiveSender(num_ranks, device, host=host, timeout_s=TIMEOUT_S)
         return StreamedUpdate(self._layers, self.served, version=version), self._collective_sender
 
     def _layers(self) -> Iterator[dict[str, Tensor]]:

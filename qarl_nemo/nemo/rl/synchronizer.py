@@ -1,11 +1,13 @@
 """NeMo-RL's weight synchronizer, moving packed weights: what its training loop calls before rollouts of new weights."""
 
+import time
 from contextlib import nullcontext
 from typing import Any
 
 import ray
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
+from qarl_nemo.nemo.exchange import PATIENCE
 from qarl_nemo.nemo.rl.engines import RayEngines
 
 _TIMED = "prepare_for_generation/transfer_and_update_weights"
@@ -25,7 +27,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         group = generation.worker_group
         self._engines = [group.workers[index] for index in group.dp_leader_worker_indices]
         self._num_ranks = 0
-        self.version = 0
+        self.version = self._attempted = 0
         self.failure: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -53,7 +55,9 @@ class PackedWeightSynchronizer(WeightSynchronizer):
 
         Raises:
             ValueError: `kv_scales` are given.
+            RuntimeError: engines did not wake up.
             ray.exceptions.RayTaskError: the refit was refused or broke off; the workers' reason.
+            TimeoutError: a worker has not ended its part within an hour.
         """
         try:
             figures = self._sync(timer, kv_scales)
@@ -69,18 +73,28 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             raise ValueError("packed refits carry no KV cache scales: set vllm_cfg.kv_cache_dtype=auto")
         if self._colocated:
             self._policy.offload_before_refit()
-            self._generation.prepare_for_generation(tags=["weights"])
+            self._wake("weights")
+        # Engines take a number once: one that broke off may have reached some of them.
+        self._attempted += 1
         with timer.time(_TIMED) if timer is not None else nullcontext():
             figures = _results(
                 self._policy.worker_group.run_all_workers_single_data(
-                    "qarl_refit", engines=self._engines, num_ranks=self._num_ranks, version=self.version + 1
+                    "qarl_refit", engines=self._engines, num_ranks=self._num_ranks, version=self._attempted
                 )
             )
-        self.version += 1
+        self.version = self._attempted
         if self._colocated:
             self._policy.offload_after_refit()
-            self._generation.prepare_for_generation(tags=["kv_cache"])
+            self._wake("kv_cache")
         return figures[0] | {"version": float(self.version)}
+
+    def _wake(self, tag: str) -> None:
+        # NeMo-RL prints what went wrong and returns False, and nobody of its own asks.
+        if not self._generation.prepare_for_generation(tags=[tag]):
+            raise RuntimeError(
+                f"vLLM did not wake up its {tag}: NeMo-RL printed why above. Where it ran out of memory, lower "
+                "policy.generation.vllm_cfg.gpu_memory_utilization or what stays of the learner on these GPUs"
+            )
 
     def shutdown(self) -> None:
         """Nothing is held: connections end with the workers."""
@@ -88,8 +102,12 @@ class PackedWeightSynchronizer(WeightSynchronizer):
 
 def _results(calls: list[Any]) -> list[Any]:
     # A worker that died leaves the others waiting for it: its error must not wait for them.
-    waiting = calls
+    waiting, deadline = calls, time.monotonic() + PATIENCE.total_seconds()
     while waiting:
-        done, waiting = ray.wait(waiting)
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            raise TimeoutError(
+                f"{len(waiting)} of {len(calls)} policy workers have not ended the refit within {PATIENCE}"
+            )
         ray.get(done)
     return ray.get(calls)

@@ -148,7 +148,8 @@ def packed_from(layer, dtype, *, keep_operand=True):
             if name.startswith(prefix)
         }
         slots.append(PackedWeight(layer.format, shape, dtype, keep_operand=keep_operand))
-        slots[-1].fill(QuantizedWeight(layer.format, shape, tensors))
+        weight = QuantizedWeight(layer.format, shape, tensors)
+        slots[-1].fill(weight, slots[-1].prepare(weight))
     return PackedExperts(*slots)
 
 

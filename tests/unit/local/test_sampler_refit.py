@@ -7,6 +7,7 @@ import torch
 from asserts import assert_bitwise_equal
 from engine_parts import W4A16_G32, gaps, make_engine, make_sampler, sample, tiny_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from qarl_kernels import get_format
@@ -166,3 +167,53 @@ def test_biases_of_packed_layers_are_refitted_too():
         assert_bitwise_equal(parameter.detach(), model.get_parameter(name).detach())
     assert "model.layers.0.self_attn.q_proj.bias" in dict(engine.sampler.model.named_parameters())
     assert gaps(engine, sample(engine)).max() < 1e-4
+
+
+class FailsAt(TorchDispatchMode):
+    """Lets one of torch's operations fail, as a GPU without memory would."""
+
+    def __init__(self, number=None):
+        super().__init__()
+        self.number, self.count = number, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.number:
+            raise MemoryError(f"operation {self.number}, {function}")
+        return function(*args, **(kwargs or {}))
+
+
+def test_an_update_that_breaks_off_at_any_operation_leaves_the_old_version_whole(engine):
+    step_weights(engine)
+    update = engine.publish()
+    fresh = make_sampler(engine.model, W4A16_G32)
+    with FailsAt() as mode:
+        fresh.load(update)
+    before = served(engine.sampler)
+    # Along the way, where tensors are checked, copied and repacked, and each of the last ones.
+    for number in {*range(1, mode.count, mode.count // 40), *range(mode.count - 10, mode.count + 1)}:
+        with pytest.raises(MemoryError, match=f"operation {number},"), FailsAt(number):
+            engine.sampler.load(update)
+        assert engine.sampler.version == 0
+        for name, tensor in served(engine.sampler).items():
+            assert torch.equal(tensor, before[name]), f"operation {number} changed {name}"
+    engine.sampler.load(update)
+    wanted = served(fresh)
+    for name, tensor in served(engine.sampler).items():
+        assert_bitwise_equal(tensor, wanted[name])
+        assert not torch.equal(tensor, before[name]), name
+
+
+def served(sampler):
+    """Everything that answers are computed from, by name."""
+    tensors = {name: parameter.detach().clone() for name, parameter in sampler.model.named_parameters()}
+    for name, slot in sampler.slots.items():
+        tensors |= {f"{name}.{suffix}": part.clone() for suffix, part in slot.weight.tensors.items()}
+        tensors[f"{name} operand"] = slot.operand().values.clone()
+    return tensors
+
+
+@pytest.mark.parametrize("version", [0, "x", -1, True])
+def test_a_version_that_is_not_newer_is_refused(engine, version):
+    step_weights(engine)
+    assert_refused(engine, described(engine.publish().tensors, version=version), repr(version))

@@ -53,7 +53,8 @@ class Ranks:
     def _connect(self, rank, message):
         self.arrivals[rank].connect(dict(message))
 
-    def _receive(self, rank, kind, message):
+    def _receive(self, rank, version, kind, message):
+        assert version == self.updates[rank].manifest.version
         self.arrivals[rank].receive(kind, message, self.updates[rank])
 
 
@@ -201,7 +202,7 @@ def test_ipc_sender_names_tensors_that_are_not_on_a_gpu(update):
 def test_unknown_transports_and_backends_name_the_legal_ones(update):
     ranks = Ranks(update.manifest, 1)
     with pytest.raises(ValueError, match="legal: direct, ipc, ipc_copied, file, collective"):
-        ranks.collective_rpc("qarl_receive", args=("pigeon", {}))
+        ranks.collective_rpc("qarl_receive", args=(3, "pigeon", {}))
     with pytest.raises(ValueError, match="legal: nccl, gloo"):
         CollectiveSender(1, CPU, backend="mpi", timeout_s=5).send(update, ranks)
 

@@ -1,0 +1,230 @@
+"""A rank serves an update only when all of its manifest arrived and was verified, whatever it is called with."""
+
+import copy
+
+import pytest
+import torch
+from asserts import assert_bitwise_equal
+from receiving_rank import PlainSession
+
+from qarl_nemo.refit.manifest import Manifest, version_problems
+from qarl_nemo.refit.publish import RefitUpdate
+
+NAMES = ("model.layers.0.mlp.experts.down_proj.weight_packed", "model.norm.weight", "lm_head.weight")
+STRANGER = "model.stranger"
+
+
+def update_of(version: int) -> RefitUpdate:
+    generator = torch.Generator().manual_seed(version)
+    tensors = {name: torch.rand(4, 6, generator=generator) for name in NAMES}
+    return RefitUpdate(Manifest.of(tensors, version=version, fmt="bf16"), tensors)
+
+
+def begin(session, update, *, rehearsed=False):
+    assert session.begin(update.manifest.to_message(), rehearsed) == []
+
+
+def send(session, update):
+    session.receive(update.manifest.version, "direct", dict(update.tensors))
+
+
+def refit(session, update):
+    begin(session, update)
+    send(session, update)
+    assert session.verify(update.manifest.version) == []
+    session.replace(update.manifest.version)
+    assert_serves(session, update)
+
+
+def assert_serves(session, update):
+    assert session.state() == {"version": update.manifest.version, "whole": True}
+    assert session.answers
+    for name, tensor in update.tensors.items():
+        assert_bitwise_equal(session.served[name], tensor)
+
+
+@pytest.fixture
+def session():
+    """A rank that serves version 1; whatever a test does to it, the next whole update is served."""
+    session = PlainSession()
+    refit(session, update_of(1))
+    yield session
+    refit(session, update_of(9))
+
+
+def test_nothing_is_served_that_did_not_arrive(session):
+    begin(session, update_of(2))
+    with pytest.raises(ValueError, match=f"version 2 is not served; 3 problem(.|\n)*missing: {NAMES[0]}"):
+        session.replace(2)
+    assert_serves(session, update_of(1))
+
+
+def test_nothing_is_served_that_arrived_in_part(session):
+    update = update_of(2)
+    begin(session, update)
+    session.receive(2, "direct", {name: update.tensors[name] for name in NAMES[1:]})
+    with pytest.raises(ValueError, match=rf"1 problem\(s\):\n  missing: {NAMES[0]}$"):
+        session.replace(2)
+    assert_serves(session, update_of(1))
+
+
+def test_nothing_is_served_that_arrived_changed_though_nobody_asked(session):
+    update = update_of(2)
+    begin(session, update)
+    send(session, RefitUpdate(update.manifest, update.tensors | {NAMES[1]: update.tensors[NAMES[1]] + 1}))
+    with pytest.raises(ValueError, match=f"{NAMES[1]}: its bytes differ"):
+        session.replace(2)
+    assert_serves(session, update_of(1))
+
+
+def test_nothing_is_served_that_changed_after_it_was_verified(session):
+    update = update_of(2)
+    begin(session, update)
+    send(session, update)
+    assert session.verify(2) == []
+    session.receive(2, "direct", {NAMES[2]: update.tensors[NAMES[2]] + 1})
+    with pytest.raises(ValueError, match=f"sent twice: {NAMES[2]}"):
+        session.replace(2)
+    assert_serves(session, update_of(1))
+
+
+def test_a_rank_that_no_update_was_announced_to_takes_none(session):
+    update = update_of(2)
+    for call in (lambda: send(session, update), lambda: session.verify(2), lambda: session.replace(2)):
+        with pytest.raises(RuntimeError, match="no refit is under way in this rank: qarl_begin comes first"):
+            call()
+    assert_serves(session, update_of(1))
+
+
+def test_an_update_is_served_once(session):
+    refit(session, update_of(2))
+    with pytest.raises(RuntimeError, match="no refit is under way"):
+        session.replace(2)
+    assert_serves(session, update_of(2))
+
+
+def test_calls_of_an_update_that_another_one_followed_are_refused(session):
+    begin(session, update_of(2))
+    begin(session, update_of(3))
+    late = (lambda: send(session, update_of(2)), lambda: session.verify(2), lambda: session.replace(2))
+    for call in (*late, lambda: session.finish(2)):
+        with pytest.raises(RuntimeError, match="this is of version 2; the refit under way in this rank is to 3"):
+            call()
+    session.abort(2)
+    send(session, update_of(3))
+    session.replace(3)
+    assert_serves(session, update_of(3))
+
+
+def test_an_aborted_update_is_forgotten(session):
+    begin(session, update_of(2))
+    send(session, update_of(2))
+    session.abort(2)
+    with pytest.raises(RuntimeError, match="no refit is under way"):
+        session.replace(2)
+
+
+@pytest.mark.parametrize("version", [1, 0, "x", "2", None, 2.0, True, -1])
+def test_versions_are_whole_numbers_that_grow(session, version):
+    message = update_of(2).manifest.to_message() | {"version": version}
+    (problem,) = session.begin(message, False)
+    assert problem == version_problems(version, 1)[0]
+    assert repr(version) in problem
+    with pytest.raises(RuntimeError, match="no refit is under way"):
+        session.replace(version)
+    assert_serves(session, update_of(1))
+
+
+def test_a_fresh_rank_begins_with_any_version():
+    for version in (0, 7):
+        refit(PlainSession(), update_of(version))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (["records"], [], "records are named"),
+        (["format"], 4, "format is a name"),
+        (["records", NAMES[1]], None, NAMES[1]),
+        (["records", NAMES[1], 0], 4, NAMES[1]),
+        (["records", NAMES[1], 0, 0], -4, NAMES[1]),
+        (["records", NAMES[1], 1], "load", NAMES[1]),
+        (["records", NAMES[1], 2], "7", NAMES[1]),
+    ],
+)
+def test_what_is_no_manifest_is_refused_by_name(session, path, value, said):
+    message = copy.deepcopy(update_of(2).manifest.to_message())
+    place = message
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=said):
+        session.begin(message, False)
+    with pytest.raises(ValueError, match="a manifest holds format, records, version"):
+        session.begin({key: value for key, value in message.items() if key != path[0]}, False)
+    assert_serves(session, update_of(1))
+
+
+def test_a_rank_that_broke_off_answers_nobody_until_a_whole_refit(session, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "install", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            refit(session, update_of(2))
+    assert session.state() == {"version": 1, "whole": False}
+    assert not session.answers
+    assert session.begin(update_of(1).manifest.to_message(), False) == version_problems(1, 1)
+    refit(session, update_of(2))
+
+
+def rehearse(session, update):
+    begin(session, update, rehearsed=True)
+    send(session, update)
+    assert session.verify(update.manifest.version) == []
+
+
+def test_a_rehearsed_update_is_served_when_it_has_come_again(session):
+    rehearse(session, update_of(2))
+    session.replace(2)
+    assert not session.state()["whole"]
+    send(session, update_of(2))
+    session.finish(2)
+    assert_serves(session, update_of(2))
+
+
+def test_a_rehearsal_alone_is_served_by_nobody(session):
+    rehearse(session, update_of(2))
+    with pytest.raises(RuntimeError, match="version 2 is not being replaced: qarl_replace comes first"):
+        session.finish(2)
+    assert_serves(session, update_of(1))
+
+
+def test_a_rehearsed_update_is_replaced_once(session):
+    rehearse(session, update_of(2))
+    session.replace(2)
+    with pytest.raises(RuntimeError, match="version 2 is being replaced already"):
+        session.replace(2)
+    with pytest.raises(ValueError, match=r"not what was rehearsed; 3 problem\(s\)"):
+        session.finish(2)
+    assert not session.state()["whole"]
+    send(session, update_of(2))
+    session.finish(2)
+    assert_serves(session, update_of(2))
+
+
+def test_a_rehearsal_within_the_replacing_is_not_taken_for_it(session):
+    rehearse(session, update_of(2))
+    session.replace(2)
+    session.receive(2, "direct", {NAMES[0]: update_of(2).tensors[NAMES[0]]})
+    rehearse(session, update_of(2))
+    with pytest.raises(RuntimeError, match="version 2 is not being replaced"):
+        session.finish(2)
+    assert not session.state()["whole"]
+
+
+def test_a_tensor_that_was_not_announced_is_not_served(session):
+    begin(session, update_of(2))
+    send(session, update_of(2))
+    session.receive(2, "direct", {STRANGER: torch.ones(3)})
+    with pytest.raises(ValueError, match=f"not in the manifest: {STRANGER}"):
+        session.replace(2)
+    assert_serves(session, update_of(1))
