@@ -4,7 +4,7 @@
 
 This is NeMo-RL's own examples/run_grpo.py with two of its names bound to ours: `MasterConfig`, after which the `qarl:`
 block is checked against everything it depends on, and `setup`, which gets our policy workers, our refit and our loss.
-`--check` stops once the config is checked, before Ray starts.
+`--check` stops once the config is checked, before Ray starts, and says what would run.
 """
 
 import os
@@ -16,10 +16,12 @@ from typing import Any
 import nemo_rl
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.files import FileError
 from qarl_nemo.losses.nemo import QarlLossFn
 from qarl_nemo.nemo.rl import plugin
 from qarl_nemo.nemo.rl.config import NemoQarlConfig, apply_qarl, as_mapping
 from qarl_nemo.nemo.rl.hints import find_hints
+from qarl_nemo.nemo.rl.launch_summary import launch_summary
 from qarl_nemo.nemo.rl.model_shapes import fetch_model_config
 from qarl_nemo.nemo.rl.run_folder import describe_run
 from qarl_nemo.nemo.rl.token_metrics import token_metrics
@@ -42,7 +44,7 @@ def main() -> None:
     run.bind()
     try:
         run_grpo.main()
-    except ConfigError as error:
+    except (ConfigError, FileError) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     # NeMo-RL's asynchronous loop prints why its first refit failed, and returns.
     if run.synchronizer is not None and run.synchronizer.failure is not None:
@@ -65,9 +67,10 @@ class _Run:
     def checked_config(self, **values: Any) -> Any:
         """Make NeMo-RL's config, checked together with its `qarl:` block."""
         config = self.master_config(**values)
-        fetch_model_config(config.policy["model_name"])
+        unchecked = fetch_model_config(config.policy["model_name"])
         self.qarl = apply_qarl(config)
-        print(f"qarl: {self.qarl}", *find_hints(as_mapping(config)), sep="\nqarl: hint: ", flush=True)
+        print(launch_summary(as_mapping(config), self.qarl, sys.argv, unchecked))
+        print(*(f"qarl: hint: {hint}" for hint in find_hints(as_mapping(config))), sep="\n", flush=True)
         if self.check_only:
             sys.exit(0)
         return config

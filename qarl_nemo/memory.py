@@ -210,24 +210,46 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
     )
 
 
-def refit_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, engine_tp: int, *, layerwise: bool) -> float:
+def served_bytes(model: ModelSize, served: Learner) -> float:
+    """Compute the weights of one rollout engine.
+
+    Args:
+        model: its sizes.
+        served: the engine's format, group size and targets.
+
+    Returns:
+        Bytes, on all of the engine's GPUs together.
+    """
+    per_layer = model.expert_parameters + model.mlp_parameters
+    per_layer += model.attention_parameters if served.attention else 0
+    quantized = model.num_layers * per_layer
+    packed = _packed_bytes(served.format or "bf16", served.group_size)
+    return packed * quantized + BF16 * (model.num_parameters - quantized)
+
+
+def refit_bytes(
+    model: ModelSize,
+    ranks: Parallelism,
+    learner: Learner,
+    engine_tp: int,
+    *,
+    layerwise: bool,
+    served: Learner | None = None,
+) -> float:
     """Compute what a GPU holds during a refit of the engine beside the learner: gradients and optimizer are offloaded.
 
     Args:
         model: its sizes.
         ranks: how GPUs share the learner.
-        learner: what it executes; the engine serves the same.
+        learner: what it executes.
         engine_tp: GPUs that share one engine.
         layerwise: one layer of the update is held at a time; else all of it.
+        served: what the engine serves, where it is not what the learner executes.
 
     Returns:
         Bytes of the learner's weights, BF16 and packed, the engine's, and the update's; the engine's cache sleeps.
     """
-    per_layer = model.expert_parameters + model.mlp_parameters
-    per_layer += model.attention_parameters if learner.attention else 0
-    quantized = model.num_layers * per_layer
-    packed = _packed_bytes(learner.format or "bf16", learner.group_size)
-    whole = packed * quantized + BF16 * (model.num_parameters - quantized)
+    whole = served_bytes(model, served or learner)
     held = rank_memory(model, ranks, learner).parts
     update = max(whole / model.num_layers, BF16 * model.vocab_size * model.hidden) if layerwise else whole
     return held["weights"] + held["packed"] + whole / engine_tp + update

@@ -21,6 +21,8 @@ class NemoQarlConfig(QarlConfig):
     layerwise_refit: bool | None = None
     """Whether colocated engines read one layer of a refit at a time, twice, instead of all of it at once; None: where
     all of it would take more than half of a GPU's free memory."""
+    gpu_memory_gib: float | None = Field(None, gt=0, le=4096)
+    """Memory of one GPU, which the run's needs are held against; None: of this machine's first GPU, else 79 (80 GB)."""
     engine_rounding: bool = False
     """The learner's norms and rotary embedding round where vLLM's do; false leaves both to Megatron."""
 

@@ -12,7 +12,10 @@ from qarl_nemo.nemo.rl.engine_checks import (
     given_arguments,
     repeated_arguments,
 )
-from qarl_nemo.nemo.rl.model_shapes import shape_conflicts
+from qarl_nemo.nemo.rl.layout import layout_conflicts
+from qarl_nemo.nemo.rl.layout_memory import memory_conflicts
+from qarl_nemo.nemo.rl.lookup import ABSENT, look_up
+from qarl_nemo.nemo.rl.model_shapes import read_model_config, shape_conflicts
 from qarl_nemo.refit.engine_settings import kernel_options
 
 _OFF = (None, False)
@@ -67,7 +70,6 @@ _MUON = {
 }
 _UNCORRECTED = ("gspo", "sapo")
 _GROUP_SIZES = {"w4a16": (32, 64, 128), "w4a8": (128,)}
-_ABSENT = object()
 
 
 def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
@@ -83,7 +85,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     problems = [
         _line(key, value, why, " or ".join(map(_text, legal)))
         for key, (legal, why) in _REQUIRED.items()
-        if (value := look_up(config, key)) is not _ABSENT and value not in legal
+        if (value := look_up(config, key)) is not ABSENT and value not in legal
     ]
     return [
         *problems,
@@ -92,17 +94,10 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_engine_conflicts(config, qarl),
         *_optimizer_conflicts(config),
         *shape_conflicts(config, qarl),
+        *(layout := layout_conflicts(config, read_model_config(str(look_up(config, "policy.model_name", ""))))),
+        # Ranks that cannot be have no memory.
+        *([] if layout else memory_conflicts(config, qarl)),
     ]
-
-
-def look_up(config: Mapping[str, Any], dotted: str, default: Any = _ABSENT) -> Any:
-    """Return the value of a dotted key, `default` where it is absent."""
-    value: Any = config
-    for part in dotted.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return default
-        value = value[part]
-    return value
 
 
 def _loss_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_nemo.muon import different_settings
-from qarl_nemo.nemo.rl.conflicts import look_up
+from qarl_nemo.nemo.rl.lookup import look_up
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"

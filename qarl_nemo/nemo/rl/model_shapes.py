@@ -1,6 +1,5 @@
 """A model's shapes against both engines' parallel layouts, before any weight is read."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints.shapes import shape_problems
 from qarl_nemo.config import ConfigError
+from qarl_nemo.files import read_json
 from qarl_nemo.nemo.megatron.alignment import Alignment
 from qarl_nemo.nemo.megatron.checks import require_supported
 
@@ -61,31 +61,57 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     return _learner_problems(policy, model, alignment) + _engine_problems(policy, model, fmt, qarl.targets)
 
 
-def fetch_model_config(name: str) -> None:
+def fetch_model_config(name: str) -> str | None:
     """Let a model's config.json be on this machine: a folder's is, a hub model's goes to Hugging Face's cache.
 
     Args:
         name: `policy.model_name`.
 
+    Returns:
+        Why it could not be had, so that shapes and memory are not checked; None where it is on this machine.
+
     Raises:
         ConfigError: there is no such folder, and the name is no hub model's.
     """
     if Path(name).is_dir():
-        return
+        return None
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"policy.model_name={name}: no such folder, nor a name on the Hugging Face hub (owner/model)")
-    hf_hub_download(name, "config.json")
+    try:
+        hf_hub_download(name, "config.json")
+    # The hub's errors are of both kinds: without a network, an account or such a model.
+    except (OSError, ValueError) as error:
+        return f"{name}: its config.json is not on this machine, and the hub did not give it: {_first_line(error)}"
+    return None
+
+
+def model_config_file(name: str) -> Path | None:
+    """Return the config.json of a folder, or of a model in Hugging Face's cache; None where there is neither."""
+    path = Path(name) / "config.json"
+    if path.is_file():
+        return path
+    cached = try_to_load_from_cache(name, "config.json") if _HUB_NAME.fullmatch(name) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def read_model_config(name: str) -> dict[str, Any] | None:
-    """Return the config.json of a folder, or of a model in Hugging Face's cache; None where there is neither."""
-    path = Path(name) / "config.json"
-    if not path.is_file():
-        cached = try_to_load_from_cache(name, "config.json") if _HUB_NAME.fullmatch(name) else None
-        if not isinstance(cached, str):
-            return None
-        path = Path(cached)
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Return what the config.json of a model says, where it is on this machine.
+
+    Args:
+        name: `policy.model_name`.
+
+    Returns:
+        Its keys; None where there is none.
+
+    Raises:
+        FileError: it is no config.
+    """
+    path = model_config_file(name)
+    return None if path is None else read_json(path, "a model's config.json")
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _learner_problems(policy: Mapping[str, Any], model: Mapping[str, Any], alignment: Alignment) -> list[str]:

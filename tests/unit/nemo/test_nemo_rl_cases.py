@@ -34,7 +34,8 @@ def read(name: str, index: int, folder: Path, *more: str) -> Any:
     shape = SHAPES[case.model]
     (folder / "model").mkdir()
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-    config = {"model_type": "qwen3_moe", "intermediate_size": 2 * shape["hidden_size"]} | heads | shape
+    sizes = {"intermediate_size": 2 * shape["hidden_size"], "vocab_size": 64, "num_experts_per_tok": 2}
+    config = {"model_type": "qwen3_moe"} | sizes | heads | shape
     (folder / "model" / "config.json").write_text(json.dumps(config))
     register_omegaconf_resolvers()
     own = overrides(case, case.starts[index], folder, folder)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import yaml
 from qarl_nemo.config import merge_mappings
 from qarl_nemo.memory import GIB, OVERHEAD_BYTES, Learner, ModelSize, Parallelism, rank_memory, refit_bytes
 from qarl_nemo.nemo.rl.config import apply_qarl
+from qarl_nemo.nemo.rl.lookup import look_up
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 RECIPES = sorted(path for path in (EXAMPLES / "configs").glob("qarl-*.yaml") if path.stem != "qarl-paper")
 NEMO_RL = "${oc.env:NEMO_RL_ROOT}/examples/configs/"
-KEYS = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+KEYS = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "num_hidden_layers", "vocab_size")  # fmt: skip
 # The public shapes of recipes' models, where examples/ has no config.json of them.
 DENSE = {
-    "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 32, 8, 128),
-    "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 4, 128),
-    "Qwen/Qwen2.5-Math-1.5B": ("qwen2", 1536, 8960, 12, 2, 128),
+    "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 32, 8, 128, 36, 151936),
+    "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 4, 128, 28, 152064),
+    "Qwen/Qwen2.5-Math-1.5B": ("qwen2", 1536, 8960, 12, 2, 128, 28, 151936),
 }
 
 
@@ -33,6 +36,21 @@ def own_settings(path: Path) -> dict[str, Any]:
         if not parent.startswith(NEMO_RL):
             merged = merge_mappings(merged, own_settings(path.parent / parent))
     return merge_mappings(merged, own)
+
+
+# Keys that say how is trained, and not how fast.
+METHOD = ("grpo", "loss_fn", "data", "policy.train_global_batch_size", "policy.max_total_sequence_length",
+          "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler",
+          "policy.generation.max_new_tokens")  # fmt: skip
+PAPER = own_settings(EXAMPLES / "configs" / "qarl-paper.yaml")
+
+
+def arm(path: Path) -> tuple[str, str]:
+    """The alignment and the format that a recipe's name says."""
+    named = path.stem.rpartition("megatron-")[2].replace("-", "_")
+    if named.startswith("rollout_only_"):
+        return "rollout_only", named.removeprefix("rollout_only_")
+    return ("none" if named == "bf16" else "aligned"), named
 
 
 def model_folder(name: str, folder: Path) -> str:
@@ -52,9 +70,40 @@ def test_a_recipe_has_no_conflicts_with_its_qarl_block(path, tmp_path):
     settings["policy"]["model_name"] = model_folder(name, tmp_path)
     assert "tiny_moe" in name or settings["policy"]["model_name"] != name
     qarl = apply_qarl(settings)
-    named = path.stem.rpartition("megatron-")[2].replace("-", "_")
-    assert qarl.format == named
-    assert qarl.alignment == ("none" if named == "bf16" else "aligned")
+    alignment, named = arm(path)
+    assert (qarl.alignment, qarl.format) == (alignment, named)
+    assert qarl.objective.objective == ("tbpo" if alignment == "aligned" else "gspo")
+    # The one-GPU recipe's responses are short: its bands say why they are others.
+    if "tiny_moe" not in name:
+        assert qarl.objective == type(qarl.objective)()
+
+
+def test_the_papers_three_arms_of_its_moe_are_trained_alike():
+    """BF16 with GSPO, int4 rollouts alone with GSPO, QaRL with TBPO; all else of the method is shared."""
+    arms = {}
+    for path in (path for path in RECIPES if "qwen3-30ba3b-1n8g" in path.stem and path.stem.endswith("16")):
+        settings = own_settings(path)
+        arms[arm(path)] = settings["qarl"].get("objective", {}).get("objective")
+        assert {key: look_up(settings, key) for key in METHOD} == {key: look_up(PAPER, key) for key in METHOD}
+    assert arms == {("none", "bf16"): "gspo", ("rollout_only", "w4a16"): "gspo", ("aligned", "w4a16"): None}
+
+
+def test_the_shared_file_has_the_papers_numbers():
+    """Appendix B of arXiv 2604.07853; its batches of 512 and 64 count prompts, of 8 responses each."""
+    numbers = {
+        "grpo.num_prompts_per_step": 512,
+        "grpo.num_generations_per_prompt": 8,
+        "loss_fn.reference_policy_kl_penalty": 0.0,
+        "policy.train_global_batch_size": 64 * 8,
+        "policy.max_total_sequence_length": 2048 + 16384,
+        "policy.sequence_packing.train_mb_tokens": 22528,
+        "policy.generation.max_new_tokens": 16384,
+        "policy.megatron_cfg.optimizer.lr": 1e-6,
+        "policy.megatron_cfg.optimizer.weight_decay": 0.01,
+        "data.max_input_seq_length": 2048,
+    }
+    assert {key: look_up(PAPER, key) for key in numbers} == numbers
+    assert "muon" in look_up(PAPER, "policy.megatron_cfg.optimizer.optimizer")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -84,7 +133,7 @@ def test_the_readme_states_the_memory_that_is_computed(path):
     # NeMo-RL's recipe below has these ranks, and gradients in BF16.
     ranks = Parallelism(8 * settings["cluster"]["num_nodes"], tp=2, ep=8)
     learner = Learner(
-        format=None if qarl["format"] == "bf16" else qarl["format"],
+        format=qarl["format"] if arm(path)[0] == "aligned" else None,
         attention="attention" in qarl["targets"],
         keep_operand=qarl["keep_operand"],
         optimizer="muon",
@@ -99,5 +148,6 @@ def test_the_readme_states_the_memory_that_is_computed(path):
     assert f"| {stated} |" in row, stated
     assert needed.fits(79 * GIB)
     engine_tp = settings["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"]
-    refit = refit_bytes(model, ranks, learner, engine_tp, layerwise=True)
+    served = replace(learner, format=qarl["format"])
+    refit = refit_bytes(model, ranks, learner, engine_tp, layerwise=True, served=served)
     assert refit + 2 * OVERHEAD_BYTES <= 79 * GIB

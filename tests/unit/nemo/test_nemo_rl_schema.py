@@ -23,6 +23,7 @@ from qarl_nemo.config import ConfigError
 from qarl_nemo.losses.nemo import PREFIX
 from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo.rl.config import apply_qarl
+from qarl_nemo.nemo.rl.layout_memory import DEFAULT_GIB
 
 
 @pytest.fixture
@@ -42,17 +43,32 @@ def read(monkeypatch, tmp_path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_nemo_rl_takes_the_recipe(path, read):
     config = read(path)
+    # The cards that the recipes are for, whatever this machine has.
+    config.qarl["gpu_memory_gib"] = DEFAULT_GIB
     qarl = apply_qarl(config)
     assert config.policy["qarl"]["format"] == qarl.format
     assert config.policy["generation"]["quant_cfg"] == "qarl"
     responses = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     assert responses % config.policy["train_global_batch_size"] == 0
-    megatron = config.policy["megatron_cfg"]
-    gpus = config.cluster["gpus_per_node"] * config.cluster["num_nodes"]
-    model_parallel = megatron["tensor_model_parallel_size"] * megatron["pipeline_model_parallel_size"]
-    assert gpus % model_parallel == 0
-    assert gpus % megatron["expert_model_parallel_size"] == 0
-    assert gpus % config.policy["generation"]["vllm_cfg"]["tensor_parallel_size"] == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        (("cluster", "gpus_per_node", 4), "expert_model_parallel_size=8"),
+        (("policy.megatron_cfg", "expert_model_parallel_size", 3), "expert_model_parallel_size=3"),
+    ],
+)
+def test_ranks_that_the_gpus_cannot_be_are_refused(override, named, read):
+    config = read(next(path for path in RECIPES if "30ba3b-1n8g-megatron-w4a16" in path.stem))
+    dotted, key, value = override
+    first, *rest = dotted.split(".")
+    block = getattr(config, first)
+    for part in rest:
+        block = block[part]
+    block[key] = value
+    with pytest.raises(ConfigError, match=named):
+        apply_qarl(config)
 
 
 def test_a_recipe_that_quantizes_twice_is_refused(read):
@@ -94,11 +110,14 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_launcher_checks_a_recipe_without_starting_ray(tmp_path):
     model = f"policy.model_name={tmp_path}"
     shapes = {"model_type": "qwen3_moe", "hidden_size": 512, "intermediate_size": 256, "moe_intermediate_size": 256,
-              "num_experts": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}  # fmt: skip
+              "num_experts": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+              "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     right = launch(model)
     assert right.returncode == 0, right.stderr
-    assert "format='w4a16'" in right.stdout
+    assert "rollouts as w4a16 in experts; the learner executes the same" in right.stdout
+    assert "1 (1 node(s) of 1), shared by learner and engines" in right.stdout
+    assert right.stdout.rstrip().splitlines()[-1].startswith("qarl: hint: ")
     wrong = launch(model, "policy.precision=float32", "++policy.generation.vllm_kwargs.moe_backend=triton")
     assert wrong.returncode == 1
     assert "3 conflict(s)" in wrong.stderr
