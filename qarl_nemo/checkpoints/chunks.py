@@ -1,15 +1,16 @@
 """Read rows of stored tensors out of the chunks that ranks wrote."""
 
 import io
+import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
 
-from qarl_nemo.checkpoints.torch_dist import Chunk, StoredTensor
+from qarl_nemo.checkpoints.stored_tensor import Chunk, StoredTensor
+from qarl_nemo.files import FileError
 
 # The projections of one attention come out of the same chunks; a single chunk that is larger is held, too.
 _CACHE_BYTES = 2**28
@@ -81,7 +82,9 @@ class ChunkReader:
 
 
 def load_chunk(folder: Path, tensor: StoredTensor, chunk: Chunk) -> Tensor:
-    """Read one chunk, as torch's weights_only allows.
+    """Read one chunk, as torch's weights_only allows, and hold it against the checksums of its archive.
+
+    torch writes them and does not look at them.
 
     Args:
         folder: of the checkpoint.
@@ -92,18 +95,26 @@ def load_chunk(folder: Path, tensor: StoredTensor, chunk: Chunk) -> Tensor:
         A CPU tensor of the chunk's sizes.
 
     Raises:
-        ValueError: its bytes are something else.
+        FileError: its bytes are something else, or damaged.
     """
-    where = f"{tensor.key} at {list(chunk.offsets)} ({chunk.file}, byte {chunk.position})"
+    where = f"{folder / chunk.file}: {tensor.key} at {list(chunk.offsets)} (byte {chunk.position})"
     try:
         with (folder / chunk.file).open("rb", buffering=0) as file:
             window = _Window(file, chunk.position, chunk.num_bytes)
-            content = torch.load(window, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{where} is not a tensor that is safe to load: {error}") from error
+            damaged = zipfile.ZipFile(window).testzip()
+            window.seek(0)
+            content = None if damaged else torch.load(window, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Damaged bytes raise whatever zipfile, pickle and torch run into.
+        raise FileError(f"{where} is not a tensor that is safe to load: {error}") from error
+    if damaged:
+        raise FileError(
+            f"{where}: {damaged} does not have its checksum, so the file is damaged (or was saved without checksums, "
+            "torch.serialization.set_crc32_options); copy or save it again"
+        )
     found = (tuple(content.shape), content.dtype) if isinstance(content, Tensor) else type(content).__name__
-    if found != (chunk.sizes, tensor.dtype):
-        raise ValueError(f"{where} is {found}, and the table of contents says {(chunk.sizes, tensor.dtype)}")
+    if found != (chunk.sizes, tensor.dtype) or content.layout != torch.strided:
+        raise FileError(f"{where} is {found}, and the table of contents says {(chunk.sizes, tensor.dtype)}")
     return content
 
 

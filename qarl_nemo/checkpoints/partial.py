@@ -92,12 +92,12 @@ class PartialFolder:
         shard = self._record.shards.get(file)
         return shard is not None and shard.sources == self._sources[file] and shard.is_intact(self.folder / file)
 
-    def add(self, file: str, write: Callable[[Path], int]) -> None:
+    def add(self, file: str, write: Callable[[Path], str]) -> None:
         """Write a shard under a temporary name, move it to its own, and note that it is finished.
 
         Args:
             file: shard file name.
-            write: writes the file it is given and returns the CRC-32 of what it meant to write.
+            write: writes the file it is given and returns the checksum of what it meant to write.
         """
         temporary = self.folder / f"{file}.tmp"
         crc32 = write(temporary)

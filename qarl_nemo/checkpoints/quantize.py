@@ -25,7 +25,7 @@ from qarl_nemo.checkpoints.plan import (
 )
 from qarl_nemo.checkpoints.reader import Checkpoint, open_checkpoint
 from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard, shard_names
-from qarl_nemo.files import FileError, require_space
+from qarl_nemo.files import FileError, os_reason, require_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def _named_os_errors(destination: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise FileError(
-            f"{error.filename or destination}: {(error.strerror or str(error)).lower()}; nothing passes as finished, "
+            f"{error.filename or destination}: {os_reason(error)}; nothing passes as finished, "
             "and once this is mended the same command goes on from its finished shards"
         ) from error
 

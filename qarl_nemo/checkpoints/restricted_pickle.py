@@ -1,17 +1,24 @@
-"""Unpickle torch.distributed.checkpoint's `.metadata` and nothing else: a pickle may call whatever it names."""
+"""Unpickle torch.distributed.checkpoint's `.metadata` and nothing else: a pickle may call whatever it names.
+
+Of the classes that torch writes there none is built, either. A pickle may set attributes of whatever it got hold of, of
+a class as well as of an instance, and what is set on a class outlives the file. So each of them is represented by a
+class made here whose instances keep what they were given, and nothing else happens.
+"""
 
 import pickle
 from io import BytesIO
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+
+from qarl_nemo.files import FileError, require_file
 
 _CHECKPOINT = "torch.distributed.checkpoint."
-_ALLOWED = {
-    **dict.fromkeys(
-        (
+_WRITTEN_BY_TORCH = (
+    *(
+        (_CHECKPOINT + "metadata", name)
+        for name in (
             "BytesStorageMetadata",
             "ChunkStorageMetadata",
             "Metadata",
@@ -20,50 +27,71 @@ _ALLOWED = {
             "TensorProperties",
             "TensorStorageMetadata",
             "_MEM_FORMAT_ENCODING",
-        ),
-        _CHECKPOINT + "metadata",
+        )
     ),
-    **dict.fromkeys(("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"), _CHECKPOINT + "planner"),
-    "_StorageInfo": _CHECKPOINT + "filesystem",
-    "Size": "torch",
-    "_get_layout": "torch.serialization",
-}
-# Where the checkpoint was written to; the module's name differs between versions of Python.
-_PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+    *((_CHECKPOINT + "planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
+    (_CHECKPOINT + "filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    # Where the checkpoint was written to; the module's name differs between versions of Python.
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+)
 
 
-def load_metadata(path: Path) -> Metadata:
-    """Read a `.metadata` file; only the classes that torch itself writes there are built.
+class Inert:
+    """What a pickle says an object of some class is made of.
+
+    Attributes:
+        state: its state, or the arguments it was made with; anything at all.
+    """
+
+    __slots__ = ("state",)
+
+    def __new__(cls, *arguments: Any, **_: Any) -> "Inert":
+        """Keep the arguments of whatever a pickle believes to call."""
+        made = super().__new__(cls)
+        made.state = arguments
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        # A pickle that gives a class a state finds this function, which then lacks an argument.
+        self.state = state
+
+
+_INERT = {place: type(place[1], (Inert,), {"__slots__": ()}) for place in _WRITTEN_BY_TORCH}
+
+
+def load_metadata(path: Path) -> Inert:
+    """Read a `.metadata` file; no class that it names is built.
 
     Args:
         path: the file.
 
     Returns:
-        The table of contents of the checkpoint.
+        The table of contents of the checkpoint, an `Inert` named `Metadata`, made of others; none of it was checked.
 
     Raises:
-        ValueError: the file names other classes (all of them are listed), or is no such file.
+        FileError: the file names other classes than torch writes there (all of them are listed), or is no such file.
     """
+    require_file(path, "a torch_dist table of contents")
     unpickler = _Unpickler(BytesIO(path.read_bytes()))
     try:
         content = unpickler.load()
     except Exception as error:
         # A broken pickle raises whatever its opcodes run into.
         unpickler.require_nothing_refused(path)
-        raise ValueError(f"{path} is not a readable torch_dist table of contents ({error!r})") from error
+        raise FileError(f"{path} is not a readable torch_dist table of contents ({error!r})") from error
     unpickler.require_nothing_refused(path)
-    if not isinstance(content, Metadata):
-        raise ValueError(f"{path} holds {type(content).__name__}, not torch.distributed.checkpoint's Metadata")
+    if not isinstance(content, Inert) or type(content).__name__ != "Metadata":
+        raise FileError(f"{path} holds {type(content).__name__}, not torch.distributed.checkpoint's Metadata")
     return content
 
 
-class _Refused:
-    """Stands for a class that is not built, so that reading goes on and finds the others."""
+class _Refused(Inert):
+    """Stands for a class that torch does not write, so that reading goes on and finds the others."""
 
-    def __new__(cls, *_: Any, **__: Any) -> "_Refused":
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None: ...
+    __slots__ = ()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -72,10 +100,9 @@ class _Unpickler(pickle.Unpickler):
         self._refused: set[str] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        if _ALLOWED.get(name) == module:
-            return super().find_class(module, name)
-        if (module, name) in _PATHS:
-            return PurePosixPath
+        if (module, name) in _INERT:
+            return _INERT[module, name]
+        # A dtype has no attributes that could be set.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         self._refused.add(f"{module}.{name}")
@@ -87,7 +114,7 @@ class _Unpickler(pickle.Unpickler):
 
     def require_nothing_refused(self, path: Path) -> None:
         if self._refused:
-            raise ValueError(
+            raise FileError(
                 f"{path} is a pickle that names {', '.join(sorted(self._refused))}; nothing but "
-                "torch.distributed.checkpoint's own classes is ever built, so this file is not trusted"
+                "torch.distributed.checkpoint's own classes is ever read, so this file is not trusted"
             )

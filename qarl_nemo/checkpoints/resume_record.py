@@ -6,8 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from qarl_nemo.checkpoints.shard import file_crc32
-from qarl_nemo.files import FileError, read_json, write_atomic
+from qarl_nemo.files import FileError, checksum, read_json, write_atomic
 
 RESUME_FILE = "qarl_resume.json"
 _WHAT = "the record of an unfinished conversion"
@@ -18,12 +17,12 @@ class FinishedShard(BaseModel, extra="forbid", strict=True):
 
     Attributes:
         file_bytes: size of the file.
-        crc32: of its content.
+        crc32: of its content, see `files.checksum`.
         sources: source file -> [size, mtime_ns] before it was read.
     """
 
     file_bytes: int
-    crc32: int
+    crc32: str
     sources: dict[str, list[int]]
 
     def is_intact(self, path: Path) -> bool:
@@ -35,7 +34,7 @@ class FinishedShard(BaseModel, extra="forbid", strict=True):
         Returns:
             True if size and checksum agree.
         """
-        return path.is_file() and path.stat().st_size == self.file_bytes and file_crc32(path) == self.crc32
+        return path.is_file() and path.stat().st_size == self.file_bytes and checksum(path) == self.crc32
 
 
 class ResumeRecord(BaseModel, extra="forbid", strict=True):

@@ -16,7 +16,6 @@ from qarl_nemo.checkpoints.plan import PlannedShard
 _ALIGNMENT_BYTES = 64
 _MAX_TENSORS_PER_WEIGHT = 3
 _HEADER_ALIGNMENT = 8
-_BLOCK_BYTES = 2**20
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -71,7 +70,7 @@ class ShardBuffer:
             self._used += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> int:
+def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> str:
     """Write a safetensors file, the same bytes for the same content, and flush it to the disk.
 
     The safetensors package would copy every tensor first.
@@ -82,8 +81,8 @@ def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str])
         metadata: text for the header.
 
     Returns:
-        CRC-32 of what was written, computed from memory: what a disk makes of it later is held against it. It finds
-        what happens by accident; of the checksums in Python's library it alone is quicker than disks are.
+        CRC-32 of what was written, as `files.checksum` gives it, computed from memory: what a disk makes of it later is
+        held against it. It finds damage, and of the checksums in Python's library it alone is quicker than disks are.
     """
     # Wide elements first: each tensor then begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -102,23 +101,7 @@ def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str])
             crc32 = zlib.crc32(part, crc32)
         file.flush()
         os.fsync(file.fileno())
-    return crc32
-
-
-def file_crc32(path: Path) -> int:
-    """Return the CRC-32 of a file's content.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The checksum, as `save_shard` returns it.
-    """
-    crc32 = 0
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            crc32 = zlib.crc32(block, crc32)
-    return crc32
+    return f"{crc32:08x}"
 
 
 def shard_names(path: Path) -> list[str]:

@@ -2,9 +2,17 @@ import json
 
 import pytest
 import torch
+from megatron_files import Layout, write_megatron
 from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from qarl_kernels import QuantizedWeight
 
@@ -98,3 +106,48 @@ def read_quantized():
         return QuantizedWeight(fmt, shape, stored).dequantize()
 
     return read
+
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 60,
+    "dtype": "bfloat16",
+}
+MOE = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+MODELS = {
+    "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False)),
+    "mixed": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0], tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=False)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
+}
+
+
+@pytest.fixture(scope="package")
+def models(tmp_path_factory):
+    """Every model, saved by transformers: folder and tensors by Hugging Face name."""
+    saved = {}
+    for name, (cls, config) in MODELS.items():
+        torch.manual_seed(1)
+        folder = tmp_path_factory.mktemp(name)
+        model = cls(config).to(torch.bfloat16)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(folder)
+        saved[name] = folder, load_file(folder / "model.safetensors")
+    return saved
+
+
+@pytest.fixture
+def megatron(models, tmp_path):
+    """Write a model's Megatron checkpoint; returns its folder and the model's."""
+
+    def write(model="moe", layout=None, **changes):
+        folder, weights = models[model]
+        config = json.loads((folder / "config.json").read_text())
+        return write_megatron(tmp_path / "megatron", weights, config, layout or Layout(**changes)), folder
+
+    return write

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -12,38 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_files import Layout, write_megatron
+from megatron_files import Layout
 from safetensors.torch import load_file
-from transformers import (
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 60,
-    "dtype": "bfloat16",
-}
-MOE = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
-MODELS = {
-    "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False)),
-    "mixed": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0], tie_word_embeddings=True)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=False)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
-}
 LAYOUTS = {
     "TP1": Layout(),
     "TP2": Layout(tp=2, etp=2, padded_vocab=64),
@@ -57,33 +32,6 @@ CASES = [
     *(("mixed", layout) for layout in LAYOUTS if "layer" in layout),
     *((model, layout) for model in ("qwen3", "qwen2") for layout in ("TP2", "a key per layer and expert")),
 ]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Every model, saved by transformers: folder and tensors by Hugging Face name."""
-    saved = {}
-    for name, (cls, config) in MODELS.items():
-        torch.manual_seed(1)
-        folder = tmp_path_factory.mktemp(name)
-        model = cls(config).to(torch.bfloat16)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        model.save_pretrained(folder)
-        saved[name] = folder, load_file(folder / "model.safetensors")
-    return saved
-
-
-@pytest.fixture
-def megatron(models, tmp_path):
-    """Write a model's Megatron checkpoint; returns its folder and the model's."""
-
-    def write(model="moe", layout=None, **changes):
-        folder, weights = models[model]
-        config = json.loads((folder / "config.json").read_text())
-        return write_megatron(tmp_path / "megatron", weights, config, layout or Layout(**changes)), folder
-
-    return write
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -235,81 +183,6 @@ def test_a_config_that_is_not_enough_says_what_it_lacks(megatron, tmp_path):
         open_megatron(source, tmp_path)
 
 
-class Touch:
-    """What a pickle from outside may do."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def test_a_table_of_contents_with_foreign_classes_is_refused_unexecuted(megatron, tmp_path):
-    source, folder = megatron()
-    metadata = pickle.loads((source / ".metadata").read_bytes())
-    metadata.planner_data = [Touch(str(tmp_path / "executed")), re.compile("x")]
-    (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"names posix\.mkdir, re\._compile; nothing but"):
-        open_megatron(source, folder)
-    assert not (tmp_path / "executed").exists()
-    for content in (b"", b"\x80\x04.", pickle.dumps({"a": 1}), (b"cos\nsystem\n(S'x'\ntR.")):
-        (source / ".metadata").write_bytes(content)
-        with pytest.raises(ValueError, match="metadata"):
-            open_megatron(source, folder)
-
-
-def test_a_chunk_that_is_no_plain_tensor_is_refused(megatron, tmp_path):
-    source, folder = megatron()
-    checkpoint = open_megatron(source, folder)
-    places = pickle.loads((source / ".metadata").read_bytes()).storage_data
-    where = next(place for index, place in places.items() if index.fqn == "decoder.layers.mlp.router.weight")
-    path = tmp_path / "evil.pt"
-    torch.save(Touch(str(tmp_path / "executed")), path)
-    evil = path.read_bytes().ljust(where.length, b"\0")
-    with (source / where.relative_path).open("r+b") as file:
-        file.seek(where.offset)
-        file.write(evil)
-    with pytest.raises(ValueError, match=r"mlp\.router\.weight at \[\d, 0, 0\].*is not a tensor that is safe to load"):
-        quantize_checkpoint(checkpoint, tmp_path / "out", get_format("bf16"), ["experts"])
-    assert not (tmp_path / "executed").exists()
-    assert not (tmp_path / "out").exists()
-
-
-def test_files_that_are_missing_or_truncated_are_listed(megatron):
-    source, folder = megatron(tp=2)
-    metadata = pickle.loads((source / ".metadata").read_bytes())
-    (file,) = source.glob("*.distcp")
-    kept = file.read_bytes()
-    file.write_bytes(kept[:5000])
-    with pytest.raises(ValueError, match=r"__0_0\.distcp is truncated: it has 5000 bytes, and \.metadata points at"):
-        open_megatron(source, folder)
-    file.unlink()
-    with pytest.raises(ValueError, match=r"missing files __0_0\.distcp"):
-        open_megatron(source, folder)
-    file.write_bytes(kept)
-    key = "decoder.layers.self_attention.linear_proj.weight"
-    gone = metadata.state_dict_metadata[key].chunks.pop()
-    moved = next(index for index in metadata.storage_data if index.fqn == "decoder.final_layernorm.weight")
-    metadata.storage_data[moved].__dict__["relative_path"] = "../../etc/passwd"
-    lost = next(index for index in metadata.storage_data if index.fqn == "decoder.layers.mlp.router.weight")
-    del metadata.storage_data[lost]
-    packed = next(index for index in metadata.storage_data if index.fqn == "output_layer.weight")
-    metadata.storage_data[packed].__dict__["transform_descriptors"] = ["zstd"]
-    norms = metadata.state_dict_metadata["decoder.layers.self_attention.q_layernorm.weight"].chunks
-    norms[1] = norms[0]
-    (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="cannot convert") as error:
-        open_megatron(source, folder)
-    # 2 layers of [128, 128] in halves, one of which is gone
-    assert gone.sizes == torch.Size([1, 128, 64])
-    assert f"{key} [2, 128, 128]: its 3 chunks hold 24576 of 32768 values; a rank's part is missing" in str(error.value)
-    assert ".metadata points outside the checkpoint folder: ../../etc/passwd" in str(error.value)
-    assert "output_layer.weight: chunks are stored through zstd; save without extensions" in str(error.value)
-    assert "decoder.layers.self_attention.q_layernorm.weight [2, 32]: its 2 chunks hold" in str(error.value)
-    assert "decoder.layers.mlp.router.weight: .metadata has no place for the chunks at [[0, 0, 0]]" in str(error.value)
-
-
 def test_every_nan_is_listed_by_its_hugging_face_name(models, megatron, tmp_path):
     qkv = torch.zeros(2, 256, 128, dtype=torch.bfloat16)
     # Of 2 groups of (2 queries, key, value) of 32 rows: row 64 + 1 is the first key head's second, layer 1.
@@ -328,6 +201,8 @@ KILLED = """
 import os, signal, sys
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+from qarl_nemo.checkpoints.restricted_pickle import load_metadata
+from qarl_nemo.checkpoints.stored_tensor import Chunk, StoredTensor
 
 def kill_in_shard_three(progress):
     if progress.shard == 3:
