@@ -20,7 +20,7 @@ from qarl_kernels.formats import FORMAT_NAMES, QuantFormat, get_format
 from qarl_kernels.gemm import GemmOperand, gemm
 from qarl_kernels.hf_config import quantization_config
 from qarl_kernels.routing import RoutedRows, one_group, route_rows
-from qarl_kernels.weights import QuantizedWeight, stored_layout, weight_problems
+from qarl_kernels.weights import QuantizedWeight, stored_layout, unfit_values, weight_problems
 
 __all__ = [
     "FORMAT_NAMES",
@@ -53,5 +53,6 @@ __all__ = [
     "runs_kernels",
     "spread_rows",
     "stored_layout",
+    "unfit_values",
     "weight_problems",
 ]

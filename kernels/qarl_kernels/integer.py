@@ -14,6 +14,8 @@ from qarl_kernels.formats import ScaleConvention
 # Smallest scale, that of an empty group: so small that w4a8's channel scale, the largest of a row's group scales, is
 # never set by an empty group, and normal, so that kernels may multiply by its reciprocal.
 EMPTY_GROUP_SCALE = torch.finfo(torch.bfloat16).tiny
+# From this magnitude on code * scale may be infinite in BF16, whose largest number is below twice as much.
+OVERFLOW = 2.0**127
 
 
 def integer_grid(num_bits: int, scale_convention: ScaleConvention) -> tuple[int, int, float]:

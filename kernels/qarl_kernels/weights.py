@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qarl_kernels import fp8, integer
 from qarl_kernels.formats import FP8_BLOCK, QuantFormat
+from qarl_kernels.integer import OVERFLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,8 @@ class QuantizedWeight:
         shape: logical shape [..., N, K].
         tensors: stored tensors by checkpoint suffix: `weight_packed` + `weight_scale` (integer), `weight` +
             `weight_scale_inv` (fp8_block), `weight` + `weight_scale` (fp8_channel), `weight` (bf16).
-        nonfinite: int32 count of NaN and Inf that nobody has looked at yet, on the device; None where they were errors.
+        nonfinite: int32 count of `unfit_values` that nobody has looked at yet, on the device; None where they were
+            errors.
     """
 
     format: QuantFormat
@@ -107,7 +109,7 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
 def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) -> QuantizedWeight:
     """Quantize a BF16 weight in torch: what every other quantizer must equal bit for bit.
 
-    On a GPU, where to look would be to wait for the device, NaN and Inf are counted instead.
+    On a GPU, where to look would be to wait for the device, `unfit_values` are counted instead.
 
     Args:
         weight: [..., N, K] BF16 of a shape without `weight_problems`.
@@ -118,13 +120,13 @@ def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) ->
         The stored form.
 
     Raises:
-        ValueError: on a CPU, the weight holds NaN or Inf (tensor and first index named).
+        ValueError: on a CPU, the weight holds `unfit_values` (tensor and first index named).
     """
     nonfinite = None
     if weight.is_cuda:
-        nonfinite = (~torch.isfinite(weight)).sum(dtype=torch.int32)
-    else:
-        _require_finite(weight, name)
+        nonfinite = (~(weight.abs() < _least_unfit(fmt))).sum(dtype=torch.int32)
+    elif (problem := unfit_values(weight, fmt, name)) is not None:
+        raise nonfinite_error([problem])
     return QuantizedWeight(fmt, tuple(weight.shape), _stored_tensors(weight, fmt), nonfinite)
 
 
@@ -142,18 +144,35 @@ def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
     return {"weight": weight.clone()}
 
 
-def _require_finite(weight: Tensor, name: str) -> None:
-    # The maximum of the magnitudes is NaN or Inf exactly if one of them is, and an order of magnitude quicker.
-    if weight.numel() and not torch.isfinite(weight.abs().max()):
-        bad = (~torch.isfinite(weight)).nonzero()
-        first = bad[0].tolist()
-        raise nonfinite_error(
-            [f"{name} {list(weight.shape)} ({len(bad)}, the first at index {first}: {weight[tuple(first)].item()})"]
-        )
+def unfit_values(weight: Tensor, fmt: QuantFormat, name: str) -> str | None:
+    """Say which values of a weight a format cannot hold: NaN, Inf, and of integer formats 2^127 and more.
+
+    There code * scale may be beyond BF16, in the learner's forward and in the engine's alike: scales are rounded, and
+    the most negative code is further from zero than the group's largest value.
+
+    Args:
+        weight: any floating point tensor, judged as the BF16 that it becomes.
+        fmt: the format.
+        name: what to call the weight.
+
+    Returns:
+        Name, shape, number of such values and the first one; None when there is none.
+    """
+    limit = _least_unfit(fmt)
+    # The maximum of the magnitudes is NaN or too large exactly if one of them is, and an order of magnitude quicker.
+    if not weight.numel() or weight.abs().max().to(torch.bfloat16) < limit:
+        return None
+    bad = (~(weight.to(torch.bfloat16).abs() < limit)).nonzero()
+    first = bad[0].tolist()
+    return f"{name} {list(weight.shape)} ({len(bad)}, the first at index {first}: {weight[tuple(first)].item()})"
+
+
+def _least_unfit(fmt: QuantFormat) -> float:
+    return OVERFLOW if fmt.weight_kind == "int" else float("inf")
 
 
 def nonfinite_error(weights: list[str]) -> ValueError:
-    """Return the error for weights that hold NaN or Inf.
+    """Return the error for weights that hold `unfit_values`.
 
     Args:
         weights: each weight's name and count.
@@ -162,6 +181,7 @@ def nonfinite_error(weights: list[str]) -> ValueError:
         The error to raise.
     """
     return ValueError(
-        f"NaN or Inf in {len(weights)} weight(s), with the number of such values: {', '.join(weights)}; "
+        f"NaN or Inf in {len(weights)} weight(s) (for integer codes, magnitudes of 2^127 and more as well), with the "
+        f"number of such values: {', '.join(weights)}; "
         "a quantized copy would spread them over their whole groups"
     )

@@ -10,12 +10,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from qarl_kernels import QuantFormat, quantize_weight
+from qarl_kernels import QuantFormat, get_format, quantize_weight, unfit_values
 from qarl_nemo.checkpoints.plan import PlannedTensor
 from qarl_nemo.checkpoints.reader import TensorReader
 
 # A multiple of every block of rows that shares a scale; temporaries of so few rows stay in a core's cache.
 _ROWS_AT_ONCE = 256
+_COPIED = get_format("bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, devi
         The output tensors, or the problem.
     """
     name = tensor.info.name
-    problem = _nonfinite(weight, name)
+    problem = unfit_values(weight, fmt if tensor.quantized else _COPIED, name)
     if problem is not None:
         return ConvertedTensor(tensor, {}, problem)
     if not tensor.quantized:
@@ -106,12 +107,3 @@ def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, devi
     if fmt.weight_kind == "int":
         stored[f"{module}.weight_shape"] = torch.tensor(tensor.info.shape, dtype=torch.int64)
     return ConvertedTensor(tensor, stored)
-
-
-def _nonfinite(weight: Tensor, name: str) -> str | None:
-    # The maximum of the magnitudes is NaN or Inf exactly if one of them is, and an order of magnitude quicker.
-    if not weight.is_floating_point() or not weight.numel() or torch.isfinite(weight.abs().max()):
-        return None
-    bad = (~torch.isfinite(weight)).nonzero()
-    first = bad[0].tolist()
-    return f"{name} {list(weight.shape)} ({len(bad)}, the first at index {first}: {weight[tuple(first)].item()})"

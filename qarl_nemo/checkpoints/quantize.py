@@ -168,7 +168,8 @@ def _write_shards(
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ValueError(
-            f"NaN or Inf in {len(problems)} weights, with the number of such values; repair the source and run again, "
+            f"NaN or Inf in {len(problems)} weights (for integer codes, magnitudes of 2^127 and more too), with the "
+            f"number of such values; repair the source and run again, "
             f"finished shards are kept:\n{listed}"
         )
     return weight_map, num_resumed

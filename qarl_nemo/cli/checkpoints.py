@@ -74,6 +74,7 @@ def _quantize(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
+    from qarl_nemo.refit.names import summarize_names
 
     columns = (
         TextColumn("{task.description}"),
@@ -99,6 +100,9 @@ def _quantize(
             device=device,
             progress=show,
         )
+    for reason in dict.fromkeys(report.dropped.values()):
+        dropped = [name for name, why in report.dropped.items() if why == reason]
+        Console().print(f"left out: {summarize_names(dropped, 8)} ({reason})", markup=False)
     quantized = sum(row["quantized"] for row in report.rows)
     Console().print(
         f"{report.destination}: {quantized} of {len(report.rows)} tensors quantized to {fmt.name}, "

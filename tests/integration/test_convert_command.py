@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_files import Layout, write_megatron
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_nemo.cli import main
@@ -68,6 +68,26 @@ def test_convert_writes_what_quantize_writes_and_says_how_far_it_is(qarl, hf_mod
     ours, expected = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in "ab")
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_what_is_left_out_is_said(qarl, hf_model, tmp_path):
+    path = hf_model / "model.safetensors"
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(16) for layer in range(2)}
+    save_file(load_file(path) | frequencies, path)
+    code, printed = qarl("quantize", hf_model, tmp_path / "out")
+    assert code == 0, printed
+    expected = "left out: model.layers.{0..1}.self_attn.rotary_emb.inv_freq (engines compute rotary frequencies from"
+    assert expected in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen3_next", "gemma3"])
+def test_another_model_is_refused_by_its_type(qarl, hf_model, tmp_path, model_type):
+    config = json.loads((hf_model / "config.json").read_text())
+    (hf_model / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    code, printed = qarl("quantize", hf_model, tmp_path / "out")
+    assert code == 2
+    assert f'model_type is "{model_type}"; supported: qwen3_moe, qwen3, qwen2, llama, mistral' in printed
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_what_does_not_fit_is_one_message_and_no_folder(qarl, hf_model, megatron, tmp_path):

@@ -63,6 +63,13 @@ def test_the_kernels_count_what_is_not_finite(fmt):
         require_finite({"good_proj": good, "down_proj": quantize_weight(weight, fmt, name="down_proj")})
     assert "down_proj" in str(error.value)
     assert "good_proj" not in str(error.value)
+    # Integer codes times their scale may be infinite from 2^127 on; FP8 holds all of BF16.
+    large = quantize_weight(uneven_weight(128, 128).fill_(2.0**127).cuda(), fmt)
+    if fmt.weight_kind == "int":
+        with pytest.raises(ValueError, match="large_proj"):
+            require_finite({"large_proj": large})
+    else:
+        require_finite({"large_proj": large})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from asserts import assert_bitwise_equal
@@ -101,6 +103,20 @@ def test_a_non_finite_weight_names_tensor_and_index(fmt, bad):
     message = str(error.value)
     expected = f"model.layers.3.mlp.experts.down_proj [3, 128, 128] (2, the first at index [1, 127, 3]: {bad})"
     assert expected in message
+
+
+@pytest.mark.parametrize("largest", [2.0**127, 3.2e38, -3.38e38])
+def test_no_stored_weight_is_infinite(fmt, largest):
+    """Of integer formats code * scale may be: there a weight of 2^127 and more is refused, as NaN is."""
+    weight = uneven_weight(128, 128)
+    weight[2, 5] = largest
+    if fmt.weight_kind == "int":
+        with pytest.raises(ValueError, match=r"here \[128, 128\] \(1, the first at index \[2, 5\]: "):
+            quantize_weight(weight, fmt, name="here")
+        largest = weight[2, 5] = math.copysign(2.0**127 * (1 - 2.0**-8), largest)
+    values = quantize_weight(weight, fmt).dequantize()
+    assert values.isfinite().all()
+    assert values[2, 5].item() == pytest.approx(largest, rel=0.2)
 
 
 def test_a_weight_beyond_bf16_counts_as_infinite():

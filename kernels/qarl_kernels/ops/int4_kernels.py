@@ -18,7 +18,7 @@ from qarl_kernels.ops.split_reciprocal import divide_by_fp8_max, split_multiply,
 
 _EMPTY_SCALE = tl.constexpr(EMPTY_GROUP_SCALE)
 _MIN_TOKEN_SCALE = tl.constexpr(MIN_TOKEN_SCALE)
-_INF_BITS = tl.constexpr(0x7F800000)
+_OVERFLOW_BITS = tl.constexpr(0x7F000000)  # of integer.OVERFLOW; Inf and NaN have larger ones
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
 # A float in [256, 512) is a multiple of 2^-15.
 _SNAP = tl.constexpr(384.0)
@@ -41,7 +41,7 @@ def _abs_bits(values):
 @triton.jit
 def _group_scale(amax_bits, INVERSE_DIVISOR: tl.constexpr):
     rounded = (amax_bits.to(tl.float32, bitcast=True) * INVERSE_DIVISOR).to(tl.bfloat16).to(tl.float32)
-    return tl.maximum(rounded, _EMPTY_SCALE), _abs_bits(rounded) >= _INF_BITS
+    return tl.maximum(rounded, _EMPTY_SCALE), amax_bits >= _OVERFLOW_BITS
 
 
 @triton.jit

@@ -199,6 +199,16 @@ def test_every_weight_that_holds_nan_is_listed_also_copied_ones(make_source, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_what_integer_codes_would_make_infinite_is_refused(make_source, tmp_path):
+    weights = tensors_of(DENSE)
+    weights["model.norm.weight"][3] = weights["model.layers.1.self_attn.q_proj.weight"][0, 1] = 3.3e38
+    folder = make_source(weights, DENSE)
+    with pytest.raises(ValueError, match=r"in 1 weights .* 2\^127") as error:
+        quantize_checkpoint(folder, tmp_path / "a", FORMATS["w4a16"], ["attention"])
+    assert "q_proj.weight [256, 256] (1, the first at index [0, 1]: 3.29" in str(error.value)
+    quantize_checkpoint(folder, tmp_path / "b", FORMATS["fp8_channel"], ["attention"])
+
+
 def test_old_rotary_buffers_and_a_tied_copy_are_left_out(make_source, tmp_path, read_all):
     config = DENSE | {"model_type": "llama", "tie_word_embeddings": True}
     weights, frequencies = tensors_of(config), "model.layers.1.self_attn.rotary_emb.inv_freq"
