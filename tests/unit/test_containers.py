@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -42,6 +44,20 @@ def test_every_file_a_dockerfile_copies_exists():
     for path in DOCKERFILES:
         for source in re.findall(r"^COPY (?:--chown=\S+ )?(\S+) \S+$", path.read_text(), flags=re.MULTILINE):
             assert (DOCKER.parent / source).exists(), f"{path.name} copies {source}"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_has_the_command(path, tmp_path):
+    (made,) = re.findall(r"^RUN (printf .*) > /usr/local/bin/qarl && chmod 755 ", path.read_text(), flags=re.MULTILINE)
+    (tmp_path / "qarl").write_bytes(subprocess.run(["bash", "-c", made], stdout=subprocess.PIPE, check=True).stdout)
+    (tmp_path / "qarl").chmod(0o755)
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{DOCKER.parent}:{DOCKER.parent}/kernels",
+    }
+    done = subprocess.run([str(tmp_path / "qarl"), "--help"], env=env, capture_output=True, text=True, check=False)
+    assert "report" in done.stdout, done.stderr
+    assert "qarl --help" in path.read_text()
 
 
 def test_worker_environments_are_linked_under_our_workers_names():

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; 2 for a config that cannot be used, 3 for a cluster that cannot, others as in `failures`.
     """
-    args = _parser().parse_args(arguments)
+    args = _read_arguments(arguments)
     return run_reported(lambda: args.do(args), "ERROR")
 
 
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check the Ray cluster this machine belongs to")
     run = commands.add_parser("run", help="on the head of a running Ray cluster: check it, run the job under watch")
     for command in (launch, check, run):
-        command.add_argument("config", help="a YAML such as examples/clusters/hosts.yaml, or - for standard input")
+        command.add_argument("config", help="a YAML such as docker/clusters/hosts.yaml, or - for standard input")
         command.add_argument("overrides", nargs="*", metavar="a.b=c", help="change keys of the config")
     for command in (check, run):
         command.add_argument("--address", help="host:port of Ray's head; default: this machine's cluster")
@@ -73,6 +73,17 @@ def _parser() -> argparse.ArgumentParser:
     manifest.set_defaults(do=_manifest)
     node.set_defaults(do=_node)
     return parser
+
+
+def _read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    # argparse takes all overrides at once, or none: those that come after an option are left over.
+    if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -109,13 +120,20 @@ def _node(args: argparse.Namespace) -> int:
     _require_ray()
     from qarl_nemo.nemo.cluster.node import run_node  # POSIX, which a dry run does without
 
-    # Byte by byte up to the line's end: what follows belongs to the lifeline.
+    config = _parse(_read_line(), "standard input")
+    if args.lifeline and config.env_from.caller:
+        # A launcher over a connection sends the values; under Slurm they are in the environment.
+        os.environ.update(json.loads(_read_line()))
+    head = args.role == "head" or (args.role == "slurm" and os.environ.get("SLURM_PROCID") == "0")
+    return run_node(config, head=head, head_address=args.head_address, address=args.address, lifeline=args.lifeline)
+
+
+def _read_line() -> str:
+    """Read byte by byte up to the line's end: what follows belongs to the lifeline."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(sys.stdin.fileno(), 1)):
         line += byte
-    config = _parse(line.decode(), "standard input")
-    head = args.role == "head" or (args.role == "slurm" and os.environ.get("SLURM_PROCID") == "0")
-    return run_node(config, head=head, head_address=args.head_address, address=args.address, lifeline=args.lifeline)
+    return line.decode()
 
 
 def _require_ray() -> None:

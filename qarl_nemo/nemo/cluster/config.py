@@ -1,10 +1,12 @@
 """What a cluster run is: its nodes, shared paths and job, and how nodes are started. Imports neither torch nor ray."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from qarl_nemo.config import StrictModel
+from qarl_nemo.nemo.cluster.secrets import plain_secrets
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/")]
 
@@ -53,6 +55,23 @@ class ContainerConfig(StrictModel):
     """`host:container` folders, shared ones first of all; Kubernetes mounts its claim instead."""
     args: tuple[str, ...] = ()
     """Further arguments of `docker run` or, under Slurm, of `srun`."""
+
+
+class EnvironmentSources(StrictModel):
+    """Where variables come from whose values must not be written down, such as WANDB_API_KEY."""
+
+    secrets: tuple[str, ...] = ()
+    """Kubernetes: Secrets by name; each of their keys is a variable of every pod."""
+    caller: tuple[str, ...] = ()
+    """Plain hosts and Slurm: variables of the shell that launches, by name."""
+
+    @field_validator("caller")
+    @classmethod
+    def names_of_variables(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Reject what is no name, such as an assignment, whose value must not be shown."""
+        if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in value):
+            raise ValueError("must be names of variables, without values")
+        return value
 
 
 class HostsLauncher(StrictModel):
@@ -134,7 +153,9 @@ class ClusterConfig(StrictModel):
     """A shell line that every node runs first, such as `source /shared/venv/bin/activate`."""
     python: str = Field("python", min_length=1)
     env: dict[str, str] = Field({})
-    """Set on every node, for Ray and the job."""
+    """Set on every node, for Ray and the job; written into job files and manifests, so no place for secrets."""
+    env_from: EnvironmentSources = EnvironmentSources()
+    """Further variables by name alone: secrets."""
     log_period_s: float = Field(60.0, gt=0)
     """How often nodes copy their Ray logs into `log_dir`: what is lost of a node that dies."""
     container: ContainerConfig | None = None
@@ -176,6 +197,26 @@ class ClusterConfig(StrictModel):
                 for key, path in paths.items()
                 if not f"{path}/".startswith(f"{launcher.mount_path.rstrip('/')}/")
             ]
+        problems += self._secret_problems()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _secret_problems(self) -> list[str]:
+        launcher, image = self.launcher, self.container
+        texts = {"command": self.command, "setup": self.setup, "container.args": " ".join(image.args if image else ())}
+        if isinstance(launcher, SlurmLauncher):
+            texts["launcher.sbatch_args"] = " ".join(launcher.sbatch_args)
+        problems = plain_secrets(self.env, texts)
+        on_kubernetes = isinstance(launcher, KubernetesLauncher)
+        if on_kubernetes and self.env_from.caller:
+            problems.append(
+                "env_from.caller: pods do not see this shell's environment; make a Secret (kubectl create secret "
+                "generic NAME --from-literal=VARIABLE=...) and name it in env_from.secrets"
+            )
+        if not on_kubernetes and self.env_from.secrets:
+            problems.append("env_from.secrets are Kubernetes's; name variables of this shell in env_from.caller")
+        if isinstance(launcher, SlurmLauncher) and self.env_from.caller:
+            exports = [each for each in launcher.sbatch_args if each.startswith("--export")]
+            problems += [f"launcher.sbatch_args has {each}, without which env_from.caller works" for each in exports]
+        return problems

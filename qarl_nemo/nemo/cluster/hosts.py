@@ -28,7 +28,7 @@ def hosts_plan(config: ClusterConfig, launcher: HostsLauncher) -> Plan:
         if config.container:
             line = _in_docker(config.container, line)
         connect = [part.replace("{host}", host) for part in launcher.connect]
-        steps.append(Step(f"{role} {host}", (*connect, line), config.as_json()))
+        steps.append(Step(f"{role} {host}", (*connect, line), config.as_json(), sent=config.env_from.caller))
     return Plan(tuple(steps), together=True)
 
 

@@ -118,11 +118,13 @@ def _pod(config: ClusterConfig, image: ContainerConfig, launcher: KubernetesLaun
     if config.gpus_per_node:
         limits["nvidia.com/gpu"] = str(config.gpus_per_node)
     env = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0", **config.env}
+    secrets = config.env_from.secrets
     container = {
         "name": name,
         "image": image.image,
         "workingDir": config.workdir,
         "env": [{"name": key, "value": value} for key, value in env.items()],
+        **({"envFrom": [{"secretRef": {"name": name}} for name in secrets]} if secrets else {}),
         "resources": {"requests": limits, "limits": dict(limits)},
         "volumeMounts": [
             {"name": "shared", "mountPath": launcher.mount_path},

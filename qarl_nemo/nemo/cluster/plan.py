@@ -1,5 +1,6 @@
 """What a launcher will do, as data: a dry run prints it, a launch executes it."""
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo.cluster.config import ClusterConfig
+from qarl_nemo.nemo.cluster.secrets import caller_values
 
 CLI = ("-m", "qarl_nemo.nemo.cluster")
 # How long the head may take to notice a lost node and to collect logs.
@@ -22,11 +24,21 @@ WORKER_ENDS_WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Step:
-    """One command, what it reads, and what it is for."""
+    """One command, what it reads, and what it is for.
+
+    Attributes:
+        title: what it is for.
+        command: its words.
+        stdin: what it reads.
+        sent: variables of this shell whose values it reads, too, on a line of their own.
+        inherited: variables of this shell that it hands on.
+    """
 
     title: str
     command: tuple[str, ...]
     stdin: str = ""
+    sent: tuple[str, ...] = ()
+    inherited: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,8 @@ class Plan:
             lines += ["", f"# {step.title}", shlex.join(step.command) + (" <<'STDIN'" if step.stdin else "")]
             if step.stdin:
                 lines += [step.stdin.rstrip("\n"), "STDIN"]
+            if step.sent or step.inherited:
+                lines.append(f"# ... with values of this shell: {', '.join(step.sent or step.inherited)}")
         return "\n".join(lines) + "\n"
 
     def execute(self) -> int:
@@ -57,11 +71,12 @@ class Plan:
             0, or the exit code of the step that failed; of nodes run together, the head's.
 
         Raises:
-            ConfigError: programs of the plan are not installed here; all are named.
+            ConfigError: programs of the plan are not installed here, or variables it needs are not set; all are named.
         """
         missing = sorted({step.command[0] for step in self.steps if shutil.which(step.command[0]) is None})
         if missing:
             raise ConfigError(f"not found on this machine: {', '.join(missing)}; --dry-run shows what they are for")
+        caller_values(dict.fromkeys(name for step in self.steps for name in (*step.sent, *step.inherited)))
         return _run_together(self.steps) if self.together else _run_in_order(self.steps)
 
 
@@ -134,6 +149,8 @@ class _RunningNode:
         self._reader.start()
         with suppress(BrokenPipeError):  # it ended at once; the loop reports that
             self.process.stdin.write(step.stdin.rstrip("\n") + "\n")
+            if step.sent:
+                self.process.stdin.write(json.dumps(caller_values(step.sent)) + "\n")
             self.process.stdin.flush()
 
     def report(self) -> None:

@@ -25,13 +25,16 @@ def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
     options += [f"--partition={launcher.partition}"] if launcher.partition else []
     if launcher.gres and config.gpus_per_node:
         options.append(f"--gres=gpu:{config.gpus_per_node}")
+    # Slurm hands this shell's environment on, and with it what `env_from.caller` names.
+    options += ["--export=ALL"] if config.env_from.caller else []
     options += launcher.sbatch_args
     if launcher.ray_sub:
         assert config.container is not None  # checked with the config
         env = [f"{key}={value}" for key, value in _ray_sub_environment(config, config.container).items()]
-        submit = Step("submit NeMo-RL's ray.sub", ("env", *env, "sbatch", *options, launcher.ray_sub))
+        command = ("env", *env, "sbatch", *options, launcher.ray_sub)
+        submit = Step("submit NeMo-RL's ray.sub", command, inherited=config.env_from.caller)
     else:
-        submit = Step("submit", ("sbatch", *options), batch_script(config))
+        submit = Step("submit", ("sbatch", *options), batch_script(config), inherited=config.env_from.caller)
     # Slurm drops the output of a job whose folder is missing.
     return Plan((Step("make the log folder", ("mkdir", "-p", config.log_dir)), submit))
 
@@ -48,7 +51,7 @@ def batch_script(config: ClusterConfig) -> str:
     line = node_line(config, ["node", "slurm", "--head-address", '"$1"'])
     # The head's watch reports a lost node and keeps the logs, so Slurm must not end the step at once.
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={_OTHERS_END_WITHIN_S}", "--label"]
-    srun += _in_pyxis(config.container, config.workdir) if config.container else []
+    srun += _in_pyxis(config.container, config) if config.container else []
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -62,10 +65,12 @@ def batch_script(config: ClusterConfig) -> str:
     )
 
 
-def _in_pyxis(container: ContainerConfig, workdir: str) -> list[str]:
+def _in_pyxis(container: ContainerConfig, config: ClusterConfig) -> list[str]:
     mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
-    workdirs = ["--no-container-mount-home", f"--container-workdir={workdir}"]
-    return [f"--container-image={container.image}", *mounts, *workdirs, *container.args]
+    workdirs = ["--no-container-mount-home", f"--container-workdir={config.workdir}"]
+    # An image's own variable of the same name would win.
+    caller = [f"--container-env={','.join(config.env_from.caller)}"] if config.env_from.caller else []
+    return [f"--container-image={container.image}", *mounts, *workdirs, *caller, *container.args]
 
 
 def _ray_sub_environment(config: ClusterConfig, container: ContainerConfig) -> dict[str, str]:
