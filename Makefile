@@ -25,7 +25,7 @@ NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/local/test_engine_fo
 	integration/test_run_variants.py)
 CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.local.vllm.host
 
-.PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm style format clean
+.PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm campaign campaign-short style format clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -60,6 +60,16 @@ test-numerics: $(DEV) ## Run the tests that compare within a tolerance again, wi
 test-vllm: ## Run the tests of the real vLLM on this CPU, in its own environment; skip where the CPU cannot
 	@if $(CPU_SERVES_VLLM); then $(MAKE) $(VLLM); else echo "skipped: the tests of the real vLLM"; exit 0; fi; \
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m "not gpu" tests/integration/test_vllm_*.py
+
+CAMPAIGN := OMP_NUM_THREADS=1 PYTHONPATH=tools/campaign:tests:tests/integration:. $(BIN)/python tools/campaign/run.py
+SEED ?= 0
+
+campaign: $(DEV) ## Damaged inputs, kills and refit faults by the thousand, into docs/trust.md
+	$(CAMPAIGN) --seed $(SEED) --jobs $(JOBS) --record docs/results/trust.json
+	$(BIN)/python tools/render_results.py
+
+campaign-short: $(DEV) ## A sample of the campaign, in a minute or two
+	$(CAMPAIGN) --seed $(SEED) --jobs $(JOBS) --short
 
 style: $(DEV) ## Check format, lint, import contracts and that tables in docs show the recorded figures
 	$(BIN)/ruff format --check .

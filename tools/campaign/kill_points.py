@@ -86,6 +86,7 @@ class QarlServer:
         fault: str | None = None,
         at: int = 0,
         timeout_s: int = 60,
+        folder: Path | None = None,
     ) -> Ended:
         """Run one command.
 
@@ -95,6 +96,7 @@ class QarlServer:
             fault: `kill` (as `kill -9`, a write half done), `full` (no space from then on) or `interrupt` (Ctrl-C).
             at: number of the call that meets the fault, from 1.
             timeout_s: after this long the command is ended.
+            folder: where it is started; None: where this process is.
 
         Returns:
             How it ended.
@@ -105,6 +107,7 @@ class QarlServer:
             "fault": fault,
             "at": at,
             "timeout_s": timeout_s,
+            "folder": str(folder or Path.cwd()),
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -132,7 +135,7 @@ class _Calls:
     def watches(self, path: Any) -> bool:
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
-        return os.path.abspath(os.fspath(path)).startswith(self._watch)
+        return os.path.abspath(os.fsdecode(path)).startswith(self._watch)
 
     def meet(self, name: str, path: Any) -> bool:
         """Count a call; returns whether the process must be killed now."""
@@ -217,6 +220,7 @@ def _call_program(job: dict[str, Any], counted: int) -> int:
     from qarl_nemo.cli import main
 
     sys.argv = ["qarl", *job["arguments"]]
+    os.chdir(job["folder"])
     calls = _Calls(job["watch"], job["fault"], job["at"])
     calls.install()
     code = 0

@@ -1,0 +1,132 @@
+"""The standing campaign: damaged inputs, kills, refit faults, Muon's step; the rows of docs/results/trust.json.
+
+    make campaign                     # everything, recorded
+    make campaign-short               # a sample, in CI
+
+Every part is seeded. A failure prints what reproduces it.
+"""
+
+import argparse
+import datetime
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.results import append_results
+
+# name, value, unit, op, goal
+Figure = tuple[str, float, str, str, float]
+SHORT_INPUTS, SHORT_KILLS = 120, 3
+
+
+def damaged_inputs(options: argparse.Namespace) -> list[Figure]:
+    """Give the four commands damaged inputs."""
+    from damage import count_failures
+
+    tried, failures = count_failures(options.inputs, options.seed, options.jobs)
+    counts = Counter(failure.outcome for failure in failures)
+    return [
+        ("mutated_inputs", tried, "", ">=", 10_000),
+        ("mutated_tracebacks", counts["traceback"], "", "<=", 0),
+        ("mutated_hangs", counts["hang"], "", "<=", 0),
+        ("mutated_wrong_accepted", counts["wrongly accepted"] + counts["left behind"], "", "<=", 0),
+    ]
+
+
+def kills(options: argparse.Namespace) -> list[Figure]:
+    """Kill conversions and runs, and let them go on."""
+    import conversion_kills
+    import train_kills
+
+    every_call = options.kills > SHORT_KILLS
+    converted, different = conversion_kills.run(options.kills, options.seed, every_call=every_call)
+    formats = list(train_kills.FORMATS) if every_call else list(train_kills.FORMATS)[:1]
+    trained = train_kills.run(options.kills, options.seed, formats, every_call=every_call)
+    different += trained.different
+    killed = converted + trained.kills
+    print(f"{killed - len(different)} of {killed} killed commands ended identically", *different, sep="\n    ")
+    return [
+        ("kills", killed, "", ">=", 150),
+        ("kills_identical", (killed - len(different)) / max(1, killed), "fraction", ">=", 1),
+    ]
+
+
+def refit(options: argparse.Namespace) -> list[Figure]:
+    """Refit with every fault."""
+    from refit_faults import run_campaign
+
+    counts = run_campaign(options.seed)
+    survived = counts.tried - len(counts.failures)
+    print(f"{survived} of {counts.tried} refit faults survived", *counts.failures, sep="\n    ")
+    return [
+        ("refit_faults", counts.tried, "", ">=", 1),
+        ("refit_faults_survived", survived / max(1, counts.tried), "fraction", ">=", 1),
+    ]
+
+
+def muon(_: argparse.Namespace) -> list[Figure]:
+    """Hold the recipes' Muon against the embedded engine's."""
+    import muon_rms
+
+    return [("muon_rms_ratio", muon_rms.measure(), "", "<=", 1.01)]
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
+    "inputs": damaged_inputs,
+    "kills": kills,
+    "refit": refit,
+    "muon": muon,
+}
+
+
+def main() -> int:
+    """Run the parts asked for; returns 1 if a goal was missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("--short", action="store_true", help="a sample: counts are not held against their goals")
+    parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--kills", type=int, default=50, help="at random moments of each command")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--record", type=Path, help="file of docs/results")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown parts {sorted(unknown)}; legal: {', '.join(PARTS)}")
+    if options.short:
+        options.inputs, options.kills = SHORT_INPUTS, SHORT_KILLS
+    figures = [figure for name in options.parts or PARTS for figure in PARTS[name](options)]
+    missed = [figure for figure in figures if not _met(figure, short=options.short)]
+    for figure in figures:
+        print(f"{figure[0]}: {figure[1]:g} (goal {figure[3]} {figure[4]:g}){'  MISSED' if figure in missed else ''}")
+    if options.record:
+        append_results(options.record, [_row(figure, options) for figure in figures])
+    return int(bool(missed))
+
+
+def _met(figure: Figure, *, short: bool) -> bool:
+    _, value, _, op, goal = figure
+    counted = op == ">=" and goal > 1
+    return (short and counted) or (value >= goal if op == ">=" else value <= goal)
+
+
+def _row(figure: Figure, options: argparse.Namespace) -> dict[str, Any]:
+    name, value, unit, op, goal = figure
+    return {
+        "name": name,
+        "value": float(f"{value:.5g}"),
+        "unit": unit,
+        "op": op,
+        "goal": float(goal),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "command": "make campaign" if options.seed == 0 else f"make campaign SEED={options.seed}",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
