@@ -10,7 +10,7 @@ from qarl_nemo.cli.program import command
 
 @command
 def compare(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face Qwen3 or Qwen3-MoE directory, not quantized.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face Qwen, Llama or Mistral directory, not quantized.")],
     formats: Annotated[
         list[str] | None, typer.Option("--format", help="What the engine serves; repeat for several. Default w4a16.")
     ] = None,

@@ -17,8 +17,8 @@ def doctor(
     rollout: Annotated[
         Path | None,
         typer.Option(
-            help="Measure vLLM on this machine instead, with dummy weights, in every format: a Hugging Face Qwen3, "
-            "Qwen3-MoE or Qwen2 folder, or its config.json. The options below are for this."
+            help="Measure vLLM on this machine instead, with dummy weights, in every format: a Hugging Face Qwen, "
+            "Llama or Mistral folder, or its config.json. The options below are for this."
         ),
     ] = None,
     formats: Annotated[

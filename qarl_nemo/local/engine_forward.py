@@ -1,4 +1,4 @@
-"""A Hugging Face Qwen model's norms and attention with the rollout engine's rounding points.
+"""A Hugging Face decoder's norms and attention with the rollout engine's rounding points.
 
 transformers rounds a normalized value before it is multiplied by the weight, and both products of a rotation before
 they are added; vLLM's kernels compute in FP32 and round once.
@@ -47,7 +47,9 @@ class EngineAttention(nn.Module):
             self.add_module(name, module)
         for name in ("config", "layer_idx", "head_dim", "num_key_value_groups", "scaling", "is_causal"):
             setattr(self, name, getattr(attention, name))
-        self.sliding_window = getattr(attention, "sliding_window", None)
+        # Mistral's attention leaves it to its config; Qwen's decides by layer.
+        window = None if hasattr(attention, "sliding_window") else getattr(attention.config, "sliding_window", None)
+        self.sliding_window = getattr(attention, "sliding_window", window)
 
     def forward(
         self,
@@ -90,7 +92,7 @@ class EngineAttention(nn.Module):
 
 
 def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a Qwen model normalize, rotate and attend as the rollout engine does.
+    """Let a model normalize, rotate and attend as the rollout engine does.
 
     Args:
         model: changed in place; parameters and their names stay.

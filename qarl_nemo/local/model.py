@@ -1,4 +1,4 @@
-"""The learner's model: a local Qwen3 / Qwen3-MoE checkpoint, or a tiny random one with its tokenizer."""
+"""The learner's model: a local checkpoint of a supported family, or a tiny random one with its tokenizer."""
 
 from pathlib import Path
 
@@ -14,14 +14,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.local.config import ModelInit, PolicyConfig
 from qarl_nemo.local.engine_forward import follow_engine
 from qarl_nemo.local.tokenizer import character_tokenizer
 
 # Its bars for single shards would tear the run's own progress display.
 transformers_logging.disable_progress_bar()
-
-SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2")
 
 
 def load_model(
@@ -93,12 +92,10 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
 
 
 def _checkpoint_config(path: Path) -> PreTrainedConfig:
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no config.json")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"{path} is a {config.model_type!r} model; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
-    return config
+    if not (path / CONFIG_FILE).exists():
+        raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}")
+    read_architecture(path / CONFIG_FILE)
+    return AutoConfig.from_pretrained(path, local_files_only=True)
 
 
 def tiny_config(init: ModelInit, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:

@@ -1,6 +1,6 @@
 """Parameter names: which target a tensor belongs to, and how stacked refit names and checkpoint names correspond.
 
-Strings only. Names are Hugging Face's for Qwen2, Qwen3 and Qwen3-MoE, which vLLM reads too.
+Strings only. Names are Hugging Face's for the models of `architecture.FAMILIES`, which vLLM reads too.
 """
 
 import re

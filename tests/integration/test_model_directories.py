@@ -1,4 +1,4 @@
-"""Training from a local checkpoint directory: Qwen3-MoE, dense Qwen3 and Qwen2, on text and on chat data."""
+"""Training from a local checkpoint directory: Qwen3-MoE, dense Qwen, Llama and Mistral, on text and on chat data."""
 
 import json
 
@@ -8,6 +8,8 @@ import torch
 from tiny_runs import read_metrics, train, without_clocks
 from transformers import (
     AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -33,6 +35,8 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES),
+    "llama": LlamaConfig(**SIZES, attention_bias=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=8),
 }
 TARGETS = {
     "qwen3_moe": ["experts", "attention"],
@@ -40,6 +44,8 @@ TARGETS = {
     "qwen3": ["mlp", "attention"],
     "qwen3-tied": ["mlp"],
     "qwen2": ["mlp", "attention"],
+    "llama": ["mlp", "attention"],
+    "mistral": ["mlp", "attention"],
 }
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 

@@ -18,7 +18,15 @@ from qarl_kernels import FORMAT_NAMES, get_format
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportError)
 
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from qarl_nemo.checkpoints import quantize_checkpoint  # noqa: E402
 from qarl_nemo.layers.install import install  # noqa: E402
@@ -55,6 +63,48 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.06,
+}
+DENSE = {
+    "llama": LlamaConfig(**SMALL),
+    "llama-biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**SMALL),
+}
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("format_name", FORMAT_NAMES)
+def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str, family: str, tmp_path: Path) -> None:
+    fmt, names = get_format(format_name), ["mlp", "attention"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(DENSE[family])
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.1)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "quantized", fmt, names)
+    result = vllm_generate(tmp_path / "quantized", "")
+    require_methods([ChosenMethod(**record) for record in result["methods"]], fmt, names)
+    aligned, unaligned = (
+        learner_gap(tmp_path / "source", learned, names, result["responses"]) for learned in (format_name, "bf16")
+    )
+    print(f"\nPARITY {family} {format_name}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
+    assert aligned < BOUNDS["all"]
+    if format_name in ("w4a16", "w4a8"):
+        assert unaligned > 2 * aligned
 
 
 def vllm_generate(folder: Path, moe_backend: str) -> dict:

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl_kernels import QuantFormat, get_format
+from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.layers.install import install
 from qarl_nemo.local.compare.prompts import make_prompts
 from qarl_nemo.local.engine_attention import ATTENTIONS, engine_attention_problem
-from qarl_nemo.local.model import SUPPORTED_MODEL_TYPES
 from qarl_nemo.local.setup import resolve_device
 from qarl_nemo.refit.names import TARGETS
 
@@ -29,7 +29,7 @@ class CompareSettings:
     """One comparison.
 
     Attributes:
-        checkpoint: Hugging Face Qwen3 or Qwen3-MoE directory, not quantized.
+        checkpoint: Hugging Face directory of a supported model, not quantized.
         formats: what the engine serves, one pair of arms each; the BF16 floor is always measured.
         group_size: of integer formats; None = 128.
         targets: what is quantized.
@@ -176,11 +176,10 @@ def _group_size(settings: CompareSettings, name: str) -> int | None:
 
 
 def _read_checkpoint(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not a Hugging Face checkpoint directory: it has no config.json")
+    if not (folder / CONFIG_FILE).exists():
+        raise ValueError(f"{folder} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}")
+    read_architecture(folder / CONFIG_FILE)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"{folder} is a {config.model_type!r} model; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{folder} is quantized already; name the BF16 checkpoint that it was made from")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -26,7 +26,7 @@ class RolloutSpeedSettings:
     """One measurement.
 
     Attributes:
-        model: config.json of a Qwen3, Qwen3-MoE or Qwen2 model, or its folder; weights are not needed.
+        model: config.json of a supported model, or its folder; weights are not needed.
         formats: what to measure; speed-ups are over bf16, if it is among them.
         group_size: elements per scale, of integer formats; None = 128.
         targets: what is quantized.

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from qarl_kernels import QuantFormat
+from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.shapes import shape_problems
-from qarl_nemo.local.model import SUPPORTED_MODEL_TYPES
-from qarl_nemo.refit.names import TARGETS, module_kind
+from qarl_nemo.files import read_json
+from qarl_nemo.refit.names import TARGETS, target_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +20,7 @@ class ModelShapes:
 
     Attributes:
         config: content of config.json.
-        parameters: name -> shape; a layer's experts are stacked, [num_experts, N, K].
+        parameters: name -> shape, with one entry per expert.
         max_position_embeddings: longest context, tokens.
         num_attention_heads: query heads.
     """
@@ -35,7 +33,7 @@ class ModelShapes:
     @property
     def targets(self) -> list[str]:
         """Targets that the model has weights of."""
-        present = {_target(name) for name in self.parameters}
+        present = {target_of(name) for name in self.parameters}
         return [target for target in TARGETS if target in present]
 
 
@@ -51,24 +49,15 @@ def read_shapes(path: Path) -> ModelShapes:
     Raises:
         ValueError: no readable config.json, or one of an unsupported or quantized model.
     """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        model_type = raw.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not a readable config.json: {error}") from error
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"{file} is of a {model_type!r} model; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    file = path / CONFIG_FILE if path.is_dir() else path
+    raw = read_json(file, "a model's config.json")
+    model = Architecture.parse(raw, str(file))
     if "quantization_config" in raw:
         raise ValueError(f"{file} is of a quantized model; name the BF16 model that it was made from")
-    try:
-        config = AutoConfig.for_model(**raw)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} describes no model: {error}") from error
-    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return ModelShapes(raw, parameters, config.max_position_embeddings, config.num_attention_heads)
+    context = raw.get("max_position_embeddings")
+    if not isinstance(context, int) or isinstance(context, bool) or context < 1:
+        raise ValueError(f"{file}: max_position_embeddings={json.dumps(context)} is not a whole number from 1")
+    return ModelShapes(raw, dict(model.parameters()), context, model.num_attention_heads)
 
 
 def shape_refusals(
@@ -93,27 +82,18 @@ def shape_refusals(
     """
     reasons: dict[str, None] = {}
     for name, shape in model.parameters.items():
-        target = _target(name)
+        target = target_of(name)
         if target is None or target not in targets:
             continue
         parts = 1 if target == "experts" and enable_expert_parallel else tensor_parallel_size
         split = f", on each of {parts} GPUs" if parts > 1 else ""
-        for problem in shape_problems(_weight_name(name), target, _shard(name, shape, parts), fmt):
+        for problem in shape_problems(name, target, _shard(name, shape, parts), fmt):
             reasons[f"{target}: {problem}{split}"] = None
     return list(reasons)
 
 
 def _shard(name: str, shape: tuple[int, ...], parts: int) -> tuple[int, int]:
-    rows, columns = shape[-2:]
+    rows, columns = shape
     if "o_proj" in name or "down_proj" in name:
         return rows, math.ceil(columns / parts)
-    return math.ceil(rows / parts / (2 if "gate_up_proj" in name else 1)), columns
-
-
-def _weight_name(name: str) -> str:
-    return name.removesuffix(".weight") + ".weight"
-
-
-def _target(name: str) -> str | None:
-    kind = module_kind(name.removesuffix(".weight"))
-    return kind if kind in TARGETS else None
+    return math.ceil(rows / parts), columns

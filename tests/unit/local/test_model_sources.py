@@ -57,7 +57,7 @@ def test_what_is_no_supported_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere is not a Hugging Face checkpoint directory: it has no config.json"):
         load_checkpoint(tmp_path / "nowhere", torch.float32)
     GPT2Config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is a 'gpt2' model; supported: qwen3, qwen3_moe, qwen2"):
+    with pytest.raises(ValueError, match=r'model_type is "gpt2"; supported: qwen3_moe, qwen3, qwen2, llama, mistral'):
         load_checkpoint(tmp_path, torch.float32)
 
 

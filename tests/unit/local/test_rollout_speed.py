@@ -38,7 +38,7 @@ def test_the_example_has_the_size_of_qwen3_30b_a3b(model):
 
 def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     wrong = RolloutSpeedSettings(
         model=tmp_path,
         formats=("w4a16", "w4a16", "nf4"),
@@ -60,7 +60,7 @@ def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
         "unknown target 'heads'",
         "group_size=48 serves no format",
         "tensor_parallel_size=16",
-        "'llama' model; supported",
+        'model_type is "gpt2"; supported',
     ):
         assert text in str(raised.value)
 
@@ -73,7 +73,7 @@ def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide 32 heads"),
         ({"enable_expert_parallel": True}, "it needs tensor_parallel_size of at least 2"),
         ({"formats": ("fp8_block",), "group_size": 64}, "no integer format is measured"),
-        ({"model": Path("nowhere")}, "nowhere is not a readable config.json"),
+        ({"model": Path("nowhere")}, "nowhere: expected a model's config.json"),
         ({"formats": ()}, "no format to measure"),
     ],
 )
