@@ -13,7 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import nemo_rl
+try:
+    import nemo_rl
+except ImportError as error:
+    sys.exit(
+        f"{Path(sys.argv[0]).name}: NeMo-RL is not importable ({error}); put its repository and what it needs on "
+        "PYTHONPATH (NEMO_RL_ROOT alone only says where its configs are): docs/nemo_rl.md, step 1"
+    )
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError

@@ -135,6 +135,7 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
         problems.append(_line(key, batch, f"{cause} is right for one optimizer step a rollout batch", str(per_step)))
     if look_up(config, "grpo.async_grpo.enabled", False):
         problems += _async_conflicts(config, objective)
+    problems += _validation_conflicts(config)
     tensor_parallel = look_up(config, "policy.megatron_cfg.tensor_model_parallel_size", 1)
     micro, scored = policy.get("train_micro_batch_size"), policy.get("logprob_batch_size")
     if tensor_parallel >= 4 and not forced and None not in (micro, scored) and micro != scored:
@@ -157,6 +158,18 @@ def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[s
         _line(key, value, f"grpo.async_grpo.enabled=true: {why}", _text(legal))
         for key, (legal, why) in wanted.items()
         if (value := look_up(config, key, not legal)) != legal
+    ]
+
+
+def _validation_conflicts(config: Mapping[str, Any]) -> list[str]:
+    if look_up(config, "env.should_use_nemo_gym", False):
+        return []
+    generation = look_up(config, "policy.generation", {})
+    return [
+        _line(f"policy.generation.val_{key}", value, "NeMo-RL validates otherwise only with NeMo-Gym", _text(training))
+        for key in ("temperature", "top_p", "top_k")
+        if (value := look_up(generation, f"val_{key}")) is not ABSENT
+        and value != (training := look_up(generation, key, None))
     ]
 
 

@@ -40,6 +40,8 @@ def config(qarl=None, **changes) -> dict:
             "generation": {
                 "backend": "vllm",
                 "colocated": {"enabled": True},
+                "temperature": 1.0,
+                "val_temperature": 1.0,
                 "vllm_cfg": {"precision": "bfloat16", "tensor_parallel_size": 1, "async_engine": False},
                 "vllm_kwargs": {"moe_backend": "marlin"},
             },
@@ -114,6 +116,8 @@ CONFLICTS = {
     "policy.generation.vllm_kwargs.quantization": "fp8",
     "policy.generation.vllm_kwargs.moe_backend": "triton",
     "policy.hf_config_overrides": {"quantization_config": {}},
+    "policy.generation.val_temperature": 0.6,
+    "policy.generation.bad_words": ["no"],
     "data_plane": {"enabled": True},
     "loss_fn.ratio_clip_min": 3e-4,
     "loss_fn.sequence_level_importance_ratios": True,
