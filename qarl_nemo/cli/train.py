@@ -22,6 +22,7 @@ def train(
     A config with a `compare:` block runs every arm with every seed and writes one report over all.
     """
     from qarl_nemo.config import load_config
+    from qarl_nemo.files import exclusive, make_folder
     from qarl_nemo.local.config import LocalConfig
 
     settings = load_config(config, overrides or [], LocalConfig)
@@ -31,7 +32,10 @@ def train(
     else:
         from qarl_nemo.local.arms import expand_arms, run_arms
 
-        run_dirs = run_arms(expand_arms(settings, str(config)), parallel)
+        runs = expand_arms(settings, str(config))
+        make_folder(settings.run_dir, "the folder of a comparison")
+        with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}"):
+            run_dirs = run_arms(runs, parallel)
     _write_report(run_dirs, settings.run_dir)
 
 

@@ -1,5 +1,6 @@
 """Several arms and seeds from one config: every run is validated first, then each runs in a process of its own."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,7 +14,12 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from qarl_nemo.config import ConfigError, merge_mappings, validate
+from qarl_nemo.files import make_folder, write_atomic
 from qarl_nemo.local.config import CompareConfig, LocalConfig
+from qarl_nemo.local.run_dir import RunStoppedError, where_it_stands
+
+_LOG_LINES = 15
+_PATIENCE_S = 10.0
 
 
 def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
@@ -80,13 +86,31 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
         The run directories, in order.
 
     Raises:
-        RuntimeError: runs failed; each is named with the end of its log. The others are finished first.
+        RuntimeError: runs failed; each is named with its log and the end of it. The others are finished first.
+        RunStoppedError: it was interrupted from the keyboard.
     """
+    running: list[tuple[LocalConfig, Any]] = []
+    try:
+        failed = _run_all(runs, parallel, running)
+    except KeyboardInterrupt:
+        _end(running)
+        stands = [f"{config.run.name}: {where_it_stands(config)}" for config, _ in running]
+        raise RunStoppedError("\n  ".join(["interrupted; the same command goes on with", *stands])) from None
+    except BaseException:
+        _end(running)
+        raise
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return [config.run_dir for config in runs]
+
+
+def _run_all(runs: list[LocalConfig], parallel: int, running: list[tuple[LocalConfig, Any]]) -> list[str]:
     console, started = Console(), time.perf_counter()
-    waiting, running, failed, finished = list(runs), list[tuple[LocalConfig, Any]](), [], 0
+    waiting, failed, finished = list(runs), [], 0
     while waiting or running:
         while waiting and len(running) < parallel:
             running.append((waiting[0], _start(waiting[0])))
+            console.print(f"{waiting[0].run.name} started, log in {_log(waiting[0])}", soft_wrap=True)
             waiting.pop(0)
         time.sleep(0.5)
         for entry in [entry for entry in running if entry[1].poll() is not None]:
@@ -94,27 +118,39 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
             config, process = entry
             finished += 1
             if process.returncode:
-                failed.append(f"{config.run.name} ended with code {process.returncode}:\n{_log_tail(config)}")
+                failed.append(_failure(config, process.returncode))
             elapsed = time.perf_counter() - started
             state = "failed" if process.returncode else "done"
             eta = elapsed / finished * (len(runs) - finished)
             console.print(f"{config.run.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
-    if failed:
-        raise RuntimeError("\n".join(failed))
-    return [config.run_dir for config in runs]
+    return failed
 
 
 def _start(config: LocalConfig) -> subprocess.Popen[bytes]:
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "arm.yaml"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json", exclude={"compare"}))))
+    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json", exclude={"compare"}))))
     environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
-    with (config.run_dir / "log.txt").open("ab") as log:
+    with _log(config).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "qarl_nemo.cli", "train", str(path)], stdout=log, stderr=log, env=environment
         )
 
 
-def _log_tail(config: LocalConfig) -> str:
-    lines = (config.run_dir / "log.txt").read_text(errors="replace").splitlines()
-    return "\n".join(f"    {line}" for line in lines[-15:])
+def _end(running: list[tuple[LocalConfig, Any]]) -> None:
+    # A terminal's Ctrl-C reached them, too; what was sent to this process alone did not.
+    for _, process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE_S)
+        process.terminate()
+        process.wait()
+
+
+def _log(config: LocalConfig) -> Path:
+    return config.run_dir / "log.txt"
+
+
+def _failure(config: LocalConfig, code: int) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    lines = _log(config).read_text(errors="replace").splitlines()
+    return "\n    ".join([f"{config.run.name} {how}; its log, {_log(config)}, ends with", *lines[-_LOG_LINES:]])

@@ -1,14 +1,17 @@
 """Atomic checkpoints of a run: `checkpoints/step_000100/` with a Hugging Face model directory and the optimizer."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from qarl_nemo.files import FileError, read_json
+from qarl_nemo.files import FileError, os_reason, read_json
 from qarl_nemo.local.file_list import file_problems, write_file_list
 from qarl_nemo.local.learner import Learner
 
@@ -94,24 +97,54 @@ def save_checkpoint(
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        FileError: the disk is full or failed; the older checkpoints stay.
     """
     final = checkpoint_dir(run_dir, step)
-    remove_leftovers(run_dir)
-    partial = final.with_suffix(".partial")
-    partial.mkdir(parents=True)
-    learner.save(partial)
-    tokenizer.save_pretrained(partial / "model")
-    (partial / STATE_FILE).write_text(json.dumps({"step": step, **state}))
-    write_file_list(partial)
-    for path in (partial, *partial.rglob("*")):
-        _sync(path)
-    if final.exists():
-        _delete(final)
-    partial.rename(final)
-    _sync(final.parent)
-    for old in saved_steps(run_dir)[:-keep_last]:
-        _delete(checkpoint_dir(run_dir, old))
+    with _named_disk_errors(final):
+        remove_leftovers(run_dir)
+        partial = final.with_suffix(".partial")
+        partial.mkdir(parents=True)
+        learner.save(partial)
+        tokenizer.save_pretrained(partial / "model")
+        (partial / STATE_FILE).write_text(json.dumps({"step": step, **state}))
+        write_file_list(partial)
+        for path in (partial, *partial.rglob("*")):
+            _sync(path)
+        if final.exists():
+            _delete(final)
+        partial.rename(final)
+        _sync(final.parent)
+        for old in saved_steps(run_dir)[:-keep_last]:
+            _delete(checkpoint_dir(run_dir, old))
     return final
+
+
+@contextlib.contextmanager
+def _named_disk_errors(final: Path) -> Iterator[None]:
+    """Turn what writers raise on a full or broken disk into one error that names the checkpoint."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = _disk_reason(error)
+        if reason is None:
+            raise
+        with contextlib.suppress(OSError):
+            remove_leftovers(final.parents[1])
+        raise FileError(
+            f"{final}: the checkpoint cannot be written: {reason}; then the same command goes on from the last one"
+        ) from error
+
+
+def _disk_reason(error: Exception) -> str | None:
+    if isinstance(error, OSError):
+        return os_reason(error)
+    # torch's and safetensors' writers have no types of their own for the system's errors.
+    first_line = str(error).partition("\n")[0]
+    if re.search(r"inline_container|PytorchStreamWriter|os error|I/O error", first_line):
+        return f"the disk is full or failed ({first_line}); free some space"
+    return None
 
 
 def remove_leftovers(run_dir: Path) -> None:

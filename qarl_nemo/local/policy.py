@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.layers.weight import WeightVersion
 from qarl_nemo.local.optimizer import MasterOptimizer
@@ -112,9 +113,8 @@ class TransformersPolicy:
     def save(self, folder: Path) -> None:
         """See `Policy`."""
         self.model.save_pretrained(folder / "model")
-        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        save_state(self.optimizer, folder / "optimizer.pt")
 
     def load_optimizer(self, folder: Path) -> None:
         """See `Policy`."""
-        path = folder / "optimizer.pt"
-        self.optimizer.load_state_dict(torch.load(path, map_location=self.model.device, weights_only=True))
+        load_state(self.optimizer, folder / "optimizer.pt", self.model.device)

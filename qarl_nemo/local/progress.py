@@ -1,6 +1,8 @@
-"""Live progress: a bar with reward, gap and ETA on a terminal, a line now and then elsewhere."""
+"""Live progress: a bar with phase, reward, gap and ETA on a terminal, a line now and then elsewhere."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -8,6 +10,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _LINES = 20
+# Where there is no terminal, a phase is told only after this long without a line.
+_QUIET_S = 60.0
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show what is done meanwhile: on a terminal until it is done, elsewhere as a line.
+
+    Args:
+        what: for example "loading the model".
+
+    Yields:
+        Nothing.
+    """
+    console = Console()
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        console.print(what)
+        yield
 
 
 class LiveProgress:
@@ -22,11 +45,13 @@ class LiveProgress:
     def __init__(self, label: str, total: int, done: int = 0) -> None:
         self.console = Console()
         self.label, self.total, self.first = label, total, done
-        self.started = time.perf_counter()
+        self.started = self.printed = time.perf_counter()
+        self.step = done
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
+            TextColumn("{task.fields[phase]}"),
             TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
             TextColumn("ETA"),
@@ -34,15 +59,25 @@ class LiveProgress:
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self.task = self.progress.add_task(label, total=total, completed=done, status="")
+        self.task = self.progress.add_task(label, total=total, completed=done, status="", phase="")
+
+    def phase(self, name: str) -> None:
+        """Show what the next step is doing."""
+        self.progress.update(self.task, phase=name)
+        now = time.perf_counter()
+        if not self.console.is_terminal and now - self.printed > _QUIET_S:
+            self.printed = now
+            self.console.print(f"{self.label} step {self.step + 1}/{self.total}: {name}  {now - self.started:.0f} s")
 
     def update(self, step: int, **values: float) -> None:
         """Show that `step` is done, with the values to watch."""
+        self.step = step
         status = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         self.progress.update(self.task, completed=step, status=status)
         every = max(1, self.total // _LINES)
         if not self.console.is_terminal and (step % every == 0 or step == self.total):
-            elapsed = time.perf_counter() - self.started
+            self.printed = time.perf_counter()
+            elapsed = self.printed - self.started
             eta = elapsed / max(1, step - self.first) * (self.total - step)
             self.console.print(f"{self.label} {step}/{self.total}  {status}  {elapsed:.0f} s, ETA {eta:.0f} s")
 

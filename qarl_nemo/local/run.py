@@ -3,21 +3,14 @@
 from rich.console import Console
 
 from qarl_nemo.files import exclusive, make_folder
-from qarl_nemo.local.checkpoint import checkpoint_steps
 from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.local.preflight import prepare
-from qarl_nemo.local.run_dir import is_complete
+from qarl_nemo.local.run_dir import RunStoppedError, is_complete, where_it_stands
 from qarl_nemo.local.setup import MakeLearner, transformers_learner
 from qarl_nemo.local.trainer import Trainer
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps
 
 LOCK_FILE = ".lock"
-
-
-class RunStoppedError(RuntimeError):
-    """A run that was interrupted; the message says where it stands."""
-
-    exit_code = 130
 
 
 def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_learner) -> Trainer | None:
@@ -45,17 +38,5 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
             trainer = Trainer(config, make_learner, prepared)
             trainer.train()
         except KeyboardInterrupt:
-            raise RunStoppedError(_where_it_stands(config)) from None
+            raise RunStoppedError(where_it_stands(config)) from None
     return trainer
-
-
-def _where_it_stands(config: LocalConfig) -> str:
-    recorded = recorded_steps(config.run_dir / METRICS_FILE)
-    saved = max(checkpoint_steps(config.run_dir), default=None)
-    if saved is not None:
-        return f"stopped at step {recorded}, checkpoint {saved}; the same command goes on"
-    if recorded:
-        return (
-            f"stopped at step {recorded} without a checkpoint (checkpointing.enabled=false); choose another run_dir=..."
-        )
-    return "stopped before the first step; the same command starts again"

@@ -23,6 +23,12 @@ _FREE_KEYS = (
 )
 
 
+class RunStoppedError(RuntimeError):
+    """A run that was interrupted from the keyboard; the message says where it stands."""
+
+    exit_code = 130
+
+
 def is_complete(config: LocalConfig) -> bool:
     """Tell whether the folder holds this very run to its last step, so that nothing remains to be done.
 
@@ -75,6 +81,24 @@ def open_run_dir(config: LocalConfig) -> int | None:
     resolved = config.model_dump(mode="json", exclude={"compare"})
     write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
     return step
+
+
+def where_it_stands(config: LocalConfig) -> str:
+    """Say how far a run came and what to do next.
+
+    Args:
+        config: the resolved config of a run that was stopped.
+
+    Returns:
+        One sentence.
+    """
+    recorded = recorded_steps(config.run_dir / METRICS_FILE)
+    saved = max(checkpoint_steps(config.run_dir), default=None)
+    if saved is not None:
+        return f"stopped at step {recorded}, checkpoint {saved}; the same command goes on"
+    if recorded:
+        return f"stopped at step {recorded} without a checkpoint to go on from; choose another run_dir=..."
+    return "stopped before the first step; the same command starts again"
 
 
 def _require_same_run(config: LocalConfig) -> None:

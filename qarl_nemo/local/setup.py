@@ -15,7 +15,7 @@ from qarl_nemo.local.learner import Learner
 from qarl_nemo.local.model import load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.local.optimizer import MasterOptimizer
 from qarl_nemo.local.policy import Policy, TransformersPolicy
-from qarl_nemo.local.progress import LiveProgress
+from qarl_nemo.local.progress import LiveProgress, working
 from qarl_nemo.local.sampler import PackedSampler
 from qarl_nemo.local.tasks import TaskSource
 from qarl_nemo.local.verify import reward
@@ -121,9 +121,11 @@ def starting_model(
     """
     if step is not None:
         dtype = getattr(torch, config.policy.precision)
-        model, tokenizer = load_checkpoint(checkpoint_dir(config.run_dir, step) / "model", dtype)
+        with working("loading the checkpoint"):
+            model, tokenizer = load_checkpoint(checkpoint_dir(config.run_dir, step) / "model", dtype)
         return model.to(device), tokenizer, read_state(config.run_dir, step)["elapsed_s"]
-    model, tokenizer = load_model(config.policy, device, config.seed)
+    with working("loading the model"):
+        model, tokenizer = load_model(config.policy, device, config.seed)
     started = time.perf_counter()
     if config.policy.warm_start.steps:
         _warm_start(config, source, model, tokenizer)
@@ -209,9 +211,10 @@ def build_sampler(
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
     if isinstance(rollout, VllmRolloutConfig):
         capture = config.qarl.router_replay
-        return VllmRollout(
-            model, fmt, targets, rollout, device=device, stop_ids=stop_ids, pad_id=pad_id, capture_routes=capture
-        )
+        with working("starting vLLM"):
+            return VllmRollout(
+                model, fmt, targets, rollout, device=device, stop_ids=stop_ids, pad_id=pad_id, capture_routes=capture
+            )
     return PackedSampler(
         model.config,
         fmt,

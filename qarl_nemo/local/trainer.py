@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qarl_nemo.files import write_atomic
 from qarl_nemo.local.advantages import group_advantages
+from qarl_nemo.local.banner import show_banner
 from qarl_nemo.local.checkpoint import checkpoint_dir, read_state, save_checkpoint
 from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.local.learner import UpdateResult
@@ -50,6 +51,7 @@ class Trainer:
         self.prepared = prepared = prepared or prepare(config)
         self.device, self.format, self.source = prepared.device, prepared.format, prepared.source
         self.step = self.saved_step = open_run_dir(config)
+        show_banner(config, prepared, self.step)
         self.model, self.tokenizer, self.elapsed_s = starting_model(config, self.source, self.device, self.step)
         self.learner = make_learner(config, self.model)
         write_atomic(config.run_dir / "quantized.json", json.dumps(self.learner.policy.table(), indent=1))
@@ -69,7 +71,6 @@ class Trainer:
             RuntimeError: too many non-finite steps in a row; a checkpoint of the last good weights is written first.
         """
         config, total = self.config, self.config.grpo.max_num_steps
-        timer = PhaseTimer(torch.cuda.synchronize) if self.device.type == "cuda" else PhaseTimer()
         wandb = config.logger.wandb
         with (
             EventWriter(
@@ -81,22 +82,26 @@ class Trainer:
             ) as events,
             LiveProgress(config.run.name, total, self.step or 0) as progress,
         ):
+            synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+            timer = PhaseTimer(synchronize, on_phase=progress.phase)
+            progress.phase("refit")
             self._refit()
             if self.step is None:
                 self.step = 0
                 self._save()
             while self.step < total:
                 started = time.perf_counter()
-                metrics = self._one_step(self.step + 1, timer)
+                metrics = self._one_step(self.step + 1, timer, progress)
                 self.step += 1
                 self.elapsed_s += time.perf_counter() - started
                 events.write(self.step, {"time_s": self.elapsed_s, **metrics})
                 progress.update(self.step, reward=metrics["reward/mean"], gap=metrics["mismatch/abs_gap_mean"])
                 if self.step % config.checkpointing.save_period == 0 or self.step == total:
+                    progress.phase("checkpoint")
                     self._save()
                 self._stop_if_diverged()
 
-    def _one_step(self, step: int, timer: PhaseTimer) -> dict[str, float]:
+    def _one_step(self, step: int, timer: PhaseTimer, progress: LiveProgress) -> dict[str, float]:
         grpo = self.config.grpo
         tasks = self.source.train(step, grpo.num_prompts_per_step)
         tasks = [task for task in tasks for _ in range(grpo.num_generations_per_prompt)]
@@ -120,6 +125,7 @@ class Trainer:
         if step % self.config.logger.diagnostics_period == 0 or step == 1:
             self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
         if grpo.val_period and (step % grpo.val_period == 0 or step == 1):
+            progress.phase("validation")
             metrics["validation/reward"] = self.validate()
         return metrics
 

@@ -5,21 +5,18 @@ the checkpoint, so the file of a killed and resumed run holds the records of an 
 infinity: such values are written as null.
 """
 
+import contextlib
 import json
 import math
 import os
-import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-from qarl_nemo.files import FileError, make_folder, write_atomic
+from qarl_nemo.files import FileError, make_folder, os_reason, write_atomic
+from qarl_nemo.metrics.tensorboard_file import TensorboardFile
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -55,7 +52,7 @@ class EventWriter:
         path = run_dir / METRICS_FILE
         self._last_step = _prepare_file(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = _open_tensorboard(run_dir, resume_step) if tensorboard else None
+        self._tensorboard = TensorboardFile(run_dir / "tensorboard", resume_step) if tensorboard else None
         self._wandb = None
         if wandb_module is not None:
             self._wandb = _open_wandb(wandb_module, run_dir, wandb_project, config or {})
@@ -67,20 +64,26 @@ class EventWriter:
             step: training step, larger than the last one written.
             metrics: flat keys such as `reward/mean`; numbers or one-element tensors. Non-finite values become null in
                 JSON and are left out of TensorBoard and W&B.
+
+        Raises:
+            FileError: the disk is full or failed.
         """
         assert self._last_step is None or step > self._last_step, f"step {step} after step {self._last_step}"
         self._last_step = step
         numbers = {name: _as_number(value) for name, value in metrics.items()}
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         record = {"step": step} | {name: finite.get(name) for name in numbers}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-        # A checkpoint that is on disk after a power failure must find the records of its steps there.
-        os.fsync(self._file.fileno())
-        if self._tensorboard is not None:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
-            self._tensorboard.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-            self._tensorboard.flush()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+            # A checkpoint that is on disk after a power failure must find the records of its steps there.
+            os.fsync(self._file.fileno())
+            if self._tensorboard is not None:
+                self._tensorboard.write(step, finite)
+        except OSError as error:
+            raise FileError(
+                f"{self._file.name}: step {step} cannot be written: {os_reason(error)}; then the same command goes on"
+            ) from error
         if self._wandb is not None:
             self._wandb.log(finite, step=step)
 
@@ -98,7 +101,9 @@ class EventWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After a failure it is the one to be told, not that files on the same disk could not be closed.
+        with contextlib.suppress(*(() if kind is None else (OSError,))):
+            self.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -184,15 +189,6 @@ def _prepare_file(path: Path, resume_step: int | None) -> int | None:
     require_steps(path, resume_step)
     write_atomic(path, "".join(json.dumps(record) + "\n" for record in records[:resume_step]))
     return resume_step or None
-
-
-def _open_tensorboard(run_dir: Path, resume_step: int | None) -> EventFileWriter:
-    writer = EventFileWriter(str(run_dir / "tensorboard"))
-    if resume_step is not None:
-        # a session start makes TensorBoard discard the events of earlier files from this step on
-        restart = SessionLog(status=SessionLog.START)
-        writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
-    return writer
 
 
 def _import_wandb() -> Any:

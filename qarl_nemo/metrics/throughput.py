@@ -11,6 +11,10 @@ def _no_synchronization() -> None:
     return None
 
 
+def _tell_nobody(phase: str) -> None:
+    return None
+
+
 class PhaseTimer:
     """Adds up seconds per phase of one training step.
 
@@ -24,12 +28,17 @@ class PhaseTimer:
         synchronize: waits for the device; called when a phase starts and ends, so that asynchronous kernels are billed
             to the phase that launched them. The default suits a CPU.
         clock: monotonic seconds.
+        on_phase: called with a phase's name when it starts.
     """
 
     def __init__(
-        self, synchronize: Callable[[], None] = _no_synchronization, clock: Callable[[], float] = time.perf_counter
+        self,
+        synchronize: Callable[[], None] = _no_synchronization,
+        clock: Callable[[], float] = time.perf_counter,
+        on_phase: Callable[[str], None] = _tell_nobody,
     ):
         self._synchronize = synchronize
+        self._on_phase = on_phase
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._step_start: float | None = None
@@ -42,6 +51,7 @@ class PhaseTimer:
             name: phase without unit, e.g. `rollout`; it becomes `timing/rollout_s`.
         """
         self._synchronize()
+        self._on_phase(name)
         start = self._clock()
         if self._step_start is None:
             self._step_start = start

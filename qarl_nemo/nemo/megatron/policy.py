@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, get_format
+from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights
 from qarl_nemo.nemo.megatron.policy_optimizer import MegatronStepper
 from qarl_nemo.nemo.megatron.publish import publish_shards
@@ -150,7 +151,7 @@ class MegatronPolicy:
         whole = {name.replace("_proj.weight", "_proj") if ".experts." in name else name: part for name, part in shards}
         if dist.get_rank() == 0:
             self._save_model(whole, folder / "model")
-        torch.save(self.optimizer.state_dict(), folder / f"optimizer_rank{dist.get_rank()}.pt")
+        save_state(self.optimizer, folder / f"optimizer_rank{dist.get_rank()}.pt")
         dist.barrier()
 
     def load_optimizer(self, folder: Path) -> None:
@@ -160,8 +161,7 @@ class MegatronPolicy:
             folder: the checkpoint's.
         """
         path = folder / f"optimizer_rank{dist.get_rank()}.pt"
-        device = next(self.model.parameters()).device
-        self.optimizer.load_state_dict(torch.load(path, map_location=device, weights_only=True))
+        load_state(self.optimizer, path, next(self.model.parameters()).device)
 
 
 def _causal_mask(positions: Tensor) -> Tensor | None:

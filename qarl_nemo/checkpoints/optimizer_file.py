@@ -1,0 +1,43 @@
+"""The optimizer's file in a checkpoint: written so that the system's errors are seen, read without running anything."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl_nemo.files import FileError, require_file
+
+
+def save_state(optimizer: Any, path: Path) -> None:
+    """Write an optimizer's state.
+
+    Args:
+        optimizer: has `state_dict`.
+        path: the file.
+    """
+    # Through Python's file: torch's own writer tells a full disk as an internal failure.
+    with path.open("wb") as file:
+        torch.save(optimizer.state_dict(), file)
+
+
+def load_state(optimizer: Any, path: Path, device: torch.device) -> None:
+    """Restore an optimizer's state, tensors and plain values alone.
+
+    Args:
+        optimizer: has `load_state_dict`; of the same parameters as the one that was saved.
+        path: the file, its bytes checked.
+        device: where the tensors go.
+
+    Raises:
+        FileError: it is not a saved state, or one of other parameters.
+    """
+    require_file(path, "a checkpoint's optimizer state, one file for each rank that wrote it")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise FileError(f"{path}: expected tensors that torch.save wrote, but: {error}") from error
+    try:
+        optimizer.load_state_dict(state)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FileError(f"{path}: the optimizer state does not fit this run: {type(error).__name__} {error}") from error

@@ -1,0 +1,49 @@
+"""A TensorBoard event file, written in the caller's thread, so that the caller meets the system's errors."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+
+class TensorboardFile:
+    """Appends scalars to an event file of its own in a folder.
+
+    Args:
+        folder: made when missing.
+        resume_step: steps behind it that earlier files hold are not shown; None for a new run.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        self._file = (folder / name).open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if resume_step is not None:
+            restart = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Append one step and flush it.
+
+        Args:
+            step: training step.
+            scalars: values by name, finite.
+        """
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
+        self._records.flush()
