@@ -18,7 +18,13 @@ def save_state(optimizer: Any, path: Path) -> None:
     """
     # Through Python's file: torch's own writer tells a full disk as an internal failure.
     with path.open("wb") as file:
-        torch.save(optimizer.state_dict(), file)
+        try:
+            torch.save(optimizer.state_dict(), file)
+        except RuntimeError as error:
+            # Leaving, torch fails to end its archive and hides what came first: a full disk, or Ctrl-C.
+            if isinstance(error.__context__, KeyboardInterrupt | OSError):
+                raise error.__context__ from None
+            raise
 
 
 def load_state(optimizer: Any, path: Path, device: torch.device) -> None:

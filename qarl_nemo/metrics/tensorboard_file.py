@@ -10,6 +10,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from qarl_nemo.files import FileError, make_folder, os_reason
+
 
 class TensorboardFile:
     """Appends scalars to an event file of its own in a folder.
@@ -17,10 +19,13 @@ class TensorboardFile:
     Args:
         folder: made when missing.
         resume_step: steps behind it that earlier files hold are not shown; None for a new run.
+
+    Raises:
+        FileError: the disk is full or failed.
     """
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "the folder of TensorBoard's events")
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self._file = (folder / name).open("xb")
@@ -36,6 +41,9 @@ class TensorboardFile:
         Args:
             step: training step.
             scalars: values by name, finite.
+
+        Raises:
+            FileError: the disk is full or failed.
         """
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
@@ -45,5 +53,8 @@ class TensorboardFile:
         self._file.close()
 
     def _write(self, event: Event) -> None:
-        self._records.write(event.SerializeToString())
-        self._records.flush()
+        try:
+            self._records.write(event.SerializeToString())
+            self._records.flush()
+        except OSError as error:
+            raise FileError(f"{self._file.name} cannot be written: {os_reason(error)}") from error

@@ -11,10 +11,6 @@ def _no_synchronization() -> None:
     return None
 
 
-def _tell_nobody(phase: str) -> None:
-    return None
-
-
 class PhaseTimer:
     """Adds up seconds per phase of one training step.
 
@@ -35,7 +31,7 @@ class PhaseTimer:
         self,
         synchronize: Callable[[], None] = _no_synchronization,
         clock: Callable[[], float] = time.perf_counter,
-        on_phase: Callable[[str], None] = _tell_nobody,
+        on_phase: Callable[[str], None] | None = None,
     ):
         self._synchronize = synchronize
         self._on_phase = on_phase
@@ -51,7 +47,8 @@ class PhaseTimer:
             name: phase without unit, e.g. `rollout`; it becomes `timing/rollout_s`.
         """
         self._synchronize()
-        self._on_phase(name)
+        if self._on_phase is not None:
+            self._on_phase(name)
         start = self._clock()
         if self._step_start is None:
             self._step_start = start

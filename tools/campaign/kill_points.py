@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,11 +53,13 @@ class Ended:
         code: exit code; negative, the signal that ended it (-14: it took longer than its timeout).
         output: what it printed on both channels.
         calls: the file-system calls below `watch`, as `name path`; empty when it was killed.
+        seconds: how long it ran.
     """
 
     code: int
     output: str
     calls: tuple[str, ...]
+    seconds: float
 
 
 class QarlServer:
@@ -93,8 +96,9 @@ class QarlServer:
         Args:
             arguments: of `qarl`.
             watch: folder whose changes are counted.
-            fault: `kill` (as `kill -9`, a write half done), `full` (no space from then on) or `interrupt` (Ctrl-C).
-            at: number of the call that meets the fault, from 1.
+            fault: `kill` (as `kill -9`, a write half done), `full` (no space from then on) or `interrupt` (Ctrl-C) at
+                a call; `moment`, `kill -9` wherever it is.
+            at: number of the call that meets the fault, from 1; of a `moment`, milliseconds.
             timeout_s: after this long the command is ended.
             folder: where it is started; None: where this process is.
 
@@ -114,7 +118,7 @@ class QarlServer:
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
-        return Ended(answer["code"], answer["output"], tuple(answer["calls"]))
+        return Ended(answer["code"], answer["output"], tuple(answer["calls"]), answer["seconds"])
 
     def __enter__(self) -> Self:
         return self
@@ -205,6 +209,11 @@ def _run_forked(job: dict[str, Any]) -> dict[str, Any]:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
             os._exit(_call_program(job, counted.fileno()))
+        started = time.perf_counter()
+        if job["fault"] == "moment":
+            # The child is not waited for before the signal is sent, so its id is no other process's.
+            time.sleep(job["at"] / 1000)
+            os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         for file in (output, counted):
             file.seek(0)
@@ -213,6 +222,7 @@ def _run_forked(job: dict[str, Any]) -> dict[str, Any]:
             "code": os.waitstatus_to_exitcode(status),
             "output": output.read().decode(errors="replace"),
             "calls": names,
+            "seconds": time.perf_counter() - started,
         }
 
 
