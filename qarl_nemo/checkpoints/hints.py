@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def lfs_hint(path: Path) -> str:
@@ -23,29 +23,28 @@ def lfs_hint(path: Path) -> str:
             pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
     except OSError:
         return ""
-    return f"is a pointer of Git LFS, not the file itself; run `git lfs pull` in {path.parent}" if pointer else ""
+    return "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository" if pointer else ""
 
 
 def folder_hint(folder: Path) -> str:
-    """Say what a folder that is no Hugging Face model is.
+    """Say what a folder is that is not the checkpoint that was expected.
 
     Args:
         folder: what was named; it need not exist.
 
     Returns:
-        What it is and what to do, empty if that cannot be told.
+        What it is and what to do, after a semicolon; empty if that cannot be told.
     """
     if not folder.exists():
-        if _HUB_ID.fullmatch(str(folder)):
-            return f"if it is a model on the Hugging Face hub: hf download {folder} --local-dir {folder.name}"
-        return ""
-    if (folder / "adapter_config.json").exists():
-        return "it is a LoRA adapter; merge it into its base model first (peft's merge_and_unload, save_pretrained)"
-    if (folder / "model" / "config.json").exists():
-        return f"it is a checkpoint of a run; its model is {folder / 'model'}"
-    steps = sorted(path.parent for path in folder.glob("checkpoints/step_*/model"))
-    if steps:
-        return f"it is a run; name one of the models in it: {', '.join(str(step / 'model') for step in steps)}"
-    if any(folder.rglob(".metadata")):
-        return "it holds a Megatron checkpoint; `qarl convert` reads those"
+        hub_name = _HUB_NAME.fullmatch(str(folder)) and not folder.parent.exists()
+        return f"; a model on the Hugging Face hub is fetched first: hf download {folder} --local-dir ..." * bool(
+            hub_name
+        )
+    if (folder / "adapter_config.json").is_file():
+        return "; it holds a LoRA adapter: merge it into its model first (peft's merge_and_unload)"
+    if (folder / "model" / "config.json").is_file():
+        return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"
+    models = sorted(folder.glob("checkpoints/step_*/model"))
+    if models:
+        return f"; it is a run and holds {len(models)} models: name one of {', '.join(map(str, models))}"
     return ""

@@ -1,6 +1,5 @@
 """A Megatron-core checkpoint as the Hugging Face checkpoint it amounts to: same names, shapes and values."""
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,13 +13,20 @@ from torch import Tensor
 
 from qarl_nemo.architecture import MEGATRON_FAMILIES, Architecture
 from qarl_nemo.checkpoints.chunks import ChunkReader
+from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.megatron_layout import Location, Weight, model_weights
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, TensorInfo, read_config
 from qarl_nemo.checkpoints.torch_dist import METADATA_FILE, TorchDist, open_torch_dist
+from qarl_nemo.files import FileError, read_json
 from qarl_nemo.refit.names import summarize_names
 
 # What a training checkpoint holds beside the model's weights.
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|.*\._extra_state")
+_WEIGHTS = ("policy/weights/", "weights/")
+# Where Megatron-core and NeMo-RL keep iterations, from the folder of one to that of a whole run.
+_ITERATIONS = tuple(
+    f"{above}{weights}iter_*" for above in ("", "step_*/", "checkpoints/step_*/") for weights in ("", *_WEIGHTS)
+)
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -70,7 +76,7 @@ def open_megatron(folder: str | Path, hf_model: str | Path, *, drop_vocab_paddin
     problems: list[str] = []
     config = read_config(hf_model, problems)
     if problems:
-        raise ValueError(f"{hf_model} does not say what model this is:\n" + _listed(problems))
+        raise FileError(f"{hf_model} does not say what model this is{folder_hint(hf_model)}:\n" + _listed(problems))
     model = Architecture.parse(config, str(hf_model / CONFIG_FILE), MEGATRON_FAMILIES)
     stored = open_torch_dist(folder, lambda key: not _NO_WEIGHT.match(key))
     weights = list(model_weights(model))
@@ -98,16 +104,30 @@ def iteration_folder(folder: Path) -> Path:
         ValueError: there is none, there are several, or it is of another format.
     """
     found = [folder] if (folder / METADATA_FILE).is_file() else []
-    for pattern in ("iter_*", "policy/weights/iter_*", "weights/iter_*"):
-        found = found or sorted(path.parent for path in folder.glob(f"{pattern}/{METADATA_FILE}"))
-    if len(found) != 1:
-        listed = f"; it holds {', '.join(str(path) for path in found)}: name one of them" if found else ""
-        raise ValueError(f"{folder} is not a torch_dist checkpoint (a folder with {METADATA_FILE}){listed}")
+    for pattern in _ITERATIONS:
+        found = found or sorted((path.parent for path in folder.glob(f"{pattern}/{METADATA_FILE}")), key=_in_order)
+    if not found:
+        raise FileError(f"{folder} is not a torch_dist checkpoint (a folder with {METADATA_FILE}){_hint(folder)}")
+    if len(found) > 1:
+        listed = "".join(f"\n  - {path}" for path in found)
+        raise FileError(f"{folder} is not a torch_dist checkpoint, it holds {len(found)}; name one of them:{listed}")
     description = found[0] / "metadata.json"
-    backend = json.loads(description.read_text()).get("sharded_backend") if description.is_file() else "torch_dist"
+    what = "Megatron's description of a checkpoint"
+    backend = read_json(description, what).get("sharded_backend") if description.exists() else "torch_dist"
     if backend != "torch_dist":
-        raise ValueError(f"{found[0]} has the format {backend}; only torch_dist is read, save it as that")
+        raise FileError(f"{found[0]} has the format {backend}; only torch_dist is read, save it as that")
     return found[0]
+
+
+def _in_order(path: Path) -> list[int]:
+    """Sort steps by their numbers."""
+    return [int(number) for number in re.findall(r"\d+", str(path))]
+
+
+def _hint(folder: Path) -> str:
+    if (folder / CONFIG_FILE).is_file():
+        return "; it is a Hugging Face model, which `qarl quantize` reads"
+    return folder_hint(folder)
 
 
 def _locate(weights: Iterable[Weight], stored: TorchDist) -> tuple[dict[str, Location], list[str]]:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qarl_nemo.architecture import CONFIG_FILE
+from qarl_nemo.checkpoints.hints import folder_hint, lfs_hint
 from qarl_nemo.files import FileError, read_json, require_file
 from qarl_nemo.refit.names import natural_key, summarize_names
 
@@ -19,7 +20,6 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # Of each kind of problem so many names are written out; the others are counted.
 _SHOWN = 8
-_LFS_POINTER = b"version https://git-lfs"
 # Pages of a memory-mapped file stay resident while it is open; reopening this often bounds them.
 _REOPEN_AFTER_BYTES = 16 * 2**20
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -172,9 +172,7 @@ def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
 def _weight_files(folder: Path) -> dict[str, list[str] | None]:
     """Return file -> names the index promises for it (None: whatever the file holds)."""
     if not folder.is_dir():
-        hub_name = not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists()
-        hint = f"; a model on the Hugging Face hub is fetched first: hf download {folder} --local-dir ..." * hub_name
-        raise FileError(f"checkpoint {folder} is not a folder{hint}")
+        raise FileError(f"checkpoint {folder} is not a folder{folder_hint(folder)}")
     if os.path.lexists(folder / INDEX_FILE):
         return _index(folder / INDEX_FILE)
     if os.path.lexists(folder / SINGLE_FILE):
@@ -183,10 +181,9 @@ def _weight_files(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _hint(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return "; it holds a LoRA adapter: merge it into its model first (peft's merge_and_unload)"
-    if (folder / "model" / CONFIG_FILE).is_file():
-        return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"
+    hint = folder_hint(folder)
+    if hint:
+        return hint
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if not pickled:
         return ""
@@ -248,12 +245,6 @@ def _read_header(folder: Path, file: str, names: list[str] | None, problems: lis
     except FileError as error:
         problems.append(str(error))
     except (SafetensorError, OSError, ValueError) as error:
-        problems.append(_unreadable(path, error))
+        hint = lfs_hint(path)
+        problems.append(f"{file} {hint}" if hint else f"{file} is not a readable safetensors file ({error})")
     return []
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            return f"{path.name} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
-    return f"{path.name} is not a readable safetensors file ({error})"

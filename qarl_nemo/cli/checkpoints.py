@@ -1,5 +1,6 @@
 """`qarl quantize` and `qarl convert`."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,10 +71,10 @@ def _quantize(
     overwrite: bool,
     device: str,
 ) -> None:
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
+    from qarl_nemo.files import readable_bytes
     from qarl_nemo.refit.names import summarize_names
 
     columns = (
@@ -102,10 +103,12 @@ def _quantize(
         )
     for reason in dict.fromkeys(report.dropped.values()):
         dropped = [name for name, why in report.dropped.items() if why == reason]
-        Console().print(f"left out: {summarize_names(dropped, 8)} ({reason})", markup=False)
+        typer.echo(f"left out: {summarize_names(dropped, 8)} ({reason})")
     quantized = sum(row["quantized"] for row in report.rows)
-    Console().print(
+    again = f", {report.num_resumed_shards} of {report.num_shards} shards from before" * bool(report.num_resumed_shards)
+    typer.echo(
         f"{report.destination}: {quantized} of {len(report.rows)} tensors quantized to {fmt.name}, "
-        f"{report.source_bytes / 1e9:.2f} GB -> {report.output_bytes / 1e9:.2f} GB "
-        f"({report.output_bytes / report.source_bytes:.2f}x); table in qarl_quantization.json"
+        f"{readable_bytes(report.source_bytes)} -> {readable_bytes(report.output_bytes)} "
+        f"({report.output_bytes / report.source_bytes:.2f}x){again}; table in qarl_quantization.json"
     )
+    typer.echo(f"serve it: vllm serve {shlex.quote(str(report.destination))}")

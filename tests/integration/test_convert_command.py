@@ -1,6 +1,7 @@
 """`qarl convert`, and the two scripts for containers, as a user starts them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,9 @@ def test_convert_writes_what_quantize_writes_and_says_how_far_it_is(qarl, hf_mod
     assert all(word in printed for word in ("shard 1/1", "ETA", "quantized to w4a16"))
     code, printed = qarl("quantize", hf_model, tmp_path / "b", "--targets", "experts,attention")
     assert code == 0, printed
+    assert f"serve it: vllm serve {tmp_path / 'b'}" in printed
+    assert re.search(r"\d+ kB|\d\.\d+ MB", printed)
+    assert "0.00 GB" not in printed
     ours, expected = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in "ab")
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)

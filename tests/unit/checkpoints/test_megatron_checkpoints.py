@@ -113,13 +113,38 @@ def test_the_folder_above_an_iteration_will_do(models, megatron, tmp_path):
     shutil.copytree(source, step / "policy" / "weights" / "iter_0000000")
     assert open_megatron(step, folder).folder == step / "policy" / "weights" / "iter_0000000"
     shutil.copytree(source, step / "policy" / "weights" / "iter_0000001")
-    with pytest.raises(ValueError, match=r"iter_0000000, .*iter_0000001: name one of them"):
+    with pytest.raises(ValueError, match=r"holds 2; name one of them:\n  - .*iter_0000000\n  - .*iter_0000001"):
         open_megatron(step, folder)
-    (source / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(ValueError, match="has the format zarr; only torch_dist is read"):
-        open_megatron(source, folder)
-    with pytest.raises(ValueError, match="is not a torch_dist checkpoint"):
+    for description, message in (
+        ('{"sharded_backend": "zarr"}', "has the format zarr; only torch_dist is read"),
+        ("[]", r"metadata\.json: expected Megatron's description of a checkpoint, an object, but it holds \[\]"),
+    ):
+        (source / "metadata.json").write_text(description)
+        with pytest.raises(ValueError, match=message):
+            open_megatron(source, folder)
+    with pytest.raises(ValueError, match=r"is not a torch_dist checkpoint .*; it is a Hugging Face model"):
         open_megatron(folder, folder)
+
+
+def test_the_steps_of_a_run_are_listed_in_order(models, tmp_path):
+    for step in (5, 10, 100):
+        (tmp_path / f"step_{step}" / "policy" / "weights" / "iter_0000000").mkdir(parents=True)
+        (tmp_path / f"step_{step}" / "policy" / "weights" / "iter_0000000" / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match="it holds 3; name one of them") as error:
+        open_megatron(tmp_path, models["moe"][0])
+    listed = [line.removeprefix("  - ") for line in str(error.value).splitlines()[1:]]
+    assert listed == [f"{tmp_path}/step_{step}/policy/weights/iter_0000000" for step in (5, 10, 100)]
+
+
+def test_a_pointer_in_the_place_of_a_shard_and_a_hub_name_get_their_hints(megatron, tmp_path, monkeypatch):
+    source, folder = megatron()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"what model this is; a model on the .*: hf download Qwen/Qwen3-8B"):
+        open_megatron(source, "Qwen/Qwen3-8B")
+    (shard,) = source.glob("*.distcp")
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(ValueError, match=rf"{shard.name} is a Git LFS pointer, not the file itself"):
+        open_megatron(source, folder)
 
 
 def test_everything_that_does_not_fit_is_listed_at_once(megatron):

@@ -162,10 +162,14 @@ def test_thousands_of_missing_names_are_counted(make_source):
 
 @pytest.mark.parametrize(
     ("inside", "hint"),
-    [("adapter_config.json", "a LoRA adapter: merge it"), ("model/config.json", "are in .*model: name that")],
+    [
+        ("adapter_config.json", "a LoRA adapter: merge it"),
+        ("model/config.json", "are in .*model: name that"),
+        ("checkpoints/step_000002/model/config.json", r"holds 1 models: name one of .*/checkpoints/step_000002/model$"),
+    ],
 )
 def test_other_folders_get_the_hint_that_fits(tmp_path, inside, hint):
-    (tmp_path / inside).parent.mkdir(exist_ok=True)
+    (tmp_path / inside).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / inside).write_text("{}")
     with pytest.raises(FileError, match=hint):
         open_checkpoint(tmp_path)
