@@ -104,7 +104,8 @@ def test_what_is_ended_at_any_call_is_finished_by_the_same_command(fault, whole,
 @pytest.mark.slow
 def test_an_overwrite_that_is_killed_at_any_call_leaves_the_old_or_the_new(whole, qarl, models, tmp_path):
     name, expected, replaced, calls = whole
-    for at in range(1, len(calls) + 1):
+    # What is renamed and removed is the same code in both commands.
+    for at in range(1, len(calls) + 1, 1 if name == "quantize" else 5):
         folder = tmp_path / f"at{at}"
         folder.mkdir()
         for file, content in replaced.items():
