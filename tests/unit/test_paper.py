@@ -11,9 +11,8 @@ from qarl_nemo.config import merge_mappings
 from qarl_nemo.losses.config import LossConfig
 
 ROOT = Path(__file__).parents[2]
-ROWS = [line.split(" | ") for line in (ROOT / "docs" / "paper.md").read_text().splitlines() if line.startswith("| ")][
-    2:
-]
+LINES = (ROOT / "docs" / "paper.md").read_text().splitlines()
+TABLE = [line for line in LINES if line.startswith("| ")][1:]
 PAPER = yaml.safe_load((ROOT / "examples" / "configs" / "qarl-paper.yaml").read_text())
 OBJECTIVES = {kind.model_fields["objective"].default: kind() for kind in get_args(get_args(LossConfig)[0])}
 # NeMo-RL's own, which no file of ours sets, the embedded engine's, and those whose block's model is strict.
