@@ -1,28 +1,28 @@
-"""The objectives as NeMo-RL's loss function: what its policy workers call and its training loop reads."""
+"""The objectives as NeMo-RL's loss function: what its policy workers call and its training loop reads.
 
-import copy
-import importlib.util
+It imports nothing of NeMo-RL. All it needs hangs on the loss that NeMo-RL's `setup` made: settings, and members of the
+enumerations, which lead to the others.
+"""
+
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from enum import Enum
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.losses.config import LossConfig
-from qarl_nemo.losses.ratios import LossData
-
-if importlib.util.find_spec("nemo_rl") is None:
-    raise ImportError(
-        "qarl_nemo.losses.nemo needs NeMo-RL: clone https://github.com/NVIDIA-NeMo/RL and put its folder on PYTHONPATH"
-    )
-
-# isort: split
-from nemo_rl.algorithms.loss.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
-from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
+from qarl_nemo.losses.nemo_metrics import nemo_metrics
+from qarl_nemo.losses.nonfinite import NonFinite, first_nonfinite
+from qarl_nemo.losses.ratios import LogRatios, LossData
+from qarl_nemo.losses.reference_kl import ReferenceKL
 
 PREFIX = "qarl/"
 """Before the name of every metric of ours; NeMo-RL's loggers put `train/` in front of it."""
+RESPONSE_KEY = "qarl_response"
+"""A training key of ours, [B] int64: which of the step's responses each row is."""
 
 TokenMetrics = Callable[[LossData, Tensor], dict[str, Tensor]]
 
@@ -33,34 +33,60 @@ _PER_TOKEN = ("kl_k3", "mismatch_kl_k3")
 _PER_SEQUENCE = ("prox_ratio_mean", "mismatch_weight_mean", "kept_fraction", "mismatch_rejected_fraction")
 
 
-class QarlLossFn(LossFunction):
+class ClippedLoss(Protocol):
+    """What is read of NeMo-RL's `ClippedPGLossFn`."""
+
+    input_type: Enum
+    loss_type: Enum
+    metric_normalizations: Mapping[str, Enum]
+    use_fused_linear_logprobs: bool
+    force_on_policy_ratio: bool
+    use_on_policy_kl_approximation: bool
+    reference_policy_kl_penalty: float
+    reference_policy_kl_type: str
+    kl_input_clamp_value: float | None
+    kl_output_clamp_value: float | None
+    ratio_clip_min: float
+    ratio_clip_max: float
+
+
+class QarlLossFn:
     """One of our objectives in NeMo-RL's loop: L = L_objective + beta * KL(learner || reference).
 
-    It wraps the loss that NeMo-RL's `setup` made of `loss_fn`. That one keeps defining the KL term, averaged as the
-    objective averages, and every metric the loop indexes; its own clipped loss is dropped. The loss and all metrics
-    are sums over what the call holds divided by global counts, so they add up over micro-batches, ranks and packed
-    sequences.
+    It takes the place of the loss that NeMo-RL's `setup` made of `loss_fn`, keeps the KL term of its settings, averaged
+    as the objective averages, and every metric under its name. The loss and all metrics are sums over what the call
+    holds divided by global counts, so they add up over micro-batches, ranks and packed sequences.
 
     Args:
         objective: which objective, with its settings.
         replaced: NeMo-RL's own loss, as `setup` returned it.
         token_metrics: further additive metrics of the response tokens, from the batch and its token ids [B, T].
+
+    Attributes:
+        nonfinite: for each call whose loss was not finite, the first number that was not; None if all were.
     """
 
-    input_type = LossInputType.LOGPROB
-
-    def __init__(
-        self, objective: LossConfig, replaced: ClippedPGLossFn, token_metrics: TokenMetrics | None = None
-    ) -> None:
+    def __init__(self, objective: LossConfig, replaced: ClippedLoss, token_metrics: TokenMetrics | None = None) -> None:
         self.objective = objective
-        self.loss_type = LossType.SEQUENCE_LEVEL if objective.objective in _SEQUENCE_LOSSES else LossType.TOKEN_LEVEL
+        by_response = objective.objective in _SEQUENCE_LOSSES
+        self.input_type = replaced.input_type
+        self.loss_type = type(replaced.loss_type)("sequence_level" if by_response else "token_level")
         self.reference_policy_kl_penalty = replaced.reference_policy_kl_penalty
         self.use_fused_linear_logprobs = replaced.use_fused_linear_logprobs
+        self.nonfinite: list[NonFinite | None] = []
         self._loss = build_loss(objective)
         self._token_metrics = token_metrics
-        self._replaced = replaced
-        self._kl = _kl_alone(replaced, self.loss_type)
-        self.metric_normalizations = self._normalizations()
+        self._by_response = by_response
+        self._on_policy = replaced.force_on_policy_ratio
+        self._clip = (1.0 - replaced.ratio_clip_min, 1.0 + replaced.ratio_clip_max)
+        self._kl = ReferenceKL(
+            penalty=replaced.reference_policy_kl_penalty,
+            kind=replaced.reference_policy_kl_type,
+            input_clamp=replaced.kl_input_clamp_value,
+            output_clamp=replaced.kl_output_clamp_value,
+            from_sampler=replaced.use_on_policy_kl_approximation,
+        )
+        self.metric_normalizations = self._normalizations(replaced.metric_normalizations)
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -70,71 +96,104 @@ class QarlLossFn(LossFunction):
         Args:
             next_token_logprobs: [B, S - 1] float32, with a graph.
             data: NeMo-RL's training keys, [B, S] or [B].
-            global_valid_seqs: scalar, responses of the optimizer step over all ranks.
-            global_valid_toks: scalar, their response tokens.
+            global_valid_seqs: scalar, sum of `sample_mask` in the optimizer step over all ranks.
+            global_valid_toks: scalar, that of their response tokens.
 
         Returns:
             The loss, a scalar; its metrics, additive except NeMo-RL's own minima and maxima.
         """
-        counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-        batch = self._batch(next_token_logprobs, data, counts)
+        batch = self._batch(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         output = self._loss(next_token_logprobs, batch)
-        with torch.no_grad():
-            _, metrics = self._replaced(next_token_logprobs, data, **counts)
-            ours = {name: value for name, value in output.metrics.items() if name != "total"}
-            if self._token_metrics is not None:
-                ours |= self._token_metrics(batch, data["input_ids"][:, 1:])
-        loss = output.loss
-        if self.reference_policy_kl_penalty:
-            unrewarded = {**data, "advantages": torch.zeros_like(data["advantages"])}
-            penalty, _ = self._kl(next_token_logprobs, unrewarded, **counts)
+        logs = output.logs
+        loss, zero = output.loss, next_token_logprobs.new_zeros(())
+        penalty = zero
+        if self._kl.penalty:
+            penalty = self._reference_kl(logs, next_token_logprobs, data, batch)
             loss = loss + penalty
-            metrics["kl_penalty"] = penalty.item() / self.reference_policy_kl_penalty
+        with torch.no_grad():
+            values = {"loss": loss, "kl_penalty": penalty / (self._kl.penalty or 1.0)}
+            values |= nemo_metrics(
+                logs,
+                next_token_logprobs.detach(),
+                batch.generation_logprobs,
+                kl_type=self._kl.kind,
+                clip=self._clip,
+            )
+            values |= {"num_valid_samples": batch.sample_mask.sum(), "positive_nll_loss": zero}
+            values |= {PREFIX + name: value for name, value in self._own_metrics(output.metrics, batch, data).items()}
         # One transfer from the device for all of them.
-        values = torch.stack([value.detach().double() for value in [loss, *ours.values()]]).tolist()
-        metrics["loss"] = values[0]
-        return loss, metrics | dict(zip((PREFIX + name for name in ours), values[1:], strict=True))
+        numbers = torch.stack([value.detach().to(zero.dtype) for value in values.values()]).tolist()
+        metrics = dict(zip(values, numbers, strict=True))
+        if not math.isfinite(metrics["loss"]):
+            self.nonfinite.append(self._first_nonfinite(next_token_logprobs, data, batch, logs))
+        return loss, metrics
 
-    def _batch(self, next_token_logprobs: Tensor, data: Mapping[str, Any], counts: dict[str, Tensor]) -> LossData:
+    def _batch(
+        self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> LossData:
         # Without the forward that computes them, the update's own log-probabilities are the first ones.
-        on_policy = self._replaced.force_on_policy_ratio
         return LossData(
-            prev_logprobs=next_token_logprobs.detach() if on_policy else data["prev_logprobs"][:, 1:],
+            prev_logprobs=next_token_logprobs.detach() if self._on_policy else data["prev_logprobs"][:, 1:],
             generation_logprobs=data["generation_logprobs"][:, 1:],
             advantages=data["advantages"][:, 1:],
             token_mask=data["token_mask"][:, 1:],
             sample_mask=data["sample_mask"],
-            **counts,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
         )
 
-    def _normalizations(self) -> dict[str, MetricNormalizer]:
-        def normalizer(name: str) -> MetricNormalizer:
+    def _reference_kl(self, logs: LogRatios, curr: Tensor, data: Mapping[str, Any], batch: LossData) -> Tensor:
+        # Where top-k or top-p filters the log-probabilities, NeMo-RL keeps those of the whole vocabulary for this term.
+        curr = data.get("curr_logprobs_unfiltered", curr)
+        curr, reference, generation = (
+            torch.where(logs.tokens.valid, values, 0.0)
+            for values in (curr, data["reference_policy_logprobs"][:, 1:], batch.generation_logprobs)
+        )
+        per_token = self._kl.per_token(curr, reference, generation)
+        if self._by_response:
+            return logs.sequences.average(logs.sequence_mean(per_token))
+        return logs.tokens.average(per_token)
+
+    def _own_metrics(
+        self, metrics: Mapping[str, Tensor], batch: LossData, data: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        ours = {name: value for name, value in metrics.items() if name != "total"}
+        return ours | (self._token_metrics(batch, data["input_ids"][:, 1:]) if self._token_metrics else {})
+
+    def _first_nonfinite(
+        self, curr: Tensor, data: Mapping[str, Any], batch: LossData, logs: LogRatios
+    ) -> NonFinite | None:
+        values = {
+            "curr_logprobs": curr,
+            "prev_logprobs": batch.prev_logprobs,
+            "generation_logprobs": batch.generation_logprobs,
+            "advantages": batch.advantages,
+        }
+        if self._kl.penalty:
+            values["reference_policy_logprobs"] = data["reference_policy_logprobs"][:, 1:]
+        rows = torch.arange(len(curr), device=curr.device)
+        return first_nonfinite(values, logs.tokens.valid, data.get(RESPONSE_KEY, rows))
+
+    def _normalizations(self, theirs: Mapping[str, Enum]) -> dict[str, Enum]:
+        kinds = type(theirs["loss"])
+        tokens, sequences, plain = kinds("tokens"), kinds("sequences"), kinds("none")
+
+        def normalizer(name: str) -> Enum:
             if name.startswith("num_"):
-                return MetricNormalizer.NONE
+                return plain
             if name in _PER_SEQUENCE:
-                return MetricNormalizer.SEQUENCES
-            by_response = self.objective.objective in _SEQUENCE_BANDS and name not in (*_PER_TOKEN, *of_tokens)
-            return MetricNormalizer.SEQUENCES if by_response else MetricNormalizer.TOKENS
+                return sequences
+            by_band = self.objective.objective in _SEQUENCE_BANDS and name not in (*_PER_TOKEN, *of_tokens)
+            return sequences if by_band else tokens
 
         one, token = torch.ones(()), torch.zeros(1, 1)
         batch = LossData(token, token, token, token, torch.zeros(1), one, one)
-        of_tokens = self._token_metrics(batch, token.long()) if self._token_metrics is not None else {}
+        of_tokens = self._token_metrics(batch, token.long()) if self._token_metrics else {}
         names = {*self._loss(token, batch).metrics, *of_tokens} - {"total"}
-        like_gradient = (
-            MetricNormalizer.SEQUENCES if self.loss_type is LossType.SEQUENCE_LEVEL else MetricNormalizer.TOKENS
-        )
+        like_gradient = sequences if self._by_response else tokens
         return {
-            **self._replaced.metric_normalizations,
+            **theirs,
             "loss": like_gradient,
             "kl_penalty": like_gradient,
             **{PREFIX + name: normalizer(name) for name in names},
         }
-
-
-def _kl_alone(replaced: ClippedPGLossFn, loss_type: LossType) -> ClippedPGLossFn:
-    """Return a loss that is the KL term alone wherever advantages are zero, averaged as `loss_type` says."""
-    alone = copy.copy(replaced)
-    # A ratio could overflow, and infinity times a zero advantage is NaN.
-    alone.disable_ppo_ratio, alone.force_on_policy_ratio = True, False
-    alone.loss_type = loss_type
-    return alone

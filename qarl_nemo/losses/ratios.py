@@ -10,6 +10,9 @@ Per response both are geometric means over its valid tokens, exp(mean_t log-rati
 Additive: every loss and metric is a sum over local responses or tokens divided by a *global* count, so results of
 micro-batches and ranks add up to the batch's. A local mean anywhere would make the result depend on the split.
 
+Masks are weights, as in NeMo-RL: a response counts `sample_mask` times in sums and, through its global counts, in
+denominators. Where masks are 0 or 1 that is counting.
+
 Masked positions may hold anything (-inf from a rollout engine, NaN from padding). `where` replaces them before any
 arithmetic, because 0 * inf is NaN in the backward pass too.
 
@@ -37,10 +40,10 @@ class LossData:
         prev_logprobs: [B, T] float32, the learner's aligned forward before the first update of the step.
         generation_logprobs: [B, T] float32, the sampler's.
         advantages: [B, T] float32, constant over a response for group-normalized rewards.
-        token_mask: [B, T], nonzero on response tokens.
-        sample_mask: [B], nonzero on responses that count.
-        global_valid_seqs: scalar, responses that count in the whole optimizer step, over all ranks.
-        global_valid_toks: scalar, their response tokens.
+        token_mask: [B, T], 1 on response tokens, 0 elsewhere; any weight between is one.
+        sample_mask: [B], how much a response counts; 0 leaves it out.
+        global_valid_seqs: scalar, the sum of `sample_mask` in the whole optimizer step, over all ranks.
+        global_valid_toks: scalar, that of `token_mask * sample_mask`.
         entropy: [B, T] float32 in nats, detached; metrics only.
     """
 
@@ -60,15 +63,17 @@ class LossOutput:
 
     Attributes:
         loss: scalar with a graph; add over micro-batches and ranks. NaN if a valid token held a non-finite value.
-        metrics: name -> detached scalar; add over micro-batches and ranks. Counts (`num_*`) are plain sums, the rest
-            is already divided by the global count.
+        metrics: name -> detached scalar; add over micro-batches and ranks. `num_*` count responses or tokens, whatever
+            their weight; the rest is already divided by the global count.
         sequences: [B] detached: `prox_ratio` and `mismatch_weight` (geometric means before any cap), `advantage`,
             `length_tokens`, `kept` (bool: some token's gradient is not clipped away) and `valid` (bool).
+        logs: the compared micro-batch; its `log_prox` has a graph.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     sequences: dict[str, Tensor]
+    logs: "LogRatios"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +82,24 @@ class Units:
 
     Attributes:
         valid: bool, the units that count.
-        global_count: scalar float, such units in the whole step, at least 1.
+        weight: float, how much each does; 0 where masked.
+        divisor: scalar float, the sum of weights in the whole step; 1 where nothing counts.
     """
 
     valid: Tensor
-    global_count: Tensor
+    weight: Tensor
+    divisor: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, global_count: Tensor) -> "Units":
+        """Take units by weight, and the sum of weights over the whole step, in the weights' dtype."""
+        count = global_count.to(weight)
+        return cls(weight != 0, weight, torch.where(count > 0, count, 1.0))
 
     def average(self, values: Tensor) -> Tensor:
-        """Sum `values` over the valid units and divide by the global count."""
-        values = values.to(self.global_count.dtype)
-        return torch.where(self.valid, values, 0.0).sum() / self.global_count
+        """Sum weight * value over the valid units and divide by the global count."""
+        values = values.to(self.weight.dtype)
+        return (torch.where(self.valid, values, 0.0) * self.weight).sum() / self.divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +111,10 @@ class LogRatios:
         log_mismatch: [B, T] prev - generation, detached.
         advantages: [B, T].
         entropy: [B, T] or None.
-        tokens: the valid tokens.
-        sequences: the responses that count and have at least one valid token.
-        num_tokens: [B] int64, valid tokens per response.
+        tokens: the valid tokens, each weighing `token_mask * sample_mask`.
+        sequences: the responses that count and have at least one valid token, each weighing `sample_mask`.
+        within: [B, T] float, what a valid token weighs within its response: `token_mask`.
+        lengths: [B] float, the sum of `within`; 1 for a response without any.
     """
 
     log_prox: Tensor
@@ -109,11 +123,12 @@ class LogRatios:
     entropy: Tensor | None
     tokens: Units
     sequences: Units
-    num_tokens: Tensor
+    within: Tensor
+    lengths: Tensor
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Average [B, T] `values` over each response's valid tokens; 0 for a response without any. Returns [B]."""
-        return torch.where(self.tokens.valid, values, 0.0).sum(dim=-1) / self.num_tokens.clamp(min=1)
+        return (torch.where(self.tokens.valid, values, 0.0) * self.within).sum(dim=-1) / self.lengths
 
 
 def compare(curr_logprobs: Tensor, data: LossData) -> LogRatios:
@@ -128,7 +143,11 @@ def compare(curr_logprobs: Tensor, data: LossData) -> LogRatios:
             or log-probabilities are narrower than float32, which cannot resolve bands of 3e-4.
     """
     _check(curr_logprobs, data)
-    mask = (data.token_mask != 0) & (data.sample_mask != 0).unsqueeze(-1)
+    tokens = Units.of((data.token_mask * data.sample_mask.unsqueeze(-1)).to(curr_logprobs), data.global_valid_toks)
+    mask = tokens.valid
+    responses = torch.where(mask.any(dim=-1), data.sample_mask, 0).to(curr_logprobs)
+    within = torch.where(mask, data.token_mask, 0).to(curr_logprobs)
+    length = within.sum(dim=-1)
     curr, prev, generation, advantages = (
         torch.where(mask, values, 0.0)
         for values in (
@@ -145,9 +164,10 @@ def compare(curr_logprobs: Tensor, data: LossData) -> LogRatios:
         log_mismatch=prev - generation,
         advantages=advantages,
         entropy=None if data.entropy is None else torch.where(mask, data.entropy.detach(), 0.0),
-        tokens=Units(mask, data.global_valid_toks.to(curr).clamp(min=1)),
-        sequences=Units(mask.any(dim=-1), data.global_valid_seqs.to(curr).clamp(min=1)),
-        num_tokens=mask.sum(dim=-1),
+        tokens=tokens,
+        sequences=Units.of(responses, data.global_valid_seqs),
+        within=within,
+        lengths=torch.where(length > 0, length, 1.0),
     )
 
 
@@ -214,7 +234,7 @@ def loss_output(
         }
         if logs.entropy is not None:
             shared["entropy"] = logs.tokens.average(logs.entropy)
-    return LossOutput(loss=loss, metrics=shared | metrics, sequences=sequences)
+    return LossOutput(loss=loss, metrics=shared | metrics, sequences=sequences, logs=logs)
 
 
 def _sequence_values(logs: LogRatios, kept_units: Tensor) -> dict[str, Tensor]:
@@ -222,7 +242,7 @@ def _sequence_values(logs: LogRatios, kept_units: Tensor) -> dict[str, Tensor]:
         "prox_ratio": prox_ratio(logs.sequence_mean(logs.log_prox)),
         "mismatch_weight": prox_ratio(logs.sequence_mean(logs.log_mismatch)),
         "advantage": logs.sequence_mean(logs.advantages),
-        "length_tokens": logs.num_tokens,
+        "length_tokens": logs.tokens.valid.sum(dim=-1),
         "kept": kept_units if kept_units.ndim == 1 else kept_units.any(dim=-1),
         "valid": logs.sequences.valid,
     }

@@ -27,7 +27,7 @@ _OURS = "train/qarl/"
 _RENAMED = {
     "train/reward": "reward/mean",
     "train/mean_gen_tokens_per_sample": "response_length_tokens/mean",
-    "train/approx_entropy": "loss/entropy",
+    "train/approx_entropy": "loss/approx_entropy",
     "train/gen_kl_error": "mismatch/kl_k3",
     "train/grad_norm": "optim/grad_norm",
     "train/lr": "optim/lr",
@@ -36,6 +36,7 @@ _RENAMED = {
     f"{_OURS}abs_gap": "mismatch/abs_gap_mean",
     f"{_OURS}num_nonfinite_tokens": "mismatch/nonfinite_tokens",
     f"{_OURS}error_tokens": "error_tokens/rate",
+    f"{_OURS}skipped_steps": "optim/skipped_steps",
     "timing/train/total_step_time": "timing/step_s",
 }
 # Phases that do not overlap; two of one name belong to the synchronous and to the asynchronous loop.

@@ -33,7 +33,7 @@ def _learning(arms: Sequence[Arm]) -> Section:
     panels = [
         figure_panel("Reward", "Points: validation.", reward, "Not recorded: reward/mean in metrics.jsonl.", wide=True),
         curve_panel(arms, "KL of the updates", "loss/kl_k3", "KL prev to curr (nats)", "k3 per token.", log=True),
-        curve_panel(arms, "Entropy", "loss/entropy", "entropy per token (nats)", "Of the learner's distribution."),
+        *_entropy(arms),
         curve_panel(
             arms, "Response length", "response_length_tokens/mean", "response length (tokens)", "Mean over rollouts."
         ),
@@ -52,6 +52,20 @@ def _learning(arms: Sequence[Arm]) -> Section:
         panels.append(figure_panel("Warm start", caption, warm_start, "", wide=True))
     intro = "Bold: moving mean; faint: every step. Several seeds of an arm: their mean, with the range shaded."
     return Section("learning", "Learning", intro, tuple(panels))
+
+
+def _entropy(arms: Sequence[Arm]) -> list[Panel]:
+    """Shows the exact entropy and, apart from it, NeMo-RL's estimate from the sampled tokens, where there is one."""
+    exact = curves.curve_figure(arms, "loss/entropy", "entropy per token (nats)")
+    estimate = curves.curve_figure(arms, "loss/approx_entropy", "estimate per token (nats)")
+    panels = []
+    if exact is not None or estimate is None:
+        missing = "Not recorded: loss/entropy in metrics.jsonl."
+        panels.append(figure_panel("Entropy", "Of the learner's distribution.", exact, missing))
+    if estimate is not None:
+        caption = "NeMo-RL's approx_entropy: -log p of the sampled tokens, weighed by curr over generation; not exact."
+        panels.append(figure_panel("Approximate entropy", caption, estimate, ""))
+    return panels
 
 
 def _mismatch(arms: Sequence[Arm]) -> Section:

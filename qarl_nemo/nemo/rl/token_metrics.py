@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from qarl_nemo.losses.ratios import LossData
+from qarl_nemo.losses.ratios import LossData, Units
 from qarl_nemo.metrics.error_tokens import error_token_mask
 
 
 @torch.no_grad()
 def token_metrics(batch: LossData, token_ids: Tensor) -> dict[str, Tensor]:
-    """Return sum over this call's tokens / global count of response tokens, for each metric.
+    """Return weighted sum over this call's tokens / global count of response tokens, for each metric.
 
     Args:
         batch: the call's responses.
@@ -20,18 +20,20 @@ def token_metrics(batch: LossData, token_ids: Tensor) -> dict[str, Tensor]:
         sign of the advantage; `tokens_positive`, `_negative`, which turn those into rates within a sign; and the
         count `num_nonfinite_tokens`, left out of the gap.
     """
-    valid = (batch.token_mask != 0) & (batch.sample_mask != 0).unsqueeze(-1)
+    weight = batch.token_mask * batch.sample_mask.unsqueeze(-1)
+    valid = weight != 0
     gap = (batch.prev_logprobs - batch.generation_logprobs).abs()
     finite = valid & gap.isfinite()
     wrong = error_token_mask(batch.prev_logprobs, batch.generation_logprobs, token_ids, valid)
     positive, negative = valid & (batch.advantages > 0), valid & (batch.advantages < 0)
-    sums = {
-        "abs_gap": torch.where(finite, gap, 0.0).sum(),
-        "error_tokens": wrong.sum(),
-        "error_tokens_positive": (wrong & positive).sum(),
-        "error_tokens_negative": (wrong & negative).sum(),
-        "tokens_positive": positive.sum(),
-        "tokens_negative": negative.sum(),
+    values = {
+        "abs_gap": torch.where(finite, gap, 0.0),
+        "error_tokens": wrong,
+        "error_tokens_positive": wrong & positive,
+        "error_tokens_negative": wrong & negative,
+        "tokens_positive": positive,
+        "tokens_negative": negative,
     }
-    count = batch.global_valid_toks.to(gap).clamp(min=1)
-    return {name: value / count for name, value in sums.items()} | {"num_nonfinite_tokens": valid.sum() - finite.sum()}
+    tokens = Units.of(weight.to(gap), batch.global_valid_toks)
+    averages = {name: tokens.average(value) for name, value in values.items()}
+    return averages | {"num_nonfinite_tokens": valid.sum() - finite.sum()}

@@ -39,6 +39,8 @@ def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFI
             "train/reward": reward + 0.01 * step,
             "train/mean_gen_tokens_per_sample": 50.0,
             "train/gen_kl_error": 1e-4,
+            "train/approx_entropy": 0.7,
+            "train/qarl/skipped_steps": 1.0,
             "train/qarl/abs_gap": gap,
             "train/qarl/kept_fraction": 0.9,
             "train/qarl/fraction_positive": 0.5,
@@ -88,6 +90,9 @@ def test_columns_carry_the_embedded_engines_names(tmp_path):
     assert run.column("reward/mean") == pytest.approx([0.51, 0.52, 0.53, 0.54, 0.55])
     assert run.column("mismatch/abs_gap_mean") == pytest.approx([2e-3] * 5)
     assert run.column("mismatch/kl_k3") == pytest.approx([1e-4] * 5)
+    assert run.column("loss/approx_entropy") == pytest.approx([0.7] * 5)
+    assert np.isnan(run.column("loss/entropy")).all(), "an estimate is not under the exact one's name"
+    assert run.column("optim/skipped_steps") == pytest.approx([1.0] * 5)
     assert run.column("error_tokens/rate_negative") == pytest.approx([0.02] * 5)
     assert np.isnan(run.column("error_tokens/rate_positive")).all(), "no token has a positive advantage"
     assert run.column("band_share/in_band_positive") == pytest.approx([0.5] * 5)
@@ -126,6 +131,8 @@ def test_the_report_shows_it_beside_a_run_of_nemo_rl_alone(tmp_path):
     assert "aligned w4a16 tbpo" in html
     assert "plain/exp_001" in html
     assert "not started by examples/run_qarl_grpo.py" in html
+    assert "<h3>Approximate entropy</h3>" in html
+    assert "<h3>Entropy</h3>" not in html
 
 
 def test_a_folder_without_scalars_says_what_to_set(tmp_path):

@@ -1,0 +1,51 @@
+"""Where a batch holds a number that is not finite."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """One value on a valid token that is not finite.
+
+    Attributes:
+        response: which of the step's responses.
+        token: which of its valid tokens, from 0.
+        name: the tensor.
+        value: `nan`, `inf` or `-inf`.
+    """
+
+    response: int
+    token: int
+    name: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"response {self.response}, response token {self.token}: {self.name} is {self.value}"
+
+
+def first_nonfinite(values: Mapping[str, Tensor], valid: Tensor, responses: Tensor) -> NonFinite | None:
+    """Find the first value that is not finite, by response and token.
+
+    Args:
+        values: [B, T] each, by name; of two at one token, the first name's.
+        valid: [B, T] bool, the tokens that count.
+        responses: [B] int64, which of the step's responses each row is.
+
+    Returns:
+        It, or None.
+    """
+    values = {name: tensor.detach() for name, tensor in values.items()}
+    wrong = valid & ~torch.stack([tensor.isfinite() for tensor in values.values()]).all(dim=0)
+    rows = wrong.any(dim=-1).nonzero().flatten()
+    if not len(rows):
+        return None
+    row = rows[responses[rows].argmin()]
+    column = wrong[row].nonzero()[0, 0]
+    held = {name: float(tensor[row, column]) for name, tensor in values.items()}
+    name = next(name for name, value in held.items() if not math.isfinite(value))
+    return NonFinite(int(responses[row]), int(valid[row, :column].sum()), name, held[name])

@@ -1,0 +1,79 @@
+"""The KL term of NeMo-RL's loss, which objectives keep: beta * KL(learner || reference), from the sampled tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KL_TYPES = ("k1", "k2", "k3")
+
+
+def kl_estimate(log_ratio: Tensor, kind: str) -> Tensor:
+    """Return an estimate of KL(q || p) from x = log p - log q on samples of q, in nats.
+
+        k1 = -x        k2 = x^2 / 2        k3 = exp(x) - 1 - x
+
+    Args:
+        log_ratio: x, any shape.
+        kind: `k1`, `k2` or `k3`.
+
+    Returns:
+        Like `log_ratio`.
+
+    Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    """
+    if kind == "k1":
+        return -log_ratio
+    return log_ratio.square() / 2 if kind == "k2" else log_ratio.expm1() - log_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceKL:
+    """NeMo-RL's `loss_fn` keys of the KL term.
+
+    Attributes:
+        penalty: `reference_policy_kl_penalty`, 0 for none.
+        kind: `reference_policy_kl_type`.
+        input_clamp: `kl_input_clamp_value`: the log-ratio is held in +- this; None for no bound.
+        output_clamp: `kl_output_clamp_value`: the estimate is held in +- this; None for no bound.
+        from_sampler: `use_on_policy_kl_approximation`: weigh tokens by exp(curr - generation) instead of by 1.
+    """
+
+    penalty: float
+    kind: str
+    input_clamp: float | None
+    output_clamp: float | None
+    from_sampler: bool
+
+    def __post_init__(self) -> None:
+        if self.kind not in KL_TYPES:
+            raise ValueError(f"loss_fn.reference_policy_kl_type={self.kind!r}; legal: {', '.join(KL_TYPES)}")
+
+    def per_token(self, curr: Tensor, reference: Tensor, generation: Tensor) -> Tensor:
+        """Return beta * weight * estimate of each token, with the gradient of weight and estimate.
+
+        A token's weight is 1 in value but carries the gradient of the probability it was sampled with; a weight that is
+        not finite is 0, and one whose log-ratio is held has no gradient.
+
+        Args:
+            curr: [B, T] log-probabilities with a graph, finite or NaN.
+            reference: [B, T] the reference's.
+            generation: [B, T] the sampler's.
+
+        Returns:
+            [B, T]; NaN where `curr` or `reference` is not finite.
+
+        Source: arXiv 2506.09477, the gradient through the weights.
+        """
+        # A clamp makes an infinity a number like any other, and a NaN's gradient 0: see `qarl_nemo.losses.ratios`.
+        curr = curr * torch.where(curr.detach().isfinite() & reference.isfinite(), 1.0, torch.nan)
+        weight = (curr - (generation if self.from_sampler else curr.detach())).exp().nan_to_num(0.0, 0.0, 0.0)
+        log_ratio = reference - curr
+        if self.input_clamp is not None:
+            held = log_ratio.clamp(-self.input_clamp, self.input_clamp)
+            weight = torch.where(held == log_ratio, weight, weight.detach())
+            log_ratio = held
+        estimate = weight * kl_estimate(log_ratio, self.kind)
+        if self.output_clamp is not None:
+            estimate = estimate.clamp(-self.output_clamp, self.output_clamp)
+        return self.penalty * estimate
