@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from qarl_nemo.architecture import Architecture
+from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo
 from qarl_nemo.refit.names import summarize_names
 
@@ -66,6 +66,25 @@ def content_problems(tensors: Iterable[TensorInfo], architecture: Architecture) 
     problems += [_counted(f"not part of a {architecture.model_type} model", foreign)] if foreign else []
     problems += [_counted(f"of {what}", names) for what, names in list(wrong.items())[:_SHOWN]]
     return problems + ([f"{len(wrong) - _SHOWN} more wrong shapes"] if len(wrong) > _SHOWN else [])
+
+
+def require_whole(checkpoint: Checkpoint) -> None:
+    """Require that a checkpoint holds its model: loaders that miss a tensor make a random one.
+
+    Args:
+        checkpoint: its table of contents.
+
+    Raises:
+        ValueError: another model, or tensors that are missing, of other shapes or of no model; all are listed.
+    """
+    architecture = Architecture.parse(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
+    problems = content_problems(
+        (info for info in checkpoint.tensors if drop_reason(info.name, architecture) is None), architecture
+    )
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise ValueError(f"checkpoint {checkpoint.folder} is not what its config.json says:\n{listed}")
+    require_tied_copy(checkpoint)
 
 
 def require_tied_copy(checkpoint: Checkpoint) -> None:

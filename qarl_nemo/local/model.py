@@ -15,6 +15,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from qarl_nemo.architecture import CONFIG_FILE, read_architecture
+from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.local.config import ModelInit, PolicyConfig
 from qarl_nemo.local.engine_forward import follow_engine
 from qarl_nemo.local.tokenizer import character_tokenizer
@@ -79,9 +81,11 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
         The model and its tokenizer, which pads with its end token where it has no pad token.
 
     Raises:
-        ValueError: no such directory, an unsupported model type, or a tokenizer without an end token.
+        ValueError: no such directory, an unsupported model type, tensors that are not the model's, or a tokenizer
+            without an end token.
     """
     _checkpoint_config(path)
+    require_whole(open_checkpoint(path))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if tokenizer.eos_token_id is None:

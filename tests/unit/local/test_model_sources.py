@@ -3,6 +3,7 @@
 import pytest
 import torch
 from asserts import assert_bitwise_equal
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, Qwen3MoeForCausalLM
 
 from qarl_nemo.config import validate
@@ -58,6 +59,18 @@ def test_what_is_no_supported_checkpoint_is_refused(tmp_path):
         load_checkpoint(tmp_path / "nowhere", torch.float32)
     GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r'model_type is "gpt2"; supported: qwen3_moe, qwen3, qwen2, llama, mistral'):
+        load_checkpoint(tmp_path, torch.float32)
+
+
+def test_no_missing_weight_is_made_up(tmp_path):
+    """transformers would initialize it at random and go on."""
+    model, tokenizer = load_model(tiny(), CPU, 0)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"is not what its config.json says:\n  - 1 tensor missing: model.norm.weight"):
         load_checkpoint(tmp_path, torch.float32)
 
 
