@@ -10,59 +10,77 @@ from qarl_nemo.local.vllm.limits import config_problems
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
 
+# Of a random model; in FP32 that is 400 GB.
+_MAX_BILLIONS = 100
+_MAX_RESPONSES = 1 << 20
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
 
 class ModelInit(StrictModel):
     """A randomly initialized Qwen3-MoE with a character tokenizer, for models that know nothing yet."""
 
-    hidden_size: int = Field(128, ge=32)
-    num_hidden_layers: int = Field(2, ge=1)
-    num_attention_heads: int = Field(4, ge=1)
-    num_key_value_heads: int = Field(2, ge=1)
-    head_dim: int = Field(32, ge=8)
-    num_experts: int = Field(8, ge=1)
-    num_experts_per_tok: int = Field(2, ge=1)
-    moe_intermediate_size: int = Field(128, ge=32)
-    max_position_embeddings: int = Field(256, ge=16)
+    hidden_size: int = Field(128, ge=32, le=65_536)
+    num_hidden_layers: int = Field(2, ge=1, le=1024)
+    num_attention_heads: int = Field(4, ge=1, le=1024)
+    num_key_value_heads: int = Field(2, ge=1, le=1024)
+    head_dim: int = Field(32, ge=8, le=4096)
+    num_experts: int = Field(8, ge=1, le=4096)
+    num_experts_per_tok: int = Field(2, ge=1, le=4096)
+    moe_intermediate_size: int = Field(128, ge=32, le=131_072)
+    max_position_embeddings: int = Field(256, ge=16, le=1_048_576)
+
+    @model_validator(mode="after")
+    def fits_a_machine(self) -> "ModelInit":
+        """Bound the parameters, so that a slip of the pen is an error and not a machine without memory."""
+        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        experts = 3 * self.num_experts * self.moe_intermediate_size
+        billions = self.num_hidden_layers * self.hidden_size * (attention + experts) / 1e9
+        if billions > _MAX_BILLIONS:
+            raise ValueError(
+                f"these sizes make {billions:,.0f} billion parameters; legal: up to {_MAX_BILLIONS} billion"
+            )
+        return self
 
 
 class WarmStart(StrictModel):
     """Supervised warm start on the training tasks' answers, before RL begins."""
 
-    steps: int = Field(0, ge=0, description="At most this many; 0 skips the warm start.")
-    batch_size: int = Field(256, ge=1)
-    lr: float = Field(1e-3, gt=0)
+    steps: int = Field(0, ge=0, le=1_000_000, description="At most this many; 0 skips the warm start.")
+    batch_size: int = Field(256, ge=1, le=65_536)
+    lr: float = Field(1e-3, gt=0, le=10)
     target_reward: float | None = Field(None, gt=0, le=1)
     """Stop once greedy answers to the validation tasks reach this reward, so that seeds start RL alike."""
-    check_period: int = Field(10, ge=1, description="Steps between looks at the greedy reward.")
+    check_period: int = Field(10, ge=1, le=1_000_000, description="Steps between looks at the greedy reward.")
 
 
 class AdamWConfig(StrictModel):
     """torch.optim.AdamW."""
 
     name: Literal["adamw"] = "adamw"
-    lr: float = Field(5e-4, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    lr: float = Field(5e-4, gt=0, le=10)
+    weight_decay: float = Field(0.0, ge=0, le=10)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
 
 
 class MuonConfig(StrictModel):
     """torch.optim.Muon on hidden matrices (each expert its own), AdamW on embeddings, head, routers, norms, biases."""
 
     name: Literal["muon"] = "muon"
-    lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
+    lr: float = Field(1e-3, gt=0, le=10)
+    weight_decay: float = Field(0.01, ge=0, le=10)
     momentum: float = Field(MOMENTUM, ge=0, lt=1)
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
 
 
 class MegatronConfig(StrictModel):
     """Megatron-core as the learner, with Transformer-Engine on GPUs."""
 
-    num_gpus: int = Field(1, ge=1, description="Ranks, one GPU each.")
-    tensor_model_parallel_size: int = Field(1, ge=1)
-    expert_model_parallel_size: int = Field(1, ge=1)
-    expert_tensor_parallel_size: int = Field(1, ge=1)
+    num_gpus: int = Field(1, ge=1, le=1024, description="Ranks, one GPU each.")
+    tensor_model_parallel_size: int = Field(1, ge=1, le=1024)
+    expert_model_parallel_size: int = Field(1, ge=1, le=1024)
+    expert_tensor_parallel_size: int = Field(1, ge=1, le=1024)
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     use_distributed_optimizer: bool = True
     """Shard masters and moments over data parallel ranks."""
@@ -95,10 +113,10 @@ class PolicyConfig(StrictModel):
     """The learner's kernel; `engine` is vLLM's own, forward bit for bit, on a Hopper GPU with vLLM installed."""
     megatron_cfg: MegatronConfig | None = Field(None, description="Train in Megatron; None = in transformers.")
     warm_start: WarmStart = WarmStart()
-    train_micro_batch_size: int = Field(256, ge=1, description="Sequences of one forward and backward.")
-    logprob_batch_size: int = Field(512, ge=1, description="Sequences of one forward without gradient.")
-    max_grad_norm: float = Field(1.0, gt=0)
-    max_skipped_steps: int = Field(3, ge=1, description="Non-finite steps in a row before the run stops.")
+    train_micro_batch_size: int = Field(256, ge=1, le=65_536, description="Sequences of one forward and backward.")
+    logprob_batch_size: int = Field(512, ge=1, le=65_536, description="Sequences of one forward without gradient.")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e6)
+    max_skipped_steps: int = Field(3, ge=1, le=1000, description="Non-finite steps in a row before the run stops.")
     optimizer: Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")] = AdamWConfig()
 
     @model_validator(mode="after")
@@ -123,11 +141,11 @@ class PolicyConfig(StrictModel):
 class RolloutSettings(StrictModel):
     """What every rollout engine takes."""
 
-    max_new_tokens: int = Field(8, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(8, ge=1, le=1_048_576)
+    temperature: float = Field(1.0, gt=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     """Truncates sampling; logprobs on both sides stay those of the untruncated distribution at `temperature`."""
-    batch_size: int = Field(1024, ge=1, description="Responses decoded at once.")
+    batch_size: int = Field(1024, ge=1, le=65_536, description="Responses decoded at once.")
 
 
 class PackedRolloutConfig(RolloutSettings):
@@ -144,8 +162,10 @@ class VllmRolloutConfig(RolloutSettings):
     engine: Literal["vllm"]
     own_gpu: bool = False
     """In a process of its own on the first GPU, where the learner takes those behind it."""
-    max_model_len: int | None = Field(None, ge=2, description="Tokens of prompt and response; None = the model's.")
-    kv_cache_gib: float = Field(1.0, gt=0, description="Memory of the KV cache, GiB, beside the weights'.")
+    max_model_len: int | None = Field(
+        None, ge=2, le=1_048_576, description="Tokens of prompt and response; None = the model's."
+    )
+    kv_cache_gib: float = Field(1.0, gt=0, le=4096, description="Memory of the KV cache, GiB, beside the weights'.")
     enforce_eager: bool = False
     """Run without CUDA graphs: an earlier start, slower decoding; a CPU has none."""
 
@@ -163,21 +183,27 @@ RolloutConfig = Annotated[
 class GrpoConfig(StrictModel):
     """The RL loop."""
 
-    num_prompts_per_step: int = Field(64, ge=1)
-    num_generations_per_prompt: int = Field(8, ge=2)
-    train_global_batch_size: int = Field(256, ge=1, description="Sequences of one optimizer step (a minibatch).")
-    max_num_steps: int = Field(200, ge=1)
+    num_prompts_per_step: int = Field(64, ge=1, le=65_536)
+    num_generations_per_prompt: int = Field(8, ge=2, le=4_096)
+    train_global_batch_size: int = Field(
+        256, ge=1, le=1_048_576, description="Sequences of one optimizer step (a minibatch)."
+    )
+    max_num_steps: int = Field(200, ge=1, le=10_000_000)
     normalize_rewards: bool = True
     """Divide group-centred rewards by the group's standard deviation."""
-    val_period: int = Field(50, ge=0, description="Steps between validations; 0 turns validation off.")
-    val_num_prompts: int = Field(256, ge=1)
-    val_temperature: float = Field(0.0, ge=0, description="0 decodes greedily.")
+    val_period: int = Field(50, ge=0, le=10_000_000, description="Steps between validations; 0 turns validation off.")
+    val_num_prompts: int = Field(256, ge=1, le=1_000_000)
+    val_temperature: float = Field(0.0, ge=0, le=100, description="0 decodes greedily.")
     val_top_p: float = Field(1.0, gt=0, le=1)
 
     @model_validator(mode="after")
     def minibatches_divide_the_batch(self) -> "GrpoConfig":
         """Require whole minibatches."""
         total = self.num_prompts_per_step * self.num_generations_per_prompt
+        if total > _MAX_RESPONSES:
+            raise ValueError(
+                f"num_prompts_per_step * num_generations_per_prompt is {total}; a step has at most {_MAX_RESPONSES}"
+            )
         if total % self.train_global_batch_size:
             legal = [total // n for n in range(1, 17) if total % n == 0]
             raise ValueError(
@@ -228,8 +254,8 @@ class CheckpointingConfig(StrictModel):
     """Atomic checkpoints; a killed run resumes to the same numbers."""
 
     enabled: bool = True
-    save_period: int = Field(50, ge=1)
-    keep_last: int = Field(2, ge=1)
+    save_period: int = Field(50, ge=1, le=10_000_000)
+    keep_last: int = Field(2, ge=1, le=1000)
 
 
 class WandbConfig(StrictModel):
@@ -243,7 +269,9 @@ class LoggerConfig(StrictModel):
     """Event files: metrics.jsonl and TensorBoard always."""
 
     wandb: WandbConfig | None = None
-    diagnostics_period: int = Field(20, ge=1, description="Steps between dumps of ratios, scatter and examples.")
+    diagnostics_period: int = Field(
+        20, ge=1, le=10_000_000, description="Steps between dumps of ratios, scatter and examples."
+    )
 
 
 class RunLabels(StrictModel):
@@ -256,8 +284,8 @@ class RunLabels(StrictModel):
 class CompareConfig(StrictModel):
     """Several arms and seeds from one file: each arm is a set of dotted overrides."""
 
-    arms: dict[str, dict[str, Any]] = Field(..., min_length=1)
-    seeds: list[int] = Field(..., min_length=1)
+    arms: dict[str, dict[str, Any]] = Field(..., min_length=1, max_length=1000)
+    seeds: list[_Seed] = Field(..., min_length=1, max_length=1000)
 
 
 class LocalConfig(StrictModel):
@@ -265,9 +293,9 @@ class LocalConfig(StrictModel):
 
     run: RunLabels = RunLabels()
     run_dir: Path
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    num_threads: int | None = Field(None, ge=1, description="CPU threads; None = torch's choice.")
+    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; None = torch's choice.")
     qarl: QarlConfig = QarlConfig()
     policy: PolicyConfig
     rollout: RolloutConfig = PackedRolloutConfig()

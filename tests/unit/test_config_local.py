@@ -11,6 +11,8 @@ from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
 from qarl_nemo.local.arms import expand_arms
 from qarl_nemo.local.config import AdamWConfig, HfData, JsonlData, LocalConfig, MuonConfig
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
+from qarl_nemo.nemo.cluster.config import ClusterConfig
+from qarl_nemo.nemo.rl.config import NemoQarlConfig
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = sorted((REPOSITORY / "examples" / "configs").glob("**/local_*.yaml"))
@@ -98,6 +100,11 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
         ({"data": {"digits": 3}}, "data.source is missing and says which keys data has; legal: arithmetic, jsonl"),
         ({"data": {"source": "jsonl", "train": "x", "prompt_template": "Solve."}}, "data.prompt_template"),
         ({"grpo": {"num_generations_per_prompt": 1}}, "grpo.num_generations_per_prompt: Input should be greater"),
+        ({"grpo": {"num_prompts_per_step": 60000, "num_generations_per_prompt": 4096}}, "a step has at most 1048576"),
+        (
+            {"policy": {"model_init": {"hidden_size": 65536, "num_experts": 4096}}},
+            "policy.model_init: these sizes make 206 billion parameters; legal: up to 100 billion",
+        ),
         ({"compare": {"arms": {}, "seeds": [1]}}, "compare.arms: Dictionary should have at least 1 item"),
     ],
 )
@@ -222,3 +229,21 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
     path = tmp_path / "config.yaml"
     OmegaConf.save(OmegaConf.create(config.model_dump(mode="json")), path)
     assert load_config(path, [], LocalConfig) == config
+
+
+@pytest.mark.parametrize("model", [LocalConfig, ClusterConfig, NemoQarlConfig])
+def test_every_number_has_bounds(model):
+    def numbers(schema, place):
+        if isinstance(schema, list):
+            for item in schema:
+                yield from numbers(item, place)
+        elif isinstance(schema, dict):
+            if schema.get("type") in ("integer", "number"):
+                yield place, schema
+            for key, item in schema.items():
+                yield from numbers(item, f"{place}.{key}")
+
+    low, high = {"minimum", "exclusiveMinimum", "const"}, {"maximum", "exclusiveMaximum", "const"}
+    found = list(numbers(model.model_json_schema(), model.__name__))
+    assert [place for place, schema in found if not (low & schema.keys() and high & schema.keys())] == []
+    assert found

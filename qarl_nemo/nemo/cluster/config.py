@@ -26,9 +26,9 @@ class ClusterError(RuntimeError):
 class HealthConfig(StrictModel):
     """What must hold before the job starts."""
 
-    join_timeout_s: float = Field(600.0, gt=0)
+    join_timeout_s: float = Field(600.0, gt=0, le=604_800)
     """How long all nodes with all their GPUs may take to join."""
-    check_timeout_s: float = Field(300.0, gt=0)
+    check_timeout_s: float = Field(300.0, gt=0, le=86_400)
     """How long a node may take to answer; importing torch from a cold shared file system is slow."""
     worker_envs: tuple[str, ...] = (
         "*MegatronPolicyWorker",
@@ -124,24 +124,24 @@ class KubernetesLauncher(StrictModel):
     mount_path: AbsolutePath = "/shared"
     ray_version: str = Field(pattern=r"^\d+\.\d+\.\d+$")
     """Of the image's Ray."""
-    cpus: int = Field(32, ge=1)
+    cpus: int = Field(32, ge=1, le=4096)
     memory: str = Field("256Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
     shared_memory: str = Field("64Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
     """Size of /dev/shm: Ray's object store and NCCL."""
-    user_id: int = Field(1000, ge=1)
+    user_id: int = Field(1000, ge=1, lt=2**31)
     node_selector: dict[str, str] = Field({})
     image_pull_secrets: tuple[str, ...] = ()
-    keep_finished_s: int = Field(600, ge=0)
+    keep_finished_s: int = Field(600, ge=0, le=31_536_000)
     """How long the finished pods stay."""
-    start_timeout_s: int = Field(1800, ge=1)
+    start_timeout_s: int = Field(1800, ge=1, le=604_800)
     """How long images may take to arrive before the launcher gives up."""
 
 
 class ClusterConfig(StrictModel):
     """One job on one cluster."""
 
-    nodes: int = Field(ge=1)
-    gpus_per_node: int = Field(ge=0)
+    nodes: int = Field(ge=1, le=10_000)
+    gpus_per_node: int = Field(ge=0, le=64)
     command: str = Field(min_length=1)
     """The job, a shell line run on the head in `workdir`."""
     workdir: AbsolutePath
@@ -156,7 +156,7 @@ class ClusterConfig(StrictModel):
     """Set on every node, for Ray and the job; written into job files and manifests, so no place for secrets."""
     env_from: EnvironmentSources = EnvironmentSources()
     """Further variables by name alone: secrets."""
-    log_period_s: float = Field(60.0, gt=0)
+    log_period_s: float = Field(60.0, gt=0, le=86_400)
     """How often nodes copy their Ray logs into `log_dir`: what is lost of a node that dies."""
     container: ContainerConfig | None = None
     health: HealthConfig = HealthConfig()
