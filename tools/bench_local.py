@@ -15,8 +15,8 @@ from rich.table import Table
 from qarl_nemo.config import load_config
 from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.local.trainer import Trainer
-from qarl_nemo.metrics.events import read_jsonl
 from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.metrics.recorded import read_lines
 from qarl_nemo.metrics.results import append_results
 
 FORMATS = ("bf16", "w4a16", "w4a8", "fp8_channel", "fp8_block")
@@ -51,7 +51,7 @@ def bench(config: Path, format_name: str, device: str, steps: int, overrides: li
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(load_config(config, [*settings, f"run_dir={folder}/run"], LocalConfig))
         trainer.train()
-        records = read_jsonl(Path(folder) / "run" / "metrics.jsonl")[WARM_UP_STEPS:]
+        records = read_lines(Path(folder) / "run" / "metrics.jsonl")[WARM_UP_STEPS:]
     names = {f"{phase}_tokens_s": f"throughput/{phase}_tokens_s" for phase in ("rollout", "prev_logprobs", "update")}
     figures = {name: median(record[key] for record in records) for name, key in names.items()}
     operands = [slot.operand() for slot in trainer.sampler.slots.values()]

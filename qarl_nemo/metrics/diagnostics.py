@@ -13,6 +13,9 @@ import io
 import json
 import math
 import re
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qarl_nemo.files import write_atomic
-from qarl_nemo.metrics.events import read_jsonl
+from qarl_nemo.files import FileError, require_file, write_atomic
+from qarl_nemo.metrics.recorded import Example, read_lines
 
 DIAGNOSTICS_DIR = "diagnostics"
 _SEQUENCE_FIELDS = ("prox_ratio", "mismatch_weight", "advantage", "kept")
+_ARCHIVE_ERRORS = (zipfile.BadZipFile, zlib.error, NotImplementedError, struct.error, SyntaxError, TypeError)
 _TOKEN_FIELDS = ("prev_logprob", "curr_logprob", "generation_logprob", "advantage")
 
 
@@ -170,7 +174,9 @@ def diagnostic_steps(run_dir: Path) -> list[int]:
     Args:
         run_dir: the run's folder.
     """
-    names = (re.fullmatch(r"step_(\d+)\.npz", path.name) for path in (run_dir / DIAGNOSTICS_DIR).glob("step_*.npz"))
+    names = (
+        re.fullmatch(r"step_(\d{6,12})\.npz", path.name) for path in (run_dir / DIAGNOSTICS_DIR).glob("step_*.npz")
+    )
     return sorted(int(name.group(1)) for name in names if name)
 
 
@@ -180,12 +186,32 @@ def read_diagnostics(run_dir: Path, step: int) -> StepDiagnostics:
     Args:
         run_dir: the run's folder.
         step: one of `diagnostic_steps(run_dir)`.
+
+    Raises:
+        FileError: one of its two files is damaged.
     """
     path = run_dir / DIAGNOSTICS_DIR / f"step_{step:06d}.npz"
-    with np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
     examples_path = path.with_suffix(".jsonl")
-    return StepDiagnostics(step, arrays, read_jsonl(examples_path) if examples_path.exists() else [])
+    return StepDiagnostics(
+        step, _read_arrays(path), read_lines(examples_path, Example) if examples_path.exists() else []
+    )
+
+
+def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    require_file(path, "a step's diagnostics")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, KeyError, MemoryError, OverflowError, *_ARCHIVE_ERRORS) as error:
+        raise FileError(f"{path} is damaged: expected an archive of numpy arrays, but: {error}") from error
+    for group, fields in (("seq", _SEQUENCE_FIELDS), ("token", _TOKEN_FIELDS)):
+        held = [arrays.get(f"{group}_{field}") for field in fields]
+        shapes = {None if array is None else array.shape for array in held}
+        numbers = all(array is not None and array.dtype.kind in "fb" for array in held)
+        if not numbers or len(shapes) != 1 or len(next(iter(shapes)) or ()) != 1:
+            names = ", ".join(f"{group}_{field}" for field in fields)
+            raise FileError(f"{path} is damaged: expected numbers, as many in each of {names}")
+    return arrays
 
 
 def _probability(logprob: float) -> float | None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from qarl_nemo.files import FileError, make_folder, os_reason, write_atomic
+from qarl_nemo.metrics.recorded import read_lines
 from qarl_nemo.metrics.tensorboard_file import TensorboardFile
 
 METRICS_FILE = "metrics.jsonl"
@@ -106,33 +107,6 @@ class EventWriter:
             self.close()
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads a file of one JSON object per line; a last line cut short by a kill is left out.
-
-    Args:
-        path: file to read.
-
-    Returns:
-        The objects, in order.
-
-    Raises:
-        ValueError: a line other than an unfinished last one is not a JSON object.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object: {line.strip()[:80]}")
-        records.append(record)
-    return records
-
-
 def recorded_steps(path: Path) -> int:
     """Returns how many training steps a metrics.jsonl holds, whose line n must be step n.
 
@@ -145,7 +119,7 @@ def recorded_steps(path: Path) -> int:
     Raises:
         FileError: a line is another step than its number, or no record.
     """
-    records = read_jsonl(path) if path.exists() else []
+    records = read_lines(path) if path.exists() else []
     for number, record in enumerate(records, start=1):
         if record.get("step") != number:
             raise FileError(
@@ -178,11 +152,11 @@ def _as_number(value: float) -> float | int:
 
 
 def _prepare_file(path: Path, resume_step: int | None) -> int | None:
-    records = read_jsonl(path) if path.exists() else []
+    records = read_lines(path) if path.exists() else []
     if resume_step is None:
         if records:
             raise ValueError(
-                f"{path} already holds steps {records[0]['step']} to {records[-1]['step']}: "
+                f"{path} already holds steps {records[0].get('step')} to {records[-1].get('step')}: "
                 "resume that run, or choose another run directory"
             )
         return None

@@ -7,7 +7,6 @@
 A run that was resumed has one `exp_...` folder for each start; later ones win where steps overlap.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
+from qarl_nemo.files import FileError, read_json, require_file
 from qarl_nemo.metrics.diagnostics import StepDiagnostics
+from qarl_nemo.metrics.recorded import read_lines
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "run.json"
@@ -54,6 +56,7 @@ _PHASES = {
     "total_validation_time": "validation",
 }
 _TRANSFER = "timing/train/prepare_for_generation/transfer_and_update_weights"
+_TOKEN_COLUMNS = ("prev_logprobs", "generation_logprobs", "advantages")
 _MAX_TOKENS = 4096
 # What NeMo-RL prints of a step: `  * Avg Reward: 0.1250`, `  * generation: 0.74s (12.9%)`, each with a bullet.
 _PRINTED_STEP = re.compile(r"=+ Step (\d+)/")
@@ -94,7 +97,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: no {FACTS_FILE}, which examples/run_qarl_grpo.py writes, so nobody knows what it ran on"
         )
-    return json.loads(written[-1].read_text(encoding="utf-8"))
+    return read_json(written[-1], "what a run ran on")
 
 
 def report_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,10 +185,14 @@ def _starts(path: Path) -> list[Path]:
 def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     for file in sorted(folder.glob("events.out.tfevents.*")):
-        for event in LegacyEventFileLoader(str(file)).Load():
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    steps.setdefault(event.step, {})[value.tag] = value.simple_value
+        require_file(file, "TensorBoard's events")
+        try:
+            for event in LegacyEventFileLoader(str(file)).Load():
+                for value in event.summary.value:
+                    if value.HasField("simple_value"):
+                        steps.setdefault(event.step, {})[value.tag] = value.simple_value
+        except Exception as error:  # a loader and protobuf with types of their own
+            raise FileError(f"{file} is damaged: expected TensorBoard's events, but: {error}") from error
     # NeMo-RL's steps begin at 1; what a start logs before them is no step.
     return {step: values for step, values in steps.items() if any(tag.startswith("train/") for tag in values)}
 
@@ -217,21 +224,24 @@ def _record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[str,
 
 def _diagnostics(step: int, file: Path) -> StepDiagnostics:
     weights, advantages, tokens, examples = [], [], [], []
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = {key: value[0] if isinstance(value, list) else value for key, value in json.loads(line).items()}
-            mask = np.array(row["token_loss_mask"], bool) & bool(row["sample_loss_mask"])
-            columns = [
-                np.array(row[key], float)[mask] for key in ("prev_logprobs", "generation_logprobs", "advantages")
-            ]
-            if not mask.any():
-                continue
-            prev, generation, advantage = columns
-            weights.append(math.exp(min(float(np.mean(prev - generation)), 20.0)))
-            advantages.append(float(advantage.mean()))
-            tokens.append(np.stack(columns, axis=-1))
-            if len(examples) < 8 and isinstance(row.get("content"), str):
-                examples.append(_example(row, float(advantage.mean())))
+    for number, line in enumerate(read_lines(file), start=1):
+        try:
+            row = {key: value[0] if isinstance(value, list) else value for key, value in line.items()}
+            columns = _token_columns(row)
+            reward = float(row.get("rewards") or 0.0)
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            raise FileError(
+                f"{file}, line {number} is damaged: expected a response with {', '.join(_TOKEN_COLUMNS)}, "
+                f"token_loss_mask and sample_loss_mask, numbers, as many in each, but: {type(error).__name__} {error}"
+            ) from error
+        if not len(columns):
+            continue
+        prev, generation, advantage = columns.T
+        weights.append(math.exp(min(float(np.mean(prev - generation)), 20.0)))
+        advantages.append(float(advantage.mean()))
+        tokens.append(columns)
+        if len(examples) < 8 and isinstance(row.get("content"), str):
+            examples.append(_example(row["content"], reward, advantages[-1]))
     chosen = np.concatenate([*tokens, np.empty((0, 3))])
     # Evenly spaced over the step.
     chosen = chosen[:: max(1, len(chosen) // _MAX_TOKENS)]
@@ -245,13 +255,22 @@ def _diagnostics(step: int, file: Path) -> StepDiagnostics:
     return StepDiagnostics(step, arrays, examples)
 
 
-def _example(row: Mapping[str, Any], advantage: float) -> dict[str, Any]:
+def _token_columns(row: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Return [tokens that count, 3]: log-probabilities of both sides and advantages."""
+    mask = np.array(row["token_loss_mask"], bool) & bool(row["sample_loss_mask"])
+    columns = [np.array(row[key], float) for key in _TOKEN_COLUMNS]
+    if mask.ndim != 1 or any(column.shape != mask.shape for column in columns):
+        raise ValueError(f"shapes {[mask.shape, *(column.shape for column in columns)]}")
+    return np.stack(columns, axis=-1)[mask]
+
+
+def _example(response: str, reward: float, advantage: float) -> dict[str, Any]:
     # Prompt and response in one; which tokens are whose text is the tokenizer's knowledge.
     return {
         "prompt": "",
-        "response": row["content"],
+        "response": response,
         "answer": "",
-        "reward": float(row.get("rewards") or 0.0),
+        "reward": reward,
         "advantage": advantage,
         "error_tokens": [],
     }

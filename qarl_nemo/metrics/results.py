@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from qarl_nemo.files import write_atomic
+from qarl_nemo.files import read_json, write_atomic
 
 
 class ResultRow(BaseModel):
@@ -76,11 +76,7 @@ def read_results(path: Path) -> list[ResultRow]:
     Raises:
         ValueError: the file is not such a list; every offending row and field is named.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    return _validate(content, str(path))
+    return _validate(read_json(path, "a JSON list of results", list), str(path))
 
 
 def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) -> list[ResultRow]:

@@ -1,6 +1,5 @@
 """Run directories as the report reads them: whole, cut short by a kill, or only just begun."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from qarl_nemo.config import read_yaml
 from qarl_nemo.metrics import nemo_rl_logs
 from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
-from qarl_nemo.metrics.events import METRICS_FILE, read_jsonl
+from qarl_nemo.metrics.events import METRICS_FILE
+from qarl_nemo.metrics.recorded import Module, NemoConfig, RunConfig, StepRecord, read_lines, read_rows, require_kind
 
 CONFIG_FILE = "config.yaml"
 QUANTIZED_FILE = "quantized.json"
@@ -108,14 +109,14 @@ def load_run(path: Path) -> Run:
     missing = []
     config: dict[str, Any] = {}
     if (path / CONFIG_FILE).exists():
-        config = OmegaConf.to_container(read_yaml(path / CONFIG_FILE), resolve=False)  # type: ignore[assignment]
+        config = _read_config(path / CONFIG_FILE, RunConfig)
     else:
         missing.append(f"{CONFIG_FILE}: no arm, seed, band lines or resolved config")
-    records = read_jsonl(path / METRICS_FILE) if (path / METRICS_FILE).exists() else []
+    records = read_lines(path / METRICS_FILE, StepRecord) if (path / METRICS_FILE).exists() else []
     if not records:
         missing.append(f"{METRICS_FILE}: no training step has finished yet, so there are no curves")
     diagnostics, examples = _read_diagnostics(path, missing)
-    quantized = json.loads((path / QUANTIZED_FILE).read_text(encoding="utf-8")) if _has(path, QUANTIZED_FILE) else []
+    quantized = read_rows(path / QUANTIZED_FILE, Module) if _has(path, QUANTIZED_FILE) else []
     if not quantized:
         missing.append(f"{QUANTIZED_FILE}: no table of quantized modules")
     run_block = config.get("run") or {}
@@ -130,7 +131,7 @@ def load_run(path: Path) -> Run:
         diagnostics=diagnostics,
         examples=examples,
         quantized=quantized,
-        warm_start=read_jsonl(path / WARM_START_FILE) if _has(path, WARM_START_FILE) else [],
+        warm_start=read_lines(path / WARM_START_FILE, StepRecord) if _has(path, WARM_START_FILE) else [],
         missing=tuple(missing),
     )
 
@@ -140,7 +141,7 @@ def _load_nemo_rl(path: Path) -> Run:
     missing = (
         [] if file else [f"{CONFIG_FILE}: not started by examples/run_qarl_grpo.py, so no arm, seed or band lines"]
     )
-    config = nemo_rl_logs.report_config(OmegaConf.to_container(read_yaml(file), resolve=False) if file else {})  # type: ignore[arg-type]
+    config = nemo_rl_logs.report_config(_read_config(file, NemoConfig) if file else {})
     records = nemo_rl_logs.read_records(path, config)
     if not records:
         missing.append("tensorboard/: no scalars; set logger.tensorboard_enabled=true")
@@ -163,6 +164,12 @@ def _load_nemo_rl(path: Path) -> Run:
         warm_start=[],
         missing=tuple(missing),
     )
+
+
+def _read_config(file: Path, kind: type[BaseModel]) -> dict[str, Any]:
+    config: dict[str, Any] = OmegaConf.to_container(read_yaml(file), resolve=False)  # type: ignore[assignment]
+    require_kind(config, kind, str(file))
+    return config
 
 
 def _has(path: Path, name: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qarl_nemo import __version__
-from qarl_nemo.files import write_atomic
+from qarl_nemo.files import read_text, write_atomic
 from qarl_nemo.metrics.report import tables
 from qarl_nemo.metrics.report.arms import group_by_arm
 from qarl_nemo.metrics.report.bands import objective_bands
@@ -87,4 +87,4 @@ def _notices(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _config_text(run: Run) -> str:
     path = run.path / CONFIG_FILE
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return read_text(path, "a run's config") if path.exists() else ""

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qarl_nemo.metrics.events import EventWriter, read_jsonl
+from qarl_nemo.metrics.events import EventWriter
+from qarl_nemo.metrics.recorded import read_lines
 
 
 def metrics_of(step):
@@ -51,7 +52,7 @@ def test_a_killed_and_resumed_run_writes_the_bytes_of_an_uninterrupted_one(tmp_p
 def test_resuming_before_the_first_checkpoint_starts_over(tmp_path):
     write_steps(tmp_path, range(1, 4), tensorboard=False)
     path = write_steps(tmp_path, [1], resume_step=0, tensorboard=False)
-    assert [record["step"] for record in read_jsonl(path)] == [1]
+    assert [record["step"] for record in read_lines(path)] == [1]
 
 
 def test_a_new_run_does_not_write_into_an_old_one(tmp_path):
@@ -63,11 +64,13 @@ def test_a_new_run_does_not_write_into_an_old_one(tmp_path):
 def test_a_broken_line_is_an_error_that_names_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
-        read_jsonl(path)
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: expected a JSON object, but it is not JSON"):
+        read_lines(path)
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1 is not a JSON object"):
-        read_jsonl(path)
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl, line 1: expected a JSON object, an object, but it holds \[1\]"
+    ):
+        read_lines(path)
 
 
 def test_tensorboard_shows_the_resumed_steps_once(tmp_path):

@@ -190,3 +190,26 @@ def test_what_was_printed_of_finished_steps_stands_in_for_a_lost_log_folder(tmp_
     assert rows["phase_s_rollout_w4a16"].value == pytest.approx(6.69)
     assert rows["refit_s_w4a16"].value == pytest.approx(4.39)
     assert {row.command for row in rows.values()} == {"python again"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", "policy: 5", r"config.yaml is damaged, or not a run's: policy"),
+        ("config.yaml", "grpo: {seed: one}", r"config.yaml is damaged, or not a run's: grpo.seed"),
+        ("train_data_step5.jsonl", "5\n", r"train_data_step5.jsonl, line 1: expected a JSON object"),
+        ("train_data_step5.jsonl", '{"idx": 1}\n', r"step5.jsonl, line 1 is damaged: expected a response .* KeyError"),
+        ("train_data_step5.jsonl", '{"token_loss_mask": []}\n', r"line 1 is damaged: .* IndexError"),
+        (
+            "train_data_step5.jsonl",
+            '{"token_loss_mask": [[1]], "sample_loss_mask": [1], "prev_logprobs": [[1, 2]],'
+            ' "generation_logprobs": [[1]], "advantages": [[1]]}\n',
+            r"line 1 is damaged: .* ValueError shapes",
+        ),
+    ],
+)
+def test_a_damaged_log_folder_names_file_place_and_what_was_expected(tmp_path, name, content, message):
+    folder = write_start(tmp_path / "exp_001", [1])
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_run(folder)

@@ -1,4 +1,6 @@
 import json
+import os
+import re
 
 import numpy as np
 import pytest
@@ -115,3 +117,67 @@ def test_arms_have_their_own_colours_and_equal_seeds_are_not_repetitions(make_ru
     arms = group_by_arm(runs)
     assert [(arm.name, len(arm.runs)) for arm in arms] == [("a", 1), ("b", 1), ("BF16 gspo", 2)]
     assert len({arm.color for arm in arms}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("quantized.json", b"{}", "quantized.json: expected a JSON list of objects, a list, but it holds {}"),
+        ("quantized.json", b"[[1]]", "quantized.json, row 0 is damaged"),
+        (
+            "quantized.json",
+            b'[{"name": "a"}]',
+            "quantized.json, row 0 is damaged, or not a run's: kind: Field required",
+        ),
+        (
+            "metrics.jsonl",
+            b'{"step": 1}\n{"stop": 2}\n',
+            "metrics.jsonl, line 2 is damaged, or not a run's: step: Field",
+        ),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "a": "high"}\n',
+            "line 1 is damaged, or not a run's: a: Input should be a valid",
+        ),
+        ("metrics.jsonl", b'{"step": 1, "a": 1e300}\n', "a: Input should be less than or equal to"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "a": ' + b"9" * 5000 + b"}\n",
+            "line 1: expected a JSON object, but it is not JSON",
+        ),
+        ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: expected one JSON object a line, but: 'utf-8'"),
+        ("warm_start.jsonl", b'{"loss": 1.0}\n', "warm_start.jsonl, line 1 is damaged"),
+        ("config.yaml", b"run: 5", "config.yaml is damaged, or not a run's: run"),
+        ("config.yaml", b"qarl: {alignment: [aligned]}", "config.yaml is damaged, or not a run's: qarl.alignment"),
+        ("config.yaml", b"seed: one", "config.yaml is damaged, or not a run's: seed"),
+        ("diagnostics/step_000004.npz", b"PK", "step_000004.npz is damaged: expected an archive"),
+        ("diagnostics/step_000004.jsonl", b'{"prompt": "1+1="}\n', "step_000004.jsonl, line 1 is damaged"),
+    ],
+)
+def test_a_damaged_run_names_file_place_and_what_was_expected(make_run, name, content, message):
+    path = make_run("demo", num_steps=4)
+    (path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        load_runs([path])
+    assert str(path) in str(error.value)
+
+
+def test_diagnostics_hold_every_array_in_one_length(make_run):
+    path = make_run("demo", num_steps=4)
+    file = path / "diagnostics" / "step_000004.npz"
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    for wrong in (arrays["seq_kept"][:-1], arrays["seq_kept"][None], np.array(["yes"] * len(arrays["seq_kept"]))):
+        np.savez(file, **(arrays | {"seq_kept": wrong}))
+        with pytest.raises(
+            ValueError, match=r"step_000004.npz is damaged: expected numbers, as many in each of seq_prox"
+        ):
+            load_runs([path])
+
+
+def test_a_pipe_in_a_run_is_refused(make_run):
+    path = make_run("demo", num_steps=1)
+    (path / "metrics.jsonl").unlink()
+    os.mkfifo(path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics.jsonl: .* not a regular file"):
+        load_runs([path])
