@@ -1,5 +1,6 @@
 """An engine of several processes, each with the receiving half of one rank: what can be stopped and killed."""
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def _rank(number: int, calls: Connection) -> None:
+    # A rank logs what it refuses, which here is nearly everything.
+    logging.disable(logging.ERROR)
     rank = ReceivingRank(number)
     while True:
         call, method, args = calls.recv()
@@ -39,6 +42,8 @@ class RankProcesses:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+        # Until all have started.
+        self.collective_rpc("qarl_process")
 
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:  # noqa: ARG002
         """Call a method of every rank and return the answers, in the order of ranks."""
@@ -72,10 +77,19 @@ class RankProcesses:
         self._processes[rank].kill()
         self._processes[rank].join()
 
+    def forget_dead(self) -> None:
+        """Call only the ranks that are left."""
+        alive = [process.is_alive() for process in self._processes]
+        self._pipes = [pipe for pipe, lives in zip(self._pipes, alive, strict=True) if lives]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        self.close()

@@ -17,18 +17,16 @@ class PlainSession(RankSession):
 
     Args:
         rank: in its engine.
-        layout: name -> (shape, dtype) that it takes; None takes every one.
     """
 
-    def __init__(self, rank: int = 0, layout: dict[str, Any] | None = None) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__(Arrivals(rank, torch.device("cpu")))
         self.served: dict[str, Tensor] = {}
         self.answers, self.most_held = True, 0
-        self.layout = layout
 
     def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:  # noqa: ARG002
-        """Refuse another layout."""
-        return [] if self.layout is None else manifest.layout_problems(self.layout)
+        """Take every layout."""
+        return []
 
     def part(self, name: str, whole: Tensor) -> Tensor:  # noqa: ARG002
         """Keep everything, and remember how much that is."""

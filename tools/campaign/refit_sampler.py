@@ -1,0 +1,179 @@
+"""Refit faults on the built-in sampler: spoiled updates, and updates that break off while they are loaded."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from refit_campaign import Counts
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from qarl_kernels import get_format
+from qarl_nemo.layers.install import install
+from qarl_nemo.local.config import ModelInit
+from qarl_nemo.local.model import tiny_config
+from qarl_nemo.local.sampler import PackedSampler
+from qarl_nemo.local.sampling import SamplingParams
+from qarl_nemo.local.tokenizer import character_tokenizer
+from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import RefitUpdate, publish
+
+_FORMAT = get_format("w4a16", group_size=32)
+_TARGETS = ("experts", "attention")
+_NUM_BREAKS = 60
+
+
+def sampler_faults(seed: int, *, rounds: int, every: int = 1) -> Counts:
+    """Refit the built-in sampler with every fault.
+
+    Args:
+        seed: of what is random.
+        rounds: of A -> B -> A.
+        every: try one of so many faults.
+
+    Returns:
+        The counts.
+    """
+    engine, counts = _Engine(), Counts()
+    for _ in range(rounds):
+        counts.rounds += 1
+        counts.identical += engine.refit("B") and engine.refit("A")
+    chance = random.Random(seed)
+    for number, name in enumerate(_fault_names(engine)):
+        if number % every == 0:
+            counts.tried += 1
+            problem = engine.survive(name, chance)
+            if problem:
+                counts.failures.append(f"built-in sampler, {name}: {problem}")
+    return counts
+
+
+class _Engine:
+    def __init__(self) -> None:
+        tokenizer = character_tokenizer()
+        config = tiny_config(ModelInit(num_experts=4, moe_intermediate_size=128), tokenizer)
+        config.initializer_range = 0.1
+        self.prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("12+34", "7=")]
+        self.sampler = PackedSampler(
+            config,
+            _FORMAT,
+            _TARGETS,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            stop_ids=[tokenizer.eos_token_id],
+            pad_id=tokenizer.pad_token_id,
+        )
+        self.tensors = {name: _published(config, number) for number, name in enumerate("AB")}
+        self.version, self.serving = -1, ""
+        self.answers: dict[str, tuple[Tensor, Tensor]] = {}
+        for name in "BA":
+            self.sampler.load(self.next(name))
+            self.answers[name], self.serving = self.respond(), name
+        self.num_operations = self._count()
+
+    def next(self, name: str) -> RefitUpdate:
+        """Return an update as the next version."""
+        self.version += 1
+        return RefitUpdate(Manifest.of(self.tensors[name], version=self.version, fmt=_FORMAT.name), self.tensors[name])
+
+    def respond(self) -> tuple[Tensor, Tensor]:
+        """Return greedy tokens and their logprobs."""
+        found = self.sampler.generate(self.prompts, SamplingParams(4, 0.0), torch.Generator().manual_seed(0))
+        return found.input_ids, found.generation_logprobs
+
+    def refit(self, name: str) -> bool:
+        """Serve an update; say whether it answers as it did at first."""
+        self.sampler.load(self.next(name))
+        self.serving = name
+        return self.serves(name, self.version)
+
+    def serves(self, name: str, version: int) -> bool:
+        """Say whether an update answers as it did at first, under this version."""
+        same = all(torch.equal(*pair) for pair in zip(self.respond(), self.answers[name], strict=True))
+        return same and self.sampler.version == version
+
+    def survive(self, fault: str, chance: random.Random) -> str:
+        """Load an update with a fault; return what went wrong, if anything did."""
+        served, version = self.serving, self.sampler.version
+        other = "B" if served == "A" else "A"
+        kind, _, where = fault.partition(" ")
+        update, problem, harmless = self.next(other), "", kind == "reordered"
+        try:
+            if kind == "broken":
+                with _Breaking(int(where)):
+                    self.sampler.load(update)
+            else:
+                self.sampler.load(_spoiled(update, version, kind, where, chance))
+        except (ValueError, MemoryError) as error:
+            problem = "" if str(error) else "nobody was told why"
+        else:
+            problem = "" if harmless else "it was served"
+        if not problem and not (self.serves(other, self.version) if harmless else self.serves(served, version)):
+            problem = "what serves has changed"
+        return problem or ("" if self.refit(other) else "the next whole refit serves something else")
+
+    def _count(self) -> int:
+        update = self.next(self.serving)
+        with _Breaking(0) as counting:
+            self.sampler.load(update)
+        return counting.count
+
+
+def _fault_names(engine: _Engine) -> Iterator[str]:
+    for name in engine.tensors["A"]:
+        for kind in ("lost", "corrupted", "misshapen", "retyped", "renamed"):
+            yield f"{kind} {name}"
+    for number in range(len(engine.tensors["A"])):
+        yield f"cut {number}"
+    yield from ("reordered all", "replayed same", "replayed older", "replayed x", "replayed -1", "format w4a8")
+    step = max(1, engine.num_operations // _NUM_BREAKS)
+    for number in range(1, engine.num_operations + 1, step):
+        yield f"broken {number}"
+
+
+def _spoiled(update: RefitUpdate, serving: Any, kind: str, where: str, chance: random.Random) -> RefitUpdate:
+    tensors = dict(update.tensors)
+    if kind == "replayed":
+        version = {"same": serving, "older": serving - 1, "x": "x", "-1": -1}[where]
+        return replace(update, manifest=replace(update.manifest, version=version))
+    if kind == "format":
+        return replace(update, manifest=replace(update.manifest, format=where))
+    if kind == "cut":
+        return replace(update, tensors=dict(list(tensors.items())[: int(where)]))
+    if kind == "reordered":
+        return replace(update, tensors=dict(chance.sample(list(tensors.items()), len(tensors))))
+    tensor = tensors.pop(where)
+    if kind == "corrupted":
+        tensors[where] = tensor.detach().clone()
+        tensors[where].view(-1).view(torch.uint8)[chance.randrange(tensor.nbytes)] ^= 1 << chance.randrange(8)
+    elif kind == "misshapen":
+        tensors[where] = tensor[:-1]
+    elif kind == "retyped":
+        tensors[where] = tensor.double()
+    elif kind == "renamed":
+        tensors[f"{where}.other"] = tensor
+    return replace(update, tensors=tensors)
+
+
+def _published(config: Any, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    report = install(model, _TARGETS, _FORMAT)
+    return publish(report.weights, model.named_parameters(), _FORMAT, version=0).tensors
+
+
+class _Breaking(TorchDispatchMode):
+    """Lets one of torch's operations fail, as a device without memory would; 0 lets none."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.count = number, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.number:
+            raise MemoryError(f"{function} found no memory")
+        return function(*args, **(kwargs or {}))
