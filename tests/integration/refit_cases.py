@@ -96,6 +96,8 @@ def one_gpu() -> list[EngineCase]:
         cases.append(EngineCase(name, ("methods", *_BRIEF), targets=("experts",)))
         cases.append(EngineCase(name, _BRIEF, targets=("experts",), starts_from="B", sender="file"))
         cases.append(EngineCase(name, (*_REHEARSED, "memory"), sender="ipc", rehearsed=True))
+    # After the other checks, as its process is killed in the end.
+    cases.append(EngineCase("w4a16", ("faults",), sender="ipc", targets=("experts",), rounds=100))
     return cases
 
 
@@ -129,4 +131,5 @@ def on_cpu() -> list[EngineCase]:
         EngineCase("w4a16", checks, 64, device="cpu"),
         EngineCase("w4a16", ("first_refit", "missed_broadcast"), 64, device="cpu", sender="collective"),
         EngineCase("fp8_block", _BRIEF, targets=("experts",), device="cpu", sender="file", starts_from="B"),
+        EngineCase("w4a16", ("faults",), 64, targets=("experts",), device="cpu", rounds=100),
     ]

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from refit_campaign import Campaign
 from refit_cases import EngineCase
 from refit_learner import VOCAB_SIZE, published
 from refit_senders import CutSender, RepeatingSender, make_sender, rehearsed, with_stranger
+from refit_vllm_target import VllmTarget
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
@@ -45,7 +47,12 @@ class Rig:
         }
         self.version = 0
         self.other = "B" if case.starts_from == "A" else "A"
-        self.sender = make_sender(case, device, scratch)
+        self.device = device
+        self.sender = self.new_sender()
+
+    def new_sender(self, timeout_s: float | None = None) -> Any:
+        """Return a sender of the case's kind, with its own limit on each wait or another."""
+        return make_sender(self.case, self.device, self.scratch, timeout_s)
 
     def next(self, name: str) -> RefitUpdate:
         """Return update `A` or `B` as the next version, which no update had before."""
@@ -235,6 +242,20 @@ def cuts(rig: Rig) -> dict[str, dict[str, Any]]:
     rig.push("B")
     found["next refit"] = {"error": "", "same": rig.state() == before}
     return found
+
+
+def faults(rig: Rig) -> dict[str, Any]:
+    """What the engine does under every fault of the campaign; its process is killed in the end."""
+    target = VllmTarget(rig)
+    campaign = Campaign(target, 0, rig.scratch / "faults")
+    campaign.there_and_back(rig.case.rounds)
+    # vLLM's CPU layers take no rehearsal, and an engine that broke off in one does not come back there.
+    campaign.scripts()
+    if not rig.case.in_this_process:
+        campaign.scripts(rehearsed=True, every=3)
+        campaign.pushes(kills=False)
+    killed = "" if rig.case.in_this_process else campaign.last_words(target.kill)
+    return campaign.counts.facts() | {"killed": killed}
 
 
 def missed_broadcast(rig: Rig) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def main(folder: str, case_path: str, facts_path: str) -> None:
         Path(facts_path).write_text(json.dumps(facts))
 
     prepare_environment(case)
+    # Where pytest finds it, too.
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "campaign"))
     import refit_checks
 
     with tempfile.TemporaryDirectory() as scratch:

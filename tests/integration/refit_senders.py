@@ -13,12 +13,15 @@ from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender
 
 
-def make_sender(case: EngineCase, device: str, scratch: Path) -> Any:
-    """Return the case's sender, for tensors on `device`."""
+def make_sender(case: EngineCase, device: str, scratch: Path, timeout_s: float | None = None) -> Any:
+    """Return the case's sender, for tensors on `device`; None leaves it its own limit on each wait."""
+    limit = {} if timeout_s is None else {"timeout_s": timeout_s}
     if case.sender == "collective":
         settings = {"backend": "gloo", "timeout_s": 10.0} if case.device == "cpu" else {}
-        return CollectiveSender(case.tensor_parallel, torch.device(device), **settings)
-    return {"direct": DirectSender, "ipc": IpcSender, "file": lambda: FileSender(scratch / "refits")}[case.sender]()
+        return CollectiveSender(case.tensor_parallel, torch.device(device), **settings | limit)
+    if case.sender == "file":
+        return FileSender(scratch / "refits", **limit)
+    return DirectSender() if case.sender == "direct" else IpcSender(**limit)
 
 
 def rehearsed(update: RefitUpdate, fmt: QuantFormat, *, spoiled: str = "") -> StreamedUpdate:

@@ -169,7 +169,8 @@ def _mirrored(other: EngineCase, case: EngineCase) -> bool:
     def layout(one: EngineCase) -> tuple[Any, ...]:
         return one.device, one.format, one.group_size, one.targets, one.tensor_parallel, one.expert_parallel
 
-    return layout(other) == layout(case) and other.starts_from != case.starts_from
+    asked_for = "first_refit" in other.checks
+    return asked_for and layout(other) == layout(case) and other.starts_from != case.starts_from
 
 
 @asked("first_refit")
@@ -217,6 +218,20 @@ def test_an_engine_serves_nothing_after_what_differs_from_its_rehearsal(case, fa
     assert found["error"].startswith("RuntimeError: the engine broke off")
     assert {state["whole"] for state in found["versions"]} == {False}
     assert found["mended"]
+
+
+@asked("faults")
+def test_every_fault_of_a_refit_is_survived(case, facts):
+    found = facts("faults")
+    print(f"\nFAULTS {case.name}: {found['survived']} of {found['faults']}, ABA {found['aba_identical']}")
+    if folder := os.environ.get("QARL_FAULT_COUNTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"refit_faults_{case.name}.json").write_text(json.dumps(found, indent=1))
+    assert found["failures"] == []
+    assert found["survived"] == found["faults"] > 90
+    assert found["aba_identical"] == found["aba_rounds"] == case.rounds
+    # Where the engine runs in a process of its own, what the learner is told when that process is killed.
+    assert bool(found["killed"]) != case.in_this_process
 
 
 @asked("missed_broadcast")

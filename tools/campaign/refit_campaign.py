@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +119,27 @@ class Campaign:
         problem = problem or self._state_problem(version, told=told)
         self.target.restart()
         self._finish(f"rank killed at message {number} ({method})", problem)
+
+    def last_words(self, kill: Callable[[], None]) -> str:
+        """Return what the learner is told when the engine is killed within a refit; nothing starts it anew.
+
+        Args:
+            kill: ends it.
+        """
+
+        def killed(method: str, args: tuple[Any, ...]) -> list[Any]:
+            kill()
+            return self.target.engine.engine.collective_rpc(method, args=args)
+
+        started = time.monotonic()
+        self.target.engine.arm(3, killed)
+        try:
+            push(self.target.next(self._other), self.target.engine, self.target.sender(TIMEOUT_S))
+        except Exception as error:  # noqa: BLE001 returned
+            told = f"{type(error).__name__}: {error}"
+        else:
+            return ""
+        return told if time.monotonic() - started < PATIENCE_S else ""
 
     def _push(self, fault: str, number: int, meddling: Meddling, *, lasting: bool = False) -> None:
         version, told, problem = self._attempt(number, meddling, lasting=lasting)

@@ -2,8 +2,8 @@
 
     python tools/campaign/refit_faults.py [--seed 0] [--short] [--out FOLDER]
 
-Every message is cut, lost, repeated, reordered, replayed and corrupted, a rank is stopped and killed at each of them: in
-the built-in sampler, and in ranks as processes over gloo. In the real vLLM the same faults run as
+Every message is cut, lost, repeated, reordered, replayed and corrupted, a rank is stopped and killed at each of them:
+in the built-in sampler, and in ranks as processes over gloo. In the real vLLM the same faults run as
 `tests/integration/test_vllm_refit.py -k faults`.
 """
 
