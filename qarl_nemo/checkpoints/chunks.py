@@ -131,8 +131,11 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if at < 0:
+            raise ValueError(f"an archive points {-at} bytes before its beginning")
+        self._at = at
+        return at
 
     def readinto(self, buffer: memoryview) -> int:
         wanted = memoryview(buffer)[: max(self._size - self._at, 0)]

@@ -211,7 +211,7 @@ def _check_apart(source: Path, destination: Path) -> None:
 
 
 def _check_space(plan: QuantizePlan, destination: Path) -> None:
-    finished = partial_path(destination).glob("*/*.safetensors")
+    finished = partial_path(destination).glob("checkpoint/*.safetensors")
     held = sum(path.stat().st_size for path in finished)
     require_space(partial_path(destination), plan.num_bytes - held, "what is still to be written")
 
