@@ -24,11 +24,11 @@ class PlainSession(RankSession):
         self.served: dict[str, Tensor] = {}
         self.answers, self.most_held = True, 0
 
-    def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:  # noqa: ARG002
+    def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:
         """Take every layout."""
         return []
 
-    def part(self, name: str, whole: Tensor) -> Tensor:  # noqa: ARG002
+    def part(self, name: str, whole: Tensor) -> Tensor:
         """Keep everything, and remember how much that is."""
         self.most_held = max(self.most_held, len(self._update.parts) + 1)
         return whole
