@@ -96,6 +96,21 @@ def test_a_killed_engine_ends_the_sync_and_leaves_the_other_one_whole(run):
     assert serving_version(RayEngines(run.engines.workers[:1])) == 1
 
 
+def test_an_engine_that_does_not_wake_up_ends_the_sync():
+    policy = SimpleNamespace(offload_before_refit=lambda: None)
+    # NeMo-RL's own answer where vLLM found no memory.
+    generation = SimpleNamespace(
+        cfg={"colocated": {"enabled": True}},
+        worker_group=SimpleNamespace(workers=[], dp_leader_worker_indices=[]),
+        prepare_for_generation=lambda *, tags: False,
+    )
+    synchronizer = PackedWeightSynchronizer(policy, generation)
+    with pytest.raises(RuntimeError, match=r"vLLM did not wake up its weights(.|\n)*gpu_memory_utilization"):
+        synchronizer.sync_weights()
+    assert "did not wake up" in synchronizer.failure
+    assert synchronizer.version == 0
+
+
 @pytest.mark.parametrize("run", [2], indirect=True)
 def test_a_killed_learner_rank_ends_the_sync_and_leaves_the_engines_whole(run):
     run.synchronizer.sync_weights()
