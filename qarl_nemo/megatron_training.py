@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.config import load_config
+from qarl_nemo.failures import run_reported
 from qarl_nemo.files import make_folder, write_atomic
 from qarl_nemo.local.config import AdamWConfig, LocalConfig, MuonConfig
 from qarl_nemo.local.learner import Learner
@@ -130,4 +132,5 @@ def _optimizer_settings(config: AdamWConfig | MuonConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    train_this_rank(load_config(Path(sys.argv[1]), [], LocalConfig))
+    settings = load_config(Path(sys.argv[1]), [], LocalConfig)
+    raise SystemExit(run_reported(partial(train_this_rank, settings), f"qarl, rank {os.environ.get('RANK', '0')}"))

@@ -1,5 +1,7 @@
 """The learner's model: a local checkpoint of a supported family, or a tiny random one with its tokenizer."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,12 +19,15 @@ from transformers.utils import logging as transformers_logging
 from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.content import require_whole
+from qarl_nemo.files import FileError
 from qarl_nemo.local.config import ModelInit, PolicyConfig
 from qarl_nemo.local.engine_forward import follow_engine
 from qarl_nemo.local.tokenizer import character_tokenizer
 
 # Its bars for single shards would tear the run's own progress display.
 transformers_logging.disable_progress_bar()
+
+_MAX_QUOTED = 500
 
 
 def load_model(
@@ -86,8 +91,13 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
     """
     _checkpoint_config(path)
     require_whole(open_checkpoint(path))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    with _named_errors(path, "its weights cannot be loaded"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
+    with _named_errors(path, "its tokenizer cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= model.config.vocab_size:
+        raise FileError(f"{path}: its tokenizer has token {largest}, its model only {model.config.vocab_size} tokens")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {path} has no eos_token, so that no response could end")
     if tokenizer.pad_token_id is None:
@@ -100,6 +110,15 @@ def _checkpoint_config(path: Path) -> PreTrainedConfig:
         raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}")
     read_architecture(path / CONFIG_FILE)
     return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _named_errors(path: Path, problem: str) -> Iterator[None]:
+    """Turn what transformers and its readers raise, a family of unrelated types, into one error that names the file."""
+    try:
+        yield
+    except Exception as error:
+        raise FileError(f"{path}: {problem}: {type(error).__name__}: {str(error)[:_MAX_QUOTED]}") from error
 
 
 def tiny_config(init: ModelInit, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qarl_nemo.files import read_text
 from qarl_nemo.local.config import ArithmeticData, HfData, JsonlData
 
 _NUM_SHOWN = 20
+_MAX_QUOTED = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +151,26 @@ def read_jsonl(path: Path, prompt_template: str) -> list[Task]:
     Raises:
         ValueError: the file is missing or empty, or lines lack a field or are not JSON; all are listed.
     """
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"data file {path} does not exist")
     tasks, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Other ends of lines than these may stand inside of JSON's texts.
+    for number, line in enumerate(read_text(path, "JSONL data").split("\n"), start=1):
         if not line.strip():
             continue
+        record = None
         try:
             record = json.loads(line)
             tasks.append(Task(prompt_template.replace("{problem}", record["problem"]), _answer(record["answer"])))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            problems.append(f"line {number}: {type(error).__name__} {error}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problems.append(f"line {number}: {type(error).__name__} {str(error)[:_MAX_QUOTED]}{_fields(record)}")
     return _whole(tasks, problems, f"{path}: every line needs the text fields `problem` and `answer`")
+
+
+def _fields(record: Any) -> str:
+    if not isinstance(record, dict):
+        return ""
+    return f" (its fields: {', '.join(map(str, record))[:_MAX_QUOTED] or 'none'})"
 
 
 def read_huggingface(path: str, split: str) -> list[Task]:
@@ -178,16 +188,7 @@ def read_huggingface(path: str, split: str) -> list[Task]:
 
     Source: Elliott/Openr1-Math-46k-8192 on the Hugging Face hub.
     """
-    import datasets
-
-    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-    kind = kinds.get(Path(path).suffix)
-    if kind:
-        if not Path(path).is_file():
-            raise ValueError(f"data file {path} does not exist")
-        data = datasets.load_dataset(kind, data_files={split.partition("[")[0]: path}, split=split)
-    else:
-        data = datasets.load_dataset(path, split=split)
+    data = _load_dataset(path, split)
     missing = {"prompt", "reward_model"} - set(data.column_names)
     if missing:
         raise ValueError(f"dataset {path} lacks {sorted(missing)}; it has {data.column_names}")
@@ -199,6 +200,27 @@ def read_huggingface(path: str, split: str) -> list[Task]:
             problems.append(f"record {number}: {type(error).__name__} {error}")
     needs = "`prompt`, a list of messages with `role` and `content`, and `reward_model.ground_truth`"
     return _whole(tasks, problems, f"dataset {path}: every record needs {needs}")
+
+
+def _load_dataset(path: str, split: str) -> Any:
+    import datasets
+
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    kind = kinds.get(Path(path).suffix)
+    if kind:
+        if not Path(path).is_file():
+            raise ValueError(f"data file {path} does not exist")
+        source, files = kind, {split.partition("[")[0]: path}
+    else:
+        source, files = path, None
+    try:
+        return datasets.load_dataset(source, data_files=files, split=split)
+    except Exception as error:  # the loader and the hub's client raise a family of unrelated types
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"dataset {path}, split {split!r}, cannot be loaded: {lines[0][:_MAX_QUOTED]}; without a network, set "
+            "data.path to a local folder, or to a .parquet or .jsonl file"
+        ) from error
 
 
 def _messages(messages: list[dict[str, Any]]) -> tuple[dict[str, str], ...]:

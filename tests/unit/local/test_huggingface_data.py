@@ -94,6 +94,12 @@ def test_a_missing_file_and_an_unknown_split_are_named(dataset, tmp_path):
         read_huggingface(str(tmp_path / "data"), "test")
 
 
+def test_a_dataset_that_cannot_be_reached_is_one_line_with_the_fix(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"dataset nobody/nothing, split 'train', cannot be loaded: .* set data.path"):
+        read_huggingface("nobody/nothing", "train")
+
+
 def test_messages_go_through_the_tokenizers_chat_template():
     tokenizer = character_tokenizer()
     task = Task(({"role": "system", "content": "12"}, {"role": "user", "content": "3+4"}), "7")

@@ -1,5 +1,7 @@
 """Where models come from: a random one in any precision, or a checkpoint directory of a supported type."""
 
+import json
+
 import pytest
 import torch
 from asserts import assert_bitwise_equal
@@ -7,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, Qwen3MoeForCausalLM
 
 from qarl_nemo.config import validate
+from qarl_nemo.files import FileError
 from qarl_nemo.local.config import PolicyConfig
 from qarl_nemo.local.model import load_checkpoint, load_model, stop_token_ids
 
@@ -91,3 +94,32 @@ def test_stop_tokens_are_the_models_and_the_tokenizers(configured, expected):
     model, tokenizer = load_model(tiny(), CPU, 0)
     model.generation_config.eos_token_id = configured
     assert stop_token_ids(model, tokenizer) == expected
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, tokenizer = load_model(tiny(), CPU, 0)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_cut_short_is_named(name, saved):
+    content = (saved / name).read_bytes()
+    (saved / name).write_bytes(content[: len(content) // 2])
+    # A tokenizer is several files, of which its loader names none.
+    named = "its tokenizer cannot be loaded" if name == "tokenizer.json" else name
+    with pytest.raises(ValueError, match=rf"(?s){saved}.*{named}"):
+        load_checkpoint(saved, torch.float32)
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(saved):
+    config = json.loads((saved / "config.json").read_text()) | {"vocab_size": 7}
+    (saved / "config.json").write_text(json.dumps(config))
+    tensors = load_file(saved / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        tensors[name] = tensors[name][:7].contiguous()
+    save_file(tensors, saved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FileError, match=r"its tokenizer has token 18, its model only 7 tokens"):
+        load_checkpoint(saved, torch.float32)

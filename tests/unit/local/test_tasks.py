@@ -132,6 +132,7 @@ def test_every_unusable_line_is_listed(tmp_path):
     message = str(raised.value)
     assert [number for number in range(1, 10) if f"line {number}:" in message] == [2, 3, 4, 5, 6, 7, 8]
     assert "KeyError 'answer'" in message
+    assert "line 3: KeyError 'answer' (its fields: problem)" in message
     assert "the answer is None, neither text nor a number" in message
 
 
@@ -148,3 +149,17 @@ def test_missing_and_empty_files_are_named(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match=r"empty.jsonl.*it is empty"):
         TaskSource(JsonlData(source="jsonl", train=tmp_path / "empty.jsonl"), seed=0)
+
+
+def test_a_line_holds_what_other_readers_call_an_end_of_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1\u2028+1", "answer": 2}\n', encoding="utf-8")
+    source = TaskSource(JsonlData(source="jsonl", train=tmp_path / "a.jsonl"), seed=0)
+    assert source.train(1, 1) == [Task("1\u2028+1", "2")]
+
+
+def test_what_is_quoted_of_a_bad_line_is_short(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{f"field{n}": "x" * 1000 for n in range(1000)}])
+    path.write_text(path.read_text() + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"line 1: .*field0, .*line 2: RecursionError") as raised:
+        TaskSource(JsonlData(source="jsonl", train=path), seed=0)
+    assert len(str(raised.value)) < 2000
