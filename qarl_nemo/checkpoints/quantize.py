@@ -16,6 +16,7 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.content import require_tied_copy
 from qarl_nemo.checkpoints.convert import TensorConverter
 from qarl_nemo.checkpoints.hf_config import companion_files, companion_names, record_rows, settings_record
+from qarl_nemo.checkpoints.loadable import require_loadable
 from qarl_nemo.checkpoints.partial import PartialFolder, open_partial, partial_path
 from qarl_nemo.checkpoints.plan import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -23,7 +24,7 @@ from qarl_nemo.checkpoints.plan import (
     QuantizePlan,
     plan_quantization,
 )
-from qarl_nemo.checkpoints.reader import Checkpoint, open_checkpoint
+from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, open_checkpoint
 from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard, shard_names
 from qarl_nemo.files import FileError, os_reason, require_space
 
@@ -113,6 +114,7 @@ def quantize_checkpoint(
         for folder in {checkpoint.folder, checkpoint.companions}:
             _check_apart(folder, destination)
         plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes)
+        require_loadable(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
         require_tied_copy(checkpoint)
         _check_space(plan, destination)
         shards = {shard.file: _source_stamps(plan, shard) for shard in plan.shards}
