@@ -30,6 +30,6 @@ def test_a_config_that_transformers_wrote_is_loadable(config):
     ],
 )
 def test_a_value_that_no_engine_reads_is_refused_by_name(config, values, named):
-    with pytest.raises(FileError, match="no model has|cannot build") as error:
+    with pytest.raises(FileError, match=r"no model has|cannot build") as error:
         require_loadable(config | values, "config.json")
     assert named in str(error.value)
