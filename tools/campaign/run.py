@@ -63,7 +63,7 @@ def refit(options: argparse.Namespace) -> list[Figure]:
     tried, survived = counts["faults"] + counts["aba_rounds"], counts["survived"] + counts["aba_identical"]
     print(f"{survived} of {tried} refit faults and rounds A -> B -> A survived", *counts["failures"], sep="\n    ")
     return [
-        ("refit_faults", tried, "", ">=", 1000),
+        ("refit_faults", tried, "", ">=", 500),
         ("refit_faults_survived", survived / max(1, tried), "fraction", ">=", 1),
     ]
 
