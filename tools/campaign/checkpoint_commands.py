@@ -22,6 +22,7 @@ import torch
 from commands import Command, Run
 from edits import Edit
 from inputs import copy_fresh, write_model, write_torch_dist
+from kill_points import CHECKPOINTS
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -55,7 +56,7 @@ _ARGUMENTS = (
 
 
 class _Checkpoints(Command):
-    preload = ("qarl_nemo.checkpoints",)
+    preload = CHECKPOINTS
     _source: str
 
     def learn(self, run: Run) -> None:

@@ -27,7 +27,7 @@ def run(num_kills: int, seed: int, *, every_call: bool) -> tuple[int, list[str]]
     """
     kills, different = 0, []
     moments = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="qarl-kills-") as scratch, QarlServer(("qarl_nemo.checkpoints",)) as qarl:
+    with tempfile.TemporaryDirectory(prefix="qarl-kills-") as scratch, QarlServer() as qarl:
         for kind in (Quantize, Convert):
             command = kind(Path(scratch) / kind.name)
             command.base.mkdir()

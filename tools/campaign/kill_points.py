@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
+# What conversions import, the model classes included that a config.json is held against.
+CHECKPOINTS = ("qarl_nemo.checkpoints", "transformers.models.auto", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 KILLED = 137
 # Changes of a folder; with two paths the second is the one that changes.
 _CALLS = (
@@ -65,7 +67,7 @@ class Ended:
 class QarlServer:
     """A process that has imported the program, and runs each command in a fork of itself."""
 
-    def __init__(self, preload: Sequence[str] = ("qarl_nemo.checkpoints",)) -> None:
+    def __init__(self, preload: Sequence[str] = CHECKPOINTS) -> None:
         """Start the process.
 
         Args:
