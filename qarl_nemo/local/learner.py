@@ -11,6 +11,7 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.local.policy import Policy
 from qarl_nemo.local.rollouts import Rollouts, columns_from_first_token
 from qarl_nemo.losses.build import LossFn
+from qarl_nemo.losses.nonfinite import cause_of, first_nonfinite
 from qarl_nemo.losses.ratios import LossData
 from qarl_nemo.refit.publish import RefitUpdate
 
@@ -23,11 +24,13 @@ class UpdateResult:
         metrics: objective's metrics, grad_norm and lr averaged over minibatches; counts and skipped steps summed.
         sequences: per-response values of every minibatch, in rollout order.
         curr_logprobs: [B, R] FP32, as each response's own update saw them.
+        skipped: why, for each optimizer step that was skipped.
     """
 
     metrics: dict[str, float]
     sequences: dict[str, Tensor]
     curr_logprobs: Tensor
+    skipped: tuple[str, ...] = ()
 
 
 class Learner:
@@ -141,13 +144,16 @@ class Learner:
         totals: dict[str, float] = {}
         curr = torch.zeros_like(prev_logprobs)
         sequences: dict[str, Tensor] = {}
+        skipped = []
         for rows in minibatches:
             step = self._minibatch(rollouts, prev_logprobs, advantages, rows, curr, sequences)
             for name, value in step.items():
                 totals[name] = totals.get(name, 0.0) + value
+            if step["optim/skipped_steps"]:
+                skipped.append(self._cause(rollouts, prev_logprobs, advantages, rows, curr))
         self.policy.sum_over_ranks([curr, *sequences.values()])
         metrics = {name: value if _is_count(name) else value / len(minibatches) for name, value in totals.items()}
-        return UpdateResult(metrics, sequences, curr)
+        return UpdateResult(metrics, sequences, curr, tuple(skipped))
 
     def _minibatch(
         self,
@@ -189,6 +195,17 @@ class Learner:
         if applied:
             self.policy.version.bump()
         return metrics | {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(not applied)}
+
+    def _cause(self, rollouts: Rollouts, prev_logprobs: Tensor, advantages: Tensor, rows: Tensor, curr: Tensor) -> str:
+        own = curr[rows]
+        self.policy.sum_over_ranks([own])
+        values = {
+            "curr_logprobs": own,
+            "prev_logprobs": prev_logprobs[rows],
+            "generation_logprobs": rollouts.generation_logprobs[rows],
+            "advantages": advantages[rows, None].expand_as(own),
+        }
+        return cause_of(first_nonfinite(values, rollouts.response_mask[rows], rows))
 
     def _totals(self, sums: dict[str, Tensor]) -> tuple[float, dict[str, float]]:
         totals = torch.stack(list(sums.values()))

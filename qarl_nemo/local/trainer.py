@@ -59,6 +59,7 @@ class Trainer:
             version = int(read_state(config.run_dir, self.step)["weight_version"])
             self.learner.resume(checkpoint_dir(config.run_dir, self.step), version)
         self.sampler = build_sampler(config, self.model, self.tokenizer, self.device)
+        self.last_skip = ""
 
     def publish(self) -> RefitUpdate:
         """Return the learner's weights as the rollout engine will serve them."""
@@ -116,6 +117,9 @@ class Trainer:
             prev = self.learner.prev_logprobs(rollouts)
         with timer.phase("update"):
             result = self.learner.update(rollouts, prev, advantages, self._minibatches(step))
+        for cause in result.skipped:
+            self.last_skip = cause
+            progress.console.print(f"step {step}: optimizer step skipped: {cause}", markup=False)
         with timer.phase("refit"):
             update = self._refit()
         tokens = int(rollouts.response_mask.sum())
@@ -231,7 +235,7 @@ class Trainer:
         self._save()
         saved = f"saved in {self.config.run_dir}" if self.config.checkpointing.enabled else "not saved"
         raise RuntimeError(
-            f"{skipped} optimizer steps in a row had a non-finite loss or gradient (step {self.step}); the weights are "
-            f"those of the last finite step, {saved}. Start anew in another run_dir with a lower "
-            "policy.optimizer.lr, or go on with a larger policy.max_skipped_steps"
+            f"{skipped} optimizer steps in a row had a non-finite loss or gradient (step {self.step}); in the last one "
+            f"{self.last_skip}. The weights are those of the last finite step, {saved}. Start anew in another run_dir "
+            "with a lower policy.optimizer.lr, or go on with a larger policy.max_skipped_steps"
         )

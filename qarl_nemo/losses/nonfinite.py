@@ -1,11 +1,14 @@
 """Where a batch holds a number that is not finite."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+FIELDS = ("curr_logprobs", "prev_logprobs", "generation_logprobs", "advantages", "reference_policy_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +18,12 @@ class NonFinite:
     Attributes:
         response: which of the step's responses.
         token: which of its valid tokens, from 0.
-        name: the tensor.
+        name: the tensor, one of `FIELDS`.
         value: `nan`, `inf` or `-inf`.
     """
+
+    NOTHING: ClassVar[list[float]] = [-1.0, -1.0, -1.0, 0.0]
+    """What a rank without one sends in place of `numbers`."""
 
     response: int
     token: int
@@ -26,6 +32,16 @@ class NonFinite:
 
     def __str__(self) -> str:
         return f"response {self.response}, response token {self.token}: {self.name} is {self.value}"
+
+    def numbers(self) -> list[float]:
+        """Return it as four numbers, which ranks can exchange."""
+        return [float(self.response), float(self.token), float(FIELDS.index(self.name)), self.value]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "NonFinite":
+        """Make it of its `numbers`."""
+        response, token, name, value = numbers
+        return cls(int(response), int(token), FIELDS[int(name)], value)
 
 
 def first_nonfinite(values: Mapping[str, Tensor], valid: Tensor, responses: Tensor) -> NonFinite | None:
@@ -49,3 +65,8 @@ def first_nonfinite(values: Mapping[str, Tensor], valid: Tensor, responses: Tens
     held = {name: float(tensor[row, column]) for name, tensor in values.items()}
     name = next(name for name, value in held.items() if not math.isfinite(value))
     return NonFinite(int(responses[row]), int(valid[row, :column].sum()), name, held[name])
+
+
+def cause_of(found: NonFinite | None) -> str:
+    """Say in half a sentence why a step was skipped."""
+    return str(found) if found else "every log-probability was finite, but the loss or its gradient was not"

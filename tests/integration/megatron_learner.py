@@ -62,6 +62,7 @@ def facts_of(learner: Learner, config: LocalConfig, rollouts: Rollouts) -> dict[
     broken[0, 0] = float("nan")
     skipped = learner.update(replace(rollouts, generation_logprobs=broken), prev, advantages, [rows])
     facts["skipped"] = (skipped.metrics["optim/skipped_steps"], learner.skipped_in_a_row, learner.weight_version)
+    facts["causes"] = skipped.skipped
     facts["unchanged"] = learner.prev_logprobs(rollouts)
     result = learner.update(rollouts, prev, advantages, list(rows.split(4)))
     facts["metrics"], facts["sequences"] = result.metrics, result.sequences

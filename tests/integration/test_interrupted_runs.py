@@ -146,6 +146,22 @@ class NotFinite:
         return self.loss_fn(logprobs * float("nan"), data)
 
 
+def test_a_skipped_step_names_the_response_and_the_run_goes_on(tmp_path, capsys):
+    trainer = Trainer(make_config(tmp_path, grpo={"max_num_steps": 2}))
+    prev_logprobs = trainer.learner.prev_logprobs
+
+    def with_one_broken(rollouts):
+        prev = prev_logprobs(rollouts)
+        prev[5, 0] = float("-inf") if trainer.step == 0 else 0.0
+        return prev
+
+    trainer.learner.prev_logprobs = with_one_broken
+    trainer.train()
+    assert [record["optim/skipped_steps"] for record in read_metrics(tmp_path)] == [1, 0]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "step 1: optimizer step skipped: response 5, response token 0: prev_logprobs is -inf" in printed
+
+
 def test_repeated_non_finite_steps_stop_the_run_with_a_checkpoint(tmp_path):
     train(tmp_path, grpo={"max_num_steps": 1})
     trainer = Trainer(make_config(tmp_path, grpo={"max_num_steps": 9}, checkpointing={"save_period": 9}))

@@ -159,5 +159,6 @@ def test_it_takes_the_same_steps_and_publishes_the_same_tensors(facts):
 def test_a_step_that_is_not_finite_is_skipped(facts):
     for one in facts.values():
         assert one["skipped"] == (1.0, 1, 0)
+        assert one["causes"] == ("response 0, response token 0: generation_logprobs is nan",)
         assert torch.equal(one["unchanged"], one["replayed"])
         assert one["applied"] == (0, 2)

@@ -23,6 +23,8 @@ class NemoQarlConfig(QarlConfig):
     all of it would take more than half of a GPU's free memory."""
     gpu_memory_gib: float | None = Field(None, gt=0, le=4096)
     """Memory of one GPU, which the run's needs are held against; None: of this machine's first GPU, else 79 (80 GB)."""
+    max_skipped_steps: int = Field(3, ge=1, le=1_000_000)
+    """How many optimizer steps in a row may be skipped for a non-finite loss or gradient before the run stops."""
     engine_rounding: bool = False
     """The learner's norms and rotary embedding round where vLLM's do; false leaves both to Megatron."""
 

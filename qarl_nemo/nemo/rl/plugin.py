@@ -46,9 +46,9 @@ def policy_factory(**arguments: Any) -> Any:
     Returns:
         The policy.
     """
-    from nemo_rl.models.policy.lm_policy import Policy
+    from qarl_nemo.nemo.rl.policy import QarlPolicy
 
-    return Policy(**arguments, worker_extension_cls_fqn=POLICY_WORKER)
+    return QarlPolicy(**arguments, worker_extension_cls_fqn=POLICY_WORKER)
 
 
 def install_refit(policy: Any, policy_generation: Any) -> Any:

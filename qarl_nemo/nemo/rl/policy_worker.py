@@ -10,14 +10,17 @@ from typing import Any
 
 import ray
 import torch
+from megatron.core import parallel_state
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker
 from torch import Tensor
 
 from qarl_kernels import get_format
+from qarl_nemo.losses.nemo import PREFIX
 from qarl_nemo.nemo.exchange import gather_plain, waiting_group
 from qarl_nemo.nemo.megatron.alignment import Alignment, bump_on_step, release
 from qarl_nemo.nemo.megatron.publish import publish_layers
+from qarl_nemo.nemo.megatron.step_guard import StepGuard
 from qarl_nemo.nemo.rl.aligned_model import aligned_provider, executing, require_aligned
 from qarl_nemo.nemo.rl.engines import TIMEOUT_S, RayEngines
 from qarl_nemo.nemo.rl.formats import executed_format, served_format
@@ -56,6 +59,30 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         print(f"qarl: rank {self.rank} executes {aligned}; rollouts are {self.served.name}", flush=True)
         if self.optimizer is not None:
             bump_on_step(self.optimizer, self.alignment.version)
+            self._guard = StepGuard([self.model], self.optimizer, qarl["max_skipped_steps"])
+
+    def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """Train as NeMo-RL does; steps that are not finite are skipped and counted.
+
+        Args:
+            data: this rank's responses.
+            loss_fn: our loss.
+            arguments: of NeMo-RL's worker.
+            named: likewise.
+
+        Returns:
+            NeMo-RL's results, with the count as one more metric.
+
+        Raises:
+            RuntimeError: `qarl.max_skipped_steps` steps in a row were skipped.
+        """
+        before, self._guard.nonfinite = self._guard.num_skipped, loss_fn.nonfinite
+        results = super().train(data, loss_fn, *arguments, **named)
+        # NeMo-RL adds up what the data parallel ranks return.
+        first = parallel_state.get_data_parallel_rank() == 0
+        skipped = float(self._guard.num_skipped - before) if first else 0.0
+        results["all_mb_metrics"][f"{PREFIX}skipped_steps"] = [skipped]
+        return results
 
     @torch.no_grad()
     def qarl_refit(self, engines: list[Any], num_ranks: int, version: int) -> dict[str, float]:

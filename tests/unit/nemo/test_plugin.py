@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import nemo_rl_here  # noqa: F401 skips where NeMo-RL is not
 import pytest
+import torch
 
 from qarl_nemo.nemo.rl import plugin
 
@@ -45,3 +46,21 @@ def test_engines_that_serve_bf16_are_refused():
     generation = SimpleNamespace(cfg={"quant_cfg": None, "colocated": {"enabled": True}})
     with pytest.raises(TypeError, match="serve BF16"):
         plugin.install_refit(None, generation)
+
+
+def test_the_policy_numbers_the_responses_it_trains_on_and_leaves_the_batch_as_it_was(monkeypatch):
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    from qarl_nemo.losses.nemo import RESPONSE_KEY
+    from qarl_nemo.nemo.rl.policy import QarlPolicy
+
+    seen = []
+    monkeypatch.setattr(Policy, "train", lambda self, data, loss_fn, timer=None: seen.append((data, loss_fn, timer)))
+    batch = BatchedDataDict(sample_mask=torch.ones(6))
+    QarlPolicy.train(object.__new__(QarlPolicy), batch, "loss", timer="timer")
+    ((data, *rest),) = seen
+    assert rest == ["loss", "timer"]
+    shards = data.shard_by_batch_size(2, batch_size=3 * 2)
+    assert [shard[RESPONSE_KEY].tolist() for shard in shards] == [[0, 1, 2], [3, 4, 5]]
+    assert RESPONSE_KEY not in batch

@@ -1,0 +1,80 @@
+"""Optimizer steps whose gradients are not finite are left out on all ranks alike, and end a run that cannot go on."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qarl_nemo.losses.nonfinite import NonFinite, cause_of
+
+
+class StepGuard:
+    """Stands before the `step` of a Megatron optimizer.
+
+    Megatron would end a run at the first gradient that is no number, or, where it does not look, step with it.
+
+    Args:
+        model: the chunks in Megatron's data parallel wrapper; their own check of gradients is switched off.
+        optimizer: changed in place.
+        limit: how many skipped steps in a row end the run.
+
+    Attributes:
+        nonfinite: what this rank's loss found since the last step; whoever trains puts the loss's list here.
+        num_skipped: steps that were left out.
+        skipped_in_a_row: those since the last one that was not.
+    """
+
+    def __init__(self, model: Sequence[nn.Module], optimizer: Any, limit: int) -> None:
+        for chunk in model:
+            chunk.ddp_config.check_for_nan_in_grad = False
+        self._device = next(model[0].parameters()).device
+        self._optimizer, self._step, self._limit = optimizer, optimizer.step, limit
+        self.nonfinite: list[NonFinite | None] = []
+        self.num_skipped = self.skipped_in_a_row = 0
+        optimizer.step = self.step
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Step, unless some rank's gradients are not finite.
+
+        Returns:
+            As Megatron's: whether it stepped, the gradient norm before clipping, and the number of zeros.
+
+        Raises:
+            RuntimeError: too many steps in a row were left out; on all ranks.
+        """
+        self._optimizer.prepare_grads()
+        norm = self._optimizer.get_grad_norm()
+        finite = torch.tensor(float(norm is None or math.isfinite(norm)), device=self._device)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if finite:
+            self.skipped_in_a_row = 0
+            self.nonfinite.clear()
+            return self._step()
+        self.num_skipped += 1
+        self.skipped_in_a_row += 1
+        cause = self._cause()
+        if dist.get_rank() == 0:
+            print(f"qarl: optimizer step skipped, {self.skipped_in_a_row} in a row: {cause}", flush=True)
+        if self.skipped_in_a_row >= self._limit:
+            raise RuntimeError(
+                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient; in the last one "
+                f"{cause}. The weights are those of the last finite step: start again from a checkpoint, with a lower "
+                "policy.megatron_cfg.optimizer.lr or a larger qarl.max_skipped_steps"
+            )
+        # What NeMo-RL reads after a step.
+        self._optimizer.grad_norms_by_group = {}
+        return False, math.nan, None
+
+    def _cause(self) -> str:
+        """Agree on the first response whose numbers were not finite."""
+        found = [one for one in self.nonfinite if one is not None]
+        self.nonfinite.clear()
+        numbers = min(found, key=lambda one: (one.response, one.token)).numbers() if found else NonFinite.NOTHING
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        named = [one.tolist() for one in everyone if one[0] >= 0]
+        return cause_of(NonFinite.of(min(named, key=lambda one: one[:2])) if named else None)

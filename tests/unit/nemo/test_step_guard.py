@@ -1,0 +1,69 @@
+"""A gradient that is not finite on one rank is a step less on all of them, named, and too many end the run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron", reason="needs megatron-core")
+
+from qarl_nemo.losses.nonfinite import NonFinite, cause_of
+
+PROGRAM = Path(__file__).with_name("run_step_guard.py")
+TESTS = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("guard")
+    done = subprocess.run(
+        [sys.executable, PROGRAM, folder],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [json.loads((folder / f"facts{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def environment() -> dict[str, str]:
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def test_megatron_alone_ends_the_run_where_the_guard_skips_the_step(ran):
+    _, (clean, broken) = ran
+    assert broken["without"] == "RuntimeError"
+    assert clean["steps"] == broken["steps"] == [True, False, True, False, False]
+    assert clean["in_a_row"] == broken["in_a_row"] == [0, 1, 0, 1, 2]
+    assert clean["num_skipped"] == broken["num_skipped"] == 4
+
+
+def test_a_skipped_step_changes_no_weight_on_any_rank(ran):
+    _, (clean, broken) = ran
+    for facts in (clean, broken):
+        start, (first, second, third, fourth, fifth) = facts["start"], facts["weights"]
+        assert start != first == second != third == fourth == fifth
+    assert clean["weights"] == broken["weights"]
+
+
+def test_all_ranks_stop_with_the_response_that_one_of_them_held(ran):
+    printed, facts = ran
+    assert "optimizer step skipped, 1 in a row: response 17, response token 5: prev_logprobs is nan" in printed
+    assert "optimizer step skipped, 2 in a row: response 17, response token 5: prev_logprobs is inf" in printed
+    for one in facts:
+        assert one["error"].startswith("3 optimizer steps in a row had a non-finite loss or gradient; in the last one")
+        assert "every log-probability was finite, but the loss or its gradient was not" in one["error"]
+        assert "qarl.max_skipped_steps" in one["error"]
+
+
+def test_what_ranks_exchange_is_what_was_found():
+    for found in (NonFinite(17, 5, "advantages", float("-inf")), NonFinite(0, 0, "curr_logprobs", float("nan"))):
+        assert str(NonFinite.of(found.numbers())) == str(found)
+    assert NonFinite.NOTHING[0] < 0
+    assert "finite" in cause_of(None)
