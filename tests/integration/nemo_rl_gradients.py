@@ -15,7 +15,6 @@ from nemo_rl.algorithms.utils import get_tokenizer
 from nemo_rl.distributed import ray_actor_environment_registry as registry
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from omegaconf import OmegaConf
@@ -26,6 +25,7 @@ from qarl_nemo.losses.config import TBPOConfig
 from qarl_nemo.losses.nemo import PREFIX, QarlLossFn
 from qarl_nemo.nemo.rl import plugin
 from qarl_nemo.nemo.rl.config import apply_qarl
+from qarl_nemo.nemo.rl.policy import QarlPolicy
 from qarl_nemo.nemo.rl.policy_worker import QarlMegatronPolicyWorkerImpl
 from qarl_nemo.nemo.rl.token_metrics import token_metrics
 
@@ -138,7 +138,7 @@ def main(folder: Path) -> None:
     worker = f"{Path(__file__).stem}.GradientWorker"
     plugin.register()
     registry.ACTOR_ENVIRONMENT_REGISTRY[worker] = registry.MCORE_EXECUTABLE
-    policy = Policy(
+    policy = QarlPolicy(
         cluster=RayVirtualCluster(name="gradients", bundle_ct_per_node_list=[1], use_gpus=True, num_gpus_per_node=1),
         config=config.policy,
         tokenizer=get_tokenizer(config.policy["tokenizer"] | {"name": str(model)}),
@@ -163,6 +163,12 @@ def main(folder: Path) -> None:
     figures = {name: distance(gradients[name], gradients["clipped"]) for name in ("tbpo", "again", "wrong")}
     figures |= {"kept": metrics["tbpo"][PREFIX + "kept_fraction"], "num_gradients": len(gradients["tbpo"])}
     figures |= {f"loss_{name}": metrics[name]["loss"] for name in ("tbpo", "clipped")}
+    broken = batch.copy()
+    broken["prev_logprobs"] = batch["prev_logprobs"].clone()
+    broken["prev_logprobs"][5, PROMPT] = torch.nan
+    for name, data in (("skipped", broken), ("skipped_after", batch)):
+        result = policy.train(data, losses()["tbpo"])
+        figures[name] = sum(result["all_mb_metrics"][PREFIX + "skipped_steps"])
     (folder / "gradients.json").write_text(json.dumps(figures, indent=1))
     print(json.dumps(figures))
 

@@ -1,4 +1,4 @@
-"""Inside NeMo-RL's own policy worker, TBPO with mismatch weights of 1 trains like NeMo-RL's clipped loss."""
+"""Inside NeMo-RL's own policy worker: TBPO without mismatch trains like its clipped loss, a NaN costs one step."""
 
 import json
 import os
@@ -26,3 +26,6 @@ def test_tbpo_without_mismatch_has_the_gradients_of_nemo_rls_loss(tmp_path):
     # What the same loss gives twice, sums in another order, is no difference.
     assert figures["tbpo"] <= 2 * figures["again"] + 1e-6
     assert figures["wrong"] > 0.05
+    # One log-probability that is no number leaves out one step, is named, and nothing stays of it.
+    assert (figures["skipped"], figures["skipped_after"]) == (1, 0)
+    assert "response 5, response token 0: prev_logprobs is nan" in done.stdout

@@ -66,7 +66,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
 
         Args:
             data: this rank's responses.
-            loss_fn: our loss.
+            loss_fn: our loss, or one of NeMo-RL's, which names no responses.
             arguments: of NeMo-RL's worker.
             named: likewise.
 
@@ -76,7 +76,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         Raises:
             RuntimeError: `qarl.max_skipped_steps` steps in a row were skipped.
         """
-        before, self._guard.nonfinite = self._guard.num_skipped, loss_fn.nonfinite
+        before, self._guard.nonfinite = self._guard.num_skipped, getattr(loss_fn, "nonfinite", [])
         results = super().train(data, loss_fn, *arguments, **named)
         # NeMo-RL adds up what the data parallel ranks return.
         first = parallel_state.get_data_parallel_rank() == 0

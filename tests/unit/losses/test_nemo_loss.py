@@ -57,7 +57,7 @@ def test_micro_batches_and_single_responses_add_up(name, layout):
     loss, metrics, grad = run(loss_fn, curr, data)
     part_loss, part_metrics, part_grad = run_parts(loss_fn, curr, data, **layout)
     assert part_loss == pytest.approx(loss, abs=2e-6)
-    torch.testing.assert_close(part_grad, grad, rtol=0, atol=1e-8)
+    torch.testing.assert_close(part_grad, grad, rtol=1e-5, atol=1e-7)
     assert additive(part_metrics) == pytest.approx(additive(metrics), rel=1e-4, abs=2e-6)
 
 

@@ -99,7 +99,7 @@ def test_the_reference_kl_is_nemo_rls(name, settings):
     ours, metrics, grad = run(make_loss(name, replaced=with_kl), curr, data)
     alone, _, alone_grad = run(make_loss(name, replaced=nemo_loss()), curr, data)
     assert (own_grad - bare_grad).abs().max() > 1e-4
-    torch.testing.assert_close(grad - alone_grad, own_grad - bare_grad, rtol=0, atol=1e-7)
+    torch.testing.assert_close(grad - alone_grad, own_grad - bare_grad, rtol=1e-4, atol=1e-6)
     assert ours - alone == pytest.approx(own - bare, abs=1e-6)
     assert metrics["kl_penalty"] == pytest.approx(own_metrics["kl_penalty"], abs=1e-6)
 
@@ -143,7 +143,7 @@ def test_packed_sequences_add_up(name):
     loss, metrics, grad = run(loss_fn, curr, data)
     part_loss, part_metrics, part_grad = run_packed(loss_fn, curr, data)
     assert part_loss == pytest.approx(loss, abs=2e-6)
-    torch.testing.assert_close(part_grad, grad, rtol=0, atol=1e-8)
+    torch.testing.assert_close(part_grad, grad, rtol=1e-5, atol=1e-7)
     assert additive(part_metrics) == pytest.approx(additive(metrics), rel=1e-4, abs=2e-6)
 
 
