@@ -30,7 +30,8 @@ class StepGuard:
     def __init__(self, model: Sequence[nn.Module], optimizer: Any, limit: int) -> None:
         for chunk in model:
             chunk.ddp_config.check_for_nan_in_grad = False
-        self._device = next(model[0].parameters()).device
+        # Where they are is asked at each step: between steps they may be off the GPU.
+        self._parameter = next(model[0].parameters())
         self._optimizer, self._step, self._limit = optimizer, optimizer.step, limit
         self.nonfinite: list[NonFinite | None] = []
         self.num_skipped = self.skipped_in_a_row = 0
@@ -47,7 +48,7 @@ class StepGuard:
         """
         self._optimizer.prepare_grads()
         norm = self._optimizer.get_grad_norm()
-        finite = torch.tensor(float(norm is None or math.isfinite(norm)), device=self._device)
+        finite = torch.tensor(float(norm is None or math.isfinite(norm)), device=self._parameter.device)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if finite:
             self.skipped_in_a_row = 0
@@ -73,7 +74,7 @@ class StepGuard:
         found = [one for one in self.nonfinite if one is not None]
         self.nonfinite.clear()
         numbers = min(found, key=lambda one: (one.response, one.token)).numbers() if found else NonFinite.NOTHING
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._parameter.device)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, own)
         named = [one.tolist() for one in everyone if one[0] >= 0]
