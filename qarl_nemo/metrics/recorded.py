@@ -46,7 +46,7 @@ class Module(_Recorded):
 
     name: str
     kind: str
-    shape: list[int]
+    shape: str | list[int]
     quantized: bool
     format: str | None = None
     reason: str | None = None

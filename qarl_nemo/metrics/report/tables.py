@@ -147,7 +147,8 @@ def _group_size(run: Run) -> str:
 
 
 def _shapes(rows: Sequence[Mapping[str, Any]]) -> str:
-    shapes = list(dict.fromkeys(" x ".join(map(str, row["shape"])) for row in rows))
+    written = [row["shape"] for row in rows]
+    shapes = list(dict.fromkeys(shape if isinstance(shape, str) else " x ".join(map(str, shape)) for shape in written))
     return ", ".join(shapes[:_MAX_SHAPES]) + (", ..." if len(shapes) > _MAX_SHAPES else "")
 
 

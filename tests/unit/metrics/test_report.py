@@ -12,6 +12,7 @@ from qarl_nemo.metrics.report.arms import group_by_arm
 from qarl_nemo.metrics.report.curves import curve_figure
 from qarl_nemo.metrics.report.examples import mark_errors
 from qarl_nemo.metrics.report.style import format_duration, format_number
+from qarl_nemo.metrics.report.tables import module_groups
 from qarl_nemo.metrics.runs import load_runs
 
 SECTIONS = ["learning", "mismatch", "bands", "errors", "time", "optimizer", "modules", "config"]
@@ -229,3 +230,9 @@ def test_numbers_have_three_digits(value, text):
 )
 def test_durations_are_for_people(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_shapes_are_shown_as_the_trainer_writes_them():
+    row = {"name": "a", "kind": "experts", "format": "w4a16", "quantized": True, "reason": ""}
+    groups = module_groups([row | {"shape": "[8, 256, 128] [8, 128, 128]"}, row | {"shape": [8, 64]}])
+    assert groups[0]["shapes"] == "[8, 256, 128] [8, 128, 128], 8 x 64"

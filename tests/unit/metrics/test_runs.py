@@ -1,11 +1,13 @@
 import json
 import os
 import re
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from qarl_nemo.layers.install import InstallRow
 from qarl_nemo.metrics.report.arms import group_by_arm, moving_mean
 from qarl_nemo.metrics.runs import load_run, load_runs
 from qarl_nemo.metrics.summary import smoothing_window, summarize_run
@@ -181,3 +183,10 @@ def test_a_pipe_in_a_run_is_refused(make_run):
     os.mkfifo(path / "metrics.jsonl")
     with pytest.raises(ValueError, match=r"metrics.jsonl: .* not a regular file"):
         load_runs([path])
+
+
+def test_modules_are_read_as_the_trainer_writes_them(make_run):
+    path = make_run("demo", num_steps=1, diagnostics=False)
+    row = asdict(InstallRow("lm_head", "linear", "[32, 128]", "bf16", False, "stays BF16"))
+    (path / "quantized.json").write_text(json.dumps([row]))
+    assert load_run(path).quantized == [row]
