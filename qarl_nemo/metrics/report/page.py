@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qarl_nemo import __version__
-from qarl_nemo.files import read_text, write_atomic
+from qarl_nemo.files import FileError, read_text, require_file, write_atomic
 from qarl_nemo.metrics.report import tables
 from qarl_nemo.metrics.report.arms import group_by_arm
 from qarl_nemo.metrics.report.bands import objective_bands
@@ -19,6 +19,8 @@ from qarl_nemo.metrics.runs import CONFIG_FILE, Run, load_runs
 from qarl_nemo.metrics.summary import summarize_run
 
 _TEMPLATE = "report.html.j2"
+# In the head of every report, so that nothing else is ever overwritten.
+_MARK, _HEAD_BYTES = b"- QaRL report</title>", 4096
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
@@ -34,8 +36,10 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
         `output`.
 
     Raises:
-        ValueError: directories that are not runs, all named with what was looked for; or a broken file in one.
+        ValueError: directories that are not runs, all named with what was looked for; a broken file in one; or
+            `output` exists and is no report.
     """
+    _require_report_or_nothing(output)
     runs = load_runs([Path(path) for path in run_dirs])
     arms = group_by_arm(runs)
     with report_style():
@@ -59,6 +63,15 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, _environment().get_template(_TEMPLATE).render(context))
     return output
+
+
+def _require_report_or_nothing(output: Path) -> None:
+    if not output.exists():
+        return
+    require_file(output, "a report to replace")
+    with output.open("rb") as file:
+        if _MARK not in file.read(_HEAD_BYTES):
+            raise FileError(f"{output} exists and is no report, so it stays as it is; name another file with --output")
 
 
 def _environment() -> Environment:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from qarl_nemo.cli.report import report as report_command
 from qarl_nemo.metrics.report import write_report, write_summary_figure
 from qarl_nemo.metrics.report.arms import group_by_arm
 from qarl_nemo.metrics.report.curves import curve_figure
@@ -236,3 +237,24 @@ def test_shapes_are_shown_as_the_trainer_writes_them():
     row = {"name": "a", "kind": "experts", "format": "w4a16", "quantized": True, "reason": ""}
     groups = module_groups([row | {"shape": "[8, 256, 128] [8, 128, 128]"}, row | {"shape": [8, 64]}])
     assert groups[0]["shapes"] == "[8, 256, 128] [8, 128, 128], 8 x 64"
+
+
+def test_several_runs_get_a_page_of_their_own(make_run, tmp_path, monkeypatch, capsys):
+    runs = [make_run(name, num_steps=1, diagnostics=False) for name in ("a", "b")]
+    own = write_report(runs[:1], runs[0] / "report.html").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # A second comparison takes the place of the first.
+        with pytest.raises(SystemExit) as ended:
+            report_command(runs)
+        assert ended.value.code == 0
+    assert (runs[0] / "report.html").read_bytes() == own
+    assert "2 runs" in (tmp_path / "comparison.html").read_text()
+    assert "report: comparison.html" in capsys.readouterr().out
+
+
+def test_a_report_replaces_reports_only(make_run, tmp_path):
+    notes = tmp_path / "notes.html"
+    notes.write_text("mine")
+    with pytest.raises(ValueError, match=r"notes.html exists and is no report, so it stays as it is"):
+        write_report([make_run("a", num_steps=1, diagnostics=False)], notes)
+    assert notes.read_text() == "mine"
