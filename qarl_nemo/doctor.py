@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qarl_nemo.installation import pip_command
 from qarl_nemo.local.vllm.host import vllm_problem
 
 if TYPE_CHECKING:
@@ -60,13 +61,13 @@ def _packages() -> Finding:
     found = {name: _version(name) for name in needed}
     missing = [name for name, value in found.items() if value is None]
     if missing:
-        return Finding("train on the CPU", False, f"missing: {', '.join(missing)}; pip install -e .")
+        return Finding("train on the CPU", False, f"missing: {', '.join(missing)}; {pip_command()}")
     return Finding("train on the CPU", True, ", ".join(f"{name} {value}" for name, value in found.items()))
 
 
 def _devices() -> Iterator[Finding]:
     if _version("torch") is None:
-        yield Finding("train on a GPU", False, "torch is not installed; pip install -e .")
+        yield Finding("train on a GPU", False, f"torch is not installed; {pip_command()}")
         return
     import torch
 
@@ -85,9 +86,9 @@ def _devices() -> Iterator[Finding]:
 
 def _engines() -> Iterator[Finding]:
     wanted = {
-        "vllm": ("serve quantized checkpoints", "pip install -e '.[vllm]'"),
-        "megatron-core": ("Megatron learner", "pip install -e '.[megatron]'"),
-        "ray": ("several nodes", "pip install -e '.[nemo]'"),
+        "vllm": ("serve quantized checkpoints", pip_command("vllm")),
+        "megatron-core": ("Megatron learner", pip_command("megatron")),
+        "ray": ("several nodes", pip_command("nemo")),
     }
     for package, (capability, install) in wanted.items():
         found = _version(package)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @command
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML with the whole run, e.g. examples/configs/local_demo.yaml.")],
+    config: Annotated[Path, typer.Argument(help="YAML with the whole run, or a name that `qarl configs` lists.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, a.b=c.")] = None,
     parallel: Annotated[int, typer.Option(help="Runs at a time, for configs with a compare: block.")] = 2,
 ) -> None:
@@ -23,8 +23,10 @@ def train(
     """
     from qarl_nemo.config import load_config
     from qarl_nemo.files import exclusive, make_folder
+    from qarl_nemo.installation import find_config
     from qarl_nemo.local.config import LocalConfig
 
+    config = find_config(config)
     settings = load_config(config, overrides or [], LocalConfig)
     if settings.compare is None:
         _train_one(settings)

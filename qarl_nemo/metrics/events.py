@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from qarl_nemo.files import FileError, make_folder, os_reason, write_atomic
+from qarl_nemo.installation import pip_command
 from qarl_nemo.metrics.recorded import read_lines
 from qarl_nemo.metrics.tensorboard_file import TensorboardFile
 
@@ -170,7 +171,7 @@ def _import_wandb() -> Any:
         # optional and slow to import: only for those who ask for it
         import wandb
     except ImportError as error:
-        raise ImportError("logging to W&B needs the package wandb: pip install 'qarl-nemo[wandb]'") from error
+        raise ImportError(f"logging to W&B needs the package wandb: {pip_command('wandb')}") from error
     return wandb
 
 

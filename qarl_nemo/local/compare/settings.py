@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
+from qarl_nemo.installation import pip_command
 from qarl_nemo.layers.install import install
 from qarl_nemo.local.compare.prompts import make_prompts
 from qarl_nemo.local.engine_attention import ATTENTIONS, engine_attention_problem
@@ -149,7 +150,7 @@ def _choice_problems(settings: CompareSettings) -> list[str]:
     if settings.engine != "vllm":
         return problems + ["--layers looks into vLLM's operators; set --engine vllm"] * settings.layers
     if importlib.util.find_spec("vllm") is None:
-        problems.append("engine vllm needs vLLM in this environment: pip install -e '.[vllm]', or use engine packed")
+        problems.append(f"engine vllm needs vLLM in this environment: {pip_command('vllm')}, or use engine packed")
     if settings.precision != "bfloat16":
         problems.append(f"engine vllm serves bfloat16, not precision {settings.precision}")
     return problems

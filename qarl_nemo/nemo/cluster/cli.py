@@ -11,6 +11,7 @@ from pathlib import Path
 
 from qarl_nemo.config import ConfigError, load_config, validate
 from qarl_nemo.failures import run_reported
+from qarl_nemo.installation import pip_command
 from qarl_nemo.nemo.cluster.config import ClusterConfig, HostsLauncher, KubernetesLauncher
 from qarl_nemo.nemo.cluster.hosts import hosts_plan
 from qarl_nemo.nemo.cluster.kubernetes import kubernetes_plan, manifest_text
@@ -138,7 +139,7 @@ def _read_line() -> str:
 
 def _require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"{sys.executable} on {socket.gethostname()} has no Ray: pip install 'qarl-nemo[nemo]'")
+        raise ConfigError(f"{sys.executable} on {socket.gethostname()} has no Ray: {pip_command('nemo')}")
 
 
 def _read(args: argparse.Namespace) -> ClusterConfig:

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, 
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
+from qarl_nemo.installation import pip_command
 from qarl_nemo.nemo.megatron.alignment import Alignment
 
 COLUMN, ROW = 0, 1
@@ -181,7 +182,7 @@ def transformer_engine_grouped_linears() -> tuple[type, type]:
 
     if TEColumnParallelGroupedLinear is None:
         raise ImportError(
-            "Transformer-Engine is not installed: pip install 'qarl-nemo[megatron]', or build the model from "
+            f"Transformer-Engine is not installed: {pip_command('megatron')}, or build the model from "
             "Megatron's local layer spec"
         )
     column = type(

@@ -85,6 +85,6 @@ def test_tensorboard_shows_the_resumed_steps_once(tmp_path):
 
 def test_wandb_asked_for_and_missing_names_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install 'qarl-nemo\[wandb\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[wandb\]'"):
         EventWriter(tmp_path, wandb=True)
     assert list(tmp_path.iterdir()) == []

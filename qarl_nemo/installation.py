@@ -1,0 +1,54 @@
+"""Where this package lies, in a checkout or installed from a wheel: its example configs, and how to install more."""
+
+import difflib
+from pathlib import Path
+
+# A wheel holds examples/configs as this folder; a checkout does not.
+_IN_WHEEL = Path(__file__).parent / "examples"
+_LOCAL = "local_"
+
+
+def pip_command(extra: str = "") -> str:
+    """Return what installs this package with an optional part.
+
+    Args:
+        extra: the part's name in pyproject.toml.
+
+    Returns:
+        `pip install -e '.[vllm]'` in a checkout, `pip install 'qarl-nemo[vllm]'` elsewhere.
+    """
+    part = f"[{extra}]" if extra else ""
+    return f"pip install 'qarl-nemo{part}'" if _IN_WHEEL.is_dir() else f"pip install -e '.{part}'"
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the example configs by name; those for `qarl train` go without their `local_`.
+
+    Returns:
+        For example `demo` and `qarl-paper`.
+    """
+    folder = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[1] / "examples" / "configs"
+    return {path.stem.removeprefix(_LOCAL): path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_config(given: Path) -> Path:
+    """Return the config that a user names: a file, or a shipped config by its name.
+
+    Args:
+        given: the file, or `demo`, `local_demo`, `examples/configs/local_demo.yaml` wherever that is.
+
+    Returns:
+        The file, which exists.
+
+    Raises:
+        ValueError: it is neither; with the nearest name.
+    """
+    if given.exists():
+        return given
+    configs = shipped_configs()
+    name = given.name.removesuffix(".yaml").removeprefix(_LOCAL)
+    if given.parent in (Path(), Path("examples/configs")) and name in configs:
+        return configs[name]
+    nearest = difflib.get_close_matches(name, configs, n=1)
+    meant = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise ValueError(f"no config file {given}, and none of this name is shipped: {meant}`qarl configs` lists those")
