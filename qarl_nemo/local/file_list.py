@@ -30,9 +30,12 @@ def file_problems(folder: Path, *, checksums: bool) -> list[str]:
         checksums: read every byte; otherwise look at sizes alone.
 
     Returns:
-        One sentence for each file that is missing or not as listed; nothing for a whole folder.
+        One sentence for each file that is missing or not as listed; nothing for a whole folder, nor for one that an
+        earlier version saved without a list: what it lacks shows when it is loaded.
     """
     path = folder / FILE_LIST
+    if not path.exists():
+        return []
     try:
         listed = read_json(path, "the list of a checkpoint's files, written last")
     except FileError as error:

@@ -1,6 +1,6 @@
 """An update on its way into one rank of an engine: announced, received, verified, and only then handed on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -39,6 +39,10 @@ class IncomingUpdate:
             self._checksums[name] = checksum_on_device(tensor)
             part = self._part(name, tensor)
             self.parts[name] = part.clone() if buffered and part.numel() < tensor.numel() else part
+
+    def refuse(self, problems: Iterable[str]) -> None:
+        """Keep what else is wrong with this update for `problems`."""
+        self._problems += problems
 
     def problems(self) -> list[str]:
         """Say what makes this update unfit to serve.

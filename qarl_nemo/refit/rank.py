@@ -1,6 +1,6 @@
 """One rank of vLLM under a refit: its layers, what they cannot take, and the replacing of weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,19 @@ class RankRefit(RankSession):
         if rehearsed and self.device.type == "cpu":
             problems.append("vLLM's CPU layers are reloaded as a whole; send an update that is not rehearsed")
         return problems
+
+    def pieces(self, names: Iterable[str]) -> list[str]:
+        """Return the layers of which one message brings only a part: vLLM converts a layer as a whole."""
+        come = {slot_name(name) for name in names if slot_name(name) in self._slots}
+        touched = {self._slots[name].layer for name in come}
+        absent: dict[str, list[str]] = {}
+        for name, slot in self._slots.items():
+            if slot.layer in touched and name not in come:
+                absent.setdefault(slot.layer, []).append(name)
+        return [
+            f"{layer} comes in pieces, without {', '.join(names)}: each layer of a rehearsed update comes at once"
+            for layer, names in absent.items()
+        ]
 
     def stop_serving(self) -> None:
         """Let whoever asks for tokens get an error, not a mixture of two policies."""

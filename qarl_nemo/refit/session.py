@@ -5,6 +5,7 @@ turn or late, `replace` serves an update only when all of its manifest has arriv
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ class RankSession(ABC):
     @abstractmethod
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a whole tensor."""
+
+    @abstractmethod
+    def pieces(self, names: Iterable[str]) -> list[str]:
+        """Say what this rank installs at once and these tensors, which came together, are only a part of."""
 
     @abstractmethod
     def stop_serving(self) -> None:
@@ -90,6 +95,8 @@ class RankSession(ABC):
         self.arrivals.receive(kind, message, update)
         if not self._rehearsed:
             return
+        # Nothing of one message is kept for the next, and a piece of a layer would be installed beside nothing.
+        update.refuse(self.pieces(update.parts))
         if self._replacing:
             _require(update.problems_of_arrived(), "what was served is not what was rehearsed")
             self.install(update.parts)

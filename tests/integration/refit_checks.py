@@ -176,6 +176,9 @@ def refusals(rig: Rig) -> dict[str, dict[str, Any]]:
     if rig.case.device == "cpu":
         error = rig.refusal(rehearsed(rig.next("B"), rig.format))
         found["rehearsed"] = {"error": error, "offending": ["reloaded as a whole"], "same": rig.state() == before}
+    else:
+        error = rig.refusal(rehearsed(rig.next("B"), rig.format, in_pieces=True))
+        found["in pieces"] = {"error": error, "offending": ["comes in pieces"], "same": rig.state() == before}
     rig.push("B")
     found["whole again"] = {"error": "", "offending": [], "same": rig.state() == before}
     return found

@@ -24,11 +24,19 @@ def make_sender(case: EngineCase, device: str, scratch: Path, timeout_s: float |
     return DirectSender() if case.sender == "direct" else IpcSender(**limit)
 
 
-def rehearsed(update: RefitUpdate, fmt: QuantFormat, *, spoiled: str = "") -> StreamedUpdate:
-    """Return the same update as a learner of shards sends it, layer by layer; one tensor may be served otherwise."""
+def rehearsed(update: RefitUpdate, fmt: QuantFormat, *, spoiled: str = "", in_pieces: bool = False) -> StreamedUpdate:
+    """Return the same update as a learner of shards sends it, layer by layer.
+
+    Args:
+        update: the update.
+        fmt: its format.
+        spoiled: a tensor that is served otherwise than it was rehearsed.
+        in_pieces: send every other tensor of a layer after the rest of it.
+    """
     layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in update.tensors.items():
-        layers.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor
+    for index, (name, tensor) in enumerate(update.tensors.items()):
+        piece = f" {index % 2}" if in_pieces else ""
+        layers.setdefault(".".join(name.split(".")[:3]) + piece, {})[name] = tensor
     passes: list[None] = []
 
     def stream() -> Iterator[dict[str, Tensor]]:

@@ -63,7 +63,9 @@ def test_settings_that_slipped_in_are_seen_in_the_engine(model, name, value):
 
 
 def test_a_compiler_that_slipped_in_is_seen_in_the_engine(model):
-    config = _config(model, QARL, compilation_config={"mode": 3, "custom_ops": ["+quant_fp8"]})
+    # An eager engine drops the compiler by itself.
+    slipped_in = {"compilation_config": {"mode": 3, "custom_ops": ["+quant_fp8"]}, "enforce_eager": False}
+    config = _config(model, QARL, **slipped_in)
     problems = served_problems(config, kernel_options(served_format(QARL), QARL["targets"]))
     assert any("compilation_config.mode=vllm_compile" in line for line in problems)
 

@@ -1,6 +1,7 @@
 """The receiving half of a refit as one rank has it, with no engine around it: what transports are tested against."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ class PlainSession(RankSession):
         """Keep everything, and remember how much that is."""
         self.most_held = max(self.most_held, len(self._update.parts) + 1)
         return whole
+
+    def pieces(self, names: Iterable[str]) -> list[str]:
+        """Install each tensor by itself."""
+        return []
 
     def stop_serving(self) -> None:
         """Answer nobody."""

@@ -21,7 +21,7 @@ _NUM_SHUFFLED = 5
 
 
 def save_parts(tensors: dict[str, Tensor], folder: Path) -> list[Path]:
-    """Write tensors into files, each of which one message offers.
+    """Write tensors into files, each of which one message offers; a layer's are in one.
 
     Args:
         tensors: by name.
@@ -32,8 +32,11 @@ def save_parts(tensors: dict[str, Tensor], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True)
     paths = [folder / f"{part}.safetensors" for part in range(NUM_FILES)]
+    layers: dict[str, list[str]] = {}
+    for name in tensors:
+        layers.setdefault(".".join(name.split(".")[:3]), []).append(name)
     for part, path in enumerate(paths):
-        names = list(tensors)[part::NUM_FILES]
+        names = [name for layer in list(layers.values())[part::NUM_FILES] for name in layer]
         save_file({name: tensors[name].detach().cpu().contiguous().clone() for name in names}, path)
     return paths
 

@@ -221,6 +221,31 @@ def test_a_rehearsal_within_the_replacing_is_not_taken_for_it(session):
     assert not session.state()["whole"]
 
 
+class WholeSession(PlainSession):
+    """Installs all tensors at once, as vLLM does a layer's."""
+
+    def pieces(self, names):
+        return [f"comes in pieces, without {name}" for name in NAMES if name not in names]
+
+
+def send_apart(session, update):
+    for name in NAMES:
+        session.receive(1, "direct", {name: update.tensors[name]})
+    session.replace(1)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["rehearsed", "served"])
+def test_a_piece_of_what_is_installed_at_once_is_not_served(again):
+    session, update = WholeSession(), update_of(1)
+    begin(session, update, rehearsed=True)
+    if again:
+        send(session, update)
+        session.replace(1)
+    with pytest.raises(ValueError, match=f"comes in pieces, without {NAMES[1]}"):
+        send_apart(session, update)
+    assert session.served == {}
+
+
 def test_a_tensor_that_was_not_announced_is_not_served(session):
     begin(session, update_of(2))
     send(session, update_of(2))
