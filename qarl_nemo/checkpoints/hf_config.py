@@ -10,7 +10,7 @@ from qarl_nemo import __version__
 from qarl_nemo.checkpoints.ignored import require_listed
 from qarl_nemo.checkpoints.plan import QuantizePlan
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
-from qarl_nemo.files import read_json
+from qarl_nemo.files import read_json, require_file
 from qarl_nemo.refit import names
 
 RECORD_FILE = "qarl_quantization.json"
@@ -147,7 +147,10 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def _copied_files(folder: Path) -> list[Path]:
-    return sorted({path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern) if path.is_file()})
+    paths = sorted({path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern) if not path.is_dir()})
+    for path in paths:
+        require_file(path, "a file to be copied")
+    return paths
 
 
 def _linears(plan: QuantizePlan) -> list[str]:

@@ -1,5 +1,6 @@
 """Damage that knows torch_dist's table of contents: chunks that contradict each other, other types, hostile pickles."""
 
+import contextlib
 import io
 import pickle
 import random
@@ -18,6 +19,12 @@ def edit_metadata(rng: random.Random, data: bytes) -> Content:
     if rng.random() < 0.1:
         name = rng.choice(sorted(_HOSTILE))
         return f"a pickle that is {name}", _HOSTILE[name]
+    while True:
+        with contextlib.suppress(RuntimeError):  # what torch itself does not pickle, no file holds
+            return _contradiction(rng, data)
+
+
+def _contradiction(rng: random.Random, data: bytes) -> Content:
     # The file is the campaign's own.
     metadata: Metadata = pickle.loads(data)
     weights = sorted(

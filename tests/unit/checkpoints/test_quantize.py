@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from whole_models import DENSE, tensors_of
 
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.files import FileError
 from qarl_nemo.refit.names import expert_names
 
 FORMATS = {
@@ -223,3 +226,14 @@ def test_old_rotary_buffers_and_a_tied_copy_are_left_out(make_source, tmp_path, 
     ):
         quantize_checkpoint(make_source(weights | extra, config, "other"), tmp_path / "b", FORMATS["w4a16"], ["mlp"])
     assert not list(tmp_path.glob("b*"))
+
+
+@pytest.mark.parametrize("kind", ["dangling", "pipe"])
+def test_a_tokenizer_that_is_no_file_is_refused_before_anything_is_written(source, tmp_path, kind):
+    copy = shutil.copytree(source, tmp_path / "copy")
+    path = copy / "tokenizer.json"
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere") if kind == "dangling" else os.mkfifo(path)
+    with pytest.raises(FileError, match=r"tokenizer.json: expected a file to be copied"):
+        quantize_checkpoint(copy, tmp_path / "out", FORMATS["w4a16"], ["experts"])
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
