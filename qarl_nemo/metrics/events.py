@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from qarl_nemo.files import FileError, make_folder, os_reason, write_atomic
 from qarl_nemo.installation import pip_command
-from qarl_nemo.metrics.recorded import read_lines
+from qarl_nemo.metrics.recorded import StepRecord, read_lines
 from qarl_nemo.metrics.tensorboard_file import TensorboardFile
 
 METRICS_FILE = "metrics.jsonl"
@@ -120,7 +120,8 @@ def recorded_steps(path: Path) -> int:
     Raises:
         FileError: a line is another step than its number, or no record.
     """
-    records = read_lines(path) if path.exists() else []
+    # As strict as the report, which would refuse the run when it is done.
+    records = read_lines(path, StepRecord) if path.exists() else []
     for number, record in enumerate(records, start=1):
         if record.get("step") != number:
             raise FileError(

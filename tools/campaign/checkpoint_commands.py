@@ -2,10 +2,10 @@
 
 Oracle. Success is right if every byte written equals what the undamaged inputs give. Otherwise only values of the
 source may have changed, or keys of config.json that shapes do not depend on, or files that are copied; then the output
-must say the same as the source: `transformers` loads the source without a missing, unexpected or misshapen tensor and, if
-the weights are the undamaged ones, answers with finite numbers, every copied tensor and file is the source's, every quantized one is `quantize_weight` of
-the source's, and config.json is the source's beside its `quantization_config` and dtype. A chunk of torch_dist has a
-checksum, so that its values may not have changed.
+must say the same as the source: `transformers` loads the source without a missing, unexpected or misshapen tensor and,
+if the weights are the undamaged ones, answers with finite numbers; every copied tensor and file is the source's, every
+quantized one is `quantize_weight` of the source's, and config.json is the source's beside its `quantization_config` and
+dtype. A chunk of torch_dist has a checksum, so that its values may not have changed.
 
 Nothing is left behind if, after a refusal, there is no destination, and the repaired inputs give what undamaged ones
 give.
@@ -48,7 +48,6 @@ _ARGUMENTS = (
     ("--targets", "mlp"),
     ("--max-shard-bytes", "0"),
     ("--max-shard-bytes", "-1"),
-    ("--max-shard-bytes", "9" * 30),
     ("--device", "nowhere"),
     ("--unknown", "1"),
     ("--overwrite", "extra"),

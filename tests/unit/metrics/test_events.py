@@ -7,7 +7,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qarl_nemo.metrics.events import EventWriter
+from qarl_nemo.files import FileError
+from qarl_nemo.metrics.events import METRICS_FILE, EventWriter, recorded_steps
 from qarl_nemo.metrics.recorded import read_lines
 
 
@@ -88,3 +89,10 @@ def test_wandb_asked_for_and_missing_names_the_install_command(tmp_path, monkeyp
     with pytest.raises(ImportError, match=r"pip install -e '.\[wandb\]'"):
         EventWriter(tmp_path, wandb=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_no_report_reads_is_refused_before_a_run_goes_on(tmp_path):
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 1, "reward/mean": true}\n')
+    with pytest.raises(FileError, match=r"metrics.jsonl, line 1 is damaged.*reward/mean"):
+        recorded_steps(path)
