@@ -1,5 +1,7 @@
 """What is said when a run starts: refusals before anything is written or trained, and runs with nothing left to do."""
 
+import shutil
+
 import pytest
 from tiny_runs import make_config, read_metrics, train
 
@@ -41,7 +43,6 @@ REFUSED = {
     "targets": ({"qarl": {"targets": ["mlp"]}}, r"targets \['mlp'\] match no module"),
     "rollout only": ({"qarl": {"alignment": "rollout_only", "targets": ["mlp"]}}, "match no module"),
     "shapes": ({"policy": {"model_init": {"moe_intermediate_size": 80}}}, "cannot be stored as w4a16"),
-    "disk": ({"checkpointing": {"keep_last": 10**9}}, r"room for 1000000001 checkpoints of \d.* needs .* TB and"),
 }
 
 
@@ -49,6 +50,14 @@ REFUSED = {
 def test_what_cannot_work_is_refused_before_a_folder_is_made(blocks, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train_run(make_config(tmp_path / "run", **blocks))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch, tmp_path):
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(FileError, match=r"room for 3 checkpoints of \d.* needs .* MB and its disk has 1 kB free"):
+        train_run(make_config(tmp_path / "run", checkpointing={"keep_last": 2}))
     assert not (tmp_path / "run").exists()
 
 
