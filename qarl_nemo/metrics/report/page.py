@@ -61,7 +61,8 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
         "configs": [{"run": run, "text": _config_text(run)} for run in runs],
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, _environment().get_template(_TEMPLATE).render(context))
+    # JSON can hold halves of characters, which no file can.
+    write_atomic(output, _environment().get_template(_TEMPLATE).render(context).encode(errors="replace"))
     return output
 
 
