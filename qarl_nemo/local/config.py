@@ -31,6 +31,23 @@ class ModelInit(StrictModel):
     max_position_embeddings: int = Field(256, ge=16, le=1_048_576)
 
     @model_validator(mode="after")
+    def sizes_agree(self) -> "ModelInit":
+        """Require whole groups of heads, halves to rotate, and as many experts as a token is sent to."""
+        problems = []
+        if self.num_experts_per_tok > self.num_experts:
+            problems.append(f"num_experts_per_tok={self.num_experts_per_tok} is above num_experts={self.num_experts}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim} is odd, and rotary positions turn pairs")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @model_validator(mode="after")
     def fits_a_machine(self) -> "ModelInit":
         """Bound the parameters, so that a slip of the pen is an error and not a machine without memory."""
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
 from qarl_nemo.local.arms import expand_arms
-from qarl_nemo.local.config import AdamWConfig, HfData, JsonlData, LocalConfig, MuonConfig
+from qarl_nemo.local.config import AdamWConfig, HfData, JsonlData, LocalConfig, ModelInit, MuonConfig
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
 from qarl_nemo.nemo.cluster.config import ClusterConfig
 from qarl_nemo.nemo.rl.config import NemoQarlConfig
@@ -247,3 +247,16 @@ def test_every_number_has_bounds(model):
     found = list(numbers(model.model_json_schema(), model.__name__))
     assert [place for place, schema in found if not (low & schema.keys() and high & schema.keys())] == []
     assert found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_experts": 1}, "num_experts_per_tok=2 is above num_experts=1"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3 is not a multiple of num_key_value_heads=2"),
+        ({"head_dim": 33}, "head_dim=33 is odd"),
+    ],
+)
+def test_sizes_of_a_random_model_that_contradict_each_other_are_named(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelInit(**sizes)

@@ -20,7 +20,9 @@ def edit_metadata(rng: random.Random, data: bytes) -> Content:
         name = rng.choice(sorted(_HOSTILE))
         return f"a pickle that is {name}", _HOSTILE[name]
     while True:
-        with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # what torch itself does not pickle, no file holds
+        with contextlib.suppress(
+            RuntimeError, AttributeError, TypeError
+        ):  # what torch itself does not pickle, no file holds
             return _contradiction(rng, data)
 
 

@@ -1,4 +1,5 @@
 import base64
+import json
 import re
 import subprocess
 import sys
@@ -258,3 +259,11 @@ def test_a_report_replaces_reports_only(make_run, tmp_path):
     with pytest.raises(ValueError, match=r"notes.html exists and is no report, so it stays as it is"):
         write_report([make_run("a", num_steps=1, diagnostics=False)], notes)
     assert notes.read_text() == "mine"
+
+
+def test_half_a_character_in_a_run_is_no_obstacle(make_run, tmp_path):
+    run = make_run("run", num_steps=2, diagnostics=False)
+    rows = json.loads((run / "quantized.json").read_text())
+    rows[0]["shape"] = "\ud800"
+    (run / "quantized.json").write_text(json.dumps(rows))
+    assert write_report([run], tmp_path / "report.html").read_text().rstrip().endswith("</html>")
