@@ -1,7 +1,7 @@
 """The standing campaign: damaged inputs, kills, refit faults, Muon's step; the rows of docs/results/trust.json.
 
     make campaign                     # everything, recorded
-    make campaign-short               # a sample, in CI
+    make campaign-short               # a sample without kills, in CI
 
 Every part is seeded. A failure prints what reproduces it.
 """
