@@ -32,7 +32,7 @@ from run_commands import Report, TrainAnew, TrainOn
 COMMANDS: tuple[type[Command], ...] = (Quantize, Convert, TrainAnew, TrainOn, Report)
 OUTCOMES = ("traceback", "hang", "wrongly accepted", "left behind")
 # On a busy machine; a case takes a fraction of a second, a report two.
-LIMIT_S = 60
+LIMIT_S = 180
 _MEMORY_BYTES = 12 << 30
 _UNEXPECTED = ("Traceback (most recent call last)", "QARL_DEBUG=1 shows", "Fatal Python error", "Segmentation fault")
 
