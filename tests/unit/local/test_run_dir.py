@@ -108,7 +108,7 @@ def test_a_run_that_failed_before_its_first_result_can_be_corrected(tmp_path):
         ("", r"metrics.jsonl ends with line 0, but .* contains step 3: lines 1 to 3 are missing"),
         ('{"step": 1}\n{"step": 2}\n', r"ends with line 2, .* lines 3 to 3 are missing"),
         ('{"step": 1}\n{"step": 3}\n', r"metrics.jsonl, line 2: expected the record of step 2, found step 3"),
-        ('{"step": 1}\n{"reward": 3}\n', r"line 2: expected the record of step 2, found step None"),
+        ('{"step": 1}\n{"reward": 3}\n', r"line 2 is damaged, or not a run's: step: Field required"),
     ],
 )
 def test_metrics_that_lack_a_step_of_the_checkpoint_are_refused(lines, message, begun):
