@@ -4,6 +4,7 @@ import pytest
 import torch
 from asserts import assert_bitwise_equal
 from engine_parts import BF16, EOS, PAD, PROMPTS, W4A16_G32, make_engine, make_sampler, responses, sample
+from format_cases import FORMATS
 from torch import nn
 
 from qarl_nemo.layers.router import NO_ROUTE
@@ -23,23 +24,29 @@ def plain_greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], 
     return ids[len(prompt) :], logprobs
 
 
+def equal_responses(engine, rollouts) -> int:
+    """How many prompts got the tokens and logprobs of the plain loop."""
+    expected = [plain_greedy(engine.model, prompt, 8) for prompt in PROMPTS]
+    found = zip(responses(rollouts), rollouts.generation_logprobs.tolist(), strict=True)
+    return sum(
+        tokens == wanted and logprobs[: len(tokens)] == pytest.approx(wanted_logprobs, abs=1e-4)
+        for (tokens, logprobs), (wanted, wanted_logprobs) in zip(found, expected, strict=True)
+    )
+
+
 @pytest.mark.parametrize("targets", [("experts",), ("experts", "attention")])
 def test_greedy_decoding_equals_a_plain_loop_over_the_learner(fmt, targets):
     engine = make_engine(fmt, targets)
     rollouts = sample(engine, temperature=0.0, tokens=8)
-    expected = [plain_greedy(engine.model, prompt, 8) for prompt in PROMPTS]
-    assert responses(rollouts) == [tokens for tokens, _ in expected]
-    # an activation on a rounding boundary of FP8 may fall to either side
-    tolerance = 1e-4 if fmt.activation_kind == "none" else 2e-2
-    for row, (_, logprobs) in enumerate(expected):
-        assert rollouts.generation_logprobs[row, : len(logprobs)].tolist() == pytest.approx(logprobs, abs=tolerance)
+    equal = equal_responses(engine, rollouts)
+    # An activation on a rounding boundary of FP8 may fall to either side, and moves every token after it.
+    assert equal == len(PROMPTS) if fmt.activation_kind == "none" else equal >= len(PROMPTS) // 2
 
 
-def test_the_comparison_notices_an_unquantized_model():
-    engine = make_engine(W4A16_G32, executed=BF16)
-    _, logprobs = plain_greedy(engine.model, PROMPTS[0], 1)
-    rollouts = sample(engine, temperature=0.0, tokens=1)
-    assert rollouts.generation_logprobs[0].tolist() != pytest.approx(logprobs, abs=2e-2)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bf16"])
+def test_the_comparison_notices_an_unquantized_model(name):
+    engine = make_engine(FORMATS[name], executed=BF16)
+    assert equal_responses(engine, sample(engine, temperature=0.0, tokens=8)) == 0
 
 
 def test_prompts_lie_left_padded_before_the_responses():
