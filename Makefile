@@ -19,11 +19,11 @@ VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 # What computes in floating point on a CPU, and is compared within a tolerance.
-NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/local/test_engine_forward.py unit/local/test_learner.py \
-	unit/local/test_master_optimizer.py unit/local/test_sampler_alignment.py unit/local/test_sampler_decoding.py \
-	unit/local/test_sampler_refit.py unit/local/test_warm_start.py integration/test_compare.py \
+NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_forward.py unit/train/test_learner.py \
+	unit/train/test_master_optimizer.py unit/train/test_sampler_alignment.py unit/train/test_sampler_decoding.py \
+	unit/train/test_sampler_refit.py unit/train/test_warm_start.py integration/test_compare.py \
 	integration/test_run_variants.py)
-CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.local.vllm.host
+CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.train.vllm.host
 
 .PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm campaign campaign-short style format clean
 

@@ -23,14 +23,14 @@ except ImportError as error:
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError
-from qarl_nemo.losses.nemo import QarlLossFn
-from qarl_nemo.nemo.rl import plugin
-from qarl_nemo.nemo.rl.config import NemoQarlConfig, apply_qarl, as_mapping
-from qarl_nemo.nemo.rl.hints import find_hints
-from qarl_nemo.nemo.rl.launch_summary import launch_summary
-from qarl_nemo.nemo.rl.model_shapes import fetch_model_config
-from qarl_nemo.nemo.rl.run_folder import describe_run
-from qarl_nemo.nemo.rl.token_metrics import token_metrics
+from qarl_nemo.nemo_rl import plugin
+from qarl_nemo.nemo_rl.config import NemoQarlConfig, apply_qarl, as_mapping
+from qarl_nemo.nemo_rl.hints import find_hints
+from qarl_nemo.nemo_rl.launch_summary import launch_summary
+from qarl_nemo.nemo_rl.loss import QarlLossFn
+from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
+from qarl_nemo.nemo_rl.run_folder import describe_run
+from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
 # Where `setup` returns the loss.

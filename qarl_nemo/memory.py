@@ -312,7 +312,7 @@ def require_targets(model: ModelSize, targets: Sequence[str]) -> None:
 
     Args:
         model: its sizes.
-        targets: names out of `refit.names.TARGETS`.
+        targets: names out of `names.TARGETS`.
 
     Raises:
         ValueError: it lacks some; those it has are named.

@@ -5,7 +5,7 @@ import pytest
 import torch
 from format_cases import FORMATS
 
-import qarl_nemo.local  # noqa: F401 hides what CPU vLLM brings broken, before a test imports transformers
+import qarl_nemo.train  # noqa: F401 hides what CPU vLLM brings broken, before a test imports transformers
 
 if importlib.util.find_spec("triton"):
     import triton_interpreter  # noqa: F401 before any test imports a kernel

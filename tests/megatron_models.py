@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from qarl_nemo.nemo.megatron.alignment import Alignment
-from qarl_nemo.nemo.megatron.spec import align_spec
+from qarl_nemo.megatron.alignment import Alignment
+from qarl_nemo.megatron.spec import align_spec
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

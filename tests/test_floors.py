@@ -22,15 +22,17 @@ VIOLATIONS = [
     pytest.param("floors", "qarl_nemo/metrics/runs.py", "from qarl_nemo.checkpoints import plan", id="other-sibling"),
     pytest.param("floors", "qarl_nemo/homeless/__init__.py", "", id="package-without-floor"),
     pytest.param("kernels", "kernels/qarl_kernels/fp8.py", "import qarl_nemo.config", id="kernels-up"),
-    pytest.param("scale-out", "qarl_nemo/nemo/megatron/publish.py", "import qarl_nemo.nemo.rl.plugin", id="up-in-nemo"),
+    pytest.param("floors", "qarl_nemo/megatron/publish.py", "import qarl_nemo.nemo_rl.plugin", id="up-to-nemo-rl"),
+    pytest.param("floors", "qarl_nemo/train/trainer.py", "import qarl_nemo.measure.doctor", id="up-to-measure"),
+    pytest.param("floors", "qarl_nemo/train/run.py", "import qarl_nemo.cluster.plan", id="stranger"),
     pytest.param("losses", "qarl_nemo/losses/tbpo.py", "from qarl_kernels import get_format", id="loss-knows-formats"),
-    pytest.param("floor-zero", "qarl_nemo/refit/names.py", "import torch", id="names-load-torch"),
+    pytest.param("floor-zero", "qarl_nemo/names.py", "import torch", id="names-load-torch"),
     pytest.param("floor-zero", "qarl_nemo/losses/config.py", "import qarl_nemo.losses.ratios", id="config-loads-torch"),
     pytest.param("quick-start", "qarl_nemo/metrics/report/style.py", "import torch", id="report-loads-torch"),
     pytest.param("door-transformers", "qarl_nemo/layers/router.py", "import transformers", id="transformers"),
     pytest.param("door-vllm", "qarl_nemo/refit/publish.py", "from vllm import LLM", id="vllm"),
-    pytest.param("door-vllm", "qarl_nemo/local/sampler.py", "from vllm.config import VllmConfig", id="vllm-in-local"),
-    pytest.param("door-scale-out", "qarl_nemo/local/trainer.py", "import ray", id="ray"),
+    pytest.param("door-vllm", "qarl_nemo/train/sampler.py", "from vllm.config import VllmConfig", id="vllm-in-train"),
+    pytest.param("door-scale-out", "qarl_nemo/train/trainer.py", "import ray", id="ray"),
     pytest.param("door-scale-out", "qarl_nemo/layers/linear.py", "import megatron.core", id="megatron"),
 ]
 
@@ -75,10 +77,8 @@ def test_a_planted_violation_breaks_its_contract(tree, contract, module, stateme
 
 def test_a_door_lets_in_what_it_is_for(tree):
     (tree / "qarl_nemo" / "refit" / "rank.py").write_text("import vllm\n")
-    nemo = tree / "qarl_nemo" / "nemo"
-    nemo.mkdir(exist_ok=True)
-    (nemo / "__init__.py").touch()
-    (nemo / "rl" / "policy.py").write_text("import megatron.core\nimport nemo_rl.algorithms\nimport ray\nimport vllm\n")
+    policy = tree / "qarl_nemo" / "nemo_rl" / "policy.py"
+    policy.write_text("import megatron.core\nimport nemo_rl.algorithms\nimport ray\nimport vllm\n")
     result = lint_imports(tree)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -90,7 +90,7 @@ def test_every_contract_has_a_planted_violation():
 
 @pytest.mark.parametrize(
     "module",
-    ["config", "losses.config", "refit.names", "local.config", "metrics.report", "metrics.results", "cli"],
+    ["config", "losses.config", "names", "train.config", "metrics.report", "metrics.results", "cli"],
 )
 def test_importing_it_loads_no_torch(module):
     program = f"import sys, qarl_nemo.{module}; print(*{{'torch', 'transformers', 'vllm', 'ray'}} & set(sys.modules))"

@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from qarl_kernels import get_format
+from qarl_nemo.megatron.alignment import Alignment
+from qarl_nemo.megatron.spec import align_spec
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
-from qarl_nemo.nemo.megatron.alignment import Alignment
-from qarl_nemo.nemo.megatron.spec import align_spec
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 

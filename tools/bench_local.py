@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from qarl_nemo.config import load_config
-from qarl_nemo.local.config import LocalConfig
-from qarl_nemo.local.trainer import Trainer
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.recorded import read_lines
 from qarl_nemo.metrics.results import append_results
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.trainer import Trainer
 
 FORMATS = ("bf16", "w4a16", "w4a8", "fp8_channel", "fp8_block")
 WARM_UP_STEPS = 3

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 
 from qarl_kernels import get_format
 from qarl_nemo.layers.weight import AlignedWeight
-from qarl_nemo.local.progress import LiveProgress
+from qarl_nemo.megatron.alignment import Alignment, aligned_weights, bump_on_step
 from qarl_nemo.metrics.results import append_results
-from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights, bump_on_step
+from qarl_nemo.train.progress import LiveProgress
 
 RECOMPUTE = {
     "none": {},

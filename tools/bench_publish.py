@@ -36,11 +36,11 @@ from record_local import row
 from torch import nn
 
 from qarl_kernels import FORMAT_NAMES, get_format
+from qarl_nemo.megatron.alignment import Alignment, aligned_weights, release
+from qarl_nemo.megatron.checks import require_supported
+from qarl_nemo.megatron.publish import publish_shards, publish_update
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import append_results
-from qarl_nemo.nemo.megatron.alignment import Alignment, aligned_weights, release
-from qarl_nemo.nemo.megatron.checks import require_supported
-from qarl_nemo.nemo.megatron.publish import publish_shards, publish_update
 
 
 def parse_layout(text: str) -> Layout:

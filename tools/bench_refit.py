@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from qarl_kernels import FORMAT_NAMES, get_format
-from qarl_nemo.local.progress import LiveProgress
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import append_results
+from qarl_nemo.names import check_targets
 from qarl_nemo.refit.answers import ask
-from qarl_nemo.refit.names import check_targets
 from qarl_nemo.refit.push import push, serving_version
 from qarl_nemo.refit.send import CollectiveSender, IpcSender, Sender
+from qarl_nemo.train.progress import LiveProgress
 
 SENDERS = ("ipc", "collective")
 TARGETS = ("experts", "attention")

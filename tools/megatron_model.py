@@ -23,8 +23,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from qarl_nemo.nemo.megatron.alignment import Alignment
-from qarl_nemo.nemo.megatron.spec import align_spec
+from qarl_nemo.megatron.alignment import Alignment
+from qarl_nemo.megatron.spec import align_spec
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -11,8 +11,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight
 from qarl_nemo.checkpoints.hf_config import model_quantization_config
+from qarl_nemo.names import module_kind
 from qarl_nemo.refit.engine_settings import MOE_BACKENDS
-from qarl_nemo.refit.names import module_kind
 from qarl_nemo.refit.publish import RefitUpdate, publish
 
 # Read when vLLM is imported.

@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 
 from qarl_nemo.config import load_config
-from qarl_nemo.local.config import LocalConfig
-from qarl_nemo.local.setup import resolve_device, starting_model
-from qarl_nemo.local.tasks import TaskSource
-from qarl_nemo.local.verify import reward
-from qarl_nemo.local.warm_start import greedy_answers
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.setup import resolve_device, starting_model
+from qarl_nemo.train.tasks import TaskSource
+from qarl_nemo.train.verify import reward
+from qarl_nemo.train.warm_start import greedy_answers
 
 
 def main() -> None:

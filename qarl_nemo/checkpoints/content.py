@@ -8,7 +8,7 @@ import torch
 
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo
-from qarl_nemo.refit.names import summarize_names
+from qarl_nemo.names import summarize_names
 
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _ROTARY = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.(?:inv_freq|cos_cached|sin_cached)")

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from qarl_kernels import QuantFormat, quantization_config
-from qarl_nemo import __version__
+from qarl_nemo import __version__, names
 from qarl_nemo.checkpoints.ignored import require_listed
 from qarl_nemo.checkpoints.plan import QuantizePlan
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
 from qarl_nemo.files import read_json, require_file
-from qarl_nemo.refit import names
 
 RECORD_FILE = "qarl_quantization.json"
 TOOL = f"qarl-nemo {__version__}"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from qarl_nemo.refit.names import summarize_names
+from qarl_nemo.names import summarize_names
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
 _EXPERTS = ".mlp.experts"

@@ -18,7 +18,7 @@ from qarl_nemo.checkpoints.megatron_layout import Location, Weight, model_weight
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, TensorInfo, read_config
 from qarl_nemo.checkpoints.torch_dist import METADATA_FILE, TorchDist, open_torch_dist
 from qarl_nemo.files import FileError, read_json
-from qarl_nemo.refit.names import summarize_names
+from qarl_nemo.names import summarize_names
 
 # What a training checkpoint holds beside the model's weights.
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|.*\._extra_state")

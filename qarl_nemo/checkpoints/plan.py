@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from qarl_kernels import QuantFormat
+from qarl_nemo import names
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.content import content_problems, drop_reason
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo
 from qarl_nemo.checkpoints.shapes import shape_problems, stored_bytes
-from qarl_nemo.refit import names
 
 DEFAULT_MAX_SHARD_BYTES = 2**30
 _QUANTIZED_SUFFIXES = (

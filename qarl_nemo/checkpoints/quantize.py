@@ -94,7 +94,7 @@ def quantize_checkpoint(
         source: Hugging Face safetensors folder, or a checkpoint that `open_checkpoint` or `open_megatron` returned.
         destination: folder to create.
         fmt: format of the quantized tensors; bf16 copies.
-        targets: what to quantize, out of `qarl_nemo.refit.names.TARGETS`.
+        targets: what to quantize, out of `qarl_nemo.names.TARGETS`.
         max_shard_bytes: limit of one output file.
         overwrite: replace a destination this tool wrote, and an unfinished conversion with other settings.
         device: where `quantize_weight` runs.

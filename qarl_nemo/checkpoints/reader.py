@@ -14,7 +14,7 @@ from torch import Tensor
 from qarl_nemo.architecture import CONFIG_FILE
 from qarl_nemo.checkpoints.hints import folder_hint, lfs_hint
 from qarl_nemo.files import FileError, read_json, require_file
-from qarl_nemo.refit.names import natural_key, summarize_names
+from qarl_nemo.names import natural_key, summarize_names
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -75,7 +75,7 @@ def _quantize(
 
     from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
     from qarl_nemo.files import readable_bytes
-    from qarl_nemo.refit.names import summarize_names
+    from qarl_nemo.names import summarize_names
 
     columns = (
         TextColumn("{task.description}"),

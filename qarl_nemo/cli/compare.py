@@ -48,10 +48,10 @@ def compare(
     """
     from rich.console import Console
 
-    from qarl_nemo.local.compare.output import comparison_tables, operator_tables, write_comparison
-    from qarl_nemo.local.compare.record import append_comparison
-    from qarl_nemo.local.compare.run import compare as measure
-    from qarl_nemo.local.compare.settings import CompareSettings
+    from qarl_nemo.measure.compare.output import comparison_tables, operator_tables, write_comparison
+    from qarl_nemo.measure.compare.record import append_comparison
+    from qarl_nemo.measure.compare.run import compare as measure
+    from qarl_nemo.measure.compare.settings import CompareSettings
 
     settings = CompareSettings(
         checkpoint=checkpoint,

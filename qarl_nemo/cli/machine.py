@@ -41,13 +41,13 @@ def doctor(
     record: Annotated[Path | None, typer.Option(help="JSON file of figures to add to (docs/results).")] = None,
 ) -> None:
     """Say what this machine can run, and why not; or, with --rollout, how fast it samples and in which format best."""
-    from qarl_nemo.doctor import measure_rollouts, show_findings
+    from qarl_nemo.measure.doctor import measure_rollouts, show_findings
 
     if rollout is None:
         _require_no_options(context)
         show_findings()
         return
-    from qarl_nemo.local.speed.settings import ALL_FORMATS, RolloutSpeedSettings
+    from qarl_nemo.measure.speed.settings import ALL_FORMATS, RolloutSpeedSettings
 
     settings = RolloutSpeedSettings(
         model=rollout,
@@ -97,7 +97,7 @@ def memory(
         require_layout,
         require_targets,
     )
-    from qarl_nemo.refit.names import check_targets
+    from qarl_nemo.names import check_targets
 
     size = ModelSize.read(model)
     chosen = check_targets([target.strip() for target in targets.split(",")])

@@ -8,7 +8,7 @@ import typer
 from qarl_nemo.cli.program import command
 
 if TYPE_CHECKING:
-    from qarl_nemo.local.config import LocalConfig
+    from qarl_nemo.train.config import LocalConfig
 
 
 @command
@@ -24,7 +24,7 @@ def train(
     from qarl_nemo.config import load_config
     from qarl_nemo.files import exclusive, make_folder
     from qarl_nemo.installation import find_config
-    from qarl_nemo.local.config import LocalConfig
+    from qarl_nemo.train.config import LocalConfig
 
     config = find_config(config)
     settings = load_config(config, overrides or [], LocalConfig)
@@ -32,7 +32,7 @@ def train(
         _train_one(settings)
         run_dirs = [settings.run_dir]
     else:
-        from qarl_nemo.local.arms import expand_arms, run_arms
+        from qarl_nemo.train.arms import expand_arms, run_arms
 
         runs = expand_arms(settings, str(config))
         make_folder(settings.run_dir, "the folder of a comparison")
@@ -43,11 +43,11 @@ def train(
 
 def _train_one(settings: "LocalConfig") -> None:
     if settings.policy.megatron_cfg is None:
-        from qarl_nemo.local.run import train_run
+        from qarl_nemo.train.run import train_run
 
         train_run(settings)
     else:
-        from qarl_nemo.megatron_training import train_with_megatron
+        from qarl_nemo.train.megatron.launch import train_with_megatron
 
         train_with_megatron(settings)
 

@@ -11,7 +11,7 @@ from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.router import AlignedRouter, RouteControl
 from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion
-from qarl_nemo.refit.names import TARGETS, check_targets, module_kind
+from qarl_nemo.names import TARGETS, check_targets, module_kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from qarl_kernels import get_format
+from qarl_nemo.names import TARGETS, module_kind
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.convert import checkpoint_parameters, convert, is_converted, load_parts, overwrite
 from qarl_nemo.refit.engine_layout import Slot, engine_slots, expert_part, is_experts, layout, slot_name
 from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
 from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.names import TARGETS, module_kind
 from qarl_nemo.refit.receive import checkpoint_tensors
 from qarl_nemo.refit.session import RankSession
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import QuantFormat, stored_layout
+from qarl_nemo.names import expert_names
 from qarl_nemo.refit.manifest import Layout, version_problems
-from qarl_nemo.refit.names import expert_names
 from qarl_nemo.refit.publish import PublishableWeight, RefitUpdate
 
 _STACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")

@@ -16,13 +16,13 @@ if not torch.cuda.is_available():
 # isort: split
 from qarl_nemo.config import load_config
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.local.config import LocalConfig
-from qarl_nemo.local.learner import Learner
-from qarl_nemo.local.model import load_model
-from qarl_nemo.local.rollouts import Rollouts
-from qarl_nemo.local.setup import served_format, transformers_learner
-from qarl_nemo.megatron_training import megatron_learner
-from qarl_nemo.nemo.megatron.ranks import start_ranks
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.learner import Learner
+from qarl_nemo.train.megatron.launch import megatron_learner
+from qarl_nemo.train.megatron.ranks import start_ranks
+from qarl_nemo.train.model import load_model
+from qarl_nemo.train.rollouts import Rollouts
+from qarl_nemo.train.setup import served_format, transformers_learner
 
 NUM, PROMPT, RESPONSE = 8, 6, 5
 

@@ -11,8 +11,8 @@ from receiving_rank import ReceivingRank
 from torch import Tensor
 
 from qarl_kernels import get_format
-from qarl_nemo.nemo.rl.engines import RayEngines
-from qarl_nemo.nemo.rl.learner_push import push_from_all
+from qarl_nemo.nemo_rl.engines import RayEngines
+from qarl_nemo.refit.colocated import push_from_all
 from qarl_nemo.refit.publish import StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender
 

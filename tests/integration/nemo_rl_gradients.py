@@ -20,14 +20,14 @@ from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from omegaconf import OmegaConf
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from qarl_nemo.local.tokenizer import character_tokenizer
 from qarl_nemo.losses.config import TBPOConfig
-from qarl_nemo.losses.nemo import PREFIX, QarlLossFn
-from qarl_nemo.nemo.rl import plugin
-from qarl_nemo.nemo.rl.config import apply_qarl
-from qarl_nemo.nemo.rl.policy import QarlPolicy
-from qarl_nemo.nemo.rl.policy_worker import QarlMegatronPolicyWorkerImpl
-from qarl_nemo.nemo.rl.token_metrics import token_metrics
+from qarl_nemo.nemo_rl import plugin
+from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.loss import PREFIX, QarlLossFn
+from qarl_nemo.nemo_rl.policy import QarlPolicy
+from qarl_nemo.nemo_rl.policy_worker import QarlMegatronPolicyWorkerImpl
+from qarl_nemo.nemo_rl.token_metrics import token_metrics
+from qarl_nemo.train.tokenizer import character_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "examples" / "configs" / "qarl-tiny-moe-1n1g-megatron-w4a16.yaml"
 VOCABULARY, PROMPT, LONGEST, BATCH = 19, 8, 48, 32

@@ -61,7 +61,7 @@ def prepare_environment(case: EngineCase) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not case.in_this_process))
     if case.device == "cpu":
         os.environ.update(_CPU_ENVIRONMENT)
-        import qarl_nemo.local  # noqa: F401 hides what CPU vLLM brings broken
+        import qarl_nemo.train  # noqa: F401 hides what CPU vLLM brings broken
 
 
 def start(case: EngineCase, checkpoint: Path) -> Any:

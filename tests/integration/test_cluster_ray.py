@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from qarl_nemo.cluster.config import ClusterConfig, ClusterError
 from qarl_nemo.config import validate
-from qarl_nemo.nemo.cluster.config import ClusterConfig, ClusterError
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
 
 import ray
 
-from qarl_nemo.nemo.cluster import health, nodes
+from qarl_nemo.cluster import health, nodes
 
 # One group: every process that runs one of these tests starts a cluster.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
@@ -113,7 +113,7 @@ class Cluster:
         (folder / "cluster.json").write_text(self.config.as_json())
         with self.output.open("w") as output:
             self.launcher = subprocess.Popen(
-                [sys.executable, "-m", "qarl_nemo.nemo.cluster", "launch", str(folder / "cluster.json")],
+                [sys.executable, "-m", "qarl_nemo.cluster", "launch", str(folder / "cluster.json")],
                 cwd=ROOT,
                 env=env,
                 stdout=output,

@@ -18,15 +18,15 @@ from asserts import FP32_NATS
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qarl_kernels import get_format
-from qarl_nemo.local.compare.engines import serve
-from qarl_nemo.local.compare.operators import PHASES, compare_operators
-from qarl_nemo.local.compare.record import gap_figures, result_rows
-from qarl_nemo.local.compare.run import Comparison, compare, load_learner
-from qarl_nemo.local.compare.score import Response, model_scores
-from qarl_nemo.local.compare.settings import CompareSettings, prepare
-from qarl_nemo.local.tokenizer import character_tokenizer
+from qarl_nemo.measure.compare.engines import serve
+from qarl_nemo.measure.compare.operators import PHASES, compare_operators
+from qarl_nemo.measure.compare.record import gap_figures, result_rows
+from qarl_nemo.measure.compare.run import Comparison, compare, load_learner
+from qarl_nemo.measure.compare.score import Response, model_scores
+from qarl_nemo.measure.compare.settings import CompareSettings, prepare
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
+from qarl_nemo.train.tokenizer import character_tokenizer
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SCRIPT = TOOLS / "compare_logprobs.py"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from qarl_nemo.cli import main
-from qarl_nemo.local.speed import run as rollout_speed
-from qarl_nemo.local.speed.run import measure_speed, num_steps
-from qarl_nemo.local.speed.settings import RolloutSpeedSettings, prepare_speed
-from qarl_nemo.local.vllm.host import vllm_problem
+from qarl_nemo.measure.speed import run as rollout_speed
+from qarl_nemo.measure.speed.run import measure_speed, num_steps
+from qarl_nemo.measure.speed.settings import RolloutSpeedSettings, prepare_speed
+from qarl_nemo.train.vllm.host import vllm_problem
 
 PROBLEM = vllm_problem()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

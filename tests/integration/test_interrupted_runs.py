@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_runs import QARL, make_config, read_metrics, train, without_clocks, write_config
 
 from qarl_nemo.config import ConfigError
-from qarl_nemo.local.trainer import Trainer
+from qarl_nemo.train.trainer import Trainer
 
 REPOSITORY = Path(__file__).parents[2]
 LONG = 30

@@ -15,9 +15,9 @@ import pytest
 import torch
 from tiny_runs import QARL, STEPS, read_metrics, train, without_clocks, write_config
 
-from qarl_nemo.local.checkpoint import checkpoint_dir, checkpoint_steps
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
+from qarl_nemo.train.checkpoint import checkpoint_dir, checkpoint_steps
 
 pytestmark = [
     pytest.mark.slow,

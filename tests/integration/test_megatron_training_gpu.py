@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl_nemo.local.vllm.host import vllm_problem
+from qarl_nemo.train.vllm.host import vllm_problem
 
 MISSING = [name for name in ("megatron", "transformer_engine") if importlib.util.find_spec(name) is None]
 PROBLEM = vllm_problem("cuda") or (f"{' and '.join(MISSING)} missing" if MISSING else None)

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from qarl_nemo.local.tokenizer import character_tokenizer
+from qarl_nemo.train.tokenizer import character_tokenizer
 
 SIZES = {
     "hidden_size": 128,

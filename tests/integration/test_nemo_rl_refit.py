@@ -21,8 +21,8 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup  
 from nemo_rl.utils.timer import Timer  # noqa: E402
 from nemo_rl_actors import weights  # noqa: E402
 
-from qarl_nemo.nemo.rl.engines import RayEngines  # noqa: E402
-from qarl_nemo.nemo.rl.synchronizer import PackedWeightSynchronizer  # noqa: E402
+from qarl_nemo.nemo_rl.engines import RayEngines  # noqa: E402
+from qarl_nemo.nemo_rl.synchronizer import PackedWeightSynchronizer  # noqa: E402
 from qarl_nemo.refit.push import serving_version  # noqa: E402
 
 HERE = Path(__file__).parent

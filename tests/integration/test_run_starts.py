@@ -6,7 +6,7 @@ import pytest
 from tiny_runs import make_config, read_metrics, train
 
 from qarl_nemo.files import FileError, exclusive
-from qarl_nemo.local.run import LOCK_FILE, train_run
+from qarl_nemo.train.run import LOCK_FILE, train_run
 
 OFF = {"enabled": False}
 

@@ -5,8 +5,8 @@ import torch
 from asserts import FP32_NATS
 from tiny_runs import QARL, make_config, read_metrics, train, without_clocks
 
-from qarl_nemo.local.setup import resolve_device
 from qarl_nemo.metrics.report import write_report
+from qarl_nemo.train.setup import resolve_device
 
 
 def test_bfloat16_keeps_the_sides_together(tmp_path):
@@ -15,7 +15,7 @@ def test_bfloat16_keeps_the_sides_together(tmp_path):
     assert {parameter.dtype for parameter in aligned.model.parameters()} == {torch.bfloat16}
     assert {master.dtype for master in aligned.learner.policy.optimizer.masters.values()} == {torch.float32}
     gaps = [[record["mismatch/abs_gap_mean"] for record in read_metrics(tmp_path / n)] for n in ("aligned", "apart")]
-    # roundings to BF16 against roundings to int4, as in unit/local/test_sampler_alignment.py
+    # roundings to BF16 against roundings to int4, as in unit/train/test_sampler_alignment.py
     assert sum(gaps[0]) < sum(gaps[1]) / 8
     assert any(record["optim/grad_norm"] > 0 for record in read_metrics(tmp_path / "aligned"))
 

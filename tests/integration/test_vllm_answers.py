@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 
 # isort: split
-import qarl_nemo.local  # noqa: F401 hides what CPU vLLM brings broken
+import qarl_nemo.train  # noqa: F401 hides what CPU vLLM brings broken
 
 # isort: split
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc

@@ -22,8 +22,8 @@ from refit_cases import NO_START, EngineCase, on_cpu, one_gpu, several_gpus
 from refit_learner import save_model
 
 from qarl_kernels import get_format
-from qarl_nemo.local.vllm.host import vllm_problem
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
+from qarl_nemo.train.vllm.host import vllm_problem
 
 ENGINES = [*one_gpu(), *several_gpus(), *on_cpu()]
 # Tiny engines share a GPU; each takes a core or two to start.

@@ -7,12 +7,12 @@ from tiny_runs import make_config, read_metrics, train, without_clocks
 from vllm_runs import NORM, PACKED, SCALE, assert_same_responses, gap, load, multiply, prepared, refit, sample
 
 from qarl_kernels import get_format
-from qarl_nemo.local.trainer import Trainer
-from qarl_nemo.local.vllm.host import vllm_problem
 from qarl_nemo.refit import rank
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.trainer import Trainer
+from qarl_nemo.train.vllm.host import vllm_problem
 
 PROBLEM = vllm_problem()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

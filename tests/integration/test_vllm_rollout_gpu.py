@@ -20,9 +20,9 @@ from vllm_runs import (
 )
 
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.local.trainer import Trainer
-from qarl_nemo.local.vllm.host import vllm_problem
 from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.trainer import Trainer
+from qarl_nemo.train.vllm.host import vllm_problem
 
 PROBLEM = vllm_problem("cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from qarl_nemo.config import merge_mappings, validate
-from qarl_nemo.local.config import LocalConfig
-from qarl_nemo.local.trainer import Trainer
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.trainer import Trainer
 
 STEPS = 4
 BASE: dict[str, Any] = {

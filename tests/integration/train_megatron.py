@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 
 # isort: split
 from qarl_nemo.config import load_config
-from qarl_nemo.local.config import LocalConfig
-from qarl_nemo.megatron_training import train_this_rank
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.megatron.launch import train_this_rank
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -6,10 +6,10 @@ import torch
 from asserts import assert_bitwise_equal
 from tiny_runs import make_config
 
-from qarl_nemo.local.rollouts import Rollouts, positions
-from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.trainer import Trainer
 from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.rollouts import Rollouts, positions
+from qarl_nemo.train.sampling import SamplingParams
+from qarl_nemo.train.trainer import Trainer
 
 # 1 to 4 tokens: left padding of every width
 PROMPTS = [[4 + (3 * row + 5 * column) % 12 for column in range(1 + row % 4)] for row in range(128)]

@@ -8,7 +8,7 @@ from asserts import assert_bitwise_equal, assert_snr
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qarl_nemo.local.engine_attention import engine_attention_problem
+from qarl_nemo.train.engine_attention import engine_attention_problem
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from qarl_nemo.cluster.config import ClusterConfig
 from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
-from qarl_nemo.local.arms import expand_arms
-from qarl_nemo.local.config import AdamWConfig, HfData, JsonlData, LocalConfig, ModelInit, MuonConfig
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
-from qarl_nemo.nemo.cluster.config import ClusterConfig
-from qarl_nemo.nemo.rl.config import NemoQarlConfig
+from qarl_nemo.nemo_rl.config import NemoQarlConfig
+from qarl_nemo.train.arms import expand_arms
+from qarl_nemo.train.config import AdamWConfig, HfData, JsonlData, LocalConfig, ModelInit, MuonConfig
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = sorted((REPOSITORY / "examples" / "configs").glob("**/local_*.yaml"))
@@ -58,10 +58,10 @@ def test_a_misspelled_key_in_an_example_fails_with_the_nearest_legal_one(path, t
 
 def test_reading_configs_leaves_torch_and_transformers_alone():
     code = (
-        "import sys, qarl_nemo.config, qarl_nemo.local.config\n"
+        "import sys, qarl_nemo.config, qarl_nemo.train.config\n"
         "from pathlib import Path\n"
         f"path = Path({str(EXAMPLES[0])!r})\n"
-        "qarl_nemo.config.load_config(path, ['seed=3'], qarl_nemo.local.config.LocalConfig)\n"
+        "qarl_nemo.config.load_config(path, ['seed=3'], qarl_nemo.train.config.LocalConfig)\n"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

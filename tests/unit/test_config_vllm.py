@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from qarl_nemo.config import ConfigError, QarlConfig, load_config
-from qarl_nemo.local import setup
-from qarl_nemo.local.config import LocalConfig, PackedRolloutConfig, VllmRolloutConfig
-from qarl_nemo.local.vllm import host as vllm_host
-from qarl_nemo.local.vllm.shapes import gpu_problems
+from qarl_nemo.train import setup
+from qarl_nemo.train.config import LocalConfig, PackedRolloutConfig, VllmRolloutConfig
+from qarl_nemo.train.vllm import host as vllm_host
+from qarl_nemo.train.vllm.shapes import gpu_problems
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 

@@ -61,7 +61,7 @@ def test_an_image_has_the_command(path, tmp_path):
 
 
 def test_worker_environments_are_linked_under_our_workers_names():
-    plugin = pytest.importorskip("qarl_nemo.nemo.rl.plugin")
+    plugin = pytest.importorskip("qarl_nemo.nemo_rl.plugin")
     links = dict(re.findall(r"ln -s (nemo_rl\.\S+) \\\n\s+(qarl_nemo\.\S+)", (DOCKER / "Dockerfile").read_text()))
     (policy,) = [theirs for theirs, own in links.items() if own == plugin.POLICY_WORKER]
     assert policy.endswith(".MegatronPolicyWorker")

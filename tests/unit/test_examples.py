@@ -8,8 +8,8 @@ import pytest
 
 from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.config import load_config
-from qarl_nemo.local.config import LocalConfig
 from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.train.config import LocalConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = {path.stem: load_config(path, [], LocalConfig) for path in sorted(EXAMPLES.glob("configs/local_*.yaml"))}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from qarl_nemo.cli.program import command
+from qarl_nemo.cluster.config import ClusterError
 from qarl_nemo.config import ConfigError
 from qarl_nemo.failures import run_reported
 from qarl_nemo.files import read_text
 from qarl_nemo.metrics.summary import smoothing_window
-from qarl_nemo.nemo.cluster.config import ClusterError
 
 
 def raising(error):
@@ -25,7 +25,7 @@ def raising(error):
 
 def ours(expression: str):
     """Evaluate in a module of the package, as its own code would."""
-    return lambda: eval(expression, {"__name__": "qarl_nemo.local.policy"})
+    return lambda: eval(expression, {"__name__": "qarl_nemo.train.policy"})
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def ours(expression: str):
         (raising(OSError(errno.ENOSPC, "No space left on device", "a.bin")), 2, "qarl: a.bin: the disk is full"),
         (raising(OSError(errno.ENOSPC, "No space left on device")), 2, "the disk is full"),
         # a library's, or a builtin's: type and place are told
-        (ours("int('x')"), 2, "qarl: ValueError in qarl_nemo.local.policy, line 1: invalid literal"),
+        (ours("int('x')"), 2, "qarl: ValueError in qarl_nemo.train.policy, line 1: invalid literal"),
         (raising(MemoryError()), 2, "MemoryError: no further words"),
         (raising(EOFError()), 70, "EOFError"),
         # nothing a user can cause: a fault of ours, with its place
-        (ours("{}['step']"), 70, "qarl: KeyError in qarl_nemo.local.policy, line 1: 'step'; this is a fault of qarl"),
+        (ours("{}['step']"), 70, "qarl: KeyError in qarl_nemo.train.policy, line 1: 'step'; this is a fault of qarl"),
         (lambda: smoothing_window(None), 70, "TypeError in qarl_nemo.metrics.summary, line "),
     ],
 )

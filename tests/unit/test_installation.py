@@ -63,7 +63,7 @@ def test_a_wheel_holds_the_configs_and_names_itself_in_hints(tmp_path):
     shutil.rmtree(source)
     run["env"] = environment | {"PYTHONPATH": str(installed)}
     program = (
-        "from qarl_nemo.config import load_config; from qarl_nemo.local.config import LocalConfig\n"
+        "from qarl_nemo.config import load_config; from qarl_nemo.train.config import LocalConfig\n"
         "from qarl_nemo.installation import find_config, pip_command; from pathlib import Path\n"
         "print(load_config(find_config(Path('objective_gspo')), [], LocalConfig).run.name, pip_command('vllm'))"
     )

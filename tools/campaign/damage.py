@@ -189,7 +189,7 @@ def prepare(kind: type[Command], scratch: Path) -> Command:
     if not kind.name.startswith(("train", "report")):
         base.mkdir()
     command.prepare()
-    with QarlServer((*command.preload, *(("qarl_nemo.local.trainer",) if kind is Report else ()))) as server:
+    with QarlServer((*command.preload, *(("qarl_nemo.train.trainer",) if kind is Report else ()))) as server:
         command.learn(_Call(server))
     return command
 

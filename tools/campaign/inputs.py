@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_runs import values
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from qarl_nemo.local.tokenizer import character_tokenizer
+from qarl_nemo.train.tokenizer import character_tokenizer
 
 # Starts `qarl` with these arguments, and requires exit code 0.
 RunQarl = Callable[[list[str]], None]

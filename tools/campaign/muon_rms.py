@@ -13,8 +13,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from qarl_nemo.local.config import MuonConfig
-from qarl_nemo.local.optimizer import MasterOptimizer
+from qarl_nemo.train.config import MuonConfig
+from qarl_nemo.train.optimizer import MasterOptimizer
 
 RECIPES = Path(__file__).parents[2] / "examples" / "configs"
 # What OptimizerConfig holds where a recipe is silent.

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from qarl_kernels import get_format
 from qarl_nemo.layers.install import install
-from qarl_nemo.local.config import ModelInit
-from qarl_nemo.local.model import tiny_config
-from qarl_nemo.local.sampler import PackedSampler
-from qarl_nemo.local.sampling import SamplingParams
-from qarl_nemo.local.tokenizer import character_tokenizer
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, publish
+from qarl_nemo.train.config import ModelInit
+from qarl_nemo.train.model import tiny_config
+from qarl_nemo.train.sampler import PackedSampler
+from qarl_nemo.train.sampling import SamplingParams
+from qarl_nemo.train.tokenizer import character_tokenizer
 
 _FORMAT = get_format("w4a16", group_size=32)
 _TARGETS = ("experts", "attention")

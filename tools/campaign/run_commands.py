@@ -35,7 +35,7 @@ _REPORTS = ("report.html", "summary.png")
 
 
 class _Train(Command):
-    preload = ("qarl_nemo.local.trainer", "qarl_nemo.metrics.report", "transformers.models.qwen3_moe")
+    preload = ("qarl_nemo.train.trainer", "qarl_nemo.metrics.report", "transformers.models.qwen3_moe")
 
     def prepare(self) -> None:
         """Write config and data."""

@@ -20,7 +20,7 @@ from kill_points import KILLED, Ended, QarlServer
 
 from qarl_nemo.files import checksum
 
-PRELOAD = ("qarl_nemo.local.run", "qarl_nemo.metrics.report")
+PRELOAD = ("qarl_nemo.train.run", "qarl_nemo.metrics.report")
 FORMATS: dict[str, dict[str, Any]] = {
     "w4a16": {"format": "w4a16", "group_size": 32},
     "w4a8": {"format": "w4a8"},

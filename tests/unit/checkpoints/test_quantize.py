@@ -13,7 +13,7 @@ from whole_models import DENSE, tensors_of
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.files import FileError
-from qarl_nemo.refit.names import expert_names
+from qarl_nemo.names import expert_names
 
 FORMATS = {
     "w4a16": get_format("w4a16"),

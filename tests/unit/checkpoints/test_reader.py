@@ -9,7 +9,7 @@ from safetensors.torch import save
 
 from qarl_nemo.checkpoints.reader import open_checkpoint
 from qarl_nemo.files import FileError
-from qarl_nemo.refit.names import natural_key
+from qarl_nemo.names import natural_key
 
 
 def test_lists_every_tensor_of_an_indexed_checkpoint(source, read_all):

@@ -7,8 +7,8 @@ import torch
 from pydantic import TypeAdapter
 
 from qarl_nemo.losses.config import LossConfig
-from qarl_nemo.losses.nemo import QarlLossFn
-from qarl_nemo.nemo.rl.token_metrics import token_metrics
+from qarl_nemo.nemo_rl.loss import QarlLossFn
+from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 PROMPT, VOCABULARY = 4, 11
 LENGTHS = torch.tensor([24, 20, 24, 7, 16, 24, 9, 12])

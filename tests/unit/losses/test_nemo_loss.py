@@ -20,7 +20,7 @@ from nemo_batches import (
     make_loss,
 )
 
-from qarl_nemo.losses.nemo import PREFIX, RESPONSE_KEY
+from qarl_nemo.nemo_rl.loss import PREFIX, RESPONSE_KEY
 
 WITH_KL = Replaced(reference_policy_kl_penalty=0.1)
 every_objective = pytest.mark.parametrize("name", NAMES)

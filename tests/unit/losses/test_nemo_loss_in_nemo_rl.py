@@ -19,8 +19,8 @@ from nemo_rl.algorithms.loss.wrapper import (
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 from qarl_nemo.losses.config import TBPOConfig
-from qarl_nemo.losses.nemo import PREFIX, RESPONSE_KEY, QarlLossFn
-from qarl_nemo.nemo.rl.token_metrics import token_metrics
+from qarl_nemo.nemo_rl.loss import PREFIX, RESPONSE_KEY, QarlLossFn
+from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 
 def make_batch(*, gap=0.05) -> tuple[torch.Tensor, BatchedDataDict]:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from qarl_nemo.refit.names import (
+from qarl_nemo.names import (
     ExpertSlice,
     check_targets,
     compressed_tensors_ignore,

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.layers.install import install
-from qarl_nemo.local.config import ModelInit
-from qarl_nemo.local.model import tiny_config
-from qarl_nemo.local.tokenizer import character_tokenizer
 from qarl_nemo.refit.publish import publish
 from qarl_nemo.refit.receive import checkpoint_tensors, published_layout
+from qarl_nemo.train.config import ModelInit
+from qarl_nemo.train.model import tiny_config
+from qarl_nemo.train.tokenizer import character_tokenizer
 
 CASES = {
     "w4a16 g64": ("w4a16", 64, ["experts"]),

@@ -1,0 +1,7 @@
+"""See `cli.py`."""
+
+import sys
+
+from qarl_nemo.cluster.cli import main
+
+sys.exit(main())

@@ -1,0 +1,222 @@
+"""What a cluster run is: its nodes, shared paths and job, and how nodes are started. Imports neither torch nor ray."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from qarl_nemo.cluster.secrets import plain_secrets
+from qarl_nemo.config import StrictModel
+
+AbsolutePath = Annotated[str, Field(pattern=r"^/")]
+
+
+EXIT_UNHEALTHY = 3
+"""The job was not started: nodes are missing or a check failed."""
+EXIT_NODE_LOST = 4
+"""The job was ended, or ended itself, because nodes were lost."""
+
+
+class ClusterError(RuntimeError):
+    """A cluster that cannot run the job; the message lists every problem."""
+
+    exit_code = EXIT_UNHEALTHY
+
+
+class HealthConfig(StrictModel):
+    """What must hold before the job starts."""
+
+    join_timeout_s: float = Field(600.0, gt=0, le=604_800)
+    """How long all nodes with all their GPUs may take to join."""
+    check_timeout_s: float = Field(300.0, gt=0, le=86_400)
+    """How long a node may take to answer; importing torch from a cold shared file system is slow."""
+    worker_envs: tuple[str, ...] = (
+        "*MegatronPolicyWorker",
+        "*.VllmGenerationWorker",
+        "*.VllmAsyncGenerationWorker",
+        "*.Qarl*GenerationWorker",
+    )
+    """Environments under `$NEMO_RL_VENV_DIR` that must import our packages too, as patterns of folder names."""
+
+
+class RayConfig(StrictModel):
+    """How `ray start` is called; Kubernetes leaves that to KubeRay."""
+
+    port: int = Field(6379, ge=1, le=65535)
+    start_args: tuple[str, ...] = ("--min-worker-port=2000", "--max-worker-port=2999")
+    """Further arguments on every node. The default keeps workers out of the ports NeMo-RL and the kernel give away."""
+
+
+class ContainerConfig(StrictModel):
+    """The image every node runs; without one, nodes run what `setup` prepares."""
+
+    image: str = Field(min_length=1)
+    mounts: tuple[str, ...] = ()
+    """`host:container` folders, shared ones first of all; Kubernetes mounts its claim instead."""
+    args: tuple[str, ...] = ()
+    """Further arguments of `docker run` or, under Slurm, of `srun`."""
+
+
+class EnvironmentSources(StrictModel):
+    """Where variables come from whose values must not be written down, such as WANDB_API_KEY."""
+
+    secrets: tuple[str, ...] = ()
+    """Kubernetes: Secrets by name; each of their keys is a variable of every pod."""
+    caller: tuple[str, ...] = ()
+    """Plain hosts and Slurm: variables of the shell that launches, by name."""
+
+    @field_validator("caller")
+    @classmethod
+    def names_of_variables(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Reject what is no name, such as an assignment, whose value must not be shown."""
+        if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in value):
+            raise ValueError("must be names of variables, without values")
+        return value
+
+
+class HostsLauncher(StrictModel):
+    """Plain hosts, reached by ssh; the first is the head."""
+
+    type: Literal["hosts"]
+    hosts: tuple[str, ...] = Field(min_length=1)
+    addresses: dict[str, str] = Field({})
+    """Address of a host in the cluster's network, where its name does not say it."""
+    connect: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "{host}")
+    """What runs a shell line on `{host}`; the line is appended as one argument."""
+
+    @model_validator(mode="after")
+    def names_are_usable(self) -> "HostsLauncher":
+        """Reject hosts named twice, addresses of unknown hosts and a connection that goes nowhere."""
+        problems = [f"{host} is named twice" for host in set(self.hosts) if self.hosts.count(host) > 1]
+        problems += [f"addresses has {host}, which is none of the hosts" for host in self.addresses.keys() - self.hosts]
+        if not any("{host}" in part for part in self.connect):
+            problems.append("connect must hold {host}, which stands for the host's name")
+        if problems:
+            raise ValueError("; ".join(sorted(problems)))
+        return self
+
+
+class SlurmLauncher(StrictModel):
+    """One Slurm allocation; containers need the pyxis plug-in."""
+
+    type: Literal["slurm"]
+    account: str | None = None
+    partition: str | None = None
+    time: str = Field("4:00:00", min_length=1)
+    job_name: str = Field("qarl", pattern=r"^[\w.-]+$")
+    gres: bool = True
+    """Ask for `gpu:<gpus_per_node>`; false on clusters without generic resources."""
+    sbatch_args: tuple[str, ...] = ()
+    ray_sub: AbsolutePath | None = None
+    """NeMo-RL's own `ray.sub`: then it starts the nodes, and our checks, watch and logs run inside its job."""
+
+
+class KubernetesLauncher(StrictModel):
+    """KubeRay: a head pod and workers, each with `gpus_per_node` GPUs."""
+
+    type: Literal["kubernetes"]
+    kind: Literal["RayJob", "RayCluster"] = "RayJob"
+    """RayJob: pods go when the job ends. RayCluster: they stay, for one job after the other."""
+    name: str = Field("qarl", pattern=r"^[a-z]([-a-z0-9]{0,40}[a-z0-9])?$")
+    namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+    claim: str = Field(min_length=1)
+    """A ReadWriteMany PersistentVolumeClaim: checkpoints, logs, models."""
+    mount_path: AbsolutePath = "/shared"
+    ray_version: str = Field(pattern=r"^\d+\.\d+\.\d+$")
+    """Of the image's Ray."""
+    cpus: int = Field(32, ge=1, le=4096)
+    memory: str = Field("256Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
+    shared_memory: str = Field("64Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
+    """Size of /dev/shm: Ray's object store and NCCL."""
+    user_id: int = Field(1000, ge=1, lt=2**31)
+    node_selector: dict[str, str] = Field({})
+    image_pull_secrets: tuple[str, ...] = ()
+    keep_finished_s: int = Field(600, ge=0, le=31_536_000)
+    """How long the finished pods stay."""
+    start_timeout_s: int = Field(1800, ge=1, le=604_800)
+    """How long images may take to arrive before the launcher gives up."""
+
+
+class ClusterConfig(StrictModel):
+    """One job on one cluster."""
+
+    nodes: int = Field(ge=1, le=10_000)
+    gpus_per_node: int = Field(ge=0, le=64)
+    command: str = Field(min_length=1)
+    """The job, a shell line run on the head in `workdir`."""
+    workdir: AbsolutePath
+    checkpoint_dir: AbsolutePath
+    """On a file system that every node shares."""
+    log_dir: AbsolutePath
+    """Likewise; every run makes a folder in it."""
+    setup: str = ""
+    """A shell line that every node runs first, such as `source /shared/venv/bin/activate`."""
+    python: str = Field("python", min_length=1)
+    env: dict[str, str] = Field({})
+    """Set on every node, for Ray and the job; written into job files and manifests, so no place for secrets."""
+    env_from: EnvironmentSources = EnvironmentSources()
+    """Further variables by name alone: secrets."""
+    log_period_s: float = Field(60.0, gt=0, le=86_400)
+    """How often nodes copy their Ray logs into `log_dir`: what is lost of a node that dies."""
+    container: ContainerConfig | None = None
+    health: HealthConfig = HealthConfig()
+    ray: RayConfig = RayConfig()
+    launcher: HostsLauncher | SlurmLauncher | KubernetesLauncher = Field(discriminator="type")
+
+    def as_json(self) -> str:
+        """Write the config down for a node, which reads it with `validate`.
+
+        Returns:
+            One line of JSON, without what is at its default.
+        """
+        return self.model_dump_json(exclude_defaults=True)
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def environment_is_text(cls, value: object) -> object:
+        """Take YAML's numbers for what an environment holds: text."""
+        if not isinstance(value, dict):
+            return value
+        numbers = {key for key, item in value.items() if isinstance(item, int | float) and not isinstance(item, bool)}
+        return {key: str(item) if key in numbers else item for key, item in value.items()}
+
+    @model_validator(mode="after")
+    def launcher_fits(self) -> "ClusterConfig":
+        """Reject node counts, images and paths that the launcher cannot serve; all at once."""
+        problems, launcher = [], self.launcher
+        if isinstance(launcher, HostsLauncher) and len(launcher.hosts) != self.nodes:
+            problems.append(f"nodes={self.nodes}, but launcher.hosts names {len(launcher.hosts)}")
+        if isinstance(launcher, SlurmLauncher) and launcher.ray_sub and self.container is None:
+            problems.append("launcher.ray_sub starts containers: container.image is missing")
+        if isinstance(launcher, KubernetesLauncher):
+            if self.container is None:
+                problems.append("launcher.type=kubernetes needs container.image")
+            paths = {"checkpoint_dir": self.checkpoint_dir, "log_dir": self.log_dir}
+            problems += [
+                f"{key}={path} does not lie under launcher.mount_path={launcher.mount_path}, so pods do not share it"
+                for key, path in paths.items()
+                if not f"{path}/".startswith(f"{launcher.mount_path.rstrip('/')}/")
+            ]
+        problems += self._secret_problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _secret_problems(self) -> list[str]:
+        launcher, image = self.launcher, self.container
+        texts = {"command": self.command, "setup": self.setup, "container.args": " ".join(image.args if image else ())}
+        if isinstance(launcher, SlurmLauncher):
+            texts["launcher.sbatch_args"] = " ".join(launcher.sbatch_args)
+        problems = plain_secrets(self.env, texts)
+        on_kubernetes = isinstance(launcher, KubernetesLauncher)
+        if on_kubernetes and self.env_from.caller:
+            problems.append(
+                "env_from.caller: pods do not see this shell's environment; make a Secret (kubectl create secret "
+                "generic NAME --from-literal=VARIABLE=...) and name it in env_from.secrets"
+            )
+        if not on_kubernetes and self.env_from.secrets:
+            problems.append("env_from.secrets are Kubernetes's; name variables of this shell in env_from.caller")
+        if isinstance(launcher, SlurmLauncher) and self.env_from.caller:
+            exports = [each for each in launcher.sbatch_args if each.startswith("--export")]
+            problems += [f"launcher.sbatch_args has {each}, without which env_from.caller works" for each in exports]
+        return problems

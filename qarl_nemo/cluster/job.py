@@ -1,0 +1,194 @@
+"""The job on a checked cluster: started on the head, ended when a node is lost, logs kept either way."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import ray
+
+from qarl_nemo.cluster.config import EXIT_NODE_LOST, EXIT_UNHEALTHY, ClusterConfig, ClusterError
+from qarl_nemo.cluster.health import check
+from qarl_nemo.cluster.logs import LogCollector
+from qarl_nemo.cluster.nodes import Node, lost_nodes
+
+STOP_WITHIN_S = 30.0
+POLL_S = 2.0
+# Ray's verdict on a dead node may come after the job fell over it.
+VERDICT_WITHIN_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+def run(config: ClusterConfig, address: str | None = None) -> int:
+    """Check the cluster this runs on, then run the job under watch.
+
+    Args:
+        config: what is expected, and the job.
+        address: of Ray's head; by default the cluster of this machine.
+
+    Returns:
+        The job's exit code; `EXIT_UNHEALTHY` without a job, `EXIT_NODE_LOST`; 128 + signal when told to stop.
+
+    Raises:
+        ClusterError: there is no cluster.
+    """
+    os.environ.update(config.env)
+    with connected(address) as head:
+        folder = Path(config.log_dir) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
+        say = _Reporter(folder)
+        try:
+            nodes = check(config, _passed_on(), say)
+        except ClusterError as error:
+            say(f"ERROR: {error}")
+            return EXIT_UNHEALTHY
+        say(f"run folder: {folder}")
+        return _watch(config, nodes, head, folder, say)
+
+
+def check_only(config: ClusterConfig, address: str | None = None) -> int:
+    """Check the cluster this runs on.
+
+    Args:
+        config: what is expected.
+        address: see `run`.
+
+    Returns:
+        0.
+
+    Raises:
+        ClusterError: there is no cluster, it is incomplete or not healthy; lists every problem.
+    """
+    os.environ.update(config.env)
+    with connected(address):
+        check(config, _passed_on(), print)
+    return 0
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[str]:
+    """Join a running Ray cluster.
+
+    Args:
+        address: of its head; None takes RAY_ADDRESS or the cluster of this machine.
+
+    Yields:
+        The head's address.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    try:
+        context = ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        where = address or os.environ.get("RAY_ADDRESS", "this machine")
+        raise ClusterError(f"no Ray cluster at {where}: {error}") from error
+    try:
+        yield context.address_info["gcs_address"]
+    finally:
+        ray.shutdown()
+
+
+def _passed_on() -> dict[str, str]:
+    """Return what NeMo-RL hands from the driver's environment to its workers and imports depend on."""
+    names = ("PYTHONPATH", "NEMO_RL_VENV_DIR", "NEMO_RL_PY_EXECUTABLES_SYSTEM")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _watch(config: ClusterConfig, nodes: list[Node], head: str, folder: Path, say: "_Reporter") -> int:
+    logs = LogCollector(nodes, folder, config.log_period_s, say)
+    job = _Job(config, head, folder)
+    lost: dict[Node, str] = {}
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    signal.signal(signal.SIGINT, lambda number, _: stopped.append(number))
+    while job.code() is None and not lost and not stopped:
+        time.sleep(POLL_S)
+        if not stopped:  # who stops the job may have stopped Ray, too, which then answers late
+            lost = lost_nodes(nodes)
+            logs.poll()
+    code = job.code()
+    deadline = time.monotonic() + VERDICT_WITHIN_S
+    while code and not lost and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        lost = lost_nodes(nodes)
+    for node, reason in lost.items():
+        say(f"ERROR: node {node.name} was lost: {reason}; its logs as of the last copy: {folder}/nodes/{node.name}")
+    if code is None:
+        say("stopping the job: " + (f"signal {stopped[0]}" if stopped else "it cannot go on without all its nodes"))
+        job.stop()
+    logs.finish(lost)
+    outcome = EXIT_NODE_LOST if lost and code != 0 else 128 + stopped[0] if code is None else code
+    say(f"the job ended with exit code {outcome}; its output: {folder}/job.log, Ray's logs: {folder}/nodes")
+    return outcome
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent dies: Ray aborts a driver whose head is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class _Reporter:
+    """Says a line to the user and into the run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "cluster.log"
+
+    def __call__(self, line: str) -> None:
+        stamped = f"[{datetime.now(UTC):%H:%M:%S}] {line}"
+        print(stamped, flush=True)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a") as file:
+                file.write(stamped + "\n")
+        except OSError:
+            # The check that follows names the folder that cannot be written.
+            return
+
+
+class _Job:
+    """The user's command in a process group of its own, its output shown and kept."""
+
+    def __init__(self, config: ClusterConfig, head: str, folder: Path) -> None:
+        env = {**os.environ, "RAY_ADDRESS": head}
+        self._process = subprocess.Popen(
+            ["bash", "-c", config.command],
+            cwd=config.workdir,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        self._output = threading.Thread(target=self._tee, args=(folder / "job.log",), daemon=True)
+        self._output.start()
+
+    def _tee(self, path: Path) -> None:
+        with path.open("wb") as file:
+            for line in self._process.stdout:
+                file.write(line)
+                file.flush()
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+
+    def code(self) -> int | None:
+        """Return the exit code of a job that ended."""
+        code = self._process.poll()
+        if code is not None:
+            self._output.join(timeout=STOP_WITHIN_S)
+        return code
+
+    def stop(self) -> None:
+        """End the job and all its processes, at last by force."""
+        os.killpg(self._process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_WITHIN_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)

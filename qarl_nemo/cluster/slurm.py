@@ -1,0 +1,86 @@
+"""The plan for Slurm: one `sbatch`, its script our own, or NeMo-RL's `ray.sub` with our checks and watch as its job."""
+
+import shlex
+
+from qarl_nemo.cluster.config import ClusterConfig, ContainerConfig, SlurmLauncher
+from qarl_nemo.cluster.plan import Plan, Step, node_line
+
+# After the first task ended, how long the others may go on: the head collects logs when a worker is lost.
+_OTHERS_END_WITHIN_S = 300
+
+
+def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
+    """Plan the submission of one batch job.
+
+    Args:
+        config: of the run.
+        launcher: where it goes.
+
+    Returns:
+        Steps: make the folder Slurm writes to, `sbatch`.
+    """
+    options = [f"--nodes={config.nodes}", "--ntasks-per-node=1", "--exclusive", f"--time={launcher.time}"]
+    options += [f"--job-name={launcher.job_name}", f"--output={config.log_dir}/slurm-%j.log"]
+    options += [f"--account={launcher.account}"] if launcher.account else []
+    options += [f"--partition={launcher.partition}"] if launcher.partition else []
+    if launcher.gres and config.gpus_per_node:
+        options.append(f"--gres=gpu:{config.gpus_per_node}")
+    # Slurm hands this shell's environment on, and with it what `env_from.caller` names.
+    options += ["--export=ALL"] if config.env_from.caller else []
+    options += launcher.sbatch_args
+    if launcher.ray_sub:
+        assert config.container is not None  # checked with the config
+        env = [f"{key}={value}" for key, value in _ray_sub_environment(config, config.container).items()]
+        command = ("env", *env, "sbatch", *options, launcher.ray_sub)
+        submit = Step("submit NeMo-RL's ray.sub", command, inherited=config.env_from.caller)
+    else:
+        submit = Step("submit", ("sbatch", *options), batch_script(config), inherited=config.env_from.caller)
+    # Slurm drops the output of a job whose folder is missing.
+    return Plan((Step("make the log folder", ("mkdir", "-p", config.log_dir)), submit))
+
+
+def batch_script(config: ClusterConfig) -> str:
+    """Write the batch script: one task a node, the first node the head.
+
+    Args:
+        config: of the run.
+
+    Returns:
+        A bash script that needs nothing on the batch host but Slurm.
+    """
+    line = node_line(config, ["node", "slurm", "--head-address", '"$1"'])
+    # The head's watch reports a lost node and keeps the logs, so Slurm must not end the step at once.
+    srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={_OTHERS_END_WITHIN_S}", "--label"]
+    srun += _in_pyxis(config.container, config) if config.container else []
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            "set -euo pipefail",
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"config={shlex.quote(config.as_json())}",
+            "# shellcheck disable=SC2016 # each task's own shell expands $1",
+            f'{shlex.join([*srun, "bash", "-c", line, "node"])} "$head" <<<"$config"',
+            "",
+        ]
+    )
+
+
+def _in_pyxis(container: ContainerConfig, config: ClusterConfig) -> list[str]:
+    mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+    workdirs = ["--no-container-mount-home", f"--container-workdir={config.workdir}"]
+    # An image's own variable of the same name would win.
+    caller = [f"--container-env={','.join(config.env_from.caller)}"] if config.env_from.caller else []
+    return [f"--container-image={container.image}", *mounts, *workdirs, *caller, *container.args]
+
+
+def _ray_sub_environment(config: ClusterConfig, container: ContainerConfig) -> dict[str, str]:
+    """Return what ray.sub reads. Source: ray.sub of NeMo-RL 7ea279ab, "User defined variables"."""
+    run = node_line(config, ["run", "-"])
+    return {
+        "CONTAINER": container.image,
+        "MOUNTS": ",".join(container.mounts),
+        "GPUS_PER_NODE": str(config.gpus_per_node),
+        "BASE_LOG_DIR": config.log_dir,
+        "SETUP_COMMAND": config.setup,
+        "COMMAND": f"{run} <<<{shlex.quote(config.as_json())}",
+    }

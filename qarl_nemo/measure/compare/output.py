@@ -1,0 +1,107 @@
+"""A comparison as files and as tables."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from qarl_nemo.files import write_atomic
+from qarl_nemo.measure.compare.operators import PHASES, total_by_operator
+from qarl_nemo.measure.compare.run import Comparison
+from qarl_nemo.measure.compare.settings import CompareSettings
+from qarl_nemo.metrics.report.fidelity import write_fidelity_figure
+from qarl_nemo.metrics.report.style import format_number
+
+# What fits a terminal of 80 columns; compare.json has all.
+_COLUMNS = {
+    "gap_mean": "|gap|",
+    "gap_over_floor": "x floor",
+    "gap_over_own": "x own",
+    "gap_p99": "p99",
+    "kl_k3": "k3 KL",
+    "top1_agreement": "top-1",
+}
+
+
+def write_comparison(folder: Path, settings: CompareSettings, result: Comparison) -> tuple[Path, Path]:
+    """Write `compare.json` and `compare.png`.
+
+    Args:
+        folder: created where it is missing.
+        settings: what was asked for.
+        result: what was measured.
+
+    Returns:
+        Both paths.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "settings": dataclasses.asdict(settings),
+        "engine": result.engine,
+        "methods": result.methods,
+        "rows": _without_nan(result.rows),
+        "operators": result.operators,
+    }
+    write_atomic(folder / "compare.json", json.dumps(content, indent=1, default=str, allow_nan=False) + "\n")
+    title = f"{settings.checkpoint.name}, learner to {result.engine}"
+    return folder / "compare.json", write_fidelity_figure(result.rows, folder / "compare.png", title)
+
+
+def comparison_tables(result: Comparison) -> Iterator[Table]:
+    """Yield the terminal's tables, one for each decoding; gaps and KL are in nats per token.
+
+    Args:
+        result: what was measured.
+
+    Yields:
+        One line for each arm and format.
+    """
+    for decoding in dict.fromkeys(row["decoding"] for row in result.rows):
+        table = Table(title=f"learner to {result.engine}, {decoding}", box=None, padding=(0, 1, 0, 0))
+        table.add_column("arm", no_wrap=True)
+        for heading in _COLUMNS.values():
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in result.rows:
+            if row["decoding"] == decoding:
+                arm = row["arm"] if row["arm"] == row["format"] else f"{row['arm']} {row['format']}"
+                table.add_row(arm, *(format_number(row[key]) for key in _COLUMNS))
+        yield table
+
+
+def operator_tables(result: Comparison) -> Iterator[Table]:
+    """Yield one table for each format: how many values of an operator are the engine's, and how far the others are.
+
+    Args:
+        result: what was measured.
+
+    Yields:
+        One line for each operator, all layers together; nothing where operators were not compared.
+    """
+    for fmt in dict.fromkeys(row["format"] for row in result.operators):
+        totals = total_by_operator([row for row in result.operators if row["format"] == fmt])
+        table = Table("operator", title=f"{fmt}: the learner's on {result.engine}'s inputs", box=None, padding=(0, 1))
+        for phase in PHASES:
+            for heading in (f"{phase} same", "dB", "largest"):
+                table.add_column(heading, justify="right", no_wrap=True)
+        for operator in dict.fromkeys(row["operator"] for row in totals):
+            cells = {row["phase"]: _cells(row) for row in totals if row["operator"] == operator}
+            table.add_row(operator, *(cell for phase in PHASES for cell in cells.get(phase, ("", "", ""))))
+        yield table
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, str, str]:
+    if row["snr_db"] is None:
+        return "all", "", ""
+    return f"{row['identical']:.4%}", f"{row['snr_db']:.1f}", format_number(row["max_abs"])
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,113 @@
+"""Prompts for a comparison: a file of texts, messages or token ids, or random tokens."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from qarl_nemo.train.rollouts import encode_prompts
+from qarl_nemo.train.tasks import Task
+
+DEFAULT_NUM_PROMPTS = 16
+
+
+class PromptSettings(Protocol):
+    """What of a comparison's settings decides on its prompts."""
+
+    prompts: Path | None
+    num_prompts: int | None
+    prompt_tokens: int
+    max_new_tokens: int
+    seed: int
+
+
+def make_prompts(
+    settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+) -> list[list[int]]:
+    """Read the prompts, or draw random tokens, none of them special.
+
+    Args:
+        settings: the comparison's.
+        tokenizer: the model's.
+        config: the model's, for its vocabulary and longest sequence.
+
+    Returns:
+        Token ids of each prompt.
+
+    Raises:
+        ValueError: lines that hold no prompt, token ids outside the vocabulary, prompts too long; all are listed.
+    """
+    if settings.prompts is None:
+        prompts = _random_prompts(settings, tokenizer, config)
+    else:
+        prompts = _read_prompts(settings.prompts, tokenizer)[: settings.num_prompts]
+    # One token more than the response: an engine that reads it all must be able to add one.
+    longest = config.max_position_embeddings - settings.max_new_tokens - 1
+    problems = []
+    for number, prompt in enumerate(prompts, 1):
+        outside = sorted({token for token in prompt if not 0 <= token < config.vocab_size})
+        if outside:
+            problems.append(
+                f"prompt {number} has token ids {outside} outside the {config.vocab_size} of the vocabulary"
+            )
+        if len(prompt) > longest:
+            problems.append(f"prompt {number} has {len(prompt)} tokens; {longest} leave room for max_new_tokens")
+    if problems:
+        raise ValueError("\n  ".join(problems))
+    return prompts
+
+
+def _random_prompts(
+    settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+) -> list[list[int]]:
+    special = set(tokenizer.all_special_ids)
+    known = set(range(min(len(tokenizer), config.vocab_size))) - special
+    # A checkpoint without tokenizer files loads a tokenizer that knows special tokens alone.
+    ordinary = torch.tensor(sorted(known or set(range(config.vocab_size)) - special))
+    shape = (settings.num_prompts or DEFAULT_NUM_PROMPTS, settings.prompt_tokens)
+    if min(shape) < 1:
+        return []
+    generator = torch.Generator().manual_seed(settings.seed)
+    return ordinary[torch.randint(len(ordinary), shape, generator=generator)].tolist()
+
+
+def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not path.is_file():
+        raise ValueError(f"there is no file of prompts {path}")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found, problems = [], []
+    for number, line in enumerate(lines, 1):
+        value = _parse(line) if path.suffix == ".jsonl" else line
+        if isinstance(value, str | list) and value:
+            found.append(value)
+        else:
+            problems.append(
+                f"{path}, line {number} holds no prompt: a JSON object with prompt_token_ids, prompt (text or "
+                "messages) or problem is read"
+            )
+    if problems or not found:
+        raise ValueError("\n  ".join(problems) or f"{path} holds no prompt")
+    return [value if isinstance(value[0], int) else _encode(value, tokenizer) for value in found]
+
+
+def _parse(line: str) -> Any:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    ids = row.get("prompt_token_ids")
+    if isinstance(ids, list) and all(isinstance(token, int) for token in ids):
+        return ids
+    value = row.get("prompt", row.get("problem"))
+    if isinstance(value, list) and not all(isinstance(message, dict) for message in value):
+        return None
+    return value
+
+
+def _encode(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    text = prompt if isinstance(prompt, str) else tuple(prompt)
+    return encode_prompts([Task(text, "")], tokenizer)[0]

@@ -1,0 +1,145 @@
+"""A comparison's figures as rows of docs/results."""
+
+import datetime
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from qarl_nemo.measure.compare.operators import total_by_operator
+from qarl_nemo.measure.compare.run import FLOOR, Comparison
+from qarl_nemo.measure.compare.settings import CompareSettings
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.results import append_results
+from qarl_nemo.train.setup import resolve_device
+
+# name, value, unit, op, goal
+Figure = tuple[str, float, str, str, float | None]
+MAX_GAP_RATIO = 1.05
+# What RL trains on; greedy responses are in compare.json.
+_DECODING = "sampled"
+# Engines that agree in nearly every bit have no floor to divide by: less than a tenth of what another attention kernel
+# makes of the same learner.
+_FLOOR_OVER_OWN = 0.1
+
+
+def append_comparison(
+    settings: CompareSettings, result: Comparison, gaps: Path | None, operators: Path | None
+) -> list[Path]:
+    """Append the figures to results files, with the command that is running.
+
+    Args:
+        settings: what was asked for.
+        result: what was measured.
+        gaps: file of the gaps, or None.
+        operators: file of what operators differ in, or None.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: a file is not valid; it is left as it was.
+    """
+    command = " ".join(["qarl", *_without_options(sys.argv[1:], ("--record", "--record-operators"))])
+    device = resolve_device(settings.device).type
+    files = {gaps: gap_figures(result, settings.precision), operators: operator_figures(result)}
+    for path, figures in files.items():
+        if path is not None:
+            append_results(path, result_rows(settings, result.engine, figures, device, command))
+    return [path for path in files if path is not None]
+
+
+def _without_options(arguments: list[str], options: tuple[str, ...]) -> list[str]:
+    for option in options:
+        if option in arguments:
+            at = arguments.index(option)
+            arguments = arguments[:at] + arguments[at + 2 :]
+    return arguments
+
+
+def result_rows(
+    settings: CompareSettings, engine: str, figures: list[Figure], device: str, command: str
+) -> list[dict[str, Any]]:
+    """Return the rows of a results file; names end in targets other than the experts alone, and in vLLM's attention.
+
+    Args:
+        settings: what was asked for.
+        engine: its name and version.
+        figures: of `gap_figures` or `operator_figures`.
+        device: `cpu` or `cuda`.
+        command: what measures it again.
+
+    Returns:
+        One row for each finite figure.
+    """
+    facts = {
+        "hardware": hardware(device),
+        "versions": versions() | dict([engine.split(" ")] if " " in engine else []),
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+    }
+    suffix = "" if settings.targets == ("experts",) else "_" + "_".join(settings.targets)
+    suffix += "_engine_attention" if settings.attention == "engine" else ""
+    return [
+        {
+            "name": name + suffix,
+            "value": float(f"{value:.8g}" if unit == "fraction" else f"{value:.5g}"),
+            "unit": unit,
+            "op": op,
+            "goal": goal,
+            **facts,
+        }
+        for name, value, unit, op, goal in figures
+        if math.isfinite(value)
+    ]
+
+
+def gap_figures(result: Comparison, precision: str) -> list[Figure]:
+    """Return the gaps of sampled responses.
+
+    Args:
+        result: what was measured.
+        precision: dtype of the models, `bfloat16` or `float32`.
+
+    Returns:
+        `gap_floor_bf16`; for each format `gap_aligned_`, and `gap_ratio_` and `gap_ratio_rollout_only_` over that floor
+        if BF16 arithmetic makes one: FP32 models differ in the last bits of their logprobs only;
+        `gap_attention_`, the learner against itself with another attention kernel, and `gap_ratio_own_`, aligned over
+        that; `gap_engine_`, the engine against itself.
+    """
+    figures: list[Figure] = []
+    floor = next(row for row in result.rows if row["arm"] == FLOOR and row["decoding"] == _DECODING)
+    agree = floor["gap_mean"] == 0
+    has_floor = agree or (precision == "bfloat16" and floor["gap_over_own"] >= _FLOOR_OVER_OWN)
+    for row in result.rows:
+        arm, fmt = row["arm"], row["format"]
+        if row["decoding"] != _DECODING:
+            continue
+        if arm != "rollout_only":
+            figures.append((f"gap_{'floor' if arm == FLOOR else arm}_{fmt}", row["gap_mean"], "nats", "<=", None))
+        if arm == "aligned" and has_floor:
+            figures.append((f"gap_ratio_{fmt}", row["gap_over_floor"], "", "<=", MAX_GAP_RATIO))
+        if arm == "aligned":
+            figures.append((f"gap_ratio_own_{fmt}", row["gap_over_own"], "", "<=", None))
+        if arm == "rollout_only" and has_floor:
+            figures.append((f"gap_ratio_{arm}_{fmt}", row["gap_over_floor"], "", "<=", None))
+    return figures
+
+
+def operator_figures(result: Comparison) -> list[Figure]:
+    """Return what each operator differs in, all layers together.
+
+    Args:
+        result: what was measured.
+
+    Returns:
+        `operator_<format>_<name>_<phase>_same`, the fraction of equal values, and `.._db` where some differ.
+    """
+    figures: list[Figure] = []
+    for fmt in dict.fromkeys(row["format"] for row in result.operators):
+        for row in total_by_operator([row for row in result.operators if row["format"] == fmt]):
+            name = f"operator_{fmt}_{row['operator']}_{row['phase']}"
+            figures.append((f"{name}_same", row["identical"], "fraction", ">=", None))
+            if row["snr_db"] is not None:
+                figures.append((f"{name}_db", row["snr_db"], "dB", ">=", None))
+    return figures

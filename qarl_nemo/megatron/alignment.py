@@ -1,0 +1,99 @@
+"""What all aligned layers of one Megatron model share: format, backward mode and weight version."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
+from qarl_nemo.names import check_targets
+
+Backend = Literal["kernels", "transformer_engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How a Megatron model is aligned with its rollout engine.
+
+    Attributes:
+        format: what aligned layers execute and publish.
+        targets: what is quantized.
+        mode: which weight the input gradient uses.
+        keep_operand: keep what the GEMMs multiply between uses; False keeps the packed tensors alone.
+        version: of the master weights; every optimizer step bumps it.
+        backend: what multiplies in the experts: this package's kernels, or Transformer-Engine's own FP8 block recipe,
+            which `fp8_block` alone can take.
+        engine_rounding: normalize and rotate with the engine's rounding points; False leaves both to Megatron.
+    """
+
+    format: QuantFormat
+    targets: tuple[str, ...] = ("experts",)
+    mode: BackwardMode = "dequantized"
+    keep_operand: bool = False
+    version: WeightVersion = field(default_factory=WeightVersion)
+    backend: Backend = "kernels"
+    engine_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        require_backward_mode(self.mode)
+        check_targets(self.targets)
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"unknown backend {self.backend!r}; legal: {', '.join(get_args(Backend))}")
+        if self.backend != "kernels" and self.format.name != "fp8_block":
+            raise ValueError(
+                f"backend={self.backend!r} has no {self.format.name}: it runs fp8_block; set backend='kernels'"
+            )
+
+    def __deepcopy__(self, memo: dict) -> "Alignment":
+        # Megatron copies specs; layers of copies must still share one version.
+        return self
+
+    def weight(self, name: str, master: nn.Parameter | list[nn.Parameter]) -> AlignedWeight:
+        """Return the aligned form of a master weight of this model."""
+        return AlignedWeight(name, master, self.format, self.version, self.keep_operand)
+
+
+def bump_on_step(optimizer: Any, version: WeightVersion) -> None:
+    """Let every step of `optimizer` declare the master weights changed.
+
+    Args:
+        optimizer: a Megatron or torch optimizer, changed in place.
+        version: the alignment's.
+    """
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_and_bump(*args: Any, **kwargs: Any) -> Any:
+        # A step that fails half-way may have changed weights.
+        try:
+            return step(*args, **kwargs)
+        finally:
+            version.bump()
+
+    optimizer.step = step_and_bump
+
+
+def aligned_weights(model: Iterable[nn.Module]) -> list[AlignedWeight]:
+    """Return every aligned weight of this rank.
+
+    Args:
+        model: the model's chunks, wrapped or not.
+
+    Returns:
+        The weights, in the model's order.
+    """
+    modules = (module for chunk in model for module in chunk.modules())
+    return [module.aligned for module in modules if isinstance(getattr(module, "aligned", None), AlignedWeight)]
+
+
+def release(model: Iterable[nn.Module]) -> None:
+    """Drop every quantized weight, for example before the parameters are offloaded.
+
+    Args:
+        model: the model's chunks.
+    """
+    for weight in aligned_weights(model):
+        weight.release()

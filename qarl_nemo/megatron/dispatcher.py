@@ -1,0 +1,82 @@
+"""Megatron's token dispatchers with the rollout engine's sum: every row travels home, and the token's rank sums.
+
+Megatron multiplies the router weight into fc2's input and sums a token's rows in BF16, or on each rank before they
+travel. Here the rows that travel are what the engine's fc2 writes, rounded, and the sum runs where the router's order
+and weights are: FP32, first choice first. Under expert tensor parallelism a row is the rounded FP32 sum of its shards'
+rounded rows; that alone depends on the layout.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from qarl_kernels import QuantFormat, route_rows
+from qarl_nemo.megatron.router import AlignedTopKRouter
+from qarl_nemo.megatron.rows_autograd import combine_tokens
+
+
+class AlignedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's dispatcher, its last step the engine's sum; `router` and `format` are set by the layer."""
+
+    router: AlignedTopKRouter
+    format: QuantFormat
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """Remember where each choice's row will come home, then sort rows by expert as Megatron does."""
+        self.topk_weight = self.router.weights
+        self.inverse = route_rows(self.router.chosen, self.router.num_experts).inverse
+        return super().dispatch_preprocess(hidden_states, routing_map, probs)
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Sum the rows that came home: [T * k, H] sorted by expert -> [S, B, H]."""
+        out = combine_tokens(permutated_local_input_tokens, self.inverse, self.topk_weight, self.format)
+        return out.view(self.hidden_shape)
+
+
+class AlignedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
+    """Megatron's dispatcher, sending home a slot for each choice; `router` and `format` are set by the layer.
+
+    Where Megatron reduces one FP32 partial sum a token, this reduces k rows: prefer alltoall where k is large.
+    """
+
+    router: AlignedTopKRouter
+    format: QuantFormat
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """Remember the slot of each choice: a token's slots are in the order of its experts' numbers."""
+        chosen = self.router.chosen
+        num_tokens, top_k = chosen.shape
+        first_slot = torch.arange(num_tokens, device=chosen.device).unsqueeze(-1) * top_k
+        self.topk_weight = self.router.weights
+        self.inverse = (first_slot + chosen.argsort(-1).argsort(-1)).flatten()
+        return super().dispatch_preprocess(hidden_states, routing_map, probs)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> Any:
+        """Number every token's slots, before Megatron forgets the gathered map."""
+        self.slots = self.routing_map.cumsum(-1) - 1
+        return super().dispatch_postprocess(hidden_states, probs)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Put this rank's rows into their slots: [M, H] sorted by expert -> [T_all * k, H], zero elsewhere."""
+        top_k = self.router.topk
+        expert, token = self.local_map.T.nonzero(as_tuple=True)
+        slot = token * top_k + self.slots[token, self.local_expert_indices[0] + expert]
+        out = hidden_states.new_zeros(len(self.slots) * top_k, hidden_states.shape[-1])
+        return out.index_copy(0, slot, hidden_states)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Send every slot to its token's rank; all ranks but one (but the expert's shards, under ETP) add zero."""
+        if self.tp_size == 1 and self.ep_size == 1:
+            return hidden_states
+        wire = hidden_states if self.tp_size == 1 else hidden_states.float()
+        return reduce_scatter_to_sequence_parallel_region(wire, group=self.tp_ep_group).to(hidden_states.dtype)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sum the slots: [T * k, H] -> [S, B, H]."""
+        return combine_tokens(hidden_states, self.inverse, self.topk_weight, self.format).view(self.hidden_shape)
+
+
+DISPATCHERS = {"alltoall": AlignedAlltoAllDispatcher, "allgather": AlignedAllGatherDispatcher}

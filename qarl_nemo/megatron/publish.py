@@ -1,0 +1,223 @@
+"""The Megatron learner's side of a refit: packed experts put together from their shards, layer by layer.
+
+Every rank packs its own experts once, for its forward; here the packed bytes travel, never BF16 experts: over expert
+tensor parallel ranks (gate and up rows apart, fc2 along its packed columns), over expert parallel ranks unless the
+receiver takes shards, and from the pipeline stage that holds a layer. All ranks run the same collectives and see the
+same names in the same order.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from qarl_kernels import QuantFormat, QuantizedWeight, require_finite
+from qarl_nemo.layers.weight import AlignedWeight
+from qarl_nemo.megatron.alignment import Alignment, aligned_weights
+from qarl_nemo.megatron.gather import broadcast_named, gather_sharded, gather_stacked
+from qarl_nemo.megatron.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
+from qarl_nemo.megatron.moe_layer import AlignedMoELayer
+from qarl_nemo.refit.exchange import gather_plain, waiting_group
+from qarl_nemo.refit.publish import StreamedUpdate, packed
+
+Named = tuple[str, Tensor]
+_BEFORE_LAYERS, _AFTER_LAYERS = -1, 1 << 30
+
+
+def publish_shards(
+    model: Sequence[nn.Module], *, vocab_size: int, fmt: QuantFormat | None = None, gather_experts: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the rollout engine will serve, in the names and layout of `refit.publish.publish`.
+
+    Args:
+        model: see `publish_layers`; so are the others.
+        vocab_size: of the Hugging Face model.
+        fmt: of the aligned weights.
+        gather_experts: yield all experts.
+
+    Yields:
+        Names and tensors; in groups of one rank they are the learner's own, so a receiver that keeps them must copy.
+
+    Raises:
+        ValueError: a weight holds NaN or Inf, on any rank: every such weight is named, on all ranks.
+    """
+    for layer in publish_layers(model, vocab_size=vocab_size, fmt=fmt, gather_experts=gather_experts):
+        yield from layer.items()
+
+
+def publish_layers(
+    model: Sequence[nn.Module], *, vocab_size: int, fmt: QuantFormat | None = None, gather_experts: bool = True
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of `publish_shards`, each layer's together.
+
+    Beyond this rank's packed experts, which its forward keeps, one layer is held at a time: a layer is emptied when the
+    next one is asked for.
+
+    Args:
+        model: this rank's model chunks, wrapped or not; called on every rank.
+        vocab_size: of the Hugging Face model: padding is cut off.
+        fmt: of the aligned weights; another than they execute is made of the masters, shard by shard. None is what
+            they execute.
+        gather_experts: yield all experts, [E, ...]; False yields this rank's, [E_local, ...], experts
+            `ep_rank * E_local` and following, to receivers that take shards.
+
+    Yields:
+        Tensors by name: what is before the layers, each layer, what is after them.
+
+    Raises:
+        ValueError: see `publish_shards`.
+    """
+    _finish_parameters(model)
+    _require_finite(model, fmt)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    parts = _parts(model, vocab_size, fmt, gather_experts)
+    held = gather_plain(list(parts), pipeline)
+    for part in sorted(set().union(*held)):
+        owner = next(stage for stage, keys in enumerate(held) if part in keys)
+        mine = list(parts[part]()) if owner == pipeline.rank() else None
+        layer = dict(broadcast_named(mine, owner, pipeline))
+        del mine
+        yield layer
+        layer.clear()
+
+
+def publish_update(
+    model: Sequence[nn.Module], alignment: Alignment, *, vocab_size: int, fmt: QuantFormat | None = None
+) -> StreamedUpdate:
+    """Make the update that `refit.push.push` takes of `publish_shards`: on every rank one layer at a time is whole.
+
+    Args:
+        model: this rank's model chunks; called on every rank.
+        alignment: the model's.
+        vocab_size: of the Hugging Face model.
+        fmt: see `publish_shards`.
+
+    Returns:
+        The update: every rank enters it, one pushes it.
+
+    Raises:
+        ValueError: see `publish_shards`.
+    """
+
+    def stream() -> Iterator[dict[str, Tensor]]:
+        return publish_layers(model, vocab_size=vocab_size, fmt=fmt)
+
+    return StreamedUpdate(stream, fmt or alignment.format, version=alignment.version.value)
+
+
+def _finish_parameters(model: Sequence[nn.Module]) -> None:
+    # With `overlap_param_gather` the next forward fetches what other ranks' optimizers changed; here none comes first.
+    for chunk in model:
+        if getattr(chunk, "remove_forward_pre_hook_handles", None):
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
+
+
+def _quantized(weight: AlignedWeight, fmt: QuantFormat | None) -> QuantizedWeight:
+    return weight.quantized() if fmt is None else packed(weight, fmt)
+
+
+def _require_finite(model: Sequence[nn.Module], fmt: QuantFormat | None) -> None:
+    problem = None
+    try:
+        # Without their tensors: those of another format than the forward's are made again, layer by layer.
+        counted = {one.name: replace(_quantized(one, fmt), tensors={}) for one in aligned_weights(model)}
+        require_finite(counted)
+    except ValueError as error:
+        problem = str(error)
+    # A rank that raised alone would leave the others waiting in a collective.
+    problems = gather_plain(problem, waiting_group())
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if found:
+        raise ValueError("nothing was published:\n  " + "\n  ".join(found))
+
+
+def _parts(
+    model: Sequence[nn.Module], vocab_size: int, fmt: QuantFormat | None, gather_experts: bool
+) -> dict[int, Callable[[], Iterator[Named]]]:
+    parts: dict[int, Callable[[], Iterator[Named]]] = {}
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                parts[module.layer_number - 1] = lambda layer=module: _layer(layer, fmt, gather_experts)
+        outer = dict(_outer(chunk))
+        for part, names in ((_BEFORE_LAYERS, ("embedding.",)), (_AFTER_LAYERS, ("decoder.", "output_layer."))):
+            mine = {name: parameter for name, parameter in outer.items() if name.startswith(names)}
+            if mine:
+                parts[part] = lambda mine=mine: (
+                    outer_parameter(name, _whole(name, parameter), vocab_size) for name, parameter in mine.items()
+                )
+    return parts
+
+
+def _outer(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in _unwrapped(chunk).named_parameters():
+        tied_copy = getattr(parameter, "shared_embedding", False) and name.startswith("output_layer.")
+        if ".layers." not in name and not tied_copy:
+            yield name, parameter
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    # DDP and Float16Module both keep what they wrap as `module`.
+    while isinstance(getattr(chunk, "module", None), nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+def _layer(layer: TransformerLayer, fmt: QuantFormat | None, gather_experts: bool) -> Iterator[Named]:
+    number = layer.layer_number - 1
+    quantized = {id(master) for weight in aligned_weights([layer]) for master in weight.masters}
+    for name, parameter in layer.named_parameters():
+        if id(parameter) not in quantized:
+            yield from layer_parameter(number, name, _whole(name, parameter), layer.config)
+    attention = layer.self_attention
+    if hasattr(attention.linear_qkv, "aligned"):
+        yield from _attention(number, attention, layer.config, fmt)
+    if hasattr(getattr(layer.mlp, "linear_fc1", None), "aligned"):
+        yield from _mlp(number, layer.mlp, fmt)
+    if isinstance(layer.mlp, AlignedMoELayer):
+        fc1, fc2 = (linear.aligned for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2))
+        yield from _experts(fc1.name, _quantized(fc1, fmt), -2, 2, gather_experts)
+        yield from _experts(fc2.name, _quantized(fc2, fmt), -1, 1, gather_experts)
+
+
+def _attention(number: int, attention: nn.Module, config: Any, fmt: QuantFormat | None) -> Iterator[Named]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    prefix = f"model.layers.{number}.self_attn."
+    for suffix, shard in _quantized(attention.linear_qkv.aligned, fmt).tensors.items():
+        whole = gather_sharded(shard, group, 0)
+        for letter, part in zip("qkv", split_qkv(whole, config), strict=True):
+            yield f"{prefix}{letter}_proj.{suffix}", part
+    for suffix, shard in _quantized(attention.linear_proj.aligned, fmt).tensors.items():
+        yield f"{prefix}o_proj.{suffix}", gather_sharded(shard, group, 1)
+
+
+def _mlp(number: int, mlp: nn.Module, fmt: QuantFormat | None) -> Iterator[Named]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    prefix = f"model.layers.{number}.mlp."
+    for suffix, shard in _quantized(mlp.linear_fc1.aligned, fmt).tensors.items():
+        whole = gather_sharded(shard, group, 0, num_parts=2)
+        for projection, part in zip(("gate", "up"), whole.chunk(2), strict=True):
+            yield f"{prefix}{projection}_proj.{suffix}", part
+    for suffix, shard in _quantized(mlp.linear_fc2.aligned, fmt).tensors.items():
+        yield f"{prefix}down_proj.{suffix}", gather_sharded(shard, group, 1)
+
+
+def _whole(name: str, parameter: nn.Parameter) -> Tensor:
+    tensor = parameter.detach()
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return tensor
+    group = parallel_state.get_tensor_model_parallel_group()
+    return gather_sharded(tensor, group, parameter.partition_dim, num_parts=num_row_blocks(name))
+
+
+def _experts(name: str, quantized: QuantizedWeight, dim: int, num_parts: int, gather_experts: bool) -> Iterator[Named]:
+    tensor_group = parallel_state.get_expert_tensor_parallel_group()
+    expert_group = parallel_state.get_expert_model_parallel_group()
+    for suffix, shard in quantized.tensors.items():
+        local = gather_sharded(shard, tensor_group, dim, num_parts=num_parts)
+        yield f"{name}.{suffix}", gather_stacked(local, expert_group) if gather_experts else local

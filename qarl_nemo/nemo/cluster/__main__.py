@@ -1,7 +1,0 @@
-"""See `cli.py`."""
-
-import sys
-
-from qarl_nemo.nemo.cluster.cli import main
-
-sys.exit(main())

@@ -1,0 +1,228 @@
+"""NeMo-RL settings under which a QaRL run would not be one: unquantized, quantized twice, or by another objective."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from qarl_kernels import FORMAT_NAMES, get_format
+from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.nemo_rl.engine_checks import (
+    argument_problems,
+    environment_problems,
+    given_arguments,
+    repeated_arguments,
+)
+from qarl_nemo.nemo_rl.layout import layout_conflicts
+from qarl_nemo.nemo_rl.layout_memory import memory_conflicts
+from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
+from qarl_nemo.nemo_rl.model_shapes import read_model_config, shape_conflicts
+from qarl_nemo.refit.engine_settings import kernel_options
+
+_OFF = (None, False)
+# Key -> (legal values, why); a key that is absent has NeMo-RL's default, which is legal.
+_REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "policy.megatron_cfg.enabled": ((True,), "the aligned learner is a Megatron model"),
+    "policy.dtensor_cfg.enabled": (_OFF, "the aligned learner is a Megatron model"),
+    "policy.precision": (("bfloat16",), "master weights and activations are BF16"),
+    "policy.quant_cfg": ((None,), "ModelOpt would quantize a second time"),
+    "policy.megatron_cfg.fp8_cfg.enabled": (_OFF, "Transformer-Engine would quantize a second time"),
+    "policy.megatron_cfg.optimizer.fp16": (_OFF, "FP16 with loss scaling gives NaN gradients; masters are BF16"),
+    "policy.megatron_cfg.peft.enabled": (_OFF, "adapters are not published to the rollout engine"),
+    "policy.megatron_cfg.mtp_num_layers": ((None, 0), "multi-token prediction layers are not published"),
+    "policy.megatron_cfg.virtual_pipeline_model_parallel_size": ((None, 1), "weights are published from one chunk"),
+    "policy.draft.enabled": (_OFF, "draft weights are not published"),
+    "policy.generation.backend": (("vllm",), "packed weights are refitted into vLLM"),
+    "policy.generation.real_quant": (_OFF, "ModelOpt would quantize a second time"),
+    "policy.generation.quant_cfg": ((None, "qarl"), "ModelOpt would quantize a second time; QaRL sets this key itself"),
+    "policy.generation.bad_words": ((None, []), "the learner's distribution has them"),
+    "policy.generation.refit_transport": ((None,), "this transport carries BF16 weights only"),
+    "policy.generation.vllm_cfg.kv_cache_dtype": (("auto",), "the learner's attention is BF16"),
+    "policy.generation.vllm_cfg.use_deep_gemm": (_OFF, "DeepGEMM rounds scales to powers of two"),
+    "policy.generation.vllm_cfg.num_first_layers_in_bf16": ((None, 0), "qarl.targets says what is quantized"),
+    "policy.generation.vllm_cfg.num_last_layers_in_bf16": ((None, 0), "qarl.targets says what is quantized"),
+    "policy.generation.vllm_kwargs.hf_overrides": (
+        (None, {}),
+        "NeMo-RL replaces it by policy.hf_config_overrides: set that one",
+    ),
+    "policy.hf_config_overrides.quantization_config": ((None,), "the learner would be converted with it"),
+    "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),
+    "data_plane.enabled": (_OFF, "packed refits go through NeMo-RL's own policy class"),
+}
+# Settings of NeMo-RL's clipped loss that an objective does not read, and their defaults.
+_UNREAD = {
+    "disable_ppo_ratio": False,
+    "token_level_loss": True,
+    "sequence_level_importance_ratios": False,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.2,
+    "ratio_clip_c": None,
+    "truncated_importance_sampling_type": None,
+    "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_min": None,
+    "use_cispo": False,
+    "positive_example_nll_weight": 0.0,
+}
+# With Muon, as NeMo-RL's guide to it says.
+_MUON = {
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer": False,
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False,
+    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
+}
+_UNCORRECTED = ("gspo", "sapo")
+_GROUP_SIZES = {"w4a16": (32, 64, 128), "w4a8": (128,)}
+
+
+def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
+    """Say which NeMo-RL settings do not go with a `qarl:` block.
+
+    Args:
+        config: the whole config, as nested dictionaries.
+        qarl: its checked `NemoQarlConfig`.
+
+    Returns:
+        One line for each setting that has to change: key, value, why, and what to set.
+    """
+    problems = [
+        _line(key, value, why, " or ".join(map(_text, legal)))
+        for key, (legal, why) in _REQUIRED.items()
+        if (value := look_up(config, key)) is not ABSENT and value not in legal
+    ]
+    return [
+        *problems,
+        *_loss_conflicts(config, qarl.objective),
+        *_loop_conflicts(config, qarl.objective),
+        *_engine_conflicts(config, qarl),
+        *_optimizer_conflicts(config),
+        *shape_conflicts(config, qarl),
+        *(layout := layout_conflicts(config, read_model_config(str(look_up(config, "policy.model_name", ""))))),
+        # Ranks that cannot be have no memory.
+        *([] if layout else memory_conflicts(config, qarl)),
+    ]
+
+
+def _loss_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
+    loss_fn = config.get("loss_fn") or {}
+    problems = [
+        _line(f"loss_fn.{key}", loss_fn[key], "not read by qarl.objective, whose own keys say this", _text(default))
+        for key, default in _UNREAD.items()
+        if key in loss_fn and loss_fn[key] != default
+    ]
+    own = set(type(objective).model_fields)
+    problems += [
+        _line(f"loss_fn.{key}", loss_fn[key], "not read there", f"qarl.objective.{key} instead")
+        for key in loss_fn
+        if key in own
+    ]
+    if objective.objective in _UNCORRECTED and loss_fn.get("use_importance_sampling_correction"):
+        why = f"qarl.objective {objective.objective} has no mismatch weight"
+        problems.append(
+            _line("loss_fn.use_importance_sampling_correction", True, why, "false, or choose another objective")
+        )
+    return problems
+
+
+def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
+    problems = []
+    grpo, policy = config.get("grpo") or {}, config.get("policy") or {}
+    per_step = grpo.get("num_prompts_per_step", 0) * grpo.get("num_generations_per_prompt", 0)
+    batch, key = policy.get("train_global_batch_size"), "policy.train_global_batch_size"
+    forced = look_up(config, "loss_fn.force_on_policy_ratio", False)
+    if per_step and batch and per_step % batch:
+        legal = [str(per_step // n) for n in range(1, 17) if per_step % n == 0]
+        problems.append(_line(key, batch, f"does not divide the {per_step} responses of a step", " or ".join(legal)))
+    elif per_step and batch and batch != per_step and (forced or objective.objective == "on_policy_grpo"):
+        cause = "loss_fn.force_on_policy_ratio" if forced else "qarl.objective on_policy_grpo"
+        problems.append(_line(key, batch, f"{cause} is right for one optimizer step a rollout batch", str(per_step)))
+    if look_up(config, "grpo.async_grpo.enabled", False):
+        problems += _async_conflicts(config, objective)
+    problems += _validation_conflicts(config)
+    tensor_parallel = look_up(config, "policy.megatron_cfg.tensor_model_parallel_size", 1)
+    micro, scored = policy.get("train_micro_batch_size"), policy.get("logprob_batch_size")
+    if tensor_parallel >= 4 and not forced and None not in (micro, scored) and micro != scored:
+        why = f"NeMo-RL wants policy.train_micro_batch_size with tensor_model_parallel_size={tensor_parallel}"
+        problems.append(_line("policy.logprob_batch_size", scored, why, str(micro)))
+    return problems
+
+
+def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
+    # NeMo-RL refuses these itself, but after all workers have started.
+    wanted = {
+        "policy.generation.colocated.enabled": (False, "generation needs GPUs of its own"),
+        "policy.generation.vllm_cfg.async_engine": (True, "generation runs beside training"),
+    }
+    if objective.objective in _UNCORRECTED:
+        why = f"qarl.objective {objective.objective} has no mismatch weight for responses of older weights"
+        return [_line("grpo.async_grpo.enabled", True, why, "false, or choose another objective")]
+    wanted["loss_fn.use_importance_sampling_correction"] = (True, "the objective's mismatch weight is that correction")
+    return [
+        _line(key, value, f"grpo.async_grpo.enabled=true: {why}", _text(legal))
+        for key, (legal, why) in wanted.items()
+        if (value := look_up(config, key, not legal)) != legal
+    ]
+
+
+def _validation_conflicts(config: Mapping[str, Any]) -> list[str]:
+    if look_up(config, "env.should_use_nemo_gym", False):
+        return []
+    generation = look_up(config, "policy.generation", {})
+    return [
+        _line(f"policy.generation.val_{key}", value, "NeMo-RL validates otherwise only with NeMo-Gym", _text(training))
+        for key in ("temperature", "top_p", "top_k")
+        if (value := look_up(generation, f"val_{key}")) is not ABSENT
+        and value != (training := look_up(generation, key, None))
+    ]
+
+
+def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
+    problems = []
+    sizes = _GROUP_SIZES.get(qarl.format)
+    if sizes and qarl.group_size not in (None, *sizes):
+        problems.append(
+            _line("qarl.group_size", qarl.group_size, f"vLLM's {qarl.format}", " or ".join(map(str, sizes)))
+        )
+    if qarl.format not in FORMAT_NAMES:
+        return [*problems, _line("qarl.format", qarl.format, "vLLM does not serve it", " or ".join(FORMAT_NAMES))]
+    generation = look_up(config, "policy.generation", {})
+    arguments, places = given_arguments(generation)
+    problems += repeated_arguments(generation)
+    problems += argument_problems(arguments, kernel_options(get_format(qarl.format), qarl.targets), places)
+    own = look_up(generation, "vllm_cfg.env_vars", None) or {}
+    problems += environment_problems(own, "policy.generation.vllm_cfg.env_vars.", forced=True)
+    # NeMo-RL copies this process's environment to every worker.
+    problems += environment_problems(
+        {name: os.environ[name] for name in os.environ if name not in own}, "environment: "
+    )
+    problems += _server_conflicts(config)
+    replay = bool(look_up(config, "policy.router_replay.enabled", False))
+    if qarl.router_replay is not None and qarl.router_replay != replay:
+        why = f"policy.router_replay.enabled={_text(replay)}"
+        problems.append(_line("qarl.router_replay", qarl.router_replay, why, f"{_text(replay)}, or change that one"))
+    return problems
+
+
+def _server_conflicts(config: Mapping[str, Any]) -> list[str]:
+    key = "policy.generation.vllm_kwargs.generation_config"
+    chosen = look_up(config, key, "auto")
+    if not look_up(config, "policy.generation.vllm_cfg.expose_http_server", False) or chosen == "vllm":
+        return []
+    return [_line(key, chosen, "requests over HTTP would take the checkpoint's sampling defaults, too", "vllm")]
+
+
+def _optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
+    name = look_up(config, "policy.megatron_cfg.optimizer.optimizer", "")
+    if "muon" not in str(name):
+        return []
+    return [
+        _line(key, value, f"optimizer={name} does not go with it", _text(legal))
+        for key, legal in _MUON.items()
+        if (value := look_up(config, key, legal)) != legal
+    ]
+
+
+def _line(key: str, value: Any, why: str, legal: str) -> str:
+    return f"{key}={_text(value)}: {why}; set {legal}"
+
+
+def _text(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,52 @@
+"""From NeMo-RL's arguments of `vllm.LLM` to those of an engine that serves packed weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qarl_nemo.checkpoints import model_quantization_config
+from qarl_nemo.checkpoints.architecture import parameter_names
+from qarl_nemo.nemo_rl.engine_checks import argument_problems, plain_block
+from qarl_nemo.nemo_rl.engine_rules import NESTED
+from qarl_nemo.nemo_rl.formats import served_format
+from qarl_nemo.refit.engine_settings import COMPILATION, kernel_options
+
+_EXTENSION = "qarl_nemo.nemo_rl.vllm_extension.QarlWorkerExtension"
+
+
+def engine_arguments(given: Mapping[str, Any], qarl: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which vLLM serves what the `qarl:` block says, by the arithmetic the learner follows.
+
+    Args:
+        given: NeMo-RL's arguments; `vllm_kwargs` are in them.
+        qarl: the block, as a plain mapping.
+
+    Returns:
+        New arguments.
+
+    Raises:
+        ValueError: settings under which another kernel, format or distribution would be served; all listed.
+    """
+    fmt, targets = served_format(qarl), qarl["targets"]
+    kernels = kernel_options(fmt, targets)
+    problems = argument_problems(given, kernels)
+    if problems:
+        raise ValueError("policy.generation does not serve the `qarl:` block:\n  " + "\n  ".join(problems))
+    arguments = dict(given) | {name: plain_block(given[name]) for name in NESTED if name in given} | kernels
+    arguments["worker_extension_cls"] = _EXTENSION
+    arguments["compilation_config"] = _compilation(given)
+    # Rewards are paid for what was sampled: at the sampling temperature, as the learner's log-probabilities are.
+    arguments["logprobs_mode"] = "processed_logprobs"
+    quantization = model_quantization_config(fmt, parameter_names(given["model"]), targets)
+    if quantization is not None:
+        arguments["hf_overrides"] = dict(given.get("hf_overrides") or {}) | {"quantization_config": quantization}
+    return arguments
+
+
+def _compilation(given: Mapping[str, Any]) -> dict[str, Any]:
+    own = plain_block(given.get("compilation_config")) or {}
+    # NeMo-RL's older word for the compiler, which is off.
+    own.pop("use_inductor", None)
+    graphs = {} if given.get("enforce_eager") else {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    merged = graphs | own | COMPILATION
+    merged["custom_ops"] = list(dict.fromkeys([*COMPILATION["custom_ops"], *(own.get("custom_ops") or [])]))
+    return merged

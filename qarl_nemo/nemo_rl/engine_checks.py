@@ -1,0 +1,236 @@
+"""What vLLM is given, wherever it was said, held against `engine_rules.py`; and what an engine then runs with."""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from qarl_nemo.nemo_rl.engine_rules import ENVIRONMENT_RULES, GIVEN_BY_NEMO_RL, NESTED, NO_MATTER, RULES, Rule
+from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT
+
+_VLLM_KWARGS = "policy.generation.vllm_kwargs"
+_VLLM_CFG = "policy.generation.vllm_cfg"
+# NeMo-RL's own key -> vLLM's argument, where NeMo-RL passes it on.
+_FROM_VLLM_CFG = {
+    "precision": "dtype",
+    "logprobs_mode": "logprobs_mode",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "enforce_eager": "enforce_eager",
+}
+_BLOCKS = (*NESTED, "hf_overrides")
+_KNOWN = {*RULES, *NESTED, "hf_overrides", *(name for names in NO_MATTER.values() for name in names)}
+# How the passes of vLLM's compiler and its switched off operators are said.
+_OFF = (None, False, 0)
+
+
+def given_arguments(generation: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what NeMo-RL will give vLLM that a config can say, as its worker puts it together.
+
+    Args:
+        generation: NeMo-RL's `policy.generation` block.
+
+    Returns:
+        Arguments of `vllm.LLM` by name, and the config's key that each of them comes from.
+    """
+    kwargs, own = generation.get("vllm_kwargs") or {}, generation.get("vllm_cfg") or {}
+    arguments = dict(kwargs)
+    places = {name: f"{_VLLM_KWARGS}.{name}" for name in kwargs}
+    speculative = arguments.get("speculative_config")
+    if isinstance(speculative, Mapping) and speculative.get("num_speculative_tokens") == 0:
+        # NeMo-RL's way to switch it off.
+        arguments["speculative_config"] = None
+    for key, name in _FROM_VLLM_CFG.items():
+        if own.get(key) is not None:
+            arguments[name], places[name] = own[key], f"{_VLLM_CFG}.{key}"
+    return arguments, places
+
+
+def argument_problems(
+    arguments: Mapping[str, Any], kernels: Mapping[str, str], places: Mapping[str, str] | None = None
+) -> list[str]:
+    """Say which arguments of `vllm.LLM` break the alignment of learner and engine, or refits.
+
+    Args:
+        arguments: by name; blocks may be mappings, JSON, or the integer that vLLM takes for a compilation mode.
+        kernels: `kernel_options` of the format.
+        places: where each was said; `vllm_kwargs` where a name is missing.
+
+    Returns:
+        One line each: key, value, why, and what to set.
+    """
+    places = places or {}
+    problems = []
+    for name, value in arguments.items():
+        place = places.get(name, f"{_VLLM_KWARGS}.{name}")
+        if name in _BLOCKS:
+            problems += _block_problems(name, value, place, kernels)
+        else:
+            problems += _value_problems(name, name, value, place, kernels)
+    return problems
+
+
+def repeated_arguments(generation: Mapping[str, Any]) -> list[str]:
+    """Say which arguments NeMo-RL would give vLLM twice, which ends the worker in a TypeError.
+
+    Args:
+        generation: NeMo-RL's `policy.generation` block.
+
+    Returns:
+        One line each.
+    """
+    kwargs = generation.get("vllm_kwargs") or {}
+    return [
+        f"{_VLLM_KWARGS}.{name}={_text(kwargs[name])}: NeMo-RL gives vLLM this argument itself; set {instead}"
+        for name, instead in GIVEN_BY_NEMO_RL.items()
+        if name in kwargs
+    ]
+
+
+def environment_problems(environment: Mapping[str, str], where: str, *, forced: bool = False) -> list[str]:
+    """Say which environment variables make vLLM compute otherwise than the learner follows.
+
+    Args:
+        environment: variables that an engine will see.
+        where: they come from, for the message.
+        forced: also those that QaRL's worker overwrites.
+
+    Returns:
+        One line each.
+    """
+    own = {name: Rule((value,), "QaRL's engines set it") for name, value in ENVIRONMENT.items()} if forced else {}
+    return [
+        f"{where}{name}={value}: {rule.why}; {_advice(rule.legal)}"
+        for name, rule in (ENVIRONMENT_RULES | own).items()
+        if (value := str(environment.get(name) or "")) and value.lower() not in rule.legal
+    ]
+
+
+def served_problems(vllm_config: Any, kernels: Mapping[str, str]) -> list[str]:
+    """Say where a running engine's settings are not those that it has to have.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`, as its worker has it.
+        kernels: `kernel_options` of the format.
+
+    Returns:
+        One line each: where in `VllmConfig`, what was found, why not, and what is needed.
+    """
+    rules = [rule for rule in RULES.values() if rule.served]
+    rules += [Rule((value,), "the learner follows it", f"kernel_config.{name}") for name, value in kernels.items()]
+    problems = []
+    for rule in rules:
+        found: Any = vllm_config
+        for part in str(rule.served).split("."):
+            found = getattr(found, part, None)
+        if not _is_legal(found, rule.legal):
+            problems.append(f"VllmConfig.{rule.served}={_text(found)}: {rule.why}; needed: {_words(rule.legal)}")
+    operators = vllm_config.compilation_config.custom_ops
+    problems += _operator_problems(operators, "VllmConfig.compilation_config.custom_ops")
+    missing = [name for name in COMPILATION["custom_ops"] if name not in operators]
+    return problems + [f"VllmConfig.compilation_config.custom_ops: {name} is not among {operators}" for name in missing]
+
+
+def plain_block(value: Any) -> dict[str, Any] | None:
+    """Return a block of arguments as a dictionary.
+
+    Args:
+        value: a mapping, its JSON, None, or the integer that vLLM takes for `compilation_config.mode`.
+
+    Returns:
+        A new dictionary; None for any other kind of value.
+    """
+    if value is None or value == "":
+        return {}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
+    return {"mode": value} if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _block_problems(name: str, value: Any, place: str, kernels: Mapping[str, str]) -> list[str]:
+    block = plain_block(value)
+    if block is None:
+        return [f"{place}={_text(value)}: not a mapping of settings; set one"]
+    problems = []
+    for key, item in block.items():
+        inner = f"{place}.{key}"
+        if key == "custom_ops":
+            problems += _operator_problems(item or (), inner)
+        elif key == "pass_config":
+            on = [each for each, chosen in (plain_block(item) or {}).items() if chosen not in _OFF]
+            problems += [
+                f"{inner}.{each}: {RULES['compilation_config.mode'].why}; remove it"
+                for each in on
+                if each != "eliminate_noops"
+            ]
+        elif name != "hf_overrides" or f"{name}.{key}" in RULES:
+            problems += _value_problems(f"{name}.{key}", key, item, inner, kernels)
+    return problems
+
+
+def _value_problems(name: str, last: str, value: Any, place: str, kernels: Mapping[str, str]) -> list[str]:
+    if last in kernels:
+        wanted = kernels[last]
+        why = "the learner follows another kernel for this format"
+        legal = _is_legal(value, ("auto", wanted))
+        return [] if legal else [f"{place}={_text(value)}: {why}; set {wanted}"]
+    rule = RULES.get(name)
+    if rule is not None:
+        ok = _is_legal(value, rule.legal)
+        return [] if ok else [f"{place}={_text(value)}: {rule.why}; {_advice(rule.legal)}"]
+    block = name.partition(".")[0]
+    if name in _KNOWN or (block != name and last in NESTED.get(block, ())) or _plain(value) is None:
+        return []
+    known = NESTED[block] if block != name else _KNOWN
+    near = difflib.get_close_matches(last, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "remove it"
+    return [f"{place}={_text(value)}: what it does to vLLM's arithmetic is not known; {hint}"]
+
+
+def _operator_problems(operators: Iterable[Any], place: str) -> list[str]:
+    wrong = [str(name) for name in operators if str(name) == "none" or str(name).startswith("-")]
+    why = "the learner follows vLLM's own operators"
+    return [f"{place}={wrong}: {why}, which this switches off; remove it"] if wrong else []
+
+
+def _is_legal(value: Any, legal: tuple[Any, ...]) -> bool:
+    plain = _plain(value)
+    return plain is None or any(plain == each and type(plain) is type(each) for each in legal) or _same(plain, legal)
+
+
+def _same(plain: Any, legal: tuple[Any, ...]) -> bool:
+    # A command line's 0 is an integer where vLLM has a float; a truth value is no number.
+    numbers = (int, float)
+    return type(plain) in numbers and any(type(each) in numbers and plain == each for each in legal)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as rules say it: enumerations by name, in lower case; None for what is empty."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, str):
+        return value.lower() or None
+    if isinstance(value, bool | int | float) or value is None:
+        return value
+    if isinstance(value, Iterable):
+        return value if list(value) else None
+    return str(value).removeprefix("torch.")
+
+
+def _advice(legal: tuple[Any, ...]) -> str:
+    return f"set {_words(legal)}" if legal else "remove it"
+
+
+def _words(legal: tuple[Any, ...]) -> str:
+    return " or ".join(map(_text, legal)) or "none"
+
+
+def _text(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(_plain(value))

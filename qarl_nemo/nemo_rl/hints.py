@@ -1,0 +1,40 @@
+"""NeMo-RL settings that are legal beside a `qarl:` block and make a run slow, or its steps others than expected."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qarl_nemo.muon import different_settings
+from qarl_nemo.nemo_rl.lookup import look_up
+
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
+_PACKING = "policy.sequence_packing"
+_EAGER = "policy.generation.vllm_cfg.enforce_eager"
+
+
+def find_hints(config: Mapping[str, Any]) -> list[str]:
+    """Say what costs time for nothing, and which Muon steps otherwise than the one of all other learners here.
+
+    Args:
+        config: the whole config, as nested dictionaries.
+
+    Returns:
+        One line for each such setting: key, value, what it costs, and what to set.
+    """
+    hints = []
+    if look_up(config, f"{_PACKING}.enabled", False) and not look_up(config, f"{_PACKING}.fuse_loss", False):
+        hints.append(
+            f"{_PACKING}.fuse_loss=false: the loss is called once a response, about 10 ms each; set true, and it is "
+            "called once a micro-batch"
+        )
+    if look_up(config, _EAGER, False):
+        hints.append(f"{_EAGER}=true: every kernel of a decoding step is launched from the host; set false")
+    optimizer = look_up(config, _OPTIMIZER, {})
+    other = different_settings(optimizer) if "muon" in str(optimizer.get("optimizer")) else {}
+    if other:
+        settings = ", ".join(f"{key}={str(value).lower()}" for key, value in other.items())
+        hints.append(
+            f"{_OPTIMIZER}.optimizer={optimizer['optimizer']}: not the Muon of the recipes and of the other learners, "
+            "whose steps are as long as AdamW's (Megatron's defaults step five times as far); for that one set "
+            f"{settings}"
+        )
+    return hints

@@ -1,0 +1,92 @@
+"""What a checked config will run, in words: model, steps, GPUs, memory, and the command that starts it."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qarl_nemo.memory import GIB
+from qarl_nemo.nemo_rl.layout import Layout, read_layout
+from qarl_nemo.nemo_rl.layout_memory import card, needed_memory
+from qarl_nemo.nemo_rl.lookup import look_up
+
+
+def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str], unchecked: str | None) -> str:
+    """Say what will run.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
+        qarl: its checked `NemoQarlConfig`.
+        arguments: of the command line, the launcher first.
+        unchecked: why the model's shapes and memory were not checked; None where they were.
+
+    Returns:
+        Lines of text.
+    """
+    layout = read_layout(config)
+    lines = [
+        f"model    {look_up(config, 'policy.model_name', '?')}, {_quantized(qarl)}",
+        f"steps    {_steps(config, qarl)}",
+    ]
+    if layout is not None:
+        lines += [f"GPUs     {_gpus(layout)}", f"learner  {_learner(layout)}", f"engines  {_engines(layout)}"]
+    if unchecked is None:
+        lines.append(f"memory   {_memory(config, qarl)}")
+    else:
+        lines.append(f"shapes and memory not checked: {unchecked}")
+    lines.append(f"logs     {look_up(config, 'logger.log_dir', '?')}; checkpoints {_checkpoints(config)}")
+    where = ", on the head of a Ray cluster" if layout is not None and layout.nodes > 1 else ""
+    lines.append(f"command{where}: {shlex.join(['python', *arguments])}")
+    return "\n".join(f"qarl: {line}" for line in lines)
+
+
+def _quantized(qarl: Any) -> str:
+    if qarl.alignment == "none":
+        return "BF16 on both sides"
+    rollouts = f"rollouts as {qarl.format} in {' and '.join(qarl.targets)}"
+    executed = "the learner executes the same" if qarl.alignment == "aligned" else "the learner in BF16 (rollout_only)"
+    return f"{rollouts}; {executed}"
+
+
+def _steps(config: Mapping[str, Any], qarl: Any) -> str:
+    prompts, responses = (
+        look_up(config, f"grpo.{key}", 0) for key in ("num_prompts_per_step", "num_generations_per_prompt")
+    )
+    batch = look_up(config, "policy.train_global_batch_size", 0)
+    updates = f", {prompts * responses // batch} optimizer step(s) of {batch}" if batch else ""
+    return f"{prompts} prompts x {responses} responses each{updates}; objective {qarl.objective.objective}"
+
+
+def _gpus(layout: Layout) -> str:
+    total = layout.nodes * layout.gpus_per_node
+    shared = "shared by learner and engines" if layout.colocated else "learner and engines apart"
+    return f"{total} ({layout.nodes} node(s) of {layout.gpus_per_node}), {shared}"
+
+
+def _learner(layout: Layout) -> str:
+    sizes = (
+        " ".join(f"{name.upper()}{size}" for name, size in layout.sizes.items() if size > 1) or "no model parallelism"
+    )
+    return f"{layout.learner_gpus} ranks: {sizes}, {layout.data_parallel} data parallel"
+
+
+def _engines(layout: Layout) -> str:
+    experts = f", experts over {layout.engine_ep}" if layout.engine_ep > 1 else ""
+    return f"{layout.engines} of {layout.engine_tp} GPU(s) each{experts}"
+
+
+def _memory(config: Mapping[str, Any], qarl: Any) -> str:
+    needed, gpu = needed_memory(config, qarl), card(qarl)
+    if needed is None:
+        return "not computed: no `cluster` block"
+    refit = "" if needed.refit is None else f", {needed.refit / GIB:.1f} in a refit"
+    return (
+        f"{needed.learner.static_bytes / GIB:.1f} GiB a learner rank between steps, "
+        f"{needed.learner.peak_bytes / GIB:.1f} at the peak{refit}; weights of an engine "
+        f"{needed.engine / GIB:.1f} a GPU; computed, of {gpu.gib:.0f} ({gpu.source})"
+    )
+
+
+def _checkpoints(config: Mapping[str, Any]) -> str:
+    if not look_up(config, "checkpointing.enabled", False):
+        return "none"
+    return str(look_up(config, "checkpointing.checkpoint_dir", "?"))

@@ -1,0 +1,228 @@
+"""How a NeMo-RL run shares its GPUs between learner ranks and engines, and what of it cannot be. Imports no NeMo-RL."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qarl_nemo.memory import Parallelism
+from qarl_nemo.nemo_rl.lookup import look_up
+
+_MEGATRON = "policy.megatron_cfg"
+_ENGINE = "policy.generation.vllm_cfg"
+_RESOURCES = "policy.generation.colocated.resources"
+# Megatron's names of its parallel sizes, by our short ones.
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who runs where, as a config says it.
+
+    Attributes:
+        nodes: of the cluster.
+        gpus_per_node: of the cluster.
+        colocated: engines share the learner's GPUs.
+        learner_gpus: GPUs of the learner.
+        engine_gpus: GPUs of all engines.
+        sizes: Megatron's parallel sizes: tp, pp, cp, ep and etp.
+        engine_tp: GPUs that share one engine's layers.
+        engine_ep: GPUs that share one engine's experts.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    colocated: bool
+    learner_gpus: int
+    engine_gpus: int
+    sizes: Mapping[str, int]
+    engine_tp: int
+    engine_ep: int
+
+    @property
+    def ranks(self) -> Parallelism:
+        """The learner's layout; ValueError where there are problems."""
+        return Parallelism(self.learner_gpus, **self.sizes)
+
+    @property
+    def data_parallel(self) -> int:
+        """Learner ranks that see different responses."""
+        return self.learner_gpus // (self.sizes["tp"] * self.sizes["pp"] * self.sizes["cp"])
+
+    @property
+    def engines(self) -> int:
+        """How many engines there are."""
+        return self.engine_gpus // self.engine_tp
+
+
+def read_layout(config: Mapping[str, Any]) -> Layout | None:
+    """Read a layout off a config.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        The layout, right or wrong; None without a `cluster` block.
+    """
+    nodes, per_node = (look_up(config, f"cluster.{key}", None) for key in ("num_nodes", "gpus_per_node"))
+    if not nodes or not per_node:
+        return None
+    colocated = bool(look_up(config, "policy.generation.colocated.enabled", True))
+    total, taken = nodes * per_node, 0
+    if not colocated:
+        # On one node NeMo-RL takes GPUs for generation, on several whole nodes.
+        own = _count(config, f"{_RESOURCES}.{'gpus_per_node' if nodes == 1 else 'num_nodes'}", 0)
+        taken = own if nodes == 1 else own * per_node
+    return Layout(
+        nodes,
+        per_node,
+        colocated,
+        learner_gpus=total - taken,
+        engine_gpus=total if colocated else taken,
+        sizes={short: _count(config, f"{_MEGATRON}.{name}") for short, name in _SIZES.items()},
+        engine_tp=_count(config, f"{_ENGINE}.tensor_parallel_size"),
+        engine_ep=_count(config, f"{_ENGINE}.expert_parallel_size"),
+    )
+
+
+def layout_conflicts(config: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[str]:
+    """Say what NeMo-RL, Megatron or vLLM would refuse once all workers have started.
+
+    Args:
+        config: the whole config, as nested dictionaries.
+        model: its config.json; None where it is not at hand.
+
+    Returns:
+        One line each: keys, values, and what is needed.
+    """
+    layout = read_layout(config)
+    if layout is None:
+        return []
+    problems = _resource_problems(config, layout) or _learner_problems(config, layout) + _engine_problems(
+        config, layout
+    )
+    if not problems:
+        problems += _batch_problems(config, layout)
+    return problems + (_model_problems(config, layout, model) if model else [])
+
+
+def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    if layout.colocated:
+        return []
+    nodes, per_node = (look_up(config, f"{_RESOURCES}.{key}", None) for key in ("num_nodes", "gpus_per_node"))
+    problems = []
+    if layout.nodes == 1:
+        if nodes not in (None, 1):
+            problems.append(f"{_RESOURCES}.num_nodes={nodes}: cluster.num_nodes=1; set null or 1")
+        if not per_node or per_node >= layout.gpus_per_node:
+            legal = f"1 to {layout.gpus_per_node - 1}"
+            problems.append(
+                f"{_RESOURCES}.gpus_per_node={per_node}: learner and engines share the {layout.gpus_per_node} GPUs of "
+                f"cluster.gpus_per_node; set {legal}"
+            )
+        return problems
+    if not nodes or nodes >= layout.nodes:
+        problems.append(f"{_RESOURCES}.num_nodes={nodes}: of {layout.nodes} nodes; set 1 to {layout.nodes - 1}")
+    if per_node != layout.gpus_per_node:
+        problems.append(f"{_RESOURCES}.gpus_per_node={per_node}: engines take whole nodes; set {layout.gpus_per_node}")
+    return problems
+
+
+def _learner_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    sizes, gpus, problems = layout.sizes, layout.learner_gpus, []
+    for factors in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
+        product = sizes[factors[0]] * sizes[factors[1]] * sizes[factors[2]]
+        if gpus % product:
+            said = ", ".join(f"{_SIZES[name]}={sizes[name]}" for name in factors)
+            problems.append(
+                f"{_MEGATRON}: {said}: their product {product} does not divide the learner's {gpus} GPUs "
+                f"({_cluster(layout)})"
+            )
+    if sizes["tp"] > 1 and sizes["ep"] > 1 and not look_up(config, f"{_MEGATRON}.sequence_parallel", False):
+        problems.append(
+            f"{_MEGATRON}.sequence_parallel=false: Megatron trains experts with tensor parallelism only with it"
+        )
+    return problems
+
+
+def _engine_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    tp, ep, gpus, problems = layout.engine_tp, layout.engine_ep, layout.engine_gpus, []
+    if gpus % tp:
+        problems.append(
+            f"{_ENGINE}.tensor_parallel_size={tp}: does not divide the engines' {gpus} GPUs ({_cluster(layout)})"
+        )
+    if ep > 1 and ep % tp:
+        problems.append(f"{_ENGINE}.expert_parallel_size={ep}: must be a multiple of tensor_parallel_size={tp}")
+    elif ep > tp:
+        if gpus % ep:
+            problems.append(f"{_ENGINE}.expert_parallel_size={ep}: does not divide the engines' {gpus} GPUs")
+        if look_up(config, f"{_ENGINE}.async_engine", False):
+            problems.append(
+                f"{_ENGINE}.expert_parallel_size={ep}: NeMo-RL's async_engine takes no more than "
+                f"tensor_parallel_size={tp}; set {tp}, or async_engine=false"
+            )
+    return problems
+
+
+def _batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    policy, ranks = config.get("policy") or {}, layout.data_parallel
+    batch, micro = policy.get("train_global_batch_size"), policy.get("train_micro_batch_size")
+    per_step = _count(config, "grpo.num_prompts_per_step", 0) * _count(config, "grpo.num_generations_per_prompt", 0)
+    problems = [
+        f"{key}={size}: is not a multiple of the {ranks} data parallel learner ranks"
+        for key, size in (
+            ("policy.train_global_batch_size", batch),
+            ("grpo.num_prompts_per_step * grpo.num_generations_per_prompt", per_step),
+        )
+        if size and size % ranks
+    ]
+    packed = look_up(policy, "sequence_packing.enabled", False)
+    even = not packed and not look_up(policy, "dynamic_batching.enabled", False)
+    if even and not problems and batch and micro and batch % (ranks * micro):
+        problems.append(f"policy.train_micro_batch_size={micro}: does not divide the {batch // ranks} of a rank")
+    longest = policy.get("max_total_sequence_length")
+    for key in ("train_mb_tokens", "logprob_mb_tokens") if packed else ():
+        room = look_up(policy, f"sequence_packing.{key}", None)
+        if room and longest and room < longest:
+            problems.append(
+                f"policy.sequence_packing.{key}={room}: a response of policy.max_total_sequence_length={longest} does "
+                f"not fit; set at least {longest}"
+            )
+    return problems
+
+
+def _model_problems(config: Mapping[str, Any], layout: Layout, model: Mapping[str, Any]) -> list[str]:
+    sizes, engine_ep = layout.sizes, layout.engine_ep
+    experts, heads = model.get("num_experts") or 0, model.get("num_attention_heads") or 0
+    layers, problems = model.get("num_hidden_layers") or 0, []
+    for key, size in ((f"{_MEGATRON}.{_SIZES['ep']}", sizes["ep"]), (f"{_ENGINE}.expert_parallel_size", engine_ep)):
+        if size > 1 and not experts:
+            problems.append(f"{key}={size}: the model has no experts; set 1")
+        elif size > 1 and experts % size:
+            problems.append(f"{key}={size}: does not divide the {experts} experts")
+    for key, size in (
+        (f"{_MEGATRON}.{_SIZES['tp']}", sizes["tp"]),
+        (f"{_ENGINE}.tensor_parallel_size", layout.engine_tp),
+    ):
+        if heads % size:
+            problems.append(f"{key}={size}: does not divide the {heads} attention heads")
+    # Megatron may be told how many layers the first and the last stage have.
+    uneven = any(look_up(config, f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage", None) for end in ("first", "last"))
+    if layers % sizes["pp"] and not uneven:
+        problems.append(f"{_MEGATRON}.{_SIZES['pp']}={sizes['pp']}: does not divide the {layers} layers")
+    return problems
+
+
+def _cluster(layout: Layout) -> str:
+    apart = "" if layout.colocated else ", engines apart"
+    return f"cluster.num_nodes={layout.nodes}, cluster.gpus_per_node={layout.gpus_per_node}{apart}"
+
+
+def _count(config: Mapping[str, Any], dotted: str, default: int = 1) -> int:
+    value = look_up(config, dotted, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default

@@ -1,0 +1,77 @@
+"""What a launcher calls to run NeMo-RL with this package: `register`, `policy_factory`, `install_refit`."""
+
+from typing import Any
+
+_HERE = "qarl_nemo.nemo_rl"
+POLICY_WORKER = f"{_HERE}.policy_worker.QarlMegatronPolicyWorker"
+_VLLM = "nemo_rl.models.generation.vllm"
+GENERATION_WORKERS = {
+    f"{_VLLM}.vllm_worker.VllmGenerationWorker": f"{_HERE}.vllm_worker.QarlGenerationWorker",
+    f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_HERE}.vllm_worker.QarlAsyncGenerationWorker",
+}
+# Actors that NeMo-RL starts through uv even where it is told to use the system's Python.
+_UV_ALWAYS = (
+    "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector",
+    "nemo_rl.algorithms.async_utils.ReplayBuffer",
+    "nemo_rl.experience.sync_rollout_actor.SyncRolloutActor",
+)
+# NeMo-RL looks for another worker class only where this key of the generation block is set.
+SENTINEL = "qarl"
+
+
+def register() -> None:
+    """Make NeMo-RL know this package's workers; calling it again changes nothing.
+
+    Raises:
+        ImportError: NeMo-RL is not importable.
+    """
+    from nemo_rl.distributed import ray_actor_environment_registry as registry
+    from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
+    from nemo_rl.models.generation.vllm import utils
+
+    registry.ACTOR_ENVIRONMENT_REGISTRY[POLICY_WORKER] = registry.MCORE_EXECUTABLE
+    for own in GENERATION_WORKERS.values():
+        registry.ACTOR_ENVIRONMENT_REGISTRY[own] = registry.VLLM_EXECUTABLE
+    utils.GENERATION_WORKER_OVERRIDES.update(GENERATION_WORKERS)
+    if registry.USE_SYSTEM_EXECUTABLE:
+        registry.ACTOR_ENVIRONMENT_REGISTRY.update(dict.fromkeys(_UV_ALWAYS, PY_EXECUTABLES.SYSTEM))
+
+
+def policy_factory(**arguments: Any) -> Any:
+    """Make NeMo-RL's policy with our workers; what `setup(policy_factory=...)` takes.
+
+    Args:
+        arguments: of NeMo-RL's `Policy`.
+
+    Returns:
+        The policy.
+    """
+    from qarl_nemo.nemo_rl.policy import QarlPolicy
+
+    return QarlPolicy(**arguments, worker_extension_cls_fqn=POLICY_WORKER)
+
+
+def install_refit(policy: Any, policy_generation: Any) -> Any:
+    """Let NeMo-RL's loop move packed weights; comes after `setup()` and before training.
+
+    Args:
+        policy: of `policy_factory`.
+        policy_generation: NeMo-RL's `VllmGeneration`.
+
+    Returns:
+        The synchronizer, which NeMo-RL finds at `policy_generation.weight_synchronizer`.
+
+    Raises:
+        TypeError: the engines are not this package's.
+    """
+    from qarl_nemo.nemo_rl.synchronizer import PackedWeightSynchronizer
+
+    if policy_generation.cfg.get("quant_cfg") != SENTINEL:
+        raise TypeError(
+            f"policy.generation.quant_cfg={policy_generation.cfg.get('quant_cfg')!r}: NeMo-RL started its own vLLM "
+            f"workers, which serve BF16; it has to be {SENTINEL!r} when setup() is called, and register() to come first"
+        )
+    synchronizer = PackedWeightSynchronizer(policy, policy_generation)
+    synchronizer.init_communicator()
+    policy_generation.weight_synchronizer = synchronizer
+    return synchronizer

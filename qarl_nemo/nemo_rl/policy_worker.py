@@ -1,0 +1,171 @@
+"""NeMo-RL's Megatron policy worker with an aligned forward and packed refits.
+
+Everything is in an undecorated class: Ray pickles the methods of a decorated class by value.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+from megatron.core import parallel_state
+from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
+from nemo_rl.models.policy.workers import megatron_policy_worker
+from torch import Tensor
+
+from qarl_kernels import get_format
+from qarl_nemo.megatron.alignment import Alignment, bump_on_step, release
+from qarl_nemo.megatron.publish import publish_layers
+from qarl_nemo.megatron.step_guard import StepGuard
+from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require_aligned
+from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
+from qarl_nemo.nemo_rl.formats import executed_format, served_format
+from qarl_nemo.nemo_rl.loss import PREFIX
+from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
+from qarl_nemo.refit.exchange import gather_plain, waiting_group
+from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
+from qarl_nemo.refit.send import CollectiveSender
+
+# Of a GPU's free memory: what a refit may take as a whole.
+_WHOLE_SHARE = 0.5
+
+
+class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerImpl):
+    """A policy worker whose training and log-probability forwards execute what its rollout engine executes.
+
+    Args:
+        config: NeMo-RL's policy block, with the `qarl:` block in it.
+        arguments: of NeMo-RL's worker.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+        qarl = config["qarl"]
+        self.served = served_format(qarl)
+        self.alignment = Alignment(
+            executed_format(qarl),
+            tuple(qarl["targets"]),
+            qarl["backward"],
+            qarl["keep_operand"],
+            engine_rounding=qarl["engine_rounding"],
+        )
+        self._collective_sender: CollectiveSender | None = None
+        self._layerwise: bool | None = qarl["layerwise_refit"]
+        with aligned_provider(megatron_policy_worker, self.alignment):
+            super().__init__(config, *arguments, **named)
+        aligned = require_aligned([self.model], self.alignment)
+        print(f"qarl: rank {self.rank} executes {aligned}; rollouts are {self.served.name}", flush=True)
+        if self.optimizer is not None:
+            bump_on_step(self.optimizer, self.alignment.version)
+            self._guard = StepGuard([self.model], self.optimizer, qarl["max_skipped_steps"])
+
+    def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """Train as NeMo-RL does; steps that are not finite are skipped and counted.
+
+        Args:
+            data: this rank's responses.
+            loss_fn: our loss, or one of NeMo-RL's, which names no responses.
+            arguments: of NeMo-RL's worker.
+            named: likewise.
+
+        Returns:
+            NeMo-RL's results, with the count as one more metric.
+
+        Raises:
+            RuntimeError: `qarl.max_skipped_steps` steps in a row were skipped.
+        """
+        before, self._guard.nonfinite = self._guard.num_skipped, getattr(loss_fn, "nonfinite", [])
+        results = super().train(data, loss_fn, *arguments, **named)
+        # NeMo-RL adds up what the data parallel ranks return.
+        first = parallel_state.get_data_parallel_rank() == 0
+        skipped = float(self._guard.num_skipped - before) if first else 0.0
+        results["all_mb_metrics"][f"{PREFIX}skipped_steps"] = [skipped]
+        return results
+
+    @torch.no_grad()
+    def qarl_refit(self, engines: list[Any], num_ranks: int, version: int) -> dict[str, float]:
+        """Let all engines serve this policy's weights; called on every rank.
+
+        Args:
+            engines: handles of the vLLM workers that own an engine.
+            num_ranks: of all engines.
+            version: the number the engines will know these weights by.
+
+        Returns:
+            Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`.
+
+        Raises:
+            ValueError: weights hold NaN or Inf.
+            RuntimeError: the engines refused the update, or one broke off.
+        """
+        started = time.perf_counter()
+        if not self.is_generation_colocated:
+            update, sender = self._streamed(version, num_ranks)
+        else:
+            update, sender = self._lent(version) if self._is_layerwise() else self._whole(version)
+        publish_s = time.perf_counter() - started
+        figures = push_from_all(update, RayEngines(engines), sender)
+        return figures | {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """Tell NeMo-RL's own refit nothing: the engines know what they take."""
+        return {}
+
+    def init_collective(self, *_: Any, **__: Any) -> None:
+        """Open no connection for NeMo-RL's own refit; packed refits bring theirs."""
+
+    def offload_after_refit(self) -> None:
+        """Drop the quantized weights as well: they are made anew from the masters that come back."""
+        release([self.model])
+        # What engines have read is free now; it was lent to them.
+        torch.cuda.ipc_collect()
+        super().offload_after_refit()
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """Swap the reference model in, unquantized."""
+        with executing([self.model], get_format("bf16")), super().use_reference_model():
+            yield
+
+    def _whole(self, version: int) -> tuple[RefitUpdate, ColocatedSender]:
+        # Engines convert from the learner's memory, so that it must hold everything until they are done.
+        tensors: dict[str, Tensor] = {}
+        for layer in self._layers():
+            tensors.update(layer)
+        sender = ColocatedSender(timeout_s=TIMEOUT_S)
+        sender.share(tensors)
+        return RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors), sender
+
+    def _lent(self, version: int) -> tuple[StreamedUpdate, ColocatedSender]:
+        sender = ColocatedSender(timeout_s=TIMEOUT_S)
+
+        def lend() -> Iterator[dict[str, Tensor]]:
+            return sender.lend(self._layers())
+
+        return StreamedUpdate(self._layers, self.served, version=version, rehearsed=True, lend=lend), sender
+
+    def _is_layerwise(self) -> bool:
+        if self._layerwise is None:
+            num_bytes = sum(tensor.nbytes for layer in self._layers() for tensor in layer.values())
+            free = min(gather_plain(torch.cuda.mem_get_info()[0], waiting_group()))
+            self._layerwise = num_bytes > _WHOLE_SHARE * free
+            print(f"qarl: rank {self.rank} refits {'layer by layer' if self._layerwise else 'as a whole'}", flush=True)
+        return self._layerwise
+
+    def _streamed(self, version: int, num_ranks: int) -> tuple[StreamedUpdate, CollectiveSender]:
+        if self._collective_sender is None:
+            device, host = torch.device("cuda", torch.cuda.current_device()), ray.util.get_node_ip_address()
+            self._collective_sender = CollectiveSender(num_ranks, device, host=host, timeout_s=TIMEOUT_S)
+        return StreamedUpdate(self._layers, self.served, version=version), self._collective_sender
+
+    def _layers(self) -> Iterator[dict[str, Tensor]]:
+        vocab_size = self.megatron_bridge.hf_pretrained.config.vocab_size
+        other = None if self.served == self.alignment.format else self.served
+        return publish_layers([self.model], vocab_size=vocab_size, fmt=other)
+
+
+@ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
+class QarlMegatronPolicyWorker(QarlMegatronPolicyWorkerImpl):
+    """What `plugin.policy_factory` puts in the place of NeMo-RL's `MegatronPolicyWorker`."""

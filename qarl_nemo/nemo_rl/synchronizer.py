@@ -1,0 +1,113 @@
+"""NeMo-RL's weight synchronizer, moving packed weights: what its training loop calls before rollouts of new weights."""
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import ray
+from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+
+from qarl_nemo.nemo_rl.engines import RayEngines
+from qarl_nemo.refit.exchange import PATIENCE
+
+_TIMED = "prepare_for_generation/transfer_and_update_weights"
+
+
+class PackedWeightSynchronizer(WeightSynchronizer):
+    """Every sync is one refit of all engines, whole or not at all, under the next version number.
+
+    Args:
+        policy: NeMo-RL's, of our policy workers.
+        generation: NeMo-RL's `VllmGeneration`, of our vLLM workers.
+    """
+
+    def __init__(self, policy: Any, generation: Any) -> None:
+        self._policy, self._generation = policy, generation
+        self._colocated = generation.cfg["colocated"]["enabled"]
+        group = generation.worker_group
+        self._engines = [group.workers[index] for index in group.dp_leader_worker_indices]
+        self._num_ranks = 0
+        self.version = self._attempted = 0
+        self.failure: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Collectors of rollouts get a copy of the engines' handle; weights are synchronized from the driver alone.
+        return {"version": self.version}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether no refit has reached the engines yet."""
+        return self.version == 0
+
+    def init_communicator(self) -> None:
+        """Number the engines' ranks; connections are made by the first refit that needs them."""
+        self._num_ranks = RayEngines(self._engines).place()
+
+    def sync_weights(self, *, timer: Any = None, kv_scales: dict[str, float] | None = None) -> dict[str, float]:
+        """Let the engines serve the policy's weights.
+
+        Args:
+            timer: NeMo-RL's.
+            kv_scales: of an FP8 cache, which packed refits do not carry.
+
+        Returns:
+            Seconds of each phase as `<phase>_s`, `num_bytes` and the `version` served now.
+
+        Raises:
+            ValueError: `kv_scales` are given.
+            RuntimeError: engines did not wake up.
+            ray.exceptions.RayTaskError: the refit was refused or broke off; the workers' reason.
+            TimeoutError: a worker has not ended its part within an hour.
+        """
+        try:
+            figures = self._sync(timer, kv_scales)
+        except Exception as error:
+            # Not every loop of NeMo-RL's lets it through: the launcher looks here.
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+        self.failure = None
+        return figures
+
+    def _sync(self, timer: Any, kv_scales: dict[str, float] | None) -> dict[str, float]:
+        if kv_scales is not None:
+            raise ValueError("packed refits carry no KV cache scales: set vllm_cfg.kv_cache_dtype=auto")
+        if self._colocated:
+            self._policy.offload_before_refit()
+            self._wake("weights")
+        # Engines take a number once: one that broke off may have reached some of them.
+        self._attempted += 1
+        with timer.time(_TIMED) if timer is not None else nullcontext():
+            figures = _results(
+                self._policy.worker_group.run_all_workers_single_data(
+                    "qarl_refit", engines=self._engines, num_ranks=self._num_ranks, version=self._attempted
+                )
+            )
+        self.version = self._attempted
+        if self._colocated:
+            self._policy.offload_after_refit()
+            self._wake("kv_cache")
+        return figures[0] | {"version": float(self.version)}
+
+    def _wake(self, tag: str) -> None:
+        # NeMo-RL prints what went wrong and returns False, and nobody of its own asks.
+        if not self._generation.prepare_for_generation(tags=[tag]):
+            raise RuntimeError(
+                f"vLLM did not wake up its {tag}: NeMo-RL printed why above. Where it ran out of memory, lower "
+                "policy.generation.vllm_cfg.gpu_memory_utilization or what stays of the learner on these GPUs"
+            )
+
+    def shutdown(self) -> None:
+        """Nothing is held: connections end with the workers."""
+
+
+def _results(calls: list[Any]) -> list[Any]:
+    # A worker that died leaves the others waiting for it: its error must not wait for them.
+    waiting, deadline = calls, time.monotonic() + PATIENCE.total_seconds()
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            raise TimeoutError(
+                f"{len(waiting)} of {len(calls)} policy workers have not ended the refit within {PATIENCE}"
+            )
+        ray.get(done)
+    return ray.get(calls)

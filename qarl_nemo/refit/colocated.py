@@ -1,0 +1,149 @@
+"""A refit from all of the learner's ranks: all publish, rank 0 speaks with the engines, all learn how it ended.
+
+Colocated engines read the learner rank on their own GPU through CUDA IPC; separate ones are sent rank 0's tensors.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qarl_nemo.refit.answers import RolloutEngine, ask
+from qarl_nemo.refit.exchange import broadcast_plain, gather_plain, waiting_group
+from qarl_nemo.refit.ipc import export_tensor, gpu_id
+from qarl_nemo.refit.publish import StreamedUpdate, Update
+from qarl_nemo.refit.push import push
+from qarl_nemo.refit.send import TIMEOUT_S, Sender
+
+
+class ColocatedSender:
+    """Every rank of the engines reads the learner rank on its own GPU; made on every rank of the learner.
+
+    Args:
+        timeout_s: after which a rank of the engines that has not answered is an error.
+    """
+
+    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+        self._held: dict[str, Tensor] = {}
+        self._descriptions: dict[str, dict[str, Any]] = {}
+
+    def lend(self, layers: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yield each layer while engines may read it; called on every rank, for rank 0 to send what it yields.
+
+        Args:
+            layers: tensors of this rank's GPU by name, the same on every rank.
+
+        Yields:
+            Them; a layer stays until all ranks ask for the next.
+        """
+        for layer in layers:
+            self.share(layer)
+            yield layer
+            # Rank 0 asks for the next one when all engines are done with this.
+            dist.barrier(group=waiting_group())
+            self._held = {}
+
+    def share(self, tensors: dict[str, Tensor]) -> None:
+        """Let engines read these tensors until the next ones, or `release`; called on every rank.
+
+        Args:
+            tensors: on this rank's GPU, the same on every rank.
+        """
+        self._held = {name: _apart(tensor) for name, tensor in tensors.items()}
+        mine = {name: export_tensor(tensor) for name, tensor in self._held.items()}
+        torch.cuda.synchronize()
+        self._descriptions = dict(gather_plain((gpu_id(torch.cuda.current_device()), mine), waiting_group()))
+
+    def send(self, update: Update, engine: RolloutEngine) -> None:
+        """Tell every rank where the tensors of its GPU's learner rank lie.
+
+        Args:
+            update: what is shared, or, layer by layer, lent.
+            engine: all engines.
+
+        Raises:
+            ValueError: a rank of the engines runs on a GPU that no learner rank is on.
+        """
+        gpus = ask(engine, "qarl_gpu", timeout_s=self.timeout_s)
+        for tensors in update.batches():
+            self._require_neighbours(gpus)
+            message = {name: [self._descriptions[gpu][name] for gpu in gpus] for name in tensors}
+            ask(engine, "qarl_receive", update.manifest.version, "ipc", message, timeout_s=self.timeout_s)
+
+    def release(self) -> None:
+        """Let go of this rank's tensors; no rank of the engines reads them any more."""
+        self._held = {}
+
+    def _require_neighbours(self, gpus: list[str]) -> None:
+        alone = [f"rank {rank} on {gpu}" for rank, gpu in enumerate(gpus) if gpu not in self._descriptions]
+        if alone or len(set(gpus)) < len(gpus):
+            raise ValueError(
+                f"colocated engines need one learner rank on each of their GPUs: {', '.join(alone) or gpus}; set "
+                "policy.generation.colocated.enabled=false to send through NCCL"
+            )
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    # Megatron keeps parameters in one buffer and takes its memory away to offload them; exported memory must stay.
+    whole = tensor.contiguous()
+    return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
+
+
+def push_from_all(update: Update, engine: RolloutEngine, sender: Sender) -> dict[str, float]:
+    """Let the engines serve what all ranks of the learner published; called on every rank.
+
+    Args:
+        update: the same on every rank.
+        engine: all engines; rank 0 speaks with them.
+        sender: this rank's; rank 0's sends, all are released.
+
+    Returns:
+        Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`.
+
+    Raises:
+        RuntimeError: the refit was refused or broke off; rank 0's reason, on every rank.
+    """
+    started = time.perf_counter()
+    outcome: dict[str, float] | str | None = None
+    try:
+        # A streamed update is made by all ranks together, also where one of them gives up on it.
+        with update if isinstance(update, StreamedUpdate) else nullcontext():
+            if dist.get_rank() == 0:
+                outcome = _attempt(update, engine, sender)
+        outcome = broadcast_plain(outcome, waiting_group())
+    except Exception as error:
+        # A learner's rank is gone; why rank 0 had given up before says more than that.
+        if isinstance(outcome, str):
+            raise RuntimeError(outcome) from error
+        raise
+    finally:
+        sender.release()
+    if isinstance(outcome, str):
+        raise RuntimeError(outcome)
+    return outcome | {"total_s": time.perf_counter() - started}
+
+
+def _attempt(update: Update, engine: RolloutEngine, sender: Sender) -> dict[str, float] | str:
+    try:
+        report = push(update, engine, sender)
+    except Exception as error:  # noqa: BLE001 the other ranks wait for the outcome, whatever it is
+        causes = [error, *_causes(error)]
+        return "\nbecause: ".join(_described(cause) for cause in causes)
+    seconds = {f"{phase}_s": value for phase, value in report.seconds.items()}
+    return {**seconds, "num_bytes": float(report.num_bytes)}
+
+
+def _described(error: BaseException) -> str:
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    causes = []
+    while (error := error.__cause__ or error.__context__) is not None:
+        causes.append(error)
+    return causes

@@ -1,0 +1,156 @@
+"""Several arms and seeds from one config: every run is validated first, then each runs in a process of its own."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from qarl_nemo.config import ConfigError, merge_mappings, validate
+from qarl_nemo.files import make_folder, write_atomic
+from qarl_nemo.train.config import CompareConfig, LocalConfig
+from qarl_nemo.train.run_dir import RunStoppedError, where_it_stands
+
+_LOG_LINES = 15
+_PATIENCE_S = 10.0
+
+
+def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
+    """Return one config for each arm and seed; run directories are `<run_dir>/<arm>-seed<seed>`.
+
+    Args:
+        config: a config with a `compare:` block.
+        source: where it came from, for errors.
+
+    Returns:
+        The runs' configs, seeds outermost.
+
+    Raises:
+        ConfigError: an arm's overrides are illegal, or runs would share a folder; every problem is listed.
+    """
+    assert config.compare is not None
+    _require_own_folders(config.compare, source)
+    base = config.model_dump(mode="json", exclude={"compare"})
+    runs, problems = [], []
+    for seed in config.compare.seeds:
+        for arm, overrides in config.compare.arms.items():
+            labels = {"name": f"{arm}-seed{seed}", "arm": arm}
+            own = {"seed": seed, "run_dir": str(config.run_dir / f"{_slug(arm)}-seed{seed}"), "run": labels}
+            values: dict[str, Any] = merge_mappings(merge_mappings(base, overrides), own)
+            try:
+                runs.append(validate(values, LocalConfig, source=f"{source}, arm {arm!r}"))
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return runs
+
+
+def _require_own_folders(compare: CompareConfig, source: str) -> None:
+    arms: dict[str, list[str]] = {}
+    for arm in compare.arms:
+        arms.setdefault(_slug(arm), []).append(arm)
+    shared = [
+        f"arms {' and '.join(map(repr, names))} would share the folder {slug}-seed{compare.seeds[0]}; rename one"
+        for slug, names in arms.items()
+        if len(names) > 1
+    ]
+    repeated = [
+        f"compare.seeds holds {seed} {count} times; those runs would share a folder"
+        for seed, count in Counter(compare.seeds).items()
+        if count > 1
+    ]
+    if shared or repeated:
+        raise ConfigError("\n  ".join([f"{source}: {len(shared + repeated)} problem(s)", *shared, *repeated]))
+
+
+def _slug(arm: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", arm)
+
+
+def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
+    """Run every config to its end, `parallel` at a time; finished runs are skipped, killed ones resume.
+
+    Args:
+        runs: from `expand_arms`.
+        parallel: processes at a time.
+
+    Returns:
+        The run directories, in order.
+
+    Raises:
+        RuntimeError: runs failed; each is named with its log and the end of it. The others are finished first.
+        RunStoppedError: it was interrupted from the keyboard.
+    """
+    running: list[tuple[LocalConfig, Any]] = []
+    try:
+        failed = _run_all(runs, parallel, running)
+    except KeyboardInterrupt:
+        _end(running)
+        stands = [f"{config.run.name}: {where_it_stands(config)}" for config, _ in running]
+        raise RunStoppedError("\n  ".join(["interrupted; the same command goes on with", *stands])) from None
+    except BaseException:
+        _end(running)
+        raise
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return [config.run_dir for config in runs]
+
+
+def _run_all(runs: list[LocalConfig], parallel: int, running: list[tuple[LocalConfig, Any]]) -> list[str]:
+    console, started = Console(), time.perf_counter()
+    waiting, failed, finished = list(runs), [], 0
+    while waiting or running:
+        while waiting and len(running) < parallel:
+            running.append((waiting[0], _start(waiting[0])))
+            console.print(f"{waiting[0].run.name} started, log in {_log(waiting[0])}", soft_wrap=True)
+            waiting.pop(0)
+        time.sleep(0.5)
+        for entry in [entry for entry in running if entry[1].poll() is not None]:
+            running.remove(entry)
+            config, process = entry
+            finished += 1
+            if process.returncode:
+                failed.append(_failure(config, process.returncode))
+            elapsed = time.perf_counter() - started
+            state = "failed" if process.returncode else "done"
+            eta = elapsed / finished * (len(runs) - finished)
+            console.print(f"{config.run.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
+    return failed
+
+
+def _start(config: LocalConfig) -> subprocess.Popen[bytes]:
+    make_folder(config.run_dir, "a run's folder")
+    path = config.run_dir / "arm.yaml"
+    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json", exclude={"compare"}))))
+    environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
+    with _log(config).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "qarl_nemo.cli", "train", str(path)], stdout=log, stderr=log, env=environment
+        )
+
+
+def _end(running: list[tuple[LocalConfig, Any]]) -> None:
+    # A terminal's Ctrl-C reached them, too; what was sent to this process alone did not.
+    for _, process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE_S)
+        process.terminate()
+        process.wait()
+
+
+def _log(config: LocalConfig) -> Path:
+    return config.run_dir / "log.txt"
+
+
+def _failure(config: LocalConfig, code: int) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    lines = _log(config).read_text(errors="replace").splitlines()
+    return "\n    ".join([f"{config.run.name} {how}; its log, {_log(config)}, ends with", *lines[-_LOG_LINES:]])

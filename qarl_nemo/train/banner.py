@@ -1,0 +1,67 @@
+"""What a run says when it starts: model, formats, folder, checkpoints, and where it goes on from."""
+
+from rich.console import Console
+
+from qarl_nemo.files import readable_bytes
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.preflight import Prepared
+
+
+def show_banner(config: LocalConfig, prepared: Prepared, step: int | None) -> None:
+    """Print what runs.
+
+    Args:
+        config: the resolved config.
+        prepared: what was checked.
+        step: of the checkpoint that the run goes on from, None for a run that begins.
+    """
+    console = Console()
+    for label, text in banner_lines(config, prepared, step).items():
+        console.print(f"[bold]{label:<12}[/bold]", end="")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> dict[str, str]:
+    """Return a start banner, one entry a line.
+
+    Args:
+        config: the resolved config.
+        prepared: what was checked.
+        step: of the checkpoint that the run goes on from, None for a run that begins.
+
+    Returns:
+        The lines' texts by their labels.
+    """
+    qarl, grpo = config.qarl, config.grpo
+    quantized = sum(row.quantized for row in prepared.rows)
+    begins = "new" if step is None else f"resumed from step {step}"
+    learners = {"aligned": "executes the rollouts' format", "rollout_only": "executes BF16", "none": "executes BF16"}
+    return {
+        "run": f"{config.run.name}, {begins}, to step {grpo.max_num_steps}; seed {config.seed}, in {config.run_dir}",
+        "model": f"{config.policy.model_path or 'random weights (policy.model_init)'}, "
+        f"{_readable_count(prepared.num_parameters)} parameters, {config.policy.precision} on {prepared.device}",
+        "rollouts": f"{prepared.format.name}{_groups(prepared)}, {quantized} of {len(prepared.rows)} modules "
+        f"quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}",
+        "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
+        f"{grpo.num_generations_per_prompt} responses a step",
+        "checkpoints": _checkpoints(config, prepared),
+    }
+
+
+def _checkpoints(config: LocalConfig, prepared: Prepared) -> str:
+    settings = config.checkpointing
+    if not settings.enabled:
+        return "off: a run that is stopped cannot go on"
+    size = readable_bytes(prepared.checkpoint_bytes)
+    return f"{size} each, every {settings.save_period} steps, the newest {settings.keep_last} stay"
+
+
+def _groups(prepared: Prepared) -> str:
+    return f" in groups of {prepared.format.group_size}" if prepared.format.weight_kind == "int" else ""
+
+
+def _readable_count(count: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:,}"

@@ -1,0 +1,197 @@
+"""Atomic checkpoints of a run: `checkpoints/step_000100/` with a Hugging Face model directory and the optimizer."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from qarl_nemo.files import FileError, os_reason, read_json
+from qarl_nemo.train.file_list import file_problems, write_file_list
+from qarl_nemo.train.learner import Learner
+
+STATE_FILE = "state.json"
+_NAME = re.compile(r"step_(\d{6,})")
+# What a save or a deletion that was killed leaves behind.
+_LEFTOVER = re.compile(r"step_\d{6,}\.(partial|deleted)")
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """List the steps that have a checkpoint's folder, ascending, whatever is in it.
+
+    Args:
+        run_dir: the run's folder.
+
+    Returns:
+        The steps.
+    """
+    folder = run_dir / "checkpoints"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """List the steps that have a whole checkpoint, ascending: every file of its list there, in the listed size.
+
+    Args:
+        run_dir: the run's folder.
+
+    Returns:
+        The steps.
+    """
+    return [step for step in saved_steps(run_dir) if not file_problems(checkpoint_dir(run_dir, step), checksums=False)]
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` lies."""
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def newest_checkpoint(run_dir: Path) -> int | None:
+    """Return the newest checkpoint's step, every byte of it held against its list of files.
+
+    Args:
+        run_dir: the run's folder.
+
+    Returns:
+        The step, or None where there is no checkpoint.
+
+    Raises:
+        FileError: it is not whole; every file that differs is named.
+    """
+    steps = saved_steps(run_dir)
+    if not steps:
+        return None
+    folder = checkpoint_dir(run_dir, steps[-1])
+    problems = file_problems(folder, checksums=True)
+    if problems:
+        older = [step for step in checkpoint_steps(run_dir) if step != steps[-1]]
+        fix = f"delete it to go on from step {older[-1]}" if older else "there is no other: choose another run_dir=..."
+        raise FileError(f"{folder} is not a whole checkpoint; {fix}\n  " + "\n  ".join(problems))
+    return steps[-1]
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    state: dict[str, float],
+    *,
+    keep_last: int,
+) -> Path:
+    """Write a checkpoint under a temporary name, rename it, then delete all but the newest `keep_last`.
+
+    Args:
+        run_dir: the run's folder.
+        step: training steps it contains.
+        learner: writes its model, as a Hugging Face directory that any other tool can load, and its optimizer.
+        tokenizer: saved beside the model.
+        state: counters of the loop.
+        keep_last: how many checkpoints stay.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        FileError: the disk is full or failed; the older checkpoints stay.
+    """
+    final = checkpoint_dir(run_dir, step)
+    with _named_disk_errors(final):
+        remove_leftovers(run_dir)
+        partial = final.with_suffix(".partial")
+        partial.mkdir(parents=True)
+        learner.save(partial)
+        tokenizer.save_pretrained(partial / "model")
+        (partial / STATE_FILE).write_text(json.dumps({"step": step, **state}))
+        write_file_list(partial)
+        for path in (partial, *partial.rglob("*")):
+            _sync(path)
+        if final.exists():
+            _delete(final)
+        partial.rename(final)
+        _sync(final.parent)
+        for old in saved_steps(run_dir)[:-keep_last]:
+            _delete(checkpoint_dir(run_dir, old))
+    return final
+
+
+@contextlib.contextmanager
+def _named_disk_errors(final: Path) -> Iterator[None]:
+    """Turn what writers raise on a full or broken disk into one error that names the checkpoint."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = _disk_reason(error)
+        if reason is None:
+            raise
+        with contextlib.suppress(OSError):
+            remove_leftovers(final.parents[1])
+        raise FileError(
+            f"{final}: the checkpoint cannot be written: {reason}; then the same command goes on from the last one"
+        ) from error
+
+
+def _disk_reason(error: Exception) -> str | None:
+    if isinstance(error, OSError):
+        return os_reason(error)
+    # torch's and safetensors' writers have no types of their own for the system's errors.
+    first_line = str(error).partition("\n")[0]
+    if re.search(r"inline_container|PytorchStreamWriter|os error|I/O error", first_line):
+        return f"the disk is full or failed ({first_line}); free some space"
+    return None
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Delete what saves and deletions that were killed left behind.
+
+    Args:
+        run_dir: the run's folder, which no other process uses.
+    """
+    folder = run_dir / "checkpoints"
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def read_state(run_dir: Path, step: int) -> dict[str, float]:
+    """Return the loop's counters in a checkpoint.
+
+    Args:
+        run_dir: the run's folder.
+        step: of the checkpoint.
+
+    Returns:
+        `step`, `weight_version` and `elapsed_s`.
+
+    Raises:
+        FileError: one of them is missing or no number.
+    """
+    path = checkpoint_dir(run_dir, step) / STATE_FILE
+    state = read_json(path, "a checkpoint's counters")
+    wrong = [
+        f"{key} is {state.get(key)!r}"
+        for key in ("step", "weight_version", "elapsed_s")
+        if isinstance(state.get(key), bool) or not isinstance(state.get(key), int | float)
+    ]
+    if wrong:
+        raise FileError(f"{path}: expected numbers, but {', '.join(wrong)}")
+    return state
+
+
+def _delete(folder: Path) -> None:
+    # Renamed first: a kill on the way leaves nothing under a checkpoint's name.
+    shutil.rmtree(folder.rename(folder.with_suffix(".deleted")))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,356 @@
+"""The embedded engine's config; block and key names follow NeMo-RL's where both have them. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from qarl_nemo.config import QarlConfig, StrictModel
+from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.muon import MOMENTUM
+from qarl_nemo.train.vllm.limits import config_problems
+
+# Of a random model; in FP32 that is 400 GB.
+_MAX_BILLIONS = 100
+_MAX_RESPONSES = 1 << 20
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class ModelInit(StrictModel):
+    """A randomly initialized Qwen3-MoE with a character tokenizer, for models that know nothing yet."""
+
+    hidden_size: int = Field(128, ge=32, le=65_536)
+    num_hidden_layers: int = Field(2, ge=1, le=1024)
+    num_attention_heads: int = Field(4, ge=1, le=1024)
+    num_key_value_heads: int = Field(2, ge=1, le=1024)
+    head_dim: int = Field(32, ge=8, le=4096)
+    num_experts: int = Field(8, ge=1, le=4096)
+    num_experts_per_tok: int = Field(2, ge=1, le=4096)
+    moe_intermediate_size: int = Field(128, ge=32, le=131_072)
+    max_position_embeddings: int = Field(256, ge=16, le=1_048_576)
+
+    @model_validator(mode="after")
+    def sizes_agree(self) -> "ModelInit":
+        """Require whole groups of heads, halves to rotate, and as many experts as a token is sent to."""
+        problems = []
+        if self.num_experts_per_tok > self.num_experts:
+            problems.append(f"num_experts_per_tok={self.num_experts_per_tok} is above num_experts={self.num_experts}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim} is odd, and rotary positions turn pairs")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @model_validator(mode="after")
+    def fits_a_machine(self) -> "ModelInit":
+        """Bound the parameters, so that a slip of the pen is an error and not a machine without memory."""
+        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        experts = 3 * self.num_experts * self.moe_intermediate_size
+        billions = self.num_hidden_layers * self.hidden_size * (attention + experts) / 1e9
+        if billions > _MAX_BILLIONS:
+            raise ValueError(
+                f"these sizes make {billions:,.0f} billion parameters; legal: up to {_MAX_BILLIONS} billion"
+            )
+        return self
+
+
+class WarmStart(StrictModel):
+    """Supervised warm start on the training tasks' answers, before RL begins."""
+
+    steps: int = Field(0, ge=0, le=1_000_000, description="At most this many; 0 skips the warm start.")
+    batch_size: int = Field(256, ge=1, le=65_536)
+    lr: float = Field(1e-3, gt=0, le=10)
+    target_reward: float | None = Field(None, gt=0, le=1)
+    """Stop once greedy answers to the validation tasks reach this reward, so that seeds start RL alike."""
+    check_period: int = Field(10, ge=1, le=1_000_000, description="Steps between looks at the greedy reward.")
+
+
+class AdamWConfig(StrictModel):
+    """torch.optim.AdamW."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(5e-4, gt=0, le=10)
+    weight_decay: float = Field(0.0, ge=0, le=10)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
+
+
+class MuonConfig(StrictModel):
+    """torch.optim.Muon on hidden matrices (each expert its own), AdamW on embeddings, head, routers, norms, biases."""
+
+    name: Literal["muon"] = "muon"
+    lr: float = Field(1e-3, gt=0, le=10)
+    weight_decay: float = Field(0.01, ge=0, le=10)
+    momentum: float = Field(MOMENTUM, ge=0, lt=1)
+    warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
+
+
+class MegatronConfig(StrictModel):
+    """Megatron-core as the learner, with Transformer-Engine on GPUs."""
+
+    num_gpus: int = Field(1, ge=1, le=1024, description="Ranks, one GPU each.")
+    tensor_model_parallel_size: int = Field(1, ge=1, le=1024)
+    expert_model_parallel_size: int = Field(1, ge=1, le=1024)
+    expert_tensor_parallel_size: int = Field(1, ge=1, le=1024)
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    use_distributed_optimizer: bool = True
+    """Shard masters and moments over data parallel ranks."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks share the rows of a batch."""
+        return self.num_gpus // self.tensor_model_parallel_size
+
+    @model_validator(mode="after")
+    def parts_divide_the_ranks(self) -> "MegatronConfig":
+        """Require whole groups of ranks."""
+        experts = self.expert_model_parallel_size * self.expert_tensor_parallel_size
+        if self.num_gpus % self.tensor_model_parallel_size or self.num_gpus % experts:
+            raise ValueError(
+                f"tensor_model_parallel_size={self.tensor_model_parallel_size} and expert_model_parallel_size * "
+                f"expert_tensor_parallel_size={experts} must both divide num_gpus={self.num_gpus}"
+            )
+        return self
+
+
+class PolicyConfig(StrictModel):
+    """The learner: which model, in which precision, trained how."""
+
+    model_path: Path | None = Field(None, description="Local Qwen3 / Qwen3-MoE checkpoint directory.")
+    model_init: ModelInit | None = Field(None, description="A tiny random model instead of a checkpoint.")
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of parameters and activations; bfloat16 keeps FP32 masters in the optimizer."""
+    attention: Literal["torch", "engine"] = "torch"
+    """The learner's kernel; `engine` is vLLM's own, forward bit for bit, on a Hopper GPU with vLLM installed."""
+    megatron_cfg: MegatronConfig | None = Field(None, description="Train in Megatron; None = in transformers.")
+    warm_start: WarmStart = WarmStart()
+    train_micro_batch_size: int = Field(256, ge=1, le=65_536, description="Sequences of one forward and backward.")
+    logprob_batch_size: int = Field(512, ge=1, le=65_536, description="Sequences of one forward without gradient.")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e6)
+    max_skipped_steps: int = Field(3, ge=1, le=1000, description="Non-finite steps in a row before the run stops.")
+    optimizer: Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")] = AdamWConfig()
+
+    @model_validator(mode="after")
+    def one_model_source(self) -> "PolicyConfig":
+        """Require exactly one of model_path and model_init."""
+        if (self.model_path is None) == (self.model_init is None):
+            raise ValueError("set exactly one of model_path (a checkpoint directory) and model_init (a random model)")
+        return self
+
+    @model_validator(mode="after")
+    def megatron_has_its_own(self) -> "PolicyConfig":
+        """Hold `megatron_cfg` to Megatron's optimizer and attention."""
+        if self.megatron_cfg is None:
+            return self
+        if self.attention != "torch":
+            raise ValueError(f"attention={self.attention}: Megatron attends with its own kernels; leave it at torch")
+        if self.optimizer.name == "muon" and self.megatron_cfg.use_distributed_optimizer:
+            raise ValueError("optimizer.name=muon: set megatron_cfg.use_distributed_optimizer=false")
+        return self
+
+
+class RolloutSettings(StrictModel):
+    """What every rollout engine takes."""
+
+    max_new_tokens: int = Field(8, ge=1, le=1_048_576)
+    temperature: float = Field(1.0, gt=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Truncates sampling; logprobs on both sides stay those of the untruncated distribution at `temperature`."""
+    batch_size: int = Field(1024, ge=1, le=65_536, description="Responses decoded at once.")
+
+
+class PackedRolloutConfig(RolloutSettings):
+    """The built-in sampler, which holds only what refits brought."""
+
+    engine: Literal["packed"] = "packed"
+    keep_operand: bool = True
+    """Keep what the GEMM multiplies beside the packed tensors; false repacks at each use: least memory, slower."""
+
+
+class VllmRolloutConfig(RolloutSettings):
+    """vLLM in this process, on the run's device, or on a GPU of its own; `vllm/limits.py` says what it serves there."""
+
+    engine: Literal["vllm"]
+    own_gpu: bool = False
+    """In a process of its own on the first GPU, where the learner takes those behind it."""
+    max_model_len: int | None = Field(
+        None, ge=2, le=1_048_576, description="Tokens of prompt and response; None = the model's."
+    )
+    kv_cache_gib: float = Field(1.0, gt=0, le=4096, description="Memory of the KV cache, GiB, beside the weights'.")
+    enforce_eager: bool = False
+    """Run without CUDA graphs: an earlier start, slower decoding; a CPU has none."""
+
+
+def engine(rollout: Any) -> Any:
+    """Return which engine a rollout block asks for; the built-in sampler unless it says so."""
+    return rollout.get("engine", "packed") if isinstance(rollout, dict) else getattr(rollout, "engine", None)
+
+
+RolloutConfig = Annotated[
+    Annotated[PackedRolloutConfig, Tag("packed")] | Annotated[VllmRolloutConfig, Tag("vllm")], Discriminator(engine)
+]
+
+
+class GrpoConfig(StrictModel):
+    """The RL loop."""
+
+    num_prompts_per_step: int = Field(64, ge=1, le=65_536)
+    num_generations_per_prompt: int = Field(8, ge=2, le=4_096)
+    train_global_batch_size: int = Field(
+        256, ge=1, le=1_048_576, description="Sequences of one optimizer step (a minibatch)."
+    )
+    max_num_steps: int = Field(200, ge=1, le=10_000_000)
+    normalize_rewards: bool = True
+    """Divide group-centred rewards by the group's standard deviation."""
+    val_period: int = Field(50, ge=0, le=10_000_000, description="Steps between validations; 0 turns validation off.")
+    val_num_prompts: int = Field(256, ge=1, le=1_000_000)
+    val_temperature: float = Field(0.0, ge=0, le=100, description="0 decodes greedily.")
+    val_top_p: float = Field(1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def minibatches_divide_the_batch(self) -> "GrpoConfig":
+        """Require whole minibatches."""
+        total = self.num_prompts_per_step * self.num_generations_per_prompt
+        if total > _MAX_RESPONSES:
+            raise ValueError(
+                f"num_prompts_per_step * num_generations_per_prompt is {total}; a step has at most {_MAX_RESPONSES}"
+            )
+        if total % self.train_global_batch_size:
+            legal = [total // n for n in range(1, 17) if total % n == 0]
+            raise ValueError(
+                f"train_global_batch_size={self.train_global_batch_size} does not divide the {total} responses of a "
+                f"step (num_prompts_per_step * num_generations_per_prompt); legal: {', '.join(map(str, legal))}"
+            )
+        return self
+
+
+class ArithmeticData(StrictModel):
+    """Seeded tasks such as `12+34=`, answers verified like any other."""
+
+    source: Literal["arithmetic"] = "arithmetic"
+    digits: int = Field(2, ge=1, le=6)
+    num_terms: int = Field(2, ge=2, le=16)
+    operators: str = Field("+", pattern=r"^[-+*]+$")
+    answer_digits: int = Field(1, ge=1, le=12, description="Answers are zero-padded to this many digits.")
+    running_totals: bool = False
+    """Answers list the total after each operator, `1+2+3=` -> `3 6`: longer responses that depend on themselves."""
+
+    @model_validator(mode="after")
+    def totals_run_from_left_to_right(self) -> "ArithmeticData":
+        """Keep products, which come before sums, out of running totals."""
+        if self.running_totals and "*" in self.operators:
+            raise ValueError("running_totals adds from left to right; legal operators with it: + and -")
+        return self
+
+
+class JsonlData(StrictModel):
+    """JSONL files with `problem` and `answer` in each line."""
+
+    source: Literal["jsonl"]
+    train: Path
+    validation: Path | None = None
+    prompt_template: str = Field("{problem}", pattern=r"\{problem\}")
+
+
+class HfData(StrictModel):
+    """A Hugging Face dataset with OpenR1-Math-46K's fields: `prompt` messages and `reward_model.ground_truth`."""
+
+    source: Literal["huggingface"]
+    path: str = Field(..., description="Hub name, or a local directory or data file.")
+    train_split: str = "train"
+    validation_split: str | None = None
+
+
+class CheckpointingConfig(StrictModel):
+    """Atomic checkpoints; a killed run resumes to the same numbers."""
+
+    enabled: bool = True
+    save_period: int = Field(50, ge=1, le=10_000_000)
+    keep_last: int = Field(2, ge=1, le=1000)
+
+
+class WandbConfig(StrictModel):
+    """Weights & Biases, beside TensorBoard."""
+
+    project: str
+    name: str | None = None
+
+
+class LoggerConfig(StrictModel):
+    """Event files: metrics.jsonl and TensorBoard always."""
+
+    wandb: WandbConfig | None = None
+    diagnostics_period: int = Field(
+        20, ge=1, le=10_000_000, description="Steps between dumps of ratios, scatter and examples."
+    )
+
+
+class RunLabels(StrictModel):
+    """How reports call this run."""
+
+    name: str = "run"
+    arm: str | None = None
+
+
+class CompareConfig(StrictModel):
+    """Several arms and seeds from one file: each arm is a set of dotted overrides."""
+
+    arms: dict[str, dict[str, Any]] = Field(..., min_length=1, max_length=1000)
+    seeds: list[_Seed] = Field(..., min_length=1, max_length=1000)
+
+
+class LocalConfig(StrictModel):
+    """Everything one `qarl train` needs."""
+
+    run: RunLabels = RunLabels()
+    run_dir: Path
+    seed: int = Field(0, ge=0, lt=2**32)
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; None = torch's choice.")
+    qarl: QarlConfig = QarlConfig()
+    policy: PolicyConfig
+    rollout: RolloutConfig = PackedRolloutConfig()
+    loss_fn: LossConfig
+    grpo: GrpoConfig = GrpoConfig()
+    data: Annotated[ArithmeticData | JsonlData | HfData, Field(discriminator="source")] = ArithmeticData()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
+    compare: CompareConfig | None = None
+
+    @model_validator(mode="after")
+    def on_policy_takes_one_step(self) -> "LocalConfig":
+        """Hold `on_policy_grpo`, which has no ratio, to one optimizer step for each rollout batch."""
+        total = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        if self.loss_fn.objective == "on_policy_grpo" and self.grpo.train_global_batch_size != total:
+            raise ValueError(
+                "loss_fn.objective=on_policy_grpo is right for one optimizer step a rollout batch only; set "
+                f"grpo.train_global_batch_size={total}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def ranks_share_minibatches(self) -> "LocalConfig":
+        """Require that data parallel ranks of a Megatron learner get equal parts of a minibatch."""
+        ranks = self.policy.megatron_cfg.data_parallel_size if self.policy.megatron_cfg else 1
+        if self.grpo.train_global_batch_size % ranks:
+            raise ValueError(
+                f"grpo.train_global_batch_size={self.grpo.train_global_batch_size} is not a multiple of the {ranks} "
+                "data parallel ranks of policy.megatron_cfg"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def vllm_serves_it(self) -> "LocalConfig":
+        """Hold `rollout.engine: vllm` to what vLLM computes right on the device; every conflict is listed."""
+        # With device=auto the device is known when the run starts, and held against this then.
+        known = self.rollout.engine == "vllm" and self.device != "auto"
+        problems = config_problems(self, self.device) if known else []
+        if problems:
+            raise ValueError("rollout.engine=vllm: " + "; ".join(problems))
+        return self

@@ -1,0 +1,219 @@
+"""The learner: logprobs through the aligned forward, and one policy update over a rollout batch's minibatches."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.losses.build import LossFn
+from qarl_nemo.losses.nonfinite import cause_of, first_nonfinite
+from qarl_nemo.losses.ratios import LossData
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.policy import Policy
+from qarl_nemo.train.rollouts import Rollouts, columns_from_first_token
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one pass over a rollout batch did.
+
+    Attributes:
+        metrics: objective's metrics, grad_norm and lr averaged over minibatches; counts and skipped steps summed.
+        sequences: per-response values of every minibatch, in rollout order.
+        curr_logprobs: [B, R] FP32, as each response's own update saw them.
+        skipped: why, for each optimizer step that was skipped.
+    """
+
+    metrics: dict[str, float]
+    sequences: dict[str, Tensor]
+    curr_logprobs: Tensor
+    skipped: tuple[str, ...] = ()
+
+
+class Learner:
+    """A policy and its objective. Where ranks share the policy, each has one, and all are called alike.
+
+    Args:
+        policy: what is trained.
+        loss_fn: the objective.
+        temperature: the rollouts' sampling temperature.
+        replay_routes: use the experts the rollout engine chose.
+        micro_batch_size: responses of one forward and backward.
+        logprob_batch_size: responses of one forward without gradient.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        loss_fn: LossFn,
+        *,
+        temperature: float,
+        replay_routes: bool,
+        micro_batch_size: int,
+        logprob_batch_size: int,
+    ) -> None:
+        self.policy = policy
+        self.loss_fn = loss_fn
+        self.temperature = temperature
+        self.replay_routes = replay_routes
+        self.micro_batch_size = micro_batch_size
+        self.logprob_batch_size = logprob_batch_size
+
+    @property
+    def weight_version(self) -> int:
+        """Which version the policy's weights are."""
+        return self.policy.version.value
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Optimizer steps that were not applied since the last one that was."""
+        return self.policy.optimizer.skipped_in_a_row
+
+    def publish(self, fmt: QuantFormat) -> RefitUpdate:
+        """Return the policy's weights as the rollout engine will serve them in `fmt`."""
+        return self.policy.publish(fmt)
+
+    def save(self, folder: Path) -> None:
+        """Write the policy and its optimizer into a checkpoint's folder."""
+        self.policy.save(folder)
+
+    def resume(self, folder: Path, weight_version: int) -> None:
+        """Go on from a checkpoint whose model the policy holds already.
+
+        Args:
+            folder: the checkpoint's.
+            weight_version: of its weights.
+        """
+        self.policy.load_optimizer(folder)
+        self.policy.version.value = weight_version
+
+    def token_logprobs(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        """Return logprobs of the response tokens at the sampling temperature, and the policy's entropy.
+
+        Args:
+            rollouts: B responses.
+
+        Returns:
+            logprobs [B, R] FP32 with a graph, entropy [B, R] FP32 detached, in nats.
+        """
+        # With all filler on the right, where no token looks, attention needs no mask and runs its causal kernel.
+        columns, first = columns_from_first_token(rollouts.attention_mask), rollouts.num_prompt_columns
+        routes = rollouts.routes if self.replay_routes else None
+        if routes is not None:
+            routes = torch.take_along_dim(routes, columns[..., None, None], dim=1)
+        places = torch.argsort(columns, dim=-1)[:, first - 1 : -1]
+        logits = self.policy.logits(rollouts.input_ids.gather(1, columns), places, routes)
+        logprobs = (logits.float() / self.temperature).log_softmax(-1)
+        entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
+        return logprobs.gather(-1, rollouts.input_ids[:, first:, None]).squeeze(-1), entropy
+
+    @torch.no_grad()
+    def prev_logprobs(self, rollouts: Rollouts) -> Tensor:
+        """Return the old policy's logprobs, before the batch's first update.
+
+        Args:
+            rollouts: B responses.
+
+        Returns:
+            [B, R] FP32.
+        """
+        logprobs = torch.zeros_like(rollouts.generation_logprobs)
+        rows = torch.arange(len(logprobs), device=logprobs.device)
+        for part in self.policy.own_rows(rows).split(self.logprob_batch_size):
+            logprobs[part] = self.token_logprobs(rollouts.select(part))[0]
+        self.policy.sum_over_ranks([logprobs])
+        return logprobs
+
+    def update(
+        self, rollouts: Rollouts, prev_logprobs: Tensor, advantages: Tensor, minibatches: list[Tensor]
+    ) -> UpdateResult:
+        """Take one optimizer step for each minibatch; one whose loss or gradient is not finite is skipped and counted.
+
+        Args:
+            rollouts: B responses.
+            prev_logprobs: [B, R] FP32.
+            advantages: [B] FP32, one for each response.
+            minibatches: disjoint row indices [M] that cover the batch.
+
+        Returns:
+            Metrics and per-response values.
+        """
+        totals: dict[str, float] = {}
+        curr = torch.zeros_like(prev_logprobs)
+        sequences: dict[str, Tensor] = {}
+        skipped = []
+        for rows in minibatches:
+            step = self._minibatch(rollouts, prev_logprobs, advantages, rows, curr, sequences)
+            for name, value in step.items():
+                totals[name] = totals.get(name, 0.0) + value
+            if step["optim/skipped_steps"]:
+                skipped.append(self._cause(rollouts, prev_logprobs, advantages, rows, curr))
+        self.policy.sum_over_ranks([curr, *sequences.values()])
+        metrics = {name: value if _is_count(name) else value / len(minibatches) for name, value in totals.items()}
+        return UpdateResult(metrics, sequences, curr, tuple(skipped))
+
+    def _minibatch(
+        self,
+        rollouts: Rollouts,
+        prev_logprobs: Tensor,
+        advantages: Tensor,
+        rows: Tensor,
+        curr: Tensor,
+        sequences: dict[str, Tensor],
+    ) -> dict[str, float]:
+        mask = rollouts.response_mask[rows]
+        valid_seqs, valid_toks = mask.any(-1).sum(), mask.sum()
+        sums: dict[str, Tensor] = {}
+        for part in self.policy.own_rows(rows).split(self.micro_batch_size):
+            batch = rollouts.select(part)
+            logprobs, entropy = self.token_logprobs(batch)
+            out = self.loss_fn(
+                logprobs,
+                LossData(
+                    prev_logprobs=prev_logprobs[part],
+                    generation_logprobs=batch.generation_logprobs,
+                    advantages=advantages[part, None].expand_as(logprobs),
+                    token_mask=batch.response_mask,
+                    sample_mask=torch.ones_like(part),
+                    global_valid_seqs=valid_seqs,
+                    global_valid_toks=valid_toks,
+                    entropy=entropy,
+                ),
+            )
+            out.loss.backward()
+            curr[part] = logprobs.detach()
+            for name, value in out.sequences.items():
+                sequences.setdefault(name, torch.zeros(len(curr), dtype=value.dtype, device=value.device))[part] = value
+            for name, value in {"": out.loss.detach(), **out.metrics}.items():
+                sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64, device=part.device)
+        loss, metrics = self._totals(sums)
+        lr = self.policy.optimizer.lr
+        norm, applied = self.policy.optimizer.step(finite=math.isfinite(loss))
+        if applied:
+            self.policy.version.bump()
+        return metrics | {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(not applied)}
+
+    def _cause(self, rollouts: Rollouts, prev_logprobs: Tensor, advantages: Tensor, rows: Tensor, curr: Tensor) -> str:
+        own = curr[rows]
+        self.policy.sum_over_ranks([own])
+        values = {
+            "curr_logprobs": own,
+            "prev_logprobs": prev_logprobs[rows],
+            "generation_logprobs": rollouts.generation_logprobs[rows],
+            "advantages": advantages[rows, None].expand_as(own),
+        }
+        return cause_of(first_nonfinite(values, rollouts.response_mask[rows], rows))
+
+    def _totals(self, sums: dict[str, Tensor]) -> tuple[float, dict[str, float]]:
+        totals = torch.stack(list(sums.values()))
+        self.policy.sum_over_ranks([totals])
+        loss, *values = totals.tolist()
+        names = [f"loss/{name}" for name in sums if name]
+        return loss, dict(zip(names, values, strict=True))
+
+
+def _is_count(metric: str) -> bool:
+    return metric == "optim/skipped_steps" or metric.startswith("loss/num_")

@@ -1,0 +1,136 @@
+"""The embedded engine's loop with a Megatron learner: its ranks are started, follow the first, and end together."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.config import load_config
+from qarl_nemo.failures import run_reported
+from qarl_nemo.files import make_folder, write_atomic
+from qarl_nemo.megatron.alignment import Alignment
+from qarl_nemo.megatron.checks import require_supported
+from qarl_nemo.megatron.gpt_model import gpt_model
+from qarl_nemo.megatron.hf_load import load_parameters
+from qarl_nemo.train.config import AdamWConfig, LocalConfig, MuonConfig
+from qarl_nemo.train.learner import Learner
+from qarl_nemo.train.megatron.optimizer import MegatronStepper, adam, muon
+from qarl_nemo.train.megatron.policy import MegatronPolicy
+from qarl_nemo.train.megatron.ranks import Leader, broadcast_each, end_ranks, follow, start_ranks
+from qarl_nemo.train.model import read_config
+from qarl_nemo.train.rollouts import Rollouts
+from qarl_nemo.train.run import train_run
+from qarl_nemo.train.run_dir import is_complete
+from qarl_nemo.train.setup import build_learner, executed_format, learner_device, served_format
+
+# What a learner is called with, beside tensors and paths.
+_ARGUMENTS = (Rollouts, QuantFormat)
+_PARALLEL_SIZES = {"tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"}
+
+
+def train_with_megatron(config: LocalConfig) -> None:
+    """Run `policy.megatron_cfg`'s ranks, one for each GPU: the first runs the loop, the others follow it.
+
+    Args:
+        config: the resolved config.
+
+    Raises:
+        RuntimeError: a rank failed; its own error was printed.
+    """
+    ranks = config.policy.megatron_cfg.num_gpus
+    if ranks == 1:
+        train_this_rank(config)
+        return
+    make_folder(config.run_dir, "a run's folder")
+    path = config.run_dir / "ranks.yaml"
+    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    code = subprocess.run([*launch, "-m", "qarl_nemo.train.megatron.launch", str(path)], check=False).returncode
+    if code:
+        raise RuntimeError(f"the Megatron learner's ranks ended with code {code}; what went wrong stands above")
+
+
+def train_this_rank(config: LocalConfig) -> None:
+    """Run the loop on the first rank, and what it asks for on the others.
+
+    Args:
+        config: the resolved config.
+    """
+    # A package that is missing is named before anything is trained.
+    _optimizer_settings(config.policy.optimizer)
+    rank = int(os.environ.get("RANK", "0"))
+    device = learner_device(config, rank)
+    layout = config.policy.megatron_cfg.model_dump(include=_PARALLEL_SIZES)
+    group = start_ranks(device, **layout)
+    if rank == 0:
+        trainer = train_run(config, lambda config, model: Leader(megatron_learner(config, model, device), group))
+        if trainer is not None:
+            trainer.learner.dismiss()
+    elif not is_complete(config):
+        follow(megatron_learner(config, None, device), group, device, [*_ARGUMENTS, type(config.run_dir)])
+    end_ranks()
+
+
+def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> Learner:
+    """Build this rank's part of the model and give it the first rank's weights.
+
+    Args:
+        config: the resolved config.
+        model: the starting model on the first rank, moved to the CPU; None elsewhere.
+        device: of this rank.
+
+    Returns:
+        The learner.
+
+    Raises:
+        ValueError: what Megatron cannot follow; all is listed.
+    """
+    qarl, settings = config.qarl, config.policy
+    # As the transformers learner rounds.
+    alignment = Alignment(executed_format(config), qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=True)
+    served = replace(alignment, format=served_format(config))
+    hf = read_config(settings) if model is None else model.config
+    core = gpt_model(
+        hf,
+        alignment,
+        getattr(torch, settings.precision),
+        transformer_engine=device.type == "cuda",
+        moe_token_dispatcher_type=settings.megatron_cfg.moe_token_dispatcher_type,
+    )
+    # What is published need not be what is executed; its shards must be storable, too.
+    require_supported(core.config, served)
+    load_parameters(core, broadcast_each(None if model is None else list(model.named_parameters()), device))
+    optimizer = MegatronStepper(
+        core,
+        _optimizer_settings(settings.optimizer),
+        lr=settings.optimizer.lr,
+        weight_decay=settings.optimizer.weight_decay,
+        warmup_steps=settings.optimizer.warmup_steps,
+        max_grad_norm=settings.max_grad_norm,
+        distributed=settings.megatron_cfg.use_distributed_optimizer,
+    )
+    whole = None if model is None else model.to("cpu")
+
+    def save_model(parameters: dict[str, Tensor], folder: Path) -> None:
+        whole.load_state_dict(parameters)
+        whole.save_pretrained(folder)
+
+    policy = MegatronPolicy(core, alignment, optimizer, vocab_size=hf.vocab_size, save_model=save_model)
+    return build_learner(config, policy)
+
+
+def _optimizer_settings(config: AdamWConfig | MuonConfig) -> dict[str, Any]:
+    return adam(config.betas) if isinstance(config, AdamWConfig) else muon(config.momentum)
+
+
+if __name__ == "__main__":
+    settings = load_config(Path(sys.argv[1]), [], LocalConfig)
+    raise SystemExit(run_reported(partial(train_this_rank, settings), f"qarl, rank {os.environ.get('RANK', '0')}"))

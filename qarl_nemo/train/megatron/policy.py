@@ -1,0 +1,172 @@
+"""A Megatron model on one rank or several, as a learner trains it: `qarl_nemo.train.policy.Policy`, row by row."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from torch import Tensor, nn
+
+from qarl_kernels import QuantFormat, get_format
+from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
+from qarl_nemo.megatron.alignment import Alignment, aligned_weights
+from qarl_nemo.megatron.publish import publish_shards
+from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.megatron.optimizer import MegatronStepper
+
+
+class MegatronPolicy:
+    """An aligned GPTModel and its optimizer. Every method is called on all ranks, with the same arguments.
+
+    Rows of a batch are shared by data parallel ranks; tensor and expert parallel ranks share the model.
+
+    Args:
+        model: without wrappers, its weights loaded.
+        alignment: what it executes.
+        optimizer: over it.
+        vocab_size: of the Hugging Face model.
+        save_model: writes Hugging Face's parameters, by name, to a folder; called on the first rank alone.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        alignment: Alignment,
+        optimizer: MegatronStepper,
+        *,
+        vocab_size: int,
+        save_model: Callable[[dict[str, Tensor], Path], None],
+    ) -> None:
+        self.model = model
+        self.alignment = alignment
+        self.optimizer = optimizer
+        self.version = alignment.version
+        self._vocab_size = vocab_size
+        self._save_model = save_model
+
+    def logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
+        """Return what the model expects after some tokens.
+
+        Args:
+            input_ids: [B, S]; what comes after a sequence's last token is not looked at.
+            places: [B, R] columns.
+            routes: [B, S, L, k] experts to replay, -1 where the router chooses itself; or None.
+
+        Returns:
+            [B, R, V] in the model's dtype, with a graph.
+        """
+        # Sequence parallel ranks hold equal parts of the columns.
+        extra = -input_ids.shape[1] % parallel_state.get_tensor_model_parallel_world_size()
+        input_ids = nn.functional.pad(input_ids, (0, extra))
+        if routes is not None:
+            routes = nn.functional.pad(routes, (0, 0, 0, 0, 0, extra), value=-1)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        with self._replay(routes):
+            logits = self.optimizer.model(input_ids, positions, _causal_mask(positions))
+        return torch.take_along_dim(logits[..., : self._vocab_size], places[..., None], dim=1)
+
+    @contextmanager
+    def _replay(self, routes: Tensor | None) -> Iterator[None]:
+        if routes is None:
+            yield
+            return
+        # Megatron's order of tokens: [S, B], the rows of S shared by sequence parallel ranks.
+        size, rank = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        own = routes.transpose(0, 1).chunk(size)[rank].flatten(0, 1).long()
+        replays = [layer.mlp.router.router_replay for layer in self.model.decoder.layers]
+        for replay, chosen in zip(replays, own.unbind(1), strict=True):
+            replay.set_target_indices(chosen)
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        try:
+            yield
+        finally:
+            for replay in replays:
+                replay.clear_router_replay_action()
+                replay.clear_indices()
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """Return this rank's share of the rows.
+
+        Args:
+            rows: [M] indices.
+
+        Returns:
+            [M / data parallel ranks].
+
+        Raises:
+            ValueError: the ranks' shares would not be equal, and their collectives would not meet.
+        """
+        size = parallel_state.get_data_parallel_world_size()
+        if len(rows) % size:
+            raise ValueError(f"{size} data parallel ranks cannot share {len(rows)} responses equally")
+        return rows.chunk(size)[parallel_state.get_data_parallel_rank()]
+
+    def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
+        """Add, in place, what the other data parallel ranks have for their rows."""
+        group = parallel_state.get_data_parallel_group()
+        if group.size() == 1:
+            return
+        for tensor in tensors:
+            total = tensor.int() if tensor.dtype == torch.bool else tensor
+            dist.all_reduce(total, group=group)
+            tensor.copy_(total)
+
+    def publish(self, fmt: QuantFormat) -> RefitUpdate:
+        """Return the weights as the rollout engine will serve them in `fmt`, whole on every rank."""
+        tensors = dict(publish_shards([self.optimizer.model], vocab_size=self._vocab_size, fmt=fmt))
+        return RefitUpdate(Manifest.of(tensors, version=self.alignment.version.value, fmt=fmt.name), tensors)
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return one line for each aligned weight of this rank, with the fields of `layers.install.InstallRow`."""
+        fmt = self.alignment.format
+        quantized = fmt.weight_kind != "bf16"
+        return [
+            {
+                "name": weight.name,
+                "kind": "experts" if ".experts." in weight.name else "attention",
+                "shape": f"{len(weight.masters)} x {list(weight.masters[0].shape)}",
+                "format": fmt.name,
+                "quantized": quantized,
+                "reason": "" if quantized else "format bf16",
+            }
+            for weight in aligned_weights([self.model])
+        ]
+
+    def save(self, folder: Path) -> None:
+        """Write the whole model as a Hugging Face directory, and every rank's part of the optimizer.
+
+        Args:
+            folder: exists, and is seen by all ranks.
+        """
+        shards = publish_shards([self.optimizer.model], vocab_size=self._vocab_size, fmt=get_format("bf16"))
+        whole = {name.replace("_proj.weight", "_proj") if ".experts." in name else name: part for name, part in shards}
+        if dist.get_rank() == 0:
+            self._save_model(whole, folder / "model")
+        save_state(self.optimizer, folder / f"optimizer_rank{dist.get_rank()}.pt")
+        dist.barrier()
+
+    def load_optimizer(self, folder: Path) -> None:
+        """Restore what `save` wrote on the same number of ranks.
+
+        Args:
+            folder: the checkpoint's.
+        """
+        path = folder / f"optimizer_rank{dist.get_rank()}.pt"
+        load_state(self.optimizer, path, next(self.model.parameters()).device)
+
+
+def _causal_mask(positions: Tensor) -> Tensor | None:
+    # Transformer-Engine masks by itself; Megatron's local attention is told what not to see.
+    if positions.is_cuda:
+        return None
+    length = positions.shape[1]
+    return ~torch.ones(1, 1, length, length, dtype=torch.bool, device=positions.device).tril()

@@ -1,0 +1,158 @@
+"""The learner's model: a local checkpoint of a supported family, or a tiny random one with its tokenizer."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+)
+from transformers.utils import logging as transformers_logging
+
+from qarl_nemo.architecture import CONFIG_FILE, read_architecture
+from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.checkpoints.content import require_whole
+from qarl_nemo.files import FileError
+from qarl_nemo.train.config import ModelInit, PolicyConfig
+from qarl_nemo.train.engine_forward import follow_engine
+from qarl_nemo.train.tokenizer import character_tokenizer
+
+# Its bars for single shards would tear the run's own progress display.
+transformers_logging.disable_progress_bar()
+
+_MAX_QUOTED = 500
+
+
+def load_model(
+    policy: PolicyConfig, device: torch.device, seed: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load or make the model and its tokenizer.
+
+    Args:
+        policy: the policy block.
+        device: where the parameters go.
+        seed: seeds a random model's weights.
+
+    Returns:
+        The model in the configured precision, and its tokenizer.
+
+    Raises:
+        ValueError: the directory is not a checkpoint of a supported model type.
+    """
+    dtype = getattr(torch, policy.precision)
+    if policy.model_init is not None:
+        tokenizer = character_tokenizer()
+        torch.manual_seed(seed)
+        # Built in its dtype: a cast would round the rotary frequencies too, which stay FP32 in every other model.
+        model = follow_engine(AutoModelForCausalLM.from_config(tiny_config(policy.model_init, tokenizer), dtype=dtype))
+    else:
+        assert policy.model_path is not None
+        model, tokenizer = load_checkpoint(policy.model_path, dtype)
+    return model.to(device), tokenizer
+
+
+def read_config(policy: PolicyConfig) -> PreTrainedConfig:
+    """Return the model's config without its weights.
+
+    Args:
+        policy: the policy block.
+
+    Returns:
+        The Hugging Face config.
+
+    Raises:
+        ValueError: the directory is not a checkpoint of a supported model type.
+    """
+    if policy.model_init is not None:
+        return tiny_config(policy.model_init, character_tokenizer())
+    return _checkpoint_config(policy.model_path)
+
+
+def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a checkpoint directory from disk, safetensors only.
+
+    Args:
+        path: the directory.
+        dtype: dtype of the parameters.
+
+    Returns:
+        The model and its tokenizer, which pads with its end token where it has no pad token.
+
+    Raises:
+        ValueError: no such directory, an unsupported model type, tensors that are not the model's, or a tokenizer
+            without an end token.
+    """
+    _checkpoint_config(path)
+    require_whole(open_checkpoint(path))
+    with _named_errors(path, "its weights cannot be loaded"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
+    with _named_errors(path, "its tokenizer cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= model.config.vocab_size:
+        raise FileError(f"{path}: its tokenizer has token {largest}, its model only {model.config.vocab_size} tokens")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {path} has no eos_token, so that no response could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return follow_engine(model), tokenizer
+
+
+def _checkpoint_config(path: Path) -> PreTrainedConfig:
+    if not (path / CONFIG_FILE).exists():
+        raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}")
+    read_architecture(path / CONFIG_FILE)
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _named_errors(path: Path, problem: str) -> Iterator[None]:
+    """Turn what transformers and its readers raise, a family of unrelated types, into one error that names the file."""
+    try:
+        yield
+    except Exception as error:
+        raise FileError(f"{path}: {problem}: {type(error).__name__}: {str(error)[:_MAX_QUOTED]}") from error
+
+
+def tiny_config(init: ModelInit, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:
+    """Return the Qwen3-MoE config of a tiny random model.
+
+    Args:
+        init: sizes.
+        tokenizer: vocabulary size and special tokens.
+
+    Returns:
+        The config.
+    """
+    return Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        intermediate_size=init.moe_intermediate_size,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **init.model_dump(),
+    )
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end a response: the generation config's and the tokenizer's.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+
+    Returns:
+        Sorted token ids.
+    """
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = {tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])}
+    return sorted(token for token in ids if token is not None)

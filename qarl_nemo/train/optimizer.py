@@ -1,0 +1,136 @@
+"""FP32 master weights over the model's parameters, stepped by torch's AdamW or Muon.
+
+Muon orthogonalizes matrices, so a stacked expert parameter [E, N, K] is stepped as E matrices that share its storage;
+embeddings, lm_head, routers, norms and biases go to AdamW.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from qarl_nemo import muon
+from qarl_nemo.names import TARGETS, tensor_kind
+from qarl_nemo.train.config import AdamWConfig, MuonConfig
+
+
+class MasterOptimizer:
+    """Clips, steps FP32 masters, and copies them back into the model.
+
+    Args:
+        parameters: the model's named parameters; FP32 ones are their own masters.
+        config: which optimizer.
+        max_grad_norm: gradient clipping, global L2 norm.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWConfig | MuonConfig, max_grad_norm: float
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.config = config
+        self.max_grad_norm = max_grad_norm
+        self.num_steps = 0
+        self.skipped_in_a_row = 0
+        self.masters = {
+            name: parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+            for name, parameter in self.parameters.items()
+        }
+        self._matrices: dict[str, list[nn.Parameter]] = {}
+        if isinstance(config, MuonConfig):
+            self._matrices = {
+                name: _matrices(master)
+                for name, master in self.masters.items()
+                if master.ndim >= 2 and tensor_kind(name) in TARGETS
+            }
+        self.optimizers = list(self._build())
+
+    def _build(self) -> Iterable[torch.optim.Optimizer]:
+        config = self.config
+        plain = [master for name, master in self.masters.items() if name not in self._matrices]
+        if isinstance(config, MuonConfig):
+            yield torch.optim.Muon(
+                [matrix for matrices in self._matrices.values() for matrix in matrices],
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                **muon.TORCH,
+            )
+            yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=muon.ADAM_BETAS)
+        else:
+            yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
+
+    @torch.no_grad()
+    def step(self, *, finite: bool = True) -> tuple[float, bool]:
+        """Clip and apply the accumulated gradients, unless they are not finite; clears them either way.
+
+        Args:
+            finite: false skips the step whatever the gradients are, for a loss that was not finite.
+
+        Returns:
+            The gradient norm before clipping, and whether the step was applied.
+        """
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
+        applied = finite and bool(torch.isfinite(norm))
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        if applied:
+            self._hand_gradients_to_masters()
+            self._set_lr()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.num_steps += 1
+            self._copy_masters_to_model()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return float(norm), applied
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step: linear warm-up, then constant."""
+        warmup = self.config.warmup_steps
+        return self.config.lr * (min(1.0, (self.num_steps + 1) / warmup) if warmup else 1.0)
+
+    def _set_lr(self) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr
+
+    def _hand_gradients_to_masters(self) -> None:
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            gradient = None if parameter.grad is None else parameter.grad.float()
+            if name in self._matrices:
+                matrices = self._matrices[name]
+                parts = [None] * len(matrices) if gradient is None else gradient.view(-1, *matrices[0].shape)
+                for matrix, part in zip(matrices, parts, strict=True):
+                    matrix.grad = part
+            elif master is not parameter:
+                master.grad = gradient
+
+    def _copy_masters_to_model(self) -> None:
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def state_dict(self) -> dict[str, object]:
+        """Return everything a resumed run needs, masters included where the model does not hold them."""
+        return {
+            "num_steps": self.num_steps,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "masters": {
+                name: master.detach() for name, master in self.masters.items() if master is not self.parameters[name]
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """Restore what `state_dict` returned."""
+        self.num_steps = state["num_steps"]
+        for name, master in state["masters"].items():
+            self.masters[name].copy_(master)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+def _matrices(master: Tensor) -> list[nn.Parameter]:
+    stacked = master.detach().view(-1, *master.shape[-2:])
+    return [nn.Parameter(matrix) for matrix in stacked]

@@ -1,0 +1,92 @@
+"""What is known to be wrong before anything is written or trained: device, engine, format, targets, data, disk."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.files import readable_bytes, require_space
+from qarl_nemo.layers.install import InstallRow, install
+from qarl_nemo.names import TARGETS, tensor_kind
+from qarl_nemo.train.checkpoint import checkpoint_steps
+from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
+from qarl_nemo.train.model import read_config
+from qarl_nemo.train.setup import learner_device, require_engine, served_format
+from qarl_nemo.train.tasks import TaskSource
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run works with, checked.
+
+    Attributes:
+        device: the learner's.
+        format: of the rollout engine's weights.
+        source: the tasks.
+        rows: what is quantized in the rollout engine, one line for each module with weights.
+        num_parameters: of the model.
+        checkpoint_bytes: size of one checkpoint.
+    """
+
+    device: torch.device
+    format: QuantFormat
+    source: TaskSource
+    rows: list[InstallRow]
+    num_parameters: int
+    checkpoint_bytes: int
+
+
+def prepare(config: LocalConfig) -> Prepared:
+    """Check what can be checked without the model's weights, and make what a run works with.
+
+    Args:
+        config: the resolved config.
+
+    Returns:
+        What was checked.
+
+    Raises:
+        ValueError: no such device, an engine that does not run here, a format, targets or shapes that do not fit the
+            model, data that cannot be used, or too little free disk space for the checkpoints.
+    """
+    device = learner_device(config)
+    require_engine(config, device)
+    fmt = served_format(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            read_config(config.policy), dtype=getattr(torch, config.policy.precision)
+        )
+    rows = install(model, config.qarl.targets, fmt).rows
+    source = TaskSource(config.data, config.seed)
+    size = checkpoint_bytes(model, config.policy)
+    if config.checkpointing.enabled:
+        _require_space(config, size)
+    return Prepared(device, fmt, source, rows, sum(parameter.numel() for parameter in model.parameters()), size)
+
+
+def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:
+    """Compute the size of a checkpoint: parameters, optimizer moments, and FP32 masters where parameters are BF16.
+
+    Args:
+        model: any, also one without data.
+        policy: precision and optimizer.
+
+    Returns:
+        Bytes; the tokenizer and the files' headers come on top.
+    """
+    total = 0
+    for name, parameter in model.named_parameters():
+        one_moment = isinstance(policy.optimizer, MuonConfig) and parameter.ndim >= 2 and tensor_kind(name) in TARGETS
+        masters = 0 if parameter.dtype == torch.float32 else 4
+        total += parameter.numel() * (parameter.element_size() + (4 if one_moment else 8) + masters)
+    return total
+
+
+def _require_space(config: LocalConfig, size: int) -> None:
+    # One more than stay: the new one is whole before the oldest goes.
+    num_new = config.checkpointing.keep_last + 1 - len(checkpoint_steps(config.run_dir))
+    what = (
+        f"room for {num_new} checkpoints of {readable_bytes(size)} (checkpointing.keep_last and the one being written)"
+    )
+    require_space(config.run_dir, num_new * size, what)

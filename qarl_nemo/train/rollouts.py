@@ -1,0 +1,145 @@
+"""The record of a rollout batch, and how prompts become its left-padded tokens.
+
+Layout: columns 0 to P-1 hold the prompts, left-padded; columns P to P+R-1 the responses. Position j of a [B, R]
+tensor speaks of response token j, predicted by column P-1+j. Shape letters: B responses, P prompt columns, R response
+columns, S = P + R, L routers, k experts per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from qarl_nemo.layers.router import NO_ROUTE
+from qarl_nemo.train.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Sampled responses and what the rollout engine says about them.
+
+    Attributes:
+        input_ids: [B, S] int64.
+        attention_mask: [B, S] bool, true on prompt and response tokens.
+        response_mask: [B, R] bool, true on response tokens, the stop token included.
+        generation_logprobs: [B, R] FP32, of the engine that sampled; 0 outside the response.
+        routes: [B, S, L, k] int16 chosen experts, -1 where the engine computed none; None without routers.
+        truncated: [B] bool, no stop token within the budget.
+        weight_version: the version that sampled every response of the batch.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    generation_logprobs: Tensor
+    routes: Tensor | None
+    truncated: Tensor
+    weight_version: int
+
+    @property
+    def num_prompt_columns(self) -> int:
+        """P."""
+        return self.input_ids.shape[1] - self.response_mask.shape[1]
+
+    def select(self, rows: Tensor | slice) -> "Rollouts":
+        """Return some of the responses."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Rollouts(**{name: v[rows] if isinstance(v, Tensor) else v for name, v in values.items()})
+
+    def widen(self, num_response_columns: int, pad_id: int) -> "Rollouts":
+        """Append empty response columns until there are `num_response_columns`."""
+        extra = num_response_columns - self.response_mask.shape[1]
+        fill = {"input_ids": pad_id, "attention_mask": 0, "response_mask": 0, "generation_logprobs": 0.0}
+        wide = {name: nn.functional.pad(getattr(self, name), (0, extra), value=value) for name, value in fill.items()}
+        routes = self.routes
+        if routes is not None:
+            routes = nn.functional.pad(routes, (0, 0, 0, 0, 0, extra), value=NO_ROUTE)
+        return replace(self, routes=routes, **wide)
+
+    @staticmethod
+    def concatenate(parts: Sequence["Rollouts"], pad_id: int) -> "Rollouts":
+        """Join batches with equal prompt columns and version; shorter ones are widened."""
+        assert len({(part.weight_version, part.num_prompt_columns) for part in parts}) == 1
+        width = max(part.response_mask.shape[1] for part in parts)
+        wide = [part.widen(width, pad_id) for part in parts]
+        joined = {}
+        for f in fields(Rollouts):
+            values = [getattr(part, f.name) for part in wide]
+            joined[f.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0]
+        return Rollouts(**joined)
+
+
+def encode_prompts(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokenize prompts; chat messages go through the tokenizer's template.
+
+    Args:
+        tasks: the tasks.
+        tokenizer: the model's tokenizer.
+
+    Returns:
+        One list of token ids for each task.
+
+    Raises:
+        ValueError: chat messages with a tokenizer that has no chat template.
+    """
+    if any(not isinstance(task.prompt, str) for task in tasks) and not tokenizer.chat_template:
+        raise ValueError("the data holds chat messages but the tokenizer has no chat_template")
+    encoded = []
+    for task in tasks:
+        if isinstance(task.prompt, str):
+            encoded.append(tokenizer(task.prompt, add_special_tokens=False)["input_ids"])
+        else:
+            encoded.append(
+                tokenizer.apply_chat_template(
+                    list(task.prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            )
+    return encoded
+
+
+def pad_left(
+    sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device, *, width: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Stack token lists, padded on the left.
+
+    Args:
+        sequences: token lists.
+        pad_id: filler.
+        device: of the result.
+        width: least number of columns.
+
+    Returns:
+        input_ids [B, P] int64 and attention_mask [B, P] bool.
+    """
+    width = max(width, *map(len, sequences))
+    ids = torch.tensor([[pad_id] * (width - len(s)) + list(s) for s in sequences], dtype=torch.int64)
+    mask = torch.tensor([[False] * (width - len(s)) + [True] * len(s) for s in sequences])
+    return ids.to(device), mask.to(device)
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """Return each token's position, counting from its sequence's first real token.
+
+    Args:
+        attention_mask: [B, S] bool.
+
+    Returns:
+        [B, S] int64.
+    """
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def columns_from_first_token(attention_mask: Tensor) -> Tensor:
+    """Return the columns of each sequence in an order that starts at its first real token.
+
+    Args:
+        attention_mask: [B, S] bool.
+
+    Returns:
+        [B, S] int64; the columns before the first token come last.
+    """
+    num_columns = attention_mask.shape[1]
+    first = attention_mask.int().argmax(-1, keepdim=True)
+    return (first + torch.arange(num_columns, device=attention_mask.device)) % num_columns

@@ -1,0 +1,129 @@
+"""A run's folder: new, to be resumed, or refused."""
+
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from qarl_nemo.config import ConfigError, read_yaml
+from qarl_nemo.files import FileError, make_folder, write_atomic
+from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps, require_steps
+from qarl_nemo.train.checkpoint import checkpoint_steps, newest_checkpoint, remove_leftovers, saved_steps
+from qarl_nemo.train.config import LocalConfig
+
+# Keys that may change between the parts of a resumed run: they belong to no result. More or fewer threads are allowed,
+# too, but sum in another order: bit-identical resumption needs the same num_threads.
+_FREE_KEYS = (
+    "run_dir",
+    "grpo.max_num_steps",
+    "policy.max_skipped_steps",
+    "checkpointing.",
+    "logger.",
+    "num_threads",
+    "compare",
+)
+
+
+class RunStoppedError(RuntimeError):
+    """A run that was interrupted from the keyboard; the message says where it stands."""
+
+    exit_code = 130
+
+
+def is_complete(config: LocalConfig) -> bool:
+    """Tell whether the folder holds this very run to its last step, so that nothing remains to be done.
+
+    Args:
+        config: the resolved config.
+
+    Returns:
+        True when every step is recorded and, unless checkpoints are off, the last one has a checkpoint.
+
+    Raises:
+        ConfigError: the folder holds another run; every key that differs is listed.
+        FileError: what it holds cannot be read.
+    """
+    total = config.grpo.max_num_steps
+    if not (config.run_dir / "config.yaml").is_file() or recorded_steps(config.run_dir / METRICS_FILE) < total:
+        return False
+    _require_same_run(config)
+    return not config.checkpointing.enabled or max(checkpoint_steps(config.run_dir), default=0) >= total
+
+
+def open_run_dir(config: LocalConfig) -> int | None:
+    """Write config.yaml into a new run's folder, or check that one with results is of the same run and can go on.
+
+    A run that failed before its first result (a wrong path, say) leaves a folder that a corrected config may take.
+
+    Args:
+        config: the resolved config.
+
+    Returns:
+        The checkpoint's step to go on from, or None for a run that begins.
+
+    Raises:
+        ConfigError: the folder holds another run; every key that differs is listed.
+        FileError: its newest checkpoint or its metrics are damaged, or it has metrics and no checkpoint.
+    """
+    folder, metrics = config.run_dir, config.run_dir / METRICS_FILE
+    make_folder(folder, "a run's folder")
+    recorded = recorded_steps(metrics)
+    if recorded or saved_steps(folder):
+        _require_same_run(config)
+    step = newest_checkpoint(folder)
+    if step is not None:
+        require_steps(metrics, step)
+    elif recorded:
+        raise FileError(
+            f"{folder} holds steps 1 to {recorded} of a run and no checkpoint to go on from; choose another "
+            "run_dir=..., or delete that folder to start again"
+        )
+    remove_leftovers(folder)
+    resolved = config.model_dump(mode="json", exclude={"compare"})
+    write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
+    return step
+
+
+def where_it_stands(config: LocalConfig) -> str:
+    """Say how far a run came and what to do next.
+
+    Args:
+        config: the resolved config of a run that was stopped.
+
+    Returns:
+        One sentence.
+    """
+    recorded = recorded_steps(config.run_dir / METRICS_FILE)
+    saved = max(checkpoint_steps(config.run_dir), default=None)
+    if saved is not None:
+        return f"stopped at step {recorded}, checkpoint {saved}; the same command goes on"
+    if recorded:
+        return f"stopped at step {recorded} without a checkpoint to go on from; choose another run_dir=..."
+    return "stopped before the first step; the same command starts again"
+
+
+def _require_same_run(config: LocalConfig) -> None:
+    path = config.run_dir / "config.yaml"
+    if not path.is_file():
+        raise FileError(
+            f"{path} is missing, so that nothing says which run this folder holds; choose another run_dir=..."
+        )
+    found, wanted = OmegaConf.to_container(read_yaml(path)), config.model_dump(mode="json", exclude={"compare"})
+    differing = _differences(_flatten(found), _flatten(wanted))
+    if differing:
+        raise ConfigError(
+            f"{config.run_dir} holds a run with another config; resume it with the same one, or choose another "
+            "run_dir=... Differing keys:\n  " + "\n  ".join(differing)
+        )
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    keys = sorted(key for key in {*found, *wanted} if not key.startswith(_FREE_KEYS))
+    return [
+        f"{key}: there {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys if found.get(key) != wanted.get(key)
+    ]
+
+
+def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix.removesuffix("."): values}
+    return {k: v for key, value in values.items() for k, v in _flatten(value, f"{prefix}{key}.").items()}

@@ -1,0 +1,218 @@
+"""The built-in rollout engine: a model that holds only the packed tensors it received through refit."""
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+
+from qarl_kernels import QuantFormat, QuantizedWeight, stored_layout
+from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
+from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
+from qarl_nemo.names import module_kind
+from qarl_nemo.refit.manifest import Layout
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.receive import require_whole
+from qarl_nemo.train.engine_forward import follow_engine
+from qarl_nemo.train.rollouts import Rollouts, pad_left, positions
+from qarl_nemo.train.sampling import SamplingParams, draw
+
+
+class PackedSampler:
+    """Batched decoding with a KV cache from packed weights.
+
+    Args:
+        config: the learner's model config.
+        fmt: format of the packed weights.
+        targets: which layers are packed.
+        dtype: activations and unquantized parameters.
+        device: where everything lives.
+        stop_ids: tokens that end a response.
+        pad_id: filler.
+        keep_operand: see `PackedWeight`.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        fmt: QuantFormat,
+        targets: tuple[str, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        stop_ids: list[int],
+        pad_id: int,
+        keep_operand: bool = True,
+    ) -> None:
+        self.format = fmt
+        self.device = device
+        self.pad_id = pad_id
+        self.stop_ids = torch.tensor(stop_ids, device=device)
+        self.routes = RouteControl()
+        self.num_routers = 0
+        self.version: int | None = None
+        with torch.device("meta"):
+            model = follow_engine(AutoModelForCausalLM.from_config(config, dtype=dtype))
+        self.slots = self._empty_packed_layers(model, targets, dtype, keep_operand)
+        model.to_empty(device=device)
+        # Its frequencies are computed, not loaded, so the meta device left them empty.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+        model.tie_weights()
+        self.model = model.eval().requires_grad_(False)
+
+    def _empty_packed_layers(
+        self, model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, keep_operand: bool
+    ) -> dict[str, PackedWeight]:
+        slots: dict[str, PackedWeight] = {}
+        for name, module in list(model.named_modules()):
+            kind = module_kind(name)
+            replacement: nn.Module
+            if kind == "router":
+                replacement = AlignedRouter(module, self.routes, self.num_routers)
+                self.num_routers += 1
+            elif kind in targets and isinstance(module, nn.Linear):
+                slots[name] = PackedWeight(self.format, tuple(module.weight.shape), dtype, keep_operand=keep_operand)
+                replacement = PackedLinear(slots[name], module.bias)
+            elif kind in targets and hasattr(module, "gate_up_proj"):
+                pair = [
+                    PackedWeight(self.format, tuple(weight.shape), dtype, keep_operand=keep_operand)
+                    for weight in (module.gate_up_proj, module.down_proj)
+                ]
+                slots[f"{name}.gate_up_proj"], slots[f"{name}.down_proj"] = pair
+                replacement = PackedExperts(*pair)
+            else:
+                continue
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replacement)
+        return slots
+
+    @torch.no_grad()
+    def load(self, update: RefitUpdate) -> None:
+        """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.
+
+        All of it is made beside what is served, and then changes places: whatever fails, and wherever, the old version
+        keeps serving.
+
+        Args:
+            update: what the learner published.
+
+        Raises:
+            ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds, or
+                the version is not newer; all are listed, and the old version keeps serving.
+        """
+        require_whole(update, self._layout(), self.format, serving=self.version)
+        parameters = dict(self.model.named_parameters())
+        plain: dict[str, Tensor] = {}
+        packed: dict[str, dict[str, Tensor]] = {name: {} for name in self.slots}
+        for name, tensor in update.tensors.items():
+            owner, _, suffix = name.rpartition(".")
+            place, key = (plain, name) if name in parameters else (packed[owner], suffix)
+            place[key] = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        weights = {name: QuantizedWeight(self.format, slot.shape, packed[name]) for name, slot in self.slots.items()}
+        operands = {name: slot.prepare(weights[name]) for name, slot in self.slots.items()}
+        for name, tensor in plain.items():
+            parameters[name].data = tensor
+        for name, slot in self.slots.items():
+            slot.fill(weights[name], operands[name])
+        self.version = update.manifest.version
+
+    def _layout(self) -> Layout:
+        stored = {
+            f"{name}.{suffix}": layout
+            for name, slot in self.slots.items()
+            for suffix, layout in stored_layout(slot.shape, self.format).items()
+        }
+        plain = {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
+        return stored | plain
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        generator: torch.Generator,
+        *,
+        num_prompt_columns: int = 0,
+    ) -> Rollouts:
+        """Sample one response for each prompt.
+
+        Args:
+            prompts: token ids.
+            params: how to draw.
+            generator: source of randomness on this engine's device.
+            num_prompt_columns: least number of prompt columns P.
+
+        Returns:
+            The rollouts; `generation_logprobs` are log_softmax(logits / temperature) in FP32.
+
+        Raises:
+            RuntimeError: the weights give logits that are not finite.
+        """
+        assert self.version is not None, "no refit has reached this engine"
+        input_ids, prompt_mask = pad_left(prompts, self.pad_id, self.device, width=num_prompt_columns)
+        tokens, logprobs, masks, routes = [], [], [], []
+        alive = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
+        cache, step_ids, attention = DynamicCache(), input_ids, prompt_mask
+        for column in range(params.max_new_tokens):
+            with self.routes.record() as chosen:
+                logits = self._step(step_ids, attention, cache)
+            if column == 0:
+                self._require_finite(logits)
+            routes.append(_stack_routes(chosen, step_ids.shape))
+            token, logprob = draw(logits, params, generator)
+            token = torch.where(alive, token, self.pad_id)
+            tokens.append(token)
+            logprobs.append(torch.where(alive, logprob, 0.0))
+            masks.append(alive)
+            alive = alive & ~torch.isin(token, self.stop_ids)
+            if column + 1 == params.max_new_tokens or not bool(alive.any()):
+                break
+            step_ids = token.unsqueeze(-1)
+            attention = torch.cat([attention, masks[-1].unsqueeze(-1)], dim=-1)
+        response_mask = torch.stack(masks, dim=-1)
+        return Rollouts(
+            input_ids=torch.cat([input_ids, torch.stack(tokens, dim=-1)], dim=-1),
+            attention_mask=torch.cat([prompt_mask, response_mask], dim=-1),
+            response_mask=response_mask,
+            generation_logprobs=torch.stack(logprobs, dim=-1),
+            routes=_join_routes(routes, input_ids.shape[1] + len(tokens)),
+            truncated=alive,
+            weight_version=self.version,
+        )
+
+    def _step(self, step_ids: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
+        out = self.model(
+            input_ids=step_ids,
+            attention_mask=attention,
+            position_ids=positions(attention)[:, -step_ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1].float()
+
+    def _require_finite(self, logits: Tensor) -> None:
+        broken = int((~logits.isfinite()).any(-1).sum())
+        if broken:
+            raise RuntimeError(
+                f"weight version {self.version} gives NaN or infinite logits for {broken} of {len(logits)} prompts: "
+                "the policy has diverged. Start a new run with a lower policy.optimizer.lr"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights held, in bytes: packed tensors and unquantized parameters, without the repacked GEMM operands."""
+        packed = sum(slot.weight.num_bytes for slot in self.slots.values() if slot.weight)
+        return packed + sum(parameter.nbytes for parameter in self.model.parameters())
+
+
+def _stack_routes(chosen: list[Tensor], shape: torch.Size) -> Tensor | None:
+    if not chosen:
+        return None
+    return torch.stack(chosen, dim=1).view(*shape, len(chosen), -1).to(torch.int16)
+
+
+def _join_routes(parts: list[Tensor | None], num_columns: int) -> Tensor | None:
+    if parts[0] is None:
+        return None
+    joined = torch.cat(parts, dim=1)
+    # The last token was sampled but never fed back, so no router has seen it.
+    return nn.functional.pad(joined, (0, 0, 0, 0, 0, num_columns - joined.shape[1]), value=NO_ROUTE)

@@ -1,0 +1,227 @@
+"""From a config to what a run works with: the model at its starting point, the learner, the rollout engine."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qarl_kernels import QuantFormat, get_format
+from qarl_nemo.layers.install import install
+from qarl_nemo.losses.build import build_loss
+from qarl_nemo.train.checkpoint import checkpoint_dir, read_state
+from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
+from qarl_nemo.train.engine_attention import use_attention
+from qarl_nemo.train.learner import Learner
+from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
+from qarl_nemo.train.optimizer import MasterOptimizer
+from qarl_nemo.train.policy import Policy, TransformersPolicy
+from qarl_nemo.train.progress import LiveProgress, working
+from qarl_nemo.train.sampler import PackedSampler
+from qarl_nemo.train.tasks import TaskSource
+from qarl_nemo.train.verify import reward
+from qarl_nemo.train.vllm.host import vllm_problem
+from qarl_nemo.train.vllm.limits import config_problems
+from qarl_nemo.train.vllm.rollout import VllmRollout
+from qarl_nemo.train.vllm.shapes import gpu_problems
+from qarl_nemo.train.warm_start import greedy_answers, warm_start
+
+# Makes the learner of a run from its config and its starting model.
+MakeLearner = Callable[[LocalConfig, PreTrainedModel], Learner]
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device a config names.
+
+    Args:
+        name: `cpu`, `cuda`, or `auto` for a GPU when there is one.
+
+    Returns:
+        The device.
+
+    Raises:
+        ValueError: `cuda` without a usable GPU.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
+    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
+
+
+def learner_device(config: LocalConfig, rank: int = 0) -> torch.device:
+    """Return the device of a learner's rank, made the current one: behind the engine's GPU where it has its own.
+
+    Args:
+        config: the resolved config.
+        rank: of the learner, on this host.
+
+    Returns:
+        The device.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    device, index = resolve_device(config.device), rank + getattr(config.rollout, "own_gpu", False)
+    if device.type == "cpu":
+        return device
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"the learner's rank {rank} takes GPU {index}, torch sees {torch.cuda.device_count()}: with "
+            "rollout.own_gpu=true the engine takes GPU 0 and the learner those behind it"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def served_format(config: LocalConfig) -> QuantFormat:
+    """Return the format of the rollout engine's weights."""
+    qarl = config.qarl
+    return get_format(qarl.format, group_size=qarl.group_size, scale_convention=qarl.scale_convention)
+
+
+def executed_format(config: LocalConfig) -> QuantFormat:
+    """Return the format that the learner computes in: the engine's when they are aligned, else bf16."""
+    return served_format(config) if config.qarl.alignment == "aligned" else get_format("bf16")
+
+
+def require_engine(config: LocalConfig, device: torch.device) -> None:
+    """Refuse a rollout engine that cannot run here, before anything is trained for it.
+
+    Args:
+        config: the resolved config.
+        device: the run's.
+
+    Raises:
+        ValueError: vLLM is missing, of another version, on a machine that does not serve the format, or does not take
+            the config or the model's sizes; all that speaks against it is listed.
+    """
+    if not isinstance(config.rollout, VllmRolloutConfig):
+        return
+    quantized = config.qarl.format != "bf16"
+    problems = [vllm_problem(device.type, quantized=quantized), *config_problems(config, device.type)]
+    if device.type == "cuda":
+        problems += gpu_problems(config.qarl, read_config(config.policy), torch.cuda.get_device_capability(device))
+    found = [problem for problem in problems if problem]
+    if found:
+        raise ValueError(f"rollout.engine=vllm does not run here: {'; '.join(found)}")
+
+
+def starting_model(
+    config: LocalConfig, source: TaskSource, device: torch.device, step: int | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, float]:
+    """Load the model of a checkpoint, or a new one and warm it up.
+
+    Args:
+        config: the resolved config.
+        source: the warm start's tasks.
+        device: where the model goes.
+        step: which checkpoint of the run, or None for a new run.
+
+    Returns:
+        The model, its tokenizer, and the training seconds that lie behind it.
+    """
+    if step is not None:
+        dtype = getattr(torch, config.policy.precision)
+        with working("loading the checkpoint"):
+            model, tokenizer = load_checkpoint(checkpoint_dir(config.run_dir, step) / "model", dtype)
+        return model.to(device), tokenizer, read_state(config.run_dir, step)["elapsed_s"]
+    with working("loading the model"):
+        model, tokenizer = load_model(config.policy, device, config.seed)
+    started = time.perf_counter()
+    if config.policy.warm_start.steps:
+        _warm_start(config, source, model, tokenizer)
+    return model, tokenizer, time.perf_counter() - started
+
+
+def _warm_start(
+    config: LocalConfig, source: TaskSource, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tasks = source.validation(config.grpo.val_num_prompts)
+
+    def greedy_reward() -> float:
+        answers = greedy_answers(model, tokenizer, tasks, config.rollout.max_new_tokens)
+        return sum(reward(text, task.answer) for text, task in zip(answers, tasks, strict=True)) / len(tasks)
+
+    with LiveProgress("warm start", config.policy.warm_start.steps) as progress:
+
+        def show(step: int, loss: float) -> None:
+            progress.update(step, loss=loss)
+
+        warm_start(model, tokenizer, source, config.policy.warm_start, show, greedy_reward)
+
+
+def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner:
+    """Install aligned layers into the model, give it an optimizer, and join it and the run's objective.
+
+    Args:
+        config: the resolved config.
+        model: where it is trained; changed in place.
+
+    Returns:
+        The learner.
+    """
+    qarl, settings = config.qarl, config.policy
+    fmt = executed_format(config)
+    report = install(model, qarl.targets, fmt, mode=qarl.backward, keep_operand=qarl.keep_operand)
+    use_attention(model, settings.attention)
+    optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm)
+    return build_learner(config, TransformersPolicy(model, report, optimizer))
+
+
+def build_learner(config: LocalConfig, policy: Policy) -> Learner:
+    """Join a policy and the run's objective.
+
+    Args:
+        config: the resolved config.
+        policy: what is trained.
+
+    Returns:
+        The learner.
+    """
+    return Learner(
+        policy,
+        build_loss(config.loss_fn),
+        temperature=config.rollout.temperature,
+        replay_routes=config.qarl.router_replay,
+        micro_batch_size=config.policy.train_micro_batch_size,
+        logprob_batch_size=config.policy.logprob_batch_size,
+    )
+
+
+def build_sampler(
+    config: LocalConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> PackedSampler | VllmRollout:
+    """Make the rollout engine; it serves nothing before its first refit.
+
+    Args:
+        config: the resolved config.
+        model: the learner's, for its config, dtype and, with vLLM, first weights.
+        tokenizer: for stop and pad tokens.
+        device: the learner's; the engine's too, unless it has its own.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: vLLM does not serve this model as configured; the reasons are listed.
+    """
+    rollout, fmt, targets = config.rollout, served_format(config), config.qarl.targets
+    stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
+    if isinstance(rollout, VllmRolloutConfig):
+        capture = config.qarl.router_replay
+        with working("starting vLLM"):
+            return VllmRollout(
+                model, fmt, targets, rollout, device=device, stop_ids=stop_ids, pad_id=pad_id, capture_routes=capture
+            )
+    return PackedSampler(
+        model.config,
+        fmt,
+        targets,
+        dtype=model.dtype,
+        device=device,
+        stop_ids=stop_ids,
+        pad_id=pad_id,
+        keep_operand=rollout.keep_operand,
+    )

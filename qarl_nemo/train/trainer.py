@@ -1,0 +1,241 @@
+"""The RL loop of the embedded engine: rollout, reward, prev_logprobs, update, refit, and what is written beside it."""
+
+import json
+import time
+
+import torch
+from torch import Tensor
+
+from qarl_nemo.files import write_atomic
+from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
+from qarl_nemo.metrics.events import EventWriter
+from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.advantages import group_advantages
+from qarl_nemo.train.banner import show_banner
+from qarl_nemo.train.checkpoint import checkpoint_dir, read_state, save_checkpoint
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.learner import UpdateResult
+from qarl_nemo.train.preflight import Prepared, prepare
+from qarl_nemo.train.progress import LiveProgress
+from qarl_nemo.train.rollouts import Rollouts, encode_prompts
+from qarl_nemo.train.run_dir import open_run_dir
+from qarl_nemo.train.sampling import SamplingParams
+from qarl_nemo.train.setup import MakeLearner, build_sampler, starting_model, transformers_learner
+from qarl_nemo.train.step_metrics import diagnostics_examples, step_metrics
+from qarl_nemo.train.tasks import Task
+from qarl_nemo.train.verify import reward
+
+
+class Trainer:
+    """One run, from its folder's newest checkpoint or from the start.
+
+    Args:
+        config: the resolved config.
+        make_learner: what is trained; the transformers model of this process unless said otherwise.
+        prepared: of `prepare`, which is called here unless it was before.
+
+    Raises:
+        ValueError: anything in config, data or checkpoint that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: LocalConfig,
+        make_learner: MakeLearner = transformers_learner,
+        prepared: Prepared | None = None,
+    ) -> None:
+        self.config = config
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.prepared = prepared = prepared or prepare(config)
+        self.device, self.format, self.source = prepared.device, prepared.format, prepared.source
+        self.step = self.saved_step = open_run_dir(config)
+        show_banner(config, prepared, self.step)
+        self.model, self.tokenizer, self.elapsed_s = starting_model(config, self.source, self.device, self.step)
+        self.learner = make_learner(config, self.model)
+        write_atomic(config.run_dir / "quantized.json", json.dumps(self.learner.policy.table(), indent=1))
+        if self.step is not None:
+            version = int(read_state(config.run_dir, self.step)["weight_version"])
+            self.learner.resume(checkpoint_dir(config.run_dir, self.step), version)
+        self.sampler = build_sampler(config, self.model, self.tokenizer, self.device)
+        self.last_skip = ""
+
+    def publish(self) -> RefitUpdate:
+        """Return the learner's weights as the rollout engine will serve them."""
+        return self.learner.publish(self.format)
+
+    def train(self) -> None:
+        """Run the remaining steps.
+
+        Raises:
+            RuntimeError: too many non-finite steps in a row; a checkpoint of the last good weights is written first.
+        """
+        config, total = self.config, self.config.grpo.max_num_steps
+        wandb = config.logger.wandb
+        with (
+            EventWriter(
+                config.run_dir,
+                resume_step=self.step or 0,
+                wandb=wandb is not None,
+                wandb_project=wandb.project if wandb else "",
+                config=config.model_dump(mode="json"),
+            ) as events,
+            LiveProgress(config.run.name, total, self.step or 0) as progress,
+        ):
+            synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+            timer = PhaseTimer(synchronize, on_phase=progress.phase)
+            progress.phase("refit")
+            self._refit()
+            if self.step is None:
+                self.step = 0
+                self._save()
+            while self.step < total:
+                started = time.perf_counter()
+                metrics = self._one_step(self.step + 1, timer, progress)
+                self.step += 1
+                self.elapsed_s += time.perf_counter() - started
+                events.write(self.step, {"time_s": self.elapsed_s, **metrics})
+                progress.update(self.step, reward=metrics["reward/mean"], gap=metrics["mismatch/abs_gap_mean"])
+                if self.step % config.checkpointing.save_period == 0 or self.step == total:
+                    progress.phase("checkpoint")
+                    self._save()
+                self._stop_if_diverged()
+
+    def _one_step(self, step: int, timer: PhaseTimer, progress: LiveProgress) -> dict[str, float]:
+        grpo = self.config.grpo
+        tasks = self.source.train(step, grpo.num_prompts_per_step)
+        tasks = [task for task in tasks for _ in range(grpo.num_generations_per_prompt)]
+        rollout = self.config.rollout
+        params = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p)
+        with timer.phase("rollout"):
+            rollouts = self.generate(tasks, params, self._generator(step))
+        with timer.phase("reward"):
+            rewards = self.rewards(rollouts, tasks)
+            advantages = group_advantages(rewards, grpo.num_generations_per_prompt, normalize=grpo.normalize_rewards)
+        with timer.phase("prev_logprobs"):
+            prev = self.learner.prev_logprobs(rollouts)
+        with timer.phase("update"):
+            result = self.learner.update(rollouts, prev, advantages, self._minibatches(step))
+        for cause in result.skipped:
+            self.last_skip = cause
+            progress.console.print(f"step {step}: optimizer step skipped: {cause}", markup=False)
+        with timer.phase("refit"):
+            update = self._refit()
+        tokens = int(rollouts.response_mask.sum())
+        metrics = step_metrics(rollouts, rewards, prev, advantages, result)
+        metrics |= timer.finish_step({"rollout": tokens, "prev_logprobs": tokens, "update": tokens}) | peak_memory()
+        metrics |= {"weight_version": self.learner.weight_version, "refit/bytes": update.num_bytes}
+        if step % self.config.logger.diagnostics_period == 0 or step == 1:
+            self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
+        if grpo.val_period and (step % grpo.val_period == 0 or step == 1):
+            progress.phase("validation")
+            metrics["validation/reward"] = self.validate()
+        return metrics
+
+    def _refit(self) -> RefitUpdate:
+        update = self.publish()
+        # After a step that was skipped whole, the engine serves these weights already.
+        if update.manifest.version != self.sampler.version:
+            self.sampler.load(update)
+        return update
+
+    def generate(self, tasks: list[Task], params: SamplingParams, generator: torch.Generator) -> Rollouts:
+        """Sample one response for each task, `rollout.batch_size` at a time.
+
+        Args:
+            tasks: the tasks.
+            params: how to draw.
+            generator: source of randomness.
+
+        Returns:
+            All rollouts, in the tasks' order.
+        """
+        prompts = encode_prompts(tasks, self.tokenizer)
+        size, width = self.config.rollout.batch_size, max(map(len, prompts))
+        parts = [
+            self.sampler.generate(prompts[start : start + size], params, generator, num_prompt_columns=width)
+            for start in range(0, len(prompts), size)
+        ]
+        return Rollouts.concatenate(parts, pad_id=self.sampler.pad_id)
+
+    def rewards(self, rollouts: Rollouts, tasks: list[Task]) -> Tensor:
+        """Verify every response.
+
+        Args:
+            rollouts: B responses.
+            tasks: their tasks.
+
+        Returns:
+            [B] FP32 of 0 and 1.
+        """
+        responses = rollouts.input_ids[:, rollouts.num_prompt_columns :]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        values = [reward(text, task.answer) for text, task in zip(texts, tasks, strict=True)]
+        return torch.tensor(values, device=self.device)
+
+    def validate(self) -> float:
+        """Return the mean reward of the validation tasks under the rollout engine's current weights."""
+        grpo = self.config.grpo
+        tasks = self.source.validation(grpo.val_num_prompts)
+        params = SamplingParams(self.config.rollout.max_new_tokens, grpo.val_temperature, grpo.val_top_p)
+        rollouts = self.generate(tasks, params, self._generator(0))
+        return float(self.rewards(rollouts, tasks).mean())
+
+    def _generator(self, step: int) -> torch.Generator:
+        # Seeded by step, so that a resumed run draws what the uninterrupted one drew.
+        return torch.Generator(self.device).manual_seed(self.config.seed * 1_000_003 + step)
+
+    def _minibatches(self, step: int) -> list[Tensor]:
+        grpo = self.config.grpo
+        total = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        order = torch.randperm(total, generator=generator).to(self.device)
+        return list(order.split(grpo.train_global_batch_size))
+
+    def _write_diagnostics(
+        self,
+        step: int,
+        tasks: list[Task],
+        rollouts: Rollouts,
+        rewards: Tensor,
+        prev: Tensor,
+        advantages: Tensor,
+        result: UpdateResult,
+    ) -> None:
+        collector = DiagnosticsCollector(step)
+        collector.add(
+            result.sequences,
+            prev_logprobs=prev,
+            curr_logprobs=result.curr_logprobs,
+            generation_logprobs=rollouts.generation_logprobs,
+            advantages=advantages[:, None].expand_as(prev),
+            token_mask=rollouts.response_mask,
+        )
+        examples = diagnostics_examples(self.tokenizer, tasks, rollouts, rewards, prev, advantages)
+        collector.write(self.config.run_dir, examples)
+
+    def _save(self) -> None:
+        checkpointing = self.config.checkpointing
+        if checkpointing.enabled and self.step != self.saved_step:
+            save_checkpoint(
+                self.config.run_dir,
+                self.step,
+                self.learner,
+                self.tokenizer,
+                {"elapsed_s": self.elapsed_s, "weight_version": self.learner.weight_version},
+                keep_last=checkpointing.keep_last,
+            )
+            self.saved_step = self.step
+
+    def _stop_if_diverged(self) -> None:
+        skipped = self.learner.skipped_in_a_row
+        if skipped < self.config.policy.max_skipped_steps:
+            return
+        self._save()
+        saved = f"saved in {self.config.run_dir}" if self.config.checkpointing.enabled else "not saved"
+        raise RuntimeError(
+            f"{skipped} optimizer steps in a row had a non-finite loss or gradient (step {self.step}); in the last one "
+            f"{self.last_skip}. The weights are those of the last finite step, {saved}. Start anew in another run_dir "
+            "with a lower policy.optimizer.lr, or go on with a larger policy.max_skipped_steps"
+        )

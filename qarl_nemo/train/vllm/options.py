@@ -1,0 +1,111 @@
+"""How vLLM is started as the embedded engine's rollout: its environment, and what `vllm.LLM` is given."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.refit import engine_settings
+from qarl_nemo.train.config import VllmRolloutConfig
+
+_EVERYWHERE = {
+    # Compiling the sampler would hold up the first rollout for longer than it saves here.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_ENVIRONMENT = {
+    # On the threads the learner uses.
+    "cpu": _EVERYWHERE | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    "cuda": _EVERYWHERE | engine_settings.ENVIRONMENT,
+}
+_WORKER = "qarl_nemo.refit.load.PackedRefit"
+
+
+def engine_environment(device: torch.device, settings: VllmRolloutConfig) -> dict[str, str]:
+    """Return the environment that vLLM reads when it is imported.
+
+    Args:
+        device: the learner's.
+        settings: the rollout block.
+
+    Returns:
+        Variables by name.
+    """
+    # In this process, a refit passes tensors and not copies. Another one takes the first GPU it sees.
+    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if settings.own_gpu:
+        processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return _ENVIRONMENT[device.type] | processes
+
+
+def engine_options(
+    model: PreTrainedModel,
+    fmt: QuantFormat,
+    targets: Sequence[str],
+    settings: VllmRolloutConfig,
+    *,
+    device: torch.device,
+    capture_routes: bool,
+) -> dict[str, Any]:
+    """Return the keyword arguments of `vllm.LLM`.
+
+    Args:
+        model: the learner's.
+        fmt: the rollout format.
+        targets: which layers are quantized.
+        settings: the rollout block.
+        device: of a GPU or the CPU, as the engine's.
+        capture_routes: let the engine return the experts it chose.
+
+    Returns:
+        Arguments by name.
+    """
+    options = {
+        "skip_tokenizer_init": True,
+        # The checkpoint's sampling defaults would change the distribution.
+        "generation_config": "vllm",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "use_tqdm_on_load": False,
+        "enable_prefix_caching": False,
+        "logprobs_mode": "processed_logprobs",
+        "distributed_executor_backend": "uni",
+        # In one process the next step's scheduling overlaps with nothing.
+        "async_scheduling": False,
+        "worker_extension_cls": _WORKER,
+        "max_model_len": settings.max_model_len or model.config.max_position_embeddings,
+        "max_num_seqs": settings.batch_size,
+        "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
+        "enforce_eager": settings.enforce_eager or device.type == "cpu",
+        "seed": 0,
+    }
+    if capture_routes:
+        options["enable_return_routed_experts"] = True
+    return options | (_gpu_options(fmt, targets, settings) if device.type == "cuda" else {})
+
+
+def _gpu_options(fmt: QuantFormat, targets: Sequence[str], settings: VllmRolloutConfig) -> dict[str, Any]:
+    compilation = dict(engine_settings.COMPILATION)
+    if not settings.enforce_eager:
+        compilation |= {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": capture_sizes(settings.batch_size),
+        }
+    # The share is only what must be free at the start: kv_cache_gib says how much is taken.
+    options: dict[str, Any] = {"compilation_config": compilation, "gpu_memory_utilization": 0.01}
+    return options | engine_settings.kernel_options(fmt, targets)
+
+
+def capture_sizes(batch_size: int) -> list[int]:
+    """Return the batch sizes to capture as CUDA graphs: a decoding batch is padded by half at most.
+
+    Args:
+        batch_size: the largest batch.
+
+    Returns:
+        Ascending sizes; the last is `batch_size`.
+    """
+    sizes = {size for power in range(batch_size.bit_length()) for size in (2**power, 3 * 2**power)}
+    return sorted({size for size in sizes if size < batch_size} | {batch_size})

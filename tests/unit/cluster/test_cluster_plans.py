@@ -1,0 +1,221 @@
+"""Launchers' plans: what a dry run prints is what a launch executes."""
+
+import json
+import shlex
+import subprocess
+
+import pytest
+import yaml
+from cluster_configs import EXAMPLES, ROOT, example, one_machine
+from linters import shellcheck
+
+from qarl_nemo.cluster.cli import main, plan
+from qarl_nemo.cluster.config import ClusterConfig
+from qarl_nemo.cluster.plan import Plan, Step
+from qarl_nemo.config import ConfigError, validate
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_has_a_dry_run_without_its_programs(path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert main(["launch", str(path), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    programs = {"hosts": "ssh", "hosts_container": "docker run", "kubernetes": "kubectl", "local": "bash"}
+    assert f"{programs.get(path.stem, 'sbatch')} " in printed
+    assert "run_qarl_grpo.py" in printed
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_what_a_dry_run_prints_is_a_clean_shell_script(path, capsys):
+    main(["launch", str(path), "--dry-run"])
+    shellcheck(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_dry_run_executed_by_a_shell_runs_the_plans_commands_and_input(path, tmp_path, capsys):
+    """Programs of the plan are replaced by one that notes its arguments and standard input."""
+    planned = plan(example(path.stem))
+    notes = tmp_path / "notes"
+    for program in {step.command[0] for step in planned.steps}:
+        spy = tmp_path / "bin" / program
+        spy.parent.mkdir(exist_ok=True)
+        spy.write_text(f'#!/bin/bash\n{{ printf "%s\\1" "$0" "$@"; printf "\\2"; cat; printf "\\3"; }} >> {notes}\n')
+        spy.chmod(0o755)
+    main(["launch", str(path), "--dry-run"])
+    script = capsys.readouterr().out
+    subprocess.run(["/bin/bash", "-c", f"PATH={tmp_path}/bin:$PATH\n{script}"], stdin=subprocess.DEVNULL, check=True)
+    noted = [note.split("\2") for note in notes.read_text().split("\3")[:-1]]
+    assert [words.split("\1")[1:-1] for words, _ in noted] == [list(step.command[1:]) for step in planned.steps]
+    assert [stdin.rstrip("\n") for _, stdin in noted] == [step.stdin.rstrip("\n") for step in planned.steps]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_a_recipe_for_its_number_of_nodes(path):
+    config = example(path.stem)
+    words = shlex.split(config.command)
+    recipe = ROOT / words[words.index("--config") + 1]
+    assert recipe.exists()
+    assert f"-{config.nodes}n{config.gpus_per_node}g-" in recipe.name
+    assert f"checkpointing.checkpoint_dir={config.checkpoint_dir}" in words
+
+
+def test_hosts_get_one_node_each_and_the_first_is_the_head():
+    steps = plan(example("hosts", "launcher.addresses={gpu-0: 10.0.0.1}")).steps
+    assert [step.title for step in steps] == ["head gpu-0", "worker gpu-1"]
+    head, worker = (shlex.split(step.command[-1]) for step in steps)
+    assert steps[1].command[:-1] == ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "gpu-1")
+    assert head[-5:] == ["--lifeline", "--head-address", "10.0.0.1", "--address", "10.0.0.1"]
+    assert worker[-3:] == ["--lifeline", "--head-address", "10.0.0.1"]
+    assert "node head" in steps[0].command[-1]
+    assert "node worker" in steps[1].command[-1]
+
+
+def test_a_node_reads_the_config_its_launcher_wrote():
+    config = example("hosts")
+    (text,) = {step.stdin for step in plan(config).steps}
+    assert "\n" not in text
+    assert validate(json.loads(text), ClusterConfig, source="stdin") == config
+
+
+def test_containers_share_network_memory_and_mounts():
+    line = plan(example("hosts_container")).steps[1].command[-1]
+    words = shlex.split(line)
+    assert words[:3] == ["exec", "docker", "run"]
+    assert {"--gpus=all", "--network=host", "--ipc=host", "--interactive", "--volume=/shared:/shared"} <= set(words)
+    assert words[-4:-1] == ["registry.example.com/qarl-nemo:0.1.0", "bash", "-c"]
+    assert words[-1].startswith("cd /opt/qarl_nemo && exec python -m qarl_nemo.cluster node worker --lifeline")
+
+
+def test_slurm_submits_a_script_that_starts_one_task_a_node():
+    make, submit = plan(example("slurm", "nodes=4", "launcher.sbatch_args=[--qos=high]")).steps
+    assert make.command == ("mkdir", "-p", "/shared/logs/qwen3-30ba3b-w4a16")
+    assert {"--nodes=4", "--ntasks-per-node=1", "--exclusive", "--gres=gpu:8", "--qos=high"} <= set(submit.command)
+    shellcheck(submit.stdin)
+    assert "srun --ntasks-per-node=1 --kill-on-bad-exit=0" in submit.stdin
+
+
+def test_slurm_containers_go_through_pyxis():
+    config = example("slurm", "container={image: /shared/qarl.sqsh, mounts: [/shared:/shared]}")
+    script = plan(config).steps[1].stdin
+    assert "--container-image=/shared/qarl.sqsh --container-mounts=/shared:/shared --no-container-mount-home" in script
+
+
+def test_ray_sub_gets_our_checks_and_watch_as_its_command():
+    step = plan(example("slurm_ray_sub")).steps[-1]
+    values = dict(word.split("=", 1) for word in step.command[1 : step.command.index("sbatch")])
+    assert step.command[-1] == "/shared/nemo-rl/ray.sub"
+    assert values["CONTAINER"] == "registry.example.com/qarl-nemo:0.1.0"
+    assert values["MOUNTS"] == "/shared:/shared"
+    assert values["GPUS_PER_NODE"] == "8"
+    assert "-m qarl_nemo.cluster run - <<<" in values["COMMAND"]
+    shellcheck(f"#!/bin/bash\n{values['COMMAND']}\n")
+
+
+@pytest.mark.parametrize("kind", ["RayJob", "RayCluster"])
+def test_the_manifests_in_docker_are_the_launchers(kind, capsys):
+    main(["manifest", str(ROOT / "docker/clusters/kubernetes.yaml"), f"launcher.kind={kind}"])
+    path = ROOT / "docker" / "kubernetes" / f"{kind.lower()}.yaml"
+    rendered = capsys.readouterr().out
+    assert path.read_text() == rendered, (
+        f"python -m qarl_nemo.cluster manifest docker/clusters/kubernetes.yaml launcher.kind={kind} > {path}"
+    )
+
+
+def test_pods_run_as_a_user_share_the_claim_and_hold_all_gpus():
+    text = plan(example("kubernetes", "nodes=3")).steps[1].stdin
+    config_map, job = yaml.safe_load_all(text)
+    cluster = job["spec"]["rayClusterSpec"]
+    assert [group["replicas"] for group in cluster["workerGroupSpecs"]] == [2]
+    for template in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]):
+        pod = template["spec"]
+        assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
+        assert pod["volumes"][0] == {"name": "shared", "persistentVolumeClaim": {"claimName": "qarl-shared"}}
+    assert job["spec"]["entrypoint"].endswith("run /etc/qarl/cluster.json'")
+    told = validate(json.loads(config_map["data"]["cluster.json"]), ClusterConfig, source="map")
+    assert told.nodes == 3
+
+
+def test_a_ray_cluster_stays_and_runs_the_job_in_its_head():
+    titles = [step.title for step in plan(example("kubernetes", "launcher.kind=RayCluster")).steps]
+    assert titles[-1] == "run the job"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "says"),
+    [
+        ("hosts", ["nodes=3"], "nodes=3, but launcher.hosts names 2"),
+        ("hosts", ["launcher.hosts=[a,a]"], "a is named twice"),
+        ("hosts", ["launcher.addresses={c: 10.0.0.1}"], "addresses has c, which is none of the hosts"),
+        ("hosts", ["launcher.connect=[ssh]"], "connect must hold {host}"),
+        ("hosts", ["launcher.type=slrm"], "did you mean 'slurm'"),
+        ("hosts", ["launcher.host=a"], "did you mean 'hosts'"),
+        ("hosts", ["checkpoint_dir=results"], "checkpoint_dir"),
+        ("hosts", ["log_period_s=0"], "log_period_s"),
+        ("slurm", ["launcher.ray_sub=/x/ray.sub"], "container.image is missing"),
+        ("kubernetes", ["container=null"], "needs container.image"),
+        (
+            "kubernetes",
+            ["log_dir=/scratch/logs"],
+            "log_dir=/scratch/logs does not lie under launcher.mount_path=/shared",
+        ),
+        ("kubernetes", ["launcher.name=Not_A_Name"], "launcher.name"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_before_anything_starts(name, overrides, says, capsys):
+    assert main(["launch", str(ROOT / f"docker/clusters/{name}.yaml"), *overrides]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_manifest_is_for_kubernetes_alone(capsys):
+    assert main(["manifest", str(ROOT / "docker/clusters/slurm.yaml")]) == 2
+    assert "launcher.type is 'slurm'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["start"], ["launch"], ["node", "chief", "--head-address", "a"]])
+def test_wrong_arguments_end_with_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: " in capsys.readouterr().err
+
+
+def test_missing_programs_are_named_before_the_first_step():
+    absent = Plan((Step("make", ("mkdir", "/nowhere/at/all")), Step("a", ("no-such-a",)), Step("b", ("no-such-b",))))
+    with pytest.raises(ConfigError, match="not found on this machine: no-such-a, no-such-b"):
+        absent.execute()
+
+
+def test_steps_stop_at_the_first_that_fails(tmp_path, capfd):
+    made = tmp_path / "made"
+    steps = (Step("fine", ("true",)), Step("broken", ("bash", "-c", "exit 7")), Step("never", ("mkdir", str(made))))
+    assert Plan(steps).execute() == 7
+    assert "broken failed with exit code 7" in capfd.readouterr().err
+    assert not made.exists()
+
+
+def test_nodes_run_together_end_with_the_head_and_show_whose_words_are_whose(tmp_path, capfd):
+    ended = tmp_path / "ended"
+    worker = f"read -r config; echo got $config; cat; echo > {ended}"
+    steps = (
+        Step("head a", ("bash", "-c", "read -r config; sleep 1; exit 5"), "{}"),
+        Step("worker b", ("bash", "-c", worker), "{}"),
+    )
+    assert Plan(steps, together=True).execute() == 5
+    assert "[b] got {}" in capfd.readouterr().out
+    assert ended.exists()  # its standard input was closed, and it ended by itself
+
+
+def test_a_node_that_ends_early_is_reported_with_its_last_words(capfd):
+    steps = (
+        Step("head a", ("bash", "-c", "sleep 2; exit 4")),
+        Step("worker b", ("bash", "-c", "echo no Ray here; exit 9")),
+    )
+    assert Plan(steps, together=True).execute() == 4
+    assert "worker b ended with exit code 9:\n    no Ray here" in capfd.readouterr().err
+
+
+def test_env_may_hold_yamls_numbers(tmp_path):
+    assert one_machine(tmp_path, env={"A": 1, "B": 9.0, "C": "x"}).env == {"A": "1", "B": "9.0", "C": "x"}
+    with pytest.raises(ConfigError, match=r"env\.A"):
+        one_machine(tmp_path, env={"A": True})

@@ -1,0 +1,188 @@
+"""What `qarl doctor --rollout` refuses before an engine starts, and what it concludes from measurements."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl_kernels import get_format
+from qarl_nemo.measure.speed.advice import recommend, speed_rows
+from qarl_nemo.measure.speed.output import notes, result_rows, speed_table, write_speed
+from qarl_nemo.measure.speed.run import FormatSpeed
+from qarl_nemo.measure.speed.settings import RolloutSpeedSettings, SpeedJob, prepare_speed
+from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
+from qarl_nemo.metrics.results import append_results
+
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b"
+ENGINE = {
+    "weights_gib": 57.0,
+    "kv_cache_tokens": 700_000,
+    "peak_gib": 120.0,
+    "busiest_expert": 1.4,
+    "version": "0.25.1",
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelShapes:
+    return read_shapes(MODEL)
+
+
+def test_the_example_has_the_size_of_qwen3_30b_a3b(model):
+    # 30.5 billion, says its model card
+    assert sum(math.prod(shape) for shape in model.parameters.values()) == 30_532_122_624
+    assert model.targets == ["experts", "attention"]
+
+
+def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    wrong = RolloutSpeedSettings(
+        model=tmp_path,
+        formats=("w4a16", "w4a16", "nf4"),
+        group_size=48,
+        targets=("experts", "heads"),
+        batch_sizes=(0,),
+        new_tokens=0,
+        tensor_parallel_size=16,
+        gpu_memory_utilization=1.5,
+    )
+    with pytest.raises(ValueError, match="problem") as raised:
+        prepare_speed(wrong)
+    for text in (
+        "new_tokens=0 must be at least 1",
+        "batch_size=0 must be at least 1",
+        "gpu_memory_utilization=1.5",
+        "format w4a16 is named more than once",
+        "unknown format 'nf4'",
+        "unknown target 'heads'",
+        "group_size=48 serves no format",
+        "tensor_parallel_size=16",
+        'model_type is "gpt2"; supported',
+    ):
+        assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": ("mlp",)}, "targets mlp match nothing of this model; it has experts, attention"),
+        ({"prompt_tokens": 40_900}, "prompt_tokens + 16 + new_tokens = 41044, and the model's contexts end at 40960"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide 32 heads"),
+        ({"enable_expert_parallel": True}, "it needs tensor_parallel_size of at least 2"),
+        ({"formats": ("fp8_block",), "group_size": 64}, "no integer format is measured"),
+        ({"model": Path("nowhere")}, "nowhere: expected a model's config.json"),
+        ({"formats": ()}, "no format to measure"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(options, message):
+    with pytest.raises(ValueError, match="problem") as raised:
+        prepare_speed(RolloutSpeedSettings(**{"model": MODEL} | options))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "group_size", "tensor_parallel_size", "reason"),
+    [
+        ("w4a16", 128, 2, None),
+        # 768 / 4 = 192
+        ("w4a16", 128, 4, "experts: K=192 is not a multiple of group_size=128"),
+        ("w4a16", 64, 4, None),
+        ("w4a8", 128, 1, None),
+        # 768 / 2 = 384
+        ("w4a8", 128, 2, "N=384 is not a multiple of 256"),
+        ("fp8_block", None, 2, None),
+        ("fp8_block", None, 4, "K=192 is not a multiple of 128"),
+        ("fp8_channel", None, 8, None),
+    ],
+)
+def test_kernels_that_do_not_take_a_shard_are_known_before_an_engine_starts(
+    model, name, group_size, tensor_parallel_size, reason
+):
+    fmt = get_format(name, group_size=group_size)
+    found = shape_refusals(model, fmt, ["experts"], tensor_parallel_size=tensor_parallel_size)
+    assert bool(found) == (reason is not None)
+    assert reason is None or any(reason in text for text in found)
+    # whole experts on each GPU have the shapes of one GPU
+    parallel = {"tensor_parallel_size": tensor_parallel_size, "enable_expert_parallel": True}
+    assert shape_refusals(model, fmt, ["experts"], **parallel) == []
+
+
+def speed(name: str, **batches: list[float]) -> FormatSpeed:
+    measured = {
+        int(size[1:]): {"decode_tokens_s": values, "prefill_tokens_s": [1000.0]} for size, values in batches.items()
+    }
+    return FormatSpeed(name, engine=dict(ENGINE), batches=measured)
+
+
+SPEEDS = [
+    speed("bf16", b8=[100.0, 90.0, 110.0], b64=[1000.0]),
+    speed("w4a16", b8=[140.0, 139.0, 141.0], b64=[900.0]),
+    speed("fp8_block", b8=[190.0, 180.0, 195.0], b64=[1.0]),
+    FormatSpeed("w4a8", reason="not on this GPU"),
+]
+SPEEDS[2].batches[64] = {"reason": "does not fit"}
+
+
+def test_rows_are_medians_over_the_baselines():
+    rows = {(row.format_name, row.batch_size): row for row in speed_rows(SPEEDS, (8, 64))}
+    assert rows["fp8_block", 8].decode_tokens_s == 190
+    # distances 0, 10 and 5
+    assert rows["fp8_block", 8].decode_noise == 5
+    assert rows["fp8_block", 8].speedup == pytest.approx(1.9)
+    assert rows["w4a16", 64].speedup == pytest.approx(0.9)
+    assert rows["fp8_block", 64].reason == "does not fit"
+    assert rows["w4a8", 8].reason == "not on this GPU"
+    alone = speed_rows(SPEEDS[1:2], (8,))
+    assert alone[0].speedup is None
+
+
+def test_the_fastest_that_fits_is_recommended():
+    eight, sixty_four = recommend(speed_rows(SPEEDS, (8, 64)))
+    assert (eight["format"], eight["tied"]) == ("fp8_block", [])
+    assert eight["reason"].startswith("fp8_block: the fastest of 3 whose memory fits, 1.90x bf16, 190 tokens/s")
+    assert "next is w4a16 with 1.40x bf16" in eight["reason"]
+    assert sixty_four["format"] == "bf16"
+
+
+def test_formats_that_differ_by_no_more_than_twice_their_noises_are_tied():
+    # medians 104 and 110, noises 2 and 1
+    near = [speed("w4a16", b8=[102.0, 104.0, 106.0]), speed("fp8_block", b8=[109.0, 110.0, 111.0])]
+    (advice,) = recommend(speed_rows(near, (8,)))
+    assert (advice["format"], advice["tied"]) == ("fp8_block", ["w4a16"])
+    assert "within noise of it: w4a16" in advice["reason"]
+    # medians 103.9 and 110; one repeat that was held up, or sped up, decides nothing
+    apart = [speed("w4a16", b8=[101.9, 103.9, 200.0]), speed("fp8_block", b8=[50.0, 110.0, 111.0])]
+    assert recommend(speed_rows(apart, (8,)))[0]["tied"] == []
+
+
+def test_nothing_is_recommended_where_nothing_was_served():
+    (advice,) = recommend(speed_rows(SPEEDS[3:], (8,)))
+    assert advice["format"] is None
+    assert "no format was served" in advice["reason"]
+
+
+def test_files_table_and_figures_hold_what_was_measured(model, tmp_path):
+    settings = RolloutSpeedSettings(MODEL, batch_sizes=(8, 64))
+    job = SpeedJob(settings, model, (), {}, "cuda", "1x NVIDIA H200", "0.25.1")
+    rows = speed_rows(SPEEDS, settings.batch_sizes)
+    written, figure = write_speed(tmp_path, job, SPEEDS, rows)
+    content = json.loads(written.read_text())
+    assert [advice["format"] for advice in content["recommendation"]] == ["fp8_block", "bf16"]
+    assert len(content["rows"]) == 8
+    assert figure.stat().st_size > 20_000
+    assert speed_table(rows).row_count == 8
+    assert notes(SPEEDS, rows) == [
+        "w4a8 not measured at batch 8, 64: not on this GPU",
+        "fp8_block not measured at batch 64: does not fit",
+        "load of the busiest expert under dummy routers: 1.40x the mean",
+    ]
+    recorded = append_results(tmp_path / "results.json", result_rows(job, rows, "qarl doctor --rollout model"))
+    figures = {row.name: row.value for row in recorded}
+    assert figures["rollout_tokens_s_fp8_block_b8"] == 190
+    assert figures["rollout_speedup_w4a16_b64"] == pytest.approx(0.9)
+    assert figures["rollout_weights_gib_bf16"] == 57
+    assert figures["rollout_noise_max"] == pytest.approx(0.1)
+    assert not any("w4a8" in name for name in figures)

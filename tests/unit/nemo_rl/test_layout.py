@@ -1,0 +1,154 @@
+"""A config whose GPUs, ranks, batches or memory cannot be is refused before Ray starts; one that can says what runs."""
+
+import json
+
+import pytest
+from test_nemo_rl_config import config, problems
+
+from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.launch_summary import launch_summary
+from qarl_nemo.nemo_rl.layout import read_layout
+from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB
+from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
+
+APART = {"policy.generation.colocated": {"enabled": False, "resources": {"gpus_per_node": 2, "num_nodes": 1}}}
+MUON = {"optimizer": "dist_muon", "use_distributed_optimizer": False}
+
+
+def launch(qarl=None, **changes) -> dict:
+    """The one-node recipe's GPUs, ranks and batches, with dotted changes; cards of 80 GB."""
+    said = {
+        "cluster": {"num_nodes": 1, "gpus_per_node": 8},
+        "policy.megatron_cfg.sequence_parallel": True,
+        "policy.megatron_cfg.activation_checkpointing": True,
+        "policy.megatron_cfg.optimizer": MUON,
+        "policy.megatron_cfg.distributed_data_parallel_config": {"overlap_param_gather": False},
+        "policy.generation.vllm_cfg.gpu_memory_utilization": 0.6,
+    }
+    block = {"format": "w4a16", "keep_operand": False, "gpu_memory_gib": DEFAULT_GIB} | (qarl or {})
+    return config(block, **said | changes)
+
+
+def test_what_can_run_is_not_refused():
+    apply_qarl(launch())
+    apply_qarl(launch(cluster={"num_nodes": 2, "gpus_per_node": 8}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"cluster": {"num_nodes": 1, "gpus_per_node": 4}}, "expert_model_parallel_size=8, pipeline"),
+        ({"policy.megatron_cfg.expert_model_parallel_size": 3}, "does not divide the 128 experts"),
+        ({"policy.megatron_cfg.expert_model_parallel_size": 3}, "product 3 does not divide the learner's 8 GPUs"),
+        ({"policy.megatron_cfg.context_parallel_size": 3}, "product 6 does not divide the learner's 8 GPUs"),
+        ({"policy.megatron_cfg.expert_tensor_parallel_size": 2}, "product 16 does not divide"),
+        ({"policy.megatron_cfg.pipeline_model_parallel_size": 5}, "does not divide the 48 layers"),
+        ({"policy.megatron_cfg.sequence_parallel": False}, "sequence_parallel=false"),
+        ({"policy.generation.vllm_cfg.tensor_parallel_size": 3}, "does not divide the engines' 8 GPUs"),
+        ({"policy.generation.vllm_cfg.tensor_parallel_size": 3}, "does not divide the 32 attention heads"),
+        (
+            {
+                "policy.generation.vllm_cfg.tensor_parallel_size": 2,
+                "policy.generation.vllm_cfg.expert_parallel_size": 3,
+            },
+            "must be a multiple of tensor_parallel_size=2",
+        ),
+        (
+            {"policy.generation.vllm_cfg.async_engine": True, "policy.generation.vllm_cfg.expert_parallel_size": 8},
+            "or async_engine=false",
+        ),
+        ({"policy.train_global_batch_size": 2}, "train_global_batch_size=2: is not a multiple of the 4 data parallel"),
+        ({"policy.train_micro_batch_size": 3}, "train_micro_batch_size=3: does not divide the 32 of a rank"),
+        (
+            {
+                "policy.max_total_sequence_length": 9000,
+                "policy.sequence_packing": {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 9000},
+            },
+            "sequence_packing.train_mb_tokens=8192: a response of policy.max_total_sequence_length=9000 does not fit",
+        ),
+        ({"policy.generation.colocated": {"enabled": False}}, "resources.gpus_per_node=None"),
+        (
+            {"cluster": {"num_nodes": 2, "gpus_per_node": 8}} | APART,
+            "resources.gpus_per_node=2: engines take whole nodes; set 8",
+        ),
+        (APART, "product 8 does not divide the learner's 6 GPUs"),
+    ],
+)
+def test_what_cannot_run_is_refused(changes, named):
+    assert any(named in line for line in problems(launch(**changes))), problems(launch(**changes))
+
+
+def test_all_of_it_comes_in_one_error():
+    changes = {
+        "policy.megatron_cfg.expert_model_parallel_size": 3,
+        "policy.generation.vllm_cfg.tensor_parallel_size": 3,
+        "policy.precision": "float16",
+    }
+    named = {line.partition(":")[0] for line in problems(launch(**changes))}
+    assert {"policy.precision=float16", "policy.megatron_cfg.expert_model_parallel_size=3"} <= named
+    assert "policy.generation.vllm_cfg.tensor_parallel_size=3" in named
+
+
+def test_experts_need_a_model_that_has_them(tmp_path):
+    shapes = {"model_type": "qwen3", "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8,
+              "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    values = launch({"targets": ["mlp"]}, **{"policy.model_name": str(tmp_path)})
+    assert any("expert_model_parallel_size=8: the model has no experts" in line for line in problems(values))
+
+
+def test_engines_of_their_own_leave_the_learner_the_rest():
+    values = launch(**{"cluster": {"num_nodes": 3, "gpus_per_node": 8}} | APART)
+    layout = read_layout(values)
+    assert (layout.learner_gpus, layout.engine_gpus, layout.engines) == (16, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("qarl", "changes", "named"),
+    [
+        ({"gpu_memory_gib": 40}, {}, "memory: a learner rank needs"),
+        ({"gpu_memory_gib": 40}, {}, "(qarl.gpu_memory_gib)"),
+        ({"layerwise_refit": False, "format": "bf16", "alignment": "none"}, {}, "memory: a refit needs"),
+        (
+            {"format": "bf16", "alignment": "none"},
+            {"policy.generation.vllm_cfg.gpu_memory_utilization": 0.6},
+            "an engine's weights alone are 57 GiB",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(qarl, changes, named):
+    values = launch(qarl, **{"policy.generation.vllm_kwargs": {}} | changes)
+    assert any(named in line for line in problems(values)), problems(values)
+
+
+def test_a_larger_card_takes_more():
+    apply_qarl(launch({"gpu_memory_gib": 139, "keep_operand": True}))
+
+
+def test_a_checked_config_says_what_will_run():
+    values = launch()
+    qarl = apply_qarl(values)
+    text = launch_summary(values, qarl, ["examples/run_qarl_grpo.py", "--config", "a b.yaml"], None)
+    assert "8 (1 node(s) of 8), shared by learner and engines" in text
+    assert "8 ranks: TP2 EP8, 4 data parallel" in text
+    assert "8 of 1 GPU(s) each" in text
+    assert "64 prompts x 8 responses each, 4 optimizer step(s) of 128; objective tbpo" in text
+    assert "GiB a learner rank between steps" in text
+    assert text.endswith("command: python examples/run_qarl_grpo.py --config 'a b.yaml'")
+
+
+def test_without_the_models_config_shapes_are_said_to_be_unchecked(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    name = "nobody/nothing-of-this-name"
+    unchecked = fetch_model_config(name)
+    assert unchecked is not None
+    values = launch(**{"policy.model_name": name})
+    text = launch_summary(values, apply_qarl(values), ["run"], unchecked)
+    assert f"shapes and memory not checked: {name}: its config.json is not on this machine" in text
+
+
+def test_a_broken_config_of_a_model_is_one_error(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json: expected .*, an object"):
+        apply_qarl(launch(**{"policy.model_name": str(tmp_path)}))

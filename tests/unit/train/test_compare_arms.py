@@ -1,0 +1,79 @@
+"""Arms and seeds of one comparison become whole configs; what is wrong in any arm is said before the first run."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from qarl_nemo.config import ConfigError, load_config
+from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
+from qarl_nemo.train.arms import expand_arms
+from qarl_nemo.train.config import LocalConfig
+
+BASE = {
+    "run_dir": "runs/c",
+    "policy": {"model_init": {}},
+    "loss_fn": {"objective": "tbpo", "mismatch_cap": 3.0},
+    "compare": {
+        "seeds": [4, 5],
+        "arms": {
+            "QaRL, ours": {},
+            "BF16": {
+                "qarl": {"alignment": "none", "format": "bf16"},
+                "loss_fn": {"_override_": True, "objective": "gspo"},
+            },
+        },
+    },
+}
+
+
+@pytest.fixture
+def expand(tmp_path):
+    def from_values(values):
+        path = tmp_path / "compare.yaml"
+        OmegaConf.save(OmegaConf.create(values), path)
+        return expand_arms(load_config(path, [], LocalConfig), "compare.yaml")
+
+    return from_values
+
+
+def test_every_arm_runs_with_every_seed_in_a_folder_of_its_own(expand):
+    runs = expand(BASE)
+    assert [(run.run.name, run.run.arm, run.seed, run.run_dir) for run in runs] == [
+        ("QaRL, ours-seed4", "QaRL, ours", 4, Path("runs/c/QaRL-ours-seed4")),
+        ("BF16-seed4", "BF16", 4, Path("runs/c/BF16-seed4")),
+        ("QaRL, ours-seed5", "QaRL, ours", 5, Path("runs/c/QaRL-ours-seed5")),
+        ("BF16-seed5", "BF16", 5, Path("runs/c/BF16-seed5")),
+    ]
+    assert all(run.compare is None for run in runs)
+
+
+def test_an_arm_merges_over_the_rest_and_may_replace_a_block(expand):
+    ours, plain = expand(BASE)[:2]
+    assert ours.loss_fn == TBPOConfig(mismatch_cap=3.0)
+    assert plain.loss_fn == GSPOConfig()
+    assert (plain.qarl.alignment, plain.qarl.targets) == ("none", ours.qarl.targets)
+
+
+def test_every_problem_of_every_arm_is_listed_once(expand):
+    arms = {
+        "typo": {"loss_fn": {"mismatch_kap": 2.0}},
+        "clash": {"qarl": {"alignment": "none"}},
+        "good": {},
+    }
+    with pytest.raises(ConfigError) as raised:
+        expand(BASE | {"compare": {"seeds": [1, 2], "arms": arms}})
+    message = str(raised.value)
+    assert message.count("compare.yaml, arm 'typo'") == message.count("compare.yaml, arm 'clash'") == 1
+    assert "unknown key 'loss_fn.mismatch_kap': did you mean 'mismatch_cap'?" in message
+    assert "alignment=none and format=bf16 go together" in message
+    assert "'good'" not in message
+
+
+def test_runs_that_would_share_a_folder_are_refused(expand):
+    compare = {"seeds": [1, 2, 1], "arms": {"a b": {}, "a-b": {}, "c": {}}}
+    with pytest.raises(ConfigError) as raised:
+        expand(BASE | {"compare": compare})
+    assert "arms 'a b' and 'a-b' would share the folder a-b-seed1; rename one" in str(raised.value)
+    assert "compare.seeds holds 1 2 times" in str(raised.value)
+    assert "'c'" not in str(raised.value)

@@ -1,0 +1,165 @@
+"""Problems: generated ones, JSONL, and that a step's prompts depend on seed, stream and step alone."""
+
+import json
+import random
+
+import pytest
+
+from qarl_nemo.train.config import ArithmeticData, JsonlData
+from qarl_nemo.train.tasks import Task, TaskSource, arithmetic_tasks, eval_chain
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def ten_problems(tmp_path):
+    records = [{"problem": f"p{n}", "answer": n} for n in range(10)]
+    return JsonlData(source="jsonl", train=write_jsonl(tmp_path / "ten.jsonl", records))
+
+
+@pytest.fixture(params=["arithmetic", "jsonl"])
+def data(request, ten_problems):
+    return ArithmeticData(digits=3) if request.param == "arithmetic" else ten_problems
+
+
+def test_prompts_depend_on_seed_and_step_alone(data):
+    first = TaskSource(data, seed=1)
+    in_order = [first.train(step, 4) for step in (1, 2, 3)]
+    # another process, which starts at step 3: the same prompts
+    assert TaskSource(data, seed=1).train(3, 4) == in_order[2]
+    assert [first.train(step, 4) for step in (3, 1)] == [in_order[2], in_order[0]]
+    assert in_order[0] != in_order[1]
+    assert TaskSource(data, seed=2).train(1, 4) != in_order[0]
+
+
+def test_streams_differ(data):
+    source = TaskSource(data, seed=1)
+    assert source.train(1, 8) != source.train(1, 8, stream="warm_start")
+
+
+def test_validation_is_the_same_for_every_seed_and_call(data):
+    expected = TaskSource(data, seed=1).validation(5)
+    source = TaskSource(data, seed=2)
+    source.train(1, 4)
+    assert source.validation(5) == expected == source.validation(5)
+
+
+def test_every_epoch_holds_each_task_once_in_a_new_order(ten_problems):
+    source = TaskSource(ten_problems, seed=3)
+    # 5 steps of 4 prompts are 2 epochs of 10 tasks; step 3 spans both
+    drawn = [task.answer for step in range(1, 6) for task in source.train(step, 4)]
+    epochs = drawn[:10], drawn[10:]
+    assert [sorted(map(int, epoch)) for epoch in epochs] == [list(range(10))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_generated_answers_are_right_and_padded():
+    config = ArithmeticData(digits=2, num_terms=3, operators="+-*", answer_digits=4)
+    tasks = arithmetic_tasks(config, 200, random.Random(0))
+    for task in tasks:
+        expression = task.prompt.removesuffix("=")
+        assert len(expression) == 8  # three terms of two digits, two operators
+        # Python reads 07 as an error, so terms lose their padding before eval
+        plain = "".join(str(int(part)) if part.isdecimal() else part for part in _split(expression))
+        assert int(task.answer) == eval(plain)
+        assert len(task.answer.removeprefix("-")) >= 4
+    assert any(task.answer.startswith("-0") for task in tasks)
+    assert {operator for task in tasks for operator in task.prompt if operator in "+-*"} == set("+-*")
+
+
+def test_running_totals_end_in_the_answer():
+    sizes = {"num_terms": 5, "operators": "+-", "answer_digits": 3}
+    whole, running = (
+        arithmetic_tasks(ArithmeticData(running_totals=wanted, **sizes), 50, random.Random(0))
+        for wanted in (False, True)
+    )
+    assert [task.prompt for task in running] == [task.prompt for task in whole]
+    assert [task.answer.split()[-1] for task in running] == [task.answer for task in whole]
+    for task in running:
+        terms = task.prompt.removesuffix("=").replace("-", " -").replace("+", " ").split()
+        totals = [sum(map(int, terms[: count + 2])) for count in range(4)]
+        assert list(map(int, task.answer.split())) == totals
+
+
+def test_running_totals_refuse_products():
+    with pytest.raises(ValueError, match=r"running_totals adds from left to right; legal operators with it: \+ and -"):
+        ArithmeticData(running_totals=True, operators="+*")
+
+
+def _split(expression):
+    return [expression[start:stop] for start, stop in ((0, 2), (2, 3), (3, 5), (5, 6), (6, 8))]
+
+
+@pytest.mark.parametrize(
+    ("terms", "operators", "value"),
+    [
+        ([2, 3, 4], "+*", 14),  # 2 + (3 * 4); left to right it would be 20
+        ([2, 3, 4], "*+", 10),  # (2 * 3) + 4
+        ([9, 2, 3], "--", 4),  # (9 - 2) - 3; right to left it would be 10
+        ([9, 2, 3], "-*", 3),  # 9 - (2 * 3); with the sign on 2 alone too: -2 * 3 = -6
+        ([2, 3, 4, 5], "*-*", -14),  # (2 * 3) - (4 * 5)
+        ([7], "", 7),
+    ],
+)
+def test_products_bind_tighter_and_differences_run_left_to_right(terms, operators, value):
+    assert eval_chain(terms, operators) == value
+
+
+def test_jsonl_fills_the_template_and_takes_numbers_as_text(tmp_path):
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"problem": "1+{x}", "answer": 2}, {"problem": "q", "answer": r"\frac12"}]
+    )
+    path.write_text(path.read_text() + "\n")  # an empty line is no record
+    data = JsonlData(source="jsonl", train=path, validation=path, prompt_template="Solve {problem}. {}")
+    expected = [Task("Solve 1+{x}. {}", "2"), Task("Solve q. {}", r"\frac12")]
+    assert TaskSource(data, seed=0).validation(10) == expected
+    assert sorted(TaskSource(data, seed=0).train(1, 2), key=lambda task: task.prompt) == expected
+
+
+def test_every_unusable_line_is_listed(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    good = json.dumps({"problem": "p", "answer": "1"})
+    lines = [good, '{"problem": "p"', '{"problem": "p"}', '{"answer": "1"}', '{"problem": 3, "answer": "1"}', "[1]",
+             '{"problem": "p", "answer": null}', '{"problem": "p", "answer": true}', good]  # fmt: skip
+    path.write_text("\n".join(lines))
+    with pytest.raises(
+        ValueError, match=r"bad.jsonl: every line needs the text fields `problem` and `answer`"
+    ) as raised:
+        TaskSource(JsonlData(source="jsonl", train=path), seed=0)
+    message = str(raised.value)
+    assert [number for number in range(1, 10) if f"line {number}:" in message] == [2, 3, 4, 5, 6, 7, 8]
+    assert "KeyError 'answer'" in message
+    assert "line 3: KeyError 'answer' (its fields: problem)" in message
+    assert "the answer is None, neither text nor a number" in message
+
+
+def test_a_long_list_of_unusable_lines_is_counted(tmp_path):
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"problem": "p"}] * 25)
+    with pytest.raises(ValueError, match=r"line 20: .*; and 5 more") as raised:
+        TaskSource(JsonlData(source="jsonl", train=path), seed=0)
+    assert "line 21" not in str(raised.value)
+
+
+def test_missing_and_empty_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data file .*nowhere.jsonl does not exist"):
+        TaskSource(JsonlData(source="jsonl", train=tmp_path / "nowhere.jsonl"), seed=0)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty.jsonl.*it is empty"):
+        TaskSource(JsonlData(source="jsonl", train=tmp_path / "empty.jsonl"), seed=0)
+
+
+def test_a_line_holds_what_other_readers_call_an_end_of_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1\u2028+1", "answer": 2}\n', encoding="utf-8")
+    source = TaskSource(JsonlData(source="jsonl", train=tmp_path / "a.jsonl"), seed=0)
+    assert source.train(1, 1) == [Task("1\u2028+1", "2")]
+
+
+def test_what_is_quoted_of_a_bad_line_is_short(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{f"field{n}": "x" * 1000 for n in range(1000)}])
+    path.write_text(path.read_text() + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"line 1: .*field0, .*line 2: RecursionError") as raised:
+        TaskSource(JsonlData(source="jsonl", train=path), seed=0)
+    assert len(str(raised.value)) < 2000

@@ -1,0 +1,76 @@
+"""Rewards: plain integers without a parser, everything else through math-verify."""
+
+import math_verify
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qarl_nemo.train.verify import reward
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("46", "46"),
+        (" 046\n", "46"),
+        ("-5", "-05"),
+        ("0", "-0"),
+        ("46 -5", " 046 -005\n"),
+        ("The answer is $46$.", "46"),
+        (r"so \boxed{46}", "46"),
+        (r"\boxed{\frac{3}{4}}", r"\frac{3}{4}"),
+        ("0.75", r"\frac{3}{4}"),
+        (r"$\frac{1}{2}$", "0.5"),
+        (r"\boxed{x^2+1}", "1+x^2"),
+        (r"\boxed{(1,2)}", "(1,2)"),
+        (r"$\sqrt{8}$", r"$2\sqrt{2}$"),
+    ],
+)
+def test_right_answers(response, answer):
+    assert reward(response, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("47", "46"),
+        ("-46", "46"),
+        ("460", "46"),
+        ("46 47", "46 48"),
+        ("47", "46 47"),
+        (r"\boxed{\frac{4}{3}}", r"\frac{3}{4}"),
+        (r"\boxed{(2,1)}", "(1,2)"),
+        ("0.7", r"\frac{3}{4}"),
+        (r"\boxed{x^2-1}", "1+x^2"),
+    ],
+)
+def test_wrong_answers(response, answer):
+    assert reward(response, answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["", " ", "+-*=", "(((((", r"\boxed{", r"\frac{1}{", "\x00\ufffd", "seven", "$$$$", "1" * 6000, "-" * 500],
+)
+def test_garbage_earns_nothing_and_raises_nothing(response):
+    assert reward(response, "7") == 0.0
+
+
+def test_plain_integers_need_no_parser(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("the parser ran")
+
+    monkeypatch.setattr(math_verify, "parse", refuse)
+    assert reward("123", "0123") == 1.0
+    assert reward("124", "0123") == 0.0
+    with pytest.raises(AssertionError, match="the parser ran"):
+        reward("123 apples", "124")
+
+
+# math-verify cannot read "-012" without dollars, so zero padding is compared for what it can read: no minus sign.
+@settings(max_examples=150, deadline=None)
+@given(st.integers(-2000, 2000), st.integers(-2000, 2000), st.booleans(), st.integers(1, 5))
+def test_the_fast_path_agrees_with_math_verify_on_integers(value, other, equal, width):
+    response, answer = str(value) if value < 0 else f"{value:0{width}d}", str(value if equal else other)
+    judged = math_verify.verify(math_verify.parse(f"${answer}$"), math_verify.parse(response))
+    assert reward(response, answer) == float(judged)
