@@ -109,12 +109,12 @@ class Learner:
 
     Attributes:
         format: `w4a16`, ... executed; None for Megatron's own BF16.
-        group_size: of integer formats.
+        group_size: elements per scale of integer formats.
         attention: quantized, too.
         keep_operand: keep what GEMMs multiply.
         optimizer: one of `OPTIMIZERS`.
-        gradient_bytes: of a gradient: 4 (FP32) or 2.
-        tokens: of a microbatch, before tensor and context parallel ranks share them.
+        gradient_bytes: bytes of one gradient element: 4 (FP32) or 2.
+        tokens: tokens of a microbatch, before tensor- and context-parallel ranks share them.
         recompute: `full` keeps a layer's input alone.
         logits: count them; `tokens` x vocabulary in BF16, FP32 and FP32 gradient.
         busiest: rows of the busiest rank's experts over the mean.

@@ -50,7 +50,7 @@ def bandwidth(name: str, function: Callable[..., Any], *inputs: Tensor, copy: fl
     """Time one operator.
 
     Args:
-        name: of the figure, without `_bandwidth`.
+        name: the figure's name, without `_bandwidth`.
         function: the operator.
         inputs: its tensors.
         copy: bandwidth of a copy in GB/s.

@@ -182,7 +182,7 @@ def backward_weight(weight: GemmOperand, dtype: torch.dtype) -> Tensor:
 
     Args:
         weight: operand [..., N, K].
-        dtype: of the result.
+        dtype: the result's dtype.
 
     Returns:
         [..., N, K].

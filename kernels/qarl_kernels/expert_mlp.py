@@ -73,7 +73,7 @@ def combine_choices(choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: to
         choices: [T, k, H] fc2 outputs; FP32 accumulators where the format weights those.
         weight: [T, k, 1] FP32.
         fmt: decides the rounding points.
-        dtype: of the result.
+        dtype: the result's dtype.
 
     Returns:
         [T, H].

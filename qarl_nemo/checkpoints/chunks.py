@@ -29,7 +29,7 @@ class ChunkReader:
 
         Args:
             tensor: the stored tensor.
-            index: of the first dimensions, e.g. layer and expert.
+            index: position in the leading dimensions, e.g. layer and expert.
             ranges: rows of the dimension behind them.
 
         Returns:
@@ -87,7 +87,7 @@ def load_chunk(folder: Path, tensor: StoredTensor, chunk: Chunk) -> Tensor:
     torch writes them and does not look at them.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         tensor: the tensor it belongs to.
         chunk: the chunk.
 

@@ -41,7 +41,7 @@ class TensorConverter:
         """Start the threads.
 
         Args:
-            reader: of the source.
+            reader: reads the source.
             fmt: format of the quantized tensors.
             device: where `quantize_weight` runs.
         """

@@ -30,7 +30,7 @@ class Location:
 
     Attributes:
         key: the checkpoint's key.
-        index: of the first dimensions: layer, expert, both or none.
+        index: position in the leading dimensions: layer, expert, both or none.
         shape: global sizes the key must have; with `padded` the first may be larger.
         ranges: the weight's rows in the dimension behind `index`.
         padded: whether rows may follow that belong to no token.

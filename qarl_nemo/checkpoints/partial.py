@@ -197,7 +197,7 @@ def open_partial(
         destination: the final folder.
         settings: everything that determines the output except the weights; JSON types.
         shards: shard file name -> the source files it is made from, with their sizes and times.
-        names: of all other files of the output.
+        names: all other files of the output.
         overwrite: replace a destination this tool wrote, and drop an unfinished conversion with other settings.
 
     Yields:

@@ -17,7 +17,7 @@ class FinishedShard(BaseModel, extra="forbid", strict=True):
 
     Attributes:
         file_bytes: size of the file.
-        crc32: of its content, see `files.checksum`.
+        crc32: checksum of its content, see `files.checksum`.
         sources: source file -> [size, mtime_ns] before it was read.
     """
 

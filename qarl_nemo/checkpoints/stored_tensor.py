@@ -40,7 +40,7 @@ class StoredTensor:
     Attributes:
         key: its name in the checkpoint.
         shape: global sizes.
-        dtype: of every chunk.
+        dtype: the dtype of every chunk.
         chunks: its parts, each of as many dimensions as the whole.
     """
 

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: of the command line; None takes the process's.
+        arguments: the command line's words; None takes the process's.
 
     Returns:
         The exit code; 2 for a config that cannot be used, 3 for a cluster that cannot, others as in `failures`.
@@ -36,7 +36,7 @@ def plan(config: ClusterConfig) -> Plan:
     """Choose the launcher.
 
     Args:
-        config: of the run.
+        config: the cluster run.
 
     Returns:
         What it will do.

@@ -44,7 +44,7 @@ def digest(folder: Path) -> str:
     """Sum up a package's sources, so that two checkouts of one version differ when their code does.
 
     Args:
-        folder: of the package.
+        folder: the package's folder.
 
     Returns:
         Twelve hexadecimal digits.

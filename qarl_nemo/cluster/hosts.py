@@ -10,7 +10,7 @@ def hosts_plan(config: ClusterConfig, launcher: HostsLauncher) -> Plan:
     """Plan one node on every host.
 
     Args:
-        config: of the run.
+        config: the cluster run.
         launcher: its hosts.
 
     Returns:

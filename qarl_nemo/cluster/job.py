@@ -31,7 +31,7 @@ def run(config: ClusterConfig, address: str | None = None) -> int:
 
     Args:
         config: what is expected, and the job.
-        address: of Ray's head; by default the cluster of this machine.
+        address: address of Ray's head; by default the cluster of this machine.
 
     Returns:
         The job's exit code; `EXIT_UNHEALTHY` without a job, `EXIT_NODE_LOST`; 128 + signal when told to stop.
@@ -76,7 +76,7 @@ def connected(address: str | None) -> Iterator[str]:
     """Join a running Ray cluster.
 
     Args:
-        address: of its head; None takes RAY_ADDRESS or the cluster of this machine.
+        address: address of its head; None takes RAY_ADDRESS or the cluster of this machine.
 
     Yields:
         The head's address.

@@ -15,7 +15,7 @@ def kubernetes_plan(config: ClusterConfig, launcher: KubernetesLauncher) -> Plan
     """Plan to create the objects, follow the job and end with its outcome.
 
     Args:
-        config: of the run.
+        config: the cluster run.
         launcher: where it goes.
 
     Returns:
@@ -49,7 +49,7 @@ def manifest_text(config: ClusterConfig, launcher: KubernetesLauncher) -> str:
     """Render the manifest.
 
     Args:
-        config: of the run.
+        config: the cluster run.
         launcher: where it goes.
 
     Returns:
@@ -62,7 +62,7 @@ def manifest(config: ClusterConfig, launcher: KubernetesLauncher) -> list[dict[s
     """Build the config's ConfigMap and the RayJob or RayCluster.
 
     Args:
-        config: of the run.
+        config: the cluster run.
         launcher: where it goes.
 
     Returns:

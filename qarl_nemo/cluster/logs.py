@@ -15,7 +15,7 @@ class LogCollector:
     """Copies the logs of the nodes that are alive; of a dead one the last copy stays.
 
     Args:
-        nodes: of the cluster.
+        nodes: the cluster's nodes.
         folder: the run's, shared; a node's logs go to `nodes/<node>`.
         period_s: between copies.
         say: takes what went wrong, once a node.

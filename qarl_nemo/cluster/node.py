@@ -29,10 +29,10 @@ def run_node(config: ClusterConfig, *, head: bool, head_address: str, address: s
     """Be a node of the cluster until the job ends or this process is told to.
 
     Args:
-        config: of the run.
+        config: the cluster run.
         head: whether this node is the head, which runs checks and job.
         head_address: host name or address of the head, without port.
-        address: of this node in the cluster's network; None lets Ray find it.
+        address: this node's address in the cluster's network; None lets Ray find it.
         lifeline: end when standard input closes, as it does when the launcher's connection breaks.
 
     Returns:
@@ -74,10 +74,10 @@ def ray_start(config: ClusterConfig, *, head: bool, head_address: str, address: 
     """Compose the `ray start` of one node.
 
     Args:
-        config: of the run.
+        config: the cluster run.
         head: whether it is the head.
         head_address: where the head is.
-        address: of this node.
+        address: this node's address.
 
     Returns:
         The command, for the Python this runs in.

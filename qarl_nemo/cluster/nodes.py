@@ -80,7 +80,7 @@ def run_on(nodes: Iterable[Node], function: Callable[..., Any], arguments: Calla
     Args:
         nodes: where.
         function: what; its module is pickled by value.
-        arguments: of the call on a node.
+        arguments: returns the call's arguments for a node.
 
     Returns:
         Ray's reference to each result.

@@ -35,7 +35,7 @@ def worker_pythons(env: dict[str, str], patterns: list[str]) -> list[str]:
 
     Args:
         env: the job's environment: `NEMO_RL_VENV_DIR` says where, `NEMO_RL_PY_EXECUTABLES_SYSTEM=1` that none is used.
-        patterns: of folder names.
+        patterns: patterns of folder names.
 
     Returns:
         Paths, sorted.
@@ -58,7 +58,7 @@ def ask(python: str, request: dict[str, Any], env: dict[str, str]) -> dict[str, 
     Args:
         python: its path.
         request: see `look`.
-        env: of the process.
+        env: the process's environment.
 
     Returns:
         What it printed; when it could not, the same keys with the reason under `problems`.

@@ -84,8 +84,8 @@ def node_line(config: ClusterConfig, arguments: Sequence[str]) -> str:
     """Compose the shell line a node runs: setup, then our command line in the working directory.
 
     Args:
-        config: of the run.
-        arguments: of the command line; may be `"$1"` and the like, so they are not quoted here.
+        config: the cluster run.
+        arguments: our command line's words; they may be `"$1"` and the like, so they are not quoted here.
 
     Returns:
         The line.

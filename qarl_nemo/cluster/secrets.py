@@ -40,7 +40,7 @@ def caller_values(names: Iterable[str]) -> dict[str, str]:
     """Take variables from the environment of the shell that launches.
 
     Args:
-        names: of the variables.
+        names: which variables.
 
     Returns:
         Their values by name.

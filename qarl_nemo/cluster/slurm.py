@@ -13,7 +13,7 @@ def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
     """Plan the submission of one batch job.
 
     Args:
-        config: of the run.
+        config: the cluster run.
         launcher: where it goes.
 
     Returns:
@@ -43,7 +43,7 @@ def batch_script(config: ClusterConfig) -> str:
     """Write the batch script: one task a node, the first node the head.
 
     Args:
-        config: of the run.
+        config: the cluster run.
 
     Returns:
         A bash script that needs nothing on the batch host but Slurm.

@@ -23,7 +23,7 @@ class Alignment:
         targets: what is quantized.
         mode: which weight the input gradient uses.
         keep_operand: keep what the GEMMs multiply between uses; False keeps the packed tensors alone.
-        version: of the master weights; every optimizer step bumps it.
+        version: the master weights' version; every optimizer step bumps it.
         backend: what multiplies in the experts: this package's kernels, or Transformer-Engine's own FP8 block recipe,
             which `fp8_block` alone can take.
         engine_rounding: normalize and rotate with the engine's rounding points; False leaves both to Megatron.

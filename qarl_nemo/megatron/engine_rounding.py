@@ -64,10 +64,10 @@ class Rotating:
         """Attend, as Megatron's self-attention does.
 
         Args:
-            arguments: of Megatron's forward.
+            arguments: positional arguments of Megatron's forward.
             rotary_pos_emb: angles [S, 1, 1, D], or a pair of them, for queries and for keys.
             packed_seq_params: Megatron's, for packed sequences.
-            named: of Megatron's forward.
+            named: keyword arguments of Megatron's forward.
 
         Returns:
             What linear_proj returns.
@@ -135,7 +135,7 @@ def follow_engine(layer: ModuleSpec) -> None:
     """Let a layer normalize and rotate as the engine does.
 
     Args:
-        layer: of a GPT model, each norm a module of its own; changed in place.
+        layer: a GPT model's layer whose norms are modules of their own; changed in place.
     """
     submodules, attention = layer.submodules, layer.submodules.self_attention
     layer.module = _subclass(_FirstNormAlone, layer.module)
@@ -155,7 +155,7 @@ def block_spec(spec: Any, config: Any, vp_stage: int | None) -> Any:
     """Return a spec of this stage's layers and of a final norm that follows the engine.
 
     Args:
-        spec: of a layer, or of a block, which is changed in place.
+        spec: a layer's spec, or a block's, which is changed in place.
         config: Megatron's `TransformerConfig`.
         vp_stage: which virtual pipeline stage.
 

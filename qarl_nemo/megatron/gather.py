@@ -14,7 +14,7 @@ def gather_stacked(tensor: Tensor, group: Any) -> Tensor:
     """Return every rank's tensor, one after another along the first dimension.
 
     Args:
-        tensor: of one shape on all ranks.
+        tensor: the same shape on all ranks.
         group: the process group.
 
     Returns:

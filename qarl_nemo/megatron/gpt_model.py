@@ -27,7 +27,7 @@ def gpt_model(
     Args:
         hf: Hugging Face config of a Qwen3-MoE.
         alignment: what the model executes.
-        dtype: of parameters and activations.
+        dtype: dtype of parameters and activations.
         transformer_engine: build from Transformer-Engine's layers; else from Megatron's local ones.
         settings: more of `TransformerConfig`'s, such as `moe_token_dispatcher_type`.
 

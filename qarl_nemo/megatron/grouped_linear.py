@@ -25,7 +25,7 @@ class AlignedGroupedLinear(nn.Module):
 
     Args:
         alignment: the model's.
-        arguments: of the class this is mixed into.
+        arguments: passed to the class this is mixed into.
     """
 
     # With `partition_dim`, how Bridge finds out how a module is split whose class it does not know.
@@ -53,8 +53,8 @@ class LocalGroupedLinear(nn.Module):
 
     Args:
         num_gemms: E_local.
-        input_size: of the whole weight.
-        output_size: of the whole weight.
+        input_size: in-features of the whole weight.
+        output_size: out-features of the whole weight.
         partition_dim: the dimension that expert tensor parallelism splits.
         config: the model's.
         init_method: in place.
@@ -126,8 +126,8 @@ class LocalGroupedLinear(nn.Module):
         """Describe the shards under the keys that Transformer-Engine's and sequential experts have.
 
         Args:
-            prefix: of the keys.
-            sharded_offsets: of the modules above.
+            prefix: prefix of the keys.
+            sharded_offsets: offsets that the enclosing modules add.
             metadata: Megatron's.
 
         Returns:

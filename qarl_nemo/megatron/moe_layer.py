@@ -18,7 +18,7 @@ class AlignedMoELayer(MoELayer):
 
     Args:
         alignment: the model's.
-        arguments: of `MoELayer`.
+        arguments: passed to `MoELayer`.
     """
 
     def __init__(self, *arguments: Any, alignment: Alignment, **named: Any) -> None:

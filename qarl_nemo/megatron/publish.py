@@ -35,8 +35,8 @@ def publish_shards(
 
     Args:
         model: see `publish_layers`; so are the others.
-        vocab_size: of the Hugging Face model.
-        fmt: of the aligned weights.
+        vocab_size: the Hugging Face model's vocabulary size.
+        fmt: the format of the aligned weights.
         gather_experts: yield all experts.
 
     Yields:
@@ -59,7 +59,7 @@ def publish_layers(
 
     Args:
         model: this rank's model chunks, wrapped or not; called on every rank.
-        vocab_size: of the Hugging Face model: padding is cut off.
+        vocab_size: the Hugging Face model's vocabulary size; padding rows beyond it are cut off.
         fmt: of the aligned weights; another than they execute is made of the masters, shard by shard. None is what
             they execute.
         gather_experts: yield all experts, [E, ...]; False yields this rank's, [E_local, ...], experts
@@ -93,7 +93,7 @@ def publish_update(
     Args:
         model: this rank's model chunks; called on every rank.
         alignment: the model's.
-        vocab_size: of the Hugging Face model.
+        vocab_size: the Hugging Face model's vocabulary size.
         fmt: see `publish_shards`.
 
     Returns:

@@ -35,7 +35,7 @@ class AlignedTopKRouter(TopKRouter):
 
         Args:
             logits: [S, B, E].
-            padding_mask: of Megatron's load-balancing losses, which are off.
+            padding_mask: used only by Megatron's load-balancing losses, which are off.
 
         Returns:
             weights [T, E] FP32, zero where an expert was not chosen; chosen or not [T, E] bool.

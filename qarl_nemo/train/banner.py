@@ -13,7 +13,7 @@ def show_banner(config: LocalConfig, prepared: Prepared, step: int | None) -> No
     Args:
         config: the resolved config.
         prepared: what was checked.
-        step: of the checkpoint that the run goes on from, None for a run that begins.
+        step: step of the checkpoint that the run resumes from; None for a new run.
     """
     console = Console()
     for label, text in banner_lines(config, prepared, step).items():
@@ -27,7 +27,7 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
     Args:
         config: the resolved config.
         prepared: what was checked.
-        step: of the checkpoint that the run goes on from, None for a run that begins.
+        step: step of the checkpoint that the run resumes from; None for a new run.
 
     Returns:
         The lines' texts by their labels.

@@ -164,7 +164,7 @@ def read_state(run_dir: Path, step: int) -> dict[str, float]:
 
     Args:
         run_dir: the run's folder.
-        step: of the checkpoint.
+        step: the checkpoint's step.
 
     Returns:
         `step`, `weight_version` and `elapsed_s`.

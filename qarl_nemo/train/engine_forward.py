@@ -66,7 +66,7 @@ class EngineAttention(nn.Module):
             position_embeddings: cos and sin [B, S, head size].
             attention_mask: as transformers makes it; None is causal.
             past_key_values: keys and values of earlier tokens, which gets these tokens' too.
-            options: of transformers' attention functions.
+            options: what transformers passes to attention functions.
 
         Returns:
             [B, S, H], and None in place of the probabilities.

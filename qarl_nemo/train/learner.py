@@ -85,7 +85,7 @@ class Learner:
 
         Args:
             folder: the checkpoint's.
-            weight_version: of its weights.
+            weight_version: the version of its weights.
         """
         self.policy.load_optimizer(folder)
         self.policy.version.value = weight_version

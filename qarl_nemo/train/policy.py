@@ -36,8 +36,8 @@ class Policy(Protocol):
     """A model that is trained: of this process, or of many ranks that each hold a part and work on a part of the rows.
 
     Attributes:
-        version: of its weights; the learner bumps it after every step that was applied.
-        optimizer: of its weights.
+        version: the version of its weights; the learner bumps it after every applied step.
+        optimizer: steps its weights.
     """
 
     version: WeightVersion

@@ -22,10 +22,10 @@ class Prepared:
 
     Attributes:
         device: the learner's.
-        format: of the rollout engine's weights.
+        format: the format of the rollout engine's weights.
         source: the tasks.
         rows: what is quantized in the rollout engine, one line for each module with weights.
-        num_parameters: of the model.
+        num_parameters: the model's parameter count.
         checkpoint_bytes: size of one checkpoint.
     """
 

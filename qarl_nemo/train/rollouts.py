@@ -107,7 +107,7 @@ def pad_left(
     Args:
         sequences: token lists.
         pad_id: filler.
-        device: of the result.
+        device: where the result goes.
         width: least number of columns.
 
     Returns:

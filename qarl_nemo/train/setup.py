@@ -52,7 +52,7 @@ def learner_device(config: LocalConfig, rank: int = 0) -> torch.device:
 
     Args:
         config: the resolved config.
-        rank: of the learner, on this host.
+        rank: the learner's rank on this host.
 
     Returns:
         The device.

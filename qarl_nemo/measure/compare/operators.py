@@ -45,7 +45,7 @@ def compare_operators(model: PreTrainedModel, record: dict[str, Tensor]) -> list
 
     Args:
         model: the learner, with its aligned layers.
-        record: of `OperatorRecorder`.
+        record: what `OperatorRecorder` recorded.
 
     Returns:
         One row for each operator, layer and phase (`prefill`, `decode`): `identical`, the fraction of values with the
@@ -67,7 +67,7 @@ def total_by_operator(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join all layers of an operator and phase.
 
     Args:
-        rows: of `compare_operators`.
+        rows: what `compare_operators` returned.
 
     Returns:
         Rows without `layer`, in the order of the forward.

@@ -65,7 +65,7 @@ def result_rows(
     Args:
         settings: what was asked for.
         engine: its name and version.
-        figures: of `gap_figures` or `operator_figures`.
+        figures: what `gap_figures` or `operator_figures` returned.
         device: `cpu` or `cuda`.
         command: what measures it again.
 

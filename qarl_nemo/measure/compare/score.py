@@ -17,9 +17,9 @@ class Response:
     Attributes:
         prompt: token ids.
         tokens: token ids of the response, its stop token included.
-        logprobs: of the tokens at temperature 1 as they were sampled, nats.
+        logprobs: the tokens' logprobs at temperature 1 as they were sampled, nats.
         top_tokens: the likeliest token at each place.
-        read_logprobs: of the same tokens when the engine reads prompt and response at once, nats.
+        read_logprobs: the same tokens' logprobs when the engine reads prompt and response at once, nats.
         read_top_tokens: the likeliest token at each place then.
     """
 

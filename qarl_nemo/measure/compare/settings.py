@@ -32,18 +32,18 @@ class CompareSettings:
     Attributes:
         checkpoint: Hugging Face directory of a supported model, not quantized.
         formats: what the engine serves, one pair of arms each; the BF16 floor is always measured.
-        group_size: of integer formats; None = 128.
+        group_size: elements per scale of integer formats; None = 128.
         targets: what is quantized.
         engine: `packed` or `vllm`.
         device: `cpu`, `cuda` or `auto`.
-        precision: of activations and unquantized parameters, on both sides.
+        precision: dtype of activations and unquantized parameters, on both sides.
         attention: the learner's kernel, `torch` or `engine`, vLLM's own.
         prompts: file of prompts; None makes random ones.
         num_prompts: random prompts, or the most that are read from the file; None = 16 random ones, the whole file.
         prompt_tokens: length of a random prompt.
         num_responses: sampled responses of each prompt; one more is greedy.
         max_new_tokens: budget of a response.
-        seed: of random prompts and of sampling.
+        seed: seeds random prompts and sampling.
         batch_size: responses of one forward.
         gpu_memory_utilization: share of the GPU that vLLM takes.
         parallel: vLLM engines at a time, which divide that share.

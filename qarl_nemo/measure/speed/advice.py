@@ -83,7 +83,7 @@ def recommend(rows: Sequence[SpeedRow]) -> list[dict[str, Any]]:
     """Name the fastest format of each batch size, and those that differ from it by less than twice their noises.
 
     Args:
-        rows: of `speed_rows`.
+        rows: what `speed_rows` returned.
 
     Returns:
         One `{batch_size, format, tied, reason}` for each batch size; `format` is None where nothing was measured.

@@ -26,7 +26,7 @@ def speed_table(rows: Sequence[SpeedRow]) -> Table:
     """Return the terminal's table; every figure is the median of its repeats.
 
     Args:
-        rows: of `speed_rows`.
+        rows: what `speed_rows` returned.
     """
     table = Table("batch", box=None, padding=(0, 1, 0, 0))
     table.add_column("format", no_wrap=True)
@@ -45,7 +45,7 @@ def notes(speeds: Sequence[FormatSpeed], rows: Sequence[SpeedRow]) -> list[str]:
 
     Args:
         speeds: what was measured.
-        rows: of `speed_rows`.
+        rows: what `speed_rows` returned.
 
     Returns:
         Lines, ready for rich.
@@ -71,7 +71,7 @@ def write_speed(folder: Path, job: SpeedJob, speeds: Sequence[FormatSpeed], rows
         folder: exists.
         job: what was asked for.
         speeds: what was measured.
-        rows: of `speed_rows`.
+        rows: what `speed_rows` returned.
 
     Returns:
         The files.
@@ -98,7 +98,7 @@ def result_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list[d
 
     Args:
         job: what was asked for.
-        rows: of `speed_rows`.
+        rows: what `speed_rows` returned.
         command: what measures them again.
 
     Returns:

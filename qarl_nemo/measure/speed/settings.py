@@ -38,7 +38,7 @@ class RolloutSpeedSettings:
         tensor_parallel_size: GPUs that share each weight.
         enable_expert_parallel: whole experts on each GPU, in place of a slice of every one.
         gpu_memory_utilization: share of the GPU that vLLM takes.
-        seed: of prompts, weights and sampling.
+        seed: seeds prompts, weights and sampling.
     """
 
     model: Path
@@ -66,7 +66,7 @@ class SpeedJob:
         refused: format -> why no kernel serves its shapes here.
         device: `cuda` or `cpu`.
         hardware: e.g. `1x NVIDIA H200`.
-        vllm_version: of the installed package.
+        vllm_version: version of the installed package.
     """
 
     settings: RolloutSpeedSettings

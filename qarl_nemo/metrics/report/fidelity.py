@@ -26,7 +26,7 @@ def write_fidelity_figure(rows: Sequence[Row], png_path: Path, title: str) -> Pa
     """Writes one PNG with a row of two panels for each decoding; the BF16 floor is dotted.
 
     Args:
-        rows: of `qarl compare`: arm, format, decoding, by_position and gap_cdf.
+        rows: rows of `qarl compare`: arm, format, decoding, by_position and gap_cdf.
         png_path: file to write; its folder must exist.
         title: heading.
 

@@ -18,7 +18,7 @@ def write_rollout_speed_figure(rows: Sequence[Row], png_path: Path, title: str) 
     """Writes one PNG of three panels; bars on the points of the first two are the noise.
 
     Args:
-        rows: of `qarl doctor --rollout`: format_name, batch_size, decode_tokens_s, decode_noise, speedup,
+        rows: rows of `qarl doctor --rollout`: format_name, batch_size, decode_tokens_s, decode_noise, speedup,
             weights_gib and kv_cache_tokens.
         png_path: file to write; its folder must exist.
         title: heading.

@@ -85,7 +85,7 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
     Args:
         config: the resolved config.
         model: the starting model on the first rank, moved to the CPU; None elsewhere.
-        device: of this rank.
+        device: this rank's device.
 
     Returns:
         The learner.

@@ -43,7 +43,7 @@ class MegatronStepper:
 
     Args:
         model: without wrappers.
-        settings: of `adam` or `muon`.
+        settings: the arguments of `adam` or `muon`.
         lr: learning rate after the warm-up.
         weight_decay: decoupled.
         warmup_steps: optimizer steps of linear warm-up.

@@ -30,7 +30,7 @@ class MegatronPolicy:
         model: without wrappers, its weights loaded.
         alignment: what it executes.
         optimizer: over it.
-        vocab_size: of the Hugging Face model.
+        vocab_size: the Hugging Face model's vocabulary size.
         save_model: writes Hugging Face's parameters, by name, to a folder; called on the first rank alone.
     """
 

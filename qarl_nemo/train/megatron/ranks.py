@@ -25,7 +25,7 @@ def start_ranks(device: torch.device, **sizes: int) -> Any:
     """Join the processes that torchrun started, or be the only one, and make Megatron's process groups.
 
     Args:
-        device: of this rank, current already.
+        device: this rank's device, already the current one.
         sizes: `tensor_model_parallel_size`, `expert_model_parallel_size`, `expert_tensor_parallel_size`.
 
     Returns:
@@ -50,7 +50,7 @@ def broadcast_each(named: list[tuple[str, Tensor]] | None, device: torch.device)
 
     Args:
         named: what the first rank has; None elsewhere.
-        device: of the result.
+        device: where the result goes.
 
     Yields:
         Names and tensors.
@@ -106,7 +106,7 @@ def follow(target: Any, group: Any, device: torch.device, types: Sequence[type] 
     Args:
         target: this rank's object; its public methods are what it can be asked.
         group: of `start_ranks`.
-        device: of this rank, where tensors of the arguments go.
+        device: this rank's device, where tensors among the arguments go.
         types: of which arguments may be, beside tensors and plain data. The port that ranks meet on asks nobody who he
             is, so that what arrives must not be able to name anything else.
 

@@ -29,7 +29,7 @@ def make_rollouts(
         num_prompt_columns: least number of prompt columns P.
         router_layers: the model's layers that hold a router; empty when routes are not captured.
         weight_version: what the engine serves.
-        device: of the result.
+        device: where the result goes.
 
     Returns:
         The rollouts; without routes when `router_layers` is empty.

@@ -57,7 +57,7 @@ def engine_options(
         fmt: the rollout format.
         targets: which layers are quantized.
         settings: the rollout block.
-        device: of a GPU or the CPU, as the engine's.
+        device: the engine's device, a GPU or the CPU.
         capture_routes: let the engine return the experts it chose.
 
     Returns:

@@ -28,7 +28,7 @@ class VllmRollout:
     """A vLLM engine that serves one whole weight version at a time.
 
     Args:
-        model: of the learner's starting weights; the engine starts from a checkpoint of it.
+        model: the model with the learner's starting weights; the engine starts from a checkpoint of it.
         fmt: the rollout format.
         targets: which layers are quantized.
         settings: the rollout block.

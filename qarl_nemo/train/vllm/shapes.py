@@ -13,7 +13,7 @@ def gpu_problems(qarl: Any, model: Any, capability: tuple[int, int]) -> list[str
     Args:
         qarl: the `qarl:` block.
         model: Hugging Face config of a Qwen model.
-        capability: of the GPU.
+        capability: the GPU's compute capability.
 
     Returns:
         One clause for each size that has to change.
