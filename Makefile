@@ -64,7 +64,7 @@ test-vllm: ## Run the tests of the real vLLM on this CPU, in its own environment
 CAMPAIGN := OMP_NUM_THREADS=1 PYTHONPATH=tools/campaign:tests:tests/integration:. $(BIN)/python tools/campaign/run.py
 SEED ?= 0
 
-campaign: $(DEV) ## Damaged inputs, kills and refit faults by the thousand, into docs/trust.md
+campaign: $(DEV) ## Damaged inputs, kills and refit faults by the thousand, into docs/evidence/trust.md
 	$(CAMPAIGN) --seed $(SEED) --jobs $(JOBS) --record docs/results/trust.json
 	$(BIN)/python tools/render_results.py
 

@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     sys.exit(
         f"{Path(sys.argv[0]).name}: NeMo-RL is not importable ({error}); put its repository and what it needs on "
-        "PYTHONPATH (NEMO_RL_ROOT alone only says where its configs are): docs/nemo_rl.md, step 1"
+        "PYTHONPATH (NEMO_RL_ROOT alone only says where its configs are): docs/guide/nemo_rl.md, step 1"
     )
 
 from qarl_nemo.config import ConfigError

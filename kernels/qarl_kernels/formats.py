@@ -23,7 +23,7 @@ RouterWeight = Literal["rounded_product", "weighted_sum", "on_accumulator"]
 
 FORMAT_NAMES = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16")
 SCALE_CONVENTIONS = ("narrow_range", "full_range")
-# By measured error (docs/formats.md); also what compressed-tensors and llm-compressor write.
+# By measured error (docs/design/formats.md); also what compressed-tensors and llm-compressor write.
 DEFAULT_SCALE_CONVENTION: ScaleConvention = "full_range"
 FP8_BLOCK = 128
 _GROUP_SIZES = {"w4a16": (128, 64, 32), "w4a8": (128,)}

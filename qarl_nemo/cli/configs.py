@@ -20,7 +20,7 @@ def configs(
         return
     found = shipped_configs()
     width = max(map(len, found))
-    for of_nemo, title in ((False, "qarl train NAME [a.b=c ...]"), (True, "on NeMo-RL, see docs/nemo_rl.md")):
+    for of_nemo, title in ((False, "qarl train NAME [a.b=c ...]"), (True, "on NeMo-RL, see docs/guide/nemo_rl.md")):
         typer.echo(f"{title}:")
         for key, path in found.items():
             if key.startswith("qarl-") is of_nemo:

@@ -1,7 +1,7 @@
 """Every argument of vLLM 0.25.1, decided: what the learner's arithmetic and the refits need, and what they do not mind.
 
-`engine_checks.py` applies the tables, `python -m qarl_nemo.nemo_rl.engine_rules` prints docs/nemo_rl_engine.md's copy.
-An argument that is in none of these is refused: what it does to the arithmetic is not known.
+`engine_checks.py` applies the tables, `python -m qarl_nemo.nemo_rl.engine_rules` prints the copy in
+docs/design/vllm_settings.md. An argument in none of them is refused: what it does to the arithmetic is not known.
 """
 
 from typing import Any, NamedTuple

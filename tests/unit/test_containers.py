@@ -93,7 +93,7 @@ def test_compose_starts_the_launcher_on_the_shared_folder():
 
 
 def test_kubernetes_objects_fit_their_schemas():
-    """Offline: KUBECONFORM_SCHEMAS says where schemas of the core and of KubeRay lie, see docs/clusters.md."""
+    """Offline: KUBECONFORM_SCHEMAS says where schemas of the core and of KubeRay lie, see docs/guide/clusters.md."""
     schemas = os.environ.get("KUBECONFORM_SCHEMAS")
     if not schemas:
         pytest.skip("KUBECONFORM_SCHEMAS names no schemas")

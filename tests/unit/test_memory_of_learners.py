@@ -207,7 +207,7 @@ FITTING = re.compile(r"\| (\d) x (\d+) GB \| `(\w+)` \| `(\w+)` \| (\w+) \| ([\d
 
 
 def test_the_guide_says_what_is_computed(model):
-    rows = FITTING.findall((ROOT / "docs" / "megatron_cost.md").read_text())
+    rows = FITTING.findall((ROOT / "docs" / "evidence" / "megatron_cost.md").read_text())
     assert len(rows) >= 16
     for gpus, size, layout, optimizer, recompute, peak, fits in rows:
         gpu_gib = {"80": 79, "141": 139}[size]

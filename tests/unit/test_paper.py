@@ -11,7 +11,7 @@ from qarl_nemo.config import merge_mappings
 from qarl_nemo.losses.config import LossConfig
 
 ROOT = Path(__file__).parents[2]
-LINES = (ROOT / "docs" / "paper.md").read_text().splitlines()
+LINES = (ROOT / "docs" / "design" / "paper.md").read_text().splitlines()
 TABLE = [line for line in LINES if line.startswith("| ")][1:]
 PAPER = yaml.safe_load((ROOT / "examples" / "configs" / "qarl-paper.yaml").read_text())
 OBJECTIVES = {kind.model_fields["objective"].default: kind() for kind in get_args(get_args(LossConfig)[0])}

@@ -1,8 +1,8 @@
 """Grouped GEMMs by format: activations quantized as the format says, then the fastest kernel that takes the operand.
 
-Measured on an H200 (docs/benchmarks.md): one expert's BF16 product is fastest in cuBLAS, that of more experts in our
-grouped GEMM; FP8 in the warp-specialised kernels wherever their shapes allow; packed int4 is dequantized in the GEMM
-while an expert has few rows, since reading a quarter of the weight's bytes is what counts there.
+Measured on an H200 (docs/evidence/kernels.md): one expert's BF16 product is fastest in cuBLAS, that of more experts in
+our grouped GEMM; FP8 in the warp-specialised kernels wherever their shapes allow; packed int4 is dequantized in the
+GEMM while an expert has few rows, since reading a quarter of the weight's bytes is what counts there.
 """
 
 from dataclasses import dataclass

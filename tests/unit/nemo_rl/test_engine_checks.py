@@ -16,7 +16,7 @@ from qarl_nemo.nemo_rl.engine_checks import (
 from qarl_nemo.nemo_rl.engine_rules import ENVIRONMENT_RULES, NO_MATTER, RULES, rules_table
 from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT
 
-DOCS = Path(__file__).parents[3] / "docs" / "nemo_rl_engine.md"
+DOCS = Path(__file__).parents[3] / "docs" / "design" / "vllm_settings.md"
 # No rule has it among its legal values.
 WRONG = "something_else"
 KERNELS = {"moe_backend": "marlin"}
