@@ -146,7 +146,9 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def _copied_files(folder: Path) -> list[Path]:
-    paths = sorted({path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern) if not path.is_dir()})
+    # A folder `tokenizer` is somebody's own; a folder `tokenizer.json` is in the place of a file.
+    found = {path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern)}
+    paths = sorted(path for path in found if path.suffix or not path.is_dir())
     for path in paths:
         require_file(path, "a file to be copied")
     return paths

@@ -194,7 +194,10 @@ def _hint(folder: Path) -> str:
 
 
 def _index(path: Path) -> dict[str, list[str] | None]:
-    weight_map = read_json(path, "an index of safetensors files").get("weight_map")
+    index = read_json(path, "an index of safetensors files")
+    if not isinstance(index.get("metadata", {}), dict):
+        raise FileError(f"{path}: expected metadata, an object, found {ascii(index['metadata'])[:80]}")
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FileError(f"{path}: expected weight_map, an object of tensor name and file, and there is none")
     files: dict[str, list[str] | None] = {}

@@ -166,6 +166,11 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _transformers_problem(source: Path, *, must_be_finite: bool) -> str | None:
+    # transformers fails on an index without metadata, which no engine needs.
+    index = source / "model.safetensors.index.json"
+    tree = json.loads(index.read_text()) if index.is_file() else {}
+    if tree and "metadata" not in tree:
+        index.write_text(json.dumps({"metadata": {}, **tree}))
     model, loading = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
     wrong = {kind: sorted(map(str, loading[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):

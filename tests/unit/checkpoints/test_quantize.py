@@ -228,12 +228,12 @@ def test_old_rotary_buffers_and_a_tied_copy_are_left_out(make_source, tmp_path, 
     assert not list(tmp_path.glob("b*"))
 
 
-@pytest.mark.parametrize("kind", ["dangling", "pipe"])
+@pytest.mark.parametrize("kind", ["dangling", "pipe", "folder"])
 def test_a_tokenizer_that_is_no_file_is_refused_before_anything_is_written(source, tmp_path, kind):
     copy = shutil.copytree(source, tmp_path / "copy")
     path = copy / "tokenizer.json"
     path.unlink(missing_ok=True)
-    path.symlink_to("nowhere") if kind == "dangling" else os.mkfifo(path)
+    {"dangling": lambda: path.symlink_to("nowhere"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
     with pytest.raises(FileError, match=r"tokenizer.json: expected a file to be copied"):
         quantize_checkpoint(copy, tmp_path / "out", FORMATS["w4a16"], ["experts"])
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]

@@ -70,7 +70,19 @@ def test_an_index_cannot_point_outside(make_source, file):
     assert ascii(file) in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "{", '"' + "[" * 9999])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"metadata": -Infinity, "weight_map": {"a": "model.safetensors"}}',
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {}}',
+        "{",
+        '"' + "[" * 9999,
+    ],
+)
 def test_a_damaged_index_is_named(make_source, text):
     folder = make_source({"a": torch.zeros(1)})
     (folder / "model.safetensors.index.json").write_text(text)
