@@ -171,9 +171,9 @@ def grouped_gemm(
         ValueError: a shape the kernels cannot take, with the legal ones.
     """
     if runs_kernels(x):
-        from qarl_kernels.ops.operand_gemm import grouped_gemm_kernel
+        from qarl_kernels.ops.operand_gemm import quantize_and_multiply
 
-        return grouped_gemm_kernel(x, weight, offsets, out_dtype=out_dtype or x.dtype, after_swiglu=after_swiglu)
+        return quantize_and_multiply(x, weight, offsets, out_dtype=out_dtype or x.dtype, after_swiglu=after_swiglu)
     return reference.grouped_gemm(x, weight, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu)
 
 

@@ -1,4 +1,53 @@
-"""A master weight with the quantized form its forward executes and its publisher sends: computed once per version."""
+"""The aligned weight: one master weight, and the one quantized form of it that the learner runs and the engine gets.
+
+The problem. A rollout engine with quantized weights samples from the policy pi(W_q). A learner that evaluates pi(W)
+with its BF16 masters trains another policy than the one that sampled: exp(prev - generation) then measures rounding
+instead of staleness, on every token, and the product over a long response drifts far from 1. QaRL closes the gap where
+it opens: the learner's forward executes the quantized weight that the engine serves.
+
+What is computed, for a master weight W of shape [N, K] or [E, N, K]:
+
+    stored     (q, s) = quantize(bf16(W))              packed codes and scales; s has its stored dtype before q is made
+    operand    W_q    = what the GEMM multiplies       made from (q, s), in the quantizer's own pass where a kernel can
+    forward    y      = gemm(quantize(x), W_q)         activations are quantized where the format says so
+    backward   dX     = dY @ W_q, or dY @ W            `dequantized` (default): the exact gradient of what ran
+               dW     = dY^T @ x                       onto W, as if quantization were the identity (straight-through)
+    published  (q, s)                                  the same tensor objects, not a second computation
+
+`AlignedWeight` holds W and caches (q, s) and W_q. `autograd.py` and `expert_autograd.py` multiply by `operand()` and
+return its gradient; `refit/` sends `quantized()`.
+
+Why not the obvious alternatives:
+
+- Fake quantization (round W to the grid and back, then call the usual BF16 GEMM) has the right weights and the wrong
+  arithmetic. FP8 engines round the activations as well, w4a8 multiplies an FP8 copy of its int4 weights, and formats
+  differ in where they apply their scales. The formats' own GEMMs round where the engine rounds.
+- Quantizing again at publication would give the same bits only as long as two code paths stay equal: the same rounding
+  of FP32 masters to BF16, the same kernel, the same moment between two optimizer steps. With one cached result
+  dequantize(published) == weight of the forward holds by construction, and tests compare it bit for bit.
+- Quantizing in every forward is correct but wasteful: between two changes of W there are the prev-logprobs, every
+  micro-batch, every recomputed activation and the refit, and all of them need the same tensors.
+- Detecting a change of W by itself does not work. Optimizers write masters through other views of their storage
+  (Megatron's flat parameter buffers, `.data`), which torch's own version counter does not see; a checksum would read
+  every weight in every forward. So whoever changes masters says so: `WeightVersion.bump`.
+
+What to know before changing this file:
+
+- A forgotten `bump` is silent. Learner and engine then agree, on yesterday's weights, so no mismatch metric shows it.
+  Optimizer steps bump (`train/learner.py`, `megatron/alignment.py`, also when a step fails half-way) and so do the
+  load hooks of the Megatron layers. New code that writes a parameter must bump, too.
+- One `WeightVersion` is shared by all weights of a model: a step changes all of them, and one counter cannot leave a
+  layer behind. A bump between a forward and its backward would make dX use another weight than y; the backward asserts
+  that it did not happen.
+- Nothing here looks at `module.training` or at grad mode: prev_logprobs (no grad) and the training forward must be the
+  same arithmetic.
+- `master` may be E separate parameters, as Megatron's grouped linear holds them. The quantizer reads them where they
+  lie and gives the bits that their stack would give; stacking first would copy every expert.
+- Beside the stored tensors the operand takes, on a GPU, nothing for FP8 formats, 1 byte a weight for w4a8 and 2 bytes
+  for w4a16. `keep_operand=False` saves them and unpacks at each use, inside the GEMM where that is faster.
+- `quantized()` never waits for the GPU. It counts NaN and Inf on the device, and `require_finite` reads all counts at
+  once when the weights are published.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,9 +1,55 @@
-"""Grouped GEMMs over ragged experts: y[m] = epilogue(sum_k x[m, k] * W[e(m), n, k]), rows sorted by expert.
+"""Grouped GEMMs: every row times the weight of its own expert, in one launch, rounded as the rollout engine rounds.
 
-`bf16`: BF16 operands. `fp8_channel`: E4M3, y = w_scale * (x_scale * acc). `fp8_block`: E4M3, acc += dot * x_scale *
-w_scale for each 128 of K, outside the tensor cores. FP32 accumulation; E4M3 products are summed in the tensor cores'
-own, shorter accumulator over all of K (`fp8_channel`) or 128 of it (`fp8_block`), as the rollout engine's kernels do.
-Plain Triton: one source for every GPU with a copy engine, which leaves multicast and a tuned schedule to others.
+The problem. A Mixture-of-Experts layer sends each token to a few of its E experts. Sorted by expert, the M rows that
+result form E groups of unequal length, and group e must be multiplied by W[e]:
+
+    y[m, n] = epilogue( sum_k x[m, k] * W[e(m), n, k] )       e(m): the expert with offsets[e] <= m < offsets[e + 1]
+
+The lengths are the router's decision: known on the GPU only, different in every batch, and some are zero.
+
+What is computed, by kernel (acc is FP32, r[m] the router weight of a row where one is given):
+
+    bf16          acc = x @ W^T                               y = round(acc), round(acc * r), or
+                                                              round(bf16(acc) * bf16(r))
+    fp8_channel   acc = x8 @ w8^T                             y = bf16(w_scale[e, n] * (x_scale[m] * acc)), or
+                                                              bf16(x_scale[m] * (w_scale[e, n] * acc))
+    fp8_block     acc += (x8 @ w8^T) * x_scale * w_scale      for each 128 of K; y = bf16(acc * r)
+
+The epilogues look interchangeable and are not: each belongs to one vLLM kernel, and even the order in which two scales
+are multiplied shows in the last bit. The reference in torch, `qarl_kernels.gemm`, defines what is right.
+`transposed` contracts N in place of K and gives the input gradient dX = dY @ W from the same stored weight.
+
+Why not the obvious alternatives:
+
+- A loop over experts launches E small GEMMs, needs their sizes on the host (a synchronization in every layer, and no
+  CUDA graph) and leaves most of the GPU idle when experts have few rows.
+- Padding every expert to the longest one gives a batched GEMM that also multiplies the padding, and the more unequal
+  the routing, the more of it there is.
+- Padding every expert to whole tiles costs a copy of x and of y, whose size is again known on the GPU only.
+
+Instead a small kernel lists the row tiles on the device (`tiles.py`: each tile's expert, first row and its expert's
+end). The host needs only an upper bound, ceil(M / block_m) + E tiles, to size the table; the GEMM itself is a fixed
+number of persistent programs, as many as fit on the device, and each takes every n-th tile until the list ends. The
+copy engine (TMA) brings in whole boxes. The last tile of an expert therefore reads rows of its neighbour and multiplies
+them by the wrong weight. That is harmless, because a tile is stored through a ragged descriptor that ends at the
+expert's last row. So operands and result need neither masks nor padding.
+
+What to know before changing it:
+
+- One program sums all of K for its tile, in rising order. Split-K or atomics would let a token's result depend on
+  timing or on the rest of the batch, and two forwards with the same weights would no longer agree.
+- The tensor cores sum E4M3 products in an accumulator of their own with fewer bits than FP32. `fp8_channel` stays in it
+  for all of K (fast accumulation); `fp8_block` leaves it after every 128 and adds in FP32 on the CUDA cores. vLLM's
+  kernels do the same. Leaving it earlier would be more exact, and no longer the engine's arithmetic.
+- A tile is chosen for speed and must not change what is computed. For `fp8_block`, block_k is 128 and block_n divides
+  128, so that a tile meets one weight scale per K-block. Tiles come from `tuned/<device>.json`, which
+  `kernels/benchmarks/tune.py` writes; a problem that is not in it takes the nearest one that is.
+- Rows from offsets[E] on belong to no expert and are not written.
+- TMA needs base addresses and row sizes in multiples of 16 bytes: hence K in multiples of 8 (BF16) or 16 (FP8).
+- Addresses are computed in 64 bits: expert * N * K overflows int32 at the sizes of real layers.
+- This is plain Triton, one source for every GPU with a copy engine, without multicast or a schedule tuned to one chip.
+  `operand_gemm.py` prefers `hopper_fp8.py` for FP8 on Hopper, which is faster and takes whole tiles of weights only.
+  Packed int4 weights are `int4_gemm.py`, the weight gradient is `wgrad.py`.
 """
 
 import torch

@@ -130,7 +130,7 @@ def _multiply_packed(
     return _multiply_bf16(x, int4_dequantize(weight.values, weight.scale), offsets, row_weight, rounding)
 
 
-def grouped_gemm_kernel(
+def quantize_and_multiply(
     x: Tensor, weight: GemmOperand, offsets: Tensor, *, out_dtype: torch.dtype, after_swiglu: bool
 ) -> Tensor:
     """Quantize rows and multiply them; see `qarl_kernels.dispatch.grouped_gemm`.
