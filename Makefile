@@ -15,6 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.runtime
 DEV := $(VENV)/.dev
+SITE := $(VENV)/.site
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -25,7 +26,7 @@ NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_fo
 	integration/test_run_variants.py)
 CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.train.vllm.host
 
-.PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm campaign campaign-short style format clean
+.PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm campaign campaign-short style docs format clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -78,6 +79,9 @@ style: $(DEV) ## Check format, lint, import contracts and that tables in docs sh
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/render_results.py --check
 
+docs: $(SITE) ## Build the documents' site in build/site; a dead link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 format: $(DEV) ## Format and fix what can be fixed, render the tables in docs
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -92,7 +96,7 @@ $(BIN)/python $(VLLM_BIN)/python:
 		|| { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(patsubst %/bin/python,%,$@)
 
-$(RUN) $(DEV): INSTALL = @echo "Installing into $(VENV); the first time takes minutes"; \
+$(RUN) $(DEV) $(SITE): INSTALL = @echo "Installing into $(VENV); the first time takes minutes"; \
 	$(BIN)/python -m pip install --quiet -c constraints.txt
 
 $(RUN): pyproject.toml constraints.txt | $(BIN)/python
@@ -101,6 +105,10 @@ $(RUN): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
+	@touch $(RUN) $@
+
+$(SITE): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[docs]'
 	@touch $(RUN) $@
 
 # Says why not before it downloads 3 GB.
