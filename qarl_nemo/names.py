@@ -6,8 +6,11 @@ Strings only. Names are Hugging Face's for the models of `architecture.FAMILIES`
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 TARGETS = ("experts", "attention", "mlp")
+# The weight W of dX = dY @ W: the one that ran, or the master; Transformer-Engine's own words.
+Backward = Literal["dequantized", "high_precision"]
 
 _LAYER = r"(?:.*\.)?layers\.\d+\."
 _KIND_PATTERNS = tuple(

@@ -63,8 +63,10 @@ def parse_variant(name: str) -> Alignment | None:
     unknown = set(flags) - {"keep", "hp", "er"}
     if unknown:
         raise ValueError(f"unknown flags {sorted(unknown)} of variant {name!r}; legal: keep, hp, er")
-    mode = "high_precision" if "hp" in flags else "dequantized"
-    return Alignment(get_format(format_name), mode=mode, keep_operand="keep" in flags, engine_rounding="er" in flags)
+    backward = "high_precision" if "hp" in flags else "dequantized"
+    return Alignment(
+        get_format(format_name), backward=backward, keep_operand="keep" in flags, engine_rounding="er" in flags
+    )
 
 
 @dataclass

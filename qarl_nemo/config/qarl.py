@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from qarl_nemo.config.problems import hint
 from qarl_nemo.config.strict import StrictModel
+from qarl_nemo.names import Backward
 
 Alignment = Literal["aligned", "rollout_only", "none"]
 _FORMATS = ["w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16"]
@@ -28,7 +29,7 @@ class QarlConfig(StrictModel):
     """Integer grid: amax/7 on [-7, 7] (`narrow_range`) or amax/7.5 on [-8, 7] (`full_range`)."""
     targets: tuple[Literal["experts", "attention", "mlp"], ...] = Field(("experts",), min_length=1, max_length=3)
     """Which linears are quantized, as a list or with commas; router, norms, embeddings and lm_head never are."""
-    backward: Literal["dequantized", "high_precision"] = "dequantized"
+    backward: Backward = "dequantized"
     """Weight of the input gradient: the one that ran, or the master."""
     keep_operand: bool = True
     """Keep what the learner's GEMMs multiply until the weights change; false unpacks it at each use, so that only the

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qarl_kernels import grouped_gemm, grouped_input_grad, grouped_weight_grad
-from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, straight_through_weight
+from qarl_nemo.layers.weight import AlignedWeight, straight_through_weight
+from qarl_nemo.names import Backward
 
 
 class _AlignedGroupedGemm(torch.autograd.Function):
@@ -23,13 +24,13 @@ class _AlignedGroupedGemm(torch.autograd.Function):
         weight: AlignedWeight,
         offsets: Tensor,
         out_dtype: torch.dtype,
-        mode: BackwardMode,
+        backward: Backward,
         after_swiglu: bool,
     ) -> Tensor:
         operand = weight.operand()
         ctx.save_for_backward(x, offsets)
         ctx.weight, ctx.version = weight, weight.version.value
-        ctx.mode = mode
+        ctx.backward_choice = backward
         if operand.values.ndim == 2:
             operand = operand.stacked()
         return grouped_gemm(x, operand, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu)
@@ -39,7 +40,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, offsets = ctx.saved_tensors
         assert ctx.version == ctx.weight.version.value, f"{ctx.weight.name} changed between forward and backward"
-        backward_weight = straight_through_weight(ctx.weight, ctx.mode)
+        backward_weight = straight_through_weight(ctx.weight, ctx.backward_choice)
         stacked = backward_weight if backward_weight.ndim == 3 else backward_weight.unsqueeze(0)
         grad_out = grad_out.to(backward_weight.dtype).contiguous()
         needs_x, needs_master = ctx.needs_input_grad[:2]
@@ -56,7 +57,7 @@ def aligned_grouped_gemm(
     offsets: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
-    mode: BackwardMode = "dequantized",
+    backward: Backward = "dequantized",
     after_swiglu: bool = False,
 ) -> Tensor:
     """Multiply rows sorted by expert with the quantized weight, straight-through in the backward.
@@ -66,7 +67,7 @@ def aligned_grouped_gemm(
         weight: [E, N, K], or [N, K] with offsets [0, M].
         offsets: [E + 1] int32.
         out_dtype: None = x's; FP32 returns the unrounded accumulator.
-        mode: which weight the input gradient uses.
+        backward: which weight the input gradient uses.
         after_swiglu: x is a SwiGLU output.
 
     Returns:
@@ -75,5 +76,5 @@ def aligned_grouped_gemm(
     Source: arXiv 2604.07853 section 3.1 (rollout-aligned forward, STE backward).
     """
     return _AlignedGroupedGemm.apply(
-        x, weight.master, weight, offsets, x.dtype if out_dtype is None else out_dtype, mode, after_swiglu
+        x, weight.master, weight, offsets, x.dtype if out_dtype is None else out_dtype, backward, after_swiglu
     )

@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from qarl_kernels import RoutedRows, expert_mlp_reference, route_rows, runs_kernels
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
-from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, straight_through_weight
+from qarl_nemo.layers.weight import AlignedWeight, straight_through_weight
+from qarl_nemo.names import Backward
 
 
 class _AlignedExpertMlp(torch.autograd.Function):
@@ -28,13 +29,13 @@ class _AlignedExpertMlp(torch.autograd.Function):
         gate_up: AlignedWeight,
         down: AlignedWeight,
         routed: RoutedRows,
-        mode: BackwardMode,
+        backward: Backward,
     ) -> Tensor:
         from qarl_kernels.ops.mlp import expert_mlp_forward
 
         out, hidden = expert_mlp_forward(x, routed, topk_weight, gate_up.operand(), down.operand())
         ctx.save_for_backward(x, topk_weight, hidden)
-        ctx.gate_up, ctx.down, ctx.routed, ctx.mode = gate_up, down, routed, mode
+        ctx.gate_up, ctx.down, ctx.routed, ctx.backward_choice = gate_up, down, routed, backward
         ctx.version = gate_up.version.value
         return out
 
@@ -52,8 +53,8 @@ class _AlignedExpertMlp(torch.autograd.Function):
             hidden,
             ctx.routed,
             topk_weight,
-            straight_through_weight(gate_up, ctx.mode),
-            straight_through_weight(down, ctx.mode),
+            straight_through_weight(gate_up, ctx.backward_choice),
+            straight_through_weight(down, ctx.backward_choice),
             gate_up.format,
         )
         return grads.x, grads.topk_weight, grads.gate_up, grads.down, None, None, None, None
@@ -66,7 +67,7 @@ def aligned_expert_mlp(
     gate_up: AlignedWeight,
     down: AlignedWeight,
     *,
-    mode: BackwardMode = "dequantized",
+    backward: Backward = "dequantized",
 ) -> Tensor:
     """Run routed tokens through their quantized experts, straight-through in the backward.
 
@@ -76,7 +77,7 @@ def aligned_expert_mlp(
         topk_weight: [T, k] FP32 router weights.
         gate_up: [E, 2 I, H].
         down: [E, H, I].
-        mode: which weights the input gradient uses.
+        backward: which weights the input gradient uses.
 
     Returns:
         [T, H] in x's dtype.
@@ -86,12 +87,14 @@ def aligned_expert_mlp(
     num_experts = gate_up.master.shape[0]
     if runs_kernels(x):
         routed = route_rows(topk_index, num_experts)
-        return _AlignedExpertMlp.apply(x, topk_weight.float(), gate_up.master, down.master, gate_up, down, routed, mode)
+        return _AlignedExpertMlp.apply(
+            x, topk_weight.float(), gate_up.master, down.master, gate_up, down, routed, backward
+        )
 
     def fc1(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        return aligned_grouped_gemm(rows, gate_up, offsets, out_dtype=dtype, mode=mode)
+        return aligned_grouped_gemm(rows, gate_up, offsets, out_dtype=dtype, backward=backward)
 
     def fc2(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        return aligned_grouped_gemm(rows, down, offsets, out_dtype=dtype, mode=mode, after_swiglu=True)
+        return aligned_grouped_gemm(rows, down, offsets, out_dtype=dtype, backward=backward, after_swiglu=True)
 
     return expert_mlp_reference(x, topk_index, topk_weight, fc1, fc2, gate_up.format, num_experts)

@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.expert_autograd import aligned_expert_mlp
-from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
+from qarl_nemo.layers.weight import AlignedWeight, WeightVersion, require_backward
+from qarl_nemo.names import Backward
 
 
 class AlignedExperts(nn.Module):
@@ -15,7 +16,7 @@ class AlignedExperts(nn.Module):
         fmt: the format to execute.
         version: the model's weight version.
         name: the module's name in the model.
-        mode: which weight the input gradient uses.
+        backward: which weight the input gradient uses.
         keep_operand: see `AlignedWeight`.
 
     Raises:
@@ -29,16 +30,16 @@ class AlignedExperts(nn.Module):
         version: WeightVersion,
         *,
         name: str = "experts",
-        mode: BackwardMode = "dequantized",
+        backward: Backward = "dequantized",
         keep_operand: bool = True,
     ) -> None:
         super().__init__()
-        require_backward_mode(mode)
+        require_backward(backward)
         self.gate_up_proj = experts.gate_up_proj
         self.down_proj = experts.down_proj
         self.num_experts = self.gate_up_proj.shape[0]
         self.format = fmt
-        self.mode = mode
+        self.backward = backward
         self.aligned = {
             proj: AlignedWeight(f"{name}.{proj}", getattr(self, proj), fmt, version, keep_operand)
             for proj in ("gate_up_proj", "down_proj")
@@ -56,4 +57,4 @@ class AlignedExperts(nn.Module):
             [T, H] in hidden_states' dtype.
         """
         gate_up, down = self.aligned["gate_up_proj"], self.aligned["down_proj"]
-        return aligned_expert_mlp(hidden_states, top_k_index, top_k_weights, gate_up, down, mode=self.mode)
+        return aligned_expert_mlp(hidden_states, top_k_index, top_k_weights, gate_up, down, backward=self.backward)

@@ -10,8 +10,8 @@ from qarl_kernels import QuantFormat, weight_problems
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.router import AlignedRouter, RouteControl
-from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion
-from qarl_nemo.names import TARGETS, check_targets, module_kind
+from qarl_nemo.layers.weight import AlignedWeight, WeightVersion
+from qarl_nemo.names import TARGETS, Backward, check_targets, module_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def install(
     targets: Sequence[str],
     fmt: QuantFormat,
     *,
-    mode: BackwardMode = "dequantized",
+    backward: Backward = "dequantized",
     keep_operand: bool = True,
 ) -> InstallReport:
     """Replace the targeted layers of a Hugging Face Qwen model by aligned ones and its routers by FP32-weight routers.
@@ -72,7 +72,7 @@ def install(
         model: changed in place; parameters and their names stay.
         targets: `experts`, `attention`, `mlp`.
         fmt: format the replaced layers execute; bf16 runs the same code path unquantized.
-        mode: which weight the input gradient uses.
+        backward: which weight the input gradient uses.
         keep_operand: keep what the GEMMs multiply between uses; False keeps the packed tensors alone.
 
     Returns:
@@ -88,7 +88,7 @@ def install(
     _require_shapes(model, found, targets, fmt)
     for name, module in list(model.named_modules()):
         if found.get(name) in targets:
-            _swap(model, name, _aligned(name, module, report, mode=mode, keep_operand=keep_operand))
+            _swap(model, name, _aligned(name, module, report, backward=backward, keep_operand=keep_operand))
         elif found.get(name) == "router":
             _swap(model, name, AlignedRouter(module, report.routes, report.num_routers))
             report.num_routers += 1

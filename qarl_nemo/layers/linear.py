@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, one_group
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
-from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
+from qarl_nemo.layers.weight import AlignedWeight, WeightVersion, require_backward
+from qarl_nemo.names import Backward
 
 
 class AlignedLinear(nn.Module):
@@ -15,7 +16,7 @@ class AlignedLinear(nn.Module):
         fmt: the format to execute.
         version: the model's weight version.
         name: the layer's name in the model.
-        mode: which weight the input gradient uses.
+        backward: which weight the input gradient uses.
         keep_operand: see `AlignedWeight`.
 
     Raises:
@@ -29,14 +30,14 @@ class AlignedLinear(nn.Module):
         version: WeightVersion,
         *,
         name: str = "linear",
-        mode: BackwardMode = "dequantized",
+        backward: Backward = "dequantized",
         keep_operand: bool = True,
     ) -> None:
         super().__init__()
-        require_backward_mode(mode)
+        require_backward(backward)
         self.weight = linear.weight
         self.bias = linear.bias
-        self.mode = mode
+        self.backward = backward
         self.aligned = {"weight": AlignedWeight(name, linear.weight, fmt, version, keep_operand)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,6 +50,6 @@ class AlignedLinear(nn.Module):
             [..., N] in x's dtype.
         """
         rows = x.reshape(-1, x.shape[-1])
-        out = aligned_grouped_gemm(rows, self.aligned["weight"], one_group(rows), mode=self.mode)
+        out = aligned_grouped_gemm(rows, self.aligned["weight"], one_group(rows), backward=self.backward)
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if self.bias is None else out + self.bias

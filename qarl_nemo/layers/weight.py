@@ -51,7 +51,7 @@ What to know before changing this file:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,7 @@ from qarl_kernels import (
     quantize_weight,
     quantize_with_operand,
 )
-
-BackwardMode = Literal["dequantized", "high_precision"]
+from qarl_nemo.names import Backward
 
 
 @dataclass(slots=True)
@@ -136,30 +135,30 @@ class AlignedWeight:
         self._quantized = self._operand = None
 
 
-def straight_through_weight(weight: AlignedWeight, mode: BackwardMode) -> Tensor:
+def straight_through_weight(weight: AlignedWeight, backward: Backward) -> Tensor:
     """Return W of dX = dY @ W: the weight that ran (`dequantized`) or the master (`high_precision`).
 
     Args:
         weight: the aligned weight.
-        mode: Transformer-Engine's two words for it.
+        backward: Transformer-Engine's two words for it.
 
     Returns:
         [..., N, K] in the master's dtype.
     """
-    if mode == "high_precision":
+    if backward == "high_precision":
         master = weight.master
         return master.detach() if isinstance(master, Tensor) else torch.stack([one.detach() for one in master])
     return backward_weight(weight.operand(), weight.dtype)
 
 
-def require_backward_mode(mode: str) -> None:
-    """Raise unless `mode` is a legal backward mode.
+def require_backward(backward: str) -> None:
+    """Raise unless `backward` is a legal choice of the input gradient's weight.
 
     Args:
-        mode: what the user asked for.
+        backward: what the user asked for.
 
     Raises:
-        ValueError: unknown mode.
+        ValueError: it is not.
     """
-    if mode not in ("dequantized", "high_precision"):
-        raise ValueError(f"unknown backward mode {mode!r}; legal: dequantized, high_precision")
+    if backward not in get_args(Backward):
+        raise ValueError(f"unknown backward mode {backward!r}; legal: {', '.join(get_args(Backward))}")

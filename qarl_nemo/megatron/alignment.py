@@ -1,4 +1,4 @@
-"""What all aligned layers of one Megatron model share: format, backward mode and weight version."""
+"""What all aligned layers of one Megatron model share: format, weight of the input gradient, and weight version."""
 
 import functools
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from qarl_kernels import QuantFormat
-from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, WeightVersion, require_backward_mode
-from qarl_nemo.names import check_targets
+from qarl_nemo.layers.weight import AlignedWeight, WeightVersion, require_backward
+from qarl_nemo.names import Backward, check_targets
 
 Backend = Literal["kernels", "transformer_engine"]
 
@@ -21,7 +21,7 @@ class Alignment:
     Attributes:
         format: what aligned layers execute and publish.
         targets: what is quantized.
-        mode: which weight the input gradient uses.
+        backward: which weight the input gradient uses.
         keep_operand: keep what the GEMMs multiply between uses; False keeps the packed tensors alone.
         version: the master weights' version; every optimizer step bumps it.
         backend: what multiplies in the experts: this package's kernels, or Transformer-Engine's own FP8 block recipe,
@@ -31,14 +31,14 @@ class Alignment:
 
     format: QuantFormat
     targets: tuple[str, ...] = ("experts",)
-    mode: BackwardMode = "dequantized"
+    backward: Backward = "dequantized"
     keep_operand: bool = False
     version: WeightVersion = field(default_factory=WeightVersion)
     backend: Backend = "kernels"
     engine_rounding: bool = False
 
     def __post_init__(self) -> None:
-        require_backward_mode(self.mode)
+        require_backward(self.backward)
         check_targets(self.targets)
         if self.backend not in get_args(Backend):
             raise ValueError(f"unknown backend {self.backend!r}; legal: {', '.join(get_args(Backend))}")

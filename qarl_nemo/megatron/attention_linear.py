@@ -31,13 +31,13 @@ class _AlignedLinear(nn.Module):
     def __init__(self, *arguments: Any, alignment: Alignment, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.aligned = alignment.weight(type(self).__name__, self.weight)
-        self.mode = alignment.mode
+        self.backward = alignment.backward
         self.returns_bias = named["skip_bias_add"] and named["bias"]
         self.register_load_state_dict_post_hook(lambda *_: alignment.version.bump())
 
     def _multiply(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out = aligned_grouped_gemm(rows, self.aligned, one_group(rows), mode=self.mode)
+        out = aligned_grouped_gemm(rows, self.aligned, one_group(rows), backward=self.backward)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def _with_bias(self, out: Tensor) -> tuple[Tensor, Tensor | None]:

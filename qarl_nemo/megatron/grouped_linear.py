@@ -35,7 +35,7 @@ class AlignedGroupedLinear(nn.Module):
         super().__init__(*arguments, **named)
         masters = [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
         self.aligned = alignment.weight(type(self).__name__, masters)
-        self.mode, self.backend = alignment.mode, alignment.backend
+        self.backward, self.backend = alignment.backward, alignment.backend
         # Transformer-Engine quantizes at each use then, and keeps nothing that an offload would have to drop.
         self.disable_parameter_transpose_cache = True
         self.register_load_state_dict_post_hook(lambda *_: alignment.version.bump())

@@ -80,7 +80,7 @@ class AlignedGroupedMLP(TEGroupedMLP):
             # Called as modules, so that Megatron's parameter all-gather has finished.
             self.linear_fc1(),
             self.linear_fc2(),
-            mode=self.linear_fc1.mode,
+            backward=self.linear_fc1.backward,
             fuse_accumulation=self.config.gradient_accumulation_fusion,
         )
         return out, None

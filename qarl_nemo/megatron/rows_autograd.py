@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qarl_kernels import QuantFormat, combine_rows, expert_rows, expert_rows_backward, spread_rows
-from qarl_nemo.layers.weight import AlignedWeight, BackwardMode, straight_through_weight
+from qarl_nemo.layers.weight import AlignedWeight, straight_through_weight
+from qarl_nemo.names import Backward
 
 
 class _AlignedExpertRows(torch.autograd.Function):
@@ -24,13 +25,13 @@ class _AlignedExpertRows(torch.autograd.Function):
         offsets: Tensor,
         gate_up: AlignedWeight,
         down: AlignedWeight,
-        mode: BackwardMode,
+        backward: Backward,
         fuse_accumulation: bool,
         *masters: Tensor,
     ) -> Tensor:
         out, hidden = expert_rows(rows, offsets, row_weight, gate_up.operand(), down.operand())
         ctx.save_for_backward(rows, row_weight, offsets, hidden)
-        ctx.gate_up, ctx.down, ctx.mode, ctx.fuse_accumulation = gate_up, down, mode, fuse_accumulation
+        ctx.gate_up, ctx.down, ctx.backward_choice, ctx.fuse_accumulation = gate_up, down, backward, fuse_accumulation
         ctx.version = gate_up.version.value
         return out
 
@@ -48,8 +49,8 @@ class _AlignedExpertRows(torch.autograd.Function):
             hidden,
             offsets,
             row_weight,
-            straight_through_weight(gate_up, ctx.mode),
-            straight_through_weight(down, ctx.mode),
+            straight_through_weight(gate_up, ctx.backward_choice),
+            straight_through_weight(down, ctx.backward_choice),
             gate_up.format,
             into,
         )
@@ -75,7 +76,7 @@ def aligned_expert_rows(
     gate_up: AlignedWeight,
     down: AlignedWeight,
     *,
-    mode: BackwardMode = "dequantized",
+    backward: Backward = "dequantized",
     fuse_accumulation: bool = False,
 ) -> Tensor:
     """Run rows sorted by expert through this rank's quantized experts, straight-through in the backward.
@@ -86,7 +87,7 @@ def aligned_expert_rows(
         offsets: [E_local + 1] int32.
         gate_up: E_local masters [2 I, H].
         down: E_local masters [H, I].
-        mode: which weights the input gradient uses.
+        backward: which weights the input gradient uses.
         fuse_accumulation: add the weight gradients to the masters' `main_grad`, as Megatron's fused linears do.
 
     Returns:
@@ -95,7 +96,7 @@ def aligned_expert_rows(
     Source: arXiv 2604.07853 section 3.1; Megatron-core 0.20 tensor_parallel/layers.py for `main_grad`.
     """
     return _AlignedExpertRows.apply(
-        rows, row_weight.float(), offsets, gate_up, down, mode, fuse_accumulation, *gate_up.master, *down.master
+        rows, row_weight.float(), offsets, gate_up, down, backward, fuse_accumulation, *gate_up.master, *down.master
     )
 
 

@@ -161,7 +161,7 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
     """
     qarl, settings = config.qarl, config.policy
     fmt = executed_format(config)
-    report = install(model, qarl.targets, fmt, mode=qarl.backward, keep_operand=qarl.keep_operand)
+    report = install(model, qarl.targets, fmt, backward=qarl.backward, keep_operand=qarl.keep_operand)
     use_attention(model, settings.attention)
     optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm)
     return build_learner(config, TransformersPolicy(model, report, optimizer))

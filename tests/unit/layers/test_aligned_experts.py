@@ -15,13 +15,13 @@ from qarl_nemo.refit.publish import publish
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-MODES = ["dequantized", "high_precision"]
+BACKWARDS = ["dequantized", "high_precision"]
 DTYPES = [torch.float32, torch.bfloat16]
 NAME = "model.layers.0.mlp.experts"
 
 
-def make_layer(fmt, *, dtype=torch.float32, mode="dequantized"):
-    return AlignedExperts(StackedExperts(dtype), fmt, WeightVersion(), name=NAME, mode=mode)
+def make_layer(fmt, *, dtype=torch.float32, backward="dequantized"):
+    return AlignedExperts(StackedExperts(dtype), fmt, WeightVersion(), name=NAME, backward=backward)
 
 
 def min_db(fmt, dtype, part):
@@ -43,23 +43,23 @@ def run(layer, dtype, *, size=1.0):
     return actual, (x, index, router_weight, grad_out, layer.format)
 
 
-def weights_of(layer, mode):
+def weights_of(layer, backward):
     masters = layer.gate_up_proj, layer.down_proj
-    if mode == "high_precision":
+    if backward == "high_precision":
         return tuple(master.detach().double() for master in masters)
     return tuple(executed(master, layer.format) for master in masters)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_the_straight_through_closed_form(fmt, mode, dtype):
-    layer = make_layer(fmt, dtype=dtype, mode=mode)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_gradients_are_the_straight_through_closed_form(fmt, backward, dtype):
+    layer = make_layer(fmt, dtype=dtype, backward=backward)
     actual, inputs = run(layer, dtype)
-    expected = closed_form(*inputs, weights_of(layer, "dequantized"), weights_of(layer, mode))
+    expected = closed_form(*inputs, weights_of(layer, "dequantized"), weights_of(layer, backward))
     for part in (field.name for field in fields(ExpertGradients)):
         assert_snr(getattr(actual, part), getattr(expected, part), min_db(fmt, dtype, part))
     if fmt.weight_kind != "bf16" or dtype == torch.float32:
-        other = "dequantized" if mode == "high_precision" else "high_precision"
+        other = "dequantized" if backward == "high_precision" else "high_precision"
         wrong = closed_form(*inputs, weights_of(layer, "dequantized"), weights_of(layer, other))
         for part in ("x", "gate_up"):
             with pytest.raises(AssertionError, match="SNR"):
@@ -113,7 +113,7 @@ def test_the_layers_input_gradient_is_the_finite_difference_of_its_forward(key):
         plus, minus = (layer(x + sign * step * direction, index, router_weight) for sign in (1, -1))
     slope = ((plus - minus) * grad_out).sum().item() / (2 * step)
     assert slope_of_gradient() == pytest.approx(slope, rel=1e-3)
-    layer.mode = "high_precision"
+    layer.backward = "high_precision"
     if key == "w4a16":
         assert slope_of_gradient() != pytest.approx(slope, rel=1e-3)
 
@@ -190,4 +190,4 @@ def test_router_weights_stay_in_fp32(fmt):
 
 def test_an_unknown_backward_mode_names_the_legal_ones(fmt):
     with pytest.raises(ValueError, match="unknown backward mode 'ste'; legal: dequantized, high_precision"):
-        make_layer(fmt, mode="ste")
+        make_layer(fmt, backward="ste")

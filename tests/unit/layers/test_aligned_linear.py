@@ -11,22 +11,22 @@ from qarl_nemo.layers.weight import WeightVersion
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-MODES = ["dequantized", "high_precision"]
+BACKWARDS = ["dequantized", "high_precision"]
 MIN_DB = {torch.float32: 110, torch.bfloat16: 45}
-OTHER_MODE = {"dequantized": "high_precision", "high_precision": "dequantized"}
+OTHER = {"dequantized": "high_precision", "high_precision": "dequantized"}
 
 
-def make_linear(fmt, *, dtype=torch.float32, mode="dequantized", bias=False, shape=(192, 256)):
+def make_linear(fmt, *, dtype=torch.float32, backward="dequantized", bias=False, shape=(192, 256)):
     linear = nn.Linear(shape[1], shape[0], bias=bias).to(dtype)
     with torch.no_grad():
         linear.weight.copy_(uneven_weight(*shape).float() * (1 + 2.0**-10 * torch.randn(shape)))
-    return AlignedLinear(linear, fmt, WeightVersion(), name="q_proj", mode=mode)
+    return AlignedLinear(linear, fmt, WeightVersion(), name="q_proj", backward=backward)
 
 
 @pytest.mark.parametrize("dtype", MIN_DB)
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_the_straight_through_closed_form(fmt, mode, dtype):
-    layer = make_linear(fmt, dtype=dtype, mode=mode, bias=True)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_gradients_are_the_straight_through_closed_form(fmt, backward, dtype):
+    layer = make_linear(fmt, dtype=dtype, backward=backward, bias=True)
     x = torch.randn(3, 5, 256).to(dtype).requires_grad_()
     grad_out = torch.randn(3, 5, 192).to(dtype)
     layer(x).backward(grad_out)
@@ -34,12 +34,12 @@ def test_gradients_are_the_straight_through_closed_form(fmt, mode, dtype):
     master = layer.weight.detach().double()
     grad_x = {"dequantized": grad_rows @ executed(layer.weight, fmt), "high_precision": grad_rows @ master}
     assert (x.grad.dtype, layer.weight.grad.dtype) == (dtype, dtype)
-    assert_snr(x.grad.view(15, 256), grad_x[mode], MIN_DB[dtype])
+    assert_snr(x.grad.view(15, 256), grad_x[backward], MIN_DB[dtype])
     assert_snr(layer.weight.grad, grad_rows.mT @ rows, MIN_DB[dtype])
     assert_snr(layer.bias.grad, grad_rows.sum(0), MIN_DB[dtype])
     if fmt.weight_kind != "bf16" or dtype == torch.float32:
         with pytest.raises(AssertionError, match="SNR"):
-            assert_snr(x.grad.view(15, 256), grad_x[OTHER_MODE[mode]], MIN_DB[dtype])
+            assert_snr(x.grad.view(15, 256), grad_x[OTHER[backward]], MIN_DB[dtype])
     if fmt.activation_kind != "none":
         # The weight's gradient takes the input as it came, not as the GEMM saw it.
         with pytest.raises(AssertionError, match="SNR"):
@@ -52,7 +52,7 @@ def test_dequantized_is_the_derivative_of_what_ran(key):
     layer = make_linear(FORMATS[key], dtype=torch.float64, shape=(8, 256))
     assert torch.autograd.gradcheck(layer, x, fast_mode=True)
     if FORMATS[key].weight_kind == "int":
-        layer.mode = "high_precision"
+        layer.backward = "high_precision"
         assert not torch.autograd.gradcheck(layer, x, fast_mode=True, raise_exception=False)
 
 
@@ -101,9 +101,9 @@ def test_a_forward_under_inference_mode_leaves_a_cache_that_trains(fmt):
     assert_snr(x.grad, torch.ones(5, 192).double() @ executed(layer.weight, fmt), MIN_DB[torch.float32])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_bf16_activations_on_fp32_masters(fmt, mode):
-    layer, x = make_linear(fmt, mode=mode), torch.randn(5, 256).bfloat16().requires_grad_()
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_bf16_activations_on_fp32_masters(fmt, backward):
+    layer, x = make_linear(fmt, backward=backward), torch.randn(5, 256).bfloat16().requires_grad_()
     result = layer(x)
     result.backward(torch.ones_like(result))
     assert (result.dtype, x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
@@ -132,7 +132,7 @@ def test_parameters_stay_the_replaced_layers(fmt):
 
 def test_an_unknown_backward_mode_names_the_legal_ones(fmt):
     with pytest.raises(ValueError, match="unknown backward mode 'bf16'; legal: dequantized, high_precision"):
-        AlignedLinear(nn.Linear(256, 192), fmt, WeightVersion(), mode="bf16")
+        AlignedLinear(nn.Linear(256, 192), fmt, WeightVersion(), backward="bf16")
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -110,12 +110,12 @@ def test_parameters_keep_their_names_and_identity(make, fmt):
 
 def test_the_backward_mode_reaches_every_layer():
     model = make_moe()
-    install(model, ["attention", "experts"], W4A16, mode="high_precision")
+    install(model, ["attention", "experts"], W4A16, backward="high_precision")
     layers = [module for module in model.modules() if isinstance(module, AlignedLinear | AlignedExperts)]
     # 2 layers of 4 projections and one block of experts.
-    assert [layer.mode for layer in layers] == ["high_precision"] * 10
+    assert [layer.backward for layer in layers] == ["high_precision"] * 10
     with pytest.raises(ValueError, match="legal: dequantized, high_precision"):
-        install(make_moe(), ["experts"], W4A16, mode="master")
+        install(make_moe(), ["experts"], W4A16, backward="master")
 
 
 def test_every_gradient_arrives(fmt):

@@ -38,7 +38,7 @@ class Case:
 
     fmt: QuantFormat = FORMAT
     targets: tuple[str, ...] = ("experts",)
-    mode: str = "dequantized"
+    backward: str = "dequantized"
     dtype: torch.dtype = torch.float32
     shape: Shape = TINY
     documents: int = 1
@@ -54,7 +54,7 @@ def reference(case: Case, *, backward: bool = True) -> dict[str, Any]:
     """What the embedded engine's learner gives, with the same weights."""
     shape = case.shape
     model = hugging_face_model(case.dtype, shape)
-    report = install(model, case.targets, case.fmt, mode=case.mode)
+    report = install(model, case.targets, case.fmt, backward=case.backward)
     result = {"published": publish(report.weights, model.named_parameters(), case.fmt, version=0).tensors}
     if backward:
         batch = tokens(shape)
@@ -155,7 +155,7 @@ def build(
     layout: Layout, case: Case, optimizer: str, *, fused_accumulation: bool, overlap: bool, **options: Any
 ) -> tuple[list[nn.Module], Alignment]:
     """This rank's stages of the aligned model, wrapped as the optimizer needs them."""
-    alignment = Alignment(case.fmt, case.targets, case.mode)
+    alignment = Alignment(case.fmt, case.targets, case.backward)
     chunks = megatron_chunks(layout, alignment, case.dtype, case.shape, **options)
     if fused_accumulation:
         fuse_accumulation(chunks)

@@ -23,7 +23,7 @@ FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 PLAIN, DEEP = Case(), Case(shape=replace(TINY, layers=4))
 MLP = Case(targets=("attention", "mlp"), shape=DENSE)
-HIGH_PRECISION, ATTENTION = Case(mode="high_precision"), Case(targets=("experts", "attention"))
+HIGH_PRECISION, ATTENTION = Case(backward="high_precision"), Case(targets=("experts", "attention"))
 RUNS = {
     "tp1_ep1": (Layout(), PLAIN, {}),
     "ep2": (Layout(ep=2), PLAIN, {}),

@@ -117,7 +117,7 @@ def everything(group: str) -> dict[str, Any]:
             case: record(case) for case in dict.fromkeys(case for each in cases.values() for case in each.values())
         }
         right = next(iter(expected))
-        wrong_mode = _attempt(Layout(), replace(right, mode="high_precision"), expected[right], {})
+        wrong_mode = _attempt(Layout(), replace(right, backward="high_precision"), expected[right], {})
     for name, (layout, options) in runs.items():
         with parallel(layout):
             layouts[name] = {key: _attempt(layout, case, expected[case], options) for key, case in cases[name].items()}
