@@ -5,6 +5,7 @@ Set QARL_MEGATRON_RESULTS to a file to keep the differences as rows of docs/resu
 
 import datetime
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -58,6 +59,17 @@ def train_megatron(run_dir: Path, *, ranks: int = 1, sizes=(), policy=None, **bl
     config = write_config(run_dir.with_suffix(".yaml"), run_dir, policy=settings, **blocks)
     run("train_megatron.py", config, ranks=ranks)
     return without_clocks(read_metrics(run_dir))
+
+
+def test_ranks_listen_on_this_host_alone(tmp_path, monkeypatch):
+    from qarl_nemo.train.megatron.ranks import launch_ranks
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    assert launch_ranks(2, [str(HERE / "listening_ranks.py"), str(tmp_path)]) == 0
+    for rank in ("0", "1"):
+        # 127.0.0.1, as the kernel writes it
+        assert json.loads((tmp_path / rank).read_text()) == {"sum": 2.0, "addresses": ["0100007F"]}
+    assert launch_ranks(2, [str(HERE / "listening_ranks.py"), str(tmp_path / "nowhere")]) == 1
 
 
 def largest_difference(records, expected) -> float:

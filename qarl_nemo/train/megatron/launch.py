@@ -1,7 +1,6 @@
 """The embedded engine's loop with a Megatron learner: its ranks are started, follow the first, and end together."""
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from qarl_nemo.train.config import AdamWConfig, LocalConfig, MuonConfig
 from qarl_nemo.train.learner import Learner
 from qarl_nemo.train.megatron.optimizer import MegatronStepper, adam, muon
 from qarl_nemo.train.megatron.policy import MegatronPolicy
-from qarl_nemo.train.megatron.ranks import Leader, broadcast_each, end_ranks, follow, start_ranks
+from qarl_nemo.train.megatron.ranks import Leader, broadcast_each, end_ranks, follow, launch_ranks, start_ranks
 from qarl_nemo.train.model import read_config
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run import train_run
@@ -52,8 +51,7 @@ def train_with_megatron(config: LocalConfig) -> None:
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "ranks.yaml"
     write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    code = subprocess.run([*launch, "-m", "qarl_nemo.train.megatron.launch", str(path)], check=False).returncode
+    code = launch_ranks(ranks, ["-m", "qarl_nemo.train.megatron.launch", str(path)])
     if code:
         raise RuntimeError(f"the Megatron learner's ranks ended with code {code}; what went wrong stands above")
 

@@ -2,6 +2,9 @@
 
 import io
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -17,12 +20,34 @@ from torch import Tensor
 from qarl_nemo.megatron.gather import empty, layout_of
 from qarl_nemo.refit.exchange import broadcast_bytes, broadcast_plain, waiting_group
 
+# Names the file in which the ranks of `launch_ranks` find each other.
+_STORE = "QARL_RANKS_STORE"
 # Between two commands the first rank generates, validates and saves.
 _PATIENCE = timedelta(days=1)
 
 
+def launch_ranks(ranks: int, program: Sequence[str]) -> int:
+    """Run a program once a rank on this host; the ranks find each other through a file, and nothing listens beyond it.
+
+    Args:
+        ranks: how many.
+        program: arguments of the Python interpreter.
+
+    Returns:
+        The exit code: 0, or that of a rank that failed, after which the others were ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="qarl-ranks-") as folder:
+        # torch's own rendezvous would listen on every interface.
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={folder}/launcher", "--rdzv-conf=store_type=file"]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *meeting]
+        environment = (
+            {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ | {_STORE: f"{folder}/ranks"}
+        )
+        return subprocess.run([*launch, *program], env=environment, check=False).returncode
+
+
 def start_ranks(device: torch.device, **sizes: int) -> Any:
-    """Join the processes that torchrun started, or be the only one, and make Megatron's process groups.
+    """Join the ranks that `launch_ranks` or torchrun started, or be the only one, and make Megatron's process groups.
 
     Args:
         device: this rank's device, already the current one.
@@ -31,8 +56,14 @@ def start_ranks(device: torch.device, **sizes: int) -> Any:
     Returns:
         The group on which commands travel.
     """
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if "RANK" not in os.environ:
+        meeting = {"store": dist.HashStore(), "rank": rank, "world_size": size}
+    elif _STORE in os.environ:
+        meeting = {"store": dist.FileStore(os.environ[_STORE], size), "rank": rank, "world_size": size}
+    else:
+        meeting = {}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **meeting)
     parallel_state.initialize_model_parallel(**sizes)
     if device.type == "cuda":
         model_parallel_cuda_manual_seed(1)

@@ -1,12 +1,11 @@
 """Ranks that are stopped or killed, as processes over gloo: the learner is told in time, and why."""
 
-import os
 import socket
 import time
-from contextlib import suppress
 
 import pytest
 import torch
+from listening import listeners
 from rank_processes import RankProcesses
 
 from qarl_nemo.refit.answers import ask
@@ -123,23 +122,6 @@ def test_what_was_sent_is_given_back_also_after_a_whole_refit(engine):
     push(update_of(2), engine, sender)
     assert sender.released == 1
     assert ask(engine, "qarl_version", timeout_s=60) == [{"version": 2, "whole": True}] * 2
-
-
-def listeners() -> set[tuple[str, int]]:
-    """Where this process listens, from the kernel."""
-    sockets = set()
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            sockets.add(os.readlink(f"/proc/self/fd/{entry}").removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(FileNotFoundError), open(f"/proc/self/net/{table}") as lines:
-            for line in list(lines)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in sockets:
-                    address, port = fields[1].split(":")
-                    found.add((address, int(port, 16)))
-    return found
 
 
 def test_a_learner_listens_on_its_hosts_address_alone(engine):
