@@ -73,11 +73,12 @@ campaign: $(DEV) ## Damaged inputs, kills and refit faults by the thousand, into
 campaign-short: $(DEV) ## A sample of the campaign, in minutes
 	$(CAMPAIGN) inputs refit muon --seed $(SEED) --jobs $(JOBS) --short
 
-style: $(DEV) ## Check format, lint, import contracts and that tables in docs show the recorded figures
+style: $(DEV) ## Check format, lint, import contracts, and that tables and pictures in docs are current
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/render_results.py --check
+	$(BIN)/python tools/make/draw_architecture.py --check
 
 docs: $(SITE) ## Build the documents' site in build/site; a dead link or anchor fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
@@ -86,6 +87,7 @@ format: $(DEV) ## Format and fix what can be fixed, render the tables in docs
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python tools/render_results.py
+	$(BIN)/python tools/make/draw_architecture.py
 
 clean: ## Remove the environments and every cache; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
