@@ -18,7 +18,7 @@ _BLOCK = re.compile(
 
 
 def render_document(text: str, results_dir: Path) -> str:
-    """Returns `text` with every results block rendered anew.
+    """Return `text` with every results block rendered anew.
 
     Args:
         text: Markdown.

@@ -74,13 +74,13 @@ class DiagnosticsCollector:
         advantages: Any,
         token_mask: Any,
     ) -> None:
-        """Adds one micro-batch; everything may be a numpy array or a tensor on any device.
+        """Add one micro-batch; everything may be a numpy array or a tensor on any device.
 
         Args:
             sequences: a loss's per-sequence values [B]: prox_ratio, mismatch_weight, advantage, kept, valid.
-            prev_logprobs: [B, T] learner's logprobs before the update, nats.
-            curr_logprobs: [B, T] learner's logprobs in this minibatch, nats.
-            generation_logprobs: [B, T] rollout engine's logprobs, nats.
+            prev_logprobs: [B, T] the learner's logprobs before the update, nats.
+            curr_logprobs: [B, T] the learner's logprobs in this minibatch, nats.
+            generation_logprobs: [B, T] the rollout engine's logprobs, nats.
             advantages: [B, T] advantage of each token's sequence.
             token_mask: [B, T] true for response tokens.
         """
@@ -90,14 +90,14 @@ class DiagnosticsCollector:
         mask = _as_array(token_mask).astype(bool) & valid[:, None]
         columns = (prev_logprobs, curr_logprobs, generation_logprobs, advantages)
         tokens = np.stack([_as_array(column)[mask] for column in columns], axis=-1).astype(np.float32)
-        # keeping the smallest of independent uniform keys is a uniform sample, whatever the micro-batch sizes
+        # Keeping the smallest of independent uniform keys is a uniform sample, whatever the micro-batch sizes.
         keys = np.concatenate([self._token_keys, self._generator.random(len(tokens))])
         smallest = np.argsort(keys)[: self._max_tokens]
         self._tokens = np.concatenate([self._tokens, tokens])[smallest]
         self._token_keys = keys[smallest]
 
     def write(self, run_dir: Path, examples: Iterable[Mapping[str, Any]] = ()) -> Path:
-        """Writes the step's two files, each atomically.
+        """Write the step's two files, each atomically.
 
         Args:
             run_dir: the run's folder.
@@ -131,7 +131,7 @@ def make_example(
     prev_logprobs: Sequence[float],
     generation_logprobs: Sequence[float],
 ) -> dict[str, Any]:
-    """Builds one example record: the response as text, and where in it the error tokens stand.
+    """Build one example record: the response as text, and where in it the error tokens stand.
 
     Args:
         prompt: text of the prompt.
@@ -169,7 +169,7 @@ def make_example(
 
 
 def diagnostic_steps(run_dir: Path) -> list[int]:
-    """Lists the steps of a run that have diagnostics, ascending.
+    """List the steps of a run that have diagnostics, ascending.
 
     Args:
         run_dir: the run's folder.
@@ -181,7 +181,7 @@ def diagnostic_steps(run_dir: Path) -> list[int]:
 
 
 def read_diagnostics(run_dir: Path, step: int) -> StepDiagnostics:
-    """Reads the diagnostics of one step; examples are empty when their file is missing.
+    """Read the diagnostics of one step; examples are empty when their file is missing.
 
     Args:
         run_dir: the run's folder.
@@ -219,5 +219,5 @@ def _probability(logprob: float) -> float | None:
 
 
 def _as_array(values: Any) -> NDArray[Any]:
-    # tensors know how to leave their device and graph; this module does not need torch for it
+    # A tensor has a method for leaving its device and graph, so this module need not import torch.
     return values.numpy(force=True) if hasattr(values, "numpy") else np.asarray(values)

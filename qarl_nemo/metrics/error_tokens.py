@@ -29,11 +29,11 @@ def error_token_mask(
     min_repeats: int = 4,
     min_run_tokens: int = 16,
 ) -> Tensor:
-    """Marks garbled (p < max_prob under both policies) and repetitive (one n-gram many times in a row) tokens.
+    """Mark garbled (p < max_prob under both policies) and repetitive (one n-gram many times in a row) tokens.
 
     Args:
-        prev_logprobs: [B, T] learner's logprobs, nats.
-        generation_logprobs: [B, T] rollout engine's logprobs, nats.
+        prev_logprobs: [B, T] the learner's logprobs, nats.
+        generation_logprobs: [B, T] the rollout engine's logprobs, nats.
         token_ids: [B, T] int, the predicted tokens themselves.
         token_mask: [B, T] bool or 0/1, true for response tokens.
         max_prob: probability below which a token counts as garbled, in (0, 1).
@@ -60,7 +60,7 @@ def error_token_mask(
 
 
 def error_token_rates(error_mask: Tensor, token_mask: Tensor, advantages: Tensor) -> dict[str, float]:
-    """Counts error tokens per response token: overall, and where the advantage is positive or negative.
+    """Count error tokens per response token: overall, and where the advantage is positive or negative.
 
     Args:
         error_mask: [B, T] bool from `error_token_mask`.
@@ -78,7 +78,7 @@ def error_token_rates(error_mask: Tensor, token_mask: Tensor, advantages: Tensor
 def _repeated(token_ids: Tensor, mask: Tensor, ngram: int, min_run: int) -> Tensor:
     matches = torch.zeros_like(mask)
     matches[:, ngram:] = (token_ids[:, ngram:] == token_ids[:, :-ngram]) & mask[:, ngram:] & mask[:, :-ngram]
-    # m matches in a row at distance n are a run of m + n tokens that repeats with period n
+    # m matches in a row at distance n are a run of m + n tokens that repeats with period n.
     in_long_run = matches & (_run_lengths(matches) + ngram >= min_run)
     repeated = in_long_run.clone()
     for shift in range(1, ngram + 1):

@@ -60,7 +60,7 @@ class EventWriter:
             self._wandb = _open_wandb(wandb_module, run_dir, wandb_project, config or {})
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one step to every sink and flushes it.
+        """Append one step to every sink and flush it.
 
         Args:
             step: training step, larger than the last one written.
@@ -78,7 +78,7 @@ class EventWriter:
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
-            # A checkpoint that is on disk after a power failure must find the records of its steps there.
+            # If a checkpoint survives a power failure, the records of its steps must have survived, too.
             os.fsync(self._file.fileno())
             if self._tensorboard is not None:
                 self._tensorboard.write(step, finite)
@@ -90,7 +90,7 @@ class EventWriter:
             self._wandb.log(finite, step=step)
 
     def close(self) -> None:
-        """Closes every sink."""
+        """Close every sink."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -103,13 +103,13 @@ class EventWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a failure it is the one to be told, not that files on the same disk could not be closed.
+        # The user should see the error that ended the run, not that files on the same full disk could not be closed.
         with contextlib.suppress(*(() if kind is None else (OSError,))):
             self.close()
 
 
 def recorded_steps(path: Path) -> int:
-    """Returns how many training steps a metrics.jsonl holds, whose line n must be step n.
+    """Return how many training steps a metrics.jsonl holds, whose line n must be step n.
 
     Args:
         path: the file, which need not exist.
@@ -120,7 +120,7 @@ def recorded_steps(path: Path) -> int:
     Raises:
         FileError: a line is another step than its number, or no record.
     """
-    # As strict as the report, which would refuse the run when it is done.
+    # As strict as the report: better refuse now than when the finished run is reported.
     records = read_lines(path, StepRecord) if path.exists() else []
     for number, record in enumerate(records, start=1):
         if record.get("step") != number:
@@ -132,7 +132,7 @@ def recorded_steps(path: Path) -> int:
 
 
 def require_steps(path: Path, step: int) -> None:
-    """Requires that a metrics.jsonl holds every step up to a checkpoint's.
+    """Require that a metrics.jsonl holds every step up to a checkpoint's.
 
     Args:
         path: the file.

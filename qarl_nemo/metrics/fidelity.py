@@ -25,12 +25,12 @@ _NAMES = {
 def fidelity_metrics(
     learner_logprobs: Tensor, generation_logprobs: Tensor, same_top: Tensor, token_mask: Tensor
 ) -> dict[str, float]:
-    """Measures |gap|, k3 KL, sequence ratios and top-1 agreement over the tokens of a mask.
+    """Measure |gap|, k3 KL, sequence ratios and top-1 agreement over the tokens of a mask.
 
     Args:
-        learner_logprobs: [B, R] of the engine's tokens under the learner, nats.
-        generation_logprobs: [B, R] of the same tokens under the engine, nats.
-        same_top: [B, R] bool, both hold the same token for the likeliest.
+        learner_logprobs: [B, R] logprobs of the engine's tokens under the learner, nats.
+        generation_logprobs: [B, R] logprobs of the same tokens under the engine, nats.
+        same_top: [B, R] bool, whether both consider the same token the likeliest.
         token_mask: [B, R] bool, true for response tokens.
 
     Returns:
@@ -57,7 +57,7 @@ def fidelity_by_position(
     *,
     max_intervals: int = 16,
 ) -> list[dict[str, float]]:
-    """Measures the same figures for each interval of response positions that holds a token.
+    """Measure the same figures for each interval of response positions that holds a token.
 
     Args:
         learner_logprobs: [B, R], nats.
@@ -82,7 +82,7 @@ def fidelity_by_position(
 
 
 def gap_cdf(learner_logprobs: Tensor, generation_logprobs: Tensor, token_mask: Tensor) -> list[float]:
-    """Returns |gap| at equally spaced quantiles, which draws its distribution without the tokens.
+    """Return |gap| at equally spaced quantiles: enough to draw its distribution without keeping the tokens.
 
     Args:
         learner_logprobs: [B, R], nats.

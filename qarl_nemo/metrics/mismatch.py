@@ -15,14 +15,14 @@ _QUANTILES = {"p01": 0.01, "p50": 0.50, "p99": 0.99}
 
 
 def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, token_mask: Tensor) -> dict[str, float]:
-    """Measures |gap|, k1 and k3 KL per token and the quantiles of exp(mean_t(prev - generation)) per sequence.
+    """Measure |gap|, k1 and k3 KL per token and the quantiles of exp(mean_t(prev - generation)) per sequence.
 
     A token with a non-finite logprob under either policy is counted and left out of every other figure, numerator and
     denominator, so that one broken token does not hide the rest.
 
     Args:
-        prev_logprobs: [B, T] learner's logprobs before the update, nats.
-        generation_logprobs: [B, T] rollout engine's logprobs of the same tokens, nats.
+        prev_logprobs: [B, T] the learner's logprobs before the update, nats.
+        generation_logprobs: [B, T] the rollout engine's logprobs of the same tokens, nats.
         token_mask: [B, T] bool or 0/1, true for response tokens.
 
     Returns:

@@ -1,7 +1,7 @@
 """NeMo-RL's log folders, read as the records and diagnostics of a run: TensorBoard events and dumps of its batches.
 
     LOG_DIR/exp_001/config.yaml                 the checked config, written by examples/run_qarl_grpo.py
-    LOG_DIR/exp_001/run.json                    what it ran on, by the same
+    LOG_DIR/exp_001/run.json                    what it ran on, written by the same program
     LOG_DIR/exp_001/tensorboard/events...       scalars by step
     LOG_DIR/exp_001/train_data_step7.jsonl      the responses of a step, one a line
 A run that was resumed has one `exp_...` folder for each start; later ones win where steps overlap.
@@ -41,7 +41,7 @@ _RENAMED = {
     f"{_OURS}skipped_steps": "optim/skipped_steps",
     "timing/train/total_step_time": "timing/step_s",
 }
-# Phases that do not overlap; two of one name belong to the synchronous and to the asynchronous loop.
+# Phases that do not overlap; two with one name belong to the synchronous and the asynchronous loop.
 _PHASES = {
     "generation": "rollout",
     "exposed_generation": "rollout",
@@ -58,7 +58,7 @@ _PHASES = {
 _TRANSFER = "timing/train/prepare_for_generation/transfer_and_update_weights"
 _TOKEN_COLUMNS = ("prev_logprobs", "generation_logprobs", "advantages")
 _MAX_TOKENS = 4096
-# What NeMo-RL prints of a step: `  * Avg Reward: 0.1250`, `  * generation: 0.74s (12.9%)`, each with a bullet.
+# What NeMo-RL prints for a step: `  * Avg Reward: 0.1250`, `  * generation: 0.74s (12.9%)`, each with a bullet.
 _PRINTED_STEP = re.compile(r"=+ Step (\d+)/")
 _PRINTED = re.compile(r"\s*\u2022 ([^:]+): (-?[\d.]+)s?(?: \(|$)")
 _PRINTED_NAMES = {
@@ -75,7 +75,7 @@ def is_nemo_rl_log(path: Path) -> bool:
 
 
 def find_config(path: Path) -> Path | None:
-    """Return where the config of the latest start stands, if it was written."""
+    """Return the path of the latest start's config, if one was written."""
     written = [start / CONFIG_FILE for start in _starts(path) if (start / CONFIG_FILE).is_file()]
     return written[-1] if written else None
 
@@ -140,13 +140,13 @@ def read_records(path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_console(file: Path) -> list[dict[str, Any]]:
-    """Read what NeMo-RL printed of a run's finished steps, where its log folder was lost.
+    """Read what NeMo-RL printed about a run's finished steps, for a run whose log folder was lost.
 
     Args:
         file: the driver's output.
 
     Returns:
-        Records like `read_records`, without what is not printed.
+        Records as `read_records` returns them, without the metrics that NeMo-RL does not print.
     """
     steps: dict[int, dict[str, float]] = {}
     current: dict[str, float] = {}
@@ -191,9 +191,9 @@ def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:
                 for value in event.summary.value:
                     if value.HasField("simple_value"):
                         steps.setdefault(event.step, {})[value.tag] = value.simple_value
-        except Exception as error:  # a loader and protobuf with types of their own
+        except Exception as error:  # the loader and protobuf raise types of their own
             raise FileError(f"{file} is damaged: expected TensorBoard's events, but: {error}") from error
-    # NeMo-RL's steps begin at 1; what a start logs before them is no step.
+    # NeMo-RL's steps begin at 1; what a start logs before the first one (step 0) is not a step.
     return {step: values for step, values in steps.items() if any(tag.startswith("train/") for tag in values)}
 
 
@@ -265,7 +265,7 @@ def _token_columns(row: Mapping[str, Any]) -> NDArray[np.float64]:
 
 
 def _example(response: str, reward: float, advantage: float) -> dict[str, Any]:
-    # Prompt and response in one; which tokens are whose text is the tokenizer's knowledge.
+    # NeMo-RL dumps prompt and response as one text; only the tokenizer could tell where the response begins.
     return {
         "prompt": "",
         "response": response,

@@ -1,4 +1,4 @@
-"""What the files of a run hold; a damaged one is reported with file, place and what was expected there."""
+"""The contents of a run's files; a damaged one is reported with file, place and what was expected there."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qarl_nemo.files import FileError, parse_json, read_json, read_text
 
-# Beyond what a float32 holds, axes overflow.
+# Beyond float32's range matplotlib's axes overflow.
 _Number = Annotated[float, Field(ge=-1e39, le=1e39)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -98,7 +98,7 @@ class NemoConfig(_Recorded):
 
 
 def require_kind(value: Any, kind: type[BaseModel], place: str) -> None:
-    """Require that a value from a run's file is what reports take it for.
+    """Require that a value from a run's file has the form that reports expect.
 
     Args:
         value: as parsed.
@@ -116,7 +116,7 @@ def require_kind(value: Any, kind: type[BaseModel], place: str) -> None:
 
 
 def read_lines(path: Path, kind: type[BaseModel] | None = None) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line; a last line cut short by a kill is left out.
+    """Read a file with one JSON object a line; a last line that a kill cut short is left out.
 
     Args:
         path: file to read.

@@ -68,7 +68,7 @@ _ROWS = TypeAdapter(list[ResultRow])
 
 
 def read_results(path: Path) -> list[ResultRow]:
-    """Reads and validates a results file.
+    """Read and validate a results file.
 
     Args:
         path: a JSON list of rows.
@@ -80,7 +80,7 @@ def read_results(path: Path) -> list[ResultRow]:
 
 
 def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) -> list[ResultRow]:
-    """Adds rows to a results file; one with the name and hardware of an earlier row takes its place. Atomic.
+    """Add rows to a results file; one with the name and hardware of an earlier row takes its place. Atomic.
 
     Args:
         path: results file, created with its folder when missing.
@@ -101,7 +101,7 @@ def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) ->
 
 
 def render_table(rows: Sequence[ResultRow]) -> str:
-    """Renders rows as a Markdown table, in their order.
+    """Render rows as a Markdown table, in their order.
 
     Args:
         rows: rows to show.
@@ -120,12 +120,12 @@ def render_table(rows: Sequence[ResultRow]) -> str:
 
 
 def render_grid(rows: Sequence[ResultRow], lines: Sequence[str], columns: Sequence[str], cell: str) -> str:
-    """Renders figures that differ in two words of their name as a Markdown grid; a missed goal is bold.
+    """Render figures that differ in two words of their name as a Markdown grid; a missed goal is bold.
 
     Args:
         rows: rows to look in.
-        lines: what `{row}` stands for, one line each.
-        columns: what `{column}` stands for, one column each.
+        lines: values of `{row}`, one line each.
+        columns: values of `{column}`, one column each.
         cell: name of a cell's figure, e.g. `{row}_mlp_forward_ratio_{column}`.
 
     Returns:

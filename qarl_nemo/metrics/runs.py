@@ -63,11 +63,11 @@ class Run:
         return self.config.get("seed")
 
     def column(self, key: str) -> Floats:
-        """Returns [S] values of one metric, all NaN when it was never written."""
+        """Return [S] values of one metric, all NaN when it was never written."""
         return self.columns.get(key, np.full(len(self.steps), np.nan))
 
     def setting(self, dotted: str) -> Any:
-        """Looks up `a.b` in the config, None when absent."""
+        """Look up `a.b` in the config, None when absent."""
         value: Any = self.config
         for part in dotted.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -75,7 +75,7 @@ class Run:
 
 
 def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """Reads run directories, in the order given; runs of the same name go by their directory's.
+    """Read run directories, in the order given; runs of the same name go by their directory's.
 
     Args:
         run_dirs: one or more run directories.
@@ -96,13 +96,13 @@ def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
 
 
 def load_run(path: Path) -> Run:
-    """Reads one run directory; whatever a killed run did not come to write is listed in `missing`.
+    """Read one run directory; whatever a killed run did not get to write is listed in `missing`.
 
     Args:
         path: directory with at least config.yaml or metrics.jsonl, or a log folder of NeMo-RL.
 
     Raises:
-        ValueError: a file is broken in another way than an unfinished last line.
+        ValueError: a file is broken, other than by an unfinished last line.
     """
     if nemo_rl_logs.is_nemo_rl_log(path):
         return _load_nemo_rl(path)

@@ -8,7 +8,7 @@ from qarl_nemo.metrics.runs import Floats, Run
 
 
 def smoothing_window(num_steps: int) -> int:
-    """Chooses the moving mean's length: a fifth of the run, between 1 and 10 steps.
+    """Choose the moving mean's length: a fifth of the run, between 1 and 10 steps.
 
     Args:
         num_steps: recorded steps.
@@ -17,7 +17,7 @@ def smoothing_window(num_steps: int) -> int:
 
 
 def summarize_run(run: Run) -> dict[str, float]:
-    """Condenses a run into the figures of the report's headline.
+    """Condense a run into the figures of the report's headline.
 
     Args:
         run: the run.

@@ -1,4 +1,4 @@
-"""A TensorBoard event file, written in the caller's thread, so that the caller meets the system's errors."""
+"""A TensorBoard event file, written in the caller's thread so that a full disk is an error the caller sees."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ class TensorboardFile:
 
     Args:
         folder: made when missing.
-        resume_step: steps behind it that earlier files hold are not shown; None for a new run.
+        resume_step: later steps in earlier files are no longer shown; None for a new run.
 
     Raises:
         FileError: the disk is full or failed.

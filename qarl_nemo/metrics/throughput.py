@@ -41,7 +41,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Bills the enclosed block to phase `name`; a phase entered several times in a step is summed.
+        """Bill the enclosed block to phase `name`; a phase entered several times in a step is summed.
 
         Args:
             name: phase without unit, e.g. `rollout`; it becomes `timing/rollout_s`.
@@ -57,7 +57,7 @@ class PhaseTimer:
         self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def finish_step(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
-        """Closes the step; the next one starts with its first phase.
+        """Close the step; the next one starts with its first phase.
 
         Args:
             num_tokens: tokens processed per phase, for tokens/s; phases may be left out.
@@ -84,16 +84,16 @@ class PhaseTimer:
 
 
 def peak_memory() -> dict[str, float]:
-    """Reads the highest memory use of this process so far.
+    """Read the highest memory use of this process so far.
 
     Returns:
         `memory/process_peak_bytes` (resident), and `memory/device_peak_bytes` (allocated by torch on the current CUDA
         device) when torch is loaded and has one.
     """
-    # Linux counts ru_maxrss in KiB, macOS in bytes
+    # Linux counts ru_maxrss in KiB, macOS in bytes.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     metrics = {"memory/process_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)}
-    # without torch in the process there is nothing on a device to count, so it is not imported for this
+    # Unless the process has loaded torch, it has nothing on a device to count.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         metrics["memory/device_peak_bytes"] = float(torch.cuda.max_memory_allocated())

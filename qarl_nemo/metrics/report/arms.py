@@ -8,7 +8,7 @@ import numpy as np
 from qarl_nemo.metrics.runs import Floats, Run
 from qarl_nemo.metrics.summary import smoothing_window
 
-# Okabe-Ito and Tol hues that stay apart under the common colour blindnesses; blue and vermillion are kept for the sign
+# Okabe-Ito and Tol hues that stay apart under common colour blindness; blue and vermillion are reserved for the sign.
 _ALIGNMENT_COLORS = {"none": "#4D4D4D", "rollout_only": "#AA3377", "aligned": "#009E73"}
 _OTHER_COLORS = ("#E69F00", "#56B4E9", "#332288", "#999933", "#882255", "#88CCEE", "#117733", "#CC6677")
 
@@ -28,7 +28,7 @@ class Arm:
     runs: tuple[Run, ...]
 
     def curve(self, key: str, *, smooth: bool = True) -> tuple[Floats, Floats, Floats, Floats]:
-        """Averages a metric over the arm's runs, step by step.
+        """Average a metric over the arm's runs, step by step.
 
         Args:
             key: key of metrics.jsonl.
@@ -48,12 +48,12 @@ class Arm:
         return steps, statistics[0], statistics[1], statistics[2]
 
     def has_diagnostic(self, name: str) -> bool:
-        """Tells whether the runs with diagnostics, at least one, have this array; NeMo-RL's dumps lack some."""
+        """Tell whether there are runs with diagnostics and all have this array; NeMo-RL's dumps lack some."""
         measured = [run.diagnostics.arrays for run in self.runs if run.diagnostics is not None]
         return bool(measured) and all(name in arrays for arrays in measured)
 
     def diagnostic(self, name: str) -> Floats:
-        """Pools one array of the newest diagnostics over the arm's runs.
+        """Pool one array of the newest diagnostics over the arm's runs.
 
         Args:
             name: array of `qarl_nemo.metrics.diagnostics`, e.g. seq_prox_ratio.
@@ -63,7 +63,7 @@ class Arm:
 
 
 def group_by_arm(runs: list[Run]) -> list[Arm]:
-    """Groups runs by arm, in order of appearance, and gives each arm its colour.
+    """Group runs by arm, in order of appearance, and give each arm its colour.
 
     Two runs of one arm with the same seed are no repetition: something else differs, so each becomes its own arm.
 
@@ -85,14 +85,14 @@ def group_by_arm(runs: list[Run]) -> list[Arm]:
 
 
 def finite_points(run: Run, key: str) -> tuple[Floats, Floats]:
-    """Returns the steps at which a metric has a finite value, and those values."""
+    """Return the steps at which a metric has a finite value, and those values."""
     column = run.column(key)
     finite = np.isfinite(column)
     return run.steps[finite], column[finite]
 
 
 def moving_mean(values: Floats) -> Floats:
-    """Averages each value with those before it, over at most `smoothing_window(len(values))` of them.
+    """Average each value with those before it, over at most `smoothing_window(len(values))` of them.
 
     Args:
         values: [S] finite.

@@ -19,7 +19,7 @@ class ObjectiveBands:
     """Where an objective clips.
 
     Attributes:
-        unit: what its ratios are of: whole responses (geometric mean) or tokens.
+        unit: what it takes ratios of: whole responses (geometric mean) or tokens.
         prox: interval of the prox ratio with a gradient, by advantage sign.
         mismatch: interval in which the mismatch weight is used as it is.
     """
@@ -30,7 +30,7 @@ class ObjectiveBands:
 
 
 def objective_bands(loss_fn: Any) -> ObjectiveBands | None:
-    """Derives the band and cap lines from a run's `loss_fn` block.
+    """Derive the band and cap lines from a run's `loss_fn` block.
 
     Args:
         loss_fn: mapping with `objective` and its settings; left-out settings have the objective's defaults.

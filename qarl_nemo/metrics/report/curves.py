@@ -22,7 +22,7 @@ def curve_figure(
     percent: bool = False,
     smooth: bool = True,
 ) -> Figure | None:
-    """Draws one metric over training steps: moving mean per arm, every step faintly behind, range over seeds shaded.
+    """Draw one metric over training steps: moving mean per arm, every step faintly behind, range over seeds shaded.
 
     Args:
         arms: what is compared.
@@ -45,7 +45,7 @@ def curve_figure(
 
 
 def reward_figure(arms: Sequence[Arm], width_in: float, height_in: float) -> Figure | None:
-    """Draws reward over training steps with validation points; None without rewards.
+    """Draw reward over training steps with validation points; None without rewards.
 
     Args:
         arms: what is compared.
@@ -62,7 +62,7 @@ def reward_figure(arms: Sequence[Arm], width_in: float, height_in: float) -> Fig
 
 
 def draw_rewards(axes: Axes, arms: Sequence[Arm]) -> None:
-    """Draws training reward as curves and validation reward as points."""
+    """Draw training reward as curves and validation reward as points."""
     draw_curves(axes, arms, "reward/mean")
     for arm in arms:
         steps, mean, low, high = arm.curve("validation/reward", smooth=False)
@@ -74,7 +74,7 @@ def draw_rewards(axes: Axes, arms: Sequence[Arm]) -> None:
 
 
 def draw_curves(axes: Axes, arms: Sequence[Arm], key: str, *, log: bool = False, smooth: bool = True) -> None:
-    """Draws one metric of every arm on given axes."""
+    """Draw one metric of every arm on given axes."""
     lowest = _log_floor(arms, key) if log else -np.inf
     if log:
         axes.set_yscale("log")
@@ -94,7 +94,7 @@ def draw_curves(axes: Axes, arms: Sequence[Arm], key: str, *, log: bool = False,
 
 
 def finish_curves(axes: Axes, ylabel: str, *, percent: bool = False, legend: bool = False) -> None:
-    """Labels axes of curves; the legend goes above the data, where it covers none."""
+    """Label axes of curves; the legend goes above the data, where it covers none."""
     axes.set_ylabel(ylabel)
     step_axis(axes)
     if axes.get_yscale() == "log":
@@ -106,13 +106,13 @@ def finish_curves(axes: Axes, ylabel: str, *, percent: bool = False, legend: boo
 
 
 def add_legend(axes: Axes) -> None:
-    """Puts a legend above the axes."""
+    """Put a legend above the axes."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.3, handlelength=1.6)
 
 
 def warm_start_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
-    """Draws loss and reward of the supervised warm start; None when no run had one.
+    """Draw loss and reward of the supervised warm start; None when no run had one.
 
     Args:
         arms: what is compared.
@@ -135,7 +135,7 @@ def warm_start_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
 
 
 def thin_out(*columns: Floats) -> tuple[Floats, ...]:
-    """Keeps at most MAX_POINTS evenly spaced points, the last one always, so that long runs make small pages.
+    """Keep at most MAX_POINTS evenly spaced points, the last one always, so that long runs make small pages.
 
     Args:
         columns: arrays of one length.
@@ -151,5 +151,5 @@ def _log_floor(arms: Sequence[Arm], key: str) -> float:
 
 
 def has_values(arms: Sequence[Arm], key: str) -> bool:
-    """Tells whether some run has a finite value of a metric."""
+    """Tell whether some run has a finite value of a metric."""
     return any(len(finite_points(run, key)[0]) for arm in arms for run in arm.runs)

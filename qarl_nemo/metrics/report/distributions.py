@@ -15,7 +15,7 @@ from qarl_nemo.metrics.runs import Floats
 
 _BINS = 48
 _SMALLEST_SPAN = 1e-6
-# a line farther than this many half-widths of the data is named, not drawn: it would squeeze the data to a spike
+# A line farther away than this many half-widths of the data is named, not drawn: it would squeeze the data to a spike.
 _LINE_REACH = 4.0
 _LOG_FACTOR = 1.5
 
@@ -38,7 +38,7 @@ class Ratios:
 
 
 def prox_ratios(arms: Sequence[Arm]) -> list[Ratios]:
-    """Collects prox ratios exp(curr - prev) per response or per token, as each arm's objective clips them.
+    """Collect prox ratios exp(curr - prev) per response or per token, as each arm's objective clips them.
 
     Args:
         arms: arms with diagnostics.
@@ -52,7 +52,7 @@ def prox_ratios(arms: Sequence[Arm]) -> list[Ratios]:
 
 
 def mismatch_weights(arms: Sequence[Arm]) -> list[Ratios]:
-    """Collects mismatch weights exp(prev - generation), all arms in one unit so that they compare.
+    """Collect mismatch weights exp(prev - generation), all arms in one unit so that they compare.
 
     The unit is the response, unless every arm's objective works on tokens. An objective's cap is drawn only over
     weights of its own unit.
@@ -71,7 +71,7 @@ def mismatch_weights(arms: Sequence[Arm]) -> list[Ratios]:
 
 
 def histogram_figure(panels: Sequence[Ratios], quantity: str, line_name: str, width_in: float) -> Figure:
-    """Draws a histogram per arm (column) and advantage sign (row); the shaded interval is the objective's.
+    """Draw a histogram per arm (column) and advantage sign (row); the shaded interval is the objective's.
 
     Panels of the same unit share their x axis, so that spreads compare by eye.
 

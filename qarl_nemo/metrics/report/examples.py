@@ -12,7 +12,7 @@ _LEAD_CHARS = 160
 
 
 def example_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Chooses example rollouts, those with error tokens first, and cuts each to an excerpt with the errors marked.
+    """Choose example rollouts, those with error tokens first, and cut each to an excerpt with the errors marked.
 
     Args:
         arms: what is compared.
@@ -40,7 +40,7 @@ def example_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def mark_errors(response: str, errors: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Splits a response into plain and error segments, cut to an excerpt around the first error.
+    """Split a response into plain and error segments, cut to an excerpt around the first error.
 
     Args:
         response: whole text.

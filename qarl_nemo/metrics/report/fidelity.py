@@ -23,7 +23,7 @@ _SMALLEST_GAP = 1e-8
 
 
 def write_fidelity_figure(rows: Sequence[Row], png_path: Path, title: str) -> Path:
-    """Writes one PNG with a row of two panels for each decoding; the BF16 floor is dotted.
+    """Write one PNG with a row of two panels for each decoding; the BF16 floor is dotted.
 
     Args:
         rows: rows of `qarl compare`: arm, format, decoding, by_position and gap_cdf.

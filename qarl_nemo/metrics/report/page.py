@@ -19,12 +19,12 @@ from qarl_nemo.metrics.runs import CONFIG_FILE, Run, load_runs
 from qarl_nemo.metrics.summary import summarize_run
 
 _TEMPLATE = "report.html.j2"
-# In the head of every report, so that nothing else is ever overwritten.
+# Every report has this mark in its head; a file without it is not ours and is never overwritten.
 _MARK, _HEAD_BYTES = b"- QaRL report</title>", 4096
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
-    """Writes the HTML report of one run, or of several laid over each other by arm.
+    """Write the HTML report of one run, or of several laid over each other by arm.
 
     A run that was killed, or has just begun, gives a page that says what is missing.
 
@@ -61,7 +61,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
         "configs": [{"run": run, "text": _config_text(run)} for run in runs],
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    # JSON can hold halves of characters, which no file can.
+    # JSON can hold lone surrogates, which UTF-8 cannot encode.
     write_atomic(output, _environment().get_template(_TEMPLATE).render(context).encode(errors="replace"))
     return output
 

@@ -27,7 +27,7 @@ class Panel:
 
 
 def figure_panel(title: str, caption: str, figure: Figure | None, missing: str, *, wide: bool = False) -> Panel:
-    """Builds a panel of one figure, or of none.
+    """Build a panel of one figure, or of none.
 
     Args:
         title: heading.
@@ -40,7 +40,7 @@ def figure_panel(title: str, caption: str, figure: Figure | None, missing: str, 
 
 
 def curve_panel(arms: Sequence[Arm], title: str, key: str, ylabel: str, caption: str, **options: bool) -> Panel:
-    """Builds a half-width panel of one metric over training steps.
+    """Build a half-width panel of one metric over training steps.
 
     Args:
         arms: what is compared.
@@ -55,7 +55,7 @@ def curve_panel(arms: Sequence[Arm], title: str, key: str, ylabel: str, caption:
 
 
 def histogram_panel(ratios: Sequence[Ratios], quantity: str, line_name: str, title: str, caption: str) -> Panel:
-    """Builds a panel of histograms, one column per arm.
+    """Build a panel of histograms, one column per arm.
 
     Args:
         ratios: what each arm's histogram shows.
@@ -71,7 +71,7 @@ def histogram_panel(ratios: Sequence[Ratios], quantity: str, line_name: str, tit
 def scatter_panel(
     arms: Sequence[Arm], policies: tuple[str, str], labels: tuple[str, str], title: str, caption: str
 ) -> Panel:
-    """Builds a panel of scatters of token probabilities, one column per arm.
+    """Build a panel of scatters of token probabilities, one column per arm.
 
     Args:
         arms: arms with diagnostics.

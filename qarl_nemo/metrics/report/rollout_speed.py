@@ -15,7 +15,7 @@ _COLORS = {"bf16": INK, "w4a16": "#0072B2", "w4a8": "#56B4E9", "fp8_block": "#D5
 
 
 def write_rollout_speed_figure(rows: Sequence[Row], png_path: Path, title: str) -> Path:
-    """Writes one PNG of three panels; bars on the points of the first two are the noise.
+    """Write one PNG of three panels; bars on the points of the first two are the noise.
 
     Args:
         rows: rows of `qarl doctor --rollout`: format_name, batch_size, decode_tokens_s, decode_noise, speedup,

@@ -13,7 +13,7 @@ _LOWEST_PROB = 1e-7
 
 
 def scatter_figure(arms: Sequence[Arm], x: str, y: str, labels: tuple[str, str], width_in: float) -> Figure:
-    """Draws token probabilities under two policies against each other, log-log, coloured by advantage sign.
+    """Draw token probabilities under two policies against each other, log-log, coloured by advantage sign.
 
     Args:
         arms: at most MAX_COLUMNS arms with diagnostics.

@@ -20,7 +20,7 @@ class Section:
 
 
 def build_sections(arms: Sequence[Arm]) -> list[Section]:
-    """Draws every figure of the report.
+    """Draw every figure of the report.
 
     Args:
         arms: what is compared.
@@ -55,7 +55,7 @@ def _learning(arms: Sequence[Arm]) -> Section:
 
 
 def _entropy(arms: Sequence[Arm]) -> list[Panel]:
-    """Shows the exact entropy and, apart from it, NeMo-RL's estimate from the sampled tokens, where there is one."""
+    """Show the exact entropy and, apart from it, NeMo-RL's estimate from the sampled tokens, where there is one."""
     exact = curves.curve_figure(arms, "loss/entropy", "entropy per token (nats)")
     estimate = curves.curve_figure(arms, "loss/approx_entropy", "estimate per token (nats)")
     panels = []

@@ -13,7 +13,7 @@ _PLACE_LABELS = {"in_band": "in the band", "above_band": "above it", "below_band
 
 
 def band_share_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
-    """Draws the share of each sign's responses in, above and below its band; only `in` when arms are compared.
+    """Draw the share of each sign's responses in, above and below its band; only `in` when arms are compared.
 
     Args:
         arms: what is compared.
@@ -38,7 +38,7 @@ def band_share_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
 
 
 def error_rate_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
-    """Draws error tokens per response token by advantage sign.
+    """Draw error tokens per response token by advantage sign.
 
     Args:
         arms: what is compared; one arm puts both signs on one axis, several get an axis per sign.

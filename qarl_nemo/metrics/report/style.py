@@ -60,7 +60,7 @@ _RC = {
     "legend.fontsize": 9,
     "lines.linewidth": 1.9,
     "figure.facecolor": "white",
-    # glyphs as outlines look the same on every machine; a fixed salt makes the same run give the same bytes
+    # Glyphs as outlines look the same on every machine; with a fixed salt the same run gives the same bytes.
     "svg.fonttype": "path",
     "svg.hashsalt": "qarl",
 }
@@ -68,13 +68,13 @@ _RC = {
 
 @contextmanager
 def report_style() -> Iterator[None]:
-    """Applies the look to figures drawn and saved inside the block."""
+    """Apply the look to figures drawn and saved inside the block."""
     with matplotlib.rc_context(_RC):
         yield
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Creates an empty figure whose layout keeps labels from overlapping.
+    """Create an empty figure whose layout keeps labels from overlapping.
 
     Args:
         width_in: width, inches.
@@ -84,7 +84,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def figure_uri(figure: Figure) -> str:
-    """Encodes a figure as an SVG data URI; rasterized artists inside it become PNG.
+    """Encode a figure as an SVG data URI; rasterized artists inside it become PNG.
 
     Args:
         figure: drawn figure.
@@ -95,7 +95,7 @@ def figure_uri(figure: Figure) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Formats a number for people: few significant digits, a dash for NaN.
+    """Format a number for people: few significant digits, a dash for NaN.
 
     Args:
         value: number.
@@ -110,7 +110,7 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Formats seconds as `41 s`, `2 min 05 s` or `3 h 12 min`; a dash for NaN.
+    """Format seconds as `41 s`, `2 min 05 s` or `3 h 12 min`; a dash for NaN.
 
     Args:
         seconds: duration, s.
@@ -126,18 +126,18 @@ def format_duration(seconds: float) -> str:
 
 
 def percent_axis(axes: Axes) -> None:
-    """Writes the y axis, a fraction, in percent."""
+    """Write the y axis, a fraction, in percent."""
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
 
 
 def step_axis(axes: Axes) -> None:
-    """Labels the x axis as training steps, with whole numbers."""
+    """Label the x axis as training steps, with whole numbers."""
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 
 
 def log_ticks(axis: Axis) -> None:
-    """Gives a logarithmic axis few labels: powers of ten, or finer ones where it spans less than two decades."""
+    """Give a logarithmic axis few labels: powers of ten, or finer ones where it spans less than two decades."""
     low, high = sorted(axis.get_view_interval())
     if high < 10 * low:
         ticks = MaxNLocator(nbins=5).tick_values(low, high)
@@ -150,7 +150,7 @@ def log_ticks(axis: Axis) -> None:
 
 
 def thousands_axis(axes: Axes) -> None:
-    """Writes the y axis as 1 k, 1.5 M."""
+    """Write the y axis as 1 k, 1.5 M."""
     axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
 
 

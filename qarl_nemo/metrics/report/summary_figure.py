@@ -26,7 +26,7 @@ _SMALLEST_DEVIATION = 1e-7
 
 
 def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
-    """Writes one PNG: reward, mean |prev - generation| on a log axis, and responses by mismatch weight.
+    """Write one PNG: reward, mean |prev - generation| on a log axis, and responses by mismatch weight.
 
     For a single run the third panel is the share of responses in the objective's band, when it was recorded.
 

@@ -13,7 +13,7 @@ _MAX_SHAPES = 3
 
 
 def headline(run: Run) -> list[dict[str, str]]:
-    """Builds the cards at the top of one run's page: label, value, note.
+    """Build the cards at the top of one run's page: label, value, note.
 
     Args:
         run: the run.
@@ -36,7 +36,7 @@ def headline(run: Run) -> list[dict[str, str]]:
 
 
 def arm_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """Builds one row per arm: means over its seeds, ranges of the final reward.
+    """Build one row per arm: means over its seeds, ranges of the final reward.
 
     Args:
         arms: what is compared.
@@ -63,7 +63,7 @@ def arm_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def seed_table(arms: Sequence[Arm]) -> dict[str, Any]:
-    """Builds the table of final rewards: `seeds` are its columns, `rows` hold name, color and one cell per seed.
+    """Build the table of final rewards: `seeds` are its columns, `rows` hold name, color and one cell per seed.
 
     Args:
         arms: what is compared.
@@ -77,7 +77,7 @@ def seed_table(arms: Sequence[Arm]) -> dict[str, Any]:
 
 
 def config_differences(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Lists the settings in which arms differ, apart from seed, folder and labels: `key` and one `values` per arm.
+    """List the settings in which arms differ, apart from seed, folder and labels: a `key` and one value per arm.
 
     Args:
         arms: what is compared; the first run of each speaks for it.
@@ -94,7 +94,7 @@ def config_differences(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def module_tables(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Builds one table per arm that recorded its modules: name and groups.
+    """Build one table per arm that recorded its modules: name and groups.
 
     Args:
         arms: what is compared; the first recording run of each speaks for it.
@@ -104,7 +104,7 @@ def module_tables(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def module_groups(quantized: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups modules that were treated alike: quantized, kind, format, reason, count, shapes and names.
+    """Group modules that were treated alike: quantized, kind, format, reason, count, shapes and names.
 
     Args:
         quantized: rows of quantized.json.

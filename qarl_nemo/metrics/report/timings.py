@@ -22,7 +22,7 @@ _THROUGHPUTS = {"throughput/rollout_tokens_s": "rollout", "throughput/update_tok
 
 
 def phase_seconds(run: Run) -> dict[str, Floats]:
-    """Returns [S] seconds per phase in the order phases run, with `other` for the rest of the step.
+    """Return [S] seconds per phase in the order phases run, with `other` for the rest of the step.
 
     Args:
         run: the run.
@@ -37,7 +37,7 @@ def phase_seconds(run: Run) -> dict[str, Floats]:
 
 
 def phase_figure(arms: Sequence[Arm]) -> Figure | None:
-    """Draws phase timings: over the steps for one run, as mean seconds per step and arm for several.
+    """Draw phase timings: over the steps for one run, as mean seconds per step and arm for several.
 
     Args:
         arms: what is compared.
@@ -60,7 +60,7 @@ def phase_figure(arms: Sequence[Arm]) -> Figure | None:
         axes.stackplot(steps, values, colors=[colors[name] for name in names], labels=names, linewidth=0)
         axes.set_ylabel("time per step (s)")
         axes.margins(x=0, y=0.02)
-        # the first step compiles and warms up; it must not flatten the rest
+        # The first step compiles and warms up; its length must not flatten the others.
         axes.set_ylim(0, 1.25 * np.quantile(sum(values), 0.98))
         step_axis(axes)
     else:
@@ -77,7 +77,7 @@ def phase_figure(arms: Sequence[Arm]) -> Figure | None:
 
 
 def throughput_figure(arms: Sequence[Arm]) -> Figure | None:
-    """Draws tokens per second of rollout (solid) and update (dashed).
+    """Draw tokens per second of rollout (solid) and update (dashed).
 
     Args:
         arms: what is compared.
@@ -97,7 +97,7 @@ def throughput_figure(arms: Sequence[Arm]) -> Figure | None:
 
 
 def phase_table(runs: Sequence[Run]) -> list[dict[str, float | str]]:
-    """Adds up seconds per phase over a whole run.
+    """Add up seconds per phase over a whole run.
 
     Args:
         runs: runs, one row per run and phase.

@@ -139,11 +139,11 @@ def write_run(run_dir: Path, *, alignment="aligned", seed=0, arm=None, num_steps
 
 @pytest.fixture(scope="session")
 def write_synthetic_run():
-    """Writes a run directory anywhere: write_synthetic_run(path, alignment=..., seed=..., num_steps=...)."""
+    """Write a run directory anywhere: write_synthetic_run(path, alignment=..., seed=..., num_steps=...)."""
     return write_run
 
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Writes a run directory under the test's folder: make_run("name", alignment=..., seed=..., num_steps=...)."""
+    """Write a run directory under the test's folder: make_run("name", alignment=..., seed=..., num_steps=...)."""
     return lambda name, **settings: write_run(tmp_path / name, **settings)
