@@ -1,4 +1,4 @@
-"""`qarl`: parse first, import torch after, so that help and config errors come at once."""
+"""The `qarl` command. It parses before it imports torch, so that help and config errors appear at once."""
 
 # Importing a module adds its commands, in the order of `qarl --help`.
 from qarl_nemo.cli import train, configs, checkpoints, compare, report, machine  # noqa: F401, I001

@@ -1,4 +1,4 @@
-"""`python -m qarl_nemo.cli`, as `python -m qarl_nemo`."""
+"""`python -m qarl_nemo.cli` does the same as `python -m qarl_nemo`."""
 
 from qarl_nemo.cli import main
 

@@ -47,7 +47,7 @@ def convert(
     device: Device = "cpu",
     overwrite: Overwrite = False,
     drop_vocab_padding: Annotated[
-        bool, typer.Option(help="Leave out rows behind the vocabulary even if they are not zero.")
+        bool, typer.Option(help="Leave out rows beyond the vocabulary even if they are not zero.")
     ] = False,
 ) -> None:
     """Write a Megatron checkpoint as a quantized (or BF16) one that stock vLLM loads, without Megatron or a GPU.

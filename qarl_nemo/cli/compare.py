@@ -30,21 +30,21 @@ def compare(
     prompt_tokens: Annotated[int, typer.Option(help="Length of a random prompt.")] = 32,
     num_responses: Annotated[int, typer.Option(help="Sampled responses of each prompt; one more is greedy.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Longest response, tokens.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of random prompts and of sampling.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Responses of one forward.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of random prompts and of sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Responses in one forward.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.8,
-    parallel: Annotated[int, typer.Option(help="vLLM engines at a time, which divide that share.")] = 1,
+    parallel: Annotated[int, typer.Option(help="vLLM engines that run at a time and divide that share.")] = 1,
     layers: Annotated[bool, typer.Option(help="Compare operator by operator as well, on vLLM's own inputs.")] = False,
     output: Annotated[Path, typer.Option(help="Folder of compare.json and compare.png.")] = Path("runs/compare"),
-    record: Annotated[Path | None, typer.Option(help="File of docs/results that takes the gaps.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Results file (docs/results) to add the gaps to.")] = None,
     record_operators: Annotated[Path | None, typer.Option(help="The same for --layers.")] = None,
 ) -> None:
     """Measure how far learner and rollout engine are apart: |logprob gap|, k3 KL, sequence ratios, top-1 agreement.
 
     The engine answers the prompts at temperature 1 and greedily; the learner scores the same tokens. Arms: aligned (the
-    learner executes the format that the engine serves), rollout_only (BF16 learner), and bf16 (both, the floor). Beside
-    them attention, the learner against itself with another attention kernel: the format's own floor; and engine, which
-    reads its own responses.
+    learner executes the format that the engine serves), rollout_only (BF16 learner) and bf16 (both sides, the floor).
+    Beside these: attention, the learner against itself with another attention kernel (the format's own floor), and
+    engine, which reads its own responses again.
     """
     from rich.console import Console
 

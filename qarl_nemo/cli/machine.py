@@ -31,16 +31,16 @@ def doctor(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 256,
     new_tokens: Annotated[int, typer.Option(help="Decoding steps that are timed.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Measurements of each figure; the median counts.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Measurements of each figure; the median is reported.")] = 5,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
-    enable_expert_parallel: Annotated[bool, typer.Option(help="Whole experts on each GPU, not slices.")] = False,
+    enable_expert_parallel: Annotated[bool, typer.Option(help="Place whole experts on each GPU, not slices.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.9,
     output: Annotated[
-        Path, typer.Option(help="Folder of the results; the same command goes on from what it holds.")
+        Path, typer.Option(help="Folder of the results; repeating the command resumes from what it holds.")
     ] = Path("runs/rollout_speed"),
-    record: Annotated[Path | None, typer.Option(help="JSON file of figures to add to (docs/results).")] = None,
+    record: Annotated[Path | None, typer.Option(help="Results file (docs/results) to add the figures to.")] = None,
 ) -> None:
-    """Say what this machine can run, and why not; or, with --rollout, how fast it samples and in which format best."""
+    """Say what this machine can run and what is missing; with --rollout, how fast it samples in every format."""
     from qarl_nemo.measure.doctor import measure_rollouts, show_findings
 
     if rollout is None:
@@ -69,16 +69,16 @@ def doctor(
 def memory(
     model: Annotated[Path, typer.Argument(help="Hugging Face Qwen3, Qwen3-MoE or Qwen2 folder, or its config.json.")],
     gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 8,
-    gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB: 79 of an H100, 139 of an H200.")] = 79.0,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB: 79 for an H100, 139 for an H200.")] = 79.0,
     layout: Annotated[list[str] | None, typer.Option(help="E.g. tp2_ep8; repeat. Default: several.")] = None,
     format_name: Format = "w4a16",
     group_size: GroupSize = None,
     targets: Targets = "experts",
     keep_operand: Annotated[bool, typer.Option(help="Keep what the learner's GEMMs multiply.")] = False,
-    tokens: Annotated[int, typer.Option(help="Of a microbatch, before tp and cp ranks share it.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens of a microbatch, before tp and cp ranks share it.")] = 8192,
     optimizer: Annotated[list[str] | None, typer.Option(help="adam, adam_bf16, muon or offloaded; repeat.")] = None,
     recompute: Annotated[list[str] | None, typer.Option(help="full or none; repeat.")] = None,
-    gradient_bytes: Annotated[int, typer.Option(help="Of a gradient: 4 or 2.")] = 4,
+    gradient_bytes: Annotated[int, typer.Option(help="Bytes of one gradient element: 4 or 2.")] = 4,
     engine_tp: Annotated[
         int | None, typer.Option(help="GPUs of one rollout engine on the learner's GPUs: adds a refit's peaks.")
     ] = None,

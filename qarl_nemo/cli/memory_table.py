@@ -17,12 +17,12 @@ def memory_table(
     """Return a table of what every layout and learner needs, and whether it fits.
 
     Args:
-        model: its sizes.
-        layouts: to compute.
-        learners: to compute, in each layout.
+        model: the model's sizes.
+        layouts: the layouts to compute.
+        learners: the learners to compute in each layout.
         gpu_bytes: memory of a GPU.
-        engine_tp: GPUs that share one rollout engine on the learner's GPUs, for two columns more: a refit's peak, as a
-            whole and layer by layer, which must fit, too, with the overhead of two processes.
+        engine_tp: GPUs that share one rollout engine on the learner's GPUs. Adds two columns, a refit's peak as a whole
+            and layer by layer, which must fit as well, with the overhead of two processes.
     """
     title = f"GiB of each rank; with {OVERHEAD_BYTES / GIB:g} more it must fit in {gpu_bytes / GIB:g}"
     refits = () if engine_tp is None else ("refit", "layerwise")

@@ -1,4 +1,4 @@
-"""The program that commands are added to, each behind the boundary that turns errors into one message."""
+"""The program that commands are added to; every command's errors become one message and an exit code here."""
 
 import functools
 from collections.abc import Callable
@@ -20,13 +20,13 @@ app = typer.Typer(
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Add a command; what it raises ends the process with one message and an exit code.
+    """Add a command; an exception in it ends the process with one message and an exit code.
 
     Args:
-        function: with typer's annotations; its name is the command's.
+        function: has typer's annotations; its name becomes the command's.
 
     Returns:
-        The function, which ends by `SystemExit`.
+        The function, wrapped to end with `SystemExit`.
     """
 
     @functools.wraps(function)
@@ -52,5 +52,5 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; a process ends here, with 0, with 2 for what a user can mend, or as `failures` says."""
+    """Run the command line; the process ends with 0, with 2 for what a user can mend, or as `failures` says."""
     app(prog_name="qarl")

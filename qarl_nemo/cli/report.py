@@ -14,12 +14,12 @@ def report(
         list[Path], typer.Argument(help="Run directories, or log folders of NeMo-RL; several are compared.")
     ],
     output: Annotated[
-        Path | None, typer.Option(help="HTML file; default RUN/report.html, of several ./comparison.html.")
+        Path | None, typer.Option(help="HTML file; default RUN/report.html, for several ./comparison.html.")
     ] = None,
 ) -> None:
     """Write an HTML report: reward, KL, entropy, ratios by sign, bands, scatter, error tokens, timings."""
     from qarl_nemo.metrics.report import write_report
 
-    # A run's own report stays the run's.
+    # A comparison must not replace the first run's own report.
     path = write_report(runs, output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html")))
     typer.echo(f"report: {path}")

@@ -1,1 +1,1 @@
-"""Ray clusters for the scale-out engine: started on hosts, Slurm or Kubernetes, checked, watched, their logs kept."""
+"""Ray clusters for NeMo-RL runs: started on hosts, Slurm or Kubernetes, checked and watched, their logs kept."""

@@ -1,4 +1,4 @@
-"""See `cli.py`."""
+"""`python -m qarl_nemo.cluster`, see `cli.py`."""
 
 import sys
 

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 def _read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
-    # argparse takes all overrides at once, or none: those that come after an option are left over.
+    # argparse takes positional arguments in one run only: overrides that come after an option are left over.
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -105,32 +105,32 @@ def _manifest(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     _require_ray()
-    from qarl_nemo.cluster.job import check_only  # Ray, which a dry run does without
+    from qarl_nemo.cluster.job import check_only  # imports Ray, which a dry run does not need
 
     return check_only(_read(args), args.address)
 
 
 def _run(args: argparse.Namespace) -> int:
     _require_ray()
-    from qarl_nemo.cluster.job import run  # Ray, which a dry run does without
+    from qarl_nemo.cluster.job import run  # imports Ray, which a dry run does not need
 
     return run(_read(args), args.address)
 
 
 def _node(args: argparse.Namespace) -> int:
     _require_ray()
-    from qarl_nemo.cluster.node import run_node  # POSIX, which a dry run does without
+    from qarl_nemo.cluster.node import run_node  # needs POSIX, which a dry run does not
 
     config = _parse(_read_line(), "standard input")
     if args.lifeline and config.env_from.caller:
-        # A launcher over a connection sends the values; under Slurm they are in the environment.
+        # A launcher that connects to hosts sends the values on this line; Slurm puts them into the environment.
         os.environ.update(json.loads(_read_line()))
     head = args.role == "head" or (args.role == "slurm" and os.environ.get("SLURM_PROCID") == "0")
     return run_node(config, head=head, head_address=args.head_address, address=args.address, lifeline=args.lifeline)
 
 
 def _read_line() -> str:
-    """Read byte by byte up to the line's end: what follows belongs to the lifeline."""
+    """Read byte by byte, without a buffer: what follows the line belongs to the lifeline."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(sys.stdin.fileno(), 1)):
         line += byte

@@ -1,4 +1,4 @@
-"""What a cluster run is: its nodes, shared paths and job, and how nodes are started. Imports neither torch nor ray."""
+"""Settings of a cluster run: nodes, shared paths, the job, how nodes are started. Imports neither torch nor ray."""
 
 import re
 from typing import Annotated, Literal
@@ -18,13 +18,13 @@ EXIT_NODE_LOST = 4
 
 
 class ClusterError(RuntimeError):
-    """A cluster that cannot run the job; the message lists every problem."""
+    """The cluster cannot run the job; the message lists every problem."""
 
     exit_code = EXIT_UNHEALTHY
 
 
 class HealthConfig(StrictModel):
-    """What must hold before the job starts."""
+    """Checks that must pass before the job starts."""
 
     join_timeout_s: float = Field(600.0, gt=0, le=604_800)
     """How long all nodes with all their GPUs may take to join."""
@@ -44,7 +44,7 @@ class RayConfig(StrictModel):
 
     port: int = Field(6379, ge=1, le=65535)
     start_args: tuple[str, ...] = ("--min-worker-port=2000", "--max-worker-port=2999")
-    """Further arguments on every node. The default keeps workers out of the ports NeMo-RL and the kernel give away."""
+    """Further arguments on every node. The default keeps workers off the ports that NeMo-RL and the kernel hand out."""
 
 
 class ContainerConfig(StrictModel):
@@ -52,23 +52,23 @@ class ContainerConfig(StrictModel):
 
     image: str = Field(min_length=1)
     mounts: tuple[str, ...] = ()
-    """`host:container` folders, shared ones first of all; Kubernetes mounts its claim instead."""
+    """`host:container` folders, above all the shared ones; Kubernetes mounts its claim instead."""
     args: tuple[str, ...] = ()
     """Further arguments of `docker run` or, under Slurm, of `srun`."""
 
 
 class EnvironmentSources(StrictModel):
-    """Where variables come from whose values must not be written down, such as WANDB_API_KEY."""
+    """Sources of variables whose values must not be written down, such as WANDB_API_KEY."""
 
     secrets: tuple[str, ...] = ()
-    """Kubernetes: Secrets by name; each of their keys is a variable of every pod."""
+    """Kubernetes: names of Secrets; each of their keys becomes a variable of every pod."""
     caller: tuple[str, ...] = ()
     """Plain hosts and Slurm: variables of the shell that launches, by name."""
 
     @field_validator("caller")
     @classmethod
     def names_of_variables(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Reject what is no name, such as an assignment, whose value must not be shown."""
+        """Reject anything but a name, such as an assignment, without showing its value."""
         if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in value):
             raise ValueError("must be names of variables, without values")
         return value
@@ -80,9 +80,9 @@ class HostsLauncher(StrictModel):
     type: Literal["hosts"]
     hosts: tuple[str, ...] = Field(min_length=1)
     addresses: dict[str, str] = Field({})
-    """Address of a host in the cluster's network, where its name does not say it."""
+    """A host's address in the cluster's network, where its name does not resolve to it."""
     connect: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "{host}")
-    """What runs a shell line on `{host}`; the line is appended as one argument."""
+    """Command that runs a shell line on `{host}`; the line is appended as one argument."""
 
     @model_validator(mode="after")
     def names_are_usable(self) -> "HostsLauncher":
@@ -116,18 +116,18 @@ class KubernetesLauncher(StrictModel):
 
     type: Literal["kubernetes"]
     kind: Literal["RayJob", "RayCluster"] = "RayJob"
-    """RayJob: pods go when the job ends. RayCluster: they stay, for one job after the other."""
+    """RayJob: pods are removed when the job ends. RayCluster: they stay, for one job after another."""
     name: str = Field("qarl", pattern=r"^[a-z]([-a-z0-9]{0,40}[a-z0-9])?$")
     namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
     claim: str = Field(min_length=1)
-    """A ReadWriteMany PersistentVolumeClaim: checkpoints, logs, models."""
+    """A ReadWriteMany PersistentVolumeClaim for checkpoints, logs and models."""
     mount_path: AbsolutePath = "/shared"
     ray_version: str = Field(pattern=r"^\d+\.\d+\.\d+$")
-    """Of the image's Ray."""
+    """Version of the image's Ray."""
     cpus: int = Field(32, ge=1, le=4096)
     memory: str = Field("256Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
     shared_memory: str = Field("64Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
-    """Size of /dev/shm: Ray's object store and NCCL."""
+    """Size of /dev/shm, which Ray's object store and NCCL use."""
     user_id: int = Field(1000, ge=1, lt=2**31)
     node_selector: dict[str, str] = Field({})
     image_pull_secrets: tuple[str, ...] = ()
@@ -143,28 +143,28 @@ class ClusterConfig(StrictModel):
     nodes: int = Field(ge=1, le=10_000)
     gpus_per_node: int = Field(ge=0, le=64)
     command: str = Field(min_length=1)
-    """The job, a shell line run on the head in `workdir`."""
+    """The job: a shell line that runs on the head in `workdir`."""
     workdir: AbsolutePath
     checkpoint_dir: AbsolutePath
-    """On a file system that every node shares."""
+    """Where the job writes checkpoints, on a file system that every node shares."""
     log_dir: AbsolutePath
-    """Likewise; every run makes a folder in it."""
+    """Shared likewise; every run makes a folder in it."""
     setup: str = ""
     """A shell line that every node runs first, such as `source /shared/venv/bin/activate`."""
     python: str = Field("python", min_length=1)
     env: dict[str, str] = Field({})
     """Set on every node, for Ray and the job; written into job files and manifests, so no place for secrets."""
     env_from: EnvironmentSources = EnvironmentSources()
-    """Further variables by name alone: secrets."""
+    """Further variables, given by name only: secrets."""
     log_period_s: float = Field(60.0, gt=0, le=86_400)
-    """How often nodes copy their Ray logs into `log_dir`: what is lost of a node that dies."""
+    """How often nodes copy their Ray logs into `log_dir`; a node that dies loses at most this much of them."""
     container: ContainerConfig | None = None
     health: HealthConfig = HealthConfig()
     ray: RayConfig = RayConfig()
     launcher: HostsLauncher | SlurmLauncher | KubernetesLauncher = Field(discriminator="type")
 
     def as_json(self) -> str:
-        """Write the config down for a node, which reads it with `validate`.
+        """Serialize the config for a node, which reads it with `validate`.
 
         Returns:
             One line of JSON, without what is at its default.
@@ -174,7 +174,7 @@ class ClusterConfig(StrictModel):
     @field_validator("env", mode="before")
     @classmethod
     def environment_is_text(cls, value: object) -> object:
-        """Take YAML's numbers for what an environment holds: text."""
+        """Turn YAML's numbers into text, the only thing an environment holds."""
         if not isinstance(value, dict):
             return value
         numbers = {key for key, item in value.items() if isinstance(item, int | float) and not isinstance(item, bool)}

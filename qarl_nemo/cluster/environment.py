@@ -1,4 +1,4 @@
-"""What one Python of one node imports, printed as JSON. Runs as a program of its own; standard library alone."""
+"""Prints as JSON what one Python interpreter on one node imports. A program of its own; standard library only."""
 
 import hashlib
 import importlib
@@ -15,7 +15,7 @@ def describe(modules: list[str]) -> dict:
     """Import modules and say which versions this Python holds.
 
     Args:
-        modules: what must import; those without a dot are packages of ours, whose sources are summed up.
+        modules: modules that must import; those without a dot are our packages, whose sources are digested.
 
     Returns:
         `python` (path), `versions` by distribution, `packages` (version, digest of the sources, folder) and `problems`.
@@ -41,7 +41,7 @@ def describe(modules: list[str]) -> dict:
 
 
 def digest(folder: Path) -> str:
-    """Sum up a package's sources, so that two checkouts of one version differ when their code does.
+    """Digest a package's sources, so that two checkouts of one version differ when their code does.
 
     Args:
         folder: the package's folder.

@@ -1,4 +1,4 @@
-"""Whether a cluster can run the job: packages the same everywhere, shared folders shared and writable."""
+"""Check that a cluster can run the job: the same packages everywhere, shared folders that are shared and writable."""
 
 import secrets
 import time
@@ -10,7 +10,7 @@ from qarl_nemo.cluster import environment, on_node
 from qarl_nemo.cluster.config import ClusterConfig, ClusterError
 from qarl_nemo.cluster.nodes import Node, results, run_on, wait_for_nodes
 
-# `qarl_nemo.config` stands for what our package imports.
+# Importing `qarl_nemo.config` shows that our package's dependencies are installed.
 MODULES = ("qarl_nemo", "qarl_nemo.config", "qarl_kernels")
 PACKAGES = tuple(name for name in MODULES if "." not in name)
 # A network file system shows other nodes' files late.
@@ -23,7 +23,7 @@ def check(config: ClusterConfig, job_env: dict[str, str], say: Callable[[str], N
     Args:
         config: what is expected.
         job_env: variables the job will hand to its workers, as NeMo-RL does with PYTHONPATH.
-        say: takes lines for the user.
+        say: prints a line for the user.
 
     Returns:
         The nodes.
@@ -46,7 +46,7 @@ def inspect(config: ClusterConfig, nodes: list[Node], job_env: dict[str, str]) -
 
     Args:
         config: folders, patterns of worker environments and the time to answer.
-        nodes: to ask.
+        nodes: the nodes to ask.
         job_env: see `check`.
 
     Returns:
@@ -81,7 +81,7 @@ def package_problems(answers: dict[Node, Any]) -> list[str]:
     """Compare what the nodes import.
 
     Args:
-        answers: `on_node.look`'s, by node.
+        answers: what `on_node.look` returned, by node.
 
     Returns:
         Failed imports; packages whose sources differ from the first node's; versions that differ between nodes within

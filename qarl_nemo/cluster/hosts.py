@@ -1,4 +1,4 @@
-"""The plan for plain hosts: one connection each, its standard input the node's config and lifeline."""
+"""The plan for plain hosts: one connection to each, whose standard input carries the node's config and its lifeline."""
 
 import shlex
 
@@ -11,10 +11,10 @@ def hosts_plan(config: ClusterConfig, launcher: HostsLauncher) -> Plan:
 
     Args:
         config: the cluster run.
-        launcher: its hosts.
+        launcher: the hosts.
 
     Returns:
-        Steps to be run together, the head's first.
+        Steps that run at the same time, the head's first.
     """
     head = launcher.hosts[0]
     head_address = launcher.addresses.get(head, head)

@@ -1,4 +1,4 @@
-"""The job on a checked cluster: started on the head, ended when a node is lost, logs kept either way."""
+"""The job on a checked cluster: started on the head and ended when a node is lost; logs are kept either way."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ from qarl_nemo.cluster.nodes import Node, lost_nodes
 
 STOP_WITHIN_S = 30.0
 POLL_S = 2.0
-# Ray's verdict on a dead node may come after the job fell over it.
+# The job may fail over a dead node before Ray has declared it dead.
 VERDICT_WITHIN_S = 30.0
 _PR_SET_PDEATHSIG = 1
 
@@ -34,7 +34,8 @@ def run(config: ClusterConfig, address: str | None = None) -> int:
         address: address of Ray's head; by default the cluster of this machine.
 
     Returns:
-        The job's exit code; `EXIT_UNHEALTHY` without a job, `EXIT_NODE_LOST`; 128 + signal when told to stop.
+        The job's exit code; `EXIT_UNHEALTHY` if it was not started, `EXIT_NODE_LOST` if a node was lost; 128 + signal
+        if it was told to stop.
 
     Raises:
         ClusterError: there is no cluster.
@@ -82,7 +83,7 @@ def connected(address: str | None) -> Iterator[str]:
         The head's address.
 
     Raises:
-        ClusterError: there is none.
+        ClusterError: there is no cluster.
     """
     try:
         context = ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
@@ -96,7 +97,7 @@ def connected(address: str | None) -> Iterator[str]:
 
 
 def _passed_on() -> dict[str, str]:
-    """Return what NeMo-RL hands from the driver's environment to its workers and imports depend on."""
+    """Return the variables on which imports depend and which NeMo-RL hands from the driver to its workers."""
     names = ("PYTHONPATH", "NEMO_RL_VENV_DIR", "NEMO_RL_PY_EXECUTABLES_SYSTEM")
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -110,7 +111,7 @@ def _watch(config: ClusterConfig, nodes: list[Node], head: str, folder: Path, sa
     signal.signal(signal.SIGINT, lambda number, _: stopped.append(number))
     while job.code() is None and not lost and not stopped:
         time.sleep(POLL_S)
-        if not stopped:  # who stops the job may have stopped Ray, too, which then answers late
+        if not stopped:  # whoever stopped the job may have stopped Ray, too, which then answers late
             lost = lost_nodes(nodes)
             logs.poll()
     code = job.code()
@@ -148,7 +149,7 @@ class _Reporter:
             with self._file.open("a") as file:
                 file.write(stamped + "\n")
         except OSError:
-            # The check that follows names the folder that cannot be written.
+            # The health check names the folder that cannot be written.
             return
 
 
@@ -186,7 +187,7 @@ class _Job:
         return code
 
     def stop(self) -> None:
-        """End the job and all its processes, at last by force."""
+        """End the job and all its processes, by force if they do not stop."""
         os.killpg(self._process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_WITHIN_S)

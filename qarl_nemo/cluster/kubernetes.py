@@ -1,4 +1,4 @@
-"""The plan for Kubernetes: a KubeRay RayJob or RayCluster that runs our checks, watch and job; created and followed."""
+"""The plan for Kubernetes: create and follow a KubeRay RayJob or RayCluster that runs our checks, watch and job."""
 
 import shlex
 from typing import Any
@@ -77,7 +77,7 @@ def manifest(config: ClusterConfig, launcher: KubernetesLauncher) -> list[dict[s
     job = {
         "entrypoint": shlex.join(["bash", "-c", _entry(config)]),
         "submissionMode": "K8sJobMode",
-        # A driver restarted in place would find half a cluster; created anew, the job resumes from its checkpoint.
+        # A driver restarted in place would find half a cluster. A new RayJob resumes from the checkpoint instead.
         "backoffLimit": 0,
         "submitterConfig": {"backoffLimit": 0},
         "shutdownAfterJobFinishes": True,

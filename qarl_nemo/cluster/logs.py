@@ -1,4 +1,4 @@
-"""Every node's Ray logs, copied into the run's folder while the job runs and once more at its end."""
+"""Copies every node's Ray logs into the run's folder while the job runs, and once more at its end."""
 
 import time
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from qarl_nemo.cluster.nodes import Node, results, run_on
 
 
 class LogCollector:
-    """Copies the logs of the nodes that are alive; of a dead one the last copy stays.
+    """Copies the logs of nodes that are alive; the last copy of a dead node's logs stays.
 
     Args:
         nodes: the cluster's nodes.
-        folder: the run's, shared; a node's logs go to `nodes/<node>`.
-        period_s: between copies.
-        say: takes what went wrong, once a node.
+        folder: the run's shared folder; a node's logs go to `nodes/<node>` in it.
+        period_s: seconds between copies.
+        say: reports what went wrong, once for each node.
     """
 
     def __init__(self, nodes: list[Node], folder: Path, period_s: float, say: Callable[[str], None]) -> None:
@@ -38,11 +38,11 @@ class LogCollector:
         self._started.update(self._start([node for node in self._nodes if node not in going_on | self._failed]))
 
     def finish(self, lost: dict[Node, str], timeout_s: float = 120.0) -> None:
-        """Copy a last time.
+        """Copy one last time.
 
         Args:
-            lost: nodes not to ask any more.
-            timeout_s: for all nodes together.
+            lost: nodes that are no longer asked.
+            timeout_s: time limit for all nodes together.
         """
         alive = [node for node in self._nodes if node not in lost]
         self._report(*results(self._start(alive), timeout_s))

@@ -1,4 +1,4 @@
-"""One Ray node as a process in the foreground: `ray start`, on the head the job beside it, all ended together."""
+"""One Ray node as a foreground process: `ray start` and, on the head, the job beside it; both end together."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ from qarl_nemo.cluster.plan import CLI
 
 POLL_S = 0.5
 STOP_WITHIN_S = 15.0
-# It stops the job and collects logs first.
+# Longer than for other processes, because the job's watch first stops the job and collects logs.
 JOB_STOPS_WITHIN_S = 180.0
 HEAD_ANSWERS_WITHIN_S = 5.0
 OPEN_FILES = 65535
@@ -26,7 +26,7 @@ class _StopError(Exception):
 
 
 def run_node(config: ClusterConfig, *, head: bool, head_address: str, address: str | None, lifeline: bool) -> int:
-    """Be a node of the cluster until the job ends or this process is told to.
+    """Be a node of the cluster until the job ends or this process is told to stop.
 
     Args:
         config: the cluster run.
@@ -36,8 +36,8 @@ def run_node(config: ClusterConfig, *, head: bool, head_address: str, address: s
         lifeline: end when standard input closes, as it does when the launcher's connection breaks.
 
     Returns:
-        On the head what `job.run` returns, `EXIT_NODE_LOST` when Ray ended first; on a worker 0 when it was told to
-        end or its head did, 1 when it could not join or Ray ended.
+        On the head what `job.run` returns, or `EXIT_NODE_LOST` if Ray ended first. On a worker 0 if it was told to end
+        or its head ended, 1 if it could not join or Ray ended.
     """
     os.environ.update({"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0", **config.env})
     _raise_open_files()
@@ -65,13 +65,13 @@ def run_node(config: ClusterConfig, *, head: bool, head_address: str, address: s
     except _StopError:
         return 0
     finally:
-        # The job first: it collects the logs of a Ray that still runs.
+        # The job ends first, because it collects logs from a Ray that must still run.
         for process, within_s in reversed(list(zip(processes, (STOP_WITHIN_S, JOB_STOPS_WITHIN_S), strict=False))):
             _end(process, within_s)
 
 
 def ray_start(config: ClusterConfig, *, head: bool, head_address: str, address: str | None) -> list[str]:
-    """Compose the `ray start` of one node.
+    """Compose the `ray start` command of one node.
 
     Args:
         config: the cluster run.
@@ -80,7 +80,7 @@ def ray_start(config: ClusterConfig, *, head: bool, head_address: str, address: 
         address: this node's address.
 
     Returns:
-        The command, for the Python this runs in.
+        The command, which uses the Python that this runs in.
     """
     where = ["--head", f"--port={config.ray.port}", "--include-dashboard=false"]
     where = where if head else [f"--address={head_address}:{config.ray.port}"]
@@ -123,7 +123,7 @@ def _spawn(command: list[str], stdin: str = "") -> subprocess.Popen:
 
 
 def _end(process: subprocess.Popen, within_s: float) -> None:
-    """End a process and what it started, at last by force."""
+    """End a process and what it started, by force if it does not stop."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(within_s)
@@ -140,7 +140,7 @@ def _raise_open_files() -> None:
 
 
 def _stop(number: int, _frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # ending takes its time, and once is enough
+    signal.signal(number, signal.SIG_IGN)  # ending takes a while; a second signal must not interrupt it
     raise _StopError
 
 

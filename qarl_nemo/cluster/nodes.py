@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from qarl_nemo.cluster import on_node
 from qarl_nemo.cluster.config import ClusterConfig, ClusterError
 
-# By value: a node whose checkout is missing or another one must run this code, not its own.
+# Pickled by value: a node whose checkout is missing or different must run this code, not its own.
 ray.cloudpickle.register_pickle_by_value(on_node)
 
 
@@ -25,7 +25,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its address and, as one machine may hold several, the start of its id."""
+        """The node's address and, since one machine may hold several nodes, the start of its id."""
         return f"{self.address}-{self.node_id[:6]}"
 
 
@@ -33,15 +33,15 @@ def wait_for_nodes(config: ClusterConfig, say: Callable[[str], None], poll_s: fl
     """Wait until every node has joined with all its GPUs.
 
     Args:
-        config: how many are expected, and for how long.
-        say: takes a line whenever something changed.
-        poll_s: between looks.
+        config: how many nodes are expected, and how long to wait.
+        say: prints a line whenever something has changed.
+        poll_s: seconds between looks.
 
     Returns:
         The nodes, ordered by address; a head without GPUs counts only where none are expected.
 
     Raises:
-        ClusterError: some are missing after `health.join_timeout_s`; names what joined and what each node lacks.
+        ClusterError: nodes are missing after `health.join_timeout_s`; names what joined and what each node lacks.
     """
     start, said = time.monotonic(), ""
     while True:
@@ -64,10 +64,10 @@ def lost_nodes(nodes: Iterable[Node]) -> dict[Node, str]:
     """Look for nodes that are no longer there.
 
     Args:
-        nodes: those the job started with.
+        nodes: the nodes that the job started with.
 
     Returns:
-        Why Ray gave each one up.
+        The lost nodes and why Ray gave each one up.
     """
     now = {each["NodeID"]: each for each in ray.nodes()}
     dead = {node: now.get(node.node_id, {"Alive": False}) for node in nodes}
@@ -78,8 +78,8 @@ def run_on(nodes: Iterable[Node], function: Callable[..., Any], arguments: Calla
     """Start a function on every node, beside whatever runs there.
 
     Args:
-        nodes: where.
-        function: what; its module is pickled by value.
+        nodes: where to run it.
+        function: what to run; its module is pickled by value.
         arguments: returns the call's arguments for a node.
 
     Returns:
@@ -98,11 +98,11 @@ def results(started: dict[Node, Any], timeout_s: float) -> tuple[dict[Node, Any]
     """Gather what `run_on` started.
 
     Args:
-        started: its references.
-        timeout_s: for all together.
+        started: the references it returned.
+        timeout_s: time limit for all together.
 
     Returns:
-        The results, and for nodes without one the reason.
+        The results, and the reason for each node without one.
     """
     _, late = ray.wait(list(started.values()), num_returns=len(started), timeout=timeout_s)
     answers, silent = {}, {}

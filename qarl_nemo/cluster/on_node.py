@@ -1,4 +1,4 @@
-"""What runs on a node for checks and logs. Nothing of ours is used: a node that lacks our package answers, too."""
+"""What runs on a node for checks and logs. It imports nothing of ours, so a node without our package answers, too."""
 
 import fnmatch
 import json
@@ -19,7 +19,7 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
             (patterns), `timeout_s`, and `paths`, `token`, `node_id` for `use_shared_path`.
 
     Returns:
-        `host`, `environments` (one answer a Python) and `paths` (problems by path).
+        `host`, `environments` (one answer for each Python) and `paths` (problems by path).
     """
     env = {**os.environ, **request["env"]}
     pythons = [sys.executable, *worker_pythons(env, request["worker_envs"])]
@@ -34,7 +34,8 @@ def worker_pythons(env: dict[str, str], patterns: list[str]) -> list[str]:
     """Find the interpreters NeMo-RL keeps for its workers.
 
     Args:
-        env: the job's environment: `NEMO_RL_VENV_DIR` says where, `NEMO_RL_PY_EXECUTABLES_SYSTEM=1` that none is used.
+        env: the job's environment. `NEMO_RL_VENV_DIR` is where they are; `NEMO_RL_PY_EXECUTABLES_SYSTEM=1` means there
+            are none.
         patterns: patterns of folder names.
 
     Returns:
@@ -48,7 +49,7 @@ def worker_pythons(env: dict[str, str], patterns: list[str]) -> list[str]:
         for python in sorted(Path(folder).glob("*/bin/python"))
         if any(fnmatch.fnmatch(python.parts[-3], each) for each in patterns)
     ]
-    # Several workers may share an environment through a link.
+    # Several workers may share an environment through links to it.
     return list({python.parents[1].resolve(): str(python) for python in found}.values())
 
 
@@ -56,17 +57,17 @@ def ask(python: str, request: dict[str, Any], env: dict[str, str]) -> dict[str, 
     """Run `environment.py` in one interpreter.
 
     Args:
-        python: its path.
+        python: the interpreter's path.
         request: see `look`.
         env: the process's environment.
 
     Returns:
-        What it printed; when it could not, the same keys with the reason under `problems`.
+        What it printed; if it failed, the same keys with the reason under `problems`.
     """
     command = [python, "-c", request["program"], *request["modules"]]
     answer = {"python": python, "versions": {}, "packages": {}}
     try:
-        # From `/`, as `-c` imports from the working directory first, which workers do not.
+        # Run in `/`, because `-c` imports from the working directory first, and workers do not.
         done = subprocess.run(
             command, env=env, cwd="/", capture_output=True, text=True, timeout=request["timeout_s"], check=False
         )
@@ -78,15 +79,15 @@ def ask(python: str, request: dict[str, Any], env: dict[str, str]) -> dict[str, 
 
 
 def use_shared_path(folder: Path, token: str, node_id: str) -> list[str]:
-    """Read what the head wrote into a folder, and write there as checkpoints are: under another name, then renamed.
+    """Read what the head wrote into a folder, and write there as checkpoints are written: under another name, renamed.
 
     Args:
-        folder: to be shared by all nodes.
-        token: names the head's file and is what it holds.
-        node_id: names this node's file, which the head looks for.
+        folder: a folder that all nodes should share.
+        token: the name of the head's file, and its content.
+        node_id: the name of this node's file, which the head looks for.
 
     Returns:
-        What is wrong; empty when nothing is.
+        What is wrong; empty if nothing is.
     """
     problems = []
     try:
@@ -104,7 +105,7 @@ def use_shared_path(folder: Path, token: str, node_id: str) -> list[str]:
 
 
 def copy_logs(source: str, target: str) -> int:
-    """Bring a copy of a log folder up to date: what grew is appended, what shrank is copied anew.
+    """Bring a copy of a log folder up to date: what has grown is appended, what has shrunk is copied anew.
 
     Args:
         source: a folder; only plain files are read.
@@ -134,11 +135,11 @@ def copy_ray_logs(target: str) -> int:
     """Bring a copy of this node's Ray logs up to date.
 
     Args:
-        target: the node's folder in the run's.
+        target: the node's folder in the run's folder.
 
     Returns:
         Bytes written.
     """
-    import ray._private.worker as ray_worker  # the node's own; Ray offers no public way to ask where its logs are
+    import ray._private.worker as ray_worker  # Ray offers no public way to ask where its logs are
 
     return copy_logs(ray_worker.global_worker.node.get_logs_dir_path(), target)

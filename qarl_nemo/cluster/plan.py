@@ -1,4 +1,4 @@
-"""What a launcher will do, as data: a dry run prints it, a launch executes it."""
+"""A launcher's plan as data: a dry run prints it, a launch executes it."""
 
 import json
 import shlex
@@ -24,14 +24,14 @@ WORKER_ENDS_WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Step:
-    """One command, what it reads, and what it is for.
+    """One command, its input and its purpose.
 
     Attributes:
-        title: what it is for.
+        title: what the command is for.
         command: its words.
         stdin: what it reads.
-        sent: variables of this shell whose values it reads, too, on a line of their own.
-        inherited: variables of this shell that it hands on.
+        sent: variables of this shell whose values it reads as well, on a line of their own.
+        inherited: variables of this shell that the command passes on.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps one after the other, or all nodes of a cluster at once, the head first."""
+    """Steps that run one after the other, or the nodes of a cluster all at once, the head first."""
 
     steps: tuple[Step, ...]
     together: bool = False
@@ -71,7 +71,8 @@ class Plan:
             0, or the exit code of the step that failed; of nodes run together, the head's.
 
         Raises:
-            ConfigError: programs of the plan are not installed here, or variables it needs are not set; all are named.
+            ConfigError: programs that the plan runs are not installed here, or variables it needs are not set; all are
+                named.
         """
         missing = sorted({step.command[0] for step in self.steps if shutil.which(step.command[0]) is None})
         if missing:
@@ -120,7 +121,7 @@ def _run_together(steps: Sequence[Step]) -> int:
                 break
             time.sleep(0.5)
     finally:
-        # Head first: it stops the job and collects logs from workers that still run.
+        # The head ends first: it stops the job and collects logs from workers, which must still run.
         head.close(HEAD_ENDS_WITHIN_S)
         for worker in workers:
             worker.release()
@@ -147,26 +148,26 @@ class _RunningNode:
         self._last: deque[str] = deque(maxlen=10)
         self._reader = threading.Thread(target=self._show, daemon=True)
         self._reader.start()
-        with suppress(BrokenPipeError):  # it ended at once; the loop reports that
+        with suppress(BrokenPipeError):  # the process ended at once; the loop reports that
             self.process.stdin.write(step.stdin.rstrip("\n") + "\n")
             if step.sent:
                 self.process.stdin.write(json.dumps(caller_values(step.sent)) + "\n")
             self.process.stdin.flush()
 
     def report(self) -> None:
-        """Say that this node ended before the head, and its last words."""
+        """Say that this node ended before the head, with the last lines it printed."""
         self.reported = True
         self._reader.join(timeout=5)
         words = "".join(f"\n    {line}" for line in self._last)
         print(f"ERROR: {self.step.title} ended with exit code {self.process.returncode}:{words}", file=sys.stderr)
 
     def release(self) -> None:
-        """Close the node's standard input, upon which it ends."""
+        """Close the node's standard input, which tells it to end."""
         with suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def close(self, within_s: float) -> None:
-        """End the node, by force when it does not end by itself."""
+        """End the node, by force if it does not end by itself."""
         self.release()
         try:
             self.process.wait(within_s)

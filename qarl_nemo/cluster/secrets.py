@@ -1,4 +1,4 @@
-"""Secrets of a cluster run: named in its config, never written there, and refused where their values would be."""
+"""Secrets of a cluster run: the config names them and never holds their values, which are refused there."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from qarl_nemo.config import ConfigError
 
 _SECRET = r"(?:[A-Z0-9]+_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+)*"
-# These say where a secret lies.
+# Variables that end like this say where a secret is stored, and are no secrets.
 _PLACES = ("_FILE", "_PATH", "_DIR", "_HOME")
 _ASSIGNED = re.compile(rf"(?<![A-Z0-9_])({_SECRET})=(?![\"']?\$)[\"']?[^\s\"']", re.IGNORECASE)
 
@@ -22,10 +22,10 @@ def plain_secrets(env: Iterable[str], texts: Mapping[str, str]) -> list[str]:
 
     Args:
         env: names in the config's `env`.
-        texts: keys whose values are shell words or lines, with those values.
+        texts: shell words and lines of the config, by key.
 
     Returns:
-        One sentence for each; no value is in it.
+        One sentence for each, without any value.
     """
     places = [f"env.{name}" for name in env if is_secret(name)]
     for key, text in texts.items():
@@ -37,7 +37,7 @@ def plain_secrets(env: Iterable[str], texts: Mapping[str, str]) -> list[str]:
 
 
 def caller_values(names: Iterable[str]) -> dict[str, str]:
-    """Take variables from the environment of the shell that launches.
+    """Take variables from the environment of the launching shell.
 
     Args:
         names: which variables.
@@ -46,7 +46,7 @@ def caller_values(names: Iterable[str]) -> dict[str, str]:
         Their values by name.
 
     Raises:
-        ConfigError: some are not set; all are named.
+        ConfigError: variables are not set; all are named.
     """
     missing = [name for name in names if name not in os.environ]
     if missing:

@@ -1,11 +1,11 @@
-"""The plan for Slurm: one `sbatch`, its script our own, or NeMo-RL's `ray.sub` with our checks and watch as its job."""
+"""The plan for Slurm: one `sbatch` of our own script, or of NeMo-RL's `ray.sub` with our checks and watch as job."""
 
 import shlex
 
 from qarl_nemo.cluster.config import ClusterConfig, ContainerConfig, SlurmLauncher
 from qarl_nemo.cluster.plan import Plan, Step, node_line
 
-# After the first task ended, how long the others may go on: the head collects logs when a worker is lost.
+# How long other tasks may go on after the first one has ended: when a worker is lost, the head still collects logs.
 _OTHERS_END_WITHIN_S = 300
 
 
@@ -17,7 +17,7 @@ def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
         launcher: where it goes.
 
     Returns:
-        Steps: make the folder Slurm writes to, `sbatch`.
+        Two steps: make the folder that Slurm writes to, then `sbatch`.
     """
     options = [f"--nodes={config.nodes}", "--ntasks-per-node=1", "--exclusive", f"--time={launcher.time}"]
     options += [f"--job-name={launcher.job_name}", f"--output={config.log_dir}/slurm-%j.log"]
@@ -25,7 +25,7 @@ def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
     options += [f"--partition={launcher.partition}"] if launcher.partition else []
     if launcher.gres and config.gpus_per_node:
         options.append(f"--gres=gpu:{config.gpus_per_node}")
-    # Slurm hands this shell's environment on, and with it what `env_from.caller` names.
+    # Slurm passes this shell's environment on, including what `env_from.caller` names.
     options += ["--export=ALL"] if config.env_from.caller else []
     options += launcher.sbatch_args
     if launcher.ray_sub:
@@ -40,7 +40,7 @@ def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
 
 
 def batch_script(config: ClusterConfig) -> str:
-    """Write the batch script: one task a node, the first node the head.
+    """Write the batch script: one task for each node; the first node is the head.
 
     Args:
         config: the cluster run.
@@ -68,7 +68,7 @@ def batch_script(config: ClusterConfig) -> str:
 def _in_pyxis(container: ContainerConfig, config: ClusterConfig) -> list[str]:
     mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
     workdirs = ["--no-container-mount-home", f"--container-workdir={config.workdir}"]
-    # An image's own variable of the same name would win.
+    # Without this an image's own variable of the same name would win.
     caller = [f"--container-env={','.join(config.env_from.caller)}"] if config.env_from.caller else []
     return [f"--container-image={container.image}", *mounts, *workdirs, *caller, *container.args]
 

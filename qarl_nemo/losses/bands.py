@@ -19,7 +19,7 @@ UNBOUNDED: Bounds = (-math.inf, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Bounds of the ratio per unit; unbounded where the advantage is 0 (masked units too), which is in no band at all.
+    """Bounds of the ratio per unit. Units with advantage 0, masked ones among them, are unbounded and in no band.
 
     Attributes:
         lower: [B] or [B, T].
@@ -43,7 +43,7 @@ class Band:
         return cls(lower=lower, upper=upper, positive=above, negative=below)
 
     def clip(self, ratio: Tensor) -> Tensor:
-        """Hold the ratio in its band; outside, its gradient is exactly zero. On a bound it still flows."""
+        """Clip the ratio to its band. Outside the gradient is exactly zero; on a bound it still flows."""
         return ratio.clamp(self.lower, self.upper)
 
     def contains(self, ratio: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class Band:
 
     @torch.no_grad()
     def metrics(self, ratio: Tensor, units: Units) -> dict[str, Tensor]:
-        """Return the share of all valid units with a sign in, below and above its band, and the counts in it.
+        """Return, by sign, the shares of all valid units in, below and above the band, and the count in it.
 
-        For the share within a sign divide by `fraction_<sign>`, once all micro-batches are added up.
+        For shares within one sign, divide by `fraction_<sign>` after adding up all micro-batches.
         """
         places = {"in_band": self.contains(ratio), "below_band": ratio < self.lower, "above_band": ratio > self.upper}
         result = {}

@@ -33,5 +33,5 @@ OBJECTIVES: dict[str, Callable[..., LossOutput]] = {
 
 
 def build_loss(config: LossConfig) -> LossFn:
-    """Bind `config` to its objective: loss(curr_logprobs, data) -> LossOutput. The result can be pickled."""
+    """Bind `config` to its objective: loss(curr_logprobs, data) -> LossOutput; Ray can pickle the result."""
     return partial(OBJECTIVES[config.objective], config=config)

@@ -12,8 +12,8 @@ from qarl_nemo.losses.ratios import LossData, LossOutput, compare, prox_ratio
 def gspo_loss(curr_logprobs: Tensor, data: LossData, config: GSPOConfig) -> LossOutput:
     """Compute L = -mean over responses of min(r A, clip(r, 1-clip_low, 1+clip_high) A).
 
-    r is the response's geometric mean. No mismatch weight: this is the published objective. For A < 0 the gradient
-    has no upper bound.
+    r is the response's geometric mean. There is no mismatch weight: this is the published objective. For A < 0 the
+    ratio has no upper clip line.
 
     Args:
         curr_logprobs: [B, T] float32, with a graph.

@@ -1,4 +1,4 @@
-"""The metrics that NeMo-RL's clipped loss gives its loop, of a loss that takes its place."""
+"""The metrics that NeMo-RL's loop expects of its clipped loss, computed for the loss that takes its place."""
 
 import math
 
@@ -12,17 +12,17 @@ from qarl_nemo.losses.reference_kl import kl_estimate
 def nemo_metrics(
     logs: LogRatios, curr: Tensor, generation: Tensor, *, kl_type: str, clip: tuple[float, float]
 ) -> dict[str, Tensor]:
-    """Compute NeMo-RL's metrics under its names, additive but for the four extremes, which are this call's.
+    """Compute NeMo-RL's metrics under its names; all are additive except the four extremes, which cover this call only.
 
     Args:
         logs: the compared micro-batch.
         curr: [B, T] log-probabilities now, detached.
-        generation: [B, T] the sampler's.
+        generation: [B, T] the sampler's log-probabilities.
         kl_type: `reference_policy_kl_type`, the estimator of both mismatch KLs.
-        clip: bounds of `probs_ratio_clamped`, NeMo-RL's own and not the objective's.
+        clip: bounds of `probs_ratio_clamped`: NeMo-RL's settings, not the objective's.
 
     Returns:
-        Scalars by name. `approx_entropy` weighs the sampled tokens' -log p, an estimate of the policy's entropy.
+        Scalars by name. `approx_entropy` estimates the policy's entropy by the sampled tokens' weighted -log p.
     """
     valid, tokens = logs.tokens.valid, logs.tokens
     curr, generation = (torch.where(valid, values, 0.0) for values in (curr, generation))

@@ -1,4 +1,4 @@
-"""Where a batch holds a number that is not finite."""
+"""Find the number in a batch that is not finite, to name it where a step is skipped."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class NonFinite:
     """
 
     NOTHING: ClassVar[list[float]] = [-1.0, -1.0, -1.0, 0.0]
-    """What a rank without one sends in place of `numbers`."""
+    """What a rank that found none sends in place of `numbers`."""
 
     response: int
     token: int
@@ -34,12 +34,12 @@ class NonFinite:
         return f"response {self.response}, response token {self.token}: {self.name} is {self.value}"
 
     def numbers(self) -> list[float]:
-        """Return it as four numbers, which ranks can exchange."""
+        """Encode it as four numbers, which ranks can exchange."""
         return [float(self.response), float(self.token), float(FIELDS.index(self.name)), self.value]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "NonFinite":
-        """Make it of its `numbers`."""
+        """Decode what `numbers` returned."""
         response, token, name, value = numbers
         return cls(int(response), int(token), FIELDS[int(name)], value)
 
@@ -48,12 +48,12 @@ def first_nonfinite(values: Mapping[str, Tensor], valid: Tensor, responses: Tens
     """Find the first value that is not finite, by response and token.
 
     Args:
-        values: [B, T] each, by name; of two at one token, the first name's.
+        values: [B, T] tensors by name; if two are not finite at one token, the first name wins.
         valid: [B, T] bool, the tokens that count.
         responses: [B] int64, which of the step's responses each row is.
 
     Returns:
-        It, or None.
+        The value and its place, or None.
     """
     values = {name: tensor.detach() for name, tensor in values.items()}
     wrong = valid & ~torch.stack([tensor.isfinite() for tensor in values.values()]).all(dim=0)

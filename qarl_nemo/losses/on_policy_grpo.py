@@ -10,8 +10,8 @@ from qarl_nemo.losses.ratios import LossData, LossOutput, capped_fraction, compa
 def on_policy_grpo_loss(curr_logprobs: Tensor, data: LossData, config: OnPolicyGRPOConfig) -> LossOutput:
     """Compute L = -mean over tokens of min(w, C) * exp(curr - stop_gradient(curr)) * A.
 
-    The policy gradient of the learner that produced `prev_logprobs`; with a second update on the same rollouts it is
-    biased, and the metric `kl_k3` (curr against prev), zero on the first update, shows by how much.
+    This is the policy gradient of the learner that produced `prev_logprobs`. A second update on the same rollouts is
+    biased; the metric `kl_k3` (curr against prev), zero on the first update, shows by how much.
 
     Args:
         curr_logprobs: [B, T] float32, with a graph.

@@ -21,7 +21,7 @@ def positive_grpo_loss(curr_logprobs: Tensor, data: LossData, config: PositiveGR
     Source: arXiv 2604.07853, Fig. 8 (baseline); the clip, arXiv 1707.06347 Eq. 7.
     """
     logs = compare(curr_logprobs, data)
-    # Without negatives the band, and so its metrics, cover positive tokens only.
+    # Clamped advantages leave no negative tokens, so the band and its metrics cover positive ones only.
     learned = logs.advantages.clamp(min=0.0)
     weight = truncated_weight(logs.log_mismatch, config.mismatch_cap)
     return clipped_output(

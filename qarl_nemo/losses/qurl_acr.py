@@ -1,4 +1,4 @@
-"""QuRL's adaptive clipping range: where truncation removed weight, the upper clip line moves out by as much."""
+"""QuRL's adaptive clipping range: where a weight was truncated, the upper clip line moves out by the same factor."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What three sets of log-probabilities say about a response: ratios, masked sums, and the records around a loss.
+"""Ratios between three sets of log-probabilities, masked sums, and the records around every loss.
 
 B is responses in the micro-batch, T predicted tokens.
 
@@ -7,11 +7,12 @@ B is responses in the micro-batch, T predicted tokens.
 
 Per response both are geometric means over its valid tokens, exp(mean_t log-ratio).
 
-Additive: every loss and metric is a sum over local responses or tokens divided by a *global* count, so results of
-micro-batches and ranks add up to the batch's. A local mean anywhere would make the result depend on the split.
+Everything is additive: a loss or metric is a sum over local responses or tokens divided by a *global* count, so the
+results of micro-batches and ranks add up to the batch's. A local mean anywhere would make the result depend on how the
+batch was split.
 
 Masks are weights, as in NeMo-RL: a response counts `sample_mask` times in sums and, through its global counts, in
-denominators. Where masks are 0 or 1 that is counting.
+denominators. With masks of 0 and 1 this is plain counting.
 
 Masked positions may hold anything (-inf from a rollout engine, NaN from padding). `where` replaces them before any
 arithmetic, because 0 * inf is NaN in the backward pass too.
@@ -28,8 +29,8 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held in [-20, 20] before exp: e^20 = 4.9e8 times a weight, an advantage and 1e6 tokens stays below
-float32's 3.4e38, and no band, cap or temperature of any objective lies out there."""
+"""Log-ratios are clamped to [-20, 20] before exp: e^20 = 4.9e8 times a weight, an advantage and 1e6 tokens stays below
+float32's 3.4e38, and no objective has a band, cap or temperature out there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,10 @@ class LossData:
         prev_logprobs: [B, T] float32, the learner's aligned forward before the first update of the step.
         generation_logprobs: [B, T] float32, the sampler's.
         advantages: [B, T] float32, constant over a response for group-normalized rewards.
-        token_mask: [B, T], 1 on response tokens, 0 elsewhere; any weight between is one.
+        token_mask: [B, T], 1 on response tokens, 0 elsewhere; values in between weigh a token.
         sample_mask: [B], how much a response counts; 0 leaves it out.
-        global_valid_seqs: scalar, the sum of `sample_mask` in the whole optimizer step, over all ranks.
-        global_valid_toks: scalar, that of `token_mask * sample_mask`.
+        global_valid_seqs: scalar, the sum of `sample_mask` over the whole optimizer step and all ranks.
+        global_valid_toks: scalar, the same sum of `token_mask * sample_mask`.
         entropy: [B, T] float32 in nats, detached; metrics only.
     """
 
@@ -64,7 +65,7 @@ class LossOutput:
     Attributes:
         loss: scalar with a graph; add over micro-batches and ranks. NaN if a valid token held a non-finite value.
         metrics: name -> detached scalar; add over micro-batches and ranks. `num_*` count responses or tokens, whatever
-            their weight; the rest is already divided by the global count.
+            their weight; all others are already divided by the global count.
         sequences: [B] detached: `prox_ratio` and `mismatch_weight` (geometric means before any cap), `advantage`,
             `length_tokens`, `kept` (bool: some token's gradient is not clipped away) and `valid` (bool).
         logs: the compared micro-batch; its `log_prox` has a graph.
@@ -82,8 +83,8 @@ class Units:
 
     Attributes:
         valid: bool, the units that count.
-        weight: float, how much each does; 0 where masked.
-        divisor: scalar float, the sum of weights in the whole step; 1 where nothing counts.
+        weight: float, how much each counts; 0 where masked.
+        divisor: scalar float, the sum of weights in the whole step; 1 if that is 0.
     """
 
     valid: Tensor
@@ -92,7 +93,7 @@ class Units:
 
     @classmethod
     def of(cls, weight: Tensor, global_count: Tensor) -> "Units":
-        """Take units by weight, and the sum of weights over the whole step, in the weights' dtype."""
+        """Build units from their weights and the sum of weights over the whole step, in the weights' dtype."""
         count = global_count.to(weight)
         return cls(weight != 0, weight, torch.where(count > 0, count, 1.0))
 
@@ -107,7 +108,7 @@ class LogRatios:
     """A micro-batch with its masked positions neutralized: log-ratios, advantages and entropy are 0 there.
 
     Attributes:
-        log_prox: [B, T] curr - prev, with a graph; NaN all along a response that holds a non-finite value.
+        log_prox: [B, T] curr - prev, with a graph; NaN throughout a response that holds a non-finite value.
         log_mismatch: [B, T] prev - generation, detached.
         advantages: [B, T].
         entropy: [B, T] or None.
@@ -172,7 +173,7 @@ def compare(curr_logprobs: Tensor, data: LossData) -> LogRatios:
 
 
 def prox_ratio(log_prox: Tensor) -> Tensor:
-    """Return r = exp(log_prox), the log-ratio held in +-MAX_LOG_RATIO; keeps the graph. Any shape."""
+    """Return r = exp(log_prox), the log-ratio clamped to +-MAX_LOG_RATIO; keeps the graph. Any shape."""
     return log_prox.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -197,7 +198,7 @@ def capped_fraction(log_mismatch: Tensor, cap: float, units: Units) -> dict[str,
 def kl_k3(log_ratio: Tensor) -> Tensor:
     """Return k3 = exp(x) - 1 - x >= 0 with x = log p - log q on samples of q, an estimate of KL(q || p) in nats.
 
-    Computed with `expm1`: x is often 1e-4, where exp(x) - 1 - x in float32 is all rounding.
+    Computed with `expm1`: x is often around 1e-4, where exp(x) - 1 - x in float32 is nothing but rounding.
 
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """

@@ -1,4 +1,4 @@
-"""The KL term of NeMo-RL's loss, which objectives keep: beta * KL(learner || reference), from the sampled tokens."""
+"""NeMo-RL's KL term, which every objective keeps: beta * KL(learner || reference), estimated on the sampled tokens."""
 
 from dataclasses import dataclass
 
@@ -29,13 +29,13 @@ def kl_estimate(log_ratio: Tensor, kind: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKL:
-    """NeMo-RL's `loss_fn` keys of the KL term.
+    """The keys of NeMo-RL's `loss_fn` block that set the KL term.
 
     Attributes:
         penalty: `reference_policy_kl_penalty`, 0 for none.
         kind: `reference_policy_kl_type`.
-        input_clamp: `kl_input_clamp_value`: the log-ratio is held in +- this; None for no bound.
-        output_clamp: `kl_output_clamp_value`: the estimate is held in +- this; None for no bound.
+        input_clamp: `kl_input_clamp_value`, the bound on the log-ratio's magnitude; None for no bound.
+        output_clamp: `kl_output_clamp_value`, the bound on the estimate's magnitude; None for no bound.
         from_sampler: `use_on_policy_kl_approximation`: weigh tokens by exp(curr - generation) instead of by 1.
     """
 
@@ -52,20 +52,20 @@ class ReferenceKL:
     def per_token(self, curr: Tensor, reference: Tensor, generation: Tensor) -> Tensor:
         """Return beta * weight * estimate of each token, with the gradient of weight and estimate.
 
-        A token's weight is 1 in value but carries the gradient of the probability it was sampled with; a weight that is
-        not finite is 0, and one whose log-ratio is held has no gradient.
+        A token's weight is exp(curr - generation) or, without `from_sampler`, 1 with the gradient of curr. A weight
+        that is not finite becomes 0, and a token whose log-ratio is clamped has no gradient.
 
         Args:
             curr: [B, T] log-probabilities with a graph, finite or NaN.
-            reference: [B, T] the reference's.
-            generation: [B, T] the sampler's.
+            reference: [B, T] the reference's log-probabilities.
+            generation: [B, T] the sampler's log-probabilities.
 
         Returns:
             [B, T]; NaN where `curr` or `reference` is not finite.
 
         Source: arXiv 2506.09477, the gradient through the weights.
         """
-        # A clamp makes an infinity a number like any other, and a NaN's gradient 0: see `qarl_nemo.losses.ratios`.
+        # A clamp would turn an infinity into an ordinary number and a NaN's gradient into 0: see `losses/ratios.py`.
         curr = curr * torch.where(curr.detach().isfinite() & reference.isfinite(), 1.0, torch.nan)
         weight = (curr - (generation if self.from_sampler else curr.detach())).exp().nan_to_num(0.0, 0.0, 0.0)
         log_ratio = reference - curr

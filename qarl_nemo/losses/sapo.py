@@ -11,7 +11,7 @@ def sapo_loss(curr_logprobs: Tensor, data: LossData, config: SAPOConfig) -> Loss
     """Compute L = -mean over responses of mean over tokens of (4 / tau) * sigmoid(tau (r - 1)) * A.
 
     tau is tau_pos for A > 0 and tau_neg otherwise. The gate's slope is 4 p (1 - p) with p = sigmoid(tau (r - 1)): 1 at
-    r = 1 for every tau, less on either side. No mismatch weight: this is the published objective.
+    r = 1 for every tau, less on either side. There is no mismatch weight: this is the published objective.
 
     Args:
         curr_logprobs: [B, T] float32, with a graph.
