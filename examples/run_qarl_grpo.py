@@ -30,6 +30,7 @@ from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.loss import QarlLossFn
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
 from qarl_nemo.nemo_rl.run_folder import describe_run
+from qarl_nemo.nemo_rl.token_budget import budget_hints
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
@@ -76,7 +77,8 @@ class _Run:
         unchecked = fetch_model_config(config.policy["model_name"])
         self.qarl = apply_qarl(config)
         print(launch_summary(as_mapping(config), self.qarl, sys.argv, unchecked))
-        print(*(f"qarl: hint: {hint}" for hint in find_hints(as_mapping(config))), sep="\n", flush=True)
+        hints = [*find_hints(as_mapping(config)), *budget_hints(as_mapping(config), self.qarl)]
+        print(*(f"qarl: hint: {hint}" for hint in hints), sep="\n", flush=True)
         if self.check_only:
             sys.exit(0)
         return config

@@ -16,6 +16,7 @@ from qarl_nemo.parallelism import Parallelism
 BF16, FP32 = 2, 4
 GIB = 2**30
 OVERHEAD_BYTES = 4 * GIB
+_CHUNK_BYTES = 28  # of a logit while its chunk is computed: NeMo-RL 7ea279ab, nemo_rl/distributed/model_utils.py
 PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
 
 # Of the formats that have a choice.
@@ -117,6 +118,7 @@ class Learner:
         tokens: tokens of a microbatch, before tensor- and context-parallel ranks share them.
         recompute: `full` keeps a layer's input alone.
         logits: count them; `tokens` x vocabulary in BF16, FP32 and FP32 gradient.
+        logprob_chunk: tokens whose logits are FP32 at a time (NeMo-RL's `logprob_chunk_size`); None: all at once.
         busiest: rows of the busiest rank's experts over the mean.
     """
 
@@ -130,6 +132,7 @@ class Learner:
     recompute: Recompute = "none"
     logits: bool = True
     busiest: float = 1.0
+    logprob_chunk: int | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -142,8 +145,9 @@ class Learner:
             )
             if value not in legal
         ]
-        if not 1 <= self.tokens <= MAX_TOKENS:
-            problems.append(f"tokens={self.tokens} is not from 1 to {MAX_TOKENS}")
+        for name, count in (("tokens", self.tokens), ("logprob_chunk", self.logprob_chunk)):
+            if count is not None and not 1 <= count <= MAX_TOKENS:
+                problems.append(f"{name}={count} is not from 1 to {MAX_TOKENS}")
         if problems:
             raise ValueError("; ".join(problems))
         if self.format is not None:
@@ -196,7 +200,6 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
     dense += tables * model.vocab_size * model.hidden / ranks.tp + model.hidden
     state = OPTIMIZERS[learner.optimizer]
     activations, working = _activations(model, ranks, learner, layers)
-    logits = (BF16 + 2 * FP32) * learner.tokens / ranks.cp * model.vocab_size / ranks.tp
     return Memory(
         {
             "weights": BF16 * (experts + dense),
@@ -205,7 +208,7 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
             "packed": _cache_bytes(learner) * (experts + mlp + (targeted_attention if learner.attention else 0)),
             "activations": activations,
             "working": working,
-            "logits": logits if learner.logits else 0.0,
+            "logits": _logits_bytes(model, ranks, learner) if learner.logits else 0.0,
         }
     )
 
@@ -235,8 +238,9 @@ def refit_bytes(
     *,
     layerwise: bool,
     served: Learner | None = None,
+    optimizer_stays: bool = False,
 ) -> float:
-    """Compute what a GPU holds during a refit of the engine beside the learner: gradients and optimizer are offloaded.
+    """Compute what a GPU holds during a refit of the engine beside the learner, whose gradients are gone.
 
     Args:
         model: its sizes.
@@ -245,14 +249,17 @@ def refit_bytes(
         engine_tp: GPUs that share one engine.
         layerwise: one layer of the update is held at a time; else all of it.
         served: what the engine serves, where it is not what the learner executes.
+        optimizer_stays: it is not offloaded.
 
     Returns:
-        Bytes of the learner's weights, BF16 and packed, the engine's, and the update's; the engine's cache sleeps.
+        Bytes of the learner's weights, BF16 and packed, of its optimizer if that stays, the engine's weights, and the
+        update's; the engine's cache sleeps.
     """
     whole = served_bytes(model, served or learner)
     held = rank_memory(model, ranks, learner).parts
     update = max(whole / model.num_layers, BF16 * model.vocab_size * model.hidden) if layerwise else whole
-    return held["weights"] + held["packed"] + whole / engine_tp + update
+    optimizer = held["optimizer"] if optimizer_stays else 0.0
+    return held["weights"] + held["packed"] + optimizer + whole / engine_tp + update
 
 
 def layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
@@ -355,6 +362,14 @@ def _packed_bytes(name: str, group_size: int) -> float:
     if name not in by_format:
         raise ValueError(f"unknown format {name!r}; legal: {', '.join(by_format)}")
     return by_format[name]
+
+
+def _logits_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> float:
+    vocabulary, tokens = model.vocab_size / ranks.tp, learner.tokens / ranks.cp
+    if learner.logprob_chunk is None:
+        return (BF16 + 2 * FP32) * tokens * vocabulary
+    # BF16 logits and their gradient; of a chunk also FP32 logits, probabilities and gradient, and an int64 one-hot.
+    return 2 * BF16 * tokens * vocabulary + _CHUNK_BYTES * min(learner.logprob_chunk, tokens) * vocabulary
 
 
 def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers: int) -> tuple[float, float]:

@@ -79,6 +79,9 @@ def memory(
     optimizer: Annotated[list[str] | None, typer.Option(help="adam, adam_bf16, muon or offloaded; repeat.")] = None,
     recompute: Annotated[list[str] | None, typer.Option(help="full or none; repeat.")] = None,
     gradient_bytes: Annotated[int, typer.Option(help="Bytes of one gradient element: 4 or 2.")] = 4,
+    logprob_chunk: Annotated[
+        int | None, typer.Option(help="Tokens whose log-probabilities are computed at a time. Default: all.")
+    ] = None,
     engine_tp: Annotated[
         int | None, typer.Option(help="GPUs of one rollout engine on the learner's GPUs: adds a refit's peaks.")
     ] = None,
@@ -112,7 +115,17 @@ def memory(
     if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
         raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
     learners = [
-        Learner(format_name, group_size or 128, "attention" in chosen, keep_operand, name, gradient_bytes, tokens, kind)
+        Learner(
+            format_name,
+            group_size or 128,
+            "attention" in chosen,
+            keep_operand,
+            name,
+            gradient_bytes,
+            tokens,
+            kind,
+            logprob_chunk=logprob_chunk,
+        )
         for name in optimizer or OPTIMIZERS
         for kind in recompute or ("full", "none")
     ]

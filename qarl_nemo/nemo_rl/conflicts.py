@@ -16,6 +16,7 @@ from qarl_nemo.nemo_rl.layout import layout_conflicts
 from qarl_nemo.nemo_rl.layout_memory import memory_conflicts
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.model_shapes import read_model_config, shape_conflicts
+from qarl_nemo.nemo_rl.optimizer_dtypes import dtype_conflicts
 from qarl_nemo.refit.engine_settings import kernel_options
 
 _OFF = (None, False)
@@ -93,6 +94,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_loop_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *_optimizer_conflicts(config),
+        *dtype_conflicts(config),
         *shape_conflicts(config, qarl),
         *(layout := layout_conflicts(config, read_model_config(str(look_up(config, "policy.model_name", ""))))),
         # Ranks that cannot be have no memory.

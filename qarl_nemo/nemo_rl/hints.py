@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_nemo.muon import different_settings
+from qarl_nemo.nemo_rl.layout_memory import budget_of
 from qarl_nemo.nemo_rl.lookup import look_up
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
+_BUDGET = f"{_PACKING}.train_mb_tokens"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
 
 
@@ -38,3 +40,26 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
             f"{settings}"
         )
     return hints
+
+
+def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
+    """Say when micro-batches could be at least twice as large.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
+        qarl: its checked `NemoQarlConfig`.
+
+    Returns:
+        No line, or one: key, value, what it costs, and what to set.
+    """
+    if not look_up(config, f"{_PACKING}.enabled", False):
+        return []
+    now, most = look_up(config, _BUDGET, 0), budget_of(config, qarl)
+    if not now or most is None or most < 2 * now:
+        return []
+    chunk = look_up(config, "policy.logprob_chunk_size", None)
+    more = "" if chunk else "; more with policy.logprob_chunk_size=1024 and policy.megatron_cfg.defer_fp32_logits=true"
+    return [
+        f"{_BUDGET}={now}: small micro-batches spend their time launching kernels; {most} fit by computation{more}. "
+        "Take half of it first, and look at the memory of a step"
+    ]

@@ -18,10 +18,14 @@ from qarl_nemo.memory import (
 from qarl_nemo.nemo_rl.layout import Layout, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.model_shapes import model_config_file
+from qarl_nemo.nemo_rl.optimizer_dtypes import has_bf16_moments
+from qarl_nemo.nemo_rl.token_budget import largest_budget
 
 _MEGATRON = "policy.megatron_cfg"
 _ENGINE = "policy.generation.vllm_cfg"
 _UTILIZATION = f"{_ENGINE}.gpu_memory_utilization"
+# What an engine keeps while it sleeps: its context, graphs, and what kernels hold.
+_ASLEEP_BYTES = 5 * GIB
 # Of 80 GB, what a driver shows; the paper's cards.
 DEFAULT_GIB = 79.0
 
@@ -87,12 +91,41 @@ def needed_memory(config: Mapping[str, Any], qarl: Any) -> Needed | None:
     layout, path = read_layout(config), model_config_file(str(look_up(config, "policy.model_name", "")))
     if layout is None or path is None:
         return None
-    model, learner, served = ModelSize.read(path), _learner(config, qarl), _served(qarl)
+    model, learner, served = ModelSize.read(path), learner_of(config, qarl), _served(qarl)
     layerwise = qarl.layerwise_refit is not False
     refit = None
     if layout.colocated:
-        refit = refit_bytes(model, layout.ranks, learner, layout.engine_tp, layerwise=layerwise, served=served)
+        refit = refit_bytes(
+            model,
+            layout.ranks,
+            learner,
+            layout.engine_tp,
+            layerwise=layerwise,
+            served=served,
+            optimizer_stays=optimizer_stays(config),
+        )
     return Needed(rank_memory(model, layout.ranks, learner), refit, _engine_bytes(model, layout, served))
+
+
+def budget_of(config: Mapping[str, Any], qarl: Any) -> int | None:
+    """Find the largest `policy.sequence_packing.train_mb_tokens` that a run can use.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
+        qarl: its checked `NemoQarlConfig`.
+
+    Returns:
+        Tokens, at most a data parallel rank's whole share of an optimizer step; None where nothing fits, or the
+        cluster or the model's config.json is not at hand.
+    """
+    layout, path = read_layout(config), model_config_file(str(look_up(config, "policy.model_name", "")))
+    if layout is None or path is None:
+        return None
+    room = card(qarl).gib * GIB - (_ASLEEP_BYTES if layout.colocated else 0)
+    found = largest_budget(ModelSize.read(path), layout.ranks, learner_of(config, qarl), room)
+    responses = look_up(config, "policy.train_global_batch_size", 0) // layout.data_parallel
+    share = responses * look_up(config, "policy.max_total_sequence_length", 0)
+    return min(found, share) if found and share else found
 
 
 def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
@@ -114,9 +147,11 @@ def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     gpu, problems = card(qarl), []
     of, spare = f"where it has {gpu.gib:.0f} ({gpu.source})", OVERHEAD_BYTES / GIB
     if not needed.learner.fits(gpu.gib * GIB):
+        most = budget_of(config, qarl)
+        smaller = f"at most {most} tokens a micro-batch" if most else "a layout with less a rank"
         problems.append(
             f"memory: a learner rank needs {needed.learner.peak_bytes / GIB:.0f} GiB and {spare:g} more, {of}; set "
-            f"qarl.keep_operand=false, {_MEGATRON}.activation_checkpointing=true, smaller micro-batches, or more GPUs"
+            f"qarl.keep_operand=false, {_MEGATRON}.activation_checkpointing=true, {smaller}, or more GPUs"
         )
     if needed.refit is not None and needed.refit + 2 * OVERHEAD_BYTES > gpu.gib * GIB:
         problems.append(
@@ -124,6 +159,12 @@ def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
             f"qarl.layerwise_refit=true, a larger {_ENGINE}.tensor_parallel_size, or more GPUs"
         )
     share = look_up(config, _UTILIZATION, None)
+    held = needed.learner.parts["optimizer"] + share * gpu.gib * GIB if isinstance(share, float) else 0.0
+    if needed.refit is not None and optimizer_stays(config) and held + OVERHEAD_BYTES > gpu.gib * GIB:
+        problems.append(
+            f"policy.offload_optimizer_for_refit=false: the optimizer's {needed.learner.parts['optimizer'] / GIB:.0f} "
+            f"GiB stay beside an engine of {share} of the GPU, {of}; set a smaller {_UTILIZATION}, or true"
+        )
     if isinstance(share, float) and needed.engine > share * gpu.gib * GIB:
         problems.append(
             f"{_UTILIZATION}={share}: an engine's weights alone are {needed.engine / GIB:.0f} GiB a GPU, {of}; set a "
@@ -144,7 +185,28 @@ def _first_gpu_gib() -> float | None:
         return None
 
 
-def _learner(config: Mapping[str, Any], qarl: Any) -> Learner:
+def optimizer_stays(config: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer's state stays on the GPU while engines generate.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        The answer; NeMo-RL offloads it unless told otherwise.
+    """
+    return not look_up(config, "policy.offload_optimizer_for_refit", True)
+
+
+def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
+    """Describe a config's learner to the memory model.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+        qarl: its checked `NemoQarlConfig`.
+
+    Returns:
+        What it holds and computes.
+    """
     policy, megatron = config.get("policy") or {}, look_up(config, _MEGATRON, {})
     return Learner(
         format=qarl.format if qarl.alignment == "aligned" else None,
@@ -157,6 +219,7 @@ def _learner(config: Mapping[str, Any], qarl: Any) -> Learner:
         # What selective recomputation leaves is between none and this.
         recompute=_recompute(megatron),
         logits=not look_up(megatron, "use_fused_linear_logprobs", False),
+        logprob_chunk=policy.get("logprob_chunk_size") or None,
     )
 
 
@@ -176,7 +239,9 @@ def _engine_bytes(model: ModelSize, layout: Layout, served: Learner) -> float:
 def _optimizer(optimizer: Mapping[str, Any]) -> str:
     if optimizer.get("optimizer_cpu_offload") and optimizer.get("optimizer_offload_fraction") == 1.0:
         return "offloaded"
-    return "muon" if "muon" in str(optimizer.get("optimizer", "")) else "adam"
+    if "muon" in str(optimizer.get("optimizer", "")):
+        return "muon"
+    return "adam_bf16" if has_bf16_moments(optimizer) else "adam"
 
 
 def _tokens(policy: Mapping[str, Any]) -> int:

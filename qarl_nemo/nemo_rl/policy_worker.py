@@ -23,6 +23,7 @@ from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require
 from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
 from qarl_nemo.nemo_rl.formats import executed_format, served_format
 from qarl_nemo.nemo_rl.loss import PREFIX
+from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
 from qarl_nemo.refit.manifest import Manifest
@@ -54,7 +55,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         self._collective_sender: CollectiveSender | None = None
         self._layerwise: bool | None = qarl["layerwise_refit"]
         with aligned_provider(megatron_policy_worker, self.alignment):
-            super().__init__(config, *arguments, **named)
+            super().__init__(with_torch_dtypes(config), *arguments, **named)
         aligned = require_aligned([self.model], self.alignment)
         print(f"qarl: rank {self.rank} executes {aligned}; rollouts are {self.served.name}", flush=True)
         if self.optimizer is not None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from qarl_nemo.architecture import read_architecture
 from qarl_nemo.cli import app, main
 from qarl_nemo.files import FileError
 from qarl_nemo.memory import GROUP_SIZES, Learner, ModelSize, Parallelism, layouts, rank_memory, refit_bytes
+from qarl_nemo.nemo_rl.token_budget import largest_budget
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
@@ -88,6 +90,30 @@ def test_what_is_offloaded_or_smaller_is_not_counted(model):
     assert sizes["muon"] == pytest.approx(sizes["adam"] * 8 / 12)
     assert rank_memory(model, ranks, Learner(optimizer="offloaded")).parts["optimizer"] == 0
     assert rank_memory(model, ranks, Learner(logits=False)).parts["logits"] == 0
+
+
+def test_logits_in_chunks_keep_their_bf16(model):
+    ranks = Parallelism(4, tp=2, ep=4)
+    whole, half, all_at_once = (
+        rank_memory(model, ranks, Learner(tokens=8192, logprob_chunk=chunk)).parts["logits"]
+        for chunk in (None, 4096, 8192)
+    )
+    entry = 8192 * model.vocab_size / 2
+    assert whole == 10 * entry
+    assert half == 4 * entry + 28 * entry / 2
+    # A chunk as large as the micro-batch costs more than none.
+    assert all_at_once == 4 * entry + 28 * entry
+    with pytest.raises(ValueError, match="logprob_chunk=0 is not from 1 to"):
+        Learner(logprob_chunk=0)
+
+
+def test_the_largest_budget_fits_and_the_next_does_not(model):
+    ranks, gpu_bytes = Parallelism(4, ep=4), 134 * 2**30
+    learner = Learner(optimizer="adam_bf16", gradient_bytes=2, recompute="full", logprob_chunk=1024)
+    most = largest_budget(model, ranks, learner, gpu_bytes)
+    assert rank_memory(model, ranks, replace(learner, tokens=most)).fits(gpu_bytes)
+    assert not rank_memory(model, ranks, replace(learner, tokens=most + 1024)).fits(gpu_bytes)
+    assert largest_budget(model, ranks, learner, 40 * 2**30) is None
 
 
 def test_layouts_put_every_expert_somewhere(model):

@@ -3,13 +3,16 @@
 import json
 
 import pytest
+import torch
 from test_nemo_rl_config import config, problems
 
 from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.hints import budget_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
+from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 
 APART = {"policy.generation.colocated": {"enabled": False, "resources": {"gpus_per_node": 2, "num_nodes": 1}}}
 MUON = {"optimizer": "dist_muon", "use_distributed_optimizer": False}
@@ -123,6 +126,59 @@ def test_what_does_not_fit_is_refused(qarl, changes, named):
 
 def test_a_larger_card_takes_more():
     apply_qarl(launch({"gpu_memory_gib": 139, "keep_operand": True}))
+
+
+ADAM = {"optimizer": "adam", "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+BF16_MOMENTS = ADAM | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+
+
+def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
+    stays = {"policy.offload_optimizer_for_refit": False, OPTIMIZER: ADAM}
+    (line,) = problems(launch(**stays))
+    assert line.startswith(
+        "policy.offload_optimizer_for_refit=false: the optimizer's 43 GiB stay beside an engine of 0.6"
+    )
+    apply_qarl(launch(**stays | {OPTIMIZER: BF16_MOMENTS}))
+
+
+def test_a_micro_batch_that_does_not_fit_is_refused_with_the_largest_that_does():
+    packed = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 2**20}}
+    (line,) = problems(launch(**packed))
+    largest = int(line.partition("at most ")[2].split()[0])
+    assert largest % 1024 == 0
+    packed["policy.sequence_packing"]["train_mb_tokens"] = largest
+    values = launch(**packed)
+    assert budget_hints(values, apply_qarl(values)) == []
+
+
+def test_a_small_micro_batch_is_a_hint():
+    values = launch(**{"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 4096}})
+    (hint,) = budget_hints(values, apply_qarl(values))
+    assert hint.startswith("policy.sequence_packing.train_mb_tokens=4096: small micro-batches")
+    assert "policy.logprob_chunk_size=1024" in hint
+
+
+def test_types_of_the_optimizers_state_are_named_as_torch_names_them():
+    values = launch(**{OPTIMIZER: BF16_MOMENTS})
+    apply_qarl(values)
+    given = with_torch_dtypes(values["policy"])["megatron_cfg"]["optimizer"]
+    assert given == BF16_MOMENTS | {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+    assert values["policy"]["megatron_cfg"]["optimizer"] == BF16_MOMENTS
+
+
+def test_types_that_the_optimizer_does_not_keep_are_refused():
+    lines = problems(
+        launch(**{OPTIMIZER: {"optimizer": "adam", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bfloat16"}})
+    )
+    assert (
+        f"{OPTIMIZER}.exp_avg_dtype=bf16: not a type that the optimizer keeps; set float32 or float16 or bfloat16"
+        in lines
+    )
+    (needs,) = [line for line in lines if line.startswith(f"{OPTIMIZER}: exp_avg_dtype, exp_avg_sq_dtype: only")]
+    assert needs.endswith(
+        f"set {OPTIMIZER}.use_precision_aware_optimizer and {OPTIMIZER}.use_distributed_optimizer to true, or float32"
+    )
 
 
 def test_a_checked_config_says_what_will_run():

@@ -1,0 +1,74 @@
+"""Types of the optimizer's state: a YAML names them, Megatron takes torch's, and NeMo-RL hands on what it is given."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qarl_nemo.nemo_rl.lookup import look_up
+
+KEY = "policy.megatron_cfg.optimizer"
+MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+# What Transformer-Engine's Adam takes; FP8 moments need scales that checkpoints of NeMo-RL do not have.
+_LEGAL = {
+    "main_grads_dtype": ("float32", "bfloat16"),
+    "main_params_dtype": ("float32", "float16"),
+    **dict.fromkeys(MOMENTS, ("float32", "float16", "bfloat16")),
+}
+
+
+def has_bf16_moments(optimizer: Mapping[str, Any]) -> bool:
+    """Return whether both of Adam's moments are BF16, so that its state is half as large.
+
+    Args:
+        optimizer: the block `policy.megatron_cfg.optimizer`.
+
+    Returns:
+        The answer.
+    """
+    return all(optimizer.get(key) == "bfloat16" for key in MOMENTS)
+
+
+def dtype_conflicts(config: Mapping[str, Any]) -> list[str]:
+    """Say which types of the optimizer's state cannot be.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        One line each: key, value, why, and what to set.
+    """
+    optimizer = look_up(config, KEY, None) or {}
+    named = {key: optimizer[key] for key in _LEGAL if key in optimizer}
+    problems = [
+        f"{KEY}.{key}={value}: not a type that the optimizer keeps; set {' or '.join(_LEGAL[key])}"
+        for key, value in named.items()
+        if value not in _LEGAL[key]
+    ]
+    smaller = [key for key, value in named.items() if value != "float32"]
+    needed = ("use_precision_aware_optimizer", "use_distributed_optimizer")
+    missing = [key for key in needed if not optimizer.get(key, False)]
+    if smaller and missing:
+        keys = " and ".join(f"{KEY}.{key}" for key in missing)
+        problems.append(
+            f"{KEY}: {', '.join(smaller)}: only Megatron's precision-aware, distributed Adam keeps other types than "
+            f"float32; set {keys} to true, or float32"
+        )
+    return problems
+
+
+def with_torch_dtypes(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Put torch's types in place of their names.
+
+    Args:
+        policy: NeMo-RL's policy block, without `dtype_conflicts`; left as it is.
+
+    Returns:
+        A copy as deep as needed.
+    """
+    import torch
+
+    megatron = policy["megatron_cfg"]
+    optimizer = {
+        key: getattr(torch, value) if key in _LEGAL and isinstance(value, str) else value
+        for key, value in megatron["optimizer"].items()
+    }
+    return {**policy, "megatron_cfg": {**megatron, "optimizer": optimizer}}
