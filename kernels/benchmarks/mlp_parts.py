@@ -9,13 +9,14 @@ from typing import Any
 from device_time import interleaved_ms
 from mlp_calls import Inputs, torch_grouped
 from moe_shapes import MoeCase
-from record import Figure, record
+from record import record
 from torch import Tensor
 
 from qarl_kernels import get_format, quantize_with_operand
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16
 from qarl_kernels.ops.operand_gemm import multiply_rows, quantize_rows, swiglu_rows
 from qarl_kernels.ops.swiglu import swiglu
+from qarl_nemo.metrics.results import Figure
 
 
 def fp8_parts(name: str, data: Inputs, hidden: Tensor) -> dict[str, Callable[[], Any]]:

@@ -16,7 +16,9 @@ from device_time import copy_gb_s, dense_tflops, interleaved_ms
 from gate import require_green
 from mlp_calls import FORMATS, Inputs, bf16_calls, format_calls, lean_scratch_fraction
 from moe_shapes import MoeCase
-from record import Figure, record
+from record import record
+
+from qarl_nemo.metrics.results import Figure
 
 MICRO_BATCHES = 8
 FORWARD_GOAL = {"w4a16": 1.03, "w4a8": 0.65, "fp8_channel": 0.65, "fp8_block": 0.70}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from device_time import copy_gb_s, median_ms
 from moe_shapes import HIDDEN, INTERMEDIATE, expert_weights
-from record import Figure, record
+from record import record
 from torch import Tensor
 
 from qarl_kernels import get_format
@@ -17,6 +17,7 @@ from qarl_kernels.ops.fp8_weights import fp8_block_quantize, fp8_channel_quantiz
 from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.weights import quantize_weight_reference
+from qarl_nemo.metrics.results import Figure
 
 GOAL = 0.85
 

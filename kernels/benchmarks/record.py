@@ -1,25 +1,14 @@
 """A measured figure of a kernel, printed and appended to the results."""
 
-import datetime
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import triton
 
-from qarl_nemo.metrics.results import append_results
-
-
-class Figure(NamedTuple):
-    """One figure; `op` and `goal` say what it should be."""
-
-    name: str
-    value: float
-    unit: str
-    op: str
-    goal: float | None = None
+from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 
 def record(figures: Iterable[Figure], path: Path | None) -> None:
@@ -32,13 +21,12 @@ def record(figures: Iterable[Figure], path: Path | None) -> None:
     Raises:
         ValueError: a row or the file is not valid; nothing is written.
     """
-    facts = {
-        "hardware": f"1x {torch.cuda.get_device_name()}",
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "command": _command(),
-        "date": datetime.date.today().isoformat(),
-    }
-    rows = [{**figure._asdict(), **facts} for figure in figures]
+    rows = result_rows(
+        figures,
+        hardware=hardware("cuda"),
+        versions={"torch": torch.__version__, "triton": triton.__version__},
+        command=_command(),
+    )
     for row in rows:
         goal = "" if row["goal"] is None else f"  ({row['op']} {row['goal']:g})"
         print(f"{row['name']:55} {row['value']:10.4g} {row['unit']}{goal}", flush=True)

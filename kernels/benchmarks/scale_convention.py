@@ -9,13 +9,12 @@ whole two's-complement grid. Weights are BF16 and go through the quantizer that 
 """
 
 import argparse
-import datetime
 import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -25,7 +24,7 @@ from torch import Tensor
 from qarl_kernels import get_format, quantize_weight
 from qarl_kernels.formats import SCALE_CONVENTIONS, ScaleConvention
 from qarl_kernels.integer import dequantize_integer, quantize_integer
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 NUM_BITS = (2, 3, 4, 8)
 GROUP_SIZES = (128, 64, 32)
@@ -117,25 +116,18 @@ def gains_db(by_convention: dict[ScaleConvention, list[Error]]) -> list[float]:
     return [full.snr_db - narrow.snr_db for full, narrow in pairs]
 
 
-def result_rows(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> Iterator[dict[str, Any]]:
-    """Yield a results row for each figure, averaged over seeds."""
-    facts = {
-        "goal": None,
-        "hardware": f"{os.cpu_count()} CPU cores",
-        "versions": {"torch": torch.__version__},
-        "command": COMMAND,
-        "date": datetime.date.today().isoformat(),
-    }
+def figures(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> Iterator[Figure]:
+    """Yield every figure, averaged over seeds."""
     for case, by_convention in errors.items():
         prefix = f"int{case.num_bits}_g{case.group_size}"
         gain = statistics.fmean(gains_db(by_convention))
-        yield {"name": f"{prefix}_{case.distribution}_gain_db", "value": gain, "unit": "dB", "op": ">=", **facts}
+        yield Figure(f"{prefix}_{case.distribution}_gain_db", gain, "dB", ">=")
         for convention, measured in by_convention.items():
             name = f"{prefix}_{convention}_{case.distribution}"
             snr = statistics.fmean(error.snr_db for error in measured)
             mean_abs = statistics.fmean(error.mean_abs_error for error in measured)
-            yield {"name": f"{name}_snr_db", "value": snr, "unit": "dB", "op": ">=", **facts}
-            yield {"name": f"{name}_mean_abs_error", "value": mean_abs, "unit": "rms", "op": "<=", **facts}
+            yield Figure(f"{name}_snr_db", snr, "dB", ">=")
+            yield Figure(f"{name}_mean_abs_error", mean_abs, "rms", "<=")
 
 
 def print_table(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> None:
@@ -164,7 +156,12 @@ def main() -> None:
     options = parser.parse_args()
     errors = measure((options.rows, options.columns), range(options.seeds))
     print_table(errors)
-    rows = list(result_rows(errors))
+    rows = result_rows(
+        figures(errors),
+        hardware=f"{os.cpu_count()} CPU cores",
+        versions={"torch": torch.__version__},
+        command=COMMAND,
+    )
     append_results(options.results / "formats.json", [row for row in rows if not row["name"].endswith("_gain_db")])
     append_results(options.results / "formats_gain.json", [row for row in rows if row["name"].endswith("_gain_db")])
 

@@ -119,7 +119,7 @@ def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Pat
     from rich.console import Console
 
     from qarl_nemo.measure.speed.advice import recommend, speed_rows
-    from qarl_nemo.measure.speed.output import notes, result_rows, speed_table, write_speed
+    from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, write_speed
     from qarl_nemo.measure.speed.run import measure_speed, num_steps
     from qarl_nemo.measure.speed.settings import prepare_speed
     from qarl_nemo.metrics.results import append_results
@@ -142,5 +142,5 @@ def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Pat
     for advice in recommend(rows):
         console.print(f"batch {advice['batch_size']}: {advice['reason']}", markup=False)
     if record is not None:
-        append_results(record, result_rows(job, rows, command))
+        append_results(record, recorded_rows(job, rows, command))
     print("written: " + ", ".join(map(str, write_speed(output, job, speeds, rows))))

@@ -5,11 +5,21 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from qarl_nemo.files import read_json, write_atomic
+
+
+class Figure(NamedTuple):
+    """A measurement; `op` and `goal` say what it should be, no goal that nothing was promised."""
+
+    name: str
+    value: float
+    unit: str
+    op: str
+    goal: float | None = None
 
 
 class ResultRow(BaseModel):
@@ -98,6 +108,33 @@ def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps([row.model_dump() for row in merged.values()], indent=1) + "\n")
     return list(merged.values())
+
+
+def result_rows(
+    figures: Iterable[Figure], *, hardware: str, versions: Mapping[str, str], command: str
+) -> list[dict[str, Any]]:
+    """Returns figures measured today as rows for `append_results`; those that are not finite are left out.
+
+    Args:
+        figures: what was measured; fractions keep eight digits, everything else five.
+        hardware: what they were measured on, see `qarl_nemo.metrics.machine.hardware`.
+        versions: package versions that matter.
+        command: what measures them again.
+
+    Returns:
+        One row per finite figure, in their order.
+    """
+    facts = {
+        "hardware": hardware,
+        "versions": dict(versions),
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+    }
+    return [
+        figure._asdict() | {"value": float(f"{figure.value:.{8 if figure.unit == 'fraction' else 5}g}")} | facts
+        for figure in figures
+        if math.isfinite(figure.value)
+    ]
 
 
 def render_table(rows: Sequence[ResultRow]) -> str:

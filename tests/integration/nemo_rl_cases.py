@@ -45,7 +45,7 @@ class Case:
         starts: in their order.
         gpus: that the case takes.
         learners: how many of them hold a learner rank; None is all.
-        model: which model `tools/make_arithmetic_model.py` makes.
+        model: which model `tools/make/arithmetic_model.py` makes.
         needs: packages beyond NeMo-RL's.
         validates: steps between two validations; each is a refit of its own.
     """

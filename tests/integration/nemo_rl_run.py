@@ -53,7 +53,7 @@ class Ended:
 def make_model(size: str, folder: Path, gpu: int) -> Path:
     """Return a folder with model/, train.jsonl and val.jsonl, made unless it is there; a large one on a GPU."""
     if not (folder / "val.jsonl").exists() or not (folder / "model" / "model.safetensors").exists():
-        tool = str(ROOT / "tools" / "make_arithmetic_model.py")
+        tool = str(ROOT / "tools" / "make" / "arithmetic_model.py")
         command = [sys.executable, tool, str(folder), "--largest", "9", "--size", size, "--warm-start", "0.5"]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "" if size == "tiny" else str(gpu)}
         learning = ["--batch", "64", "--lr", _LEARNING_RATES[size]]

@@ -40,7 +40,7 @@ def main(folder: str, case_path: str, facts_path: str) -> None:
 
     prepare_environment(case)
     # Where pytest finds it, too.
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "campaign"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "campaign"))
     import refit_checks
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""The real engine as a target of the campaign of refit faults (`tools/campaign/refit_campaign.py`)."""
+"""The real engine as a target of the campaign of refit faults (`tests/campaign/refit_campaign.py`)."""
 
 import os
 import signal

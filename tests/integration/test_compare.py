@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from qarl_kernels import get_format
 from qarl_nemo.measure.compare.engines import serve
 from qarl_nemo.measure.compare.operators import PHASES, compare_operators
-from qarl_nemo.measure.compare.record import gap_figures, result_rows
+from qarl_nemo.measure.compare.record import comparison_rows, gap_figures
 from qarl_nemo.measure.compare.run import Comparison, compare, load_learner
 from qarl_nemo.measure.compare.score import Response, model_scores
 from qarl_nemo.measure.compare.settings import CompareSettings, prepare
@@ -28,8 +28,6 @@ from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.train.tokenizer import character_tokenizer
 
-TOOLS = Path(__file__).parents[2] / "tools"
-SCRIPT = TOOLS / "compare_logprobs.py"
 DECODINGS = ("sampled", "greedy")
 BF16 = get_format("bf16")
 COMMAND = "QARL_COMPARE_RESULTS=docs/results/fidelity.json python -m pytest tests/integration/test_compare.py -k vllm"
@@ -138,7 +136,8 @@ def test_the_command_writes_table_json_and_figure(checkpoint, tmp_path):
     lines = [{"prompt": "12+34="}, {"prompt_token_ids": [5, 6, 7]}, {"problem": "7*8="}]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     options = ["--format", "w4a16", "--format", "fp8_block", "--prompts", prompts, "--max-new-tokens", 6]
-    command = [sys.executable, SCRIPT, checkpoint, *options, "--device", "cpu", "--output", tmp_path / "out"]
+    options += ["--device", "cpu", "--output", tmp_path / "out"]
+    command = [sys.executable, "-m", "qarl_nemo", "compare", checkpoint, *options]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for text in ("aligned w4a16", "rollout_only fp8_block", "engine bf16", "k3 KL", "greedy"):
@@ -273,7 +272,7 @@ def test_figures_become_rows(checkpoint, precision):
     asked = settings(checkpoint, precision=precision, targets=("experts", "attention"))
     measured = compare(asked)
     figures = gap_figures(measured, precision)
-    rows = {row["name"]: row for row in result_rows(asked, measured.engine, figures, "cpu", "qarl compare")}
+    rows = {row["name"]: row for row in comparison_rows(asked, measured.engine, figures, "cpu", "qarl compare")}
     assert {"gap_floor_bf16_experts_attention", "gap_aligned_w4a16_experts_attention"} <= set(rows)
     assert rows["gap_ratio_own_w4a16_experts_attention"]["goal"] is None
     far = rows_by_arm(measured)["rollout_only", "w4a16", "sampled"]

@@ -1,10 +1,9 @@
-"""`qarl convert`, and the two scripts for containers, as a user starts them."""
+"""`qarl convert`, and `python -m qarl_nemo` for containers, as a user starts them."""
 
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_nemo.cli import main
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -105,13 +103,10 @@ def test_what_does_not_fit_is_one_message_and_no_folder(qarl, hf_model, megatron
     assert not list(tmp_path.glob("out*"))
 
 
-def test_the_scripts_for_containers_are_the_commands(hf_model, megatron, tmp_path):
-    jobs = {
-        "convert_megatron_to_vllm.py": [megatron, tmp_path / "a", "--hf-model", hf_model],
-        "convert_hf_to_vllm.py": [hf_model, tmp_path / "b"],
-    }
-    for script, arguments in jobs.items():
-        command = [sys.executable, ROOT / "tools" / script, *arguments, "--format", "fp8_block"]
+def test_the_module_runs_where_the_command_is_not_installed(hf_model, megatron, tmp_path):
+    jobs = {"convert": [megatron, tmp_path / "a", "--hf-model", hf_model], "quantize": [hf_model, tmp_path / "b"]}
+    for name, arguments in jobs.items():
+        command = [sys.executable, "-m", "qarl_nemo", name, *arguments, "--format", "fp8_block"]
         subprocess.run([str(part) for part in command], check=True, capture_output=True)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in "ab"]
     assert configs[0] == configs[1]

@@ -1,4 +1,4 @@
-"""What a Megatron learner's rank is computed to hold; `tools/bench_megatron.py` holds the sum against a GPU."""
+"""What a Megatron learner's rank is computed to hold; `tools/bench/megatron_step.py` holds the sum against a GPU."""
 
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A comparison's figures as rows of docs/results."""
 
-import datetime
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,11 +8,9 @@ from qarl_nemo.measure.compare.operators import total_by_operator
 from qarl_nemo.measure.compare.run import FLOOR, Comparison
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.train.setup import resolve_device
 
-# name, value, unit, op, goal
-Figure = tuple[str, float, str, str, float | None]
 MAX_GAP_RATIO = 1.05
 # What RL trains on; greedy responses are in compare.json.
 _DECODING = "sampled"
@@ -45,7 +41,7 @@ def append_comparison(
     files = {gaps: gap_figures(result, settings.precision), operators: operator_figures(result)}
     for path, figures in files.items():
         if path is not None:
-            append_results(path, result_rows(settings, result.engine, figures, device, command))
+            append_results(path, comparison_rows(settings, result.engine, figures, device, command))
     return [path for path in files if path is not None]
 
 
@@ -57,7 +53,7 @@ def _without_options(arguments: list[str], options: tuple[str, ...]) -> list[str
     return arguments
 
 
-def result_rows(
+def comparison_rows(
     settings: CompareSettings, engine: str, figures: list[Figure], device: str, command: str
 ) -> list[dict[str, Any]]:
     """Return the rows of a results file; names end in targets other than the experts alone, and in vLLM's attention.
@@ -72,26 +68,14 @@ def result_rows(
     Returns:
         One row for each finite figure.
     """
-    facts = {
-        "hardware": hardware(device),
-        "versions": versions() | dict([engine.split(" ")] if " " in engine else []),
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-    }
     suffix = "" if settings.targets == ("experts",) else "_" + "_".join(settings.targets)
     suffix += "_engine_attention" if settings.attention == "engine" else ""
-    return [
-        {
-            "name": name + suffix,
-            "value": float(f"{value:.8g}" if unit == "fraction" else f"{value:.5g}"),
-            "unit": unit,
-            "op": op,
-            "goal": goal,
-            **facts,
-        }
-        for name, value, unit, op, goal in figures
-        if math.isfinite(value)
-    ]
+    return result_rows(
+        (figure._replace(name=figure.name + suffix) for figure in figures),
+        hardware=hardware(device),
+        versions=versions() | dict([engine.split(" ")] if " " in engine else []),
+        command=command,
+    )
 
 
 def gap_figures(result: Comparison, precision: str) -> list[Figure]:
@@ -116,13 +100,13 @@ def gap_figures(result: Comparison, precision: str) -> list[Figure]:
         if row["decoding"] != _DECODING:
             continue
         if arm != "rollout_only":
-            figures.append((f"gap_{'floor' if arm == FLOOR else arm}_{fmt}", row["gap_mean"], "nats", "<=", None))
+            figures.append(Figure(f"gap_{'floor' if arm == FLOOR else arm}_{fmt}", row["gap_mean"], "nats", "<="))
         if arm == "aligned" and has_floor:
-            figures.append((f"gap_ratio_{fmt}", row["gap_over_floor"], "", "<=", MAX_GAP_RATIO))
+            figures.append(Figure(f"gap_ratio_{fmt}", row["gap_over_floor"], "", "<=", MAX_GAP_RATIO))
         if arm == "aligned":
-            figures.append((f"gap_ratio_own_{fmt}", row["gap_over_own"], "", "<=", None))
+            figures.append(Figure(f"gap_ratio_own_{fmt}", row["gap_over_own"], "", "<="))
         if arm == "rollout_only" and has_floor:
-            figures.append((f"gap_ratio_{arm}_{fmt}", row["gap_over_floor"], "", "<=", None))
+            figures.append(Figure(f"gap_ratio_{arm}_{fmt}", row["gap_over_floor"], "", "<="))
     return figures
 
 
@@ -139,7 +123,7 @@ def operator_figures(result: Comparison) -> list[Figure]:
     for fmt in dict.fromkeys(row["format"] for row in result.operators):
         for row in total_by_operator([row for row in result.operators if row["format"] == fmt]):
             name = f"operator_{fmt}_{row['operator']}_{row['phase']}"
-            figures.append((f"{name}_same", row["identical"], "fraction", ">=", None))
+            figures.append(Figure(f"{name}_same", row["identical"], "fraction", ">="))
             if row["snr_db"] is not None:
-                figures.append((f"{name}_db", row["snr_db"], "dB", ">=", None))
+                figures.append(Figure(f"{name}_db", row["snr_db"], "dB", ">="))
     return figures

@@ -1,7 +1,6 @@
 """Measured rollout speeds as a table, files and rows of docs/results."""
 
 import dataclasses
-import datetime
 import json
 import platform
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from qarl_nemo.measure.speed.advice import SpeedRow, recommend
 from qarl_nemo.measure.speed.run import FormatSpeed
 from qarl_nemo.measure.speed.settings import BASELINE, SpeedJob
 from qarl_nemo.metrics.report.rollout_speed import write_rollout_speed_figure
+from qarl_nemo.metrics.results import Figure, result_rows
 
 # A name, a number for each column; refusals take the place of the numbers.
 _COLUMNS = ("decode tokens/s", "noise", "x bf16", "prefill tokens/s", "weights GiB", "peak GiB", "KV cache tokens")
@@ -93,7 +93,7 @@ def write_speed(folder: Path, job: SpeedJob, speeds: Sequence[FormatSpeed], rows
     return paths
 
 
-def result_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list[dict[str, Any]]:
+def recorded_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list[dict[str, Any]]:
     """Return the figures as rows of docs/results.
 
     Args:
@@ -105,30 +105,25 @@ def result_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list[d
         Rows for `append_results`: speeds by format and batch size, memory by format, and the largest noise.
     """
     measured = [row for row in rows if row.reason is None]
-    figures: list[tuple[str, float, str, str]] = []
+    figures: list[Figure] = []
     for row in measured:
         place = f"{row.format_name}_b{row.batch_size}"
-        figures.append((f"rollout_tokens_s_{place}", row.decode_tokens_s, "tokens/s", ">="))
-        figures.append((f"rollout_prefill_tokens_s_{place}", row.prefill_tokens_s, "tokens/s", ">="))
+        figures.append(Figure(f"rollout_tokens_s_{place}", row.decode_tokens_s, "tokens/s", ">="))
+        figures.append(Figure(f"rollout_prefill_tokens_s_{place}", row.prefill_tokens_s, "tokens/s", ">="))
         if row.speedup is not None and row.format_name != BASELINE:
-            figures.append((f"rollout_speedup_{place}", row.speedup, "", ">="))
+            figures.append(Figure(f"rollout_speedup_{place}", row.speedup, "", ">="))
     for row in {row.format_name: row for row in measured}.values():
-        figures.append((f"rollout_weights_gib_{row.format_name}", row.weights_gib, "GiB", "<="))
-        figures.append((f"rollout_kv_cache_tokens_{row.format_name}", row.kv_cache_tokens, "tokens", ">="))
+        figures.append(Figure(f"rollout_weights_gib_{row.format_name}", row.weights_gib, "GiB", "<="))
+        figures.append(Figure(f"rollout_kv_cache_tokens_{row.format_name}", row.kv_cache_tokens, "tokens", ">="))
     if measured:
         noise = max(row.decode_noise / row.decode_tokens_s for row in measured)
-        figures.append(("rollout_noise_max", noise, "", "<="))
-    facts = {
-        "goal": None,
-        "hardware": job.hardware,
-        "versions": {"python": platform.python_version(), "torch": version("torch"), "vllm": job.vllm_version},
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-    }
-    return [
-        {"name": name, "value": float(f"{value:.6g}"), "unit": unit, "op": op, **facts}
-        for name, value, unit, op in figures
-    ]
+        figures.append(Figure("rollout_noise_max", noise, "", "<="))
+    return result_rows(
+        figures,
+        hardware=job.hardware,
+        versions={"python": platform.python_version(), "torch": version("torch"), "vllm": job.vllm_version},
+        command=command,
+    )
 
 
 def _cells(row: SpeedRow) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from qarl_kernels import get_format
 from qarl_nemo.measure.speed.advice import recommend, speed_rows
-from qarl_nemo.measure.speed.output import notes, result_rows, speed_table, write_speed
+from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, write_speed
 from qarl_nemo.measure.speed.run import FormatSpeed
 from qarl_nemo.measure.speed.settings import RolloutSpeedSettings, SpeedJob, prepare_speed
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
@@ -179,7 +179,7 @@ def test_files_table_and_figures_hold_what_was_measured(model, tmp_path):
         "fp8_block not measured at batch 64: does not fit",
         "load of the busiest expert under dummy routers: 1.40x the mean",
     ]
-    recorded = append_results(tmp_path / "results.json", result_rows(job, rows, "qarl doctor --rollout model"))
+    recorded = append_results(tmp_path / "results.json", recorded_rows(job, rows, "qarl doctor --rollout model"))
     figures = {row.name: row.value for row in recorded}
     assert figures["rollout_tokens_s_fp8_block_b8"] == 190
     assert figures["rollout_speedup_w4a16_b64"] == pytest.approx(0.9)

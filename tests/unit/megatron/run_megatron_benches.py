@@ -12,11 +12,11 @@ from pathlib import Path
 import megatron_on_cpu  # before any Megatron module
 
 # isort: split
-import bench_megatron
-import bench_publish
+import megatron_rows
+import megatron_step
+import publish
 import torch.distributed as dist
 from megatron_model import Architecture, Layout, parallel, process_group, transformer_config
-from megatron_rows import result_rows
 
 # isort: split
 from qarl_kernels import get_format
@@ -44,7 +44,7 @@ def step_rows(folder: Path) -> list[dict]:
         record=folder / "rows.json",
         architecture=ARCHITECTURE,
     )
-    return result_rows(bench_megatron.bench(options), dist.get_world_size(), options)
+    return megatron_rows.step_rows(megatron_step.bench(options), dist.get_world_size(), options)
 
 
 def publish_rows() -> list[dict]:
@@ -52,17 +52,15 @@ def publish_rows() -> list[dict]:
     options = argparse.Namespace(
         layouts=["ep2", "tp2_etp2"], formats=["w4a16", "bf16"], repeats=1, raw=None, architecture=ARCHITECTURE
     )
-    whole = 2 * bench_publish.num_parameters(ARCHITECTURE)
-    return bench_publish.result_rows(bench_publish.bench(options), dist.get_world_size(), whole)
+    whole = 2 * publish.num_parameters(ARCHITECTURE)
+    return publish.publish_rows(publish.bench(options), dist.get_world_size(), whole)
 
 
 def streamed() -> dict[str, bool]:
     """What a streamed update of expert parallel ranks is, beside the whole."""
     alignment, layout = Alignment(get_format("w4a16")), Layout(ep=2)
     with parallel(layout):
-        model = bench_publish.gpt_model(
-            ARCHITECTURE, transformer_config(ARCHITECTURE, layout), alignment, with_output=True
-        )
+        model = publish.gpt_model(ARCHITECTURE, transformer_config(ARCHITECTURE, layout), alignment, with_output=True)
         whole = dict(publish_shards([model], vocab_size=64))
         manifest = Manifest.of(whole, version=0, fmt="w4a16")
         with publish_update([model], alignment, vocab_size=64) as update:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benches")
-    paths = [ROOT / "tools", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [ROOT / "tools" / "bench", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(map(str, paths))}
     launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

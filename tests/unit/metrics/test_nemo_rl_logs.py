@@ -144,14 +144,14 @@ def test_a_folder_without_scalars_says_what_to_set(tmp_path):
 
 
 def test_recorded_figures_are_over_the_bf16_run(tmp_path):
-    tools = Path(__file__).parents[3] / "tools"
+    tool = Path(__file__).parents[3] / "tools" / "record" / "nemo_rl_runs.py"
     folders = {}
     for name, slower, gap in (("bf16", 2.0, 1e-3), ("w4a16", 1.0, 2e-3)):
         folders[name] = write_start(tmp_path / name, range(1, 11), slower=slower, gap=gap)
         facts = {"command": "python run", "hardware": "1x NVIDIA H200", "versions": {"vllm": "0.25.1"}}
         (folders[name] / "run.json").write_text(json.dumps(facts))
     output = tmp_path / "nemo_rl.json"
-    command = [sys.executable, tools / "record_nemo_rl.py", *(f"--run={name}={path}" for name, path in folders.items())]
+    command = [sys.executable, tool, *(f"--run={name}={path}" for name, path in folders.items())]
     subprocess.run([*command, output], check=True, timeout=120)
     rows = {row.name: row.value for row in read_results(output)}
     assert rows["run_steps_w4a16"] == 10
@@ -181,7 +181,7 @@ def test_what_was_printed_of_finished_steps_stands_in_for_a_lost_log_folder(tmp_
     driver, output, facts = tmp_path / "driver.txt", tmp_path / "nemo_rl.json", tmp_path / "run.json"
     driver.write_text(PRINTED)
     facts.write_text(json.dumps({"command": "elsewhere", "hardware": "1x NVIDIA H200", "versions": {"vllm": "0.25.1"}}))
-    tool = Path(__file__).parents[3] / "tools" / "record_nemo_rl.py"
+    tool = Path(__file__).parents[3] / "tools" / "record" / "nemo_rl_runs.py"
     options = [f"--run=w4a16={driver}", f"--facts={facts}", "--command=python again"]
     subprocess.run([sys.executable, tool, *options, output], check=True, timeout=120)
     rows = {row.name: row for row in read_results(output)}

@@ -20,7 +20,7 @@ from nemo_rl_cases import CASES, RECIPE, overrides  # noqa: E402
 from qarl_nemo.config import ConfigError  # noqa: E402
 from qarl_nemo.nemo_rl.config import apply_qarl  # noqa: E402
 
-# As tools/make_arithmetic_model.py makes them.
+# As tools/make/arithmetic_model.py makes them.
 SHAPES = {
     "tiny": {"hidden_size": 512, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 256},
     "1b": {"hidden_size": 1024, "num_hidden_layers": 16, "num_experts": 32, "moe_intermediate_size": 512},

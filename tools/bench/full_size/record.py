@@ -1,16 +1,15 @@
 """Turn an arm's logs into rows of docs/results/full_size.json.
 
-python tools/full_size/record.py WORK/w4a16 --arm w4a16 --skip 1 docs/results/full_size.json
+python tools/bench/full_size/record.py WORK/w4a16 --arm w4a16 --skip 1 docs/results/full_size.json
 """
 
 import argparse
-import datetime
 from pathlib import Path
 
 import numpy as np
 
 from qarl_nemo.metrics.nemo_rl_logs import read_facts
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
 
 PHASES = ("rollout", "reward", "logprob_prep", "prev_logprobs", "training_prep", "update", "refit")
@@ -71,20 +70,12 @@ def main() -> None:
     steps = [int(step) for step in run.steps if step not in arguments.skip]
     answers = float(np.median(run.column("response_length_tokens/mean")[np.isin(run.steps, steps)]))
     tokens = arguments.responses * (arguments.prompt_tokens + answers)
-    rows = [
-        {
-            "name": f"{name}_{arguments.arm}_{arguments.workload}",
-            "value": float(f"{value:.4g}"),
-            "unit": unit,
-            "op": op,
-            "goal": GOALS.get(f"{name}_{arguments.arm}_{arguments.workload}", GOALS.get(name)),
-            "hardware": facts["hardware"],
-            "versions": facts["versions"],
-            "command": f"python tools/full_size/run.py WORK --nemo-rl ROOT --arm {arguments.arm}",
-            "date": datetime.date.today().isoformat(),
-        }
-        for name, (value, unit, op) in figures(run, steps, tokens=tokens, gpus=arguments.gpus).items()
-    ]
+    found = []
+    for name, (value, unit, op) in figures(run, steps, tokens=tokens, gpus=arguments.gpus).items():
+        arm = f"{name}_{arguments.arm}_{arguments.workload}"
+        found.append(Figure(arm, value, unit, op, GOALS.get(arm, GOALS.get(name))))
+    command = f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm {arguments.arm}"
+    rows = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=command)
     append_results(arguments.output, rows)
     print(f"{len(rows)} rows of steps {steps} in {arguments.output}")
 

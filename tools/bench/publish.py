@@ -4,7 +4,7 @@ The weights are random BF16, without an optimizer; each rank packs its experts, 
 a refit takes them, layer by layer, and let go. `shards` leaves experts where they are, for receivers that take shards;
 `update` makes every layer twice, first for the manifest's checksums.
 
-    torchrun --nproc-per-node 4 tools/bench_publish.py
+    torchrun --nproc-per-node 4 tools/bench/publish.py
 """
 
 import argparse
@@ -32,7 +32,6 @@ from megatron_model import (
     synchronize,
     transformer_config,
 )
-from record_local import row
 from torch import nn
 
 from qarl_kernels import FORMAT_NAMES, get_format
@@ -40,7 +39,7 @@ from qarl_nemo.megatron.alignment import Alignment, aligned_weights, release
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.megatron.publish import publish_shards, publish_update
 from qarl_nemo.metrics.machine import hardware
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 
 def parse_layout(text: str) -> Layout:
@@ -140,7 +139,7 @@ def describe(entry: dict) -> str:
     return text
 
 
-def result_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict]:
+def publish_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict]:
     """Turn what was measured into rows.
 
     Args:
@@ -151,13 +150,10 @@ def result_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict]
     Returns:
         The rows; `publish_s` and `publish_bytes_ratio` are those of the first layout's w4a16.
     """
-    device = "cuda" if ON_GPU else "cpu"
-    facts = {"hardware": hardware(device).replace("1x", f"{num_gpus}x"), "versions": software()}
-    command = f"torchrun --nproc-per-node {num_gpus} tools/bench_publish.py"
-    rows = []
+    figures: list[Figure] = []
 
     def add(name: str, value: float, unit: str) -> None:
-        rows.append(row(name, value, unit, None, "<=", command, device) | facts)
+        figures.append(Figure(name, value, unit, "<="))
 
     for entry in found:
         where = f"{entry['format']}_{entry['layout']}"
@@ -171,7 +167,12 @@ def result_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict]
         if entry["format"] == "w4a16" and entry["layout"] == found[0]["layout"]:
             add("publish_s", median(entry["s"]), "s")
             add("publish_bytes_ratio", ratio, "")
-    return rows
+    return result_rows(
+        figures,
+        hardware=hardware("cuda" if ON_GPU else "cpu", num_gpus),
+        versions=software(),
+        command=f"torchrun --nproc-per-node {num_gpus} tools/bench/publish.py",
+    )
 
 
 def num_parameters(architecture: Architecture) -> int:
@@ -196,7 +197,7 @@ def main() -> None:
     with process_group() as rank:
         found, num_gpus = bench(options), dist.get_world_size()
     if options.record and rank == 0:
-        append_results(options.record, result_rows(found, num_gpus, 2 * num_parameters(options.architecture)))
+        append_results(options.record, publish_rows(found, num_gpus, 2 * num_parameters(options.architecture)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time whole GRPO steps of a full-size model on one host, one arm after the other, through the launchers users start.
 
-    python tools/full_size/run.py WORK --nemo-rl ROOT --arm w4a16 --arm bf16 [--set a.b=c]
+    python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm w4a16 --arm bf16 [--set a.b=c]
 
 ROOT holds nemo_rl/, examples/ and megatron/ (Megatron-LM's, and Bridge's inside it) at the supported versions;
 PYTHONPATH has what they import. WORK gets the model without weights (`model.py`), the copy of NeMo-RL (`tree.py`) and,
@@ -22,7 +22,7 @@ import yaml
 from model import make_model
 from tree import copy_tree
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 _CONFIGS = REPOSITORY / "examples" / "configs"
 _RECIPE = _CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-w4a16.yaml"

@@ -1,7 +1,6 @@
 """Turn finished runs into rows of docs/results: the demo, a comparison's arms and seeds, runs with vLLM."""
 
 import argparse
-import datetime
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -25,50 +24,33 @@ ON_CPU = (
 PHASES = ("rollout", "prev_logprobs", "update", "refit")
 
 
-def row(name: str, value: float, unit: str, goal: float | None, op: str, command: str, device: str) -> dict:
-    """Return one result row of today on this machine."""
-    return {
-        "name": name,
-        "value": float(f"{value:.5g}"),
-        "unit": unit,
-        "op": op,
-        "goal": goal,
-        "hardware": hardware(device),
-        "versions": versions(),
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def demo_rows(run: Run, device: str) -> list[dict]:
     """Return time, reward ratio, gap and throughput of the demo."""
     summary = summarize_run(run)
     figures = [
-        ("demo_train_s", summary["time_s"], "s", 180.0, "<="),
-        ("reward_ratio", summary["reward_ratio"], "", 2.0, ">="),
-        ("demo_reward_first", summary["reward_first"], "", None, ">="),
-        ("demo_reward_final", summary["reward_final"], "", None, ">="),
-        ("demo_aligned_gap", summary["abs_gap_mean"], "nats", None, "<="),
+        Figure("demo_train_s", summary["time_s"], "s", "<=", 180.0),
+        Figure("reward_ratio", summary["reward_ratio"], "", ">=", 2.0),
+        Figure("demo_reward_first", summary["reward_first"], "", ">="),
+        Figure("demo_reward_final", summary["reward_final"], "", ">="),
+        Figure("demo_aligned_gap", summary["abs_gap_mean"], "nats", "<="),
     ]
     for phase in ("rollout", "prev_logprobs", "update"):
-        figures.append((f"{phase}_tokens_s", _median(run, f"throughput/{phase}_tokens_s"), "tokens/s", None, ">="))
-    figures.append(("refit_s", _median(run, "timing/refit_s"), "s", None, "<="))
-    return [row(*figure, _on(DEMO, device), device) for figure in figures]
+        figures.append(Figure(f"{phase}_tokens_s", _median(run, f"throughput/{phase}_tokens_s"), "tokens/s", ">="))
+    figures.append(Figure("refit_s", _median(run, "timing/refit_s"), "s", "<="))
+    return result_rows(figures, hardware=hardware(device), versions=versions(), command=_on(DEMO, device))
 
 
 def compare_rows(runs: list[Run], device: str) -> list[dict]:
     """Return every arm's and seed's final reward, and each arm's mean |logprob gap| over seeds."""
-    rows, gaps = [], {}
+    figures: list[Figure] = []
+    gaps: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         arm, summary = slug(run.setting("run.arm")), summarize_run(run)
-        name = f"compare_{arm}_seed{run.seed}"
-        rows.append(row(name, summary["reward_final"], "", None, ">=", _on(COMPARE, device), device))
+        figures.append(Figure(f"compare_{arm}_seed{run.seed}", summary["reward_final"], "", ">="))
         gaps.setdefault((run.setting("qarl.alignment"), run.setting("qarl.format")), []).append(summary["abs_gap_mean"])
     for (alignment, fmt), values in gaps.items():
-        rows.append(
-            row(f"{alignment}_gap_{fmt}", float(np.mean(values)), "nats", None, "<=", _on(COMPARE, device), device)
-        )
-    return rows
+        figures.append(Figure(f"{alignment}_gap_{fmt}", float(np.mean(values)), "nats", "<="))
+    return result_rows(figures, hardware=hardware(device), versions=versions(), command=_on(COMPARE, device))
 
 
 def vllm_version(device: str) -> dict[str, str]:
@@ -89,21 +71,21 @@ def vllm_rows(folder: Path, device: str) -> list[dict]:
     """
     command, prefix = f"qarl train examples/configs/{folder.name}.yaml", folder.name.removeprefix("local_")
     arms = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-    rows = []
+    figures: list[Figure] = []
     for run in map(load_run, arms or [folder]):
         name = f"{prefix}_{slug(run.setting('run.arm'))}" if arms else prefix
         summary = summarize_run(run)
         seconds = {f"{phase}_s": _median(run, f"timing/{phase}_s") for phase in (() if arms else PHASES)}
-        figures = [
-            ("reward_first", summary["reward_first"], "", ">="),
-            ("reward_final", summary["reward_final"], "", ">="),
-            ("gap", summary["abs_gap_mean"], "nats", "<="),
-            *((key, value, "s", "<=") for key, value in seconds.items()),
-        ]
         if not arms:
-            figures.insert(0, ("steps", summary["num_steps"], "", ">="))
-        rows += [row(f"{name}_{key}", value, unit, None, op, command, device) for key, value, unit, op in figures]
-    return [entry | {"versions": entry["versions"] | vllm_version(device)} for entry in rows]
+            figures.append(Figure(f"{name}_steps", summary["num_steps"], "", ">="))
+        figures += [
+            Figure(f"{name}_reward_first", summary["reward_first"], "", ">="),
+            Figure(f"{name}_reward_final", summary["reward_final"], "", ">="),
+            Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<="),
+            *(Figure(f"{name}_{key}", value, "s", "<=") for key, value in seconds.items()),
+        ]
+    engines = versions() | vllm_version(device)
+    return result_rows(figures, hardware=hardware(device), versions=engines, command=command)
 
 
 def megatron_rows(folder: Path, device: str) -> list[dict]:
@@ -119,28 +101,26 @@ def megatron_rows(folder: Path, device: str) -> list[dict]:
     import megatron.core
 
     config = f"examples/configs/{folder.name}.yaml"
-    facts = {"versions": versions() | {"megatron-core": megatron.core.__version__}}
+    engines = versions() | {"megatron-core": megatron.core.__version__}
     if device == "cuda":
         import transformer_engine
 
         prefix, command, phases = "megatron", f"qarl train {config}", PHASES
-        facts["versions"] |= vllm_version(device) | {"transformer-engine": transformer_engine.__version__}
-        facts["hardware"] = hardware(device).replace("1x", "2x")
+        engines |= vllm_version(device) | {"transformer-engine": transformer_engine.__version__}
     else:
         # A CPU that does other things as well says nothing about seconds.
         prefix, command, phases = "megatron_cpu", f"PYTHONPATH=tests python {ON_CPU[0]} {config} {ON_CPU[1]}", ()
     runs = [load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))]
-    return [
-        row(f"{prefix}_{name}", value, unit, None, op, command, device) | facts
-        for name, value, unit, op in arm_figures(runs, phases)
-    ]
+    figures = arm_figures(runs, prefix, phases)
+    return result_rows(figures, hardware=hardware(device, num_gpus=2), versions=engines, command=command)
 
 
-def arm_figures(runs: list[Run], phases: Sequence[str]) -> Iterator[tuple[str, float, str, str]]:
-    """Yield name, value, unit and comparison of what arms show over the steps that all have.
+def arm_figures(runs: list[Run], prefix: str, phases: Sequence[str]) -> Iterator[Figure]:
+    """Yield what arms show over the steps that all have.
 
     Args:
         runs: one of each arm.
+        prefix: what the figures' names begin with.
         phases: whose median seconds are wanted.
 
     Yields:
@@ -148,14 +128,14 @@ def arm_figures(runs: list[Run], phases: Sequence[str]) -> Iterator[tuple[str, f
     """
     common = min(len(run.steps) for run in runs)
     for run in runs:
-        arm, cut = slug(run.setting("run.arm")), _first_steps(run, common)
+        arm, cut = f"{prefix}_{slug(run.setting('run.arm'))}", _first_steps(run, common)
         summary = summarize_run(cut)
-        yield f"{arm}_steps", float(len(run.steps)), "", ">="
-        yield f"{arm}_reward_first", summary["reward_first"], "", ">="
-        yield f"{arm}_reward_final", summary["reward_final"], "", ">="
-        yield f"{arm}_gap", summary["abs_gap_mean"], "nats", "<="
+        yield Figure(f"{arm}_steps", float(len(run.steps)), "", ">=")
+        yield Figure(f"{arm}_reward_first", summary["reward_first"], "", ">=")
+        yield Figure(f"{arm}_reward_final", summary["reward_final"], "", ">=")
+        yield Figure(f"{arm}_gap", summary["abs_gap_mean"], "nats", "<=")
         for phase in phases:
-            yield f"{arm}_{phase}_s", _median(cut, f"timing/{phase}_s"), "s", "<="
+            yield Figure(f"{arm}_{phase}_s", _median(cut, f"timing/{phase}_s"), "s", "<=")
 
 
 def _first_steps(run: Run, count: int) -> Run:

@@ -6,7 +6,7 @@ All variants are built side by side and run in turns, so that a ratio compares n
 gradient reduction and the optimizer; the vocabulary is small and there is no head, so that logits are not counted. With
 EP below the number of GPUs, ranks with the same experts reduce gradients and share the optimizer.
 
-    torchrun --nproc-per-node 4 tools/bench_megatron.py --ep 1,2,4
+    torchrun --nproc-per-node 4 tools/bench/megatron_step.py --ep 1,2,4
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megatron_model import (
     transformer_config,
     with_optimizer,
 )
-from megatron_rows import BASELINE, describe, predicted_bytes, result_rows
+from megatron_rows import BASELINE, describe, predicted_bytes, step_rows
 from torch import Tensor, nn
 
 from qarl_kernels import get_format
@@ -336,7 +336,7 @@ def _keep(found: list[dict], options: argparse.Namespace) -> None:
     if options.raw and dist.get_rank() == 0:
         options.raw.write_text(json.dumps(found, indent=1))
     if options.record and dist.get_rank() == 0:
-        append_results(options.record, result_rows(found, dist.get_world_size(), options))
+        append_results(options.record, step_rows(found, dist.get_world_size(), options))
 
 
 def _profile(variants: list[Variant], batch: Batch, found: list[dict], options: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """How far Muon steps for a learning rate: the recipes' on NeMo-RL against the embedded engine's.
 
-    python tools/campaign/muon_rms.py
+    python tests/campaign/muon_rms.py
 
 The embedded engine takes a real step. The recipes' keys are carried out as Megatron-core 0.20 and Emerging-Optimizers
 define them; where Emerging-Optimizers is installed, a test holds both against its own functions.

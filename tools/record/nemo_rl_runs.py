@@ -1,6 +1,6 @@
 """Turn NeMo-RL log folders of QaRL runs into rows of docs/results.
 
-    python tools/record_nemo_rl.py --run bf16=logs/bf16 --run w4a16=logs/w4a16 docs/results/nemo_rl.json
+    python tools/record/nemo_rl_runs.py --run bf16=logs/bf16 --run w4a16=logs/w4a16 docs/results/nemo_rl.json
 
 The run called `bf16` is the floor: gaps and step times of the others are divided by its. Names may carry a suffix
 (`w4a16_ep2` beside `bf16_ep2`). Where a log folder was lost, the driver's output can stand in for it; that, and
@@ -9,7 +9,6 @@ logs/bf16/exp_001/run.json --command "python ..."`.
 """
 
 import argparse
-import datetime
 import json
 import math
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 
 from qarl_nemo.metrics.nemo_rl_logs import read_console, read_facts
 from qarl_nemo.metrics.report.timings import phase_seconds
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -59,35 +58,23 @@ def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dic
     # A run that was stopped has logged a part of its last step.
     finished = float(np.isfinite(run.column("timing/step_s")).sum())
     figures = [
-        (f"run_steps_{name}", finished, "steps", ">=", *([ENOUGH_STEPS] if name == LEARNS else [])),
-        (f"reward_rise_{name}", rise, "", ">="),
-        (f"reward_final_{name}", summary["reward_final"], "", ">="),
-        (f"gap_{name}", summary["abs_gap_mean"], "nats", "<="),
-        (f"step_s_{name}", step_seconds(run), "s", "<="),
-        (f"refit_s_{name}", typical(run, "refit/total_s"), "s", "<="),
+        Figure(f"run_steps_{name}", finished, "steps", ">=", ENOUGH_STEPS if name == LEARNS else None),
+        Figure(f"reward_rise_{name}", rise, "", ">="),
+        Figure(f"reward_final_{name}", summary["reward_final"], "", ">="),
+        Figure(f"gap_{name}", summary["abs_gap_mean"], "nats", "<="),
+        Figure(f"step_s_{name}", step_seconds(run), "s", "<="),
+        Figure(f"refit_s_{name}", typical(run, "refit/total_s"), "s", "<="),
     ]
-    figures += [(f"phase_s_{phase}_{name}", median(values), "s", "<=") for phase, values in phase_seconds(run).items()]
+    figures += [
+        Figure(f"phase_s_{phase}_{name}", median(values), "s", "<=") for phase, values in phase_seconds(run).items()
+    ]
     if baseline is not None:
         # A gap shrinks as a policy grows certain: over the steps that both have.
         common = min(len(run.steps), len(baseline.steps))
         gap, floor = (np.nanmean(one.column("mismatch/abs_gap_mean")[:common]) for one in (run, baseline))
-        figures.append((f"gap_ratio_{name}", gap / floor if floor else math.nan, "", "<="))
-        figures.append((f"step_speedup_{name}", step_seconds(baseline) / step_seconds(run), "", ">="))
-    return [
-        {
-            "name": figure,
-            "value": float(f"{value:.5g}"),
-            "unit": unit,
-            "op": op,
-            "goal": goal[0] if goal else None,
-            "hardware": facts["hardware"],
-            "versions": facts["versions"],
-            "command": facts["command"],
-            "date": datetime.date.today().isoformat(),
-        }
-        for figure, value, unit, op, *goal in figures
-        if math.isfinite(value)
-    ]
+        figures.append(Figure(f"gap_ratio_{name}", gap / floor if floor else math.nan, "", "<="))
+        figures.append(Figure(f"step_speedup_{name}", step_seconds(baseline) / step_seconds(run), "", ">="))
+    return result_rows(figures, hardware=facts["hardware"], versions=facts["versions"], command=facts["command"])
 
 
 def step_seconds(run: Run) -> float:

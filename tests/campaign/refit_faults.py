@@ -1,6 +1,6 @@
 """Refits with every fault: the old version serves, the learner is told in time, the next whole push heals.
 
-    python tools/campaign/refit_faults.py [--seed 0] [--short] [--out FOLDER]
+    python tests/campaign/refit_faults.py [--seed 0] [--short] [--out FOLDER]
 
 Every message is cut, lost, repeated, reordered, replayed and corrupted, a rank is stopped and killed at each of them:
 in the built-in sampler, and in ranks as processes over gloo. In the real vLLM the same faults run as

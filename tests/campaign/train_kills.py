@@ -1,6 +1,6 @@
 """`kill -9` of `qarl train`: at every file-system call of one small run, and at random moments in every format.
 
-    python tools/campaign/train_kills.py --num-kills 50 --every-call
+    python tests/campaign/train_kills.py --num-kills 50 --every-call
 
 After each kill the same command runs again. The result counts as identical when metrics (clocks aside) and the bytes of
 the last checkpoint's model are those of a run that was not killed, and no half of a checkpoint is left.

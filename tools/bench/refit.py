@@ -21,14 +21,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from record_local import row
 from refit_model import ENVIRONMENT, Learner, model_config, shapes, start
 from rich.console import Console
 from rich.table import Table
 
 from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.metrics.machine import hardware
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.names import check_targets
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.push import push, serving_version
@@ -64,7 +63,7 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
             del learner
             gc.collect()
             torch.cuda.empty_cache()
-            rows = result_rows(format_name, name, figures, bf16_bytes, options.targets)
+            rows = refit_rows(format_name, name, figures, bf16_bytes, options.targets)
             _show(f"{format_name} through {name}, medians of {options.repeats}", rows)
             if options.record:
                 append_results(options.record, rows)
@@ -104,7 +103,7 @@ def _measuring_alone() -> Iterator[None]:
         yield
 
 
-def result_rows(
+def refit_rows(
     format_name: str, sender: str, figures: dict[str, list[float]], bf16_bytes: int, targets: tuple[str, ...]
 ) -> list[dict]:
     """Turn one format's figures through one sender into result rows: medians, and the spread of the whole.
@@ -120,30 +119,28 @@ def result_rows(
         The rows.
     """
     label = format_name if targets == TARGETS else "_".join((format_name, *targets))
-    command = f"python tools/bench_refit.py --targets {','.join(targets)} --senders {sender}"
-    gpus = 2 if sender == "collective" else 1
-    facts = {
-        "hardware": hardware("cuda").replace("1x", f"{gpus}x"),
-        "versions": {"torch": torch.__version__, "vllm": version("vllm")},
-    }
-    rows = []
+    found: list[Figure] = []
 
     def add(name: str, value: float, unit: str, goal: float | None = None) -> None:
-        rows.append(row(name, value, unit, goal, "<=", command, "cuda") | facts)
+        found.append(Figure(name, value, unit, "<=", goal))
 
     for name, repeats in figures.items():
         add(f"refit_{label}_{sender}_{name}", median(repeats), name.rpartition("_")[2])
     add(f"refit_{label}_{sender}_spread_s", max(figures["s"]) - min(figures["s"]), "s")
-    if sender != "ipc":
-        return rows
-    ratio = figures["bytes"][0] / bf16_bytes
-    add(f"refit_bytes_ratio_{label}", ratio, "")
-    if label == "w4a16":
-        add("refit_s", median(figures["s"]), "s", GOAL_S)
-        add("refit_bytes_ratio", ratio, "", GOAL_RATIO)
-    if label == "bf16":
-        add("refit_bf16_s", median(figures["s"]), "s")
-    return rows
+    if sender == "ipc":
+        ratio = figures["bytes"][0] / bf16_bytes
+        add(f"refit_bytes_ratio_{label}", ratio, "")
+        if label == "w4a16":
+            add("refit_s", median(figures["s"]), "s", GOAL_S)
+            add("refit_bytes_ratio", ratio, "", GOAL_RATIO)
+        if label == "bf16":
+            add("refit_bf16_s", median(figures["s"]), "s")
+    return result_rows(
+        found,
+        hardware=hardware("cuda", 2 if sender == "collective" else 1),
+        versions={"torch": torch.__version__, "vllm": version("vllm")},
+        command=f"python tools/bench/refit.py --targets {','.join(targets)} --senders {sender}",
+    )
 
 
 def main() -> None:

@@ -7,19 +7,15 @@ Every part is seeded. A failure prints what reproduces it.
 """
 
 import argparse
-import datetime
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
-# name, value, unit, op, goal
-Figure = tuple[str, float, str, str, float]
 SHORT_INPUTS, SHORT_KILLS = 120, 3
 
 
@@ -30,10 +26,10 @@ def damaged_inputs(options: argparse.Namespace) -> list[Figure]:
     tried, failures = count_failures(options.inputs, options.seed, options.jobs)
     counts = Counter(failure.outcome for failure in failures)
     return [
-        ("mutated_inputs", tried, "", ">=", 10_000),
-        ("mutated_tracebacks", counts["traceback"], "", "<=", 0),
-        ("mutated_hangs", counts["hang"], "", "<=", 0),
-        ("mutated_wrong_accepted", counts["wrongly accepted"] + counts["left behind"], "", "<=", 0),
+        Figure("mutated_inputs", tried, "", ">=", 10_000),
+        Figure("mutated_tracebacks", counts["traceback"], "", "<=", 0),
+        Figure("mutated_hangs", counts["hang"], "", "<=", 0),
+        Figure("mutated_wrong_accepted", counts["wrongly accepted"] + counts["left behind"], "", "<=", 0),
     ]
 
 
@@ -50,8 +46,8 @@ def kills(options: argparse.Namespace) -> list[Figure]:
     killed = converted + trained.kills
     print(f"{killed - len(different)} of {killed} killed commands ended identically", *different, sep="\n    ")
     return [
-        ("kills", killed, "", ">=", 150),
-        ("kills_identical", (killed - len(different)) / max(1, killed), "fraction", ">=", 1),
+        Figure("kills", killed, "", ">=", 150),
+        Figure("kills_identical", (killed - len(different)) / max(1, killed), "fraction", ">=", 1),
     ]
 
 
@@ -63,8 +59,8 @@ def refit(options: argparse.Namespace) -> list[Figure]:
     tried, survived = counts["faults"] + counts["aba_rounds"], counts["survived"] + counts["aba_identical"]
     print(f"{survived} of {tried} refit faults and rounds A -> B -> A survived", *counts["failures"], sep="\n    ")
     return [
-        ("refit_faults", tried, "", ">=", 500),
-        ("refit_faults_survived", survived / max(1, tried), "fraction", ">=", 1),
+        Figure("refit_faults", tried, "", ">=", 500),
+        Figure("refit_faults_survived", survived / max(1, tried), "fraction", ">=", 1),
     ]
 
 
@@ -72,7 +68,7 @@ def muon(_: argparse.Namespace) -> list[Figure]:
     """Hold the recipes' Muon against the embedded engine's."""
     import muon_rms
 
-    return [("muon_rms_ratio", muon_rms.measure(), "", "<=", 1.01)]
+    return [Figure("muon_rms_ratio", muon_rms.measure(), "", "<=", 1.01)]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
@@ -101,31 +97,18 @@ def main() -> int:
     figures = [figure for name in options.parts or PARTS for figure in PARTS[name](options)]
     missed = [figure for figure in figures if not _met(figure, short=options.short)]
     for figure in figures:
-        print(f"{figure[0]}: {figure[1]:g} (goal {figure[3]} {figure[4]:g}){'  MISSED' if figure in missed else ''}")
+        print(f"{figure.name}: {figure.value:g} (goal {figure.op} {figure.goal:g}){'  MISSED' * (figure in missed)}")
     if options.record:
-        append_results(options.record, [_row(figure, options) for figure in figures])
+        command = "make campaign" if options.seed == 0 else f"make campaign SEED={options.seed}"
+        rows = result_rows(figures, hardware=hardware("cpu"), versions=versions(), command=command)
+        append_results(options.record, rows)
     return int(bool(missed))
 
 
 def _met(figure: Figure, *, short: bool) -> bool:
-    _, value, _, op, goal = figure
-    counted = op == ">=" and goal > 1
-    return (short and counted) or (value >= goal if op == ">=" else value <= goal)
-
-
-def _row(figure: Figure, options: argparse.Namespace) -> dict[str, Any]:
-    name, value, unit, op, goal = figure
-    return {
-        "name": name,
-        "value": float(f"{value:.5g}"),
-        "unit": unit,
-        "op": op,
-        "goal": float(goal),
-        "hardware": hardware("cpu"),
-        "versions": versions(),
-        "command": "make campaign" if options.seed == 0 else f"make campaign SEED={options.seed}",
-        "date": datetime.date.today().isoformat(),
-    }
+    at_least = figure.op == ">="
+    counted = at_least and figure.goal > 1
+    return (short and counted) or (figure.value >= figure.goal if at_least else figure.value <= figure.goal)
 
 
 if __name__ == "__main__":

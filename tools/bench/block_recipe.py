@@ -5,7 +5,6 @@ BF16 experts, and decibels: how far outputs lie from those of the kernels, and f
 """
 
 import argparse
-import datetime
 import math
 import tempfile
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.spec import align_spec
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 
@@ -165,18 +164,9 @@ def main() -> None:
         figures = measure(arguments.tokens, arguments.repeats)
         dist.destroy_process_group()
     engines = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
-    facts = {
-        "op": "<=",
-        "goal": None,
-        "hardware": hardware("cuda"),
-        "versions": versions() | engines,
-        "command": f"python tools/bench_block_recipe.py --tokens {arguments.tokens}",
-        "date": datetime.date.today().isoformat(),
-    }
-    rows = [
-        {"name": name, "value": float(f"{value:.4g}"), "unit": name.rpartition("_")[2].replace("db", "dB"), **facts}
-        for name, value in figures.items()
-    ]
+    command = f"python tools/bench/block_recipe.py --tokens {arguments.tokens}"
+    found = [Figure(name, value, name.rpartition("_")[2].replace("db", "dB"), "<=") for name, value in figures.items()]
+    rows = result_rows(found, hardware=hardware("cuda"), versions=versions() | engines, command=command)
     for row in rows:
         print(f"{row['name']:28} {row['value']:8} {row['unit']}", flush=True)
     if arguments.results:

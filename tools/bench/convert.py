@@ -15,12 +15,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from record_local import row
 from synthetic_megatron import CONFIG, write_checkpoint
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import QuantizeProgress, open_megatron, quantize_checkpoint
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 BLOCK_BYTES = 2**26
 
@@ -134,17 +134,15 @@ def main() -> None:
         figures = measure(Path(folder), options.layers, options.format, sparse=options.sparse)
     for name, value in figures.items():
         print(f"{name:28} {value:.4g}")
-    command = f"python tools/bench_convert.py --layers {options.layers} --format {options.format}"
+    command = f"python tools/bench/convert.py --layers {options.layers} --format {options.format}"
     if options.sparse:
-        rows = [row("convert_peak_gib", figures["convert_peak_gib"], "GiB", 4.0, "<=", f"{command} --sparse", "cpu")]
+        command += " --sparse"
+        found = [Figure("convert_peak_gib", figures["convert_peak_gib"], "GiB", "<=", 4.0)]
     else:
-        units = {"_gb_s": "GB/s", "_per_gb": "s"}
-        speeds = {name: units[end] for name in figures for end in units if name.endswith(end)}
-        rows = [
-            row(name, figures[name], unit, None, ">=" if unit == "GB/s" else "<=", command, "cpu")
-            for name, unit in speeds.items()
-        ]
+        ends = {"_gb_s": ("GB/s", ">="), "_per_gb": ("s", "<=")}
+        found = [Figure(name, figures[name], *ends[end]) for name in figures for end in ends if name.endswith(end)]
     if options.record:
+        rows = result_rows(found, hardware=hardware("cpu"), versions=versions(), command=command)
         append_results(options.record, rows)
 
 

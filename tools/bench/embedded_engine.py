@@ -8,14 +8,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from record_local import row
 from rich.console import Console
 from rich.table import Table
 
 from qarl_nemo.config import load_config
-from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.recorded import read_lines
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.trainer import Trainer
 
@@ -75,7 +74,8 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/bench.json")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, a.b=c")
     arguments = parser.parse_args()
-    rows, table = [], None
+    found: list[Figure] = []
+    table = None
     for name in arguments.formats.split(","):
         # A process for each format: the peak of one must not hide the next one's.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -83,16 +83,13 @@ def main() -> None:
             figures = pool.submit(bench, *task).result()
         table = table or Table("format", *figures, title=hardware(arguments.device))
         table.add_row(name, *(f"{value:,.4g}" for value in figures.values()))
-        command = f"python tools/bench_local.py --device {arguments.device}"
         for key, value in figures.items():
             unit = "tokens/s" if key.endswith("_tokens_s") else key.rpartition("_")[2]
-            op = ">=" if unit == "tokens/s" else "<="
-            rows.append(
-                row(f"bench_{name}_{key}", value, unit, None, op, command, "cpu")
-                | {"hardware": hardware(arguments.device)}
-            )
+            found.append(Figure(f"bench_{name}_{key}", value, unit, ">=" if unit == "tokens/s" else "<="))
     Console(width=200).print(table)
     if arguments.record:
+        command = f"python tools/bench/embedded_engine.py --device {arguments.device}"
+        rows = result_rows(found, hardware=hardware(arguments.device), versions=versions(), command=command)
         append_results(arguments.record, rows)
 
 

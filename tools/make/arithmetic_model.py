@@ -1,6 +1,6 @@
 """Make what a NeMo-RL run needs without a network: a small Qwen3-MoE, its tokenizer, and additions to solve.
 
-    python tools/make_arithmetic_model.py FOLDER [--warm-start ACCURACY] [--size tiny|1b] [--largest N]
+    python tools/make/arithmetic_model.py FOLDER [--warm-start ACCURACY] [--size tiny|1b] [--largest N]
 
 Writes FOLDER/model (Hugging Face), FOLDER/train.jsonl and FOLDER/val.jsonl ({"input", "output"}, as NeMo-RL's
 `ResponseDataset` reads them). With a warm start the model first learns the answers by next-token prediction, until that

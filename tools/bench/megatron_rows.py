@@ -1,14 +1,14 @@
-"""What `bench_megatron.py` measured, as lines and rows of docs/results: ratios over Megatron's BF16 of each round."""
+"""What `megatron_step.py` measured, as lines and rows of docs/results: ratios over Megatron's BF16 of each round."""
 
 import argparse
 from collections.abc import Iterator
 from statistics import median
 
 from megatron_model import ON_GPU, software
-from record_local import row
 
 from qarl_nemo.memory import Learner, ModelSize, Parallelism, rank_memory
 from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.metrics.results import Figure, result_rows
 
 BASELINE = "megatron"
 PARTS = ("moe", "forward", "quantize", "forward_backward", "optimizer")
@@ -108,7 +108,7 @@ def _rounding_ratios(found: list[dict], options: argparse.Namespace) -> Iterator
                 yield f"{name}_gpu_ratio_{where}", entry["gpu_s"] / plain["gpu_s"]
 
 
-def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> list[dict]:
+def step_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> list[dict]:
     """Turn what was measured into rows: ratios over Megatron's BF16 of the same round, medians and spreads.
 
     Args:
@@ -120,14 +120,17 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
         The rows; those of fewer tokens than the most are named after their tokens.
     """
     require_same_function(found)
-    program = f"torchrun --nproc-per-node {num_gpus} tools/bench_megatron.py"
+    program = f"torchrun --nproc-per-node {num_gpus} tools/bench/megatron_step.py"
     command = f"{program} --ep {','.join(map(str, options.ep))} --variants {','.join(options.variants)}"
-    device = "cuda" if ON_GPU else "cpu"
-    facts = {"hardware": hardware(device).replace("1x", f"{num_gpus}x"), "versions": software()}
-    rows = []
+    device = hardware("cuda" if ON_GPU else "cpu", num_gpus)
+    return result_rows(_figures(found, options), hardware=device, versions=software(), command=command)
+
+
+def _figures(found: list[dict], options: argparse.Namespace) -> list[Figure]:
+    figures: list[Figure] = []
 
     def add(name: str, value: float, unit: str = "", goal: float | None = None) -> None:
-        rows.append(row(name, value, unit, goal, "<=", command, device) | facts)
+        figures.append(Figure(name, value, unit, "<=", goal))
 
     for entry in found:
         base = next(one for one in found if one["variant"] == BASELINE and _place(one) == _place(entry))
@@ -154,7 +157,7 @@ def result_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -
         add(name, value)
     errors = [abs(entry["predicted_bytes"] / max(peak_bytes(entry), 1) - 1) for entry in found]
     add("memory_model_error", max(errors), goal=0.05)
-    fp8 = [one for one in rows if one["name"].startswith(("fp8_block_step_ratio_ep", "fp8_channel_step_ratio_ep"))]
-    for where in sorted({one["name"].rpartition("_ratio_")[2] for one in fp8}):
-        add(f"fp8_step_ratio_{where}", max(one["value"] for one in fp8 if one["name"].endswith(where)), goal=0.85)
-    return rows
+    fp8 = [one for one in figures if one.name.startswith(("fp8_block_step_ratio_ep", "fp8_channel_step_ratio_ep"))]
+    for where in sorted({one.name.rpartition("_ratio_")[2] for one in fp8}):
+        add(f"fp8_step_ratio_{where}", max(one.value for one in fp8 if one.name.endswith(where)), goal=0.85)
+    return figures
