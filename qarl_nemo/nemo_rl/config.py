@@ -1,7 +1,7 @@
 """The `qarl:` block of a NeMo-RL config: what it may say, and where its workers find it. Imports no NeMo-RL."""
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -9,6 +9,7 @@ from qarl_nemo.config import ConfigError, QarlConfig, validate
 from qarl_nemo.losses.config import LossConfig, TBPOConfig
 from qarl_nemo.nemo_rl.conflicts import find_conflicts
 from qarl_nemo.nemo_rl.plugin import SENTINEL
+from qarl_nemo.nemo_rl.residency import optimizer_stays
 
 
 class NemoQarlConfig(QarlConfig):
@@ -21,6 +22,9 @@ class NemoQarlConfig(QarlConfig):
     layerwise_refit: bool | None = None
     """Whether colocated engines read one layer of a refit at a time, twice, instead of all of it at once; None: where
     all of it would take more than half of a GPU's free memory."""
+    resident: bool | Literal["auto"] = "auto"
+    """Whether the optimizer's state stays on the GPU while engines generate; auto: where both fit by computation. A
+    rank that finds too little room when its engine is to wake moves its state to the host from then on."""
     gpu_memory_gib: float | None = Field(None, gt=0, le=4096)
     """Memory of one GPU, which the run's needs are held against; None: of this machine's first GPU, else 79 (80 GB)."""
     max_skipped_steps: int = Field(3, ge=1, le=1_000_000)
@@ -33,14 +37,15 @@ def apply_qarl(master_config: Any) -> NemoQarlConfig:
     """Check a NeMo-RL config together with its `qarl:` block, and put the block where NeMo-RL's workers see it.
 
     `policy.qarl` and `policy.generation.qarl` become plain dictionaries, `policy.generation.quant_cfg` the sentinel
-    that selects our vLLM worker. Shapes are checked where the model's config.json is at hand: `policy.model_name` is a
-    folder, or lies in Hugging Face's cache; workers check them in any case.
+    that selects our vLLM worker, and `policy.offload_optimizer_for_refit` what `resident` comes to. Shapes are checked
+    where the model's config.json is at hand: `policy.model_name` is a folder, or lies in Hugging Face's cache; workers
+    check them in any case.
 
     Args:
         master_config: NeMo-RL's `MasterConfig`, or the nested dictionary of one; changed in place.
 
     Returns:
-        The checked block, `router_replay` resolved.
+        The checked block, `router_replay` and `resident` resolved.
 
     Raises:
         ConfigError: no `qarl:` block, an illegal key or value in it, or conflicts with NeMo-RL's keys; all are listed,
@@ -59,7 +64,9 @@ def apply_qarl(master_config: Any) -> NemoQarlConfig:
         raise ConfigError(f"qarl: {len(problems)} conflict(s) with NeMo-RL's settings\n  " + "\n  ".join(problems))
     policy = master_config["policy"] if isinstance(master_config, Mapping) else master_config.policy
     replay = bool((policy.get("router_replay") or {}).get("enabled", False))
-    qarl = qarl.model_copy(update={"router_replay": replay})
+    stays = optimizer_stays(values, qarl)
+    qarl = qarl.model_copy(update={"router_replay": replay, "resident": stays})
+    policy["offload_optimizer_for_refit"] = not stays
     policy["qarl"] = qarl.model_dump(mode="json")
     generation: MutableMapping[str, Any] = policy["generation"]
     generation["qarl"], generation["quant_cfg"] = qarl.model_dump(mode="json"), SENTINEL

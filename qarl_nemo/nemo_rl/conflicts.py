@@ -13,8 +13,8 @@ from qarl_nemo.nemo_rl.engine_checks import (
     repeated_arguments,
 )
 from qarl_nemo.nemo_rl.layout import layout_conflicts
-from qarl_nemo.nemo_rl.layout_memory import memory_conflicts
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
+from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model_config, shape_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import dtype_conflicts
 from qarl_nemo.refit.engine_settings import kernel_options

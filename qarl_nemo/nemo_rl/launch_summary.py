@@ -6,7 +6,7 @@ from typing import Any
 
 from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.layout import Layout, read_layout
-from qarl_nemo.nemo_rl.layout_memory import card, needed_memory
+from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 
 
@@ -75,15 +75,22 @@ def _engines(layout: Layout) -> str:
 
 
 def _memory(config: Mapping[str, Any], qarl: Any) -> str:
-    needed, gpu = needed_memory(config, qarl), card(qarl)
+    needed, gpu = needed_memory(config, qarl, optimizer_stays=qarl.resident), card(qarl)
     if needed is None:
         return "not computed: no `cluster` block"
     refit = "" if needed.refit is None else f", {needed.refit / GIB:.1f} in a refit"
     return (
         f"{needed.learner.static_bytes / GIB:.1f} GiB a learner rank between steps, "
         f"{needed.learner.peak_bytes / GIB:.1f} at the peak{refit}; weights of an engine "
-        f"{needed.engine / GIB:.1f} a GPU; computed, of {gpu.gib:.0f} ({gpu.source})"
+        f"{needed.engine / GIB:.1f} a GPU; {_optimizer(needed, qarl)}computed, of {gpu.gib:.0f} ({gpu.source})"
     )
+
+
+def _optimizer(needed: Needed, qarl: Any) -> str:
+    if needed.refit is None:
+        return ""
+    held = f"{needed.learner.parts['optimizer'] / GIB:.1f} of the optimizer"
+    return f"{held} stay on the GPU; " if qarl.resident else f"{held} go to the host and back in each step; "
 
 
 def _checkpoints(config: Mapping[str, Any]) -> str:

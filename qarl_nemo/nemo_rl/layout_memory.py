@@ -6,7 +6,6 @@ from typing import Any
 
 from qarl_nemo.memory import (
     GIB,
-    OVERHEAD_BYTES,
     Learner,
     Memory,
     ModelSize,
@@ -22,8 +21,6 @@ from qarl_nemo.nemo_rl.optimizer_dtypes import has_bf16_moments
 from qarl_nemo.nemo_rl.token_budget import largest_budget
 
 _MEGATRON = "policy.megatron_cfg"
-_ENGINE = "policy.generation.vllm_cfg"
-_UTILIZATION = f"{_ENGINE}.gpu_memory_utilization"
 # What an engine keeps while it sleeps: its context, graphs, and what kernels hold.
 _ASLEEP_BYTES = 5 * GIB
 # Of 80 GB, what a driver shows; the paper's cards.
@@ -75,12 +72,13 @@ def card(qarl: Any) -> Card:
     return Card(found, "this machine's first GPU")
 
 
-def needed_memory(config: Mapping[str, Any], qarl: Any) -> Needed | None:
+def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool) -> Needed | None:
     """Compute what the run's GPUs will hold.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
         qarl: its checked `NemoQarlConfig`.
+        optimizer_stays: on the GPU, while engines generate.
 
     Returns:
         Bytes; None where the cluster or the model's config.json is not at hand.
@@ -102,7 +100,7 @@ def needed_memory(config: Mapping[str, Any], qarl: Any) -> Needed | None:
             layout.engine_tp,
             layerwise=layerwise,
             served=served,
-            optimizer_stays=optimizer_stays(config),
+            optimizer_stays=optimizer_stays,
         )
     return Needed(rank_memory(model, layout.ranks, learner), refit, _engine_bytes(model, layout, served))
 
@@ -128,51 +126,6 @@ def budget_of(config: Mapping[str, Any], qarl: Any) -> int | None:
     return min(found, share) if found and share else found
 
 
-def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    """Say what does not fit on the GPUs.
-
-    Args:
-        config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
-        qarl: its checked `NemoQarlConfig`.
-
-    Returns:
-        One line each: what is needed, of what, and which keys bring it down.
-    """
-    try:
-        needed = needed_memory(config, qarl)
-    except ValueError as error:
-        return [f"memory: {error}"]
-    if needed is None:
-        return []
-    gpu, problems = card(qarl), []
-    of, spare = f"where it has {gpu.gib:.0f} ({gpu.source})", OVERHEAD_BYTES / GIB
-    if not needed.learner.fits(gpu.gib * GIB):
-        most = budget_of(config, qarl)
-        smaller = f"at most {most} tokens a micro-batch" if most else "a layout with less a rank"
-        problems.append(
-            f"memory: a learner rank needs {needed.learner.peak_bytes / GIB:.0f} GiB and {spare:g} more, {of}; set "
-            f"qarl.keep_operand=false, {_MEGATRON}.activation_checkpointing=true, {smaller}, or more GPUs"
-        )
-    if needed.refit is not None and needed.refit + 2 * OVERHEAD_BYTES > gpu.gib * GIB:
-        problems.append(
-            f"memory: a refit needs {needed.refit / GIB:.0f} GiB a GPU and {2 * spare:g} more, {of}; set "
-            f"qarl.layerwise_refit=true, a larger {_ENGINE}.tensor_parallel_size, or more GPUs"
-        )
-    share = look_up(config, _UTILIZATION, None)
-    held = needed.learner.parts["optimizer"] + share * gpu.gib * GIB if isinstance(share, float) else 0.0
-    if needed.refit is not None and optimizer_stays(config) and held + OVERHEAD_BYTES > gpu.gib * GIB:
-        problems.append(
-            f"policy.offload_optimizer_for_refit=false: the optimizer's {needed.learner.parts['optimizer'] / GIB:.0f} "
-            f"GiB stay beside an engine of {share} of the GPU, {of}; set a smaller {_UTILIZATION}, or true"
-        )
-    if isinstance(share, float) and needed.engine > share * gpu.gib * GIB:
-        problems.append(
-            f"{_UTILIZATION}={share}: an engine's weights alone are {needed.engine / GIB:.0f} GiB a GPU, {of}; set a "
-            f"larger share, or a larger {_ENGINE}.tensor_parallel_size"
-        )
-    return problems
-
-
 def _first_gpu_gib() -> float | None:
     try:
         import pynvml
@@ -183,18 +136,6 @@ def _first_gpu_gib() -> float | None:
         return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total / GIB
     except pynvml.NVMLError:
         return None
-
-
-def optimizer_stays(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer's state stays on the GPU while engines generate.
-
-    Args:
-        config: the whole NeMo-RL config, as nested dictionaries.
-
-    Returns:
-        The answer; NeMo-RL offloads it unless told otherwise.
-    """
-    return not look_up(config, "policy.offload_optimizer_for_refit", True)
 
 
 def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:

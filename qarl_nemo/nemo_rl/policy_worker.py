@@ -24,6 +24,7 @@ from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
 from qarl_nemo.nemo_rl.formats import executed_format, served_format
 from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
+from qarl_nemo.nemo_rl.residency import short_of_room
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
 from qarl_nemo.refit.manifest import Manifest
@@ -54,6 +55,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         )
         self._collective_sender: CollectiveSender | None = None
         self._layerwise: bool | None = qarl["layerwise_refit"]
+        self._weights_leave = False
         with aligned_provider(megatron_policy_worker, self.alignment):
             super().__init__(with_torch_dtypes(config), *arguments, **named)
         aligned = require_aligned([self.model], self.alignment)
@@ -117,12 +119,27 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
     def init_collective(self, *_: Any, **__: Any) -> None:
         """Open no connection for NeMo-RL's own refit; packed refits bring theirs."""
 
+    def offload_before_refit(self) -> None:
+        """Make room for the engine; an optimizer that was to stay and leaves too little goes to the host after all."""
+        super().offload_before_refit()
+        if self._weights_leave or self.offload_optimizer_for_refit:
+            return
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+        reason = short_of_room(self.cfg["generation"]["vllm_cfg"]["gpu_memory_utilization"], weights)
+        if reason is not None:
+            print(f"qarl: rank {self.rank}: {reason}; from now on it goes to the host", flush=True)
+            self.offload_optimizer_for_refit = True
+            super().offload_before_refit()
+
     def offload_after_refit(self) -> None:
         """Drop the quantized weights as well: they are made anew from the masters that come back."""
         release([self.model])
         # What engines have read is free now; it was lent to them.
         torch.cuda.ipc_collect()
+        # NeMo-RL calls `offload_before_refit` in it.
+        self._weights_leave = True
         super().offload_after_refit()
+        self._weights_leave = False
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:

@@ -140,6 +140,27 @@ def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
         "policy.offload_optimizer_for_refit=false: the optimizer's 43 GiB stay beside an engine of 0.6"
     )
     apply_qarl(launch(**stays | {OPTIMIZER: BF16_MOMENTS}))
+    (line,) = problems(launch({"resident": False}, **stays | {OPTIMIZER: BF16_MOMENTS}))
+    assert line.endswith("qarl.resident=false says the opposite; remove one of them")
+
+
+@pytest.mark.parametrize(
+    ("block", "changes", "stays"),
+    [
+        ({}, {}, False),
+        ({}, {OPTIMIZER: BF16_MOMENTS}, True),
+        ({"gpu_memory_gib": 139}, {}, True),
+        ({"gpu_memory_gib": 139, "resident": False}, {}, False),
+        ({"gpu_memory_gib": 139}, {"policy.offload_optimizer_for_refit": True}, False),
+        ({"gpu_memory_gib": 139}, {"cluster": {"num_nodes": 3, "gpus_per_node": 8}} | APART, False),
+        ({"gpu_memory_gib": 139, "format": "bf16", "alignment": "none"}, {"policy.generation.vllm_kwargs": {}}, False),
+    ],
+)
+def test_the_optimizer_stays_where_it_fits_beside_the_engine(block, changes, stays):
+    share = {"policy.generation.vllm_cfg.gpu_memory_utilization": 0.5 if stays else 0.8}
+    values = launch(block, **{OPTIMIZER: ADAM} | share | changes)
+    assert apply_qarl(values).resident is stays
+    assert values["policy"]["offload_optimizer_for_refit"] is not stays
 
 
 def test_a_micro_batch_that_does_not_fit_is_refused_with_the_largest_that_does():

@@ -1,0 +1,57 @@
+"""What of a run does not fit on its GPUs, by computation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qarl_nemo.memory import GIB, OVERHEAD_BYTES
+from qarl_nemo.nemo_rl.layout_memory import budget_of, card, needed_memory
+from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, fits_beside_engine, optimizer_stays, residency_conflicts
+
+_MEGATRON = "policy.megatron_cfg"
+_ENGINE = "policy.generation.vllm_cfg"
+
+
+def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
+    """Say what does not fit on the GPUs.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
+        qarl: its checked `NemoQarlConfig`.
+
+    Returns:
+        One line each: what is needed, of what, and which keys bring it down.
+    """
+    try:
+        stays = optimizer_stays(config, qarl)
+        needed = needed_memory(config, qarl, optimizer_stays=stays)
+    except ValueError as error:
+        return [f"memory: {error}"]
+    if needed is None:
+        return []
+    gpu, problems = card(qarl), residency_conflicts(config, qarl)
+    of, spare = f"where it has {gpu.gib:.0f} ({gpu.source})", OVERHEAD_BYTES / GIB
+    if not needed.learner.fits(gpu.gib * GIB):
+        most = budget_of(config, qarl)
+        smaller = f"at most {most} tokens a micro-batch" if most else "a layout with less a rank"
+        problems.append(
+            f"memory: a learner rank needs {needed.learner.peak_bytes / GIB:.0f} GiB and {spare:g} more, {of}; set "
+            f"qarl.keep_operand=false, {_MEGATRON}.activation_checkpointing=true, {smaller}, or more GPUs"
+        )
+    if needed.refit is not None and needed.refit + 2 * OVERHEAD_BYTES > gpu.gib * GIB:
+        problems.append(
+            f"memory: a refit needs {needed.refit / GIB:.0f} GiB a GPU and {2 * spare:g} more, {of}; set "
+            f"qarl.layerwise_refit=true, a larger {_ENGINE}.tensor_parallel_size, or more GPUs"
+        )
+    share = look_up(config, UTILIZATION, None)
+    if stays and not fits_beside_engine(needed, share, gpu.gib * GIB):
+        problems.append(
+            f"{OFFLOAD}=false: the optimizer's {needed.learner.parts['optimizer'] / GIB:.0f} GiB stay beside an engine "
+            f"of {share} of the GPU, {of}; set a smaller {UTILIZATION}, or qarl.resident=auto without this key"
+        )
+    if isinstance(share, float) and needed.engine > share * gpu.gib * GIB:
+        problems.append(
+            f"{UTILIZATION}={share}: an engine's weights alone are {needed.engine / GIB:.0f} GiB a GPU, {of}; set a "
+            f"larger share, or a larger {_ENGINE}.tensor_parallel_size"
+        )
+    return problems
