@@ -79,6 +79,7 @@ style: $(DEV) ## Check format, lint, import contracts, and that tables and pictu
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/render_results.py --check
 	$(BIN)/python tools/make/draw_architecture.py --check
+	$(BIN)/python tools/make/serving_tables.py --check
 
 docs: $(SITE) ## Build the documents' site in build/site; a dead link or anchor fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
@@ -88,6 +89,7 @@ format: $(DEV) ## Format and fix what can be fixed, render the tables in docs
 	$(BIN)/ruff check --fix .
 	$(BIN)/python tools/render_results.py
 	$(BIN)/python tools/make/draw_architecture.py
+	$(BIN)/python tools/make/serving_tables.py
 
 clean: ## Remove the environments and every cache; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

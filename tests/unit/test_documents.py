@@ -1,9 +1,69 @@
-"""What documents name exists."""
+"""What documents name exists, and the commands they give can be given."""
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+import typer
+
+from qarl_nemo.cli import app
+
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+QARL = typer.main.get_command(app)
+# What typer raises for a command line it cannot read; it has a click of its own.
+UNREADABLE = typer.BadParameter.__mro__[1]
+# A path in the repository, alone or as an option's or an override's value.
+IN_REPOSITORY = re.compile(r"(?:^|=)((?:docker|docs|examples|kernels|tests|tools)/[\w./-]+)$")
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page's shell blocks, one a line, without comments and with variables filled in."""
+    found, variables = [], {}
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"\w+=", words[0]):
+                name, _, value = words.pop(0).partition("=")
+                variables[name] = value
+            if words:
+                text = re.sub(r"\$(\w+)", lambda match: variables.get(match[1], match[0]), shlex.join(words))
+                found.append(text.replace("'", "") if "$" not in text else text)
+    return found
+
+
+def problems(command: str) -> list[str]:
+    words = shlex.split(command)
+    program, arguments = Path(words[0]).name, words[1:]
+    paths = [match[1] for word in words if (match := IN_REPOSITORY.search(word))]
+    found = [f"{path} is not there" for path in paths if not (ROOT / path).exists()]
+    if program == "make":
+        found += [f"make has no {word}" for word in arguments if "=" not in word and word not in TARGETS]
+    elif program == "qarl":
+        try:
+            QARL.commands[arguments[0]].make_context(arguments[0], arguments[1:]).close()
+        except (UNREADABLE, KeyError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    elif scripts := [path for path in paths if path.endswith(".py") and path.split("/")[0] != "tests"]:
+        source = (ROOT / scripts[0]).read_text() if not found else ""
+        options = {word.split("=")[0] for word in words if word.startswith("--")} - {"--nproc-per-node", "--config"}
+        found += [f"{scripts[0]} does not know {option}" for option in sorted(options) if option not in source]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_documents_name_what_is_there(page):
+    assert [f"{command}: {problem}" for command in commands(page) for problem in problems(command)] == []
+
+
+@pytest.mark.parametrize("command", [
+    "make tests", "qarl train", "qarl quantise a b", "qarl quantize a b --bits 4", "python tools/nothing.py",
+    "python examples/run_qarl_grpo.py --config examples/configs/none.yaml", "python tools/small_model.py --fast",
+])  # fmt: skip
+def test_a_command_that_cannot_be_given_is_found(command):
+    assert problems(command)
 
 
 def test_the_map_of_the_code_names_files_that_exist():
@@ -11,3 +71,7 @@ def test_the_map_of_the_code_names_files_that_exist():
     named = re.findall(r"`((?:qarl_nemo|kernels|tests|tools)/[\w./]+)`", text)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -1,4 +1,4 @@
-"""Checks of the operators' tensors; every problem is named at once, with the legal values."""
+"""What the activation operators demand of their tensors; every problem is named at once, with the legal values."""
 
 import torch
 from torch import Tensor
