@@ -62,7 +62,7 @@ test-vllm: ## Run the tests of the real vLLM on this CPU, in its own environment
 	@if $(CPU_SERVES_VLLM); then $(MAKE) $(VLLM); else echo "skipped: the tests of the real vLLM"; exit 0; fi; \
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m "not gpu" tests/integration/test_vllm_*.py
 
-CAMPAIGN := OMP_NUM_THREADS=1 PYTHONPATH=tests/campaign:tests:tests/integration:. $(BIN)/python tests/campaign/run.py
+CAMPAIGN := OMP_NUM_THREADS=1 PYTHONPATH=tests/campaign:tests:. $(BIN)/python tests/campaign/run.py
 SEED ?= 0
 
 campaign: $(DEV) ## Damaged inputs, kills and refit faults by the thousand, into docs/evidence/trust.md

@@ -3,12 +3,12 @@ import os
 
 import pytest
 import torch
-from format_cases import FORMATS
 
 import qarl_nemo.train  # noqa: F401 hides what CPU vLLM brings broken, before a test imports transformers
+from support.formats import FORMATS
 
 if importlib.util.find_spec("triton"):
-    import triton_interpreter  # noqa: F401 before any test imports a kernel
+    from support import triton_interpreter  # noqa: F401 before any test imports a kernel
 else:  # there is no Triton but for Linux
     collect_ignore_glob = ["kernels/test_triton_*", "kernels/test_hopper_*"]
 

@@ -1,6 +1,6 @@
 """Give `quantize`, `convert`, `train` and `report` thousands of damaged inputs and count what must never happen.
 
-    PYTHONPATH=tests/campaign:tests:tests/integration python tests/campaign/damage.py --inputs 10000 --seed 0 --jobs 2
+    PYTHONPATH=tests/campaign:tests python tests/campaign/damage.py --inputs 10000 --seed 0 --jobs 2
 
 Counted are: tracebacks (anything but one message that this project wrote on purpose, and every end by a signal), hangs
 (longer than the limit), wrong acceptances (exit code 0 where the oracle of the command says otherwise, see

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import yaml
-from megatron_files import Layout, write_megatron
 from safetensors.torch import load_file
-from tiny_runs import values
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.megatron.files import Layout, write_megatron
+from support.runs import values
 
 # Starts `qarl` with these arguments, and requires exit code 0.
 RunQarl = Callable[[list[str]], None]

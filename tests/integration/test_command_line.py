@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import read_metrics, write_config
 
 from qarl_nemo.cli import main
+from support.runs import read_metrics, write_config
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from asserts import FP32_NATS
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qarl_kernels import get_format
@@ -27,6 +26,7 @@ from qarl_nemo.measure.compare.settings import CompareSettings, prepare
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.asserts import FP32_NATS
 
 DECODINGS = ("sampled", "greedy")
 BF16 = get_format("bf16")

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from megatron_files import Layout, write_megatron
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_nemo.cli import main
+from support.megatron.files import Layout, write_megatron
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -1,12 +1,10 @@
 """Checkpoints that Megatron-core itself wrote, converted: the model computes what Megatron-core's computed."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+from support.programs import environment
 
 HAS_MEGATRON = find_spec("megatron") is not None
 pytestmark = [
@@ -22,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(not HAS_MEGATRON, reason="needs pip install megatron-core"),
 ]
 
-SAVE = Path(__file__).with_name("megatron_save.py")
 CONFIG = Qwen3MoeConfig(
     architectures=["Qwen3MoeForCausalLM"],
     vocab_size=512,
@@ -55,11 +53,11 @@ def save_ranks(num_ranks, **job):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     job = json.dumps({"config": CONFIG.to_dict() | {"num_local_experts": CONFIG.num_experts}} | job)
-    command = [sys.executable, "-W", "ignore", str(SAVE), job]
+    command = [sys.executable, "-W", "ignore", "-m", "support.megatron.run_save", job]
+    settings = environment(CUDA_DEVICE_MAX_CONNECTIONS="1")
     ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), str(port)], env=environment) for rank in range(num_ranks)
+        subprocess.Popen([*command, str(rank), str(num_ranks), str(port)], env=settings) for rank in range(num_ranks)
     ]
     assert [rank.wait(timeout=300) for rank in ranks] == [0] * num_ranks
 

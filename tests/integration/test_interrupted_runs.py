@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from safetensors.torch import load_file
-from tiny_runs import QARL, make_config, read_metrics, train, without_clocks, write_config
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.train.trainer import Trainer
+from support.asserts import assert_bitwise_equal
+from support.runs import QARL, make_config, read_metrics, train, without_clocks, write_config
 
 REPOSITORY = Path(__file__).parents[2]
 LONG = 30

@@ -9,9 +9,10 @@ import shutil
 import pytest
 import torch
 from kill_points import KILLED, QarlServer
-from megatron_files import Layout, write_megatron
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from support.megatron.files import Layout, write_megatron
 
 CONFIG = Qwen3Config(
     hidden_size=128,

@@ -8,17 +8,16 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import QARL, STEPS, read_metrics, train, without_clocks, write_config
 
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.train.checkpoint import checkpoint_dir, checkpoint_steps
+from support.programs import environment, run_program
+from support.runs import QARL, STEPS, read_metrics, train, without_clocks, write_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="compares sums in FP32 on a CPU"),
 ]
 
-HERE = Path(__file__).parent
 # Other orders of the same FP32 sums.
 SUMS_DIFFER = 1e-5
 RESULTS = "docs/results/megatron.json"
@@ -37,39 +35,23 @@ ATTENTION = QARL["attention too"]
 ROLLOUT_ONLY = {"alignment": "rollout_only"}
 
 
-def run(program: str, *arguments: object, ranks: int = 1) -> None:
-    """Run one of this folder's programs, on several ranks if asked."""
-    paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *launch, str(HERE / program), *map(str, arguments)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def train_megatron(run_dir: Path, *, ranks: int = 1, sizes=(), policy=None, **blocks) -> list[dict]:
     """Metrics of a run with a Megatron learner."""
     settings = (policy or {}) | {"megatron_cfg": {"num_gpus": ranks, **dict(sizes)}}
     config = write_config(run_dir.with_suffix(".yaml"), run_dir, policy=settings, **blocks)
-    run("train_megatron.py", config, ranks=ranks)
+    run_program("megatron.run_rank", config, ranks=ranks)
     return without_clocks(read_metrics(run_dir))
 
 
 def test_ranks_listen_on_this_host_alone(tmp_path, monkeypatch):
     from qarl_nemo.train.megatron.ranks import launch_ranks
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
-    assert launch_ranks(2, [str(HERE / "listening_ranks.py"), str(tmp_path)]) == 0
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    assert launch_ranks(2, ["-m", "support.megatron.run_listening", str(tmp_path)]) == 0
     for rank in ("0", "1"):
         # 127.0.0.1, as the kernel writes it
         assert json.loads((tmp_path / rank).read_text()) == {"sum": 2.0, "addresses": ["0100007F"]}
-    assert launch_ranks(2, [str(HERE / "listening_ranks.py"), str(tmp_path / "nowhere")]) == 1
+    assert launch_ranks(2, ["-m", "support.megatron.run_listening", str(tmp_path / "nowhere")]) == 1
 
 
 def largest_difference(records, expected) -> float:
@@ -143,7 +125,8 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
 def facts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("facts")
     policy = {"model_init": {"num_hidden_layers": 2}, "megatron_cfg": {}}
-    run("megatron_learner.py", write_config(folder / "config.yaml", folder / "run", policy=policy), folder / "facts.pt")
+    config = write_config(folder / "config.yaml", folder / "run", policy=policy)
+    run_program("megatron.run_learner", config, folder / "facts.pt")
     return torch.load(folder / "facts.pt")
 
 

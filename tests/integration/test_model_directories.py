@@ -5,7 +5,6 @@ import json
 import datasets
 import pytest
 import torch
-from tiny_runs import read_metrics, train, without_clocks
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -17,6 +16,7 @@ from transformers import (
 )
 
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.runs import read_metrics, train, without_clocks
 
 SIZES = {
     "hidden_size": 128,

@@ -5,7 +5,7 @@ import pytest
 ray = pytest.importorskip("ray")
 pytest.importorskip("psutil")
 
-from nemo_rl_cluster import ray_cluster  # noqa: E402
+from support.nemo_rl.cluster import ray_cluster  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""NeMo-RL's own GRPO through our launcher, on GPUs: `-k CASE` picks one of nemo_rl_cases.py.
+"""NeMo-RL's own GRPO through our launcher, on GPUs: `-k CASE` picks one of support/nemo_rl/cases.py.
 
 A case wants its GPUs for itself: vLLM gives up falling asleep where another program takes memory meanwhile.
 
@@ -13,10 +13,11 @@ import os
 import re
 from pathlib import Path
 
-import nemo_rl_here  # noqa: F401 skips where NeMo-RL is not
 import numpy as np
 import pytest
 import torch
+
+from support.nemo_rl import installed  # noqa: F401 skips where NeMo-RL is not
 
 missing = [name for name in ("ray", "psutil", "transformer_engine") if importlib.util.find_spec(name) is None]
 if missing:
@@ -24,12 +25,12 @@ if missing:
 
 # isort: split
 import pynvml  # noqa: E402
-from nemo_rl_cases import CASES, Case, Start  # noqa: E402
-from nemo_rl_cluster import ray_cluster  # noqa: E402
-from nemo_rl_run import Ended, keep, make_model, run_start  # noqa: E402
 
 from qarl_nemo.metrics.nemo_rl_logs import find_config  # noqa: E402
 from qarl_nemo.metrics.runs import Run, load_run  # noqa: E402
+from support.nemo_rl.cases import CASES, Case, Start  # noqa: E402
+from support.nemo_rl.cluster import ray_cluster  # noqa: E402
+from support.nemo_rl.starts import Ended, keep, make_model, run_start  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -4,36 +4,34 @@ import itertools
 import os
 import pickle
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import nemo_rl_here  # noqa: F401 skips where NeMo-RL is not
 import numpy as np
 import pytest
 
+from support.nemo_rl import installed  # noqa: F401 skips where NeMo-RL is not
+
 ray = pytest.importorskip("ray")
 
-from asserts import assert_bitwise_equal  # noqa: E402
 from nemo_rl.distributed import ray_actor_environment_registry as registry  # noqa: E402
 from nemo_rl.distributed.named_sharding import NamedSharding  # noqa: E402
 from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES, RayVirtualCluster  # noqa: E402
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup  # noqa: E402
 from nemo_rl.utils.timer import Timer  # noqa: E402
-from nemo_rl_actors import weights  # noqa: E402
 
 from qarl_nemo.nemo_rl.engines import RayEngines  # noqa: E402
 from qarl_nemo.nemo_rl.synchronizer import PackedWeightSynchronizer  # noqa: E402
 from qarl_nemo.refit.push import serving_version  # noqa: E402
+from support.asserts import assert_bitwise_equal  # noqa: E402
+from support.nemo_rl.actors import weights  # noqa: E402
 
-HERE = Path(__file__).parent
 _NUMBERS = itertools.count()
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", ""), paths
+    before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", ""), os.pathsep.join(filter(None, sys.path))
     ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -41,7 +39,7 @@ def cluster():
 
 
 def group(worker, config):
-    name = f"nemo_rl_actors.{worker}"
+    name = f"support.nemo_rl.actors.{worker}"
     registry.ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
     # Ray lets go of a name some time after its group has ended.
     unique = f"{worker}{next(_NUMBERS)}"

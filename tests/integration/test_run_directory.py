@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
-from tiny_runs import QARL, STEPS, make_config, read_metrics, train
 from transformers import AutoModelForCausalLM
+
+from support.runs import QARL, STEPS, make_config, read_metrics, train
 
 CASES = [
     *[pytest.param(qarl | {"alignment": "aligned"}, id=name) for name, qarl in QARL.items() if name != "bf16"],

@@ -3,10 +3,10 @@
 import shutil
 
 import pytest
-from tiny_runs import make_config, read_metrics, train
 
 from qarl_nemo.files import FileError, exclusive
 from qarl_nemo.train.run import LOCK_FILE, train_run
+from support.runs import make_config, read_metrics, train
 
 OFF = {"enabled": False}
 

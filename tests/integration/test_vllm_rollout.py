@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from tiny_runs import make_config, read_metrics, train, without_clocks
-from vllm_runs import NORM, PACKED, SCALE, assert_same_responses, gap, load, multiply, prepared, refit, sample
 
 from qarl_kernels import get_format
 from qarl_nemo.refit import rank
@@ -13,6 +10,9 @@ from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.train.trainer import Trainer
 from qarl_nemo.train.vllm.host import vllm_problem
+from support.asserts import assert_bitwise_equal
+from support.runs import make_config, read_metrics, train, without_clocks
+from support.vllm.runs import NORM, PACKED, SCALE, assert_same_responses, gap, load, multiply, prepared, refit, sample
 
 PROBLEM = vllm_problem()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

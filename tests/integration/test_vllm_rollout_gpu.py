@@ -4,9 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from tiny_runs import make_config, read_metrics, train
-from vllm_runs import (
+
+from qarl_nemo.layers.router import NO_ROUTE
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.trainer import Trainer
+from qarl_nemo.train.vllm.host import vllm_problem
+from support.asserts import assert_bitwise_equal
+from support.runs import make_config, read_metrics, train
+from support.vllm.runs import (
     NORM,
     PROMPTS,
     assert_same_responses,
@@ -18,11 +23,6 @@ from vllm_runs import (
     refit,
     sample,
 )
-
-from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.refit.publish import RefitUpdate
-from qarl_nemo.train.trainer import Trainer
-from qarl_nemo.train.vllm.host import vllm_problem
 
 PROBLEM = vllm_problem("cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

@@ -5,11 +5,11 @@ In BF16 on a Hopper GPU these are the Triton operators, in FP32 the reference it
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from format_cases import uneven_weight
 
 from qarl_kernels import expert_mlp, gemm_operand, grouped_gemm, one_group, quantize_weight, require_finite
 from qarl_kernels.fp8 import quantize_group, quantize_token
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.formats import uneven_weight
 
 pytestmark = pytest.mark.gpu
 

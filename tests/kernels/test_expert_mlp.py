@@ -1,9 +1,9 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from format_cases import FORMATS, uneven_weight
 
 from qarl_kernels import GemmOperand, expert_mlp, quantize_weight, route_rows
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.formats import FORMATS, uneven_weight
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from format_cases import uneven_weight
 
 from qarl_kernels import (
     combine_rows,
@@ -15,6 +13,8 @@ from qarl_kernels import (
     route_rows,
     spread_rows,
 )
+from support.asserts import assert_bitwise_equal
+from support.formats import uneven_weight
 
 T, TOP_K, E, H, INNER = 24, 2, 4, 256, 128
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

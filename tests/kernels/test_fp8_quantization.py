@@ -1,7 +1,5 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from format_cases import uneven_weight
 
 from qarl_kernels.fp8 import (
     cast_fp8,
@@ -12,6 +10,8 @@ from qarl_kernels.fp8 import (
     quantize_group,
     quantize_token,
 )
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.formats import uneven_weight
 
 E4M3 = torch.float8_e4m3fn
 TOKEN_FLOOR = torch.tensor(1 / (448 * 512))

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from format_cases import FORMATS, quantized_activations, uneven_weight
 
 from qarl_kernels import GemmOperand, QuantizedWeight, gemm, get_format, grouped_gemm, one_group, quantize_weight
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.formats import FORMATS, quantized_activations, uneven_weight
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
 
 from qarl_kernels.formats import FP8_BLOCK
 from qarl_kernels.fp8 import expand_block_scale
@@ -13,6 +12,7 @@ from qarl_kernels.ops.hopper_fp8 import (
     hopper_grouped_gemm_fp8_block,
     hopper_grouped_gemm_fp8_channel,
 )
+from support.asserts import assert_bitwise_equal, assert_snr
 
 MIN_DB = 45
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

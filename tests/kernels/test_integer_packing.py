@@ -1,11 +1,11 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl_kernels.integer import pack_int32, unpack_int32
+from support.asserts import assert_bitwise_equal
 
 ALL_BITS = range(2, 9)
 

@@ -1,13 +1,13 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
-from format_cases import uneven_weight
 
 from qarl_kernels import GemmOperand, get_format, quantize_weight
 from qarl_kernels.integer import dequantize_integer, integer_grid, quantize_integer
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.formats import uneven_weight
 
 CONVENTIONS = ("narrow_range", "full_range")
 

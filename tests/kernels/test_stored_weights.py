@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from format_cases import FORMATS, uneven_weight
 
 from qarl_kernels import QuantizedWeight, get_format, quantize_weight, stored_layout, weight_problems
+from support.asserts import assert_bitwise_equal
+from support.formats import FORMATS, uneven_weight
 
 SUFFIXES = {
     "int": ["weight_packed", "weight_scale"],

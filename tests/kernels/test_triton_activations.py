@@ -1,11 +1,11 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels import fp8
 from qarl_kernels.ops.activations import dequantize_group, dequantize_token, quantize_group, quantize_token
+from support.asserts import assert_bitwise_equal
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

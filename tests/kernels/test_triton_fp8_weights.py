@@ -1,9 +1,5 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from format_cases import uneven_weight
-from triton_interpreter import DEVICE, INTERPRETED
-from weight_cases import LAYOUTS, WEIGHTS, significand_pairs
 
 from qarl_kernels import fp8
 from qarl_kernels.ops.fp8_weights import (
@@ -13,6 +9,10 @@ from qarl_kernels.ops.fp8_weights import (
     fp8_channel_dequantize,
     fp8_channel_quantize,
 )
+from support.asserts import assert_bitwise_equal
+from support.formats import uneven_weight
+from support.triton_interpreter import DEVICE, INTERPRETED
+from support.weights import LAYOUTS, WEIGHTS, significand_pairs
 
 SHAPES = [(1, 384), (130, 768), (3, 7, 264)]
 if not INTERPRETED:

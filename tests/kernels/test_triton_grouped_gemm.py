@@ -2,12 +2,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from asserts import assert_snr
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels import fp8
 from qarl_kernels.ops import launch
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16, grouped_gemm_fp8_block, grouped_gemm_fp8_channel
+from support.asserts import assert_snr
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 # Experts' row counts, N, K: empty experts first, last and between, partial tiles, edge columns.
 CASES = (

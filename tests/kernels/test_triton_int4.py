@@ -1,13 +1,13 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from format_cases import uneven_weight
-from triton_interpreter import DEVICE, INTERPRETED
-from weight_cases import LAYOUTS, WEIGHTS, heavy_tailed, significand_pairs
 
 from qarl_kernels import fp8, integer
 from qarl_kernels.ops import split_reciprocal
 from qarl_kernels.ops.int4 import MAX_COLUMNS, int4_dequantize, int4_encode_fp8, int4_quantize_pack
+from support.asserts import assert_bitwise_equal
+from support.formats import uneven_weight
+from support.triton_interpreter import DEVICE, INTERPRETED
+from support.weights import LAYOUTS, WEIGHTS, heavy_tailed, significand_pairs
 
 CONVENTIONS = ("narrow_range", "full_range")
 SHAPES = [(1, 128), (5, 768), (3, 7, 384)] if INTERPRETED else [(1, 128), (2, 1, 768), (7, 1531, 2048), (5, 16384)]

@@ -1,12 +1,12 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from format_cases import uneven_weight
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels import integer
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16
 from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.formats import uneven_weight
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 CASES = (
     [([0, 5, 70, 0], 72, 128)]

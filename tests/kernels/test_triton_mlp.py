@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from format_cases import uneven_weight
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels import GemmOperand, expert_mlp_reference, get_format, route_rows
 from qarl_kernels.gemm import grouped_gemm
 from qarl_kernels.ops.mlp import expert_mlp_backward, expert_mlp_forward
 from qarl_kernels.ops.weights import dequantize_operand, operand_from_weight, quantize_with_operand
 from qarl_kernels.weights import quantize_weight_reference
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.formats import uneven_weight
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 T, TOP_K, E, H, INNER = (12, 2, 4, 256, 128) if INTERPRETED else (300, 4, 16, 512, 384)
 # Tensor cores sum FP8 products in a shorter accumulator than the reference's FP32: last bits of fc1 differ and move FP8

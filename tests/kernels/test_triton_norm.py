@@ -5,10 +5,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from asserts import assert_bitwise_equal, assert_snr
-from triton_interpreter import DEVICE
 
 from qarl_kernels.ops.norm import norm_layout, rms_norm_in_engine_order, sum_of_squares
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.triton_interpreter import DEVICE
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels.ops.norm_backward import rms_norm_backward_kernel
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from triton_interpreter import DEVICE
 
 from qarl_kernels.ops.rotation import rotate_pairs_kernel
 from qarl_kernels.rotation import rotate_pairs_reference
+from support.asserts import assert_bitwise_equal
+from support.triton_interpreter import DEVICE
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -1,8 +1,6 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels import get_format, route_rows
 from qarl_kernels.expert_mlp import combine_choices
@@ -10,6 +8,8 @@ from qarl_kernels.ops.activations import dequantize_token, quantize_token
 from qarl_kernels.ops.combine import ROUTER_WEIGHTS, combine_rows
 from qarl_kernels.ops.routing import spread_rows
 from qarl_kernels.ops.swiglu import swiglu
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels import fp8, get_format
 from qarl_kernels.expert_mlp import swiglu as reference_swiglu
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
+from support.asserts import assert_bitwise_equal
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

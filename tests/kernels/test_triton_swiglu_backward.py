@@ -1,10 +1,10 @@
 import pytest
 import torch
-from asserts import assert_snr
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels.fp8 import quantize_group, quantize_token
 from qarl_kernels.ops.swiglu_backward import swiglu_backward
+from support.asserts import assert_snr
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 SHAPES = [(3, 128), (5, 384)] if INTERPRETED else [(3, 128), (257, 768), (4096, 768), (64, 1536)]
 KINDS = ["none", "fp8_token", "fp8_group"]

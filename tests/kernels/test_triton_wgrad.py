@@ -1,9 +1,9 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from triton_interpreter import DEVICE, INTERPRETED
 
 from qarl_kernels.ops.wgrad import grouped_wgrad
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.triton_interpreter import DEVICE, INTERPRETED
 
 CASES = (
     [([0, 5, 0, 70, 33, 0], 72, 64)]

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qarl_nemo.train.engine_attention import engine_attention_problem
+from support.asserts import assert_bitwise_equal, assert_snr
 
 pytestmark = [
     pytest.mark.gpu,

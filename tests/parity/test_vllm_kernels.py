@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
+
+from support.asserts import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
 vllm = pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportError)
 
 import vllm._custom_ops as ops  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8  # noqa: E402
-from vllm_compare import ENGINES, case, equal_fraction, neighbours, sqnr_db  # noqa: E402
-from vllm_cutlass import CompiledW4A8  # noqa: E402
 
 from qarl_kernels import QuantizedWeight, fp8, gemm_operand, get_format, quantize_weight  # noqa: E402
 from qarl_kernels.expert_mlp import swiglu  # noqa: E402
@@ -30,6 +29,8 @@ from qarl_kernels.ops.swiglu import swiglu as swiglu_kernel  # noqa: E402
 from qarl_kernels.ops.swiglu import swiglu_quantize_group, swiglu_quantize_token  # noqa: E402
 from qarl_kernels.ops.weights import dequantize_operand  # noqa: E402
 from qarl_nemo.metrics.results import append_results  # noqa: E402
+from support.vllm.compare import ENGINES, case, equal_fraction, neighbours, sqnr_db  # noqa: E402
+from support.vllm.cutlass import CompiledW4A8  # noqa: E402
 
 MIN_MLP_DB = 45.0
 MIN_FP32_SUMS_DB = 35.0

@@ -5,9 +5,6 @@ vLLM's own greedy tokens; the unquantized forward on the same tokens is the deli
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +29,7 @@ from qarl_nemo.checkpoints import quantize_checkpoint  # noqa: E402
 from qarl_nemo.layers.install import install  # noqa: E402
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa: E402
 from qarl_nemo.refit.engine_settings import MOE_BACKENDS  # noqa: E402
+from support.programs import run_program  # noqa: E402
 
 TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
 # Of the mean |gap|, nats, on random weights: FP8 activations of more layers.
@@ -108,11 +106,8 @@ def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str,
 
 
 def vllm_generate(folder: Path, moe_backend: str) -> dict:
-    script = Path(__file__).with_name("vllm_generate.py")
-    command = [sys.executable, str(script), str(folder), moe_backend, "8", "24"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
+    printed = run_program("vllm.run_generate", folder, moe_backend, 8, 24, timeout_s=400)
+    return json.loads(next(line for line in printed.splitlines() if line.startswith("RESULT "))[7:])
 
 
 @torch.no_grad()

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 
 from qarl_kernels import rms_norm
+from support.asserts import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportError)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from linters import assert_clean, shellcheck
+
+from support.linters import assert_clean, shellcheck
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.scratch"]

@@ -17,7 +17,7 @@ from qarl_nemo.metrics.summary import summarize_run
 DEMO = "qarl train examples/configs/local_demo.yaml"
 COMPARE = "qarl train examples/configs/local_compare.yaml"
 ON_CPU = (
-    "tests/integration/train_megatron.py",
+    "-m support.megatron.run_rank",
     "compare=null device=cpu policy.precision=float32 rollout._override_=true rollout.engine=packed "
     "rollout.max_new_tokens=4, and each arm's qarl.*",
 )

@@ -2,7 +2,6 @@ import json
 
 import pytest
 import torch
-from megatron_files import Layout, write_megatron
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -15,6 +14,7 @@ from transformers import (
 )
 
 from qarl_kernels import QuantizedWeight
+from support.megatron.files import Layout, write_megatron
 
 SUFFIXES = {
     "int": ("weight_packed", "weight_scale"),

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from whole_models import DENSE, SPARSE, checkpoint_of, tensors_of
 
 from qarl_kernels import get_format
 from qarl_nemo.architecture import FAMILIES
 from qarl_nemo.checkpoints import model_quantization_config, plan_quantization, quantize_checkpoint
 from qarl_nemo.checkpoints.ignored import require_listed
+from support.whole_models import DENSE, SPARSE, checkpoint_of, tensors_of
 
 CONFIGS = {name: (SPARSE if family.experts else DENSE) | {"model_type": name} for name, family in FAMILIES.items()}
 CONFIGS["llama-biases"] = CONFIGS["llama"] | {"attention_bias": True, "mlp_bias": True}

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_files import Layout
 from safetensors.torch import load_file
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+from support.megatron.files import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
-from whole_models import SPARSE, tensors_of
+
+from support.whole_models import SPARSE, tensors_of
 
 MEBI = 2**20
 CONVERT = """

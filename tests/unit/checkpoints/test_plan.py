@@ -1,12 +1,12 @@
 import pytest
 import torch
-from whole_models import DENSE, SPARSE, checkpoint_of, shapes_of
 
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints.plan import plan_quantization
 from qarl_nemo.checkpoints.reader import open_checkpoint
 from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, shape_problems, stored_bytes
 from qarl_nemo.files import FileError
+from support.whole_models import DENSE, SPARSE, checkpoint_of, shapes_of
 
 EXPERT = "model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
 

@@ -8,12 +8,12 @@ from compressed_tensors.compressors.pack_quantized import PackedQuantizationComp
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import match_name
 from safetensors import safe_open
-from whole_models import DENSE, tensors_of
 
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.files import FileError
 from qarl_nemo.names import expert_names
+from support.whole_models import DENSE, tensors_of
 
 FORMATS = {
     "w4a16": get_format("w4a16"),

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 from safetensors.torch import save_file
-from whole_models import DENSE, tensors_of
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization, quantize_checkpoint
+from support.whole_models import DENSE, tensors_of
 
 FORMAT = get_format("w4a16")
 SHARD_BYTES = 150_000

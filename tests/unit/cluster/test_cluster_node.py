@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from cluster_configs import ROOT, one_machine
+
+from support.clusters import ROOT, one_machine
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 

@@ -6,13 +6,13 @@ import subprocess
 
 import pytest
 import yaml
-from cluster_configs import EXAMPLES, ROOT, example, one_machine
-from linters import shellcheck
 
 from qarl_nemo.cluster.cli import main, plan
 from qarl_nemo.cluster.config import ClusterConfig
 from qarl_nemo.cluster.plan import Plan, Step
 from qarl_nemo.config import ConfigError, validate
+from support.clusters import EXAMPLES, ROOT, example, one_machine
+from support.linters import shellcheck
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

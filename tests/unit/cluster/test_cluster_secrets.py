@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import yaml
-from cluster_configs import ROOT, example, one_machine
 
 from qarl_nemo.cluster.cli import main, plan
 from qarl_nemo.cluster.secrets import is_secret
 from qarl_nemo.config import ConfigError
+from support.clusters import ROOT, example, one_machine
 
 VALUE = "do-not-print-me"
 NAME = "WANDB_API_KEY"

@@ -1,17 +1,17 @@
 from dataclasses import fields
 
-import layer_cases
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr, assert_zero_grad
-from format_cases import FORMATS, quantized_activations
-from layer_cases import INNER, ExpertGradients, H, StackedExperts, T, closed_form, executed, routing
 
 from qarl_kernels import QuantizedWeight
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.packed import PackedExperts, PackedWeight
 from qarl_nemo.layers.weight import WeightVersion
 from qarl_nemo.refit.publish import publish
+from support import layers
+from support.asserts import assert_bitwise_equal, assert_snr, assert_zero_grad
+from support.formats import FORMATS, quantized_activations
+from support.layers import INNER, ExpertGradients, H, StackedExperts, T, closed_form, executed, routing
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -72,7 +72,7 @@ def test_small_swiglu_outputs_meet_the_floor_of_the_fused_kernel(monkeypatch):
     actual, inputs = run(layer, torch.float32, size=2.0**-8)
     forward = weights_of(layer, "dequantized")
     assert_snr(actual.out, closed_form(*inputs, forward, forward).out, 60)
-    monkeypatch.setattr(layer_cases, "quantized_activations", lambda x, fmt, **_: quantized_activations(x, fmt))
+    monkeypatch.setattr(layers, "quantized_activations", lambda x, fmt, **_: quantized_activations(x, fmt))
     with pytest.raises(AssertionError, match="SNR"):
         assert_snr(actual.out, closed_form(*inputs, forward, forward).out, 60)
 

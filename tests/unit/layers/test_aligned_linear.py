@@ -1,13 +1,13 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
-from format_cases import FORMATS, quantized_activations, uneven_weight
-from layer_cases import executed
 from torch import nn
 
 from qarl_kernels import quantize_weight
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.weight import WeightVersion
+from support.asserts import assert_bitwise_equal, assert_snr
+from support.formats import FORMATS, quantized_activations, uneven_weight
+from support.layers import executed
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

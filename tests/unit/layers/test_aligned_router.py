@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from asserts import assert_bitwise_equal, assert_snr
 from torch import nn
 
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl, engine_softmax
+from support.asserts import assert_bitwise_equal, assert_snr
 
 
 def make_router(weight, *, top_k=2, norm=True, layer=0, control=None):

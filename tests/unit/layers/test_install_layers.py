@@ -2,7 +2,6 @@ import re
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -11,6 +10,7 @@ from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.install import InstallRow, install
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter
+from support.asserts import assert_bitwise_equal
 
 SIZES = {
     "vocab_size": 32,

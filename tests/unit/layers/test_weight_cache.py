@@ -1,7 +1,5 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from layer_cases import H, StackedExperts, T, routing
 from torch import nn
 
 import qarl_nemo.layers.weight as weight_module
@@ -9,6 +7,8 @@ from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.weight import AlignedWeight, WeightVersion
 from qarl_nemo.refit.publish import publish
+from support.asserts import assert_bitwise_equal
+from support.layers import H, StackedExperts, T, routing
 
 
 @pytest.fixture

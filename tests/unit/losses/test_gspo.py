@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from loss_batches import batch_from_gaps, close, make_loss, run
+
+from support.loss_batches import batch_from_gaps, close, make_loss, run
 
 # Clip lines 0.9 and 1.1. Geometric means: r = e^.05 = 1.0512711, e^.2 = 1.2214028, e^.2 = 1.2214028, e^-.2 = .8187308.
 LOG_PROX = [[0.0, 0.1], [0.2], [0.1, 0.3], [-0.2]]

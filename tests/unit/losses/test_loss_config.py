@@ -4,11 +4,11 @@ import sys
 from typing import get_args
 
 import pytest
-from loss_batches import NAMES, random_batch
 from pydantic import TypeAdapter, ValidationError
 
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.losses.config import LossConfig, TBPOConfig
+from support.loss_batches import NAMES, random_batch
 
 ADAPTER = TypeAdapter(LossConfig)
 MODELS = get_args(get_args(LossConfig)[0])

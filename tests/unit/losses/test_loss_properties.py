@@ -7,9 +7,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_batches import CLIPPED, NAMES, SEQUENCE_LEVEL, batch_from_gaps, close, make_loss, random_batch, rows, run
 
 from qarl_nemo.losses.ratios import kl_k3
+from support.loss_batches import (
+    CLIPPED,
+    NAMES,
+    SEQUENCE_LEVEL,
+    batch_from_gaps,
+    close,
+    make_loss,
+    random_batch,
+    rows,
+    run,
+)
 
 SEEDS = st.integers(0, 2**20)
 SCALES = st.sampled_from([1e-4, 1e-3, 0.3])

@@ -5,8 +5,10 @@ import pickle
 
 import pytest
 import torch
-from loss_batches import NAMES, SEQUENCE_LEVEL
-from nemo_batches import (
+
+from qarl_nemo.nemo_rl.loss import PREFIX, RESPONSE_KEY
+from support.loss_batches import NAMES, SEQUENCE_LEVEL
+from support.nemo_batches import (
     EXTREMES,
     INDEXED,
     LENGTHS,
@@ -19,8 +21,6 @@ from nemo_batches import (
     make_batch,
     make_loss,
 )
-
-from qarl_nemo.nemo_rl.loss import PREFIX, RESPONSE_KEY
 
 WITH_KL = Replaced(reference_policy_kl_penalty=0.1)
 every_objective = pytest.mark.parametrize("name", NAMES)

@@ -1,11 +1,12 @@
 """Our objectives in NeMo-RL's own wrappers: the gradient and the metrics of its loss where both describe one loss."""
 
-import nemo_rl_here  # noqa: F401
 import pytest
 import torch
-from loss_batches import NAMES
-from nemo_batches import BANDS, LENGTHS, NORMALIZATIONS, VOCABULARY, Replaced, additive, counts, make_loss
-from nemo_batches import make_batch as make_plain_batch
+
+from support.loss_batches import NAMES
+from support.nemo_batches import BANDS, LENGTHS, NORMALIZATIONS, VOCABULARY, Replaced, additive, counts, make_loss
+from support.nemo_batches import make_batch as make_plain_batch
+from support.nemo_rl import installed  # noqa: F401
 
 # isort: split
 from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, prepare_loss_input

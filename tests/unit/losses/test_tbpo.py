@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from loss_batches import batch_from_gaps, close, make_loss, random_batch, rows, run
+
+from support.loss_batches import batch_from_gaps, close, make_loss, random_batch, rows, run
 
 WIDE = {"positive_clip_high": 0.1, "negative_clip_low": 0.1, "negative_clip_high": 0.2, "mismatch_cap": 2.0}
 LOG_PROX = [[0.02, 0.04], [0.1, 0.3], [0.1, 0.15, 0.2], [0.5], [-0.5, -0.1]]

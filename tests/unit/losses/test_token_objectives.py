@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from loss_batches import batch_from_gaps, close, make_loss, run
+
+from support.loss_batches import batch_from_gaps, close, make_loss, run
 
 # One response with A = 2 and one with A = -1, so that each token is one case. log r and log w per token:
 # C = 2: weights min(w, 2) are 1, 2 (w = 4) and 0.25 (truncation has no floor) in both responses.

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from loss_batches import NAMES, batch_from_gaps, close, make_loss, random_batch, rows, run
+
+from support.loss_batches import NAMES, batch_from_gaps, close, make_loss, random_batch, rows, run
 
 every_objective = pytest.mark.parametrize("name", NAMES)
 

@@ -7,7 +7,8 @@ import importlib.util
 
 import pytest
 import torch
-from megatron_results import run_program
+
+from support.megatron.results import run_ranks_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +27,7 @@ SAME_FORWARD, OTHER_SUMS = 0.04, 0.2
 
 # One test: of several, each worker that gets one would start its own ranks.
 def test_a_megatron_learner_rounds_where_the_engine_does(tmp_path):
-    ranks = run_program("run_engine_rounding.py", tmp_path)
+    ranks = run_ranks_of("run_engine_rounding", tmp_path)
     for rank in ranks:
         for name, case in rank["layouts"].items():
             check_operators(name, case["differing"])

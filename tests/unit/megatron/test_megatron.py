@@ -7,7 +7,8 @@ import importlib.util
 
 import pytest
 import torch
-from megatron_results import figures, keep_figures, run_program, training_error, wrong_tensors
+
+from support.megatron.results import figures, keep_figures, run_ranks_of, training_error, wrong_tensors
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,7 +24,7 @@ SUMS_DIFFER = 2e-5  # relative, in FP32: other orders of the same sums
 
 # One test: of several, each worker that gets one would start its own ranks.
 def test_megatron_learner(tmp_path):
-    ranks = run_program("run_megatron.py", tmp_path)
+    ranks = run_ranks_of("run_layouts", tmp_path)
     layouts = {name: compared(name, [rank["layouts"][name] for rank in ranks]) for name in ranks[0]["layouts"]}
     assert len(layouts) == 21
     suffix = "_fp32_h200" if torch.cuda.is_available() else ""

@@ -2,15 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from qarl_nemo.metrics.results import append_results
+from support.programs import run_program
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,24 +17,15 @@ pytestmark = [
     ),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the benches themselves run on GPUs"),
 ]
-ROOT = Path(__file__).parents[3]
+BENCHES = Path(__file__).parents[3] / "tools" / "bench"
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benches")
-    paths = [ROOT / "tools" / "bench", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(Path(__file__).parent / "run_megatron_benches.py"), str(folder)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHES)
+        run_program("megatron.run_benches", folder, ranks=2)
     return json.loads((folder / "results.json").read_text())
 
 

@@ -7,7 +7,8 @@ import importlib.util
 
 import pytest
 import torch
-from megatron_results import SAME_FORWARD, bf16_bound, run_program, training_error, wrong_tensors
+
+from support.megatron.results import SAME_FORWARD, bf16_bound, run_ranks_of, training_error, wrong_tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +20,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("group", ["formats", "settings", "packed", "qwen3"])
 def test_every_layout_trains_and_publishes_the_same(group, tmp_path):
-    ranks = run_program("run_megatron_bf16.py", tmp_path, group)
+    ranks = run_ranks_of("run_bf16", tmp_path, group)
     # By layout and format, what each rank found.
     found = {
         (name, key): [rank["layouts"][name][key] for rank in ranks]

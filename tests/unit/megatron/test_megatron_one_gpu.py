@@ -5,9 +5,9 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
-from asserts import assert_bitwise_equal
 
 from qarl_kernels import get_format
+from support.asserts import assert_bitwise_equal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +34,8 @@ WRAPPERS = {
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory):
     """Megatron's groups of one rank, and the modules that import Megatron."""
-    import megatron_models
-    import megatron_training
+    from support.megatron import models as megatron_models
+    from support.megatron import training as megatron_training
 
     store = tmp_path_factory.mktemp("ranks") / "store"
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
@@ -45,9 +45,8 @@ def megatron(tmp_path_factory):
 
 
 def small_model(name, **options):
-    from megatron_models import Layout, Shape, megatron_model
-
     from qarl_nemo.megatron.alignment import Alignment
+    from support.megatron.models import Layout, Shape, megatron_model
 
     backend = options.pop("backend", "kernels")
     shape = Shape(hidden=256, inner=256, sequence=64, scale=1.0)
@@ -64,7 +63,8 @@ def grads_of(model, losses):
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_sequences_are_the_sequences(megatron, name):
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron_compare import relative_error
+
+    from support.megatron.compare import relative_error
 
     model, _, shape = small_model(name)
     batch = megatron.tokens(shape)
@@ -88,10 +88,9 @@ def test_packed_sequences_are_the_sequences(megatron, name):
 
 
 def test_norms_and_rotation_round_where_the_engine_does(megatron):
-    import run_engine_rounding as rounding
-    from megatron_models import Layout
-
     from qarl_nemo.megatron.alignment import Alignment
+    from support.megatron import run_engine_rounding as rounding
+    from support.megatron.models import Layout
 
     model = rounding.megatron(Layout(), Alignment(rounding.FORMAT, rounding.TARGETS, engine_rounding=True))
     record = rounding.recorded(model)
@@ -109,10 +108,10 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
-    from megatron_whole import requantized
 
     from qarl_nemo.megatron.alignment import bump_on_step
     from qarl_nemo.megatron.publish import publish_shards
+    from support.megatron.whole import requantized
 
     settings, options, fused = WRAPPERS[wrapper]
     if "muon" in wrapper and importlib.util.find_spec("emerging_optimizers") is None:
@@ -142,7 +141,7 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
 
 
 def test_transformer_engines_block_recipe_is_close_to_the_kernels(megatron):
-    from megatron_compare import relative_error
+    from support.megatron.compare import relative_error
 
     rows = torch.randn(256, 1, 256, generator=torch.Generator().manual_seed(4)).to("cuda", torch.bfloat16)
     found = {}

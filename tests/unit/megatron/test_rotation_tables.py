@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
+
+from support.asserts import assert_bitwise_equal
 
 pytest.importorskip("megatron", reason="needs megatron-core: pip install megatron-core==0.16.1")
 

@@ -1,39 +1,20 @@
 """A gradient that is not finite on one rank is a step less on all of them, named, and too many end the run."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron", reason="needs megatron-core")
 
 from qarl_nemo.losses.nonfinite import NonFinite, cause_of
-
-PROGRAM = Path(__file__).with_name("run_step_guard.py")
-TESTS = Path(__file__).parents[2]
+from support.programs import run_program
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("guard")
-    done = subprocess.run(
-        [sys.executable, PROGRAM, folder],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, [json.loads((folder / f"facts{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def environment() -> dict[str, str]:
-    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    printed = run_program("megatron.run_step_guard", folder)
+    return printed, [json.loads((folder / f"facts{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def test_megatron_alone_ends_the_run_where_the_guard_skips_the_step(ran):

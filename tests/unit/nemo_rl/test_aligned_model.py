@@ -1,13 +1,11 @@
 """What NeMo-RL's worker builds is aligned or refused, and runs as another format for its reference model."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+
+from support.programs import run_program
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
@@ -16,18 +14,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
-    folder, here = tmp_path_factory.mktemp("aligned"), Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1]), *filter(None, sys.path)])
+    folder = tmp_path_factory.mktemp("aligned")
     # A process of its own: Megatron keeps global state.
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(here / "run_aligned_model.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program("nemo_rl.run_aligned_model", folder)
     return torch.load(folder / "rank0.pt", weights_only=True)
 
 

@@ -1,24 +1,21 @@
 """Every case that GPUs run on NeMo-RL is legal: NeMo-RL reads it, and it holds together with its `qarl:` block."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import nemo_rl_here
 import pytest
 from omegaconf import OmegaConf
 
-INTEGRATION = Path(__file__).parents[2] / "integration"
-sys.path.insert(0, str(INTEGRATION))
+from support.nemo_rl import installed
 
 # isort: split
-from nemo_rl.algorithms.grpo import MasterConfig  # noqa: E402
-from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers  # noqa: E402
-from nemo_rl_cases import CASES, RECIPE, overrides  # noqa: E402
+from nemo_rl.algorithms.grpo import MasterConfig
+from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
 
-from qarl_nemo.config import ConfigError  # noqa: E402
-from qarl_nemo.nemo_rl.config import apply_qarl  # noqa: E402
+from qarl_nemo.config import ConfigError
+from qarl_nemo.nemo_rl.config import apply_qarl
+from support.nemo_rl.cases import CASES, RECIPE, overrides
 
 # As tools/make/arithmetic_model.py makes them.
 SHAPES = {
@@ -45,7 +42,7 @@ def read(name: str, index: int, folder: Path, *more: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch):
-    monkeypatch.setenv("NEMO_RL_ROOT", str(Path(nemo_rl_here.nemo_rl.__file__).parents[1]))
+    monkeypatch.setenv("NEMO_RL_ROOT", str(Path(installed.nemo_rl.__file__).parents[1]))
 
 
 @pytest.mark.parametrize(("name", "index"), STARTS)

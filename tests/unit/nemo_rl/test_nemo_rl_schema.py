@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 
-import nemo_rl_here  # noqa: F401
 import pytest
 import torch
 from omegaconf import OmegaConf
 from test_nemo_rl_recipes import RECIPES, model_folder
+
+from support.nemo_rl import installed  # noqa: F401
 
 # isort: split
 import nemo_rl

@@ -2,11 +2,11 @@
 
 from types import SimpleNamespace
 
-import nemo_rl_here  # noqa: F401 skips where NeMo-RL is not
 import pytest
 import torch
 
 from qarl_nemo.nemo_rl import plugin
+from support.nemo_rl import installed  # noqa: F401 skips where NeMo-RL is not
 
 registry = pytest.importorskip("nemo_rl.distributed.ray_actor_environment_registry")
 utils = pytest.importorskip("nemo_rl.models.generation.vllm.utils")

@@ -14,7 +14,6 @@ import torch
 ray = pytest.importorskip("ray", reason="needs Ray")
 
 import torch.distributed as dist  # noqa: E402
-from asserts import assert_bitwise_equal  # noqa: E402
 from receiving_rank import ReceivingRank  # noqa: E402
 
 from qarl_kernels import get_format  # noqa: E402
@@ -24,6 +23,7 @@ from qarl_nemo.refit.manifest import Manifest  # noqa: E402
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate  # noqa: E402
 from qarl_nemo.refit.push import push, serving_version  # noqa: E402
 from qarl_nemo.refit.send import CollectiveSender  # noqa: E402
+from support.asserts import assert_bitwise_equal  # noqa: E402
 
 CPU = torch.device("cpu")
 NAMES = {"model.layers.0.mlp.experts.down_proj.weight_packed": torch.int32, "model.norm.weight": torch.bfloat16}

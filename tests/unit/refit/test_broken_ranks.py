@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch
-from listening import listeners
 from rank_processes import RankProcesses
 
 from qarl_nemo.refit.answers import ask
@@ -14,6 +13,7 @@ from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.refit.push import push, serving_version
 from qarl_nemo.refit.send import CollectiveSender, FileSender
+from support.listening import listeners
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 3.0

@@ -1,7 +1,5 @@
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from format_cases import FORMATS, uneven_weight
 from torch import nn
 
 from qarl_kernels import GemmOperand, QuantizedWeight, get_format, quantize_weight, stored_layout
@@ -10,6 +8,8 @@ from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.weight import WeightVersion
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import publish
+from support.asserts import assert_bitwise_equal
+from support.formats import FORMATS, uneven_weight
 
 LINEAR, EXPERTS = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"
 

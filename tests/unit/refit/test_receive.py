@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +13,7 @@ from qarl_nemo.refit.receive import checkpoint_tensors, published_layout
 from qarl_nemo.train.config import ModelInit
 from qarl_nemo.train.model import tiny_config
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.asserts import assert_bitwise_equal
 
 CASES = {
     "w4a16 g64": ("w4a16", 64, ["experts"]),

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from receiving_rank import PlainSession
 
 from qarl_nemo.refit.manifest import Manifest, version_problems
 from qarl_nemo.refit.publish import RefitUpdate
+from support.asserts import assert_bitwise_equal
 
 NAMES = ("model.layers.0.mlp.experts.down_proj.weight_packed", "model.norm.weight", "lm_head.weight")
 STRANGER = "model.stranger"

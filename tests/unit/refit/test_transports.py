@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 
 from qarl_kernels import get_format
 from qarl_nemo.refit.arrive import Arrivals
@@ -18,6 +17,7 @@ from qarl_nemo.refit.ipc import export_tensor, import_bytes
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender
+from support.asserts import assert_bitwise_equal
 
 CPU = torch.device("cpu")
 PACKED = "model.layers.0.mlp.experts.down_proj.weight_packed"

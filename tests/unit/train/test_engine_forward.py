@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
 
 from qarl_nemo.layers import engine_rounding
 from qarl_nemo.layers.engine_rounding import normalize, rotate
 from qarl_nemo.train.engine_forward import EngineNorm, follow_engine
+from support.asserts import assert_bitwise_equal
 
 SIZES = {
     "vocab_size": 32,

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from engine_parts import PROMPTS, W4A16_G32, make_engine, sample, tiny_model, weights_of
 
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
 from qarl_nemo.train.rollouts import Rollouts
+from support.asserts import assert_bitwise_equal
+from support.engines import PROMPTS, W4A16_G32, make_engine, sample, tiny_model, weights_of
 
 NUM = 16
 ALL = [torch.arange(NUM)]

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from engine_parts import tiny_model
 from torch import nn
 
 from qarl_nemo.train.config import AdamWConfig, MuonConfig
 from qarl_nemo.train.optimizer import MasterOptimizer
+from support.asserts import assert_bitwise_equal
+from support.engines import tiny_model
 
 MATRIX = "model.layers.0.self_attn.q_proj.weight"
 STACK = "model.layers.0.mlp.experts.gate_up_proj"

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, Qwen3MoeForCausalLM
 
@@ -12,6 +11,7 @@ from qarl_nemo.config import validate
 from qarl_nemo.files import FileError
 from qarl_nemo.train.config import PolicyConfig
 from qarl_nemo.train.model import load_checkpoint, load_model, stop_token_ids
+from support.asserts import assert_bitwise_equal
 
 CPU = torch.device("cpu")
 

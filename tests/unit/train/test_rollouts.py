@@ -4,12 +4,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 
 from qarl_nemo.layers.router import NO_ROUTE
 from qarl_nemo.train.rollouts import Rollouts, columns_from_first_token, encode_prompts, pad_left, positions
 from qarl_nemo.train.tasks import Task
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.asserts import assert_bitwise_equal
 
 CPU = torch.device("cpu")
 

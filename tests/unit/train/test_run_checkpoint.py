@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from engine_parts import PROMPTS, TOKENIZER, make_engine, sample, tiny_model, weights_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +20,8 @@ from qarl_nemo.train.checkpoint import (
 from qarl_nemo.train.config import AdamWConfig, MuonConfig
 from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.optimizer import MasterOptimizer
+from support.asserts import assert_bitwise_equal
+from support.engines import PROMPTS, TOKENIZER, make_engine, sample, tiny_model, weights_of
 
 STATE = {"elapsed_s": 1.5, "weight_version": 3}
 

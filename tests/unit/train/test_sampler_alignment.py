@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from asserts import FP32_NATS
-from engine_parts import BF16, PROMPTS, W4A16_G32, gaps, make_engine, sample, tiny_model
-from format_cases import FORMATS
 
 from qarl_kernels import get_format
 from qarl_nemo.layers.router import NO_ROUTE
 from qarl_nemo.train.rollouts import columns_from_first_token
+from support.asserts import FP32_NATS
+from support.engines import BF16, PROMPTS, W4A16_G32, gaps, make_engine, sample, tiny_model
+from support.formats import FORMATS
 
 SAMPLING = {"top_p": 0.8, "tokens": 8, "prompts": PROMPTS * 4}
 # The mean gap of an aligned pair in which activations of one prompt in four round to the other side: 0.009 was seen.

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from engine_parts import BF16, EOS, PAD, PROMPTS, W4A16_G32, make_engine, make_sampler, responses, sample
-from format_cases import FORMATS
 from torch import nn
 
 from qarl_nemo.layers.router import NO_ROUTE
 from qarl_nemo.train.sampling import SamplingParams
+from support.asserts import assert_bitwise_equal
+from support.engines import BF16, EOS, PAD, PROMPTS, W4A16_G32, make_engine, make_sampler, responses, sample
+from support.formats import FORMATS
 
 
 @torch.no_grad()

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from asserts import assert_bitwise_equal
-from engine_parts import W4A16_G32, gaps, make_engine, make_sampler, sample, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -13,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from qarl_kernels import get_format
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
+from support.asserts import assert_bitwise_equal
+from support.engines import W4A16_G32, gaps, make_engine, make_sampler, sample, tiny_model
 
 EXPERTS = "model.layers.0.mlp.experts"
 PACKED = f"{EXPERTS}.gate_up_proj.weight_packed"

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from asserts import assert_bitwise_equal
 
 from qarl_nemo.layers.router import NO_ROUTE
 from qarl_nemo.train.vllm.answers import make_rollouts, stack_routes
 from qarl_nemo.train.vllm.options import capture_sizes
+from support.asserts import assert_bitwise_equal
 
 PROMPTS = [[5], [6, 7, 8]]
 TOKENS = [[9, 10, 2], [11]]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from engine_parts import TOKENIZER, tiny_model, weights_of
 
 from qarl_nemo.train.config import JsonlData, WarmStart
 from qarl_nemo.train.rollouts import encode_prompts
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.warm_start import greedy_answers, warm_start
+from support.engines import TOKENIZER, tiny_model, weights_of
 
 # answers and prompts of different lengths, so that padding matters
 PROBLEMS = [("1+1=", "2"), ("12*12=", "144"), ("7=", "7"), ("90+10=", "100")]

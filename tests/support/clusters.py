@@ -1,0 +1,33 @@
+"""Cluster configs for tests, and what stands in for hosts on one machine."""
+
+from pathlib import Path
+from typing import Any
+
+from qarl_nemo.cluster.config import ClusterConfig
+from qarl_nemo.config import load_config, validate
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "docker" / "clusters").glob("*.yaml"))
+
+
+def example(name: str, *overrides: str) -> ClusterConfig:
+    return load_config(ROOT / "docker" / "clusters" / f"{name}.yaml", overrides, ClusterConfig)
+
+
+def one_machine(folder: Path, **changes: Any) -> ClusterConfig:
+    """Two hosts that are loopback addresses, reached by bash."""
+    values = {
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "workdir": str(folder),
+        "checkpoint_dir": str(folder / "checkpoints"),
+        "log_dir": str(folder / "logs"),
+        "command": "true",
+        "launcher": {
+            "type": "hosts",
+            "hosts": ["one", "two"],
+            "addresses": {"one": "127.0.0.2", "two": "127.0.0.3"},
+            "connect": ["env", "HOST={host}", "bash", "-c"],
+        },
+    }
+    return validate({**values, **changes}, ClusterConfig, source="test")

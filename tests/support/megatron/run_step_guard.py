@@ -1,0 +1,85 @@
+"""Two data parallel ranks step a small model behind the guard, one with gradients that are no numbers: `... FOLDER`.
+
+A program of its own: it replaces what Megatron takes for granted of a GPU. Each rank writes facts<rank>.json.
+"""
+
+import json
+import math
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def rank_facts(rank: int, folder: str) -> None:
+    """Run one rank as on a GPU."""
+    from support.megatron import on_cpu
+
+    with on_cpu.CudaMeansCpu():
+        write_facts(rank, folder)
+
+
+def write_facts(rank: int, folder: str) -> None:
+    """Step with good and with broken gradients, and write what happened."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from qarl_nemo.losses.nonfinite import NonFinite
+    from qarl_nemo.megatron.step_guard import StepGuard
+
+    store = f"file://{folder}/store"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    checked = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    model = DistributedDataParallel(config, checked, torch.nn.Linear(8, 8))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=1.0), [model])
+
+    def step(factor: float) -> tuple[bool, float]:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        (model(torch.ones(2, 8)) * factor).sum().backward()
+        finalize_model_grads([model])
+        stepped, norm, _ = optimizer.step()
+        return stepped, norm
+
+    def weight() -> list[float]:
+        return model.module.weight.detach().flatten().tolist()
+
+    try:
+        # On both: a rank that Megatron ends leaves the others waiting.
+        step(math.nan)
+        without = ""
+    except RuntimeError as error:
+        without = type(error).__name__
+    dist.barrier()
+    guard = StepGuard([model], optimizer, limit=3)
+    facts = {"without": without, "start": weight(), "steps": [], "weights": [], "in_a_row": []}
+    for factor in (1.0, math.nan, 1.0, math.nan, math.inf):
+        broken = not math.isfinite(factor)
+        # Only the second rank holds the response that is at fault.
+        guard.nonfinite = [NonFinite(17, 5, "prev_logprobs", factor)] if broken and rank else []
+        facts["steps"].append(step(factor if rank else 1.0)[0])
+        facts["weights"].append(weight())
+        facts["in_a_row"].append(guard.skipped_in_a_row)
+    guard.nonfinite = []
+    try:
+        step(math.nan if rank else 1.0)
+        facts["error"] = ""
+    except RuntimeError as error:
+        facts["error"] = str(error)
+    facts["num_skipped"] = guard.num_skipped
+    Path(folder, f"facts{rank}.json").write_text(json.dumps(facts))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(rank_facts, args=(sys.argv[1],), nprocs=2)

@@ -1,0 +1,77 @@
+"""Runs with the real vLLM engine, small, and made so that mistakes show."""
+
+from dataclasses import replace
+
+import torch
+
+from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.rollouts import Rollouts, positions
+from qarl_nemo.train.sampling import SamplingParams
+from qarl_nemo.train.trainer import Trainer
+from support.asserts import assert_bitwise_equal
+from support.runs import make_config
+
+# 1 to 4 tokens: left padding of every width
+PROMPTS = [[4 + (3 * row + 5 * column) % 12 for column in range(1 + row % 4)] for row in range(128)]
+NORM = "model.norm.weight"
+PACKED = "model.layers.0.mlp.experts.gate_up_proj.weight_packed"
+SCALE = "model.layers.1.mlp.experts.down_proj.weight_scale"
+
+
+def prepared(run_dir, **blocks) -> Trainer:
+    """A random model whose experts matter, whose routers are decided and whose logits differ."""
+    policy = blocks["policy"] | {"warm_start": {"steps": 0}}
+    trainer = Trainer(make_config(run_dir, **blocks | {"policy": policy}))
+    multiply(trainer, {"mlp.experts": 4.0, "mlp.gate.weight": 8.0, "lm_head": 4.0})
+    return trainer
+
+
+def multiply(trainer, factors) -> None:
+    """Change the parameters whose names hold a key, by powers of two, as an optimizer step would."""
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            for part, factor in factors.items():
+                if part in name:
+                    parameter.mul_(factor)
+    trainer.learner.policy.report.version.bump()
+
+
+def refit(trainer) -> None:
+    """Let the engine serve the learner's weights."""
+    load(trainer, trainer.publish())
+
+
+def load(trainer, update) -> None:
+    """Let the engine serve these tensors as the learner's next version, also where it had them before."""
+    version = trainer.learner.policy.version
+    version.bump()
+    trainer.sampler.load(RefitUpdate(replace(update.manifest, version=version.value), update.tensors))
+
+
+def sample(trainer, *, temperature=1.0, seed=0) -> Rollouts:
+    generator = torch.Generator(trainer.device).manual_seed(seed)
+    return trainer.sampler.generate(PROMPTS, SamplingParams(6, temperature), generator)
+
+
+def gap(trainer, rollouts) -> float:
+    gaps = (trainer.learner.prev_logprobs(rollouts) - rollouts.generation_logprobs).abs()
+    return float(gaps[rollouts.response_mask].mean())
+
+
+@torch.no_grad()
+def own_routes(trainer, rollouts) -> torch.Tensor:
+    """[B, S, L, k] experts that the learner chooses itself, in ascending order."""
+    with trainer.learner.policy.report.routes.record() as chosen:
+        trainer.model.model(
+            input_ids=rollouts.input_ids,
+            attention_mask=rollouts.attention_mask,
+            position_ids=positions(rollouts.attention_mask),
+            use_cache=False,
+        )
+    return torch.stack(chosen, dim=1).view(*rollouts.input_ids.shape, len(chosen), -1).sort(-1).values
+
+
+def assert_same_responses(actual, expected) -> None:
+    assert actual.weight_version == expected.weight_version
+    assert_bitwise_equal(actual.input_ids, expected.input_ids)
+    assert_bitwise_equal(actual.generation_logprobs, expected.generation_logprobs)
