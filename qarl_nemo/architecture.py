@@ -1,4 +1,4 @@
-"""The models this package knows, and every parameter's name and shape from config.json alone; the one table of both.
+"""The models that this package knows, and every parameter's name and shape, from config.json alone.
 
 Names are Hugging Face's, with one tensor per expert, as checkpoints hold them. No weight is read and nothing is loaded.
 """
@@ -19,13 +19,13 @@ class Family:
     """What sets a `model_type` apart; all are pre-norm decoders with gated MLPs.
 
     Attributes:
-        class_name: its entry of config.json's `architectures`.
-        qk_norm: queries and keys are normalized by head.
-        qkv_bias: q, k and v always have biases.
-        optional_biases: `attention_bias` and `mlp_bias` are read; elsewhere they must not be set.
-        experts: layers have experts, except where the config says otherwise.
-        head_dim: where the config has no such key; 0 is hidden_size / num_attention_heads.
-        megatron: Megatron-core's learner and checkpoints are supported, too.
+        class_name: its entry in config.json's `architectures`.
+        qk_norm: whether queries and keys are normalized by head.
+        qkv_bias: whether q, k and v always have biases.
+        optional_biases: whether `attention_bias` and `mlp_bias` are read; other families must not set them.
+        experts: whether layers have experts, except where the config says otherwise.
+        head_dim: used if the config has no such key; 0 is hidden_size / num_attention_heads.
+        megatron: whether Megatron-core's learner and checkpoints are supported, too.
     """
 
     class_name: str
@@ -46,7 +46,7 @@ FAMILIES = {
 }
 MEGATRON_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.megatron)
 
-# Key -> the largest size that is believed; far above any model, far below what would fill a machine with names.
+# Key -> the largest size that is accepted: far above any model, far below what would fill the memory with names.
 _LIMITS = {
     "hidden_size": 2**17,
     "intermediate_size": 2**20,
@@ -71,17 +71,17 @@ class Architecture:
         model_type: its family.
         hidden_size: width of the hidden states.
         intermediate_size: width of a dense MLP.
-        num_hidden_layers: layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads.
-        vocab_size: tokens.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads.
+        vocab_size: number of tokens.
         head_dim: width of a head.
         moe_intermediate_size: width of an expert.
-        num_experts: experts of a layer.
-        num_experts_per_tok: experts that a token is sent to.
-        sparse_layers: numbers of the layers with experts.
+        num_experts: number of experts in a layer.
+        num_experts_per_tok: number of experts that a token is sent to.
+        sparse_layers: indices of the layers with experts.
         biases: projections that have a bias.
-        tie_word_embeddings: lm_head is the embedding.
+        tie_word_embeddings: whether lm_head is the embedding.
     """
 
     model_type: str
@@ -112,7 +112,7 @@ class Architecture:
             The sizes.
 
         Raises:
-            FileError: another model, or sizes that no model has; every problem is listed.
+            FileError: an unsupported model, or sizes that no model has; every problem is listed.
         """
         problems = _family_problems(config, supported)
         if not problems:

@@ -16,7 +16,7 @@ OUR_FAULT = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-# What inputs, machines and installations cause; any other type means that a check of ours is missing.
+# Inputs, machines and installations cause these; any other type means that a check of ours is missing.
 _EXPECTED = (ValueError, RuntimeError, ImportError, OSError, MemoryError)
 _PACKAGES = ("qarl_nemo", "qarl_kernels")
 
@@ -24,11 +24,11 @@ _PACKAGES = ("qarl_nemo", "qarl_kernels")
 def run_reported(call: Callable[[], int | None], program: str) -> int:
     """Run a command; an exception becomes one message on standard error.
 
-    An exception that has an `exit_code` of its own ends with that one.
+    An exception may carry its own `exit_code`.
 
     Args:
         call: the command; it returns its exit code, None for 0.
-        program: what the message begins with.
+        program: the message's first word.
 
     Returns:
         The exit code: `USER_ERROR` for what a user can mend, `OUR_FAULT` for a fault of this package, `INTERRUPTED`
@@ -48,7 +48,7 @@ def run_reported(call: Callable[[], int | None], program: str) -> int:
 
 
 def _describe(error: BaseException) -> str:
-    """Return the message alone of an exception that this package raised on purpose; others with type and place."""
+    """Return the message of an exception that this package raised on purpose; for others add type and place."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, OSError) and error.errno and error.filename is not None:
@@ -72,7 +72,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _raised_on_purpose(error: BaseException) -> bool:
-    """Tell a `raise` of this package from what a library, or a function written in C, raised below it."""
+    """Tell whether a `raise` statement of this package raised it, and not a library or C function that it called."""
     if type(error).__module__.partition(".")[0] in _PACKAGES:
         return True
     trace = error.__traceback__
@@ -94,12 +94,12 @@ def _innermost_place(trace: TracebackType | None) -> str:
 
 def _is_ours(trace: TracebackType) -> bool:
     module = trace.tb_frame.f_globals.get("__name__", "")
-    # The frame that caught it says nothing.
+    # This module's frame only caught it.
     return module != __name__ and module.partition(".")[0] in _PACKAGES
 
 
 def _output_is_closed() -> bool:
-    """Tell whether nobody reads standard output any more; if so, let nothing complain about it at exit."""
+    """Tell whether nobody reads standard output any more; if so, silence Python's complaint about it at exit."""
     with contextlib.suppress(OSError, ValueError):
         output = sys.stdout.fileno()
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""Files a user names: read with errors that name them, written whole, locked against a second process."""
+"""Files that a user names: read with errors that say which, written atomically, locked against a second process."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-# A config, an index or a tokenizer is megabytes; more is another file under this name.
+# A config, an index or a tokenizer takes megabytes; a larger file is something else under this name.
 MAX_TEXT_BYTES = 1 << 30
 
 
@@ -184,7 +184,7 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def os_reason(error: OSError) -> str:
-    """Return why the system refused, in lower case; a full disk is said as such.
+    """Return why the system refused, in lower case; names a full disk as such.
 
     Args:
         error: what it raised.
@@ -236,7 +236,7 @@ def exclusive(lock: Path, what: str) -> Iterator[None]:
             holder = file.read(200).strip() or "another process"
             file.close()
             raise FileError(f"{what} is in use by {holder}; wait for it or stop it") from None
-        # A holder that ended between our open and our lock removed the name; a lock without a name guards nothing.
+        # The holder may have ended and removed the file between our open and our lock; a lock on it guards nothing.
         if _same_file(lock, file.fileno()):
             break
         file.close()

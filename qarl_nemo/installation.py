@@ -1,4 +1,4 @@
-"""Where this package lies, in a checkout or installed from a wheel: its example configs, and how to install more."""
+"""Where this package is installed, from a checkout or a wheel: its example configs and the commands to install more."""
 
 import difflib
 from pathlib import Path
@@ -9,7 +9,7 @@ _LOCAL = "local_"
 
 
 def pip_command(extra: str = "") -> str:
-    """Return what installs this package with an optional part.
+    """Return the command that installs this package with an optional part.
 
     Args:
         extra: the part's name in pyproject.toml.
@@ -22,7 +22,7 @@ def pip_command(extra: str = "") -> str:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return the example configs by name; those for `qarl train` go without their `local_`.
+    """Return the example configs by name; those for `qarl train` without their `local_` prefix.
 
     Returns:
         For example `demo` and `qarl-paper`.
@@ -41,7 +41,7 @@ def find_config(given: Path) -> Path:
         The file, which exists.
 
     Raises:
-        ValueError: it is neither; with the nearest name.
+        ValueError: it is neither; names the nearest config.
     """
     if given.exists():
         return given

@@ -24,14 +24,14 @@ GROUP_SIZES = {"w4a16": (128, 64, 32), "w4a8": (128,)}
 MAX_TOKENS = 2**24
 _LOOKED_AT = 1025
 Recompute = Literal["none", "full"]
-# Bytes a parameter besides its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
-# and BF16 moments; master and momentum; nothing, all of it in the host's memory.
+# Bytes per parameter beside its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
+# and two BF16 moments; master and momentum; nothing, because the state is in the host's memory.
 OPTIMIZERS = {"adam": 12.0, "adam_bf16": 6.0, "muon": 8.0, "offloaded": 0.0}
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What memory depends on of a Qwen3, Qwen3-MoE or Qwen2 model; dense without experts."""
+    """The sizes of a Qwen3, Qwen3-MoE or Qwen2 model that memory depends on; a model without experts is dense."""
 
     num_layers: int
     hidden: int
@@ -55,7 +55,7 @@ class ModelSize:
             The model's sizes.
 
         Raises:
-            FileError: no readable config.json of a supported model, or one of layers that are not alike.
+            FileError: no readable config.json of a supported model, or its layers are not alike.
         """
         model = read_architecture(path, MEGATRON_FAMILIES)
         dense = model.num_hidden_layers - len(model.sparse_layers)
@@ -109,17 +109,17 @@ class Learner:
     """What a learner holds and computes.
 
     Attributes:
-        format: `w4a16`, ... executed; None for Megatron's own BF16.
+        format: the executed format, such as `w4a16`; None for Megatron's own BF16.
         group_size: elements per scale of integer formats.
-        attention: quantized, too.
-        keep_operand: keep what GEMMs multiply.
+        attention: whether attention is quantized, too.
+        keep_operand: whether it keeps what GEMMs multiply.
         optimizer: one of `OPTIMIZERS`.
         gradient_bytes: bytes of one gradient element: 4 (FP32) or 2.
         tokens: tokens of a microbatch, before tensor- and context-parallel ranks share them.
-        recompute: `full` keeps a layer's input alone.
-        logits: count them; `tokens` x vocabulary in BF16, FP32 and FP32 gradient.
+        recompute: `full` keeps only a layer's input.
+        logits: whether to count them: `tokens` x vocabulary in BF16, FP32 and FP32 gradient.
         logprob_chunk: tokens whose logits are FP32 at a time (NeMo-RL's `logprob_chunk_size`); None: all at once.
-        busiest: rows of the busiest rank's experts over the mean.
+        busiest: rows that the busiest rank's experts get, over the mean.
     """
 
     format: str | None = "w4a16"
@@ -171,11 +171,11 @@ class Memory:
 
     @property
     def peak_bytes(self) -> float:
-        """The most in a step: logits are gone when a layer's backward needs room to work."""
+        """The most that is held in a step: logits are freed before a layer's backward needs its working memory."""
         return self.static_bytes + self.parts["activations"] + max(self.parts["working"], self.parts["logits"])
 
     def fits(self, gpu_bytes: float) -> bool:
-        """Return whether a GPU of this size holds it, with `OVERHEAD_BYTES` to spare."""
+        """Return whether it fits on a GPU of this size, with `OVERHEAD_BYTES` to spare."""
         return self.peak_bytes + OVERHEAD_BYTES <= gpu_bytes
 
 
@@ -248,12 +248,12 @@ def refit_bytes(
         learner: what it executes.
         engine_tp: GPUs that share one engine.
         layerwise: one layer of the update is held at a time; else all of it.
-        served: what the engine serves, where it is not what the learner executes.
-        optimizer_stays: it is not offloaded.
+        served: what the engine serves, if it is not what the learner executes.
+        optimizer_stays: whether the optimizer is not offloaded.
 
     Returns:
-        Bytes of the learner's weights, BF16 and packed, of its optimizer if that stays, the engine's weights, and the
-        update's; the engine's cache sleeps.
+        Bytes of the learner's BF16 and packed weights, of its optimizer if that stays, of the engine's weights and of
+        the update; the engine's KV cache is asleep.
     """
     whole = served_bytes(model, served or learner)
     held = rank_memory(model, ranks, learner).parts
@@ -263,17 +263,17 @@ def refit_bytes(
 
 
 def layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
-    """Return layouts to choose from: one to four tensor parallel ranks, experts over as many ranks as there can be.
+    """Return layouts to choose from: one to four tensor-parallel ranks, and experts over as many ranks as possible.
 
     Args:
         model: its sizes.
-        num_gpus: that share it.
+        num_gpus: GPUs that share it.
 
     Returns:
         Layouts without pipeline, context or expert tensor parallelism.
 
     Raises:
-        ValueError: there is none; the nearest numbers of GPUs that have one are named.
+        ValueError: there is none; names the nearest numbers of GPUs that have one.
     """
     Parallelism(num_gpus)  # refuses numbers that are none
     found = _layouts(model, num_gpus)
@@ -296,7 +296,7 @@ def require_layout(model: ModelSize, ranks: Parallelism) -> None:
         ranks: how GPUs share it.
 
     Raises:
-        ValueError: it does not; every size that is wrong is named with what it has to divide.
+        ValueError: it does not; names every wrong size and what it has to divide.
     """
     needed = [
         ("tp", ranks.tp, "attention heads", model.num_heads),
@@ -322,7 +322,7 @@ def require_targets(model: ModelSize, targets: Sequence[str]) -> None:
         targets: names out of `names.TARGETS`.
 
     Raises:
-        ValueError: it lacks some; those it has are named.
+        ValueError: it lacks some; names those it has.
     """
     legal = ("experts", "attention") if model.num_experts else ("mlp", "attention")
     wrong = [target for target in targets if target not in legal]
@@ -373,11 +373,11 @@ def _logits_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> flo
 
 
 def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers: int) -> tuple[float, float]:
-    # Sequence parallel ranks share what lies between attention and MLP.
+    # Sequence-parallel ranks share the activations between attention and MLP.
     tokens = learner.tokens / ranks.cp / ranks.tp
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    # The layer's input, normed; q, k, v, before and after norm and rotation; attention's output; the second norm's
-    # input and output.
+    # What is saved: the layer's input and its norm; q, k and v before and after norm and rotation; attention's output;
+    # the second norm's input and output.
     attention = BF16 * (4 * model.hidden + 2 * (queries + keys) + keys + queries)
     layer = tokens * (attention + FP32 * 2 * model.num_experts)
     # Gradients of the layer's output, input and residuals.
@@ -385,12 +385,12 @@ def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers:
     if model.num_experts:
         rows = tokens * model.top_k * ranks.etp * learner.busiest
         inner = model.inner / ranks.etp
-        # Rows and fc1's output; Megatron's own keeps fc2's input, too.
+        # Rows and fc1's output; Megatron's own layer keeps fc2's input, too.
         layer += BF16 * rows * (model.hidden + (2 if learner.format else 3) * inner)
-        # Gradients of the output's rows, of SwiGLU's output and input, its weighted output, gradients of the rows.
+        # Gradients of the output rows and of SwiGLU's output and input, its weighted output, gradients of the rows.
         working += BF16 * rows * (2 * model.hidden + 4 * inner)
         if learner.format not in (None, "bf16") and (learner.format, learner.keep_operand) != ("w4a16", True):
-            # The backward multiplies by what ran, unpacked to BF16.
+            # The backward multiplies by the weight that ran, unpacked to BF16.
             working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)
     else:
         layer += BF16 * tokens * ranks.tp * 3 * model.inner / ranks.tp

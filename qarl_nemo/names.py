@@ -226,10 +226,10 @@ def summarize_names(names: Iterable[str], most: int | None = None) -> str:
 
     Args:
         names: dotted names.
-        most: names and grids that are written out; the others are counted. None writes all.
+        most: how many names and grids are written out; the others are counted. None writes all.
 
     Returns:
-        E.g. `model.layers.{0..47}.mlp.experts.{0..127}.up_proj.weight`; names that are no printable text are escaped.
+        E.g. `model.layers.{0..47}.mlp.experts.{0..127}.up_proj.weight`; unprintable names are escaped.
     """
     grids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for name in sorted(set(names), key=natural_key):
@@ -242,7 +242,7 @@ def summarize_names(names: Iterable[str], most: int | None = None) -> str:
 
 
 def _is_number(part: str) -> bool:
-    # Written as Python writes it: names from outside may hold 007, or more digits than a number may have.
+    # Only numbers as Python writes them: names from a file may hold 007, or more digits than `int` accepts.
     return part.isdecimal() and part.isascii() and len(part) < 10 and (part == "0" or part[0] != "0")
 
 

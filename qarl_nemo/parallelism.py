@@ -27,7 +27,7 @@ class Parallelism:
 
         Args:
             text: tp, pp, cp, ep and etp with their sizes; `dp` for none.
-            num_gpus: that share the model.
+            num_gpus: GPUs that share the model.
 
         Raises:
             ValueError: the text is not of this form, or the sizes do not divide the GPUs.
@@ -52,13 +52,13 @@ class Parallelism:
 
     @property
     def name(self) -> str:
-        """E.g. `tp2_ep8`; sizes of one are left out."""
+        """The layout's name, e.g. `tp2_ep8`; sizes of one are left out."""
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
         return "_".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
 
     @property
     def optimizer_shards(self) -> int:
-        """Ranks that share the optimizer state of what is not an expert."""
+        """Ranks that share the optimizer state of a parameter outside the experts."""
         return self.num_gpus // (self.tp * self.pp)
 
     @property

@@ -23,9 +23,9 @@ def median_ms(function: Callable[[], Any], *, warmup_ms: int = 25, repeat_ms: in
 
 
 def interleaved_ms(functions: Mapping[str, Callable[[], Any]], *, rounds: int = 21) -> dict[str, float]:
-    """Return the median device time of each call, the calls taking turns, so that a clock that drifts drifts for all.
+    """Return the median device time of each call; calls take turns, so that a drifting clock affects all alike.
 
-    Each call is captured as a CUDA graph: what is timed is the device's work, not how fast Python launches it.
+    Each call is captured as a CUDA graph, so that the device's work is timed and not how fast Python launches it.
 
     Args:
         functions: calls by name; each works on tensors larger than the L2 cache.

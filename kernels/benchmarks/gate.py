@@ -1,4 +1,4 @@
-"""The correctness gate: kernels against float64 on the widths that are timed; no benchmark reports while it is red.
+"""The correctness gate: kernels against float64 at the sizes that are timed; no benchmark reports while it is red.
 
     sqnr_db = 10 log10( sum expected^2 / sum (actual - expected)^2 )
 

@@ -139,13 +139,13 @@ def packed_operands(data: Inputs) -> Operands:
 
 
 def lean_scratch_fraction(data: Inputs) -> float:
-    """Return the memory that unpacking w4a16 needs beyond a BF16 forward's, over the larger of the layer's weights."""
+    """Return the memory that unpacking w4a16 needs beyond a BF16 forward, over the larger of the layer's weights."""
     operands = packed_operands(data)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out, _ = forward(data, get_format("w4a16"), operands)
-    # fc1's output and SwiGLU's are there in BF16, too.
+    # A BF16 forward holds fc1's and SwiGLU's outputs, too.
     rest = out.nbytes + 3 * INTERMEDIATE * len(data.x) * data.x.element_size()
     extra = torch.cuda.max_memory_allocated() - before - rest
     return max(extra, 0) / max(weight.nbytes for weight in data.weights)

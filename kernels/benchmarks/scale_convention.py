@@ -33,7 +33,7 @@ DOCS_RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 class Case(NamedTuple):
-    """What one measurement is of."""
+    """What is measured."""
 
     num_bits: int
     group_size: int

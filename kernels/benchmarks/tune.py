@@ -2,7 +2,7 @@
 
 python kernels/benchmarks/tune.py [--ops bf16 wgrad ...] [--experts 1 16 32 128] [--rows 16384 180224]
 
-Rows are balanced over the experts. Medians of device-event times; a tile whose result is off is left out.
+Rows are balanced over the experts. Times are medians of device events; a tile with a wrong result is left out.
 """
 
 import argparse

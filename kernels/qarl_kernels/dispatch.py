@@ -1,4 +1,4 @@
-"""Where one of two implementations is chosen: Triton operators for BF16 on a Hopper GPU, the torch reference elsewhere.
+"""Chooses between two implementations: Triton operators for BF16 on a Hopper GPU, the torch reference elsewhere.
 
 Everything above this package calls these functions; nothing else asks for a device. The reference also serves a GPU
 when activations are FP32 (experiments) or the GPU has no FP8 tensor cores and no bulk tensor copies (before Hopper).

@@ -14,10 +14,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, after_add: bool) -> Tenso
         x: [..., H] BF16 or FP32.
         weight: [H] of the same dtype.
         eps: added to the mean square.
-        after_add: the engine normalizes in the kernel that adds the residual; its squares are added in another order.
+        after_add: the engine normalizes in the kernel that adds the residual, which adds squares in another order.
 
     Returns:
-        [..., H] in x's dtype; on the kernels in the engine's order of additions, without a gradient.
+        [..., H] in x's dtype, without a gradient; the kernels add in the engine's order.
     """
     if _has_norm(x):
         from qarl_kernels.ops.norm import rms_norm_in_engine_order
@@ -68,7 +68,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
         x: [A, B, heads, D].
         cos: [A, B, D] in x's dtype; A and B may be 1.
         sin: likewise.
-        back: multiply by the transposed matrix [[cos, sin], [-sin, cos]], as the gradient is.
+        back: multiply by the transposed matrix [[cos, sin], [-sin, cos]], which gives the gradient.
 
     Returns:
         [A, B, heads, D] in x's dtype, without a gradient.

@@ -1,4 +1,4 @@
-"""The expert MLP in two halves, for experts that live on other ranks than the tokens; chosen as in `dispatch.py`."""
+"""The expert MLP in two halves, for experts on other ranks than the tokens; implementations as in `dispatch.py`."""
 
 from collections.abc import Sequence
 
@@ -89,9 +89,9 @@ def combine_rows(rows: Tensor, inverse: Tensor, topk_weight: Tensor, fmt: QuantF
     """Sum each token's rows in the order of its choices: the half of `expert_mlp` that runs where the tokens are.
 
     Args:
-        rows: [T * k, H] of `expert_rows`, sorted by expert.
-        inverse: [T * k] int64 of `RoutedRows`.
-        topk_weight: [T, k] FP32; unused where the rows are weighted already (`on_accumulator`).
+        rows: [T * k, H] from `expert_rows`, sorted by expert.
+        inverse: [T * k] int64 from `RoutedRows`.
+        topk_weight: [T, k] FP32; unused if the rows are weighted already (`on_accumulator`).
         fmt: the format.
 
     Returns:
@@ -111,7 +111,7 @@ def spread_rows(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
 
     Args:
         x: [T, H] BF16 or FP32.
-        inverse: [T * top_k] int64 of `RoutedRows`.
+        inverse: [T * top_k] int64 from `RoutedRows`.
         top_k: choices per token.
 
     Returns:

@@ -7,8 +7,8 @@ from torch import Tensor
 def divide(values: Tensor, divisor: float) -> Tensor:
     """Return values / divisor, correctly rounded.
 
-    torch on CUDA multiplies by the reciprocal of a Python number, which is off by one unit in the last place where the
-    engine's kernels divide; a divisor on the device is divided by.
+    Given a Python number, torch on CUDA multiplies by its reciprocal, which can be off by one unit in the last place
+    from the division in the engine's kernels. Given a tensor on the device, it divides.
 
     Args:
         values: any shape, float.

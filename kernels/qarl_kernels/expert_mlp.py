@@ -61,7 +61,7 @@ def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
     """
     gate, up = hidden.chunk(2, dim=-1)
     if fmt.weight_kind == "fp8_block":
-        # The engine's fused kernel multiplies by the sigmoid where its plain one divides: the last bits differ.
+        # The engine's fused kernel multiplies by the sigmoid, its plain one divides: the last bits differ.
         return gate.float() * (1.0 / (1.0 + torch.exp(-gate.float()))) * up.float()
     return torch.nn.functional.silu(gate) * up
 
@@ -96,7 +96,7 @@ def sum_in_order(terms: Tensor) -> Tensor:
 
 
 def _fused_sum(choices: Tensor, weight: Tensor) -> Tensor:
-    # The engine adds with fused multiply-adds; in float64 a product of two FP32 numbers is exact.
+    # The engine uses fused multiply-adds. In float64 a product of two FP32 numbers is exact, so only the sum rounds.
     total = weight[:, 0] * choices[:, 0].float()
     for choice in range(1, choices.shape[1]):
         total = (total.double() + weight[:, choice].double() * choices[:, choice].double()).float()

@@ -1,6 +1,6 @@
 """The two halves of the expert MLP under expert parallelism: rows where the experts are, sums where the tokens are.
 
-Every row and every sum is `expert_mlp_reference`'s: where an expert lives changes no bit.
+Every row and every sum has the bits of `expert_mlp_reference`, whichever rank an expert is on.
 """
 
 import torch
@@ -50,7 +50,7 @@ def expert_rows_backward_reference(
 
 
 def _multiplied(activation: Tensor, fmt: QuantFormat) -> Tensor:
-    # What fc2 multiplied: da . a_q is then the gradient of the router weight that ran.
+    # With fc2's actual input a_q, da . a_q is the gradient of the router weight that ran.
     if fmt.activation_kind == "none":
         return activation.float()
     if fmt.activation_kind == "fp8_token":

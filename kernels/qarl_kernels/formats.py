@@ -39,7 +39,7 @@ class QuantFormat:
         weight_kind: the stored representation.
         activation_kind: how the GEMM's input is quantized.
         num_bits: bits of one stored weight.
-        group_size: elements per scale along K (`int`), the block edge (`fp8_block`), 0 where rows or nothing is scaled.
+        group_size: elements per scale along K (`int`), the block edge (`fp8_block`), else 0.
         scale_convention: integer grids only: `narrow_range` is amax/(2^(b-1)-1) on the symmetric grid, `full_range`
             amax/((2^b-1)/2) on the whole two's-complement grid.
         router_weight: where the engine multiplies an expert's output by its router weight.

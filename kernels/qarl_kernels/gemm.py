@@ -22,7 +22,7 @@ from qarl_kernels.weights import QuantizedWeight
 
 @dataclass(frozen=True, slots=True)
 class GemmOperand:
-    """A quantized weight in the form the GEMM multiplies, as an engine's repacked kernel weight is.
+    """A quantized weight in the form that the GEMM multiplies, like the weights an engine repacks for its kernels.
 
     Attributes:
         format: the format.

@@ -1,8 +1,8 @@
 """Symmetric group-wise integer quantization for 2 to 8 bits: `w ~ code * scale`, one BF16 scale per group along K.
 
-The scale is rounded to BF16 before codes are computed, so codes are the nearest grid points of the grid that is
-stored. Packing is compressed-tensors' `pack-quantized`: 32 // num_bits codes per int32, lowest bits first, each
-stored with the offset 2^(num_bits-1).
+The scale is rounded to BF16 before codes are computed, so that codes are the nearest points of the grid that is stored.
+Packing is compressed-tensors' `pack-quantized`: 32 // num_bits codes per int32, lowest bits first, each stored with the
+offset 2^(num_bits-1).
 """
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from qarl_kernels.division import divide
 from qarl_kernels.formats import ScaleConvention
 
-# Smallest scale, that of an empty group: so small that w4a8's channel scale, the largest of a row's group scales, is
-# never set by an empty group, and normal, so that kernels may multiply by its reciprocal.
+# The scale of an all-zero group, and the smallest there is: so small that such a group never determines w4a8's channel
+# scale, the largest of a row's group scales; but a normal number, so that kernels may multiply by its reciprocal.
 EMPTY_GROUP_SCALE = torch.finfo(torch.bfloat16).tiny
-# From this magnitude on code * scale may be infinite in BF16, whose largest number is below twice as much.
+# From this magnitude on, code * scale may overflow BF16, whose largest number is just below 2^128.
 OVERFLOW = 2.0**127
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def rotate_pairs_reference(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """Rotate pairs (x_i, x_{i + D/2}); arguments and result as of `dispatch_norms.rotate_pairs`."""
+    """Rotate pairs (x_i, x_{i + D/2}); see `dispatch_norms.rotate_pairs`."""
     first, second = (half.float() for half in x.chunk(2, dim=-1))
     (cos_first, cos_second), (sin_first, sin_second) = (
         [half.float().unsqueeze(-2) for half in table.chunk(2, dim=-1)] for table in (cos, sin)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RoutedRows:
-    """The order in which T * k routed choices lie as rows, expert by expert.
+    """The order of T * k routed choices as rows sorted by expert.
 
     Attributes:
         order: [T * k] int64, position of each row in the flattened [T, k] choices.
@@ -31,12 +31,12 @@ def route_rows(topk_index: Tensor, num_experts: int) -> RoutedRows:
     Returns:
         The permutation, its inverse and the experts' offsets.
     """
-    # Narrow keys save passes of the radix sort.
+    # Narrow keys need fewer passes of the radix sort.
     key_dtype = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
     experts, order = topk_index.reshape(-1).to(key_dtype).sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    # Unlike bincount, a search needs no value of the device to size its result.
+    # Unlike bincount, searchsorted knows the size of its result without reading the device.
     bounds = torch.arange(num_experts + 1, dtype=key_dtype, device=order.device)
     return RoutedRows(order, inverse, torch.searchsorted(experts, bounds, out_int32=True))
 

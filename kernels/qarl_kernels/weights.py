@@ -1,4 +1,4 @@
-"""One quantizer for the forward and the publisher: a weight in, the tensors that are stored and published out."""
+"""The one quantizer that the forward and the publisher share: from a weight to the tensors that are stored and sent."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,8 @@ class QuantizedWeight:
         shape: logical shape [..., N, K].
         tensors: stored tensors by checkpoint suffix: `weight_packed` + `weight_scale` (integer), `weight` +
             `weight_scale_inv` (fp8_block), `weight` + `weight_scale` (fp8_channel), `weight` (bf16).
-        nonfinite: int32 count of `unfit_values` that nobody has looked at yet, on the device; None where they were
-            errors.
+        nonfinite: int32 count of `unfit_values` on the device, not yet read (`require_finite` does); None if they were
+            refused at once.
     """
 
     format: QuantFormat
@@ -86,7 +86,7 @@ def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[t
 
 
 def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
-    """Say why a weight of this shape cannot be stored in this format; an empty list when it can.
+    """Say why a weight of this shape cannot be stored in this format; an empty list if it can.
 
     Args:
         shape: [..., N, K].
@@ -109,7 +109,7 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
 def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) -> QuantizedWeight:
     """Quantize a BF16 weight in torch: what every other quantizer must equal bit for bit.
 
-    On a GPU, where to look would be to wait for the device, `unfit_values` are counted instead.
+    On a GPU `unfit_values` are only counted, because looking at them would wait for the device.
 
     Args:
         weight: [..., N, K] BF16 of a shape without `weight_problems`.
@@ -145,21 +145,21 @@ def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
 
 
 def unfit_values(weight: Tensor, fmt: QuantFormat, name: str) -> str | None:
-    """Say which values of a weight a format cannot hold: NaN, Inf, and of integer formats 2^127 and more.
+    """Say which values of a weight a format cannot hold: NaN, Inf and, for integer formats, magnitudes from 2^127 on.
 
-    There code * scale may be beyond BF16, in the learner's forward and in the engine's alike: scales are rounded, and
-    the most negative code is further from zero than the group's largest value.
+    For those code * scale may overflow BF16, in the learner's forward and in the engine's alike: scales are rounded,
+    and the most negative code is further from zero than the group's largest value.
 
     Args:
-        weight: any floating point tensor, judged as the BF16 that it becomes.
+        weight: any floating-point tensor; it is judged after rounding to BF16.
         fmt: the format.
         name: what to call the weight.
 
     Returns:
-        Name, shape, number of such values and the first one; None when there is none.
+        Name, shape, number of such values and the first one; None if there is none.
     """
     limit = _least_unfit(fmt)
-    # The maximum of the magnitudes is NaN or too large exactly if one of them is, and an order of magnitude quicker.
+    # The largest magnitude is NaN or too large exactly if some value is, and is found ten times as fast as all of them.
     if not weight.numel() or weight.abs().max().to(torch.bfloat16) < limit:
         return None
     bad = (~(weight.to(torch.bfloat16).abs() < limit)).nonzero()

@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def parameter_names(model: str) -> list[str]:
-    """Return the names of a model's parameters; a layer's experts are stacked in one.
+    """Return the names of a model's parameters; a layer's experts are stacked into one.
 
     Args:
         model: a folder that holds `config.json`, or a name on the Hugging Face hub.
@@ -15,7 +15,7 @@ def parameter_names(model: str) -> list[str]:
 
     Raises:
         OSError: there is no such config.
-        ValueError: the config is of no causal language model.
+        ValueError: the config is not a causal language model's.
     """
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):

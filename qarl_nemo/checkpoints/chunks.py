@@ -12,7 +12,7 @@ from torch import Tensor
 from qarl_nemo.checkpoints.stored_tensor import Chunk, StoredTensor
 from qarl_nemo.files import FileError
 
-# The projections of one attention come out of the same chunks; a single chunk that is larger is held, too.
+# A layer's q, k and v come from the same chunks; a single chunk that is larger than this is still held.
 _CACHE_BYTES = 2**28
 
 
@@ -30,10 +30,10 @@ class ChunkReader:
         Args:
             tensor: the stored tensor.
             index: position in the leading dimensions, e.g. layer and expert.
-            ranges: rows of the dimension behind them.
+            ranges: rows of the dimension after them.
 
         Returns:
-            The rows; a view of a chunk where one chunk holds them all.
+            The rows; a view of a chunk if one chunk holds them all.
 
         Raises:
             ValueError: a chunk is not what the table of contents says, or not safe to load.
@@ -82,9 +82,9 @@ class ChunkReader:
 
 
 def load_chunk(folder: Path, tensor: StoredTensor, chunk: Chunk) -> Tensor:
-    """Read one chunk, as torch's weights_only allows, and hold it against the checksums of its archive.
+    """Read one chunk, as far as torch's weights_only allows, and compare it with its archive's checksums.
 
-    torch writes them and does not look at them.
+    torch writes these checksums and never checks them.
 
     Args:
         folder: the checkpoint's folder.
@@ -95,7 +95,7 @@ def load_chunk(folder: Path, tensor: StoredTensor, chunk: Chunk) -> Tensor:
         A CPU tensor of the chunk's sizes.
 
     Raises:
-        FileError: its bytes are something else, or damaged.
+        FileError: its bytes are damaged, or are not a tensor.
     """
     where = f"{folder / chunk.file}: {tensor.key} at {list(chunk.offsets)} (byte {chunk.position})"
     try:
@@ -105,7 +105,7 @@ def load_chunk(folder: Path, tensor: StoredTensor, chunk: Chunk) -> Tensor:
             window.seek(0)
             content = None if damaged else torch.load(window, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Damaged bytes raise whatever zipfile, pickle and torch run into.
+        # On damaged bytes zipfile, pickle and torch raise all kinds of exceptions.
         raise FileError(f"{where} is not a tensor that is safe to load: {error}") from error
     if damaged:
         raise FileError(
@@ -119,7 +119,7 @@ def load_chunk(folder: Path, tensor: StoredTensor, chunk: Chunk) -> Tensor:
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A range of a file's bytes, readable as a file."""
 
     def __init__(self, file: io.RawIOBase, start: int, size: int) -> None:
         self._file, self._start, self._size, self._at = file, start, size, 0

@@ -1,4 +1,4 @@
-"""Hold a checkpoint's tensors against its config.json: each parameter of the model once, in its shape, nothing else."""
+"""Compare a checkpoint's tensors with its config.json: every parameter once, in its shape, and nothing else."""
 
 import re
 from collections import defaultdict
@@ -14,12 +14,12 @@ _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _ROTARY = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.(?:inv_freq|cos_cached|sin_cached)")
 _STACKED = re.compile(r".*\.mlp\.experts\.(?:gate_up|down)_proj")
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Of each kind of problem so many names, and so many pairs of shapes, are written out; the others are counted.
+# For each kind of problem this many names and pairs of shapes are written out; the others are counted.
 _SHOWN = 8
 
 
 def drop_reason(name: str, architecture: Architecture) -> str | None:
-    """Say why a tensor that is no parameter may be left out of the output, None if it may not.
+    """Say why a tensor that is not a parameter may be left out of the output; None if it may not.
 
     Args:
         name: the tensor.
@@ -69,13 +69,13 @@ def content_problems(tensors: Iterable[TensorInfo], architecture: Architecture) 
 
 
 def require_whole(checkpoint: Checkpoint) -> None:
-    """Require that a checkpoint holds its model: loaders that miss a tensor make a random one.
+    """Require that a checkpoint holds its whole model: loaders put random values in place of a missing tensor.
 
     Args:
         checkpoint: its table of contents.
 
     Raises:
-        ValueError: another model, or tensors that are missing, of other shapes or of no model; all are listed.
+        ValueError: another model, or tensors that are missing, have other shapes or belong to no model; all are listed.
     """
     architecture = Architecture.parse(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
     problems = content_problems(
@@ -88,10 +88,10 @@ def require_whole(checkpoint: Checkpoint) -> None:
 
 
 def require_tied_copy(checkpoint: Checkpoint) -> None:
-    """Require that a lm_head beside a tied embedding is its copy: engines would not read it.
+    """Require that an lm_head beside a tied embedding is a copy of it, because engines read the embedding instead.
 
     Args:
-        checkpoint: any; nothing is read where config.json ties nothing or there is no lm_head.
+        checkpoint: any; nothing is read if config.json ties nothing or there is no lm_head.
 
     Raises:
         ValueError: the two differ.

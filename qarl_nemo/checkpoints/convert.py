@@ -1,4 +1,4 @@
-"""One source tensor to its stored form, several at a time."""
+"""Converts source tensors to their stored form, several at a time."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from qarl_kernels import QuantFormat, get_format, quantize_weight, unfit_values
 from qarl_nemo.checkpoints.plan import PlannedTensor
 from qarl_nemo.checkpoints.reader import TensorReader
 
-# A multiple of every block of rows that shares a scale; temporaries of so few rows stay in a core's cache.
+# A multiple of every block of rows that shares a scale; temporaries of this few rows stay in a core's cache.
 _ROWS_AT_ONCE = 256
 _COPIED = get_format("bf16")
 
@@ -25,7 +25,7 @@ class ConvertedTensor:
 
     Attributes:
         source: the source tensor.
-        stored: output name -> tensor on the CPU; empty when there is a problem.
+        stored: output name -> tensor on the CPU; empty if there is a problem.
         problem: why the weight cannot be served, None if it can.
     """
 
@@ -53,7 +53,7 @@ class TensorConverter:
         self._pool = ThreadPoolExecutor(self._num_threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def __enter__(self) -> Self:
-        # Idle helpers of torch's own loops would spin on the cores that the other threads need.
+        # Idle workers of torch's own thread pool would spin on the cores that our threads need.
         torch.set_num_threads(1)
         return self
 
@@ -64,7 +64,7 @@ class TensorConverter:
         torch.set_num_threads(self._torch_threads)
 
     def convert(self, tensors: Sequence[PlannedTensor]) -> Iterator[ConvertedTensor]:
-        """Convert tensors; no more are held than there are threads, and one.
+        """Convert tensors, holding at most one more than there are threads.
 
         Args:
             tensors: what to convert.

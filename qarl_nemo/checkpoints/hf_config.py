@@ -30,7 +30,7 @@ _COPIED_PATTERNS = (
 def model_quantization_config(
     fmt: QuantFormat, parameter_names: Iterable[str], targets: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Return config.json's `quantization_config` for a model, its list of BF16 modules filled in.
+    """Return config.json's `quantization_config` for a model, including its list of BF16 modules.
 
     Args:
         fmt: the format.
@@ -112,7 +112,7 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
         File name -> content; the names are `companion_names`.
 
     Raises:
-        ValueError: config.json would call other linears quantized than those that are.
+        ValueError: the linears that config.json would call quantized are not those that are.
     """
     config = _output_config(plan)
     if "quantization_config" in config:
@@ -128,7 +128,7 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return what a checkpoint that this tool wrote holds beyond what it wrote.
+    """Return the names of files in a checkpoint of this tool that this tool did not write.
 
     Args:
         folder: the checkpoint.
@@ -146,7 +146,7 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def _copied_files(folder: Path) -> list[Path]:
-    # A folder `tokenizer` is somebody's own; a folder `tokenizer.json` is in the place of a file.
+    # A folder named `tokenizer` is the user's own; a folder named `tokenizer.json` is a mistake, which copying reports.
     found = {path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern)}
     paths = sorted(path for path in found if path.suffix or not path.is_dir())
     for path in paths:

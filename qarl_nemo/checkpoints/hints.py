@@ -1,4 +1,4 @@
-"""What a folder or file that is no checkpoint may be instead, and what helps then."""
+"""Hints: what a folder or file that is not a checkpoint may be instead, and what to do about it."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def lfs_hint(path: Path) -> str:
-    """Say whether a file is what Git LFS puts in the place of a large one.
+    """Say whether a file is a Git LFS pointer in place of a large file.
 
     Args:
         path: the file.
@@ -27,7 +27,7 @@ def lfs_hint(path: Path) -> str:
 
 
 def folder_hint(folder: Path) -> str:
-    """Say what a folder is that is not the checkpoint that was expected.
+    """Say what a folder may be if it is not the expected checkpoint.
 
     Args:
         folder: what was named; it need not exist.

@@ -1,4 +1,4 @@
-"""Hold config.json's list of BF16 modules against the tensors that were written, as the engine will read both."""
+"""Compare config.json's list of BF16 modules with the tensors that were written, the way the engine will read both."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ _SHOWN = 8
 
 
 def require_listed(quantization: Mapping[str, Any], written: Iterable[str], linears: Iterable[str]) -> None:
-    """Require that the list names every linear that is stored as it was, and none that is quantized.
+    """Require that the list names every linear that was copied, and none that is quantized.
 
     Args:
         quantization: config.json's `quantization_config`.
@@ -53,7 +53,7 @@ def _compressed_tensors_rule(quantization: Mapping[str, Any]) -> Callable[[str],
 
 
 def _fp8_rule(quantization: Mapping[str, Any]) -> Callable[[str], bool]:
-    # vLLM's is_layer_skipped: equal names; it asks for a layer's whole block of experts, never for one of them.
+    # vLLM's is_layer_skipped: equal names; it looks up a layer's block of experts as a whole, never a single expert.
     listed = set(quantization["modules_to_not_convert"])
 
     def kept(module: str) -> bool:

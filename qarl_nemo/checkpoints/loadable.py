@@ -1,4 +1,4 @@
-"""What config.json says beside sizes: engines read it as transformers does, so transformers is asked."""
+"""Check the rest of config.json with transformers, because engines read it the way transformers does."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ _POSITIVE = ("rope_theta", "rms_norm_eps")
 
 
 def require_loadable(config: Mapping[str, Any], place: str) -> None:
-    """Require that transformers builds the model of a config, without its weights.
+    """Require that transformers can build the model that a config describes, without weights.
 
     Args:
         config: content of config.json.
@@ -26,7 +26,7 @@ def require_loadable(config: Mapping[str, Any], place: str) -> None:
     wrong += [f"{key}={value}" for key, value in _numbers(config, "") if key.endswith(_POSITIVE) and value <= 0]
     if wrong:
         raise FileError(f"{place}: no model has {', '.join(wrong)}")
-    # Takes seconds, and only a conversion asks for it.
+    # Importing it takes seconds, and only a conversion needs it.
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
 
     try:

@@ -1,4 +1,4 @@
-"""A Megatron-core checkpoint as the Hugging Face checkpoint it amounts to: same names, shapes and values."""
+"""A Megatron-core checkpoint, read as the Hugging Face checkpoint with the same weights."""
 
 import re
 from collections import defaultdict
@@ -20,7 +20,7 @@ from qarl_nemo.checkpoints.torch_dist import METADATA_FILE, TorchDist, open_torc
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.names import summarize_names
 
-# What a training checkpoint holds beside the model's weights.
+# What a training checkpoint holds besides the model's weights.
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|.*\._extra_state")
 _WEIGHTS = ("policy/weights/", "weights/")
 # Where Megatron-core and NeMo-RL keep iterations, from the folder of one to that of a whole run.
@@ -34,7 +34,7 @@ class MegatronReader:
     """Reads weights by their Hugging Face names."""
 
     def __init__(self, stored: TorchDist, locations: dict[str, Location]) -> None:
-        """Open nothing yet.
+        """Remember where the weights are; files are opened when they are read.
 
         Args:
             stored: the checkpoint.
@@ -59,18 +59,18 @@ class MegatronReader:
 
 
 def open_megatron(folder: str | Path, hf_model: str | Path, *, drop_vocab_padding: bool = False) -> Checkpoint:
-    """Read the table of contents of a Megatron `torch_dist` checkpoint, of whatever parallel layout.
+    """Read the table of contents of a Megatron `torch_dist` checkpoint with any parallel layout.
 
     Args:
         folder: the folder with `.metadata`, or one above it that holds a single iteration.
         hf_model: folder with the model's config.json and tokenizer.
-        drop_vocab_padding: leave out rows behind the vocabulary even if they are not zero.
+        drop_vocab_padding: leave out rows beyond the vocabulary even if they are not zero.
 
     Returns:
         The weights under their Hugging Face names; no object of the checkpoint is unpickled.
 
     Raises:
-        ValueError: not such a checkpoint, or not of this model; every problem is listed with every name.
+        ValueError: not such a checkpoint, or not this model's; every problem is listed with every name.
     """
     folder, hf_model = iteration_folder(Path(folder)), Path(hf_model)
     problems: list[str] = []
@@ -101,7 +101,7 @@ def iteration_folder(folder: Path) -> Path:
         The folder with `.metadata`.
 
     Raises:
-        ValueError: there is none, there are several, or it is of another format.
+        ValueError: there is none, there are several, or it has another format.
     """
     found = [folder] if (folder / METADATA_FILE).is_file() else []
     for pattern in _ITERATIONS:

@@ -1,9 +1,9 @@
 """Where Megatron-core keeps the weights of a Hugging Face model: keys, axes and rows of its `torch_dist` checkpoints.
 
-Layers that are all alike share a key with a layer axis (`decoder.layers.mlp.router.weight` [layers, ...]), others have
-one each (`decoder.layers.3.mlp.router.weight`); experts add an axis, or with `singleton_local_shards` a key. Global
-shapes do not depend on how many ranks wrote them. Query, key and value are interleaved: each key-value head follows the
-queries it serves. Of fc1 the first half is the gate.
+If all layers are alike, they share a key with a layer axis (`decoder.layers.mlp.router.weight` [layers, ...]);
+otherwise each has its own key (`decoder.layers.3.mlp.router.weight`). Experts add an axis or, with
+`singleton_local_shards`, a key each. Global shapes do not depend on how many ranks wrote them. Query, key and value are
+interleaved: each key-value head follows the queries it serves. The first half of fc1 is the gate.
 
 Source: Megatron-core 0.16.1 and 0.20.0, `sharded_state_dict` of TransformerBlock, SelfAttention, MLP, TEGroupedMLP and
 SequentialMLP; names of Megatron-Bridge's qwen bridges.
@@ -16,7 +16,7 @@ from qarl_nemo.architecture import Architecture
 
 LAYERS = "decoder.layers."
 _EXPERTS = "mlp.experts.experts."
-# The norm before a linear is that linear's in Transformer-Engine's fused modules, else a module of its own.
+# Transformer-Engine's fused modules hold the norm before a linear in the linear; elsewhere it is a module of its own.
 _NORMS = {
     "input_layernorm": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "post_attention_layernorm": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -31,9 +31,9 @@ class Location:
     Attributes:
         key: the checkpoint's key.
         index: position in the leading dimensions: layer, expert, both or none.
-        shape: global sizes the key must have; with `padded` the first may be larger.
-        ranges: the weight's rows in the dimension behind `index`.
-        padded: whether rows may follow that belong to no token.
+        shape: global sizes that the key must have; with `padded` the first may be larger.
+        ranges: the weight's rows in the dimension after `index`.
+        padded: whether rows that belong to no token may follow.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Weight:
     Attributes:
         name: Hugging Face name.
         shape: its sizes.
-        locations: every place Megatron-core may keep it in; a checkpoint has one of them.
+        locations: every place where Megatron-core may keep it; a checkpoint has one of them.
     """
 
     name: str
@@ -80,7 +80,7 @@ def model_weights(model: Architecture) -> Iterator[Weight]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Megatron-core's places of a model's parameters.
+    """Where Megatron-core keeps a model's parameters.
 
     Attributes:
         model: its sizes.
@@ -127,7 +127,7 @@ class _Layout:
         num_layers, num_experts = self.model.num_hidden_layers, self.model.num_experts
         module = f"model.layers.{layer}.mlp"
         yield self.layer_weight(layer, f"{module}.gate.weight", ("mlp.router.weight",))
-        # Gates of all experts, then the others: a chunk may hold one projection of several experts.
+        # All experts' gates, then their other projections: a chunk may hold one projection of several experts.
         for projection, part, half in (("gate", "fc1", 0), ("up", "fc1", 1), ("down", "fc2", 0)):
             single = "" if part == "fc2" else f"_{'wv'[half]}"
             linear = f"linear_{part}.weight"

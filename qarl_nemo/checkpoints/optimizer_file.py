@@ -1,4 +1,4 @@
-"""The optimizer's file in a checkpoint: written so that the system's errors are seen, read without running anything."""
+"""The optimizer's file in a checkpoint: written so that a full disk is reported as such, read without running code."""
 
 import pickle
 from pathlib import Path
@@ -16,27 +16,27 @@ def save_state(optimizer: Any, path: Path) -> None:
         optimizer: has `state_dict`.
         path: the file.
     """
-    # Through Python's file: torch's own writer tells a full disk as an internal failure.
+    # Written through Python's file, because torch's own writer reports a full disk as an internal failure.
     with path.open("wb") as file:
         try:
             torch.save(optimizer.state_dict(), file)
         except RuntimeError as error:
-            # Leaving, torch fails to end its archive and hides what came first: a full disk, or Ctrl-C.
+            # On the way out torch fails to close its archive, which hides the first error: a full disk, or Ctrl-C.
             if isinstance(error.__context__, KeyboardInterrupt | OSError):
                 raise error.__context__ from None
             raise
 
 
 def load_state(optimizer: Any, path: Path, device: torch.device) -> None:
-    """Restore an optimizer's state, tensors and plain values alone.
+    """Restore an optimizer's state, which may hold only tensors and plain values.
 
     Args:
-        optimizer: has `load_state_dict`; of the same parameters as the one that was saved.
-        path: the file, its bytes checked.
+        optimizer: has `load_state_dict` and the same parameters as the one that was saved.
+        path: the file, whose bytes were checked.
         device: where the tensors go.
 
     Raises:
-        FileError: it is not a saved state, or one of other parameters.
+        FileError: it is not a saved state, or the state of other parameters.
     """
     require_file(path, "a checkpoint's optimizer state, one file for each rank that wrote it")
     try:

@@ -1,12 +1,12 @@
-"""The `<destination>.partial` folder: a conversion works in it, goes on from it after a kill, and leaves it whole.
+"""The `<destination>.partial` folder, in which a conversion works and from which it resumes after a kill.
 
     <destination>.partial/qarl_resume.json   settings, names of the output's files, finished shards with their checksums
     <destination>.partial/checkpoint/        the output; renamed to the destination when it is complete
-    <destination>.partial/replaced/          with `overwrite`, what the destination was until the rename
+    <destination>.partial/replaced/          with `overwrite`, the old destination until the rename
     <destination>.partial/qarl_lock          held by the process that works here
 
 The record is made after `checkpoint` and removed last. So a kill leaves one of three states: a record and `checkpoint`
-(go on), a record without it (the rename was done: clean up), or no record (nothing was begun, or all is done).
+(resume), a record without it (renamed already: clean up), or no record (nothing was begun, or everything is done).
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class PartialFolder:
         *,
         overwrite: bool,
     ) -> None:
-        """Take up what an earlier process left, or begin; see `open_partial`."""
+        """Resume what an earlier process left, or begin; see `open_partial`."""
         self._work, self._destination, self._overwrite = partial_path(destination), destination, overwrite
         self.folder, self._replaced = self._work / _CHECKPOINT, self._work / _REPLACED
         self._sources = shards
@@ -81,7 +81,7 @@ class PartialFolder:
         self._record.write(self._work)
 
     def finished(self, file: str) -> bool:
-        """Say whether a shard is complete, still what was written, and of source files that have not changed.
+        """Say whether a shard is complete and unchanged, and its source files have not changed either.
 
         Args:
             file: shard file name.
@@ -97,7 +97,7 @@ class PartialFolder:
 
         Args:
             file: shard file name.
-            write: writes the file it is given and returns the checksum of what it meant to write.
+            write: writes the file it is given and returns the checksum of what it intended to write.
         """
         temporary = self.folder / f"{file}.tmp"
         crc32 = write(temporary)
@@ -107,13 +107,13 @@ class PartialFolder:
         self._record.write(self._work)
 
     def publish(self, companions: Mapping[str, bytes]) -> None:
-        """Write what stands beside the shards and rename the complete folder to the destination.
+        """Write the files beside the shards and rename the complete folder to the destination.
 
         Args:
             companions: file name -> content.
 
         Raises:
-            ValueError: the folder holds other files than this conversion's, or somebody made the destination meanwhile.
+            ValueError: the folder holds files that are not this conversion's, or the destination was made meanwhile.
         """
         for name, content in companions.items():
             with (self.folder / name).open("wb") as file:
@@ -134,7 +134,7 @@ class PartialFolder:
         self.published = True
 
     def clean_up(self) -> None:
-        """Remove what the destination was before, and the record."""
+        """Remove the old destination and the record."""
         if self._replaced.is_symlink():
             self._replaced.unlink()
         elif self._replaced.exists():
@@ -142,7 +142,7 @@ class PartialFolder:
         (self._work / RESUME_FILE).unlink()
 
     def _was_published(self, before: ResumeRecord) -> bool:
-        """Say whether the destination is, byte for byte, what the record is about."""
+        """Say whether the destination is, byte for byte, the output that the record describes."""
         if self.folder.exists() or not self._destination.is_dir():
             return False
         there = {path.name for path in self._destination.iterdir()}
@@ -151,7 +151,7 @@ class PartialFolder:
         )
 
     def _put_back(self) -> None:
-        """Undo the first of publishing's two renames where the second was not done."""
+        """Undo the first of publishing's two renames if the second was not done."""
         if not self._replaced.exists():
             return
         if self._destination.exists():
@@ -191,7 +191,7 @@ class PartialFolder:
 def open_partial(
     destination: Path, settings: dict[str, Any], shards: Mapping[str, Sources], names: Sequence[str], *, overwrite: bool
 ) -> Iterator[PartialFolder]:
-    """Work towards a destination as the only process that does.
+    """Open the folder for one conversion, as the only process that works on this destination.
 
     Args:
         destination: the final folder.
@@ -201,11 +201,11 @@ def open_partial(
         overwrite: replace a destination this tool wrote, and drop an unfinished conversion with other settings.
 
     Yields:
-        The folder; what was not published stays for the next call.
+        The folder; whatever was not published stays for the next call.
 
     Raises:
-        ValueError: the destination exists, what is there is of other settings or not this tool's, or another process
-            works towards this destination.
+        ValueError: the destination exists, the folder there has other settings or is not this tool's, or another
+            process works on this destination.
     """
     work = partial_path(destination)
     _require_own(work)
@@ -214,13 +214,13 @@ def open_partial(
         with exclusive(work / _LOCK, f"destination {destination}"):
             yield PartialFolder(destination, settings, shards, names, overwrite=overwrite)
     finally:
-        # It is empty unless there is something to go on from.
+        # The folder is empty unless there is something to resume.
         with contextlib.suppress(OSError):
             work.rmdir()
 
 
 def _require_own(work: Path) -> None:
-    """Refuse a folder of the user's that happens to have the name, before a lock is put into it."""
+    """Refuse a folder of the user's that happens to have this name, before a lock is put into it."""
     if not work.exists():
         return
     entries = {path.name for path in work.iterdir()}

@@ -31,7 +31,7 @@ from qarl_nemo.files import FileError, os_reason, require_space
 
 @dataclass(frozen=True, slots=True)
 class QuantizeProgress:
-    """Where a running conversion is; given to the progress callback after each tensor.
+    """The progress of a running conversion, given to the callback after each tensor.
 
     Attributes:
         tensor: name of the tensor just converted.
@@ -87,7 +87,7 @@ def quantize_checkpoint(
     """Write `destination`, a checkpoint whose target weights are `quantize_weight(source weight, fmt)`.
 
     Memory is bounded by one output shard and a tensor for each of torch's threads. Work goes to
-    `<destination>.partial`; a killed conversion goes on from its finished shards when called again, and gives the same
+    `<destination>.partial`; called again, a killed conversion resumes from its finished shards and gives the same
     bytes.
 
     Args:
@@ -105,7 +105,7 @@ def quantize_checkpoint(
 
     Raises:
         ValueError: the source, the settings or the destination are unfit (every problem listed, nothing written), or
-            weights hold NaN or Inf (every one listed; the partial folder stays, with the shards without them).
+            weights hold NaN or Inf (every one listed; the partial folder keeps the shards that hold none).
     """
     destination = Path(destination)
     with _named_os_errors(destination):
@@ -141,7 +141,7 @@ def quantize_checkpoint(
 def _write_shards(
     plan: QuantizePlan, partial: PartialFolder, device: str, progress: Callable[[QuantizeProgress], None]
 ) -> tuple[dict[str, str], int]:
-    """Write what is not finished; returns tensor name -> file, and how many shards were."""
+    """Write the unfinished shards; return tensor name -> file and the number of shards that were finished already."""
     weight_map: dict[str, str] = {}
     problems: list[str] = []
     done_bytes = num_resumed = 0

@@ -18,9 +18,9 @@ from qarl_nemo.names import natural_key, summarize_names
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-# Of each kind of problem so many names are written out; the others are counted.
+# For each kind of problem this many names are written out; the others are counted.
 _SHOWN = 8
-# Pages of a memory-mapped file stay resident while it is open; reopening this often bounds them.
+# Pages of a memory-mapped file stay resident while it is open; reopening it after this many bytes bounds them.
 _REOPEN_AFTER_BYTES = 16 * 2**20
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
@@ -57,7 +57,7 @@ class TensorReader(Protocol):
     ) -> None: ...
 
     def read(self, info: TensorInfo) -> Tensor:
-        """Return one tensor; clone what is to outlive its use, it may be a view of the file.
+        """Return one tensor, which may be a view of the file: clone it to keep it.
 
         Args:
             info: an entry of `Checkpoint.tensors`.
@@ -70,13 +70,13 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose table of contents was read; no tensor was.
+    """A checkpoint whose table of contents was read, but none of its tensors.
 
     Attributes:
-        folder: where the weights lie.
-        companions: where config.json and the tokenizer lie.
+        folder: where the weights are.
+        companions: where config.json and the tokenizer are.
         config: content of config.json.
-        tensors: every tensor under its Hugging Face name, in the order they are best read.
+        tensors: every tensor under its Hugging Face name, in the order in which they are best read.
         open_reader: returns a reader of the tensors.
     """
 
@@ -117,7 +117,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 class SafetensorsReader:
-    """Read single tensors of a safetensors folder; resident memory stays bounded however large its files are."""
+    """Reads single tensors of a safetensors folder; resident memory stays bounded however large its files are."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -154,10 +154,10 @@ def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
 
     Args:
         folder: a Hugging Face model folder.
-        problems: gets a sentence when there is none, or it is no JSON object.
+        problems: gets a sentence if there is none, or it is not a JSON object.
 
     Returns:
-        The content, empty when there is none.
+        The content, empty if there is none.
     """
     if not os.path.lexists(folder / CONFIG_FILE):
         problems.append(f"missing file {CONFIG_FILE}")
@@ -214,7 +214,7 @@ def _index(path: Path) -> dict[str, list[str] | None]:
 
 
 def _stray_files(folder: Path, files: dict[str, list[str] | None]) -> list[str]:
-    # Engines without an index read them all; beside one, transformers prefers the single file.
+    # Without an index engines read all of them; beside an index, transformers prefers the single file.
     stray = sorted(path.name for path in folder.glob("model*.safetensors") if path.name not in files)
     if not stray:
         return []

@@ -1,8 +1,8 @@
-"""Unpickle torch.distributed.checkpoint's `.metadata` and nothing else: a pickle may call whatever it names.
+"""Unpickle torch.distributed.checkpoint's `.metadata` and nothing else, because a pickle can call whatever it names.
 
-Of the classes that torch writes there none is built, either. A pickle may set attributes of whatever it got hold of, of
-a class as well as of an instance, and what is set on a class outlives the file. So each of them is represented by a
-class made here whose instances keep what they were given, and nothing else happens.
+Not even the classes that torch writes there are built. A pickle can set attributes of whatever it refers to, classes as
+well as instances, and an attribute set on a class outlives the file. So a class made here stands for each of them; its
+instances keep what they were given and do nothing.
 """
 
 import pickle
@@ -33,29 +33,29 @@ _WRITTEN_BY_TORCH = (
     (_CHECKPOINT + "filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    # Where the checkpoint was written to; the module's name differs between versions of Python.
+    # The path the checkpoint was written to; the module's name differs between versions of Python.
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 )
 
 
 class Inert:
-    """What a pickle says an object of some class is made of.
+    """Stands for an object of some class and keeps what the pickle says it is made of.
 
     Attributes:
-        state: its state, or the arguments it was made with; anything at all.
+        state: its state, or the arguments it was made with; may be anything.
     """
 
     __slots__ = ("state",)
 
     def __new__(cls, *arguments: Any, **_: Any) -> "Inert":
-        """Keep the arguments of whatever a pickle believes to call."""
+        """Keep the arguments of the call that the pickle believes it makes."""
         made = super().__new__(cls)
         made.state = arguments
         return made
 
     def __setstate__(self, state: Any) -> None:
-        # A pickle that gives a class a state finds this function, which then lacks an argument.
+        # A pickle that sets a class's state instead of an instance's finds this function, which then lacks an argument.
         self.state = state
 
 
@@ -69,17 +69,17 @@ def load_metadata(path: Path) -> Inert:
         path: the file.
 
     Returns:
-        The table of contents of the checkpoint, an `Inert` named `Metadata`, made of others; none of it was checked.
+        The table of contents, an `Inert` named `Metadata` that holds others; nothing in it was checked.
 
     Raises:
-        FileError: the file names other classes than torch writes there (all of them are listed), or is no such file.
+        FileError: the file names classes that torch does not write there (all are listed), or is not such a file.
     """
     require_file(path, "a torch_dist table of contents")
     unpickler = _Unpickler(BytesIO(path.read_bytes()))
     try:
         content = unpickler.load()
     except Exception as error:
-        # A broken pickle raises whatever its opcodes run into.
+        # A broken pickle may raise anything.
         unpickler.require_nothing_refused(path)
         raise FileError(f"{path} is not a readable torch_dist table of contents ({error!r})") from error
     unpickler.require_nothing_refused(path)
@@ -89,7 +89,7 @@ def load_metadata(path: Path) -> Inert:
 
 
 class _Refused(Inert):
-    """Stands for a class that torch does not write, so that reading goes on and finds the others."""
+    """Stands for a class that torch does not write; reading goes on to find the others."""
 
     __slots__ = ()
 
@@ -102,7 +102,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _INERT:
             return _INERT[module, name]
-        # A dtype has no attributes that could be set.
+        # Dtypes are safe: they have no attributes that could be set.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         self._refused.add(f"{module}.{name}")

@@ -1,4 +1,4 @@
-"""`qarl_resume.json`: what an unfinished conversion is about, and which of its shards are finished."""
+"""`qarl_resume.json`: the settings of an unfinished conversion, and which of its shards are finished."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _WHAT = "the record of an unfinished conversion"
 
 
 class FinishedShard(BaseModel, extra="forbid", strict=True):
-    """A shard as it was meant to be written.
+    """A shard as it was intended to be written.
 
     Attributes:
         file_bytes: size of the file.
@@ -26,7 +26,7 @@ class FinishedShard(BaseModel, extra="forbid", strict=True):
     sources: dict[str, list[int]]
 
     def is_intact(self, path: Path) -> bool:
-        """Say whether a file still is what was written.
+        """Say whether a file is still what was written.
 
         Args:
             path: the file.
@@ -38,12 +38,12 @@ class FinishedShard(BaseModel, extra="forbid", strict=True):
 
 
 class ResumeRecord(BaseModel, extra="forbid", strict=True):
-    """What the conversion is about.
+    """An unfinished conversion.
 
     Attributes:
         settings: everything that determines the output except the weights; JSON types.
         files: names of all files of the output.
-        shards: finished ones by file name.
+        shards: finished shards by file name.
     """
 
     settings: dict[str, Any]
@@ -52,16 +52,16 @@ class ResumeRecord(BaseModel, extra="forbid", strict=True):
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Read the record of a folder that no other process writes.
+        """Read the record in a folder that no other process writes.
 
         Args:
-            folder: where conversions work.
+            folder: where the conversion works.
 
         Returns:
             The record, None if there is none.
 
         Raises:
-            FileError: it is damaged, or of another version of this tool.
+            FileError: it is damaged, or another version of this tool wrote it.
         """
         for unfinished in folder.glob(_UNFINISHED):
             unfinished.unlink()
@@ -93,17 +93,17 @@ class ResumeRecord(BaseModel, extra="forbid", strict=True):
         """Say how the settings of another record differ.
 
         Args:
-            other: what is asked for now.
+            other: the record of the current request.
 
         Returns:
-            `key was A, now B`, joined; empty when nothing differs.
+            `key was A, now B`, joined; empty if nothing differs.
         """
         old, new = self.settings, other.settings
         changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
         return ", ".join(f"{key} was {old.get(key)}, now {new.get(key)}" for key in changed)
 
 
-# What a killed `write_atomic` leaves.
+# Temporary files that a killed `write_atomic` leaves.
 _UNFINISHED = f".{RESUME_FILE}.*.tmp"
 
 

@@ -36,17 +36,17 @@ _DTYPES = {
 
 
 class ShardBuffer:
-    """Holds the tensors of one shard after another.
+    """Holds the tensors of one shard after another, in one allocation.
 
-    They share one allocation because buffers that live as long as a shard, between short-lived temporaries, fragment
-    the heap, and resident memory would then grow with the number of shards.
+    Separate buffers that live as long as a shard, between short-lived temporaries, would fragment the heap, and
+    resident memory would grow with the number of shards.
     """
 
     def __init__(self, shards: Iterable[PlannedShard]) -> None:
         """Reserve memory for the largest shard.
 
         Args:
-            shards: every shard the buffer is to hold, one at a time.
+            shards: every shard that the buffer will hold, one at a time.
         """
         slack = _ALIGNMENT_BYTES * _MAX_TENSORS_PER_WEIGHT
         num_bytes = max(shard.num_bytes + slack * len(shard.tensors) for shard in shards)
@@ -71,9 +71,9 @@ class ShardBuffer:
 
 
 def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> str:
-    """Write a safetensors file, the same bytes for the same content, and flush it to the disk.
+    """Write a safetensors file, with the same bytes for the same content, and flush it to the disk.
 
-    The safetensors package would copy every tensor first.
+    Written here because the safetensors package would copy every tensor first.
 
     Args:
         tensors: name -> contiguous CPU tensor.
@@ -81,8 +81,8 @@ def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str])
         metadata: text for the header.
 
     Returns:
-        CRC-32 of what was written, as `files.checksum` gives it, computed from memory: what a disk makes of it later is
-        held against it. It finds damage, and of the checksums in Python's library it alone is quicker than disks are.
+        CRC-32 of the file as `files.checksum` computes it, but taken from memory, so that it also finds what the disk
+        damages. No other checksum in Python's library is faster than disks are.
     """
     # Wide elements first: each tensor then begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))

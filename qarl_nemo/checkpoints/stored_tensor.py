@@ -1,4 +1,4 @@
-"""A tensor of a `torch_dist` checkpoint: the boxes that ranks wrote, and whether they make up the whole."""
+"""A tensor of a `torch_dist` checkpoint: the boxes that ranks wrote, and a check that they make up the whole."""
 
 import math
 from bisect import bisect_left
@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-# A tensor whose chunks' edges cut it into more cells than this was not written by ranks.
+# Chunks whose edges cut a tensor into more cells than this were not written by ranks.
 _MAX_CELLS = 10**7
 
 
@@ -21,8 +21,8 @@ class Chunk:
         sizes: how large it is.
         file: file name inside the checkpoint folder; empty when the table of contents names none.
         position: first byte.
-        num_bytes: how many bytes; a tensor as `torch.save` writes it.
-        transforms: what torch did to the bytes, e.g. compressed them.
+        num_bytes: length of what `torch.save` wrote.
+        transforms: what torch did to the bytes, e.g. compress them.
     """
 
     offsets: tuple[int, ...]
@@ -35,13 +35,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of the checkpoint, in as many chunks as ranks wrote.
+    """One tensor of the checkpoint, in the chunks that ranks wrote.
 
     Attributes:
         key: its name in the checkpoint.
         shape: global sizes.
         dtype: the dtype of every chunk.
-        chunks: its parts, each of as many dimensions as the whole.
+        chunks: its parts, each with as many dimensions as the whole.
     """
 
     key: str
@@ -50,7 +50,7 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
     def chunks_by_index(self, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """Return for every index of the first dimensions the chunks that hold some of it.
+        """Return, for every index of the leading dimensions, the chunks that hold part of it.
 
         Args:
             depth: how many dimensions.
@@ -66,7 +66,7 @@ class StoredTensor:
         return found
 
     def problems(self) -> list[str]:
-        """Say why the chunks are not the tensor: some are missing, overlap, lie outside, or are too few bytes.
+        """Say why the chunks do not make up the tensor: some are missing, overlap, are outside or have too few bytes.
 
         Returns:
             One sentence for each problem.

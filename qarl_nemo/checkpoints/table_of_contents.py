@@ -11,7 +11,7 @@ from qarl_nemo.checkpoints.stored_tensor import Chunk, StoredTensor
 from qarl_nemo.files import FileError
 
 Offsets = tuple[int, ...]
-# Sizes of tensors and files are smaller, and sums and products of so small numbers are quick.
+# Real sizes are smaller, and arithmetic on numbers below this is fast, unlike on the huge ones a damaged file may hold.
 _MAX_NUMBER = 1 << 62
 
 
@@ -51,7 +51,7 @@ class _Table:
         return {key: self._tensor(key, entry, places.get(key, {})) for key, entry in tensors.items()}
 
     def _places(self, storage: dict[Any, Any], tensors: dict[str, Any]) -> dict[str, dict[Offsets, Chunk]]:
-        """Return, by key and offsets, chunks of no size yet."""
+        """Return chunks by key and offsets, their sizes still unknown."""
         places: dict[str, dict[Offsets, Chunk]] = {}
         for index, info in storage.items():
             where = self._fields(index, "MetadataIndex", "a key of storage_data")

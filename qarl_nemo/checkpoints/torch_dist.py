@@ -17,7 +17,7 @@ class TorchDist:
     """A checkpoint folder whose table of contents was read.
 
     Attributes:
-        folder: where it lies.
+        folder: where it is.
         tensors: every tensor that was asked for, by key.
     """
 
@@ -25,7 +25,7 @@ class TorchDist:
     tensors: dict[str, StoredTensor]
 
     def problems(self, keys: Iterable[str]) -> list[str]:
-        """Say why tensors cannot be read: chunks that are missing, overlap or lie outside of their files.
+        """Say why tensors cannot be read: chunks are missing, overlap or are outside their files.
 
         Args:
             keys: which tensors.
@@ -66,7 +66,7 @@ def open_torch_dist(folder: Path, wanted: Callable[[str], bool]) -> TorchDist:
         The wanted tensors.
 
     Raises:
-        ValueError: the table of contents is missing, unreadable or not to be trusted.
+        ValueError: the table of contents is missing, unreadable or cannot be trusted.
     """
     if not (folder / METADATA_FILE).is_file():
         raise ValueError(f"{folder} has no {METADATA_FILE}, so it is no torch_dist checkpoint")

@@ -1,7 +1,7 @@
-"""The straight-through GEMM: low-bit forward, backward in the master weight's precision onto the master weight.
+"""The straight-through GEMM: a low-bit forward, and a backward in the master weight's precision.
 
 Forward y = gemm(quantize(x), quantize(W)); backward dX = dY @ W (`dequantized`: the weight that ran; `high_precision`:
-the master) and dW = dY^T @ X with X the unquantized input: quantization counts as identity.
+the master) and dW = dY^T @ X with X the unquantized input: quantization counts as the identity.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Norms and rotation with the rollout engine's rounding points: FP32 inside, rounded once.
 
-Both learners compute them here; residual additions need nothing, a sum of two BF16 tensors is rounded once everywhere.
+Both learners compute them here. Residual additions need no such care: every kernel rounds a sum of two BF16 tensors
+once.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from qarl_kernels import rms_norm, rms_norm_backward, rotate_pairs, runs_kernels
 class _EngineNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, after_add: bool) -> Tensor:
-        # A view of the keys would keep queries, keys and values of the whole layer.
+        # Saving a view of the keys for the backward would keep the layer's queries, keys and values alive.
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
@@ -29,7 +30,7 @@ class _EngineNorm(torch.autograd.Function):
 
 
 class _EngineRotation(torch.autograd.Function):
-    # Autograd would keep four FP32 copies of x.
+    # Written by hand because autograd would keep four FP32 copies of x.
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)

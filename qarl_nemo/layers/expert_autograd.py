@@ -1,9 +1,9 @@
-"""The straight-through expert MLP: one autograd node over the fused kernels, one node a GEMM on the reference.
+"""The straight-through expert MLP: one autograd node around the fused kernels, or one per GEMM on the reference.
 
 With c1 = [g, u] = fc1(x), a = silu(g) u, y = sum_k w_k fc2(a) and quantization counting as the identity:
 da = dy W2, dw = da . a_q (a_q: what fc2 multiplied), [dg, du] = SwiGLU'(c1, w da), dx = [dg, du] W1,
-dW2 = dy^T (w a), dW1 = [dg, du]^T x; W1, W2 as `straight_through_weight` says. The reference takes dw from fc2's own
-output, so that under `high_precision` the router's gradient differs between the two by what quantizing W2 changes.
+dW2 = dy^T (w a), dW1 = [dg, du]^T x; `straight_through_weight` chooses W1 and W2. The reference takes dw from fc2's
+own output, so under `high_precision` the two give router gradients that differ by the quantization error of W2.
 """
 
 from typing import Any

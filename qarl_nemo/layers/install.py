@@ -73,7 +73,7 @@ def install(
         targets: `experts`, `attention`, `mlp`.
         fmt: format the replaced layers execute; bf16 runs the same code path unquantized.
         backward: which weight the input gradient uses.
-        keep_operand: keep what the GEMMs multiply between uses; False keeps the packed tensors alone.
+        keep_operand: keep what the GEMMs multiply between uses; False keeps only the packed tensors.
 
     Returns:
         The table and the handles to weights, routes and version.

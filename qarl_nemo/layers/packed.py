@@ -34,11 +34,11 @@ class PackedWeight:
         self._operand: GemmOperand | None = None
 
     def prepare(self, weight: QuantizedWeight) -> GemmOperand | None:
-        """Return what `fill` keeps of a weight beside itself; the slot serves the old one meanwhile."""
+        """Return the operand that `fill` will keep beside the weight; until then the slot serves the old weight."""
         return gemm_operand(weight, self.dtype) if self.keep_operand else None
 
     def fill(self, weight: QuantizedWeight, operand: GemmOperand | None) -> None:
-        """Serve this weight from now on, and what `prepare` made of it; nothing here can fail."""
+        """Serve this weight, with the operand that `prepare` returned, from now on; nothing here can fail."""
         self.weight, self._operand = weight, operand
 
     def operand(self) -> GemmOperand:

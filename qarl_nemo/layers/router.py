@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 NO_ROUTE = -1
-# What one thread of the engine's kernel adds: 16 bytes of BF16 logits.
+# One thread of the engine's kernel adds 16 bytes of BF16 logits.
 _NEIGHBOURS = 8
 
 
@@ -78,11 +78,11 @@ class AlignedRouter(nn.Module):
         return logits, *self.choose(logits)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """Return how much each expert is wanted: hidden_states [..., H] -> [..., E] in their dtype."""
+        """Return the router's logits: hidden_states [..., H] -> [..., E] in their dtype."""
         return nn.functional.linear(hidden_states, self.weight)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the most wanted experts, or those that are replayed.
+        """Choose the experts with the largest logits, or those that are replayed.
 
         Args:
             logits: [T, E].
@@ -109,10 +109,10 @@ def route_tokens(
         routes: [T, k] experts to take, `NO_ROUTE` where the logits choose; or None.
 
     Returns:
-        weights [T, k] FP32, experts [T, k] int64, the most wanted first.
+        weights [T, k] FP32, experts [T, k] int64, the largest logit first.
     """
     probabilities = engine_softmax(logits)
-    # Stable, so that of equal probabilities the first comes first, as in the engine; `topk` promises no order.
+    # A stable sort keeps the lower expert first among equal probabilities, as the engine does; `topk` promises nothing.
     experts = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     if routes is not None:
         experts = torch.where(routes == NO_ROUTE, experts, routes.to(experts))
@@ -125,8 +125,8 @@ def route_tokens(
 def engine_softmax(logits: Tensor) -> Tensor:
     """Softmax in FP32 with the rollout engine's order of additions, so that router weights are its bits.
 
-    Eight neighbours are added one after the other; the sums of i and i + n/2 of n such groups are added until one is
-    left; every exponential is multiplied by the reciprocal.
+    Eight neighbours are added one after the other. Of the n sums that result, those at i and i + n/2 are added, and so
+    on until one is left. Every exponential is multiplied by its reciprocal.
 
     Args:
         logits: [T, E]; the order is the engine's where E is a power of two from 8 to 256.

@@ -2,7 +2,7 @@
 
 scale = max(amax / 448, floor) and a8 = fp8_rn(x / scale) with correctly rounded divisions; x is BF16 or FP32
 [M, K], contiguous; the scales are FP32. One program holds a whole row (or 16 groups) in registers, so that memory is
-read once; in return a row has at most 32768 columns. Saturation needs no clamp: |x / scale| <= 448 (1 + 2^-23).
+read once; this limits a row to 32768 columns. Saturation needs no clamp: |x / scale| <= 448 (1 + 2^-23).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What the activation operators demand of their tensors; every problem is named at once, with the legal values."""
+"""Checks of the operators' tensors; every problem is named at once, with the legal values."""
 
 import torch
 from torch import Tensor

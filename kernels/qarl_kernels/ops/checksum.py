@@ -17,7 +17,7 @@ def _checksum_kernel(words_ptr, total_ptr, num_words, blocks_per_program, BLOCK:
         index = (first + block) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
         words = tl.load(words_ptr + index, mask=index < num_words, other=0).to(tl.int64)
         total += words * (2 * index + 1)
-    # Sums wrap modulo 2^64, so that their order does not matter.
+    # Sums wrap modulo 2^64, so the order of the atomic additions does not matter.
     tl.atomic_add(total_ptr, tl.sum(total, 0))
 
 

@@ -2,8 +2,8 @@
 
 out[t] = bf16(sum_j term_j) with the terms of choice c = t * k + j taken from rows[inverse[c]], summed in FP32 in the
 order of j; `weighted_sum` adds with fused multiply-adds, as the engine does. The kernel runs over tokens and finds the
-sorted rows by `inverse`: each row crosses the memory bus once, each sum belongs to one program (no atomics, the same
-bits every run). Without weights it is also the gradient of `spread_rows`.
+sorted rows by `inverse`: each row crosses the memory bus once, and each sum belongs to one program (no atomics, so the
+same bits in every run). Without weights it is also the gradient of `spread_rows`.
 """
 
 import torch
@@ -39,7 +39,7 @@ def _combine_rows_kernel(
             weight = tl.load(weights_ptr + token * TOP_K + choice)
         if MODE == "rounded_product":
             term = (term * weight.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-        # A sum that began at 0 would turn -0 into 0.
+        # Starting the sum at 0 would turn -0 into 0.
         if choice == 0:
             total = weight * term if MODE == "weighted_sum" else term
         elif MODE == "weighted_sum":
@@ -64,8 +64,8 @@ def combine_rows(
 
     Args:
         rows: [T * k, H] BF16, contiguous, sorted by expert.
-        inverse: [T * k] int64 of `RoutedRows`.
-        weights: [T, k] FP32 router weights; None exactly where the sum is plain.
+        inverse: [T * k] int64 from `RoutedRows`.
+        weights: [T, k] FP32 router weights; None for a plain sum only.
         router_weight: the format's `router_weight`; None is a plain sum.
         top_k: choices per token; needed without weights.
 
@@ -124,7 +124,7 @@ def _combine_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None, mode: s
         mode,
         block,
         num_warps=4,
-        # The compiler would fuse a product with the sum, and its rounding to BF16 would be lost.
+        # Fused, a product would enter the sum without its rounding to BF16.
         enable_fp_fusion=False,
     )
     return out

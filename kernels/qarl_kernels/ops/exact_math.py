@@ -1,8 +1,8 @@
 """Arithmetic that rounds the same on a GPU and in Triton's interpreter.
 
 Triton's `/` and `tl.exp` are approximations on a GPU, while torch and the rollout engine divide and exponentiate with
-CUDA's correctly rounded division and `expf`. Trade-off: a correctly rounded division costs about a dozen instructions;
-where many numbers share a divisor, `divide` spends three and no special-function unit.
+CUDA's correctly rounded division and `expf`. A correctly rounded division costs about a dozen instructions; where many
+numbers share a divisor, `divide` needs three, and no special-function unit.
 """
 
 import triton
@@ -38,7 +38,8 @@ def silu_by_sigmoid(gate):
 @triton.jit
 def largest_magnitude(values, axis: tl.constexpr) -> tl.tensor:
     """Maximum of |values| along `axis` in FP32; NaN wins, as in torch."""
-    # As integers non-negative floats keep their order, and NaN lies above infinity; a float maximum would drop it.
+    # Reinterpreted as integers, non-negative floats keep their order and NaN is above infinity; a float maximum would
+    # drop NaN.
     bits = tl.abs(values).to(tl.int32, bitcast=True)
     return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)
 
@@ -53,7 +54,7 @@ def divide(x, divisor) -> tl.tensor:
     Source: P. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor, 1990.
     """
     if _INTERPRETED:
-        # The interpreter's fma rounds twice.
+        # The interpreter's fma rounds twice, so the steps below would not be exact there.
         quotient = tl.math.div_rn(x, divisor)
     else:
         reciprocal = tl.math.div_rn(1.0, divisor)

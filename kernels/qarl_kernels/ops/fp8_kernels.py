@@ -1,8 +1,8 @@
 """Triton kernels of `ops/fp8_weights.py`.
 
 A row or a 128x128 block stays in registers between finding its largest magnitude and writing FP8: one pass over
-memory. Quotients come from `split_reciprocal`: FP8 rounds them as it rounds correctly rounded ones. Where a scale is
-below 2^-64, weights and scale are first multiplied by 2^64, exactly: 1 / scale could overflow.
+memory. Quotients come from `split_reciprocal`, which leaves the same FP8 values as a correctly rounded division. If a
+scale is below 2^-64, weights and scale are first multiplied by 2^64 (exactly), because 1 / scale could overflow.
 
 A thread holds 8 neighbouring weights. Experts are the grid's second dimension.
 """
@@ -22,7 +22,7 @@ _LARGE = tl.constexpr(2.0**64)
 
 @triton.jit
 def _abs_bits(weights):
-    # As integers: NaN and Inf come out largest.
+    # Compared as integers, NaN and Inf are the largest.
     return weights.to(tl.int32, bitcast=True) & _ABS_BITS
 
 

@@ -1,7 +1,7 @@
 """FP8 weights in one pass over memory: BF16 [E, N, K] -> float8_e4m3fn [E, N, K] and FP32 scales.
 
     scale = amax / 448 of each row, or of each 128x128 block; w8 = fp8(w / scale); scale 1 where all weights are zero
-exactly as `fp8.quantize_channel` and `fp8.quantize_block`, and back: bf16(w8 * scale). With one scale for each row, a
+exactly as `fp8.quantize_channel` and `fp8.quantize_block`, and back: bf16(w8 * scale). For one scale per row a whole
 row is kept in registers, which limits K; blocks have no limit.
 """
 

@@ -1,4 +1,4 @@
-"""What the grouped GEMMs demand of their operands; the copy engine needs rows of a multiple of 16 bytes."""
+"""Checks of the grouped GEMMs' operands; the copy engine needs rows whose size is a multiple of 16 bytes."""
 
 import torch
 from torch import Tensor

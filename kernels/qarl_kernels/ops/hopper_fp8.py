@@ -5,8 +5,11 @@ the two scales in the other order.
 block: acc += (a8 @ w8[e]^T) * (a_scale[m, k] * w_scale[e, n, k]) per 128 of K, in FP32; y = bf16(acc * row_weight[m]).
 Operands: a8 [M, K] and w8 [E, N, K] float8_e4m3fn, scales FP32, offsets [E + 1] int32 on the device, all contiguous;
 expert e owns rows offsets[e] to offsets[e + 1]. The kernel is in `hopper_gemm`, its output in `hopper_store`.
-Trade-offs: sm_90 and multiples of 128 alone, the plain Triton kernels serve the rest. SwiGLU and its quantization are
-not part of fc1's kernel: measured with fc1's output stored, as training needs it, the fused store was slower.
+
+Why beside `grouped_gemm`: a kernel written for one GPU can give loads and products to different warps, which plain
+Triton cannot. The price is that it serves sm_90 and multiples of 128 only; the plain Triton kernels serve the rest.
+SwiGLU and its quantization are not fused into fc1: training needs fc1's output stored as well, and measured with that
+store the fused kernel was slower.
 """
 
 import functools

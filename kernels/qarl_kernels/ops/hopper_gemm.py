@@ -1,13 +1,13 @@
 """Gluon kernel of the warp-specialised FP8 grouped GEMM for sm_90; `hopper_fp8` states its formulas and launches it.
 
-One persistent program per SM: a producer warp fills a ring of 128-wide K-blocks by TMA, two warpgroups of 64 rows each
-multiply from it. A tile is 128 rows of one expert by 256 weight rows, in two bands.
-The producer runs into the next tile while the warpgroups store. Tiles are walked in order, so each role finds its
-expert by stepping through `offsets`: no table, no second launch.
-Channel scales: all K-blocks add up in the tensor cores. Block scales: each product is scaled and added in FP32 on the
-CUDA cores, and the warpgroups take turns, so that one multiplies while the other adds.
-Trade-off: two accumulators and a product are 192 registers a thread, so a tile cannot be larger; an expert
-costs whole tiles of 128 rows.
+One persistent program runs on each SM. A producer warp fills a ring of 128-wide K-blocks by TMA; two warpgroups of 64
+rows each multiply from it. A tile is 128 rows of one expert by 256 weight rows, in two bands. The producer goes on to
+the next tile while the warpgroups store. Tiles are taken in order, so each role finds its expert by stepping through
+`offsets`, without a table or a second launch.
+With channel scales, all K-blocks add up in the tensor cores. With block scales, each product is scaled and added in
+FP32 on the CUDA cores, and the warpgroups take turns, so that one multiplies while the other adds.
+Two accumulators and a product take 192 registers per thread, so a tile cannot be larger. Every expert costs whole tiles
+of 128 rows.
 """
 
 from triton.experimental import gluon
@@ -102,7 +102,7 @@ def _accumulate_scaled(ring, step, k_blocks, pointers, loaded, GROUP: gl.constex
         mbarrier.wait(full.index(slot), step // STAGES & 1)
         a = a_ring.index(2 * slot + GROUP)
         part = _multiply(a, w_ring.index(2 * slot), zero, turns, 1 - GROUP, GROUP)
-        # The next block's scales, under this block's products.
+        # Load the next block's scales while this block is multiplied.
         ahead = gl.minimum(block + 1, k_blocks - 1)
         a_scale = gl.load(to_a + ahead)
         w_scale0 = gl.load(to_w0 + ahead)
@@ -119,7 +119,7 @@ def _accumulate_scaled(ring, step, k_blocks, pointers, loaded, GROUP: gl.constex
 
 @gluon.jit
 def _place(routing, tile, sizes, state, GROUP: gl.constexpr):
-    """Locate this warpgroup's 64 rows and the first column of a tile (past the end, of the last tile)."""
+    """Locate this warpgroup's 64 rows and the first column of a tile; past the end, those of the last tile."""
     _N, _K, n_tiles = sizes
     offsets, num_experts, num_rows, num_tiles = routing
     tile = gl.minimum(tile, gl.maximum(num_tiles - 1, 0))
@@ -127,7 +127,7 @@ def _place(routing, tile, sizes, state, GROUP: gl.constexpr):
     state = _seek(offsets, num_experts, tile_m, state)
     _expert, first, start, _stop = state
     row = start + (tile_m - first) * 128 + GROUP * 64
-    # Rows past the last are read as the last; they are not stored.
+    # Rows past the last one read the last one's scales; they are not stored.
     rows = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, MMA)), num_rows - 1 - row)
     return row, (tile % n_tiles) * 256, rows, state
 
@@ -140,7 +140,7 @@ def _block_scales(scales, expert, row, column, rows, sizes):
     k_blocks = K // 128
     to_a = a_scale + row.to(gl.int64) * k_blocks + rows * k_blocks
     to_w0 = w_scale + (expert.to(gl.int64) * (N // 128) + column // 128) * k_blocks
-    # An odd last band has no second one: nothing is stored with its scale, so any will do.
+    # If the last band has no partner, nothing is stored with the second scale, so any will do.
     to_w1 = to_w0 + gl.where(column + 128 < N, 1, 0) * k_blocks
     return (to_a, to_w0, to_w1), (gl.load(to_a), gl.load(to_w0), gl.load(to_w1))
 
@@ -197,14 +197,14 @@ def _consume(
         tile_row, tile_stop, tile_column = row, state[3], column
         row, column, rows, state = _place(routing, tile + gl.num_programs(0), sizes, state, GROUP)
         if BLOCK:
-            # The next tile's first scales, under the stores of this one.
+            # Load the next tile's first scales while this tile is stored.
             pointers, loaded = _block_scales(scales, state[0], row, column, rows, sizes)
         if tile_row < tile_stop:
             store_tile(acc0, acc1, stage.index(GROUP), out_desc, out, tile_row, tile_stop, tile_column, N)
     tma.store_wait(0)
 
 
-# Compiled for the number 1 as a constant, the block kernel spills its accumulators.
+# Specialized for num_experts == 1, the block kernel would spill its accumulators.
 @gluon.jit(do_not_specialize=["num_experts"])
 def hopper_gemm_kernel(
     a_desc,  # [M, K] FP8

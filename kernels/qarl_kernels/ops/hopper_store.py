@@ -1,7 +1,7 @@
 """How a warpgroup of the Hopper FP8 grouped GEMM stores its two FP32 accumulators of 64 rows x 128 columns.
 
-An output is rounded once, to BF16. Full tiles leave by TMA while the next one is multiplied; an expert's last rows
-leave under a mask, so that the rows of the next expert stay as they are.
+An output is rounded once, to BF16. Full tiles are stored by TMA while the next one is multiplied; an expert's last rows
+are stored under a mask, so that the next expert's rows stay as they are.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ def _store_rows(desc, out, smem, value, row, stop, column, width):
 
 @gluon.jit
 def store_tile(acc0, acc1, smem, out_desc, out, row, stop, column, N) -> None:
-    """Round both bands of columns and store them; the second may lie past the last column."""
+    """Round both bands of columns and store them; the second may be past the last column."""
     _store_rows(out_desc, out, smem, acc0.to(gl.bfloat16), row, stop, column, N)
     if column + 128 < N:
         _store_rows(out_desc, out, smem, acc1.to(gl.bfloat16), row, stop, column + 128, N)

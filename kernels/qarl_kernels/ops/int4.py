@@ -2,9 +2,9 @@
 
 For each group of 32, 64 or 128 weights along K, exactly as `integer.quantize_integer` and `integer.pack_int32`:
     scale = max(bf16(amax / divisor), 2^-126), code = clamp(round(w / scale)), word = sum_lane (code + 8) << 4 lane
-and in the same pass, when asked, the BF16 weight bf16(code * scale) or `fp8.encode_int4_as_fp8`: fp8(code * s8) and a
-channel scale. The FP8 encoding needs the largest scale of a row before it writes the row, and keeps rows in registers:
-hence its limit on K.
+and in the same pass, on request, the BF16 weight bf16(code * scale) or `fp8.encode_int4_as_fp8`: fp8(code * s8) and a
+channel scale. The FP8 encoding needs a row's largest scale before it writes the row and therefore keeps rows in
+registers, which limits K.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ GROUP_SIZES = (32, 64, 128)
 EMITS = ("packed", "bf16", "fp8")
 FP8_GROUP_SIZE = 128
 MAX_COLUMNS = 16384
-_ENCODED_GROUPS = 32  # of one program of int4_encode_fp8
+_ENCODED_GROUPS = 32  # that one program of int4_encode_fp8 takes
 _TILE_WEIGHTS = 4096
 
 
@@ -41,7 +41,7 @@ class Int4Weights:
     Attributes:
         packed: [E, N, K / 8] int32, compressed-tensors' `pack-quantized`.
         scale: [E, N, K / group_size] BF16.
-        nonfinite: [1] int32 on the device, the number of groups that hold NaN or Inf: their codes mean nothing.
+        nonfinite: [1] int32 on the device, the number of groups that hold NaN or Inf and so have meaningless codes.
         dequantized: [E, N, K] BF16, bf16(code * scale), with emit="bf16".
         w8: [E, N, K] float8_e4m3fn, with emit="fp8".
         channel_scale: [E, N, 1] FP32, with emit="fp8".
@@ -67,7 +67,7 @@ def int4_quantize_pack(
         emit: what the same pass writes besides: nothing, the dequantized BF16 weight, or its FP8 encoding.
 
     Returns:
-        The quantized weights. Nothing waits for the device to see whether there were NaN or Inf.
+        The quantized weights. NaN and Inf are counted on the device; nothing waits for the count.
 
     Raises:
         ValueError: an argument, shape, dtype or device is not legal; everything wrong is named.

@@ -1,9 +1,9 @@
 """Grouped GEMM on packed int4 weights: y[m] = epilogue(sum_k x[m, k] * bf16(code[e, n, k] * scale[e, n, k // g])).
 
-The weight is dequantized in registers, rounded to BF16 exactly as `integer.dequantize_integer`, and handed to the
-tensor cores through shared memory. It reads a quarter of the weight bytes and needs no BF16 copy of the weights; but
-each row tile dequantizes its weights again, between the products and not beside them, so with many rows per expert it
-is faster to dequantize once and run the BF16 GEMM.
+The weight is dequantized in registers, rounded to BF16 exactly as by `integer.dequantize_integer`, and handed to the
+tensor cores through shared memory. This reads a quarter of the weight bytes and needs no BF16 copy of the weights. But
+every row tile dequantizes its weights again, and the tensor cores wait meanwhile; with many rows per expert it is
+faster to dequantize once and run the BF16 GEMM.
 """
 
 import torch

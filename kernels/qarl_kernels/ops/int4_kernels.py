@@ -1,10 +1,11 @@
 """Triton kernels of `ops/int4.py`.
 
-No division for each weight. w and scale have 8 significant bits, so |w / scale| <= 8 either is n + 1/2 exactly or lies
-further than 2^-11 from it. t = w * (1 / scale) + 384 is rounded to multiples of 2^-15, far more than the error of the
-product: ties stay ties, everything else stays on its side, whether or not multiply and add are fused. Adding 1.5 * 2^23
-rounds half to even and leaves the code in the low bits. amax / divisor may be amax * fl(1 / divisor): no quotient of a
-BF16 amax lies near enough to where its BF16 rounding flips. Both are tested over all pairs of significands.
+Weights are rounded to codes without a division each, and get the codes that a division would give. w and scale have 8
+significant bits, so |w / scale| <= 8 either is n + 1/2 exactly or differs from it by more than 2^-11. t = w * (1 /
+scale) + 384 is rounded to multiples of 2^-15, far more than the product's error: ties stay ties and everything else
+stays on its side, whether or not multiply and add are fused. Adding 1.5 * 2^23 rounds half to even and leaves the code
+in the low bits. For the same reason amax / divisor may be amax * fl(1 / divisor): no quotient of a BF16 amax is close
+enough to a point where its rounding to BF16 flips. Both are tested over all pairs of significands.
 
 A thread holds 8 neighbouring weights: one 16-byte load, one packed word. Experts are the grid's second dimension.
 """
@@ -18,11 +19,11 @@ from qarl_kernels.ops.split_reciprocal import divide_by_fp8_max, split_multiply,
 
 _EMPTY_SCALE = tl.constexpr(EMPTY_GROUP_SCALE)
 _MIN_TOKEN_SCALE = tl.constexpr(MIN_TOKEN_SCALE)
-_OVERFLOW_BITS = tl.constexpr(0x7F000000)  # of integer.OVERFLOW; Inf and NaN have larger ones
+_OVERFLOW_BITS = tl.constexpr(0x7F000000)  # the bits of integer.OVERFLOW; those of Inf and NaN are larger
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
 # A float in [256, 512) is a multiple of 2^-15.
 _SNAP = tl.constexpr(384.0)
-# The float that code 0 becomes, 1.5 * 2^23 with the stored offset 8, and what a snapped quotient lacks of it.
+# The float that code 0 becomes, 1.5 * 2^23 with the stored offset 8, and what to add to a snapped quotient to get it.
 _CODE_ZERO = tl.constexpr(12582920.0)
 _TO_CODE = tl.constexpr(12582920.0 - 384.0)
 # What the eight floats' upper bits add to a word, modulo 2^32 and signed.
@@ -34,7 +35,7 @@ _STORED_ZERO = tl.constexpr(8388616.0)
 
 @triton.jit
 def _abs_bits(values):
-    # As integers: NaN and Inf come out largest.
+    # Compared as integers, NaN and Inf are the largest.
     return values.to(tl.int32, bitcast=True) & _ABS_BITS
 
 
@@ -46,7 +47,7 @@ def _group_scale(amax_bits, INVERSE_DIVISOR: tl.constexpr):
 
 @triton.jit
 def _round_to_codes(weights, inverse_scale, CODE_MAX: tl.constexpr):
-    # |w / scale| < code_max + 1 on both grids: only +8 is off the grid, and -8 is on the one that reaches it.
+    # |w / scale| < code_max + 1 on both grids: only +8 can leave the grid, and -8 occurs only on the grid that has it.
     snapped = tl.minimum(tl.fma(weights, inverse_scale, _SNAP), _SNAP + CODE_MAX)
     return snapped + _TO_CODE
 
@@ -59,8 +60,8 @@ def _pack_words(codes, lane, AXIS: tl.constexpr):
 
 @triton.jit
 def _hide_order(words, count):
-    # XOR with 0 hides from the compiler that words follow one another. It would move them between threads through
-    # shared memory to load or store four at once; so each stays in the thread that has its eight weights.
+    # XOR with 0 hides from the compiler that the words are contiguous. Otherwise it would move them between threads
+    # through shared memory to access four at once; like this each stays in the thread that has its eight weights.
     return words ^ (count >> 31)
 
 
@@ -97,8 +98,8 @@ def _int4_quantize_pack_kernel(
     first = tl.program_id(0) * TILE
     weights_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(tl.bfloat16))
     weights_ptr = tl.multiple_of(weights_ptr, ALIGNMENT)
-    # Of dimensions without contiguous elements the compiler spreads the first over neighbouring threads, SPREAD words
-    # of a group, and keeps the last, the rest of its words, in one thread.
+    # If no dimension is contiguous, the compiler spreads the first one (SPREAD words of a group) over neighbouring
+    # threads and keeps the last one (the rest of its words) in one thread.
     word = tl.arange(0, SPREAD)[:, None, None] + tl.arange(0, WORDS // SPREAD)[None, None, :] * SPREAD
     group = tl.arange(0, TILE)
     lane = tl.arange(0, 8)[None, None, None, :]
@@ -174,7 +175,7 @@ def _int4_quantize_encode_kernel(
 
 @triton.jit
 def _stored_codes(words, lane):
-    # A nibble in the low bits of a float of 2^23 and more: cheaper than a conversion from int.
+    # Placing the nibble in the low bits of the float 2^23 is cheaper than converting an integer.
     return (((words >> (4 * lane)) & 15) | _MANTISSA_BITS).to(tl.float32, bitcast=True) - _STORED_ZERO
 
 
@@ -216,7 +217,7 @@ def _int4_encode_fp8_kernel(
     every = tl.arange(0, ROW_GROUPS)
     word = tl.arange(0, 16)[:, None]
     lane = tl.arange(0, 8)[None, None, :]
-    # Rows one after another, unrolled: the loads of the next are in flight while one is computed.
+    # The unrolled loop keeps the next row's loads in flight while one row is computed.
     for step in tl.static_range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + step
         exists = row < num_rows

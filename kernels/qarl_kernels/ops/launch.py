@@ -1,4 +1,4 @@
-"""How the grouped GEMMs are launched: tile shapes, the table of tuned ones, the number of programs.
+"""How the grouped GEMMs are launched: tile shapes, the tables of tuned tiles, the number of programs.
 
 A tuned table is `tuned/<device name>.json`, written by `kernels/benchmarks/tune.py`; it maps a problem's key, such as
 `bf16/N1536/K2048/E128/R1024` (experts and rows per expert rounded to powers of two), to the fields of `TileConfig`.
@@ -29,7 +29,7 @@ class TileConfig:
         programs_per_sm: resident programs that hide each other's epilogues.
         group_m: row tiles that share a column tile before the next one is taken.
         flatten: merge the loops over tiles and over K, so that a tile's loads start under the previous epilogue.
-        epilogue_split: column slices in which a tile is stored; more need less shared memory.
+        epilogue_split: number of column slices in which a tile is stored; more slices need less shared memory.
     """
 
     block_m: int = 128

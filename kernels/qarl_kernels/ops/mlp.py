@@ -1,8 +1,8 @@
-"""The expert MLP on the kernels, forward and backward, each one call.
+"""The expert MLP on the kernels: one call for the forward, one for the backward.
 
-Forward, by rows: quantize -> fc1 -> SwiGLU and quantize in one pass -> fc2, router weight in its epilogue where the
-format puts it there. Tokens are quantized before they are copied to their experts: a row's scale does not depend on
-where the row lies, and k times fewer are read. Backward in BF16: with g = the output's gradient copied to the rows,
+Forward, by rows: quantize -> fc1 -> SwiGLU and quantize in one pass -> fc2, with the router weight in its epilogue if
+the format puts it there. Tokens are quantized before they are copied to their experts: a row's scale does not depend on
+where the row goes, and k times fewer rows are quantized. Backward in BF16, with g the output's gradient copied to rows:
 
     da = g W2,  dw = da . a_q,  [dg, du] = SwiGLU'(c1, w da),  dW2 = g^T (w a),  dW1 = [dg, du]^T x,  dx = [dg, du] W1
 

@@ -1,10 +1,10 @@
 """RMSNorm with the rollout engine's order of additions: y = bf16(x * rsqrt(mean(x^2) + eps) * w), FP32 inside.
 
-The engine's thread t adds the squares of elements 8 t to 8 t + 7, one after the other, or, in the kernel that adds the
-residual first, in pairs; a warp's 32 sums are joined as neighbours, neighbours of neighbours and so on; the warps'
-sums one after the other. A square of a BF16 number is exact in FP32, so the additions alone round.
-Trade-off: the order is that of one vector a thread, the engine's for up to 2048 columns and, in batches of fewer than
-256 tokens, up to 8192.
+The engine's thread t adds the squares of elements 8 t to 8 t + 7 one after the other or, in the kernel that first adds
+the residual, in pairs. A warp's 32 sums are added as neighbours, then neighbours of neighbours and so on; the warps'
+sums are added one after the other. The square of a BF16 number is exact in FP32, so only additions round.
+This is the order for one vector per thread, which the engine uses for up to 2048 columns and, in batches of fewer than
+256 tokens, for up to 8192.
 """
 
 import torch
@@ -16,7 +16,7 @@ from qarl_kernels.ops.checks import refuse, tensor_problems
 
 _VECTOR, _WARP = 8, 32
 MAX_NORM_COLUMNS = 1024 * _VECTOR
-_ELEMENTS = 2048  # one program's, where rows are shorter than that
+_ELEMENTS = 2048  # that one program takes if rows are shorter
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _norm_kernel(
 
 
 def norm_layout(num_columns: int) -> dict[str, int]:
-    """Return how many rows a program takes, and the engine's threads a row and levels of a warp's sum.
+    """Return how many rows a program takes, and the engine's threads per row and levels of a warp's sum.
 
     Args:
         num_columns: H.
@@ -96,7 +96,7 @@ def rms_norm_in_engine_order(x: Tensor, weight: Tensor, eps: float, *, after_add
         x: [M, H] BF16; H a multiple of 8, at most `MAX_NORM_COLUMNS`.
         weight: [H] BF16.
         eps: added to the mean square.
-        after_add: the engine's kernel that adds the residual, which adds squares in pairs.
+        after_add: follow the engine's kernel that first adds the residual, which adds squares in pairs.
 
     Returns:
         [M, H] BF16.

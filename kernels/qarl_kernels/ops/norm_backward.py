@@ -2,8 +2,8 @@
 
     dx = r (d - x r^2 mean(d x)),   dw = sum over rows of dy x r
 
-Each program walks over many rows and keeps its part of dw; the parts are added in their order, so that one GPU
-gives the same sums every time.
+Each program takes many rows and keeps its own part of dw. The parts are added in a fixed order, so that a GPU gives the
+same sums every time.
 """
 
 import torch
@@ -15,7 +15,7 @@ from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.launch import num_sms
 from qarl_kernels.ops.norm import MAX_NORM_COLUMNS
 
-_ELEMENTS = 4096  # of one program at a time, where rows are shorter than that
+_ELEMENTS = 4096  # that one program takes at a time if rows are shorter
 _PROGRAMS_PER_SM = 4
 
 

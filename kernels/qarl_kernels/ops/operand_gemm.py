@@ -1,8 +1,8 @@
-"""Grouped GEMMs by format: activations quantized as the format says, then the fastest kernel that takes the operand.
+"""Grouped GEMMs by format: quantize the activations as the format says, then run the fastest kernel for the operand.
 
-Measured on an H200 (docs/evidence/kernels.md): one expert's BF16 product is fastest in cuBLAS, that of more experts in
-our grouped GEMM; FP8 in the warp-specialised kernels wherever their shapes allow; packed int4 is dequantized in the
-GEMM while an expert has few rows, since reading a quarter of the weight's bytes is what counts there.
+Measured on an H200 (docs/evidence/kernels.md): cuBLAS is fastest for one expert in BF16, our grouped GEMM for several;
+FP8 is fastest in the warp-specialised kernels wherever shapes allow. Packed int4 is dequantized inside the GEMM while
+experts have few rows: there the time goes into reading weights, of which it reads a quarter of the bytes.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.ops.wgrad import grouped_wgrad
 
-# Rows per expert up to which reading a quarter of the weight bytes is worth more than a GEMM on plain BF16.
+# Rows per expert up to which reading a quarter of the weight bytes saves more time than dequantizing per tile costs.
 FUSED_INT4_MAX_ROWS = 256
 
 
@@ -106,7 +106,7 @@ def swiglu_rows(hidden: Tensor, fmt: QuantFormat) -> QuantizedRows:
 
 
 def _fits_hopper(rows: QuantizedRows, weight: GemmOperand) -> bool:
-    # The specialised kernels are compiled for this compute capability alone, and take whole tiles of weights.
+    # The specialised kernels exist for this compute capability only, and take whole tiles of weights.
     right_gpu = rows.values.is_cuda and torch.cuda.get_device_capability(rows.values.device) == HOPPER
     return right_gpu and not any(size % FP8_BLOCK for size in weight.values.shape[-2:])
 
@@ -139,7 +139,7 @@ def quantize_and_multiply(
         x: [M, K] BF16.
         weight: operand [E, N, K].
         offsets: [E + 1] int32.
-        out_dtype: BF16; the router weight that needs an FP32 accumulator belongs in the GEMM (`multiply_rows`).
+        out_dtype: BF16; a router weight that needs the FP32 accumulator is multiplied in the GEMM (`multiply_rows`).
         after_swiglu: x is a SwiGLU output.
 
     Returns:

@@ -1,6 +1,6 @@
 """Rotation of pairs (x_i, x_{i + D/2}) of each head: bf16(x cos - y sin) and bf16(y cos + x sin), FP32 inside.
 
-A product of two BF16 numbers is exact in FP32, so that the sum alone rounds, whether or not it is fused.
+A product of two BF16 numbers is exact in FP32, so only the sum rounds, whether or not it is fused.
 """
 
 import torch
@@ -64,7 +64,7 @@ def rotate_pairs_kernel(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> T
     """Rotate pairs (x_i, x_{i + D/2}).
 
     Args:
-        x: [A, B, heads, D] BF16; D even, a head's elements one after another.
+        x: [A, B, heads, D] BF16; D even, a head's elements contiguous.
         cos: [A, B, D] BF16; A and B may be 1.
         sin: likewise.
         back: multiply by the transposed matrix.

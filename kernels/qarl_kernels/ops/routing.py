@@ -43,7 +43,7 @@ def spread_rows(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
 
     Args:
         x: [T, H] BF16, FP32 or float8_e4m3fn, contiguous, a row's bytes a multiple of 4.
-        inverse: [T * top_k] int64 of `RoutedRows`.
+        inverse: [T * top_k] int64 from `RoutedRows`.
         top_k: choices per token.
 
     Returns:
@@ -57,7 +57,7 @@ def spread_rows(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
 
 
 def permutation_problems(name: str, permutation: Tensor, num_tokens: int, top_k: int) -> list[str]:
-    """List what keeps a tensor from being a permutation of all choices; its values are not looked at.
+    """List what keeps a tensor from being a permutation of all choices, without reading its values.
 
     Args:
         name: the argument's name in messages.

@@ -1,11 +1,12 @@
-"""Division of BF16 numbers by an FP32 divisor that FP8 rounds as it rounds the correctly rounded quotient.
+"""Divide BF16 numbers by an FP32 divisor so that FP8 rounds the result as it rounds the correctly rounded quotient.
 
 1 / divisor = high + low with 16 significant bits in high, so x * high is exact for a BF16 x, and x * high + x * low has
 a relative error below 2^-36 before its one rounding to FP32, with fused multiply-adds or without. Where the FP32
-rounding of a quotient decides its FP8 rounding, the quotient lies further than 2^-32 from where that flips, if the
-divisor is fl(amax / 448) of a BF16 amax: tested over all pairs of significands. Zeros keep the sign of x.
+rounding of a quotient decides its FP8 rounding, the quotient is further than 2^-32 from the point where that flips, if
+the divisor is fl(amax / 448) of a BF16 amax: tested over all pairs of significands. Zeros keep the sign of x.
 
-Two instructions for each x and some thirty for each divisor; a correctly rounded division takes a dozen for each x.
+This takes two instructions for each x and some thirty for each divisor; a correctly rounded division takes a dozen for
+each x.
 """
 
 import triton
@@ -22,7 +23,7 @@ _LOW = tl.constexpr(1 / FP8_MAX - int(2**24 / FP8_MAX) / 2**24)
 def split_reciprocal(divisor) -> tuple[tl.tensor, tl.tensor]:
     """1 / divisor as FP32 high + low, low >= 0, for positive divisors from 2^-126 to 2^126."""
     estimate = 1.0 / divisor
-    # The estimate may be 2 units too large in the last place; 4 less, cut to 16 bits, is not above 1 / divisor.
+    # The estimate may be 2 units in the last place too large; reduced by 4 and cut to 16 bits it is <= 1 / divisor.
     high = ((estimate.to(tl.int32, bitcast=True) - 4) & -256).to(tl.float32, bitcast=True)
     # 40 bits: exact in FP64.
     missing = 1.0 - divisor.to(tl.float64) * high.to(tl.float64)
@@ -37,5 +38,5 @@ def split_multiply(x, high, low) -> tl.tensor:
 
 @triton.jit
 def divide_by_fp8_max(amax) -> tl.tensor:
-    """Correctly rounded amax / 448 of a BF16 amax from 2^-100 on: amax / 7 lies at least 1/14 ulp from a midpoint."""
+    """Correctly rounded amax / 448 for a BF16 amax >= 2^-100: amax / 7 is at least 1/14 ulp away from a midpoint."""
     return split_multiply(amax, _HIGH, _LOW)

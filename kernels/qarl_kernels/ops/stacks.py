@@ -1,8 +1,8 @@
-"""Expert weights where they lie: one tensor [N, K], a stack [E, N, K] or a list of E tensors, as a table of addresses.
+"""Expert weights where they are in memory, a tensor [N, K], a stack [E, N, K] or E tensors, as a table of addresses.
 
-Kernels read the address of expert e from an int64 table [E] on the device, so experts need not follow one another:
-Megatron's distributed optimizer lays them out in reverse order, without it their addresses are unrelated. One load
-of eight bytes for each program buys that no expert is copied.
+Kernels read the address of expert e from an int64 table [E] on the device, so experts need not be contiguous:
+Megatron's distributed optimizer lays them out in reverse order, and without it their addresses are unrelated. For one
+load of eight bytes in each program no expert has to be copied.
 """
 
 import functools
@@ -101,9 +101,9 @@ def stack_shape(tensors: list[Tensor]) -> tuple[int, int, int]:
 
 
 def address_table(tensors: list[Tensor]) -> tuple[Tensor, int]:
-    """Return every expert's address, and the number of bytes that divides all of them: 16, or 2 if one is unaligned.
+    """Return every expert's address, and the alignment of all of them: 16 bytes, or 2 if one is unaligned.
 
-    Tables are kept by their addresses. A new one is made without waiting for the device.
+    Tables are cached by the addresses in them. A new one is made without waiting for the device.
 
     Args:
         tensors: what `expert_weights` returned.
@@ -120,7 +120,7 @@ def address_table(tensors: list[Tensor]) -> tuple[Tensor, int]:
     device = tensors[0].device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _new_table(addresses, device, capturing=True), alignment
-    # A stream of its own for each table: work in another stream could read a table before it is written.
+    # Tables are cached by stream, too: work in another stream could read a table before it is written.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _kept_table(addresses, device, stream), alignment
 

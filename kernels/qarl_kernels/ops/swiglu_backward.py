@@ -6,8 +6,8 @@ the output row before its weight:
     d gate = w da up s (1 + gate (1 - s)),   d up = w da gate s,   dw = sum da a_q
 
 and w a, which fc2's weight gradient needs.
-a_q is what fc2 multiplied, `a` through the format's activation quantization: da . a_q is the gradient of the router
-weight that runs in the forward, and fc2's output need not be kept. One program holds a row, so a row has at most 16384
+a_q is what fc2 multiplied: `a` after the format's activation quantization. da . a_q is then the gradient of the router
+weight as the forward used it, and fc2's output need not be kept. One program holds a row, so a row has at most 16384
 columns.
 """
 

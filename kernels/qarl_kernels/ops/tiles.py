@@ -112,7 +112,7 @@ def build_expert_order(offsets: Tensor) -> Tensor:
 
 @triton.jit
 def tile_position(tile, num_m_tiles, num_n_tiles, GROUP_M: tl.constexpr):
-    """Return (row tile, column tile): GROUP_M row tiles walk over all column tiles together, to meet in the L2."""
+    """Return (row tile, column tile); GROUP_M row tiles go over all column tiles together and share them in the L2."""
     group = tile // (GROUP_M * num_n_tiles)
     first = group * GROUP_M
     size = tl.minimum(num_m_tiles - first, GROUP_M)

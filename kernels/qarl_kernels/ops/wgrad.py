@@ -1,9 +1,9 @@
 """Weight gradient over ragged experts: dW[e] = grad_out[rows of e]^T @ x[rows of e], BF16 in, FP32 accumulation.
 
 The contracted axis is the ragged one: ragged descriptors read zeros beyond an expert's last row, so a partial step
-needs no mask. A stack is written by the copy engine. Separate buffers (Megatron's `main_grad`), and any that are added
-to, are reached through a table of addresses, one per expert, with ordinary stores that the products wait for. Experts
-are taken by falling row count, which keeps the longest tiles from starting last.
+needs no mask. A stack is written by the copy engine. Separate buffers (Megatron's `main_grad`) and those that are added
+to are reached through a table of addresses, one per expert, with ordinary stores that hold up the products. Experts are
+taken in order of falling row count, so that the longest tiles do not start last.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def _store_by_pointer(out_ptr, tile, n, k, N, K, ACCUMULATE: tl.constexpr, SPLIT
             tile += tl.load(address, mask=mask, other=0.0).to(tl.float32)
         tl.store(address, tile.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        # Slices bound the registers that hold what is added to.
+        # Slices limit the registers that hold the old values.
         left, right = halves(tile)
         half: tl.constexpr = tile.shape[1] // 2
         _store_by_pointer(out_ptr, left, n, k, N, K, ACCUMULATE, SPLIT // 2)

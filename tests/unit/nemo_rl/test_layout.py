@@ -15,6 +15,10 @@ from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 
 APART = {"policy.generation.colocated": {"enabled": False, "resources": {"gpus_per_node": 2, "num_nodes": 1}}}
+WHOLE_NODES = {
+    "cluster": {"num_nodes": 2, "gpus_per_node": 8},
+    "policy.generation.colocated": {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 1}},
+}
 MUON = {"optimizer": "dist_muon", "use_distributed_optimizer": False}
 
 
@@ -152,7 +156,7 @@ def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
         ({"gpu_memory_gib": 139}, {}, True),
         ({"gpu_memory_gib": 139, "resident": False}, {}, False),
         ({"gpu_memory_gib": 139}, {"policy.offload_optimizer_for_refit": True}, False),
-        ({"gpu_memory_gib": 139}, {"cluster": {"num_nodes": 3, "gpus_per_node": 8}} | APART, False),
+        ({"gpu_memory_gib": 139}, WHOLE_NODES, False),
         ({"gpu_memory_gib": 139, "format": "bf16", "alignment": "none"}, {"policy.generation.vllm_kwargs": {}}, False),
     ],
 )
