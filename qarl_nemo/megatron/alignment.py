@@ -22,10 +22,10 @@ class Alignment:
         format: what aligned layers execute and publish.
         targets: what is quantized.
         backward: which weight the input gradient uses.
-        keep_operand: keep what the GEMMs multiply between uses; False keeps the packed tensors alone.
+        keep_operand: keep what the GEMMs multiply between uses; False keeps only the packed tensors.
         version: the master weights' version; every optimizer step bumps it.
-        backend: what multiplies in the experts: this package's kernels, or Transformer-Engine's own FP8 block recipe,
-            which `fp8_block` alone can take.
+        backend: what multiplies in the experts: this package's kernels or, for `fp8_block` only, Transformer-Engine's
+            own FP8 block recipe.
         engine_rounding: normalize and rotate with the engine's rounding points; False leaves both to Megatron.
     """
 
@@ -48,7 +48,7 @@ class Alignment:
             )
 
     def __deepcopy__(self, memo: dict) -> "Alignment":
-        # Megatron copies specs; layers of copies must still share one version.
+        # Megatron copies specs; layers built from the copies must still share one version.
         return self
 
     def weight(self, name: str, master: nn.Parameter | list[nn.Parameter]) -> AlignedWeight:
@@ -57,7 +57,7 @@ class Alignment:
 
 
 def bump_on_step(optimizer: Any, version: WeightVersion) -> None:
-    """Let every step of `optimizer` declare the master weights changed.
+    """Make every step of `optimizer` declare that the master weights have changed.
 
     Args:
         optimizer: a Megatron or torch optimizer, changed in place.

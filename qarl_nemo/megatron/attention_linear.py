@@ -1,9 +1,9 @@
-"""Attention's linears on quantized weights, for targets that hold `attention`.
+"""Attention's linears on quantized weights, for targets that include `attention`.
 
-The parameters stay those of Megatron's class that is subclassed, local or Transformer-Engine's; tensor and sequence
-parallel communication is Megatron's own, around the aligned GEMM. Where Transformer-Engine would fuse the norm into
-linear_qkv, the norm is a module of its own: the format quantizes what comes out of it. Checkpoints stay those of the
-fused one.
+The parameters stay those of the Megatron class that is subclassed, local or Transformer-Engine's; around the aligned
+GEMM, tensor- and sequence-parallel communication is Megatron's own. Transformer-Engine would fuse the norm into
+linear_qkv; here it is a module of its own, because the format quantizes the norm's output. Checkpoints have the fused
+module's keys all the same.
 """
 
 import functools
@@ -25,7 +25,7 @@ from qarl_nemo.megatron.alignment import Alignment
 
 
 class _AlignedLinear(nn.Module):
-    # With `partition_dim`, how Bridge finds out how a module is split whose class it does not know.
+    # With `partition_dim` this tells Bridge, which does not know this class, how its weight is split.
     tensor_model_parallel = True
 
     def __init__(self, *arguments: Any, alignment: Alignment, **named: Any) -> None:
@@ -80,7 +80,7 @@ class AlignedRowParallelLinear(_AlignedRow, RowParallelLinear):
 
 @functools.cache
 def transformer_engine_linears() -> tuple[type, type]:
-    """Return linear_qkv's and linear_proj's class with Transformer-Engine's parameters."""
+    """Return the classes of linear_qkv and linear_proj with Transformer-Engine's parameters."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
     column = type("AlignedTEColumnParallelLinear", (_AlignedColumn, TEColumnParallelLinear), {})
@@ -89,7 +89,7 @@ def transformer_engine_linears() -> tuple[type, type]:
 
 
 class SeparateTENorm:
-    """Transformer-Engine's norm, without the `_extra_state` that checkpoints of a fused norm do not have."""
+    """Transformer-Engine's norm without `_extra_state`, which checkpoints of a fused norm do not have."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         """Return the norm itself."""
@@ -99,10 +99,10 @@ class SeparateTENorm:
 
 
 def without_extra_state(module: nn.Module) -> nn.Module:
-    """Let a module neither save nor ask for extra state.
+    """Keep a module from saving or asking for extra state.
 
     Args:
-        module: changed in place; its extra state must be none that matters.
+        module: changed in place; its extra state must not matter.
 
     Returns:
         The module.

@@ -1,8 +1,9 @@
 """Transformer-Engine's own FP8 block recipe in place of this package's kernels, for `fp8_block`.
 
-Its forward multiplies what the engine multiplies up to the last bit of a scale: 1x128 activations, 128x128 weights,
-FP32 scales. Three things are its own: SwiGLU is rounded to BF16 before it is quantized, weights are quantized a second
-time, beside those that are published, and the backward multiplies FP8, too, where this package's is straight-through.
+Its forward multiplies what the engine multiplies, up to the last bit of a scale: 1x128 activations, 128x128 weights,
+FP32 scales. It differs from this package's kernels in three ways: SwiGLU's output is rounded to BF16 before it is
+quantized, weights are quantized a second time besides the published ones, and the backward multiplies in FP8, too,
+instead of straight-through.
 """
 
 import functools
@@ -18,7 +19,7 @@ from qarl_kernels.expert_mlp import swiglu
 def _recipe() -> Any:
     from transformer_engine.common.recipe import Float8BlockScaling, QParams
 
-    # Powers of two are its default, FP32 the engine's.
+    # Its default scales are powers of two; the engine's are any FP32 number.
     recipe, exact = Float8BlockScaling(), QParams(power_2_scale=False)
     recipe.fp8_quant_fwd_inp = recipe.fp8_quant_fwd_weight = recipe.fp8_quant_bwd_grad = exact
     return recipe
@@ -32,7 +33,7 @@ def recipe_rows(
     Args:
         rows: [M, H] BF16.
         row_weight: [M] FP32 router weights.
-        counts: rows of each of this rank's experts; its GEMM takes multiples of 16, so each is padded.
+        counts: rows of each of this rank's experts; they are padded to the multiples of 16 that its GEMM takes.
         fc1: E_local weights [2 I, H].
         fc2: E_local weights [H, I].
         fmt: `fp8_block`.

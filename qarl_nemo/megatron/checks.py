@@ -1,4 +1,4 @@
-"""Settings of Megatron under which an aligned model would not run, or would not run what the engine runs."""
+"""Refuses settings of Megatron under which an aligned model would not run, or not compute what the engine computes."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from qarl_kernels import QuantFormat, weight_problems
 from qarl_nemo.megatron.alignment import Alignment
 
-# Setting -> why it is refused. Unknown to a Megatron version means off.
+# Setting -> why it is refused. A setting that this Megatron version does not know counts as off.
 _REFUSED = {
     "add_bias_linear": "expert biases are not published",
     "fp8": "Transformer-Engine would quantize a second time; alignment brings its own FP8",
@@ -38,7 +38,7 @@ _REFUSED = {
     "moe_paged_stash": "the experts' autograd saves tensors itself",
     "fine_grained_activation_offloading": "the experts' autograd saves tensors itself",
 }
-# The same for engine rounding: what its norms and rotation would not follow.
+# The same for engine rounding: settings that its norms and rotation would not follow.
 _REFUSED_BY_ROUNDING = {
     "layernorm_zero_centered_gamma": "the engine multiplies by the weight itself",
     "fp32_residual_connection": "the engine rounds the residual",
@@ -58,7 +58,7 @@ _REFUSED_BY_ROUNDING = {
     "yarn_rotary_scaling_factor": "angles are the unscaled ones",
 }
 _DISPATCHERS = ("alltoall", "allgather")
-# Scales that span a whole row of fc2: a shard's are not the row's.
+# Formats whose scales span a whole row of fc2: a shard of the row would get another scale.
 ROW_SCALED = ("fp8_channel", "w4a8")
 
 
@@ -89,7 +89,7 @@ def _refused(config: Any, refused: dict[str, str]) -> list[str]:
 
 
 def _rounding_problems(config: Any) -> list[str]:
-    # The last two are Bridge's: on its providers alone.
+    # The last two are Bridge's settings, which only its providers have.
     legal = {"normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_percent": 1.0}
     problems = _refused(config, _REFUSED_BY_ROUNDING) + [
         f"{name}={getattr(config, name)!r}: legal is {value!r}"
@@ -112,7 +112,7 @@ def _value_problems(config: Any) -> list[str]:
     if config.moe_router_score_function != "softmax":
         problems.append(f"moe_router_score_function={config.moe_router_score_function!r}: legal is 'softmax'")
     balancing, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    # Bridge leaves a coefficient where NeMo-RL sets 'none': it is not read then.
+    # Where NeMo-RL sets 'none', Bridge leaves a coefficient that is then not read.
     if balancing != "none" and (balancing != "aux_loss" or coefficient):
         problems.append(
             f"moe_router_load_balancing_type={balancing!r}, moe_aux_loss_coeff={coefficient}: the aligned router "

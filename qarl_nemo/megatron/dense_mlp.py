@@ -1,4 +1,4 @@
-"""A dense MLP on quantized weights, for targets that hold `mlp`."""
+"""A dense MLP on quantized weights, for targets that include `mlp`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class AlignedMLP(MLP):
     """y = fc2(silu(gate) up), (gate, up) = fc1(x), each factor rounded as the engine rounds it.
 
-    Megatron's own would fuse the activation and round once.
+    Megatron's own MLP would fuse the activation and round once.
     """
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:

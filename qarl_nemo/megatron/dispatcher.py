@@ -1,9 +1,9 @@
-"""Megatron's token dispatchers with the rollout engine's sum: every row travels home, and the token's rank sums.
+"""Megatron's token dispatchers with the rollout engine's sum: every row returns to its token's rank, which adds them.
 
-Megatron multiplies the router weight into fc2's input and sums a token's rows in BF16, or on each rank before they
-travel. Here the rows that travel are what the engine's fc2 writes, rounded, and the sum runs where the router's order
-and weights are: FP32, first choice first. Under expert tensor parallelism a row is the rounded FP32 sum of its shards'
-rounded rows; that alone depends on the layout.
+Megatron multiplies the router weight into fc2's input, and sums a token's rows in BF16 or partly on each expert's rank.
+Here the rows that are sent are what the engine's fc2 writes, rounded, and they are summed where the router's order and
+weights are: in FP32, first choice first. Under expert tensor parallelism a row is the rounded FP32 sum of its shards'
+rounded rows; nothing else depends on the layout.
 """
 
 from typing import Any
@@ -19,27 +19,27 @@ from qarl_nemo.megatron.rows_autograd import combine_tokens
 
 
 class AlignedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher, its last step the engine's sum; `router` and `format` are set by the layer."""
+    """Megatron's dispatcher with the engine's sum as its last step; the layer sets `router` and `format`."""
 
     router: AlignedTopKRouter
     format: QuantFormat
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """Remember where each choice's row will come home, then sort rows by expert as Megatron does."""
+        """Remember where each choice's row will return to, then sort rows by expert as Megatron does."""
         self.topk_weight = self.router.weights
         self.inverse = route_rows(self.router.chosen, self.router.num_experts).inverse
         return super().dispatch_preprocess(hidden_states, routing_map, probs)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Sum the rows that came home: [T * k, H] sorted by expert -> [S, B, H]."""
+        """Sum the returned rows: [T * k, H] sorted by expert -> [S, B, H]."""
         out = combine_tokens(permutated_local_input_tokens, self.inverse, self.topk_weight, self.format)
         return out.view(self.hidden_shape)
 
 
 class AlignedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's dispatcher, sending home a slot for each choice; `router` and `format` are set by the layer.
+    """Megatron's dispatcher, which returns a slot for each choice; the layer sets `router` and `format`.
 
-    Where Megatron reduces one FP32 partial sum a token, this reduces k rows: prefer alltoall where k is large.
+    Megatron reduces one FP32 partial sum per token, this reduces k rows: prefer alltoall if k is large.
     """
 
     router: AlignedTopKRouter
@@ -68,7 +68,7 @@ class AlignedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return out.index_copy(0, slot, hidden_states)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Send every slot to its token's rank; all ranks but one (but the expert's shards, under ETP) add zero."""
+        """Send every slot to its token's rank; only the rank (or, under ETP, the ranks) with its expert adds a value."""
         if self.tp_size == 1 and self.ep_size == 1:
             return hidden_states
         wire = hidden_states if self.tp_size == 1 else hidden_states.float()

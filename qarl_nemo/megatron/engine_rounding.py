@@ -1,7 +1,7 @@
 """Megatron's norms and rotary embedding with the rollout engine's rounding points.
 
-Megatron's own builders make the modules, so that parameters, their attributes and checkpoints stay as they are; only
-the forward is another. Residual additions stay Megatron's: it rounds the sum of two BF16 tensors once, too.
+Megatron's own builders make the modules, so parameters, their attributes and checkpoints stay as they are; only the
+forward is replaced. Residual additions stay Megatron's, which rounds the sum of two BF16 tensors once, too.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch import Tensor
 from qarl_nemo.layers.engine_rounding import normalize, rotate
 
 _TAKES_LENGTH = "max_seqlen" in inspect.signature(apply_rotary_pos_emb).parameters
-# What Megatron's rotation in torch reads of a config.
+# The settings that Megatron's rotation in torch reads from a config.
 _IN_TORCH = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
 
 
@@ -36,7 +36,7 @@ class EngineNorm:
     """Megatron's norm with the engine's forward.
 
     Args:
-        own: what builds Megatron's norm.
+        own: builds Megatron's norm.
         after_add: the engine adds the residual in the same kernel.
         config: Megatron's `TransformerConfig`.
         hidden_size: H.
@@ -73,7 +73,7 @@ class Rotating:
             What linear_proj returns.
 
         Raises:
-            ValueError: no angles came, or they are for a part of a head, or for Megatron's inference.
+            ValueError: there are no angles, or they are for a part of a head, or for Megatron's inference.
         """
         angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         width = self.hidden_size_per_attention_head
@@ -90,14 +90,14 @@ class Rotating:
             self._angles = self._packed = None
 
     def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
-        """Project, normalize and rotate: what Megatron's returns, query and key [S, B, heads, D] rotated."""
+        """Project, normalize and rotate; returns what Megatron's method does, query and key [S, B, heads, D] rotated."""
         query, key, *rest = super().get_query_key_value_tensors(*arguments, **named)
         cos, sin = self._cos_and_sin(query)
         return rotate(query, cos, sin), rotate(key, cos, sin), *rest
 
     def _cos_and_sin(self, query: Tensor) -> tuple[Tensor, ...]:
-        # Of pairs (1, 0) Megatron's own rotation makes the cosine and sine of each token's angle, whichever packed
-        # sequence and context parallel part the token is in.
+        # Rotating the pair (1, 0) with Megatron's own function yields each token's (cos, sin), so sequence packing and
+        # context parallelism need no code here.
         packed = self._packed is not None and self._packed.qkv_format == "thd"
         rows, width = query.shape[0], query.shape[-1]
         pairs = torch.zeros(rows, 1, width, device=query.device)
@@ -115,12 +115,12 @@ class Rotating:
     def _sequences(self) -> dict[str, Any]:
         padded = self._packed.cu_seqlens_q_padded
         ends = {"cu_seqlens": self._packed.cu_seqlens_q if padded is None else padded}
-        # Where there are more angles than this, Megatron takes them for places in the whole row.
+        # If there are more angles than max_seqlen, Megatron indexes them by position in the packed row.
         return ends | ({"max_seqlen": len(self._angles)} if _TAKES_LENGTH else {})
 
 
 class _FirstNormAlone:
-    # Before the first layer nothing was added yet.
+    # No residual is added before the first layer, so its first norm runs without the addition.
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.input_layernorm.after_add = self.layer_number > 1
@@ -132,7 +132,7 @@ def _subclass(forward: type, own: type) -> type:
 
 
 def follow_engine(layer: ModuleSpec) -> None:
-    """Let a layer normalize and rotate as the engine does.
+    """Make a layer normalize and rotate as the engine does.
 
     Args:
         layer: a GPT model's layer whose norms are modules of their own; changed in place.
@@ -152,7 +152,7 @@ def follow_engine(layer: ModuleSpec) -> None:
 
 
 def block_spec(spec: Any, config: Any, vp_stage: int | None) -> Any:
-    """Return a spec of this stage's layers and of a final norm that follows the engine.
+    """Return a spec of this stage's layers with a final norm that follows the engine.
 
     Args:
         spec: a layer's spec, or a block's, which is changed in place.

@@ -1,4 +1,4 @@
-"""Shards of a tensor put together over a process group, as raw bytes: every dtype travels, FP8 and int32 included."""
+"""Gathers the shards of tensors over a process group, as raw bytes, so that FP8 works like any other dtype."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def gather_sharded(tensor: Tensor, group: Any, dim: int, *, num_parts: int = 1) 
         tensor: this rank's shard, of one shape on all ranks.
         group: the process group.
         dim: the dimension that is split.
-        num_parts: how many tensors lie one after another along `dim`, each split by itself: 2 for gate and up.
+        num_parts: how many tensors follow one another along `dim`, each split by itself: 2 for gate and up.
 
     Returns:
         The whole tensor; the shard itself in a group of one.
@@ -68,7 +68,7 @@ def broadcast_named(named: list[tuple[str, Tensor]] | None, owner: int, group: A
     if named is None:
         named = [(name, empty(*record, device)) for name, *record in layout]
     for _, tensor in named:
-        # The owner's may be a view; what is sent is its values.
+        # The owner's tensor may be a view, which cannot be sent as bytes.
         wire = tensor.contiguous()
         dist.broadcast(wire.view(torch.uint8), src=source, group=group)
     return named

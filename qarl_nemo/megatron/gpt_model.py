@@ -15,7 +15,7 @@ from torch import nn
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.spec import align_spec
 
-# Embedding and head are split over tensor parallel ranks in whole parts of this many rows.
+# Embedding and head are split over tensor-parallel ranks in multiples of this many rows.
 _VOCAB_MULTIPLE = 128
 
 
@@ -35,7 +35,8 @@ def gpt_model(
         The model.
 
     Raises:
-        ValueError: the model has what is not translated, or settings rule out aligned experts; all are listed.
+        ValueError: the model has features that are not translated, or settings rule out aligned experts; all are
+            listed.
     """
     _require_translatable(hf)
     config = TransformerConfig(**_settings(hf, dtype, transformer_engine) | settings)
@@ -50,7 +51,7 @@ def gpt_model(
         transformer_layer_spec=align_spec(spec, config, alignment, transformer_engine=transformer_engine),
         vocab_size=-(-hf.vocab_size // rows) * rows,
         max_sequence_length=hf.max_position_embeddings,
-        # Logits of the whole vocabulary on every rank.
+        # Gather the logits of the whole vocabulary on every rank.
         parallel_output=False,
         position_embedding_type="rope",
         rotary_base=_rope(hf)["rope_theta"],
@@ -64,7 +65,8 @@ def gpt_model(
 
 
 def _leave_padding_alone(weight: nn.Parameter, pad_token_id: int) -> None:
-    # As transformers' embedding does: its row starts at zero, where the norm behind it multiplies gradients by 1000.
+    # As in transformers, the padding token's row gets no gradient: it is zero, and there the next norm would multiply
+    # gradients by 1000.
     row = pad_token_id - parallel_state.get_tensor_model_parallel_rank() * len(weight)
     if 0 <= row < len(weight):
         index = torch.tensor([row], device=weight.device)
@@ -122,7 +124,7 @@ def _settings(hf: Any, dtype: torch.dtype, transformer_engine: bool) -> dict[str
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # The objective divides by counts of all ranks' rows: gradients are added, not averaged.
+        # The objective divides by global counts, so gradients are added over ranks, not averaged.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "gradient_accumulation_fusion": False,

@@ -1,8 +1,8 @@
 """The experts' weights as Megatron keeps them, `weight0`, `weight1`, ... [out, in], with their quantized form.
 
-With Transformer-Engine its grouped linears are subclassed: parameters, names, RNG, attributes, `_extra_state` and
-checkpoints are theirs. Without it `LocalGroupedLinear` has the same. Neither multiplies, the expert MLP does; but for
-`backend="transformer_engine"`, where Transformer-Engine's do what they are made for.
+With Transformer-Engine, its grouped linears are subclassed: parameters, names, RNG, attributes, `_extra_state` and
+checkpoints are theirs. Without it, `LocalGroupedLinear` has the same. Neither multiplies, because the expert MLP does,
+except for `backend="transformer_engine"`, with which Transformer-Engine's linears multiply themselves.
 """
 
 import functools
@@ -21,14 +21,14 @@ COLUMN, ROW = 0, 1
 
 
 class AlignedGroupedLinear(nn.Module):
-    """What both kinds share: the quantized weight, made anew when the masters changed.
+    """What both kinds share: the quantized weight, made anew when the masters have changed.
 
     Args:
         alignment: the model's.
         arguments: passed to the class this is mixed into.
     """
 
-    # With `partition_dim`, how Bridge finds out how a module is split whose class it does not know.
+    # With `partition_dim` this tells Bridge, which does not know this class, how its weights are split.
     tensor_model_parallel = True
 
     def __init__(self, *arguments: Any, alignment: Alignment, **named: Any) -> None:
@@ -36,12 +36,12 @@ class AlignedGroupedLinear(nn.Module):
         masters = [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
         self.aligned = alignment.weight(type(self).__name__, masters)
         self.backward, self.backend = alignment.backward, alignment.backend
-        # Transformer-Engine quantizes at each use then, and keeps nothing that an offload would have to drop.
+        # Makes Transformer-Engine quantize at each use, so that it keeps nothing an offload would have to drop.
         self.disable_parameter_transpose_cache = True
         self.register_load_state_dict_post_hook(lambda *_: alignment.version.bump())
 
     def forward(self, *rows_and_splits: Any) -> Any:
-        """Return the weight to multiply by; given rows and their numbers, Transformer-Engine's product."""
+        """Return the weight to multiply by or, given rows and their counts, Transformer-Engine's product."""
         return super().forward(*rows_and_splits) if rows_and_splits else self.aligned
 
     def backward_dw(self) -> None:
@@ -57,9 +57,9 @@ class LocalGroupedLinear(nn.Module):
         output_size: out-features of the whole weight.
         partition_dim: the dimension that expert tensor parallelism splits.
         config: the model's.
-        init_method: in place.
+        init_method: initializes a weight in place.
         pg_collection: the model's process groups.
-        unused: what Transformer-Engine's takes besides.
+        unused: further arguments that Transformer-Engine's class takes.
 
     Source: Megatron-core 0.20 extensions/transformer_engine.py, TEGroupedLinear.
     """
@@ -88,7 +88,7 @@ class LocalGroupedLinear(nn.Module):
             self.register_parameter(f"weight{expert}", weight)
             self._initialize(weight, whole, init_method)
             weight.allreduce = not self._uses_expert_groups()
-        # Checkpoints hold one for each expert, a module loads one.
+        # Checkpoints hold one extra state per expert; the module loads only one.
         self.register_load_state_dict_pre_hook(
             lambda _, state, prefix, *__: [
                 state.pop(f"{prefix}_extra_state{expert}", None) for expert in range(1, num_gemms)
@@ -123,12 +123,12 @@ class LocalGroupedLinear(nn.Module):
         """Ignore what Transformer-Engine wrote."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Describe the shards under the keys that Transformer-Engine's and sequential experts have.
+        """Describe the shards under the keys that Transformer-Engine's and Megatron's sequential experts use.
 
         Args:
             prefix: prefix of the keys.
             sharded_offsets: offsets that the enclosing modules add.
-            metadata: Megatron's.
+            metadata: Megatron's metadata, passed on.
 
         Returns:
             Keys of this module -> shards.
@@ -170,7 +170,7 @@ class AlignedLocalRowGroupedLinear(AlignedGroupedLinear, LocalGroupedLinear):
 
 @functools.cache
 def transformer_engine_grouped_linears() -> tuple[type, type]:
-    """Return fc1's and fc2's class with Transformer-Engine.
+    """Return the classes of fc1 and fc2 with Transformer-Engine.
 
     Returns:
         Subclasses of Megatron's `TEColumnParallelGroupedLinear` and `TERowParallelGroupedLinear`.

@@ -1,4 +1,4 @@
-"""Hugging Face's parameters into this rank's part of a Megatron model, one at a time: the way back of `publish`."""
+"""Loads Hugging Face's parameters into this rank's part of a Megatron model, one at a time: the inverse of `publish`."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -59,7 +59,7 @@ def _taker(parameter: nn.Parameter) -> Take:
             parameter.copy_(whole)
             return
         size = parallel_state.get_tensor_model_parallel_world_size()
-        # Rows behind the vocabulary are padding.
+        # Rows beyond the vocabulary are padding.
         padding = parameter.shape[0] * size - len(whole) if parameter.partition_dim == 0 else 0
         whole = nn.functional.pad(whole, (0, 0, 0, padding))
         shards = whole.chunk(size, parameter.partition_dim)
@@ -71,7 +71,7 @@ def _taker(parameter: nn.Parameter) -> Take:
 def _attention_takers(prefix: str, layer: TransformerLayer) -> Iterator[tuple[str, Take]]:
     config, rank = layer.config, parallel_state.get_tensor_model_parallel_rank()
     groups = config.num_query_groups // parallel_state.get_tensor_model_parallel_world_size()
-    # For each KV head its query heads, its key, its value.
+    # Each KV head has its query heads, its key and its value in sequence.
     weight = layer.self_attention.linear_qkv.weight
     fused = weight.view(groups, -1, config.kv_channels, config.hidden_size)
     for letter, part in (("q", fused[:, :-2]), ("k", fused[:, -2:-1]), ("v", fused[:, -1:])):

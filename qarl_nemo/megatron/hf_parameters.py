@@ -1,7 +1,7 @@
-"""Megatron's parameters that stay BF16, in Hugging Face's names and layout.
+"""Translates Megatron's parameters that stay BF16 to Hugging Face's names and layout.
 
-Both spellings of norms are read: Transformer-Engine's fused ones (`linear_qkv.layer_norm_weight`) and modules of their
-own (`input_layernorm.weight`).
+Norms may be fused as in Transformer-Engine (`linear_qkv.layer_norm_weight`) or modules of their own
+(`input_layernorm.weight`).
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _GATE_UP = "mlp.linear_fc1.weight"
 
 
 def num_row_blocks(name: str) -> int:
-    """Return how many tensors lie one after another along a parameter's rows: 2 for a dense MLP's gate and up."""
+    """Return how many tensors follow one another along a parameter's rows: 2 for a dense MLP's gate and up."""
     return 2 if name == _GATE_UP else 1
 
 
@@ -86,8 +86,8 @@ def split_qkv(rows: Tensor, config: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Take Megatron's fused rows apart: for each KV head its query heads, its key, its value.
 
     Args:
-        rows: [(num_attention_heads + 2 num_query_groups) * kv_channels, ...], or any equal part of it a head: block
-            scales have one row for each 128.
+        rows: [(num_attention_heads + 2 num_query_groups) * kv_channels, ...], or fewer rows per head, such as one block
+            scale for each 128.
         config: Megatron's `TransformerConfig`.
 
     Returns:

@@ -14,7 +14,7 @@ from qarl_nemo.megatron.rows_autograd import aligned_expert_rows
 
 
 class AlignedMoELayer(MoELayer):
-    """A Megatron MoE layer whose experts, router and sum are the rollout engine's.
+    """A Megatron MoE layer whose experts, router and sum compute what the rollout engine's do.
 
     Args:
         alignment: the model's.
@@ -27,14 +27,14 @@ class AlignedMoELayer(MoELayer):
             self.num_local_experts,
             self.local_expert_indices,
             config=self.config,
-            # Groups of the layer that was just built, by the names that dispatchers read.
+            # The process groups of the dispatcher that Megatron just built, under the names that dispatchers read.
             pg_collection=_Groups(self.token_dispatcher),
         )
         self.token_dispatcher.router = self.router
         self.token_dispatcher.format = alignment.format
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Name the layer's weights as they are published; Megatron counts all stages' layers from 1."""
+        """Give the layer's weights their published names; Megatron counts layers over all stages from 1."""
         super().set_layer_number(layer_number)
         experts = f"model.layers.{layer_number - 1}.mlp.experts"
         self.experts.linear_fc1.aligned.name = f"{experts}.gate_up_proj"
@@ -49,7 +49,7 @@ class _Groups:
 class AlignedGroupedMLP(TEGroupedMLP):
     """fc1 -> SwiGLU -> fc2 on quantized weights; the router weight comes after fc2, here or in the dispatcher.
 
-    Megatron's class needs no Transformer-Engine itself: it holds what the spec gives it as linears.
+    Megatron's class does not need Transformer-Engine itself: it uses whatever linears the spec gives it.
     """
 
     def forward(
@@ -77,7 +77,7 @@ class AlignedGroupedMLP(TEGroupedMLP):
             permuted_local_hidden_states,
             permuted_probs,
             offsets.to(permuted_local_hidden_states.device, non_blocking=True),
-            # Called as modules, so that Megatron's parameter all-gather has finished.
+            # Called as modules, so that Megatron's forward hooks have gathered the parameters.
             self.linear_fc1(),
             self.linear_fc2(),
             backward=self.linear_fc1.backward,

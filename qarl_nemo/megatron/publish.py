@@ -1,9 +1,9 @@
-"""The Megatron learner's side of a refit: packed experts put together from their shards, layer by layer.
+"""The Megatron learner's side of a refit: gathers packed experts from their shards, layer by layer.
 
-Every rank packs its own experts once, for its forward; here the packed bytes travel, never BF16 experts: over expert
-tensor parallel ranks (gate and up rows apart, fc2 along its packed columns), over expert parallel ranks unless the
-receiver takes shards, and from the pipeline stage that holds a layer. All ranks run the same collectives and see the
-same names in the same order.
+Every rank packs its own experts once, for its forward, and only the packed bytes are sent, never BF16 experts: over
+expert-tensor-parallel ranks (gate and up rows separately, fc2 along its packed columns), over expert-parallel ranks
+unless the receiver takes shards, and from the pipeline stage that holds a layer. All ranks run the same collectives and
+see the same names in the same order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ def publish_shards(
     """Yield what the rollout engine will serve, in the names and layout of `refit.publish.publish`.
 
     Args:
-        model: see `publish_layers`; so are the others.
+        model: see `publish_layers`.
         vocab_size: the Hugging Face model's vocabulary size.
         fmt: the format of the aligned weights.
         gather_experts: yield all experts.
@@ -43,7 +43,7 @@ def publish_shards(
         Names and tensors; in groups of one rank they are the learner's own, so a receiver that keeps them must copy.
 
     Raises:
-        ValueError: a weight holds NaN or Inf, on any rank: every such weight is named, on all ranks.
+        ValueError: a weight on any rank holds NaN or Inf; all ranks raise and name every such weight.
     """
     for layer in publish_layers(model, vocab_size=vocab_size, fmt=fmt, gather_experts=gather_experts):
         yield from layer.items()
@@ -54,19 +54,19 @@ def publish_layers(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of `publish_shards`, each layer's together.
 
-    Beyond this rank's packed experts, which its forward keeps, one layer is held at a time: a layer is emptied when the
-    next one is asked for.
+    Besides this rank's packed experts, which its forward keeps, only one layer is held at a time: its dictionary is
+    emptied when the next one is requested.
 
     Args:
         model: this rank's model chunks, wrapped or not; called on every rank.
         vocab_size: the Hugging Face model's vocabulary size; padding rows beyond it are cut off.
-        fmt: of the aligned weights; another than they execute is made of the masters, shard by shard. None is what
-            they execute.
-        gather_experts: yield all experts, [E, ...]; False yields this rank's, [E_local, ...], experts
-            `ep_rank * E_local` and following, to receivers that take shards.
+        fmt: the format of the aligned weights, None for the one they execute; weights in another format are made from
+            the masters, shard by shard.
+        gather_experts: yield all experts, [E, ...]; False yields only this rank's, [E_local, ...], from expert
+            `ep_rank * E_local` on, to receivers that take shards.
 
     Yields:
-        Tensors by name: what is before the layers, each layer, what is after them.
+        Tensors by name: those before the layers, each layer's, those after the layers.
 
     Raises:
         ValueError: see `publish_shards`.
@@ -88,7 +88,7 @@ def publish_layers(
 def publish_update(
     model: Sequence[nn.Module], alignment: Alignment, *, vocab_size: int, fmt: QuantFormat | None = None
 ) -> StreamedUpdate:
-    """Make the update that `refit.push.push` takes of `publish_shards`: on every rank one layer at a time is whole.
+    """Wrap the published layers in the update that `refit.push.push` takes; every rank holds one whole layer at a time.
 
     Args:
         model: this rank's model chunks; called on every rank.
@@ -110,7 +110,7 @@ def publish_update(
 
 
 def _finish_parameters(model: Sequence[nn.Module]) -> None:
-    # With `overlap_param_gather` the next forward fetches what other ranks' optimizers changed; here none comes first.
+    # With `overlap_param_gather` the next forward gathers updated parameters; publishing comes before it.
     for chunk in model:
         if getattr(chunk, "remove_forward_pre_hook_handles", None):
             with torch.no_grad():
@@ -124,12 +124,12 @@ def _quantized(weight: AlignedWeight, fmt: QuantFormat | None) -> QuantizedWeigh
 def _require_finite(model: Sequence[nn.Module], fmt: QuantFormat | None) -> None:
     problem = None
     try:
-        # Without their tensors: those of another format than the forward's are made again, layer by layer.
+        # Only the counts are kept: tensors in another format than the forward's are made again, layer by layer.
         counted = {one.name: replace(_quantized(one, fmt), tensors={}) for one in aligned_weights(model)}
         require_finite(counted)
     except ValueError as error:
         problem = str(error)
-    # A rank that raised alone would leave the others waiting in a collective.
+    # If one rank raised by itself, the others would wait for it in a collective.
     problems = gather_plain(problem, waiting_group())
     found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     if found:

@@ -13,17 +13,17 @@ from qarl_nemo.layers.router import route_tokens
 class AlignedTopKRouter(TopKRouter):
     """weights = softmax_fp32(x W^T) of the k largest, renormalized in FP32 (`AlignedRouter`, for Megatron).
 
-    Megatron's own router takes the softmax of the chosen logits alone, and returns a dense map that forgets in which
-    order a token chose its experts: the order in which the engine sums them. With `moe_enable_routing_replay` choices
-    are recorded and replayed through Megatron's `RouterReplay`, in the order in which they are given; where one is -1,
-    the router chooses itself.
+    Megatron's own router takes the softmax over the chosen logits only, and returns a dense map that loses the order in
+    which a token chose its experts, which is the order in which the engine sums them. With `moe_enable_routing_replay`
+    choices are recorded and replayed through Megatron's `RouterReplay`, in the given order; where a choice is -1, the
+    router chooses itself.
 
     Attributes:
         chosen: [T, k] int64, the experts of the latest forward, most probable first.
         weights: [T, k] FP32, their weights.
     """
 
-    # How Bridge finds out that a module is not split whose class it does not know.
+    # Tells Bridge, which does not know this class, that its weights are replicated.
     tensor_model_parallel = False
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 Megatron's name
@@ -38,7 +38,7 @@ class AlignedTopKRouter(TopKRouter):
             padding_mask: used only by Megatron's load-balancing losses, which are off.
 
         Returns:
-            weights [T, E] FP32, zero where an expert was not chosen; chosen or not [T, E] bool.
+            weights [T, E] FP32, zero where an expert was not chosen; [T, E] bool, whether it was chosen.
         """
         logits = logits.view(-1, logits.shape[-1])
         weights, self.chosen = self._choose(logits)

@@ -1,8 +1,8 @@
 """The straight-through expert MLP of one rank, and the weighted sum of what all ranks' experts return.
 
-The forward is split where tokens travel: `aligned_expert_rows` runs where the experts are, `combine_tokens` where the
-tokens are. The backward counts the router weight to the experts wherever the forward multiplied it, so that the
-experts' outputs need not be kept: the sum's gradient is a copy of each token's gradient to its k rows.
+The forward is split where rows change ranks: `aligned_expert_rows` runs where the experts are, `combine_tokens` where
+the tokens are. Wherever the forward multiplied the router weight, the backward leaves it to the experts' half: then the
+sum's gradient is just a copy of each token's gradient to its k rows, and the experts' outputs need not be kept.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ class _AlignedExpertRows(torch.autograd.Function):
 
 
 def _already_added(masters: list[nn.Parameter]) -> list[Tensor]:
-    # Megatron's hooks need a gradient to fire; told that it was added, they never read its values.
+    # Megatron's hooks fire only if there is a gradient; told that it was added already, they never read its values.
     placeholder = torch.empty_like(masters[0])
     for master in masters:
         master.grad_added_to_main_grad = True
@@ -117,9 +117,9 @@ def combine_tokens(rows: Tensor, inverse: Tensor, topk_weight: Tensor, fmt: Quan
     """Sum each token's expert outputs in FP32, in the order of its choices, with the format's rounding points.
 
     Args:
-        rows: [T * k, H] of `aligned_expert_rows`, in any order.
+        rows: [T * k, H] from `aligned_expert_rows`, in any order.
         inverse: [T * k] int64, the row of each choice.
-        topk_weight: [T, k] FP32; its gradient is `aligned_expert_rows`'s.
+        topk_weight: [T, k] FP32; `aligned_expert_rows` returns its gradient.
         fmt: the format.
 
     Returns:

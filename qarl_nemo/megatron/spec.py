@@ -1,4 +1,4 @@
-"""Aligned layer specs of Megatron: what to pass to `GPTModel`, or to Bridge's `transformer_layer_spec`."""
+"""Aligned layer specs for Megatron, to pass to `GPTModel` or to Bridge's `transformer_layer_spec`."""
 
 import copy
 import dataclasses
@@ -87,18 +87,18 @@ def align_spec(
     With `alignment.engine_rounding` norms and rotary embedding get the engine's rounding points.
 
     Args:
-        spec: of Megatron's `get_gpt_layer_with_transformer_engine_spec`, `get_gpt_layer_local_spec` or
-            `get_gpt_decoder_block_spec`; stays as it is.
+        spec: what Megatron's `get_gpt_layer_with_transformer_engine_spec`, `get_gpt_layer_local_spec` or
+            `get_gpt_decoder_block_spec` returned; it is not changed.
         config: the `TransformerConfig` that the model will be built with.
         alignment: what the model executes.
         transformer_engine: whether the linears' parameters are Transformer-Engine's.
-        vp_stage: which virtual pipeline stage a layer spec is for, where stages differ in their number of layers.
+        vp_stage: which virtual pipeline stage a layer spec is for, if stages differ in their number of layers.
 
     Returns:
-        The aligned spec: of this pipeline stage's block with engine rounding, else of what `spec` is of.
+        The aligned spec: with engine rounding this pipeline stage's block, else the same kind of spec as `spec`.
 
     Raises:
-        ValueError: a setting under which the forward would not be the engine's, or that is not supported, all listed;
+        ValueError: settings that are not supported or under which the forward would not be the engine's, all listed;
             the backend needs Transformer-Engine's layers; or a target matches nothing.
     """
     require_supported(config, alignment)
@@ -130,7 +130,7 @@ def align_spec(
 
 
 def _module(mlp: Any) -> Any:
-    # A builder in Megatron-core 0.20, of a dense MLP one of its class methods; a ModuleSpec in 0.16.
+    # In Megatron-core 0.20 this is a builder, for a dense MLP one of its class's methods; in 0.16 it is a ModuleSpec.
     built = getattr(mlp, "func", getattr(mlp, "module", None))
     return getattr(built, "__self__", built)
 

@@ -1,4 +1,4 @@
-"""Optimizer steps whose gradients are not finite are left out on all ranks alike, and end a run that cannot go on."""
+"""Skips optimizer steps whose gradients are not finite, on all ranks alike, and ends a run that cannot go on."""
 
 import math
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from qarl_nemo.losses.nonfinite import NonFinite, cause_of
 
 
 class StepGuard:
-    """Stands before the `step` of a Megatron optimizer.
+    """Guards the `step` of a Megatron optimizer.
 
-    Megatron would end a run at the first gradient that is no number, or, where it does not look, step with it.
+    At the first gradient that is not finite Megatron would end the run or, where it does not check, step with it.
 
     Args:
         model: the chunks in Megatron's data parallel wrapper; their own check of gradients is switched off.
         optimizer: changed in place.
-        limit: how many skipped steps in a row end the run.
+        limit: number of skipped steps in a row that ends the run.
 
     Attributes:
         nonfinite: what this rank's loss found since the last step; whoever trains puts the loss's list here.
-        num_skipped: steps that were left out.
-        skipped_in_a_row: those since the last one that was not.
+        num_skipped: number of skipped steps.
+        skipped_in_a_row: number of skipped steps since the last one that was applied.
     """
 
     def __init__(self, model: Sequence[nn.Module], optimizer: Any, limit: int) -> None:
         for chunk in model:
             chunk.ddp_config.check_for_nan_in_grad = False
-        # Where they are is asked at each step: between steps they may be off the GPU.
+        # Its device is looked up at each step, because between steps parameters may be offloaded.
         self._parameter = next(model[0].parameters())
         self._optimizer, self._step, self._limit = optimizer, optimizer.step, limit
         self.nonfinite: list[NonFinite | None] = []
@@ -44,7 +44,7 @@ class StepGuard:
             As Megatron's: whether it stepped, the gradient norm before clipping, and the number of zeros.
 
         Raises:
-            RuntimeError: too many steps in a row were left out; on all ranks.
+            RuntimeError: too many steps in a row were skipped; raised on all ranks.
         """
         self._optimizer.prepare_grads()
         norm = self._optimizer.get_grad_norm()
