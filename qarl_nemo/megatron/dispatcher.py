@@ -68,7 +68,7 @@ class AlignedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return out.index_copy(0, slot, hidden_states)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Send every slot to its token's rank; only the rank (or, under ETP, the ranks) with its expert adds a value."""
+        """Send every slot to its token's rank; all but the ranks with its expert (several under ETP) add zero."""
         if self.tp_size == 1 and self.ep_size == 1:
             return hidden_states
         wire = hidden_states if self.tp_size == 1 else hidden_states.float()

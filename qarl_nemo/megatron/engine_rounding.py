@@ -90,7 +90,7 @@ class Rotating:
             self._angles = self._packed = None
 
     def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
-        """Project, normalize and rotate; returns what Megatron's method does, query and key [S, B, heads, D] rotated."""
+        """Project, normalize and rotate: Megatron's result with rotated query and key [S, B, heads, D]."""
         query, key, *rest = super().get_query_key_value_tensors(*arguments, **named)
         cos, sin = self._cos_and_sin(query)
         return rotate(query, cos, sin), rotate(key, cos, sin), *rest

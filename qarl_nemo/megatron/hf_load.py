@@ -1,4 +1,4 @@
-"""Loads Hugging Face's parameters into this rank's part of a Megatron model, one at a time: the inverse of `publish`."""
+"""Loads Hugging Face's parameters into this rank's part of a Megatron model, one at a time: undoes `publish`."""
 
 from collections.abc import Callable, Iterable, Iterator
 
