@@ -73,10 +73,11 @@ campaign: $(DEV) ## Damaged inputs, kills and refit faults by the thousand, into
 campaign-short: $(DEV) ## A sample of the campaign, in minutes
 	$(CAMPAIGN) inputs refit muon --seed $(SEED) --jobs $(JOBS) --short
 
-style: $(DEV) ## Check format, lint, import contracts, and that tables and pictures in docs are current
+style: $(DEV) ## Check format, lint, import contracts, types, and that tables and pictures in docs are current
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/check_types.py
 	$(BIN)/python tools/render_results.py --check
 	$(BIN)/python tools/make/draw_architecture.py --check
 	$(BIN)/python tools/make/serving_tables.py --check
@@ -87,6 +88,7 @@ docs: $(SITE) ## Build the documents' site in build/site; a dead link or anchor 
 format: $(DEV) ## Format and fix what can be fixed, render the tables in docs
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python tools/check_types.py --record
 	$(BIN)/python tools/render_results.py
 	$(BIN)/python tools/make/draw_architecture.py
 	$(BIN)/python tools/make/serving_tables.py

@@ -10,7 +10,6 @@ block is checked against everything it depends on, and `setup`, which gets our p
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 try:
@@ -25,12 +24,11 @@ from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError
 from qarl_nemo.nemo_rl import plugin
 from qarl_nemo.nemo_rl.config import NemoQarlConfig, apply_qarl, as_mapping
-from qarl_nemo.nemo_rl.hints import find_hints
+from qarl_nemo.nemo_rl.hints import budget_hints, find_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.loss import QarlLossFn
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
 from qarl_nemo.nemo_rl.run_folder import describe_run
-from qarl_nemo.nemo_rl.token_budget import budget_hints
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
@@ -61,7 +59,7 @@ def main() -> None:
 class _Run:
     """What our `MasterConfig` learns and our `setup` needs."""
 
-    def __init__(self, launcher: ModuleType, check_only: bool) -> None:
+    def __init__(self, launcher: Any, check_only: bool) -> None:
         self.launcher, self.check_only = launcher, check_only
         self.master_config, self.setup = launcher.MasterConfig, launcher.setup
         self.qarl: NemoQarlConfig | None = None
