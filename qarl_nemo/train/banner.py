@@ -1,4 +1,4 @@
-"""What a run says when it starts: model, formats, folder, checkpoints, and where it goes on from."""
+"""What a run prints when it starts: model, formats, folder, checkpoints, and the step it resumes from."""
 
 from rich.console import Console
 

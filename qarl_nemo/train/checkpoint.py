@@ -17,7 +17,7 @@ from qarl_nemo.train.learner import Learner
 
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
-# What a save or a deletion that was killed leaves behind.
+# Folders that a killed save or deletion leaves behind.
 _LEFTOVER = re.compile(r"step_\d{6,}\.(partial|deleted)")
 
 
@@ -36,7 +36,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """List the steps that have a whole checkpoint, ascending: every file of its list there, in the listed size.
+    """List the steps that have a whole checkpoint, ascending: every listed file is there and has the listed size.
 
     Args:
         run_dir: the run's folder.
@@ -48,21 +48,21 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` lies."""
+    """Return the folder of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """Return the newest checkpoint's step, every byte of it held against its list of files.
+    """Return the newest checkpoint's step, after checking every byte against its list of files.
 
     Args:
         run_dir: the run's folder.
 
     Returns:
-        The step, or None where there is no checkpoint.
+        The step, or None if there is no checkpoint.
 
     Raises:
-        FileError: it is not whole; every file that differs is named.
+        FileError: it is not whole; names every file that differs.
     """
     steps = saved_steps(run_dir)
     if not steps:
@@ -123,7 +123,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _named_disk_errors(final: Path) -> Iterator[None]:
-    """Turn what writers raise on a full or broken disk into one error that names the checkpoint."""
+    """Turn the errors that writers raise on a full or broken disk into one that names the checkpoint."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -140,7 +140,7 @@ def _named_disk_errors(final: Path) -> Iterator[None]:
 def _disk_reason(error: Exception) -> str | None:
     if isinstance(error, OSError):
         return os_reason(error)
-    # torch's and safetensors' writers have no types of their own for the system's errors.
+    # torch's and safetensors' writers raise the system's errors without a type of their own, so match their texts.
     first_line = str(error).partition("\n")[0]
     if re.search(r"inline_container|PytorchStreamWriter|os error|I/O error", first_line):
         return f"the disk is full or failed ({first_line}); free some space"
@@ -148,7 +148,7 @@ def _disk_reason(error: Exception) -> str | None:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Delete what saves and deletions that were killed left behind.
+    """Delete what killed saves and deletions left behind.
 
     Args:
         run_dir: the run's folder, which no other process uses.
@@ -170,7 +170,7 @@ def read_state(run_dir: Path, step: int) -> dict[str, float]:
         `step`, `weight_version` and `elapsed_s`.
 
     Raises:
-        FileError: one of them is missing or no number.
+        FileError: one of them is missing or not a number.
     """
     path = checkpoint_dir(run_dir, step) / STATE_FILE
     state = read_json(path, "a checkpoint's counters")
@@ -185,7 +185,7 @@ def read_state(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def _delete(folder: Path) -> None:
-    # Renamed first: a kill on the way leaves nothing under a checkpoint's name.
+    # Renamed first, so that a kill halfway leaves nothing under a checkpoint's name.
     shutil.rmtree(folder.rename(folder.with_suffix(".deleted")))
 
 

@@ -10,7 +10,7 @@ from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
 from qarl_nemo.train.vllm.limits import config_problems
 
-# Of a random model; in FP32 that is 400 GB.
+# The largest random model; in FP32 it takes 400 GB.
 _MAX_BILLIONS = 100
 _MAX_RESPONSES = 1 << 20
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -32,7 +32,7 @@ class ModelInit(StrictModel):
 
     @model_validator(mode="after")
     def sizes_agree(self) -> "ModelInit":
-        """Require whole groups of heads, halves to rotate, and as many experts as a token is sent to."""
+        """Require whole groups of heads, an even head dimension, and as many experts as a token is sent to."""
         problems = []
         if self.num_experts_per_tok > self.num_experts:
             problems.append(f"num_experts_per_tok={self.num_experts_per_tok} is above num_experts={self.num_experts}")
@@ -49,7 +49,7 @@ class ModelInit(StrictModel):
 
     @model_validator(mode="after")
     def fits_a_machine(self) -> "ModelInit":
-        """Bound the parameters, so that a slip of the pen is an error and not a machine without memory."""
+        """Bound the parameters, so that a typo is an error and does not exhaust the machine's memory."""
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         experts = 3 * self.num_experts * self.moe_intermediate_size
         billions = self.num_hidden_layers * self.hidden_size * (attention + experts) / 1e9
@@ -67,7 +67,7 @@ class WarmStart(StrictModel):
     batch_size: int = Field(256, ge=1, le=65_536)
     lr: float = Field(1e-3, gt=0, le=10)
     target_reward: float | None = Field(None, gt=0, le=1)
-    """Stop once greedy answers to the validation tasks reach this reward, so that seeds start RL alike."""
+    """Stop once greedy answers to the validation tasks reach this reward, so that all seeds start RL alike."""
     check_period: int = Field(10, ge=1, le=1_000_000, description="Steps between looks at the greedy reward.")
 
 
@@ -145,7 +145,7 @@ class PolicyConfig(StrictModel):
 
     @model_validator(mode="after")
     def megatron_has_its_own(self) -> "PolicyConfig":
-        """Hold `megatron_cfg` to Megatron's optimizer and attention."""
+        """Reject settings of optimizer and attention that `megatron_cfg` does not support."""
         if self.megatron_cfg is None:
             return self
         if self.attention != "torch":
@@ -170,7 +170,7 @@ class PackedRolloutConfig(RolloutSettings):
 
     engine: Literal["packed"] = "packed"
     keep_operand: bool = True
-    """Keep what the GEMM multiplies beside the packed tensors; false repacks at each use: least memory, slower."""
+    """Keep what the GEMM multiplies beside the packed tensors; false repacks at each use: less memory, slower."""
 
 
 class VllmRolloutConfig(RolloutSettings):
@@ -178,17 +178,17 @@ class VllmRolloutConfig(RolloutSettings):
 
     engine: Literal["vllm"]
     own_gpu: bool = False
-    """In a process of its own on the first GPU, where the learner takes those behind it."""
+    """Run in a process of its own on the first GPU; the learner takes the GPUs after it."""
     max_model_len: int | None = Field(
         None, ge=2, le=1_048_576, description="Tokens of prompt and response; None = the model's."
     )
     kv_cache_gib: float = Field(1.0, gt=0, le=4096, description="Memory of the KV cache, GiB, beside the weights'.")
     enforce_eager: bool = False
-    """Run without CUDA graphs: an earlier start, slower decoding; a CPU has none."""
+    """Run without CUDA graphs: starts sooner, decodes slower. No effect on a CPU."""
 
 
 def engine(rollout: Any) -> Any:
-    """Return which engine a rollout block asks for; the built-in sampler unless it says so."""
+    """Return the engine that a rollout block asks for; the built-in sampler by default."""
     return rollout.get("engine", "packed") if isinstance(rollout, dict) else getattr(rollout, "engine", None)
 
 
@@ -243,7 +243,7 @@ class ArithmeticData(StrictModel):
 
     @model_validator(mode="after")
     def totals_run_from_left_to_right(self) -> "ArithmeticData":
-        """Keep products, which come before sums, out of running totals."""
+        """Reject products in running totals, because they are evaluated before sums."""
         if self.running_totals and "*" in self.operators:
             raise ValueError("running_totals adds from left to right; legal operators with it: + and -")
         return self
@@ -325,7 +325,7 @@ class LocalConfig(StrictModel):
 
     @model_validator(mode="after")
     def on_policy_takes_one_step(self) -> "LocalConfig":
-        """Hold `on_policy_grpo`, which has no ratio, to one optimizer step for each rollout batch."""
+        """Require one optimizer step per rollout batch for `on_policy_grpo`, which has no ratio."""
         total = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
         if self.loss_fn.objective == "on_policy_grpo" and self.grpo.train_global_batch_size != total:
             raise ValueError(
@@ -336,7 +336,7 @@ class LocalConfig(StrictModel):
 
     @model_validator(mode="after")
     def ranks_share_minibatches(self) -> "LocalConfig":
-        """Require that data parallel ranks of a Megatron learner get equal parts of a minibatch."""
+        """Require that a Megatron learner's data-parallel ranks get equal parts of a minibatch."""
         ranks = self.policy.megatron_cfg.data_parallel_size if self.policy.megatron_cfg else 1
         if self.grpo.train_global_batch_size % ranks:
             raise ValueError(
@@ -347,8 +347,8 @@ class LocalConfig(StrictModel):
 
     @model_validator(mode="after")
     def vllm_serves_it(self) -> "LocalConfig":
-        """Hold `rollout.engine: vllm` to what vLLM computes right on the device; every conflict is listed."""
-        # With device=auto the device is known when the run starts, and held against this then.
+        """Reject settings of `rollout.engine: vllm` that vLLM cannot serve on the device; every conflict is listed."""
+        # With device=auto the device is known, and this is checked, when the run starts.
         known = self.rollout.engine == "vllm" and self.device != "auto"
         problems = config_problems(self, self.device) if known else []
         if problems:

@@ -1,7 +1,7 @@
 """The rollout engine's own attention kernel in the learner: FlashAttention 3 as vLLM ships it.
 
-Forward is the kernel that vLLM decodes with, bit for bit; backward is torch's, on the same queries, keys and values.
-The library is loaded without importing vLLM, which would change settings of the whole process.
+The forward is the kernel that vLLM decodes with, bit for bit; the backward is torch's, on the same queries, keys and
+values. The library is loaded without importing vLLM, which would change settings of the whole process.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def engine_attention_problem() -> str | None:
     """Say why the engine's kernel cannot run here.
 
     Returns:
-        What is missing; None when nothing is.
+        What is missing, or None.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return "vLLM's FlashAttention 3 needs a Hopper GPU"
@@ -53,10 +53,11 @@ class _EngineAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
         batch, length = query.shape[:2]
-        # vLLM builds the kernel for sequences laid end to end only.
+        # vLLM builds the kernel only for packed sequences.
         bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query.device)
         inputs = [tensor.flatten(0, 1).contiguous() for tensor in (query, key, value)]
-        # Positions of the C++ function; what is None or 0 is for paged caches, rotation inside, FP8 and windows.
+        # Positional arguments of the C++ function; those that are None or 0 are for paged caches, rotation inside the
+        # kernel, FP8 and sliding windows.
         settings = (scale, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None)
         lengths = (bounds, bounds, None, None, None, length, length)
         return _kernel()(*inputs, *[None] * 4, *lengths, *[None] * 9, *settings)[0].view_as(query)
@@ -87,11 +88,11 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
     """Choose the attention kernel of a model that reads whole sequences.
 
     Args:
-        model: with the rollout engine's rounding points, see `follow_engine`.
-        attention: `torch`, or `engine`, vLLM's own.
+        model: a model with the rollout engine's rounding points, see `follow_engine`.
+        attention: `torch`, or `engine` for vLLM's own.
 
     Raises:
-        ValueError: vLLM's cannot run here.
+        ValueError: vLLM's kernel cannot run here.
     """
     if attention == "torch":
         return
@@ -103,7 +104,7 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
 
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model attend by torch's matrix products and softmax for a while, the most exact of its kernels.
+    """Make a model attend with torch's matrix products and softmax, its most exact kernel, inside the block.
 
     Args:
         model: any.

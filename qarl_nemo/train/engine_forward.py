@@ -1,7 +1,7 @@
 """A Hugging Face decoder's norms and attention with the rollout engine's rounding points.
 
-transformers rounds a normalized value before it is multiplied by the weight, and both products of a rotation before
-they are added; vLLM's kernels compute in FP32 and round once.
+transformers rounds a normalized value before multiplying it by the weight, and both products of a rotation before
+adding them; vLLM's kernels compute in FP32 and round once.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ class EngineNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * w in FP32, rounded once.
 
     Args:
-        norm: the model's norm, whose weight is taken over.
+        norm: the model's norm, whose weight is reused.
         after_add: the engine adds the residual in the same kernel.
 
     Source: vLLM 0.25.1 csrc/libtorch_stable/layernorm_kernels.cu.
@@ -35,10 +35,10 @@ class EngineNorm(nn.Module):
 
 
 class EngineAttention(nn.Module):
-    """Projections, norms of queries and keys where the model has them, rotation in FP32, attention.
+    """Projections, norms of queries and keys if the model has them, rotation in FP32, attention.
 
     Args:
-        attention: the model's, whose projections and norms are taken over.
+        attention: the model's attention, whose projections and norms are reused.
     """
 
     def __init__(self, attention: nn.Module) -> None:
@@ -47,7 +47,7 @@ class EngineAttention(nn.Module):
             self.add_module(name, module)
         for name in ("config", "layer_idx", "head_dim", "num_key_value_groups", "scaling", "is_causal"):
             setattr(self, name, getattr(attention, name))
-        # Mistral's attention leaves it to its config; Qwen's decides by layer.
+        # Qwen's attention has a window for each layer, Mistral's has one in its config.
         window = None if hasattr(attention, "sliding_window") else getattr(attention.config, "sliding_window", None)
         self.sliding_window = getattr(attention, "sliding_window", window)
 
@@ -65,7 +65,7 @@ class EngineAttention(nn.Module):
             hidden_states: [B, S, H].
             position_embeddings: cos and sin [B, S, head size].
             attention_mask: as transformers makes it; None is causal.
-            past_key_values: keys and values of earlier tokens, which gets these tokens' too.
+            past_key_values: keys and values of earlier tokens; these tokens' are added.
             options: what transformers passes to attention functions.
 
         Returns:
@@ -92,7 +92,7 @@ class EngineAttention(nn.Module):
 
 
 def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a model normalize, rotate and attend as the rollout engine does.
+    """Make a model normalize, rotate and attend as the rollout engine does.
 
     Args:
         model: changed in place; parameters and their names stay.
@@ -102,7 +102,7 @@ def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
     """
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
-            # Before the first layer nothing was added yet; queries and keys are normalized by themselves.
+            # The engine adds no residual before the first layer's norm, nor before those of queries and keys.
             alone = name.endswith(("q_norm", "k_norm", "layers.0.input_layernorm"))
             _swap(model, name, EngineNorm(module, after_add=not alone))
     for name, module in list(model.named_modules()):

@@ -1,4 +1,4 @@
-"""The list of a folder's files, written last: what is not as listed was cut short or damaged."""
+"""The list of a folder's files, written last: a file that is not as listed was cut short or damaged."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ def write_file_list(folder: Path) -> None:
     """List every file of a folder with its size and checksum, in the folder.
 
     Args:
-        folder: whole but for the list.
+        folder: complete except for the list.
     """
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": checksum(path)}
@@ -23,15 +23,15 @@ def write_file_list(folder: Path) -> None:
 
 
 def file_problems(folder: Path, *, checksums: bool) -> list[str]:
-    """Hold a folder against its list.
+    """Compare a folder with its list.
 
     Args:
         folder: the folder.
-        checksums: read every byte; otherwise look at sizes alone.
+        checksums: read every byte; otherwise compare only sizes.
 
     Returns:
-        One sentence for each file that is missing or not as listed; nothing for a whole folder, nor for one that an
-        earlier version saved without a list: what it lacks shows when it is loaded.
+        One sentence for each file that is missing or not as listed; none for a whole folder, nor for one that an
+        earlier version saved without a list, whose gaps show when it is loaded.
     """
     path = folder / FILE_LIST
     if not path.exists():

@@ -34,7 +34,7 @@ class UpdateResult:
 
 
 class Learner:
-    """A policy and its objective. Where ranks share the policy, each has one, and all are called alike.
+    """A policy and its objective. If ranks share the policy, each has a learner, and all are called with the same.
 
     Args:
         policy: what is trained.
@@ -64,12 +64,12 @@ class Learner:
 
     @property
     def weight_version(self) -> int:
-        """Which version the policy's weights are."""
+        """The version of the policy's weights."""
         return self.policy.version.value
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Optimizer steps that were not applied since the last one that was."""
+        """Number of skipped optimizer steps since the last one that was applied."""
         return self.policy.optimizer.skipped_in_a_row
 
     def publish(self, fmt: QuantFormat) -> RefitUpdate:
@@ -81,10 +81,10 @@ class Learner:
         self.policy.save(folder)
 
     def resume(self, folder: Path, weight_version: int) -> None:
-        """Go on from a checkpoint whose model the policy holds already.
+        """Resume from a checkpoint whose model the policy holds already.
 
         Args:
-            folder: the checkpoint's.
+            folder: the checkpoint's folder.
             weight_version: the version of its weights.
         """
         self.policy.load_optimizer(folder)
@@ -99,7 +99,7 @@ class Learner:
         Returns:
             logprobs [B, R] FP32 with a graph, entropy [B, R] FP32 detached, in nats.
         """
-        # With all filler on the right, where no token looks, attention needs no mask and runs its causal kernel.
+        # With all padding on the right, where no token attends, attention needs no mask and runs its causal kernel.
         columns, first = columns_from_first_token(rollouts.attention_mask), rollouts.num_prompt_columns
         routes = rollouts.routes if self.replay_routes else None
         if routes is not None:
@@ -130,7 +130,7 @@ class Learner:
     def update(
         self, rollouts: Rollouts, prev_logprobs: Tensor, advantages: Tensor, minibatches: list[Tensor]
     ) -> UpdateResult:
-        """Take one optimizer step for each minibatch; one whose loss or gradient is not finite is skipped and counted.
+        """Take one optimizer step per minibatch; a step whose loss or gradient is not finite is skipped and counted.
 
         Args:
             rollouts: B responses.

@@ -24,7 +24,7 @@ from qarl_nemo.train.config import ModelInit, PolicyConfig
 from qarl_nemo.train.engine_forward import follow_engine
 from qarl_nemo.train.tokenizer import character_tokenizer
 
-# Its bars for single shards would tear the run's own progress display.
+# transformers' progress bars for single shards would garble the run's own.
 transformers_logging.disable_progress_bar()
 
 _MAX_QUOTED = 500
@@ -50,7 +50,7 @@ def load_model(
     if policy.model_init is not None:
         tokenizer = character_tokenizer()
         torch.manual_seed(seed)
-        # Built in its dtype: a cast would round the rotary frequencies too, which stay FP32 in every other model.
+        # Built in its dtype, because a cast would also round the rotary frequencies, which must stay FP32.
         model = follow_engine(AutoModelForCausalLM.from_config(tiny_config(policy.model_init, tokenizer), dtype=dtype))
     else:
         assert policy.model_path is not None
@@ -83,11 +83,11 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
         dtype: dtype of the parameters.
 
     Returns:
-        The model and its tokenizer, which pads with its end token where it has no pad token.
+        The model and its tokenizer, which pads with its end token if it has no pad token.
 
     Raises:
-        ValueError: no such directory, an unsupported model type, tensors that are not the model's, or a tokenizer
-            without an end token.
+        ValueError: no such directory, an unsupported model type, tensors that do not belong to the model, or a
+            tokenizer without an end token.
     """
     _checkpoint_config(path)
     require_whole(open_checkpoint(path))
@@ -114,7 +114,7 @@ def _checkpoint_config(path: Path) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def _named_errors(path: Path, problem: str) -> Iterator[None]:
-    """Turn what transformers and its readers raise, a family of unrelated types, into one error that names the file."""
+    """Turn the unrelated types of errors that transformers and its readers raise into one that names the file."""
     try:
         yield
     except Exception as error:

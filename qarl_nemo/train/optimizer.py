@@ -61,7 +61,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
-        """Clip and apply the accumulated gradients, unless they are not finite; clears them either way.
+        """Clip and apply the accumulated gradients unless they are not finite; clear them either way.
 
         Args:
             finite: false skips the step whatever the gradients are, for a loss that was not finite.
@@ -112,7 +112,7 @@ class MasterOptimizer:
                 parameter.copy_(self.masters[name])
 
     def state_dict(self) -> dict[str, object]:
-        """Return everything a resumed run needs, masters included where the model does not hold them."""
+        """Return everything a resumed run needs, including masters that the model does not hold."""
         return {
             "num_steps": self.num_steps,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],

@@ -1,4 +1,4 @@
-"""What the loop asks of the model it trains, and the transformers model of this process that gives it."""
+"""The interface between the loop and the model it trains, and its implementation by a transformers model."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,18 +22,18 @@ class PolicyOptimizer(Protocol):
 
     Attributes:
         lr: learning rate of the next step.
-        skipped_in_a_row: steps that were not applied since the last one that was.
+        skipped_in_a_row: number of skipped steps since the last one that was applied.
     """
 
     lr: float
     skipped_in_a_row: int
 
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
-        """Clip and apply the gradients unless they or the loss are not finite; return their norm, and if applied."""
+        """Clip and apply the gradients unless they or the loss are not finite; return (norm, whether applied)."""
 
 
 class Policy(Protocol):
-    """A model that is trained: of this process, or of many ranks that each hold a part and work on a part of the rows.
+    """A model in training: in this process, or on many ranks that each hold a part of it and work on part of the rows.
 
     Attributes:
         version: the version of its weights; the learner bumps it after every applied step.
@@ -44,11 +44,11 @@ class Policy(Protocol):
     optimizer: PolicyOptimizer
 
     def logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
-        """Return what the model expects after some tokens.
+        """Return the next-token logits at these positions.
 
         Args:
-            input_ids: [B, S]; what comes after a sequence's last token is not looked at.
-            places: [B, R] columns.
+            input_ids: [B, S]; columns after a sequence's last token are ignored.
+            places: [B, R] columns whose next token is predicted.
             routes: [B, S, L, k] experts to replay, or None.
 
         Returns:
@@ -56,10 +56,10 @@ class Policy(Protocol):
         """
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Return those of the rows that this rank works on: as many as every other rank does."""
+        """Return the rows that this rank works on, as many as on every other rank."""
 
     def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
-        """Add, in place, what the other ranks have for their rows."""
+        """Add the other ranks' values in place."""
 
     def publish(self, fmt: QuantFormat) -> RefitUpdate:
         """Return the weights as the rollout engine will serve them in `fmt`."""
@@ -78,9 +78,9 @@ class TransformersPolicy:
     """A whole transformers model with aligned layers, in this process.
 
     Args:
-        model: the installed model.
+        model: the model with aligned layers.
         report: what `install` returned.
-        optimizer: over the model's parameters.
+        optimizer: steps the model's parameters.
     """
 
     def __init__(self, model: PreTrainedModel, report: InstallReport, optimizer: MasterOptimizer) -> None:

@@ -1,4 +1,4 @@
-"""What is known to be wrong before anything is written or trained: device, engine, format, targets, data, disk."""
+"""Checks before anything is written or trained: device, engine, format, targets, data, disk space."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Prepared:
     """What a run works with, checked.
 
     Attributes:
-        device: the learner's.
+        device: the learner's device.
         format: the format of the rollout engine's weights.
         source: the tasks.
         rows: what is quantized in the rollout engine, one line for each module with weights.
@@ -38,7 +38,7 @@ class Prepared:
 
 
 def prepare(config: LocalConfig) -> Prepared:
-    """Check what can be checked without the model's weights, and make what a run works with.
+    """Check everything that can be checked without the model's weights, and build what a run works with.
 
     Args:
         config: the resolved config.
@@ -66,10 +66,10 @@ def prepare(config: LocalConfig) -> Prepared:
 
 
 def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:
-    """Compute the size of a checkpoint: parameters, optimizer moments, and FP32 masters where parameters are BF16.
+    """Compute the size of a checkpoint: parameters, optimizer moments and, for BF16 parameters, FP32 masters.
 
     Args:
-        model: any, also one without data.
+        model: any model, also one on the meta device.
         policy: precision and optimizer.
 
     Returns:
@@ -84,7 +84,7 @@ def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:
 
 
 def _require_space(config: LocalConfig, size: int) -> None:
-    # One more than stay: the new one is whole before the oldest goes.
+    # One more than are kept, because the new one is complete before the oldest is deleted.
     num_new = config.checkpointing.keep_last + 1 - len(checkpoint_steps(config.run_dir))
     what = (
         f"room for {num_new} checkpoints of {readable_bytes(size)} (checkpointing.keep_last and the one being written)"

@@ -1,4 +1,4 @@
-"""Live progress: a bar with phase, reward, gap and ETA on a terminal, a line now and then elsewhere."""
+"""Live progress: a bar with phase, reward, gap and ETA on a terminal, occasional lines elsewhere."""
 
 import time
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _LINES = 20
-# Where there is no terminal, a phase is told only after this long without a line.
+# Without a terminal, a phase is announced only if no line was printed for this long.
 _QUIET_S = 60.0
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show what is done meanwhile: on a terminal until it is done, elsewhere as a line.
+    """Show what is being done: on a terminal until it is done, elsewhere as a line.
 
     Args:
         what: for example "loading the model".

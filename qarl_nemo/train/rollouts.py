@@ -1,7 +1,7 @@
-"""The record of a rollout batch, and how prompts become its left-padded tokens.
+"""The record of a rollout batch, and the encoding of prompts as left-padded tokens.
 
 Layout: columns 0 to P-1 hold the prompts, left-padded; columns P to P+R-1 the responses. Position j of a [B, R]
-tensor speaks of response token j, predicted by column P-1+j. Shape letters: B responses, P prompt columns, R response
+tensor is about response token j, predicted by column P-1+j. Shape letters: B responses, P prompt columns, R response
 columns, S = P + R, L routers, k experts per token.
 """
 
@@ -24,9 +24,9 @@ class Rollouts:
         input_ids: [B, S] int64.
         attention_mask: [B, S] bool, true on prompt and response tokens.
         response_mask: [B, R] bool, true on response tokens, the stop token included.
-        generation_logprobs: [B, R] FP32, of the engine that sampled; 0 outside the response.
+        generation_logprobs: [B, R] FP32, from the engine that sampled; 0 outside the response.
         routes: [B, S, L, k] int16 chosen experts, -1 where the engine computed none; None without routers.
-        truncated: [B] bool, no stop token within the budget.
+        truncated: [B] bool, whether there was no stop token within the budget.
         weight_version: the version that sampled every response of the batch.
     """
 

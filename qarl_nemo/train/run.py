@@ -1,4 +1,4 @@
-"""One run from start to end: whether anything remains to be done, the folder's lock, and how an interruption ends."""
+"""One run from start to end: is anything left to do, lock the folder, train, and end well when interrupted."""
 
 from rich.console import Console
 
@@ -18,13 +18,13 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
 
     Args:
         config: the resolved config.
-        make_learner: what is trained; the transformers model of this process unless said otherwise.
+        make_learner: makes the learner; by default from the transformers model of this process.
 
     Returns:
-        What ran, or None where the run was complete.
+        The trainer, or None if the run was complete already.
 
     Raises:
-        ValueError: anything in config, data or run folder that cannot be used, or another process uses the folder.
+        ValueError: something in config, data or run folder cannot be used, or another process uses the folder.
         RunStoppedError: it was interrupted from the keyboard.
     """
     if is_complete(config):

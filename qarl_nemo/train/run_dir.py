@@ -10,8 +10,8 @@ from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps, require_steps
 from qarl_nemo.train.checkpoint import checkpoint_steps, newest_checkpoint, remove_leftovers, saved_steps
 from qarl_nemo.train.config import LocalConfig
 
-# Keys that may change between the parts of a resumed run: they belong to no result. More or fewer threads are allowed,
-# too, but sum in another order: bit-identical resumption needs the same num_threads.
+# Keys that may change when a run is resumed, because they affect no result. num_threads may change as well, but then
+# sums have another order: only with the same num_threads does the run continue bit for bit.
 _FREE_KEYS = (
     "run_dir",
     "grpo.max_num_steps",
@@ -24,19 +24,19 @@ _FREE_KEYS = (
 
 
 class RunStoppedError(RuntimeError):
-    """A run that was interrupted from the keyboard; the message says where it stands."""
+    """The run was interrupted from the keyboard; the message says how far it came."""
 
     exit_code = 130
 
 
 def is_complete(config: LocalConfig) -> bool:
-    """Tell whether the folder holds this very run to its last step, so that nothing remains to be done.
+    """Tell whether the folder holds this same run up to its last step, so that nothing is left to do.
 
     Args:
         config: the resolved config.
 
     Returns:
-        True when every step is recorded and, unless checkpoints are off, the last one has a checkpoint.
+        True if every step is recorded and, unless checkpoints are off, the last one has a checkpoint.
 
     Raises:
         ConfigError: the folder holds another run; every key that differs is listed.
@@ -50,7 +50,7 @@ def is_complete(config: LocalConfig) -> bool:
 
 
 def open_run_dir(config: LocalConfig) -> int | None:
-    """Write config.yaml into a new run's folder, or check that one with results is of the same run and can go on.
+    """Write config.yaml into a new run's folder, or check that a folder with results is this run's and can be resumed.
 
     A run that failed before its first result (a wrong path, say) leaves a folder that a corrected config may take.
 
@@ -58,7 +58,7 @@ def open_run_dir(config: LocalConfig) -> int | None:
         config: the resolved config.
 
     Returns:
-        The checkpoint's step to go on from, or None for a run that begins.
+        The step of the checkpoint to resume from, or None for a new run.
 
     Raises:
         ConfigError: the folder holds another run; every key that differs is listed.

@@ -1,4 +1,4 @@
-"""How one token is drawn from logits."""
+"""Draws tokens from logits."""
 
 from dataclasses import dataclass
 

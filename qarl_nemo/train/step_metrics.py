@@ -19,7 +19,7 @@ _NUM_EXAMPLES = 8
 def step_metrics(
     rollouts: Rollouts, rewards: Tensor, prev_logprobs: Tensor, advantages: Tensor, result: UpdateResult
 ) -> dict[str, float]:
-    """Collect one step's flat metrics, timings excepted.
+    """Collect one step's flat metrics, except timings.
 
     Args:
         rollouts: B responses.
@@ -55,7 +55,7 @@ def diagnostics_examples(
     prev_logprobs: Tensor,
     advantages: Tensor,
 ) -> list[dict[str, Any]]:
-    """Pick the responses with most error tokens, then the first ones, as readable records.
+    """Pick the responses with the most error tokens, then the first ones, as readable records.
 
     Args:
         tokenizer: decodes prompts and tokens.

@@ -21,7 +21,7 @@ class Task:
 
     Attributes:
         prompt: text, or chat messages for the tokenizer's template.
-        answer: what math-verify compares with.
+        answer: the expected answer, which math-verify compares with the response.
     """
 
     prompt: str | tuple[dict[str, str], ...]
@@ -29,7 +29,7 @@ class Task:
 
 
 class TaskSource:
-    """Where prompts come from, drawn as a function of seed and step alone, so that a resumed run sees the same.
+    """Where prompts come from; they depend only on seed and step, so that a resumed run sees the same ones.
 
     Args:
         config: the data block.
@@ -87,7 +87,7 @@ class TaskSource:
         return self._train[_epoch_order(f"{stream}-{self.seed}-epoch-{epoch}", len(self._train))[position]]
 
 
-# A step asks for one epoch's order once for each prompt; at an epoch's end two are in use, in two streams.
+# A step looks up an epoch's order for every prompt. Two streams, each at the end of an epoch, use four orders.
 @functools.lru_cache(maxsize=4)
 def _epoch_order(key: str, num_tasks: int) -> list[int]:
     return random.Random(key).sample(range(num_tasks), num_tasks)
@@ -154,7 +154,7 @@ def read_jsonl(path: Path, prompt_template: str) -> list[Task]:
     if not path.exists():
         raise ValueError(f"data file {path} does not exist")
     tasks, problems = [], []
-    # Other ends of lines than these may stand inside of JSON's texts.
+    # JSON strings may contain the other line separators that splitlines() splits at.
     for number, line in enumerate(read_text(path, "JSONL data").split("\n"), start=1):
         if not line.strip():
             continue
@@ -215,7 +215,7 @@ def _load_dataset(path: str, split: str) -> Any:
         source, files = path, None
     try:
         return datasets.load_dataset(source, data_files=files, split=split)
-    except Exception as error:  # the loader and the hub's client raise a family of unrelated types
+    except Exception as error:  # the loader and the hub's client raise unrelated types
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
             f"dataset {path}, split {split!r}, cannot be loaded: {lines[0][:_MAX_QUOTED]}; without a network, set "

@@ -1,4 +1,4 @@
-"""The RL loop of the embedded engine: rollout, reward, prev_logprobs, update, refit, and what is written beside it."""
+"""The RL loop of the embedded engine: rollout, reward, prev_logprobs, update, refit, and the files it writes."""
 
 import json
 import time
@@ -32,11 +32,11 @@ class Trainer:
 
     Args:
         config: the resolved config.
-        make_learner: what is trained; the transformers model of this process unless said otherwise.
-        prepared: of `prepare`, which is called here unless it was before.
+        make_learner: makes the learner; by default from the transformers model of this process.
+        prepared: what `prepare` returned; None calls it here.
 
     Raises:
-        ValueError: anything in config, data or checkpoint that cannot be used.
+        ValueError: something in config, data or checkpoint cannot be used.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Trainer:
 
     def _refit(self) -> RefitUpdate:
         update = self.publish()
-        # After a step that was skipped whole, the engine serves these weights already.
+        # If all updates of a step were skipped, the engine serves these weights already.
         if update.manifest.version != self.sampler.version:
             self.sampler.load(update)
         return update
@@ -183,7 +183,7 @@ class Trainer:
         return float(self.rewards(rollouts, tasks).mean())
 
     def _generator(self, step: int) -> torch.Generator:
-        # Seeded by step, so that a resumed run draws what the uninterrupted one drew.
+        # Seeded by step, so that a resumed run draws what an uninterrupted one would have drawn.
         return torch.Generator(self.device).manual_seed(self.config.seed * 1_000_003 + step)
 
     def _minibatches(self, step: int) -> list[Tensor]:

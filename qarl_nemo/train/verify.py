@@ -1,4 +1,4 @@
-"""Verifiable rewards: 1 when math-verify finds the response equal to the answer, else 0."""
+"""Verifiable rewards: 1 if math-verify finds the response equal to the answer, else 0."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ def reward(response: str, answer: str) -> float:
         0.0 or 1.0.
     """
     if _INTEGERS.fullmatch(answer) and _INTEGERS.fullmatch(response):
-        # Plain integers need no parser, which costs milliseconds a call and reads a list as no answer.
+        # Plain integers are compared here: the parser takes milliseconds per call and finds no answer in a list.
         return float(list(map(int, response.split())) == list(map(int, answer.split())))
     return _verified(response, answer)
 

@@ -1,4 +1,4 @@
-"""Supervised warm start: next-token cross-entropy on the answers, unquantized, for models that know nothing."""
+"""Supervised warm start for random models: next-token cross-entropy on the answers, unquantized."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def warm_start(
     Args:
         model: trained in place.
         tokenizer: its tokenizer.
-        source: where the tasks come from; the stream differs from RL's.
+        source: where the tasks come from, in another stream than RL's.
         config: steps, batch size, learning rate, target.
         progress: called with the step and its loss.
         greedy_reward: mean reward of the model's greedy answers now.
@@ -62,7 +62,7 @@ def greedy_answers(
     """Decode one greedy answer for each task with the plain, unquantized model.
 
     Args:
-        model: before its layers are replaced.
+        model: the model before its layers are replaced.
         tokenizer: its tokenizer.
         tasks: the tasks.
         max_new_tokens: budget, tokens.

@@ -1,4 +1,4 @@
-"""The embedded engine's loop with a Megatron learner: its ranks are started, follow the first, and end together."""
+"""The embedded engine's loop with a Megatron learner, whose ranks start together, follow the first and end together."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ from qarl_nemo.train.run import train_run
 from qarl_nemo.train.run_dir import is_complete
 from qarl_nemo.train.setup import build_learner, executed_format, learner_device, served_format
 
-# What a learner is called with, beside tensors and paths.
+# The types of a learner's arguments, besides tensors and paths.
 _ARGUMENTS = (Rollouts, QuantFormat)
 _PARALLEL_SIZES = {"tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"}
 
@@ -57,12 +57,12 @@ def train_with_megatron(config: LocalConfig) -> None:
 
 
 def train_this_rank(config: LocalConfig) -> None:
-    """Run the loop on the first rank, and what it asks for on the others.
+    """Run the loop on the first rank, and the commands that it sends on the others.
 
     Args:
         config: the resolved config.
     """
-    # A package that is missing is named before anything is trained.
+    # Fail on a missing package before anything is trained.
     _optimizer_settings(config.policy.optimizer)
     rank = int(os.environ.get("RANK", "0"))
     device = learner_device(config, rank)
@@ -89,10 +89,10 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
         The learner.
 
     Raises:
-        ValueError: what Megatron cannot follow; all is listed.
+        ValueError: settings or sizes that Megatron does not support; all are listed.
     """
     qarl, settings = config.qarl, config.policy
-    # As the transformers learner rounds.
+    # Engine rounding, as in the transformers learner.
     alignment = Alignment(executed_format(config), qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=True)
     served = replace(alignment, format=served_format(config))
     hf = read_config(settings) if model is None else model.config
@@ -103,7 +103,7 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
         transformer_engine=device.type == "cuda",
         moe_token_dispatcher_type=settings.megatron_cfg.moe_token_dispatcher_type,
     )
-    # What is published need not be what is executed; its shards must be storable, too.
+    # The published format need not be the executed one; its shards must be storable, too.
     require_supported(core.config, served)
     load_parameters(core, broadcast_each(None if model is None else list(model.named_parameters()), device))
     optimizer = MegatronStepper(

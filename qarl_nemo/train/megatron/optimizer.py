@@ -1,4 +1,4 @@
-"""Megatron's optimizers under the embedded engine's rules: which steps are skipped, what warms up, what is saved."""
+"""Megatron's optimizers under the embedded engine's rules for skipped steps, warm-up and checkpoints."""
 
 import importlib.util
 import math
@@ -13,7 +13,7 @@ from qarl_nemo.muon import MEGATRON
 
 
 def adam(betas: tuple[float, float]) -> dict[str, Any]:
-    """Return `OptimizerConfig`'s settings for Adam: `torch.optim.AdamW`, weight decay on matrices alone."""
+    """Return `OptimizerConfig`'s settings for Adam: `torch.optim.AdamW`, with weight decay on matrices only."""
     return {"optimizer": "adam", "adam_beta1": betas[0], "adam_beta2": betas[1]}
 
 
@@ -21,13 +21,13 @@ def muon(momentum: float) -> dict[str, Any]:
     """Return `OptimizerConfig`'s settings for the Muon of `qarl_nemo.muon`.
 
     Args:
-        momentum: Muon's.
+        momentum: Muon's momentum.
 
     Returns:
-        Keyword arguments; embeddings, head, routers and norms are Adam's.
+        Keyword arguments; Adam steps embeddings, head, routers and norms.
 
     Raises:
-        ImportError: this Megatron-core has no such Muon, or the package that it takes it from is missing.
+        ImportError: this Megatron-core has no such Muon, or the package that provides it is missing.
     """
     known = "muon_nesterov" in OptimizerConfig.__dataclass_fields__
     if not known or importlib.util.find_spec("emerging_optimizers") is None:
@@ -42,17 +42,17 @@ class MegatronStepper:
     """Adds the ranks' gradients, clips, steps FP32 masters and copies them back into the model.
 
     Args:
-        model: without wrappers.
-        settings: the arguments of `adam` or `muon`.
+        model: the model without wrappers.
+        settings: what `adam` or `muon` returned.
         lr: learning rate after the warm-up.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay.
         warmup_steps: optimizer steps of linear warm-up.
         max_grad_norm: gradient clipping, global L2 norm.
-        distributed: shard masters and moments over data parallel ranks; Adam alone.
+        distributed: shard masters and moments over data-parallel ranks; Adam only.
 
     Attributes:
         model: the model in Megatron's data parallel wrapper, which collects the gradients.
-        skipped_in_a_row: steps that were not applied since the last one that was.
+        skipped_in_a_row: number of skipped steps since the last one that was applied.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MegatronStepper:
         reduction = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(model.config, reduction, model)
         for layer in model.decoder.layers:
-            # Routers are Adam's.
+            # Adam steps the routers.
             layer.mlp.router.weight.use_muon = False
         config = OptimizerConfig(
             **settings,
@@ -90,7 +90,7 @@ class MegatronStepper:
         return self._full_lr * (min(1.0, (self.num_steps + 1) / self._warmup_steps) if self._warmup_steps else 1.0)
 
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
-        """Clip and apply the accumulated gradients, unless they are not finite; clears them either way.
+        """Clip and apply the accumulated gradients unless they are not finite; clear them either way.
 
         Args:
             finite: false skips the step whatever the gradients are, for a loss that was not finite.
@@ -130,7 +130,7 @@ class MegatronStepper:
                 master.copy_(value)
 
     def _inner(self) -> list[torch.optim.Optimizer]:
-        # Of dense parameters and of experts.
+        # One for dense parameters, one for experts.
         return [one.optimizer for one in self._optimizer.chained_optimizers if one.optimizer is not None]
 
 

@@ -1,4 +1,4 @@
-"""A Megatron model on one rank or several, as a learner trains it: `qarl_nemo.train.policy.Policy`, row by row."""
+"""A Megatron model on one rank or several as a `Policy` that a learner trains, row by row."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,14 +24,14 @@ from qarl_nemo.train.megatron.optimizer import MegatronStepper
 class MegatronPolicy:
     """An aligned GPTModel and its optimizer. Every method is called on all ranks, with the same arguments.
 
-    Rows of a batch are shared by data parallel ranks; tensor and expert parallel ranks share the model.
+    Data-parallel ranks share the rows of a batch; tensor- and expert-parallel ranks share the model.
 
     Args:
-        model: without wrappers, its weights loaded.
+        model: the model without wrappers, its weights loaded.
         alignment: what it executes.
-        optimizer: over it.
+        optimizer: steps its weights.
         vocab_size: the Hugging Face model's vocabulary size.
-        save_model: writes Hugging Face's parameters, by name, to a folder; called on the first rank alone.
+        save_model: writes Hugging Face's parameters, by name, to a folder; called on the first rank only.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class MegatronPolicy:
         self._save_model = save_model
 
     def logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
-        """Return what the model expects after some tokens.
+        """Return the next-token logits at these positions.
 
         Args:
-            input_ids: [B, S]; what comes after a sequence's last token is not looked at.
-            places: [B, R] columns.
+            input_ids: [B, S]; columns after a sequence's last token are ignored.
+            places: [B, R] columns whose next token is predicted.
             routes: [B, S, L, k] experts to replay, -1 where the router chooses itself; or None.
 
         Returns:
             [B, R, V] in the model's dtype, with a graph.
         """
-        # Sequence parallel ranks hold equal parts of the columns.
+        # Pad the columns, because sequence-parallel ranks hold equal parts of them.
         extra = -input_ids.shape[1] % parallel_state.get_tensor_model_parallel_world_size()
         input_ids = nn.functional.pad(input_ids, (0, extra))
         if routes is not None:
@@ -76,7 +76,7 @@ class MegatronPolicy:
         if routes is None:
             yield
             return
-        # Megatron's order of tokens: [S, B], the rows of S shared by sequence parallel ranks.
+        # Megatron's order of tokens is [S, B], with S split over sequence-parallel ranks.
         size, rank = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -103,7 +103,7 @@ class MegatronPolicy:
             [M / data parallel ranks].
 
         Raises:
-            ValueError: the ranks' shares would not be equal, and their collectives would not meet.
+            ValueError: the ranks' shares would not be equal, so their collectives would not match.
         """
         size = parallel_state.get_data_parallel_world_size()
         if len(rows) % size:
@@ -111,7 +111,7 @@ class MegatronPolicy:
         return rows.chunk(size)[parallel_state.get_data_parallel_rank()]
 
     def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
-        """Add, in place, what the other data parallel ranks have for their rows."""
+        """Add the other data-parallel ranks' values in place."""
         group = parallel_state.get_data_parallel_group()
         if group.size() == 1:
             return
@@ -121,7 +121,7 @@ class MegatronPolicy:
             tensor.copy_(total)
 
     def publish(self, fmt: QuantFormat) -> RefitUpdate:
-        """Return the weights as the rollout engine will serve them in `fmt`, whole on every rank."""
+        """Return the weights as the rollout engine will serve them in `fmt`, complete on every rank."""
         tensors = dict(publish_shards([self.optimizer.model], vocab_size=self._vocab_size, fmt=fmt))
         return RefitUpdate(Manifest.of(tensors, version=self.alignment.version.value, fmt=fmt.name), tensors)
 
@@ -158,14 +158,14 @@ class MegatronPolicy:
         """Restore what `save` wrote on the same number of ranks.
 
         Args:
-            folder: the checkpoint's.
+            folder: the checkpoint's folder.
         """
         path = folder / f"optimizer_rank{dist.get_rank()}.pt"
         load_state(self.optimizer, path, next(self.model.parameters()).device)
 
 
 def _causal_mask(positions: Tensor) -> Tensor | None:
-    # Transformer-Engine masks by itself; Megatron's local attention is told what not to see.
+    # Transformer-Engine masks by itself; Megatron's local attention needs a mask.
     if positions.is_cuda:
         return None
     length = positions.shape[1]

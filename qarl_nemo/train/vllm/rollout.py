@@ -1,4 +1,4 @@
-"""vLLM as the rollout engine: here or on a GPU of its own, started from a quantized checkpoint, refitted live."""
+"""vLLM as the rollout engine, in this process or on its own GPU: started from a checkpoint, then refitted live."""
 
 import os
 import re
@@ -65,7 +65,7 @@ class VllmRollout:
             model.save_pretrained(Path(folder) / "source")
             quantize_checkpoint(Path(folder) / "source", checkpoint, fmt, targets, device=device.type)
             self.engine = _start(model, checkpoint, options, engine_environment(device, settings))
-        # Each refit asks the same; here it is told before anything is published.
+        # Every refit checks this again; here it fails before anything is published.
         if not settings.own_gpu:
             require_methods(self.engine.apply_model(chosen_methods)[0], fmt, targets)
 
@@ -158,7 +158,7 @@ def _start(model: PreTrainedModel, checkpoint: Path, options: dict[str, Any], en
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, ModelRegistry
 
-    # Registered as a class, the model is not looked up in a second process, where broken packages are not hidden.
+    # Registered as a class, the model is not inspected in a second process, where broken packages are not hidden.
     architecture = type(model).__name__
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
     return LLM(str(checkpoint), **options)
