@@ -23,7 +23,8 @@ except ImportError as error:
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError
 from qarl_nemo.nemo_rl import plugin
-from qarl_nemo.nemo_rl.config import NemoQarlConfig, apply_qarl, as_mapping
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.config import apply_qarl, as_mapping
 from qarl_nemo.nemo_rl.hints import budget_hints, find_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.loss import QarlLossFn

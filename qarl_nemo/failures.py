@@ -18,7 +18,7 @@ BROKEN_PIPE = 141
 
 # Inputs, machines and installations cause these; any other type means that a check of ours is missing.
 _EXPECTED = (ValueError, RuntimeError, ImportError, OSError, MemoryError)
-_PACKAGES = ("qarl_nemo", "qarl_kernels")
+_PACKAGES = ("qarl_nemo", "qarl_formats", "qarl_kernels")
 
 
 def run_reported(call: Callable[[], int | None], program: str) -> int:

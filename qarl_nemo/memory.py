@@ -5,10 +5,11 @@ fragmentation) is `OVERHEAD_BYTES`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from qarl_formats import BASELINE, DEFAULT_FORMAT, FORMAT_NAMES, QuantFormat, find_format, get_format
 from qarl_nemo.architecture import MEGATRON_FAMILIES, read_architecture
 from qarl_nemo.files import FileError
 from qarl_nemo.parallelism import Parallelism
@@ -19,8 +20,6 @@ OVERHEAD_BYTES = 4 * GIB
 _CHUNK_BYTES = 28  # of a logit while its chunk is computed: NeMo-RL 7ea279ab, nemo_rl/distributed/model_utils.py
 PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
 
-# Of the formats that have a choice.
-GROUP_SIZES = {"w4a16": (128, 64, 32), "w4a8": (128,)}
 MAX_TOKENS = 2**24
 _LOOKED_AT = 1025
 Recompute = Literal["none", "full"]
@@ -122,7 +121,7 @@ class Learner:
         busiest: rows that the busiest rank's experts get, over the mean.
     """
 
-    format: str | None = "w4a16"
+    format: str | None = DEFAULT_FORMAT
     group_size: int = 128
     attention: bool = False
     keep_operand: bool = False
@@ -135,13 +134,15 @@ class Learner:
     logprob_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        fmt = find_format(self.format or "")
+        group_sizes = fmt.group_sizes if fmt and fmt.group_sizes else (self.group_size,)
         problems = [
             f"unknown {name} {value!r}; legal: {', '.join(map(str, legal))}"
             for name, value, legal in (
                 ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
                 ("recompute", self.recompute, get_args(Recompute)),
                 ("gradient_bytes", self.gradient_bytes, (FP32, BF16)),
-                ("group_size", self.group_size, GROUP_SIZES.get(self.format or "", (self.group_size,))),
+                ("group_size", self.group_size, group_sizes),
             )
             if value not in legal
         ]
@@ -150,8 +151,16 @@ class Learner:
                 problems.append(f"{name}={count} is not from 1 to {MAX_TOKENS}")
         if problems:
             raise ValueError("; ".join(problems))
-        if self.format is not None:
-            _packed_bytes(self.format, self.group_size)
+        if self.format not in (None, *FORMAT_NAMES):
+            raise ValueError(f"unknown format {self.format!r}; legal: {', '.join(FORMAT_NAMES)}")
+
+    @property
+    def record(self) -> QuantFormat | None:
+        """What is known of the format; None for Megatron's own BF16."""
+        if self.format is None:
+            return None
+        fmt = get_format(self.format)
+        return replace(fmt, group_size=self.group_size) if fmt.group_sizes else fmt
 
 
 @dataclass(frozen=True)
@@ -226,7 +235,7 @@ def served_bytes(model: ModelSize, served: Learner) -> float:
     per_layer = model.expert_parameters + model.mlp_parameters
     per_layer += model.attention_parameters if served.attention else 0
     quantized = model.num_layers * per_layer
-    packed = _packed_bytes(served.format or "bf16", served.group_size)
+    packed = _stored_bytes(served.record or get_format(BASELINE))
     return packed * quantized + BF16 * (model.num_parameters - quantized)
 
 
@@ -342,26 +351,14 @@ def _layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
 
 
 def _cache_bytes(learner: Learner) -> float:
-    if learner.format is None:
+    fmt = learner.record
+    if fmt is None:
         return 0.0
-    packed = _packed_bytes(learner.format, learner.group_size)
-    if not learner.keep_operand:
-        return packed
-    # Int4 is also kept as the GEMM reads it; FP8 and BF16 are multiplied as they are stored.
-    return packed + {"w4a16": 2.0, "w4a8": 1.0}.get(learner.format, 0.0)
+    return _stored_bytes(fmt) + (fmt.operand_bytes if learner.keep_operand else 0)
 
 
-def _packed_bytes(name: str, group_size: int) -> float:
-    by_format = {
-        "w4a16": 0.5 + BF16 / group_size,
-        "w4a8": 0.5 + BF16 / group_size,
-        "fp8_block": 1 + FP32 / 128**2,
-        "fp8_channel": 1.0,
-        "bf16": 2.0,
-    }
-    if name not in by_format:
-        raise ValueError(f"unknown format {name!r}; legal: {', '.join(by_format)}")
-    return by_format[name]
+def _stored_bytes(fmt: QuantFormat) -> float:
+    return fmt.bits_per_weight / 8
 
 
 def _logits_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> float:
@@ -389,7 +386,8 @@ def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers:
         layer += BF16 * rows * (model.hidden + (2 if learner.format else 3) * inner)
         # Gradients of the output rows and of SwiGLU's output and input, its weighted output, gradients of the rows.
         working += BF16 * rows * (2 * model.hidden + 4 * inner)
-        if learner.format not in (None, "bf16") and (learner.format, learner.keep_operand) != ("w4a16", True):
+        fmt = learner.record
+        if fmt and fmt.is_quantized and not (learner.keep_operand and fmt.operand_bytes == BF16):
             # The backward multiplies by the weight that ran, unpacked to BF16.
             working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)
     else:

@@ -21,6 +21,8 @@ VIOLATIONS = [
     pytest.param("floors", "qarl_nemo/layers/weight.py", "import qarl_nemo.refit.manifest", id="sibling"),
     pytest.param("floors", "qarl_nemo/metrics/runs.py", "from qarl_nemo.checkpoints import plan", id="other-sibling"),
     pytest.param("floors", "qarl_nemo/homeless/__init__.py", "", id="package-without-floor"),
+    pytest.param("formats", "kernels/qarl_formats/record.py", "import torch", id="formats-load-torch"),
+    pytest.param("formats", "kernels/qarl_formats/presets.py", "import qarl_kernels.fp8", id="formats-up"),
     pytest.param("kernels", "kernels/qarl_kernels/fp8.py", "import qarl_nemo.config", id="kernels-up"),
     pytest.param("floors", "qarl_nemo/megatron/publish.py", "import qarl_nemo.nemo_rl.plugin", id="up-to-nemo-rl"),
     pytest.param("floors", "qarl_nemo/train/trainer.py", "import qarl_nemo.measure.doctor", id="up-to-measure"),
@@ -39,16 +41,17 @@ VIOLATIONS = [
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of both packages and their contracts, to plant violations in."""
+    """A copy of all packages and their contracts, to plant violations in."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "qarl_nemo", tmp_path / "qarl_nemo", ignore=ignore)
-    shutil.copytree(ROOT / "kernels" / "qarl_kernels", tmp_path / "kernels" / "qarl_kernels", ignore=ignore)
+    for package in ("qarl_formats", "qarl_kernels"):
+        shutil.copytree(ROOT / "kernels" / package, tmp_path / "kernels" / package, ignore=ignore)
     return tmp_path
 
 
 def lint_imports(tree: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    # The lint reads what Python would import, so both packages are looked up in the tree first.
+    # The lint reads what Python would import, so all packages are looked up in the tree first.
     program = "import sys; sys.path[:0] = ['.', 'kernels']; from importlinter.cli import lint_imports_command as c; c()"
     command = [sys.executable, "-c", program, "--no-cache", "--no-logo", *options]
     return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120, check=False)
@@ -105,7 +108,7 @@ def test_the_name_kernels_stays_free_for_the_package_that_nemo_rl_imports():
 def test_every_package_and_template_is_installed():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found, templates = set(), set()
-    for root in (ROOT / "qarl_nemo", ROOT / "kernels" / "qarl_kernels"):
+    for root in (ROOT / "qarl_nemo", ROOT / "kernels" / "qarl_formats", ROOT / "kernels" / "qarl_kernels"):
         found |= {".".join(path.parent.relative_to(root.parent).parts) for path in root.rglob("__init__.py")}
         templates |= set(root.rglob("*.j2"))
     # The example configs are data, kept at the top of the repository.

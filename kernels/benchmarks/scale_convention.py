@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from qarl_formats import SCALE_CONVENTIONS, ScaleConvention
 from qarl_kernels import get_format, quantize_weight
-from qarl_kernels.formats import SCALE_CONVENTIONS, ScaleConvention
 from qarl_kernels.integer import dequantize_integer, quantize_integer
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 

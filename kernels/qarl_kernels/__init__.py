@@ -1,5 +1,6 @@
 """Number formats of quantized rollouts and their arithmetic; the torch reference defines what is correct."""
 
+from qarl_formats import FORMAT_NAMES, QuantFormat, get_format, quantization_config
 from qarl_kernels.dispatch import (
     Weights,
     backward_weight,
@@ -16,9 +17,7 @@ from qarl_kernels.dispatch import (
 from qarl_kernels.dispatch_norms import rms_norm, rms_norm_backward, rotate_pairs
 from qarl_kernels.dispatch_rows import combine_rows, expert_rows, expert_rows_backward, spread_rows
 from qarl_kernels.expert_mlp import expert_mlp_reference
-from qarl_kernels.formats import FORMAT_NAMES, QuantFormat, get_format
 from qarl_kernels.gemm import GemmOperand, gemm
-from qarl_kernels.hf_config import quantization_config
 from qarl_kernels.routing import RoutedRows, one_group, route_rows
 from qarl_kernels.weights import QuantizedWeight, stored_layout, unfit_values, weight_problems
 

@@ -10,9 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from qarl_formats import QuantFormat
 from qarl_kernels import gemm as reference
 from qarl_kernels.expert_mlp import expert_mlp_reference
-from qarl_kernels.formats import QuantFormat
 from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.routing import route_rows
 from qarl_kernels.weights import QuantizedWeight, nonfinite_error, quantize_weight_reference, weight_problems

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qarl_formats import QuantFormat
 from qarl_kernels.dispatch import Weights, runs_kernels
 from qarl_kernels.expert_rows import combine_rows_reference, expert_rows_backward_reference, expert_rows_reference
-from qarl_kernels.formats import QuantFormat
 from qarl_kernels.gemm import GemmOperand
 
 

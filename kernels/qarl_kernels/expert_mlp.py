@@ -1,7 +1,7 @@
 """The expert MLP in the rollout engine's order of operations.
 
 fc1 -> SwiGLU (rounded as the engine rounds it) -> [quantize activations] -> fc2 -> router weight -> sum over experts.
-The router weight is FP32 and multiplied after fc2; where it is rounded depends on the format (`formats.py`).
+The router weight is FP32 and multiplied after fc2; where it is rounded depends on the format (`qarl_formats`).
 The two GEMMs are arguments, so the learner (autograd) and the sampler (packed tensors) run this same function.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qarl_kernels.formats import QuantFormat
+from qarl_formats import QuantFormat
 from qarl_kernels.routing import route_rows
 
 GroupedGemm = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -60,7 +60,7 @@ def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
         [M, I] in hidden's dtype; FP32 for fp8_block.
     """
     gate, up = hidden.chunk(2, dim=-1)
-    if fmt.weight_kind == "fp8_block":
+    if fmt.weight_kind == "fp8_blocks":
         # The engine's fused kernel multiplies by the sigmoid, its plain one divides: the last bits differ.
         return gate.float() * (1.0 / (1.0 + torch.exp(-gate.float()))) * up.float()
     return torch.nn.functional.silu(gate) * up

@@ -6,9 +6,9 @@ Every row and every sum has the bits of `expert_mlp_reference`, whichever rank a
 import torch
 from torch import Tensor
 
+from qarl_formats import FP8_BLOCK, QuantFormat
 from qarl_kernels import fp8
 from qarl_kernels.expert_mlp import combine_choices, sum_in_order, swiglu
-from qarl_kernels.formats import FP8_BLOCK, QuantFormat
 from qarl_kernels.gemm import GemmOperand, grouped_gemm, grouped_input_grad, grouped_weight_grad
 
 

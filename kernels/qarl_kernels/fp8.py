@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
+from qarl_formats import FP8_BLOCK
 from qarl_kernels.division import divide
-from qarl_kernels.formats import FP8_BLOCK
 
 FP8_MAX = 448.0
 # vLLM's floor of per-token and fused SwiGLU scales: csrc/quantization/w8a8/fp8/common.cu.

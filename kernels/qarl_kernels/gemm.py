@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from qarl_formats import FP8_BLOCK, QuantFormat
 from qarl_kernels import fp8
-from qarl_kernels.formats import FP8_BLOCK, QuantFormat
 from qarl_kernels.weights import QuantizedWeight
 
 
@@ -39,12 +39,12 @@ class GemmOperand:
     def from_weight(cls, weight: QuantizedWeight, dtype: torch.dtype) -> "GemmOperand":
         """Prepare a stored weight for activations of `dtype`."""
         fmt = weight.format
-        if fmt.name == "w4a8":
+        if fmt.weight_kind == "int" and fmt.activation_kind == "fp8_token":
             values, scale = fp8.encode_int4_as_fp8(weight.codes(), weight.tensors["weight_scale"])
             return cls(fmt, values.float(), scale)
-        if fmt.weight_kind == "fp8_channel":
+        if fmt.weight_kind == "fp8_rows":
             return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale"])
-        if fmt.weight_kind == "fp8_block":
+        if fmt.weight_kind == "fp8_blocks":
             return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale_inv"])
         return cls(fmt, weight.dequantize().to(dtype), None)
 
@@ -58,7 +58,7 @@ class GemmOperand:
         if self.scale is None:
             return self.values
         values = self.values.float()
-        if self.format.weight_kind == "fp8_block":
+        if self.format.weight_kind == "fp8_blocks":
             return values * fp8.expand_block_scale(self.scale, *self.values.shape[-2:])
         return values * self.scale
 
@@ -93,7 +93,7 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
     if activation_kind == "fp8_token":
         a8, token_scale = fp8.quantize_token(x)
         accumulator = a8.float() @ weight.values.mT
-        if weight.format.weight_kind == "fp8_channel":
+        if weight.format.weight_kind == "fp8_rows":
             return (token_scale * (weight.scale.mT * accumulator)).to(out_dtype)
         return (weight.scale.mT * (token_scale * accumulator)).to(out_dtype)
     a8, group_scale = fp8.quantize_group(x, after_swiglu=after_swiglu)

@@ -8,8 +8,8 @@ offset 2^(num_bits-1).
 import torch
 from torch import Tensor
 
+from qarl_formats import ScaleConvention
 from qarl_kernels.division import divide
-from qarl_kernels.formats import ScaleConvention
 
 # The scale of an all-zero group, and the smallest there is: so small that such a group never determines w4a8's channel
 # scale, the largest of a row's group scales; but a normal number, so that kernels may multiply by its reciprocal.

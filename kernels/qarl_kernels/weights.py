@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qarl_formats import FP8_BLOCK, QuantFormat
 from qarl_kernels import fp8, integer
-from qarl_kernels.formats import FP8_BLOCK, QuantFormat
 from qarl_kernels.integer import OVERFLOW
 
 
@@ -50,10 +50,10 @@ class QuantizedWeight:
         kind = self.format.weight_kind
         if kind == "int":
             return integer.dequantize_integer(self.codes(), self.tensors["weight_scale"])
-        if kind == "bf16":
+        if kind == "plain":
             return self.tensors["weight"]
         values = self.tensors["weight"].float()
-        if kind == "fp8_channel":
+        if kind == "fp8_rows":
             return (values * self.tensors["weight_scale"]).to(torch.bfloat16)
         scale = fp8.expand_block_scale(self.tensors["weight_scale_inv"], *self.shape[-2:])
         return (values * scale).to(torch.bfloat16)
@@ -76,10 +76,10 @@ def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[t
             "weight_packed": ((*batch, rows, words), torch.int32),
             "weight_scale": ((*batch, rows, columns // fmt.group_size), torch.bfloat16),
         }
-    if fmt.weight_kind == "bf16":
+    if fmt.weight_kind == "plain":
         return {"weight": (shape, torch.bfloat16)}
     values = {"weight": (shape, torch.float8_e4m3fn)}
-    if fmt.weight_kind == "fp8_channel":
+    if fmt.weight_kind == "fp8_rows":
         return values | {"weight_scale": ((*batch, rows, 1), torch.float32)}
     blocks = (*batch, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     return values | {"weight_scale_inv": (blocks, torch.float32)}
@@ -101,7 +101,7 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
     if fmt.weight_kind == "int" and columns % fmt.group_size:
         legal = [size for size in (128, 64, 32) if columns % size == 0]
         return [f"K={columns} is not a multiple of group_size={fmt.group_size} (group sizes that divide it: {legal})"]
-    if fmt.weight_kind == "fp8_block" and columns % FP8_BLOCK:
+    if fmt.weight_kind == "fp8_blocks" and columns % FP8_BLOCK:
         return [f"K={columns} is not a multiple of {FP8_BLOCK}, the activation group of fp8_block"]
     return []
 
@@ -135,10 +135,10 @@ def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
         assert fmt.scale_convention is not None
         codes, scale = integer.quantize_integer(weight, fmt.num_bits, fmt.group_size, fmt.scale_convention)
         return {"weight_packed": integer.pack_int32(codes, fmt.num_bits), "weight_scale": scale}
-    if fmt.weight_kind == "fp8_channel":
+    if fmt.weight_kind == "fp8_rows":
         values, scale = fp8.quantize_channel(weight)
         return {"weight": values, "weight_scale": scale}
-    if fmt.weight_kind == "fp8_block":
+    if fmt.weight_kind == "fp8_blocks":
         values, scale = fp8.quantize_block(weight)
         return {"weight": values, "weight_scale_inv": scale}
     return {"weight": weight.clone()}

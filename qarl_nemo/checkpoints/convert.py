@@ -10,13 +10,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format, quantize_weight, unfit_values
 from qarl_nemo.checkpoints.plan import PlannedTensor
 from qarl_nemo.checkpoints.reader import TensorReader
 
 # A multiple of every block of rows that shares a scale; temporaries of this few rows stay in a core's cache.
 _ROWS_AT_ONCE = 256
-_COPIED = get_format("bf16")
+_COPIED = get_format(BASELINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,6 @@ def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, devi
     blocks = weight.split(_ROWS_AT_ONCE) if device == "cpu" else (weight.to(device),)
     parts = [quantize_weight(block, fmt, name=name).tensors for block in blocks]
     stored = {f"{module}.{suffix}": torch.cat([part[suffix] for part in parts]).cpu() for suffix in parts[0]}
-    if fmt.weight_kind == "int":
+    if fmt.stores_shape:
         stored[f"{module}.weight_shape"] = torch.tensor(tensor.info.shape, dtype=torch.int64)
     return ConvertedTensor(tensor, stored)

@@ -43,7 +43,7 @@ def model_quantization_config(
     Raises:
         ValueError: a target is unknown, or vLLM does not serve the format.
     """
-    exact = fmt.weight_kind == "fp8_block"
+    exact = fmt.storage == "fp8"
     list_kept = names.fp8_modules_to_not_convert if exact else names.compressed_tensors_ignore
     return quantization_config(fmt, ignore=list_kept(parameter_names, targets))
 

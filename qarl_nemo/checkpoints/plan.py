@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from qarl_kernels import QuantFormat
+from qarl_formats import QuantFormat, formats_with_groups
 from qarl_nemo import names
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.content import content_problems, drop_reason
@@ -140,8 +140,9 @@ def plan_quantization(
 
 def _settings_problems(fmt: QuantFormat, max_shard_bytes: int) -> list[str]:
     problems = []
-    if not fmt.served_by_vllm:
-        problems.append(f"format {fmt.name} is experimental, no kernel of vLLM 0.25.1 serves it; use w4a16 or w4a8")
+    if fmt.vllm is None:
+        served = " or ".join(formats_with_groups())
+        problems.append(f"format {fmt.name} is experimental, no kernel of vLLM 0.25.1 serves it; use {served}")
     if max_shard_bytes < 1:
         problems.append(f"max_shard_bytes={max_shard_bytes} must be at least 1")
     return problems
@@ -187,8 +188,8 @@ def _plan_tensor(info: TensorInfo, fmt: QuantFormat, targets: tuple[str, ...]) -
     target = names.target_of(info.name)
     if target not in targets:
         reason = _KEPT.get(kind) or ("not a target" if target else "not a weight matrix")
-    elif fmt.weight_kind == "bf16":
-        reason = "format bf16 quantizes nothing"
+    elif not fmt.is_quantized:
+        reason = f"format {fmt.name} quantizes nothing"
     else:
         return PlannedTensor(info, kind, True, f"target {target}", stored_bytes(info.shape, fmt))
     return PlannedTensor(info, kind, False, reason, info.num_bytes)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qarl_formats import DEFAULT_FORMAT
 from qarl_nemo.cli.options import Device, Format, GroupSize, MaxShardBytes, Overwrite, ScaleConvention, Targets
 from qarl_nemo.cli.program import command
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def quantize(
     source: Annotated[Path, typer.Argument(help="Hugging Face BF16 checkpoint directory.")],
     destination: Annotated[Path, typer.Argument(help="Where the quantized checkpoint goes.")],
-    format_name: Format = "w4a16",
+    format_name: Format = DEFAULT_FORMAT,
     group_size: GroupSize = None,
     scale_convention: ScaleConvention = None,
     targets: Targets = "experts",
@@ -39,7 +40,7 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Megatron torch_dist checkpoint directory, of any parallel layout.")],
     destination: Annotated[Path, typer.Argument(help="Where the Hugging Face checkpoint goes.")],
     hf_model: Annotated[Path, typer.Option(help="Directory with the model's config.json and tokenizer.")],
-    format_name: Format = "w4a16",
+    format_name: Format = DEFAULT_FORMAT,
     group_size: GroupSize = None,
     scale_convention: ScaleConvention = None,
     targets: Targets = "experts",

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from qarl_formats import DEFAULT_FORMAT
 from qarl_nemo.cli.program import command
 
 
@@ -12,7 +13,8 @@ from qarl_nemo.cli.program import command
 def compare(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face Qwen, Llama or Mistral directory, not quantized.")],
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="What the engine serves; repeat for several. Default w4a16.")
+        list[str] | None,
+        typer.Option("--format", help=f"What the engine serves; repeat for several. Default {DEFAULT_FORMAT}."),
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
     targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
@@ -55,7 +57,7 @@ def compare(
 
     settings = CompareSettings(
         checkpoint=checkpoint,
-        formats=tuple(formats or ["w4a16"]),
+        formats=tuple(formats or [DEFAULT_FORMAT]),
         group_size=group_size,
         targets=tuple(target.strip() for target in targets.split(",")),
         engine=engine,

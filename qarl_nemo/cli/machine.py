@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from qarl_formats import DEFAULT_FORMAT, formats_with_groups
 from qarl_nemo.cli.options import Format, GroupSize, Targets
 from qarl_nemo.cli.program import command
 
@@ -71,7 +72,7 @@ def memory(
     gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 8,
     gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB: 79 for an H100, 139 for an H200.")] = 79.0,
     layout: Annotated[list[str] | None, typer.Option(help="E.g. tp2_ep8; repeat. Default: several.")] = None,
-    format_name: Format = "w4a16",
+    format_name: Format = DEFAULT_FORMAT,
     group_size: GroupSize = None,
     targets: Targets = "experts",
     keep_operand: Annotated[bool, typer.Option(help="Keep what the learner's GEMMs multiply.")] = False,
@@ -91,7 +92,6 @@ def memory(
 
     from qarl_nemo.cli.memory_table import memory_table
     from qarl_nemo.memory import (
-        GROUP_SIZES,
         OPTIMIZERS,
         Learner,
         ModelSize,
@@ -108,8 +108,8 @@ def memory(
     ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
     for one in ranks:
         require_layout(size, one)
-    if group_size is not None and format_name not in GROUP_SIZES:
-        raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(GROUP_SIZES)} have one: remove it")
+    if group_size is not None and format_name not in (grouped := formats_with_groups()):
+        raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
     if not 0 < gpu_gib <= 2**20:
         raise ValueError(f"gpu_gib={gpu_gib} must lie between 0 and {2**20}")
     if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):

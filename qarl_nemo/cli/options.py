@@ -4,7 +4,9 @@ from typing import Annotated
 
 import typer
 
-Format = Annotated[str, typer.Option("--format", help="w4a16, w4a8, fp8_block, fp8_channel or bf16.")]
+from qarl_formats import FORMAT_NAMES
+
+Format = Annotated[str, typer.Option("--format", help=f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}.")]
 GroupSize = Annotated[int | None, typer.Option(help="Elements per scale along K (w4a16: 128, 64, 32).")]
 ScaleConvention = Annotated[str | None, typer.Option(help="narrow_range or full_range.")]
 Targets = Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")]

@@ -1,18 +1,16 @@
 """The `qarl:` block: what is quantized, how, and whether the learner executes it."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from qarl_formats import BASELINE, DEFAULT_FORMAT, FORMAT_NAMES, QuantFormat, ScaleConvention, find_format, get_format
 from qarl_nemo.config.problems import hint
 from qarl_nemo.config.strict import StrictModel
 from qarl_nemo.names import Backward
 
 Alignment = Literal["aligned", "rollout_only", "none"]
-_FORMATS = ["w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16"]
-_INTEGER = re.compile(r"w4a8|w[2-8]a16")
 
 
 class QarlConfig(StrictModel):
@@ -21,11 +19,11 @@ class QarlConfig(StrictModel):
     alignment: Alignment = "aligned"
     """`aligned`: the learner executes what it publishes (QaRL); `rollout_only`: quantized rollouts, BF16 learner;
     `none`: BF16 on both sides."""
-    format: str = "w4a16"
+    format: str = DEFAULT_FORMAT
     """w4a16 | w4a8 | fp8_block | fp8_channel | bf16, or an experimental w{2..8}a16."""
     group_size: int | None = Field(None, ge=1, le=1 << 16)
     """Elements per scale along K: 128, 64, 32; integer formats only, null = the format's default."""
-    scale_convention: Literal["narrow_range", "full_range"] | None = None
+    scale_convention: ScaleConvention | None = None
     """Integer grid: amax/7 on [-7, 7] (`narrow_range`) or amax/7.5 on [-8, 7] (`full_range`)."""
     targets: tuple[Literal["experts", "attention", "mlp"], ...] = Field(("experts",), min_length=1, max_length=3)
     """Which linears are quantized, as a list or with commas; router, norms, embeddings and lm_head never are."""
@@ -41,8 +39,9 @@ class QarlConfig(StrictModel):
     @classmethod
     def format_is_known(cls, name: str) -> str:
         """Refuse other names with the nearest legal one."""
-        if name not in _FORMATS and not _INTEGER.fullmatch(name):
-            raise ValueError(f"unknown format {name[:80]!r}: {hint(name, _FORMATS)}, and w2a16 .. w8a16 to experiment")
+        if find_format(name) is None:
+            legal = hint(name, list(FORMAT_NAMES))
+            raise ValueError(f"unknown format {name[:80]!r}: {legal}, and w2a16 .. w8a16 to experiment")
         return name
 
     @field_validator("targets", mode="before")
@@ -54,15 +53,29 @@ class QarlConfig(StrictModel):
     @model_validator(mode="after")
     def none_means_bf16(self) -> "QarlConfig":
         """Tie `alignment: none` to `format: bf16`."""
-        if (self.alignment == "none") != (self.format == "bf16"):
+        if (self.alignment == "none") != (self.format == BASELINE):
             raise ValueError(
                 f"alignment={self.alignment!r} with format={self.format!r}: `none` means BF16 on both sides, so "
                 "alignment=none and format=bf16 go together"
             )
         return self
 
+    @property
+    def served_format(self) -> QuantFormat:
+        """What the rollout engine serves.
+
+        Raises:
+            ValueError: an option that the format does not take.
+        """
+        return get_format(self.format, group_size=self.group_size, scale_convention=self.scale_convention)
+
+    @property
+    def executed_format(self) -> QuantFormat:
+        """What the learner's forward executes: the engine's format where they are aligned, else BF16."""
+        return self.served_format if self.alignment == "aligned" else get_format(BASELINE)
+
     @classmethod
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:
         """Return the options of integer formats where the command line takes another format."""
-        integer = _INTEGER.fullmatch(str(said.get("format", "w4a16")))
-        return set() if integer else {"group_size", "scale_convention"}
+        fmt = find_format(str(said.get("format", DEFAULT_FORMAT)))
+        return set() if fmt and fmt.group_sizes else {"group_size", "scale_convention"}

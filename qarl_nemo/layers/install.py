@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, weight_problems
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
@@ -130,8 +131,9 @@ def _require_shapes(model: nn.Module, found: dict[str, str], targets: Sequence[s
             if key == "bias":
                 continue
             reasons = weight_problems(tuple(parameter.shape), fmt)
-            if fmt.weight_kind == "fp8_block" and key == "gate_up_proj" and parameter.shape[-2] % 256:
-                reasons.append(f"I={parameter.shape[-2] // 2} is not a multiple of 128: a block would hold gate and up")
+            inner = parameter.shape[-2] // 2 if key == "gate_up_proj" else 0
+            if inner % fmt.scale_rows:
+                reasons.append(f"I={inner} is not a multiple of {fmt.scale_rows}: a block would hold gate and up")
             if reasons:
                 problems.append(f"{name}.{key} {list(parameter.shape)}: {'; '.join(reasons)}")
     if problems:
@@ -142,11 +144,11 @@ def _fill_table(model: nn.Module, found: dict[str, str], report: InstallReport) 
     for name, kind in found.items():
         module, reason = model.get_submodule(name), ""
         if isinstance(module, AlignedLinear | AlignedExperts):
-            reason = "format bf16" if report.format.weight_kind == "bf16" else ""
+            reason = "" if report.format.is_quantized else f"format {report.format.name}"
         elif kind in TARGETS:
             reason = f"not targeted: add {kind!r} to targets to quantize it"
         else:
             reason = f"{kind}: never quantized"
         shapes = " ".join(str(list(parameter.shape)) for parameter in module.parameters(recurse=False))
-        executed = "bf16" if reason else report.format.name
+        executed = BASELINE if reason else report.format.name
         report.rows.append(InstallRow(name, kind, shapes, executed, not reason, reason))

@@ -42,7 +42,7 @@ class Alignment:
         check_targets(self.targets)
         if self.backend not in get_args(Backend):
             raise ValueError(f"unknown backend {self.backend!r}; legal: {', '.join(get_args(Backend))}")
-        if self.backend != "kernels" and self.format.name != "fp8_block":
+        if self.backend != "kernels" and self.format.weight_kind != "fp8_blocks":
             raise ValueError(
                 f"backend={self.backend!r} has no {self.format.name}: it runs fp8_block; set backend='kernels'"
             )

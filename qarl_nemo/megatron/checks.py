@@ -58,8 +58,6 @@ _REFUSED_BY_ROUNDING = {
     "yarn_rotary_scaling_factor": "angles are the unscaled ones",
 }
 _DISPATCHERS = ("alltoall", "allgather")
-# Formats whose scales span a whole row of fc2: a shard of the row would get another scale.
-ROW_SCALED = ("fp8_channel", "w4a8")
 
 
 def require_supported(config: Any, alignment: Alignment) -> None:
@@ -132,18 +130,18 @@ def _shape_problems(config: Any, alignment: Alignment) -> list[str]:
     where = f"(moe_ffn_hidden_size={config.moe_ffn_hidden_size}, expert_tensor_parallel_size={etp})"
     for name, shape in (("fc1", (2 * inner, config.hidden_size)), ("fc2", (config.hidden_size, inner))):
         problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
-    if fmt.weight_kind == "fp8_block" and inner % fmt.group_size:
-        problems.append(f"fc1 shard of {inner} gate rows {where}: a {fmt.group_size}-row block would hold gate and up")
+    if inner % fmt.scale_rows:
+        problems.append(f"fc1 shard of {inner} gate rows {where}: a {fmt.scale_rows}-row block would hold gate and up")
     return problems + _cut_problems(fmt, "fc2", f"expert_tensor_parallel_size={etp}", inner if etp > 1 else None)
 
 
 def _cut_problems(fmt: QuantFormat, name: str, setting: str, columns: int | None) -> list[str]:
     if columns is None:
         return []
-    if fmt.name in ROW_SCALED:
+    if fmt.row_scaled:
         return [f"{setting}: {fmt.name} scales whole rows of {name}, which it would cut"]
-    per_word = 32 // fmt.num_bits
-    if fmt.weight_kind == "int" and columns % per_word:
+    per_word = fmt.codes_per_word
+    if columns % per_word:
         return [
             f"{setting}: {columns} columns of {name} do not fill int32 words of {per_word} {fmt.num_bits}-bit codes"
         ]
@@ -163,8 +161,8 @@ def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
     for name, shape in shapes.items():
         where = f"{name} shard {list(shape)} (kv_channels={width}, tensor_model_parallel_size={tp})"
         problems += [f"{where}: {problem}" for problem in weight_problems(shape, fmt)]
-    if fmt.weight_kind == "fp8_block" and width % fmt.group_size:
-        problems.append(f"kv_channels={width}: a {fmt.group_size}-row block would hold several heads of fused q, k, v")
+    if width % fmt.scale_rows:
+        problems.append(f"kv_channels={width}: a {fmt.scale_rows}-row block would hold several heads of fused q, k, v")
     columns = heads // tp * width if tp > 1 else None
     return problems + _cut_problems(fmt, "linear_proj", f"tensor_model_parallel_size={tp}", columns)
 
@@ -178,6 +176,6 @@ def _mlp_problems(config: Any, alignment: Alignment) -> list[str]:
     where = f"(ffn_hidden_size={config.ffn_hidden_size}, tensor_model_parallel_size={tp})"
     for name, shape in (("linear_fc1", (2 * inner, config.hidden_size)), ("linear_fc2", (config.hidden_size, inner))):
         problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
-    if fmt.weight_kind == "fp8_block" and inner % fmt.group_size:
-        problems.append(f"shard of {inner} gate rows {where}: a {fmt.group_size}-row block would hold gate and up")
+    if inner % fmt.scale_rows:
+        problems.append(f"shard of {inner} gate rows {where}: a {fmt.scale_rows}-row block would hold gate and up")
     return problems + _cut_problems(fmt, "linear_fc2", f"tensor_model_parallel_size={tp}", inner if tp > 1 else None)

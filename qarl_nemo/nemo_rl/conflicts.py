@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from qarl_kernels import FORMAT_NAMES, get_format
+from qarl_formats import FORMAT_NAMES, get_format
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.nemo_rl.engine_checks import (
     argument_problems,
@@ -70,7 +70,6 @@ _MUON = {
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
 _UNCORRECTED = ("gspo", "sapo")
-_GROUP_SIZES = {"w4a16": (32, 64, 128), "w4a8": (128,)}
 
 
 def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
@@ -177,12 +176,13 @@ def _validation_conflicts(config: Mapping[str, Any]) -> list[str]:
 
 def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     problems = []
-    sizes = _GROUP_SIZES.get(qarl.format)
+    served = get_format(qarl.format).served_on("cuda")
+    sizes = served.group_sizes if served else ()
     if sizes and qarl.group_size not in (None, *sizes):
         problems.append(
             _line("qarl.group_size", qarl.group_size, f"vLLM's {qarl.format}", " or ".join(map(str, sizes)))
         )
-    if qarl.format not in FORMAT_NAMES:
+    if served is None:
         return [*problems, _line("qarl.format", qarl.format, "vLLM does not serve it", " or ".join(FORMAT_NAMES))]
     generation = look_up(config, "policy.generation", {})
     arguments, places = given_arguments(generation)

@@ -5,20 +5,20 @@ from typing import Any
 
 from qarl_nemo.checkpoints import model_quantization_config
 from qarl_nemo.checkpoints.architecture import parameter_names
+from qarl_nemo.config import QarlConfig
 from qarl_nemo.nemo_rl.engine_checks import argument_problems, plain_block
 from qarl_nemo.nemo_rl.engine_rules import NESTED
-from qarl_nemo.nemo_rl.formats import served_format
 from qarl_nemo.refit.engine_settings import COMPILATION, kernel_options
 
 _EXTENSION = "qarl_nemo.nemo_rl.vllm_extension.QarlWorkerExtension"
 
 
-def engine_arguments(given: Mapping[str, Any], qarl: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(given: Mapping[str, Any], qarl: QarlConfig) -> dict[str, Any]:
     """Return the arguments with which vLLM serves what the `qarl:` block says, by the arithmetic the learner follows.
 
     Args:
         given: NeMo-RL's arguments; `vllm_kwargs` are in them.
-        qarl: the block, as a plain mapping.
+        qarl: the block.
 
     Returns:
         New arguments.
@@ -26,7 +26,7 @@ def engine_arguments(given: Mapping[str, Any], qarl: Mapping[str, Any]) -> dict[
     Raises:
         ValueError: settings under which another kernel, format or distribution would be served; all listed.
     """
-    fmt, targets = served_format(qarl), qarl["targets"]
+    fmt, targets = qarl.served_format, qarl.targets
     kernels = kernel_options(fmt, targets)
     problems = argument_problems(given, kernels)
     if problems:

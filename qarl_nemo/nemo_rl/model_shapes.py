@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-from qarl_kernels import QuantFormat, get_format
+from qarl_formats import QuantFormat
 from qarl_nemo.checkpoints.shapes import shape_problems
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import read_json
@@ -45,7 +45,7 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         One line for each problem; none for a model whose config.json is not on this machine.
     """
     try:
-        fmt = get_format(qarl.format, group_size=qarl.group_size, scale_convention=qarl.scale_convention)
+        fmt = qarl.served_format
     except ValueError as error:
         return [f"qarl.format={qarl.format}: {error}"]
     policy = config.get("policy") or {}

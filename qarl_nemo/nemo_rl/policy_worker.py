@@ -15,13 +15,13 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker
 from torch import Tensor
 
-from qarl_kernels import get_format
+from qarl_formats import BASELINE, get_format
 from qarl_nemo.megatron.alignment import Alignment, bump_on_step, release
 from qarl_nemo.megatron.publish import publish_layers
 from qarl_nemo.megatron.step_guard import StepGuard
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require_aligned
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
-from qarl_nemo.nemo_rl.formats import executed_format, served_format
 from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 from qarl_nemo.nemo_rl.residency import short_of_room
@@ -44,17 +44,13 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
     """
 
     def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
-        qarl = config["qarl"]
-        self.served = served_format(qarl)
+        qarl = NemoQarlConfig.model_validate(config["qarl"])
+        self.served = qarl.served_format
         self.alignment = Alignment(
-            executed_format(qarl),
-            tuple(qarl["targets"]),
-            qarl["backward"],
-            qarl["keep_operand"],
-            engine_rounding=qarl["engine_rounding"],
+            qarl.executed_format, qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=qarl.engine_rounding
         )
         self._collective_sender: CollectiveSender | None = None
-        self._layerwise: bool | None = qarl["layerwise_refit"]
+        self._layerwise: bool | None = qarl.layerwise_refit
         self._weights_leave = False
         with aligned_provider(megatron_policy_worker, self.alignment):
             super().__init__(with_torch_dtypes(config), *arguments, **named)
@@ -62,7 +58,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         print(f"qarl: rank {self.rank} executes {aligned}; rollouts are {self.served.name}", flush=True)
         if self.optimizer is not None:
             bump_on_step(self.optimizer, self.alignment.version)
-            self._guard = StepGuard([self.model], self.optimizer, qarl["max_skipped_steps"])
+            self._guard = StepGuard([self.model], self.optimizer, qarl.max_skipped_steps)
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Train as NeMo-RL does; steps that are not finite are skipped and counted.
@@ -144,7 +140,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
         """Swap the reference model in, unquantized."""
-        with executing([self.model], get_format("bf16")), super().use_reference_model():
+        with executing([self.model], get_format(BASELINE)), super().use_reference_model():
             yield
 
     def _whole(self, version: int) -> tuple[RefitUpdate, ColocatedSender]:

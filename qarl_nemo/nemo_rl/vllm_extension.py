@@ -4,8 +4,8 @@ from typing import Any
 
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engine_checks import served_problems
-from qarl_nemo.nemo_rl.formats import served_format
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
 from qarl_nemo.refit.engine_settings import kernel_options
@@ -27,7 +27,8 @@ class QarlWorkerExtension(PackedRefit, VllmInternalWorkerExtension):
 
     def qarl_problems(self, qarl: dict[str, Any]) -> list[str]:
         """Return where this rank runs a layer by another method, or vLLM with other settings, than `qarl:` asks for."""
-        fmt, targets = served_format(qarl), qarl["targets"]
+        asked = NemoQarlConfig.model_validate(qarl)
+        fmt, targets = asked.served_format, asked.targets
         methods = method_problems(chosen_methods(self.model_runner.get_model()), fmt, targets)
         return methods + served_problems(self.vllm_config, kernel_options(fmt, targets))
 

@@ -13,6 +13,7 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engine_arguments import engine_arguments
 from qarl_nemo.nemo_rl.engine_checks import environment_problems
 from qarl_nemo.refit.answers import ask, require_answers
@@ -35,7 +36,7 @@ class _ServesPacked:
         super().__init__(*arguments, **named)
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        super()._create_engine(engine_arguments(llm_kwargs, self.cfg["qarl"]))
+        super()._create_engine(engine_arguments(llm_kwargs, NemoQarlConfig.model_validate(self.cfg["qarl"])))
 
     def _require_served(self, problems_by_rank: list[list[str]]) -> None:
         problems = list(dict.fromkeys(problem for problems in problems_by_rank for problem in problems))

@@ -5,32 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qarl_kernels import QuantFormat
+from qarl_formats import BASELINE, QuantFormat, get_format
 
-# format -> class of the method
-_EXPERTS = {
-    "w4a16": "CompressedTensorsWNA16MarlinMoEMethod",
-    "w4a8": "CompressedTensorsW4A8Fp8MoEMethod",
-    "fp8_block": "Fp8MoEMethod",
-    "fp8_channel": "CompressedTensorsW8A8Fp8MoEMethod",
-    "bf16": "UnquantizedFusedMoEMethod",
-}
-_LINEAR = {
-    "w4a16": "CompressedTensorsLinearMethod/CompressedTensorsWNA16",
-    "w4a8": "CompressedTensorsLinearMethod/CompressedTensorsW4A8Fp8",
-    "fp8_block": "Fp8LinearMethod",
-    "fp8_channel": "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8",
-    "bf16": "UnquantizedLinearMethod",
-}
-# format -> kernels of a GPU's experts whose arithmetic the learner follows
-_KERNELS = {
-    "w4a16": ("MARLIN",),
-    "w4a8": ("CUTLASS",),
-    "fp8_block": ("TRITON",),
-    "fp8_channel": ("VLLM_CUTLASS", "TRITON"),
-}
 _KERNEL = re.compile(r"Backend\.(\w+)")
-_CPU_EXPERTS = {"w4a16": "CompressedTensorsWNA16MoEMethod"}
 # method -> why vLLM takes it on a GPU, without a word
 _FALL_BACKS = {"CompressedTensorsWNA16MoEMethod": "; Marlin needs H to be a multiple of 128"}
 _CACHE = re.compile(r".*\.self_attn\.attn")
@@ -95,20 +72,22 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
     Returns:
         One sentence for each such layer, and for each target that no layer of the engine is.
     """
-    if fmt.name not in _EXPERTS:
+    if fmt.vllm is None:
         return [f"no method of vLLM serves {fmt.name}"]
     problems, seen = [], set()
     for record in chosen:
         kind = _kind(record.layer)
         seen.add(kind)
-        expected = "Unquantized.*" if kind is None else _method(record, fmt.name if kind in targets else "bf16")
+        expected = (
+            "Unquantized.*" if kind is None else _method(record, fmt if kind in targets else get_format(BASELINE))
+        )
         if not re.fullmatch(expected, record.method) and not _CACHE.fullmatch(record.layer):
             facts = ", ".join(fact for fact in (record.backend, record.shape) if fact)
             method = record.method + (f" ({facts})" if facts else "")
             reason = _FALL_BACKS.get(record.method, "")
             problems.append(f"{record.layer}: {method} in place of {expected}{reason}")
         elif kind == "experts" and kind in targets:
-            problems += _kernel_problems(record, fmt.name)
+            problems += _kernel_problems(record, fmt)
     absent = [target for target in targets if target not in seen]
     return problems + [f"no layer of the engine is one of the target {target!r}" for target in absent]
 
@@ -131,14 +110,17 @@ def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
         )
 
 
-def _method(record: ChosenMethod, format_name: str) -> str:
+def _method(record: ChosenMethod, fmt: QuantFormat) -> str:
+    assert fmt.vllm
     if _kind(record.layer) != "experts":
-        return _LINEAR[format_name]
-    return (_EXPERTS | (_CPU_EXPERTS if "CPU" in record.backend else {}))[format_name]
+        return fmt.vllm.linear.method
+    on_cpu = fmt.vllm.cpu.experts_method if fmt.vllm.cpu and "CPU" in record.backend else None
+    return on_cpu or fmt.vllm.experts.method
 
 
-def _kernel_problems(record: ChosenMethod, format_name: str) -> list[str]:
-    wanted, found = _KERNELS.get(format_name, ()), _KERNEL.search(record.backend)
+def _kernel_problems(record: ChosenMethod, fmt: QuantFormat) -> list[str]:
+    assert fmt.vllm
+    wanted, found = fmt.vllm.experts.followed, _KERNEL.search(record.backend)
     if not wanted or found is None or found[1] in ("CPU", *wanted):
         return []
     return [

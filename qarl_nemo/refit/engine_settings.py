@@ -19,13 +19,10 @@ COMPILATION: dict[str, Any] = {
     # The CUDA quantizer divides by the scale, as the learner does.
     "custom_ops": ["+quant_fp8"],
 }
-# Kernels whose arithmetic the learner follows, where vLLM has several for a GPU.
-MOE_BACKENDS = {"w4a16": "marlin", "fp8_block": "triton", "bf16": "triton"}
-LINEAR_BACKENDS = {"fp8_block": "cutlass"}
 
 
 def kernel_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
-    """Return the engine arguments that choose kernels.
+    """Return the engine arguments that choose kernels, where vLLM has several for a GPU.
 
     Args:
         fmt: what is served.
@@ -34,9 +31,10 @@ def kernel_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
     Returns:
         `moe_backend` and `linear_backend`, each where it matters.
     """
-    options = {}
-    if "experts" in targets and fmt.name in MOE_BACKENDS:
-        options["moe_backend"] = MOE_BACKENDS[fmt.name]
-    if set(targets) != {"experts"} and fmt.name in LINEAR_BACKENDS:
-        options["linear_backend"] = LINEAR_BACKENDS[fmt.name]
-    return options
+    if fmt.vllm is None:
+        return {}
+    options = {
+        "moe_backend": fmt.vllm.experts.backend if "experts" in targets else None,
+        "linear_backend": fmt.vllm.linear.backend if set(targets) != {"experts"} else None,
+    }
+    return {name: backend for name, backend in options.items() if backend}

@@ -17,9 +17,6 @@ from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.receive import checkpoint_tensors
 from qarl_nemo.refit.session import RankSession
 
-# int4 experts whose FP8 scales a reciprocal would round differently from the learner's division.
-_DIVIDES = {"w4a8": "+quant_fp8"}
-
 
 class RankRefit(RankSession):
     """Refits of one rank of vLLM.
@@ -108,12 +105,12 @@ class RankRefit(RankSession):
         fmt = get_format(manifest.format)
         targets = [target for target in targets if target in TARGETS]
         problems = method_problems(self._methods, fmt, targets)
-        if not targets and fmt.weight_kind != "bf16":
+        if not targets and fmt.is_quantized:
             problems.append(f"the update is called {fmt.name} and holds no quantized tensor")
         config = self.worker.vllm_config
         if config.parallel_config.pipeline_parallel_size > 1:
             problems.append("refits do not support pipeline_parallel_size > 1; use tensor or expert parallelism")
-        operator = _DIVIDES.get(fmt.name)
+        operator = fmt.vllm.custom_op if fmt.vllm else None
         if operator and self.device.type == "cuda" and not _enabled(config.compilation_config.custom_ops, operator):
             problems.append(
                 f"{fmt.name} needs vLLM's CUDA quantizer: compilation_config={{'custom_ops': ['{operator}']}}"

@@ -57,7 +57,7 @@ def _checkpoints(config: LocalConfig, prepared: Prepared) -> str:
 
 
 def _groups(prepared: Prepared) -> str:
-    return f" in groups of {prepared.format.group_size}" if prepared.format.weight_kind == "int" else ""
+    return f" in groups of {prepared.format.group_size}" if prepared.format.group_sizes else ""
 
 
 def _readable_count(count: int) -> str:

@@ -12,7 +12,7 @@ from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.checkpoint import checkpoint_steps
 from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
 from qarl_nemo.train.model import read_config
-from qarl_nemo.train.setup import learner_device, require_engine, served_format
+from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
 
 
@@ -52,7 +52,7 @@ def prepare(config: LocalConfig) -> Prepared:
     """
     device = learner_device(config)
     require_engine(config, device)
-    fmt = served_format(config)
+    fmt = config.qarl.served_format
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             read_config(config.policy), dtype=getattr(torch, config.policy.precision)

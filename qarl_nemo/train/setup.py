@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qarl_kernels import QuantFormat, get_format
+from qarl_formats import BASELINE
 from qarl_nemo.layers.install import install
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state
@@ -72,17 +72,6 @@ def learner_device(config: LocalConfig, rank: int = 0) -> torch.device:
     return torch.device("cuda", index)
 
 
-def served_format(config: LocalConfig) -> QuantFormat:
-    """Return the format of the rollout engine's weights."""
-    qarl = config.qarl
-    return get_format(qarl.format, group_size=qarl.group_size, scale_convention=qarl.scale_convention)
-
-
-def executed_format(config: LocalConfig) -> QuantFormat:
-    """Return the format that the learner computes in: the engine's when they are aligned, else bf16."""
-    return served_format(config) if config.qarl.alignment == "aligned" else get_format("bf16")
-
-
 def require_engine(config: LocalConfig, device: torch.device) -> None:
     """Refuse a rollout engine that cannot run here, before anything is trained for it.
 
@@ -96,13 +85,21 @@ def require_engine(config: LocalConfig, device: torch.device) -> None:
     """
     if not isinstance(config.rollout, VllmRolloutConfig):
         return
-    quantized = config.qarl.format != "bf16"
+    quantized = config.qarl.format != BASELINE
     problems = [vllm_problem(device.type, quantized=quantized), *config_problems(config, device.type)]
     if device.type == "cuda":
-        problems += gpu_problems(config.qarl, read_config(config.policy), torch.cuda.get_device_capability(device))
+        problems += _size_problems(config, torch.cuda.get_device_capability(device))
     found = [problem for problem in problems if problem]
     if found:
         raise ValueError(f"rollout.engine=vllm does not run here: {'; '.join(found)}")
+
+
+def _size_problems(config: LocalConfig, capability: tuple[int, int]) -> list[str]:
+    try:
+        fmt = config.qarl.served_format
+    except ValueError as error:
+        return [str(error)]
+    return gpu_problems(fmt, config.qarl.targets, read_config(config.policy), capability)
 
 
 def starting_model(
@@ -160,8 +157,7 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
         The learner.
     """
     qarl, settings = config.qarl, config.policy
-    fmt = executed_format(config)
-    report = install(model, qarl.targets, fmt, backward=qarl.backward, keep_operand=qarl.keep_operand)
+    report = install(model, qarl.targets, qarl.executed_format, backward=qarl.backward, keep_operand=qarl.keep_operand)
     use_attention(model, settings.attention)
     optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm)
     return build_learner(config, TransformersPolicy(model, report, optimizer))
@@ -207,7 +203,7 @@ def build_sampler(
     Raises:
         ValueError: vLLM does not serve this model as configured; the reasons are listed.
     """
-    rollout, fmt, targets = config.rollout, served_format(config), config.qarl.targets
+    rollout, fmt, targets = config.rollout, config.qarl.served_format, config.qarl.targets
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
     if isinstance(rollout, VllmRolloutConfig):
         capture = config.qarl.router_replay

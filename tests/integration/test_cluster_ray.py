@@ -70,7 +70,7 @@ def free_port() -> int:
 
 
 def package(folder: Path, version: str) -> None:
-    for name in ("qarl_nemo", "qarl_kernels"):
+    for name in ("qarl_nemo", "qarl_formats", "qarl_kernels"):
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(f'__version__ = "{version}"\n')
         (folder / name / "config.py").touch()

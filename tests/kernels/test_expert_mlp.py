@@ -21,7 +21,7 @@ def round_to(dtype):
 def executed_weight(stored):
     """(W, scale): what the engine multiplies, rebuilt from the stored tensors by the formats' formulas."""
     fmt = stored.format
-    if fmt.weight_kind == "bf16":
+    if not fmt.is_quantized:
         return stored.tensors["weight"].float(), None
     if fmt.weight_kind == "int":
         scale, codes = stored.tensors["weight_scale"], stored.codes().float()
@@ -68,7 +68,7 @@ def token_by_token(x, index, router_weight, gate_up, down, mistake=""):
             c1 = rounded(one_token_gemm(row, w13[expert], pick(s13, expert), fmt))
             gate, up = c1.chunk(2) if mistake != "gate and up swapped" else c1.chunk(2)[::-1]
             silu = gate / (1 + torch.exp(-gate))
-            fused = (fmt.weight_kind == "fp8_block") != (mistake == "swiglu rounded elsewhere")
+            fused = (fmt.weight_kind == "fp8_blocks") != (mistake == "swiglu rounded elsewhere")
             hidden = silu * up if fused else rounded(rounded(silu) * up)
             if mistake == "router weight before fc2":
                 hidden = rounded(hidden * weight)

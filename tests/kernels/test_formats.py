@@ -3,28 +3,31 @@ import re
 
 import pytest
 
-from qarl_kernels import FORMAT_NAMES, get_format
+from qarl_formats import FORMAT_NAMES, get_format
 
-# weight_kind, activation_kind, num_bits, group_size, scale_convention, router_weight, served_by_vllm
+# weight_kind, activation_kind, num_bits, group_size, scale_convention, router_weight
 EXPECTED = {
-    "w4a16": ("int", "none", 4, 128, "full_range", "rounded_product", True),
-    "w4a8": ("int", "fp8_token", 4, 128, "full_range", "weighted_sum", True),
-    "fp8_block": ("fp8_block", "fp8_group", 8, 128, None, "on_accumulator", True),
-    "fp8_channel": ("fp8_channel", "fp8_token", 8, 0, None, "weighted_sum", True),
-    "bf16": ("bf16", "none", 16, 0, None, "on_accumulator", True),
+    "w4a16": ("int", "none", 4, 128, "full_range", "rounded_product"),
+    "w4a8": ("int", "fp8_token", 4, 128, "full_range", "weighted_sum"),
+    "fp8_block": ("fp8_blocks", "fp8_group", 8, 128, None, "on_accumulator"),
+    "fp8_channel": ("fp8_rows", "fp8_token", 8, 0, None, "weighted_sum"),
+    "bf16": ("plain", "none", 16, 0, None, "on_accumulator"),
 }
 
 
 def test_every_name_has_its_record():
     assert set(FORMAT_NAMES) == set(EXPECTED)
     for name, expected in EXPECTED.items():
-        assert dataclasses.astuple(get_format(name)) == (name, *expected)
+        fmt = get_format(name)
+        arithmetic = fmt.weight_kind, fmt.activation_kind, fmt.num_bits, fmt.group_size, fmt.scale_convention
+        assert (fmt.name, *arithmetic, fmt.router_weight) == (name, *expected)
+        assert fmt.vllm
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7, 8])
 def test_experimental_bits_are_w4a16_with_other_bits(bits):
     assert get_format(f"w{bits}a16", group_size=64) == dataclasses.replace(
-        get_format("w4a16", group_size=64), name=f"w{bits}a16", num_bits=bits, served_by_vllm=False
+        get_format("w4a16", group_size=64), name=f"w{bits}a16", num_bits=bits, vllm=None
     )
 
 

@@ -20,7 +20,7 @@ def expected_product(x, weight, fmt):
 def swapped_scale_axis(stored):
     """The weight as it would be if the scale were laid out along the other axis."""
     scale, kind = stored.tensors.get("weight_scale", stored.tensors.get("weight_scale_inv")), stored.format.weight_kind
-    if kind == "fp8_channel":
+    if kind == "fp8_rows":
         return stored.tensors["weight"].float() * scale.mT
     suffix = "weight_scale" if kind == "int" else "weight_scale_inv"
     swapped = scale.mT.reshape(scale.shape).contiguous()
@@ -43,7 +43,7 @@ def test_gemm_is_the_product_of_quantized_activations_and_the_effective_weight(f
         assert_snr(result, expected_product(x, operand.effective_weight().mT, fmt), MIN_DB[dtype])
 
 
-@pytest.mark.parametrize("key", [key for key, fmt in FORMATS.items() if fmt.weight_kind != "bf16"])
+@pytest.mark.parametrize("key", [key for key, fmt in FORMATS.items() if fmt.is_quantized])
 def test_a_swapped_scale_axis_is_noticed(key):
     fmt, x = FORMATS[key], torch.randn(M, K)
     weight = uneven_weight(N, K).float() * torch.tensor([1.0, 4.0]).repeat_interleave(128)
@@ -94,7 +94,7 @@ def test_the_result_is_rounded_once(fmt):
 def _halves(operand):
     for half in (slice(0, K // 2), slice(K // 2, K)):
         scale = operand.scale
-        if operand.format.weight_kind == "fp8_block":
+        if operand.format.weight_kind == "fp8_blocks":
             scale = scale[:, half.start // 128 : half.stop // 128]
         yield half, GemmOperand(operand.format, operand.values[:, half], scale)
 

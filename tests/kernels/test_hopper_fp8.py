@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qarl_kernels.formats import FP8_BLOCK
+from qarl_formats import FP8_BLOCK
 from qarl_kernels.fp8 import expand_block_scale
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_fp8_channel
 from qarl_kernels.ops.hopper_fp8 import (

@@ -9,9 +9,9 @@ from support.formats import FORMATS, uneven_weight
 
 SUFFIXES = {
     "int": ["weight_packed", "weight_scale"],
-    "fp8_channel": ["weight", "weight_scale"],
-    "fp8_block": ["weight", "weight_scale_inv"],
-    "bf16": ["weight"],
+    "fp8_rows": ["weight", "weight_scale"],
+    "fp8_blocks": ["weight", "weight_scale_inv"],
+    "plain": ["weight"],
 }
 
 
@@ -36,7 +36,7 @@ def test_the_layout_of_every_bit_width(num_bits):
 def test_stored_bytes_are_bits_per_weight(fmt):
     # 256 x 1920: 1920 is a multiple of 128 and of 10 (codes of w3 in a word); a row has one FP32 scale in fp8_channel.
     stored = quantize_weight(uneven_weight(256, 1920), fmt)
-    row_scales = 256 * 4 if fmt.weight_kind == "fp8_channel" else 0
+    row_scales = 256 * 4 if fmt.weight_kind == "fp8_rows" else 0
     assert stored.num_bytes == fmt.bits_per_weight * 256 * 1920 / 8 + row_scales
 
 
@@ -46,13 +46,13 @@ def largest_error(stored, weight):
     scale = stored.tensors[SUFFIXES[stored.format.weight_kind][1]].double()
     if stored.format.weight_kind == "int":
         return scale.repeat_interleave(stored.format.group_size, -1) / 2 + bf16_error
-    if stored.format.weight_kind == "fp8_block":
+    if stored.format.weight_kind == "fp8_blocks":
         scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     # E4M3: half of 2^-3 of the number's power of two, or half of 2^-9 below 2^-6.
     return torch.maximum(2.0**-4 * weight.double().abs(), 2.0**-10 * scale) + bf16_error
 
 
-@pytest.mark.parametrize("key", [key for key, fmt in FORMATS.items() if fmt.weight_kind != "bf16"])
+@pytest.mark.parametrize("key", [key for key, fmt in FORMATS.items() if fmt.is_quantized])
 def test_dequantized_weights_are_within_half_a_step(key):
     fmt, weight = FORMATS[key], uneven_weight(256, 256)
     stored = quantize_weight(weight, fmt)

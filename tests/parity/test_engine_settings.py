@@ -11,16 +11,16 @@ from transformers import Qwen3MoeConfig  # noqa: E402
 from vllm.config import AttentionConfig, CompilationConfig, KernelConfig, VllmConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
 
+from qarl_nemo.config import QarlConfig  # noqa: E402
 from qarl_nemo.nemo_rl.engine_arguments import engine_arguments  # noqa: E402
 from qarl_nemo.nemo_rl.engine_checks import served_problems  # noqa: E402
 from qarl_nemo.nemo_rl.engine_rules import NESTED, NO_MATTER, RULES  # noqa: E402
-from qarl_nemo.nemo_rl.formats import served_format  # noqa: E402
 from qarl_nemo.refit.engine_settings import kernel_options  # noqa: E402
 
 BLOCKS = {"compilation_config": CompilationConfig, "attention_config": AttentionConfig, "kernel_config": KernelConfig}
 # What NeMo-RL's worker takes out again, and what `vllm.LLM` takes itself.
 OTHERS = {"compilation_config.use_inductor", "chat_template"}
-QARL = {"format": "w4a16", "targets": ["experts"], "alignment": "aligned"}
+QARL = QarlConfig()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_every_key_of_a_block_is_one_of_this_vllm():
 
 def test_an_engine_of_our_arguments_has_the_settings(model):
     config = _config(model, QARL)
-    assert served_problems(config, kernel_options(served_format(QARL), QARL["targets"])) == []
+    assert served_problems(config, kernel_options(QARL.served_format, QARL.targets)) == []
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_an_engine_of_our_arguments_has_the_settings(model):
 )
 def test_settings_that_slipped_in_are_seen_in_the_engine(model, name, value):
     config = _config(model, QARL, **{name: value})
-    (line,) = served_problems(config, kernel_options(served_format(QARL), QARL["targets"]))
+    (line,) = served_problems(config, kernel_options(QARL.served_format, QARL.targets))
     assert line.startswith(f"VllmConfig.{RULES[name].served}=")
 
 
@@ -66,11 +66,11 @@ def test_a_compiler_that_slipped_in_is_seen_in_the_engine(model):
     # An eager engine drops the compiler by itself.
     slipped_in = {"compilation_config": {"mode": 3, "custom_ops": ["+quant_fp8"]}, "enforce_eager": False}
     config = _config(model, QARL, **slipped_in)
-    problems = served_problems(config, kernel_options(served_format(QARL), QARL["targets"]))
+    problems = served_problems(config, kernel_options(QARL.served_format, QARL.targets))
     assert any("compilation_config.mode=vllm_compile" in line for line in problems)
 
 
-def _config(model: str, qarl: dict, **slipped_in) -> VllmConfig:
+def _config(model: str, qarl: QarlConfig, **slipped_in) -> VllmConfig:
     given = {"model": model, "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True}
     arguments = engine_arguments(given | {"skip_tokenizer_init": True}, qarl) | slipped_in
     # It imports NeMo-RL.

@@ -28,7 +28,7 @@ from transformers import (  # noqa: E402
 from qarl_nemo.checkpoints import quantize_checkpoint  # noqa: E402
 from qarl_nemo.layers.install import install  # noqa: E402
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa: E402
-from qarl_nemo.refit.engine_settings import MOE_BACKENDS  # noqa: E402
+from qarl_nemo.refit.engine_settings import kernel_options  # noqa: E402
 from support.programs import run_program  # noqa: E402
 
 TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
@@ -129,7 +129,9 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
 ) -> None:
     fmt, names = get_format(format_name), TARGETS[targets]
     quantize_checkpoint(source, tmp_path / "quantized", fmt, names)
-    result = vllm_generate(tmp_path / "quantized", MOE_BACKENDS.get(format_name, ""))
+    result = vllm_generate(
+        tmp_path / "quantized", kernel_options(get_format(format_name), ["experts"]).get("moe_backend", "")
+    )
     chosen = [ChosenMethod(**record) for record in result["methods"]]
     aligned = learner_gap(source, format_name, names, result["responses"])
     unaligned = learner_gap(source, "bf16", names, result["responses"])

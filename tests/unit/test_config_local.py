@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from qarl_nemo.cluster.config import ClusterConfig
 from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
-from qarl_nemo.nemo_rl.config import NemoQarlConfig
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.train.arms import expand_arms
 from qarl_nemo.train.config import AdamWConfig, HfData, JsonlData, LocalConfig, ModelInit, MuonConfig
 

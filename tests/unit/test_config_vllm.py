@@ -81,7 +81,7 @@ SIZES = {
 
 def size_problems(name, capability=(9, 0), **sizes):
     qarl = QarlConfig(format=name, targets=("experts", "attention"))
-    return gpu_problems(qarl, SimpleNamespace(**SIZES | sizes), capability)
+    return gpu_problems(qarl.served_format, qarl.targets, SimpleNamespace(**SIZES | sizes), capability)
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel"])
@@ -101,7 +101,7 @@ def test_one_group_in_both_directions_is_served():
         ("w4a16", {"moe_intermediate_size": 128}, "one w4a16 group of 128: vLLM would order the scales"),
         ("w4a8", {"hidden_size": 384}, "hidden_size=384 is not a multiple of 256"),
         ("w4a8", {"moe_intermediate_size": 128}, "moe_intermediate_size=128 is not a multiple of 256"),
-        ("w4a8", {"num_key_value_heads": 1}, "width of the fused q, k and v=192 is not a multiple of 128"),
+        ("w4a8", {"num_key_value_heads": 1}, "num_key_value_heads * head_dim=32 is not a multiple of 128"),
         ("fp8_block", {"moe_intermediate_size": 192}, "moe_intermediate_size=192 is not a multiple of 128"),
         ("fp8_block", {"num_key_value_heads": 2}, "num_key_value_heads * head_dim=64 is not a multiple of 128"),
         ("fp8_channel", {"hidden_size": 40}, "hidden_size=40 is not a multiple of 16"),

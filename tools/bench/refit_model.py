@@ -12,7 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight
 from qarl_nemo.checkpoints.hf_config import model_quantization_config
 from qarl_nemo.names import module_kind
-from qarl_nemo.refit.engine_settings import MOE_BACKENDS
+from qarl_nemo.refit.engine_settings import kernel_options
 from qarl_nemo.refit.publish import RefitUpdate, publish
 
 # Read when vLLM is imported.
@@ -120,5 +120,5 @@ def start(config: Qwen3MoeConfig, fmt: QuantFormat, targets: tuple[str, ...], fo
             "cudagraph_capture_sizes": [1, 8, 64],
             "custom_ops": ["+quant_fp8"],
         },
-        **({"moe_backend": MOE_BACKENDS[fmt.name]} if fmt.name in MOE_BACKENDS else {}),
+        **kernel_options(fmt, ["experts"]),
     )

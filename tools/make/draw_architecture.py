@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rooms import KERNELS, ROOT, purpose, read_floors, read_imports, without_implied
+from rooms import FORMATS, KERNELS, ROOT, purpose, read_floors, read_imports, without_implied
 
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 FRAMEWORKS = ("megatron", "nemo_rl", "ray", "transformer_engine", "transformers", "triton", "vllm")
@@ -110,7 +110,7 @@ def draw() -> str:
     """Returns the picture as SVG."""
     floors, (imports, packages) = read_floors(), read_imports()
     lowest = next(row for row, floor in enumerate(floors) if LOWEST_ROOM in floor)
-    ground = [module for floor in floors[lowest + 1 :] for module in floor]
+    ground = [*(module for floor in floors[lowest + 1 :] for module in floor), FORMATS]
     boxes = _place(floors[: lowest + 1])
     height = boxes[KERNELS].y + BOX_HEIGHT + 34
     parts = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[2]
-KERNELS = "qarl_kernels"
+KERNELS, FORMATS = "qarl_kernels", "qarl_formats"
 
 
 def read_floors() -> list[list[str]]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.formats import FP8_BLOCK
+from qarl_formats import FP8_BLOCK
 from qarl_kernels.fp8 import FP8_MAX, MIN_GROUP_AMAX, MIN_TOKEN_SCALE
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.exact_math import divide, largest_magnitude

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.formats import RouterWeight
+from qarl_formats import RouterWeight
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.routing import permutation_problems
 

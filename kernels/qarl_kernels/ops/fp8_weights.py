@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from qarl_kernels.formats import FP8_BLOCK
+from qarl_formats import FP8_BLOCK
 from qarl_kernels.ops.fp8_kernels import (
     _fp8_block_quantize_kernel,
     _fp8_channel_quantize_kernel,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qarl_kernels.formats import FP8_BLOCK
+from qarl_formats import FP8_BLOCK
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.hopper_gemm import hopper_gemm_kernel
 from qarl_kernels.ops.hopper_store import BF16_TILE, FP8_TILE

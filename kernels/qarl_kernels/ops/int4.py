@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from qarl_kernels.formats import SCALE_CONVENTIONS, ScaleConvention
+from qarl_formats import SCALE_CONVENTIONS, ScaleConvention
 from qarl_kernels.integer import integer_grid
 from qarl_kernels.ops.int4_kernels import (
     _int4_dequantize_kernel,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qarl_kernels.formats import QuantFormat
+from qarl_formats import QuantFormat
 from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.ops.combine import combine_rows
 from qarl_kernels.ops.operand_gemm import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl_kernels.formats import FP8_BLOCK, QuantFormat
+from qarl_formats import FP8_BLOCK, QuantFormat
 from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.ops.activations import quantize_group, quantize_token
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16, grouped_gemm_fp8_block, grouped_gemm_fp8_channel
@@ -85,7 +85,7 @@ def multiply_rows(
     if weight.format.activation_kind == "fp8_token":
         assert row_weight is None
         multiply = hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_fp8_channel
-        return multiply(*operands, channel_first=weight.format.weight_kind == "fp8_channel")
+        return multiply(*operands, channel_first=weight.format.weight_kind == "fp8_rows")
     return (hopper_grouped_gemm_fp8_block if on_hopper else grouped_gemm_fp8_block)(*operands, row_weight=row_weight)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.formats import FP8_BLOCK
+from qarl_formats import FP8_BLOCK
 from qarl_kernels.ops.activations import MAX_COLUMNS, floored_scale, row_tiles
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.exact_math import divide, largest_magnitude, silu, silu_by_sigmoid

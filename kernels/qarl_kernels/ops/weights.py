@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from qarl_kernels.formats import QuantFormat
+from qarl_formats import QuantFormat
 from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.ops.fp8_weights import (
     fp8_block_dequantize,
@@ -54,8 +54,8 @@ def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[Quantize
         }[emit]
         return QuantizedWeight(fmt, shape, tensors, done.nonfinite), GemmOperand(fmt, values, scale)
     quantize, suffix = {
-        "fp8_channel": (fp8_channel_quantize, "weight_scale"),
-        "fp8_block": (fp8_block_quantize, "weight_scale_inv"),
+        "fp8_rows": (fp8_channel_quantize, "weight_scale"),
+        "fp8_blocks": (fp8_block_quantize, "weight_scale_inv"),
     }[fmt.weight_kind]
     values, scale, nonfinite = quantize(weight)
     return QuantizedWeight(fmt, shape, {"weight": values, suffix: scale}, nonfinite), GemmOperand(fmt, values, scale)
@@ -96,6 +96,6 @@ def dequantize_operand(operand: GemmOperand) -> Tensor:
         return operand.values
     if operand.is_packed:
         return int4_dequantize(operand.values, operand.scale)
-    if operand.format.weight_kind == "fp8_block":
+    if operand.format.weight_kind == "fp8_blocks":
         return fp8_block_dequantize(operand.values, operand.scale)
     return fp8_channel_dequantize(operand.values, operand.scale)

@@ -130,7 +130,7 @@ def _serve_vllm(job: Job, fmt: QuantFormat) -> Served:
     with tempfile.TemporaryDirectory(prefix="qarl-compare-") as name:
         folder = Path(name)
         checkpoint = settings.checkpoint
-        if fmt.weight_kind != "bf16":
+        if fmt.is_quantized:
             checkpoint = folder / "quantized"
             # One at a time: engines start in threads, and the quantizers' kernels are compiled in this process.
             with _QUANTIZING:

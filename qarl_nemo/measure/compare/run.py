@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.engines import Served, serve
@@ -20,7 +21,7 @@ from qarl_nemo.metrics.fidelity import fidelity_by_position, fidelity_metrics, g
 from qarl_nemo.train.engine_attention import plain_attention, use_attention
 from qarl_nemo.train.model import load_checkpoint
 
-FLOOR = "bf16"
+FLOOR = BASELINE
 ARMS = (FLOOR, "aligned", "rollout_only", "attention", "engine")
 
 

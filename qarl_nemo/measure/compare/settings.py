@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from qarl_kernels import QuantFormat, get_format
+from qarl_formats import BASELINE, DEFAULT_FORMAT, QuantFormat, find_format, get_format, served_formats
 from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.installation import pip_command
@@ -51,7 +51,7 @@ class CompareSettings:
     """
 
     checkpoint: Path
-    formats: tuple[str, ...] = ("w4a16",)
+    formats: tuple[str, ...] = (DEFAULT_FORMAT,)
     group_size: int | None = None
     targets: tuple[str, ...] = ("experts",)
     engine: str = "packed"
@@ -161,8 +161,8 @@ def _formats(settings: CompareSettings, problems: list[str]) -> list[QuantFormat
     if not settings.formats:
         problems.append("no format to compare")
     for name in settings.formats:
-        if name == "bf16":
-            problems.append("bf16 is the floor and always measured: leave it out of the formats")
+        if name == BASELINE:
+            problems.append(f"{BASELINE} is the floor and always measured: leave it out of the formats")
         elif settings.formats.count(name) > 1:
             problems.append(f"format {name} is named more than once")
         elif (fmt := _attempt(problems, get_format, name, group_size=_group_size(settings, name))) is not None:
@@ -172,8 +172,13 @@ def _formats(settings: CompareSettings, problems: list[str]) -> list[QuantFormat
 
 def _group_size(settings: CompareSettings, name: str) -> int | None:
     # Beside an integer format the others are to be compared as they are; alone, they refuse a group size.
-    any_integer = any(other.startswith("w") for other in settings.formats)
-    return settings.group_size if name.startswith("w") or not any_integer else None
+    any_integer = any(map(_takes_group_size, settings.formats))
+    return settings.group_size if _takes_group_size(name) or not any_integer else None
+
+
+def _takes_group_size(name: str) -> bool:
+    fmt = find_format(name)
+    return fmt is not None and bool(fmt.group_sizes)
 
 
 def _read_checkpoint(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -207,13 +212,21 @@ def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], confi
 
 
 def _cpu_problems(fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
-    served = fmt.name == "w4a16" and fmt.group_size in (64, 128)
-    if served or (fmt.name == "fp8_block" and targets == ("experts",)):
+    served = fmt.served_on("cpu")
+    if served and served.serves(fmt.group_size, targets):
         return []
+    quantized = [get_format(name) for name in served_formats("cpu") if name != BASELINE]
     return [
         f"vLLM on a CPU does not serve {fmt.name} with group size {fmt.group_size} of {', '.join(targets)}; it serves "
-        "w4a16 with groups of 64 or 128, and fp8_block of experts"
+        + ", and ".join(map(_on_cpu, quantized))
     ]
+
+
+def _on_cpu(fmt: QuantFormat) -> str:
+    served = fmt.served_on("cpu")
+    assert served
+    groups = f" with groups of {' or '.join(map(str, served.group_sizes))}" if served.group_sizes else ""
+    return fmt.name + groups + (" of experts" if served.experts_only else "")
 
 
 def _stop_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qarl_kernels import QuantFormat
+from qarl_formats import BASELINE, QuantFormat, get_format
 from qarl_nemo.checkpoints import model_quantization_config
 from qarl_nemo.files import write_atomic
 from qarl_nemo.measure.speed.settings import SETTLE_TOKENS, SpeedJob
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
-from qarl_nemo.refit.engine_settings import LINEAR_BACKENDS, MOE_BACKENDS
+from qarl_nemo.refit.engine_settings import kernel_options
 
 _SCRIPT = Path(__file__).with_name("vllm_speed.py")
 _EVENT = "QARL "
@@ -134,11 +134,10 @@ def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) ->
                 "cudagraph_capture_sizes": sorted(sizes),
             },
         }
-        experts = fmt.name if "experts" in settings.targets else "bf16"
-        if experts in MOE_BACKENDS and "num_experts" in job.model.config:
-            options["moe_backend"] = MOE_BACKENDS[experts]
-        if set(settings.targets) != {"experts"} and fmt.name in LINEAR_BACKENDS:
-            options["linear_backend"] = LINEAR_BACKENDS[fmt.name]
+        if "experts" not in settings.targets and "num_experts" in job.model.config:
+            # Experts that stay BF16 run on the kernel of the baseline.
+            options |= kernel_options(get_format(BASELINE), ["experts"])
+        options |= kernel_options(fmt, settings.targets)
     return {
         "model": str(folder),
         "device": job.device,

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from qarl_kernels import FORMAT_NAMES, QuantFormat, get_format
+from qarl_formats import BASELINE, FORMAT_NAMES, QuantFormat, formats_with_groups, get_format
 from qarl_nemo.installation import pip_command
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.names import TARGETS
 from qarl_nemo.train.vllm.host import vllm_problem
 
-BASELINE = "bf16"
 # Decoding steps before the ones that are timed: enough for the prefill of a whole batch to be over.
 SETTLE_TOKENS = 16
 ALL_FORMATS = (BASELINE, *(name for name in FORMAT_NAMES if name != BASELINE))
@@ -137,7 +136,7 @@ def _choice_problems(settings: RolloutSpeedSettings) -> list[str]:
         problems += [f"{what} {value} is named more than once" for value in twice]
     for what, values, legal in (("target", settings.targets, TARGETS), ("format", settings.formats, ALL_FORMATS)):
         problems += [f"unknown {what} {value!r}; legal: {', '.join(legal)}" for value in values if value not in legal]
-    integer = [name for name in settings.formats if name in ALL_FORMATS and name.startswith("w")]
+    integer = [name for name in settings.formats if name in formats_with_groups()]
     if settings.group_size is not None and not any(_format_or_reason(name, settings)[0] for name in integer):
         reasons = [_format_or_reason(name, settings)[1] for name in integer] or ["no integer format is measured"]
         problems.append(f"group_size={settings.group_size} serves no format: {'; '.join(reasons)}")
@@ -196,7 +195,7 @@ def _sort_formats(settings: RolloutSpeedSettings, model: ModelShapes) -> tuple[t
 
 def _format_or_reason(name: str, settings: RolloutSpeedSettings) -> tuple[QuantFormat | None, str]:
     try:
-        return get_format(name, group_size=settings.group_size if name.startswith("w") else None), ""
+        return get_format(name, group_size=settings.group_size if name in formats_with_groups() else None), ""
     except ValueError as error:
         return None, str(error)
 

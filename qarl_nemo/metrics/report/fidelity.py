@@ -8,16 +8,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from qarl_formats import BASELINE
 from qarl_nemo.metrics.report.style import INK, log_ticks, new_figure, percent_axis, report_style
 
 Row = Mapping[str, Any]
 _WIDTH_IN, _ROW_HEIGHT_IN, _DPI = 12.0, 3.9, 160
 _FORMAT_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_DASHES = {"aligned": "-", "rollout_only": (0, (5, 2)), "bf16": (0, (1, 1))}
+_DASHES = {"aligned": "-", "rollout_only": (0, (5, 2)), BASELINE: (0, (1, 1))}
 _LABELS = {
     "aligned": "aligned",
     "rollout_only": "rollout only",
-    "bf16": "floor: both BF16",
+    BASELINE: "floor: both BF16",
 }
 _SMALLEST_GAP = 1e-8
 
@@ -34,7 +35,7 @@ def write_fidelity_figure(rows: Sequence[Row], png_path: Path, title: str) -> Pa
         `png_path`.
     """
     decodings = list(dict.fromkeys(row["decoding"] for row in rows))
-    formats = [name for name in dict.fromkeys(row["format"] for row in rows) if name != "bf16"]
+    formats = [name for name in dict.fromkeys(row["format"] for row in rows) if name != BASELINE]
     colors = {name: _FORMAT_COLORS[index % len(_FORMAT_COLORS)] for index, name in enumerate(formats)}
     with report_style():
         figure = new_figure(_WIDTH_IN, _ROW_HEIGHT_IN * len(decodings) + 0.8)
@@ -53,7 +54,7 @@ def write_fidelity_figure(rows: Sequence[Row], png_path: Path, title: str) -> Pa
 
 
 def _style(row: Row, colors: Mapping[str, str]) -> dict[str, Any]:
-    label = _LABELS[row["arm"]] + ("" if row["arm"] == "bf16" else f", {row['format']}")
+    label = _LABELS[row["arm"]] + ("" if row["arm"] == BASELINE else f", {row['format']}")
     return {"color": colors.get(row["format"], INK), "linestyle": _DASHES[row["arm"]], "label": label}
 
 

@@ -1,17 +1,21 @@
 """One picture of rollout speeds: tokens/s and speed-up by batch size, and what the weights leave for the KV cache."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from qarl_formats import BASELINE, FORMAT_NAMES
 from qarl_nemo.metrics.report.style import INK, MUTED, new_figure, report_style, thousands_axis
 
 Row = Mapping[str, Any]
 _WIDTH_IN, _HEIGHT_IN, _DPI = 14.0, 4.6, 160
-_COLORS = {"bf16": INK, "w4a16": "#0072B2", "w4a8": "#56B4E9", "fp8_block": "#D55E00", "fp8_channel": "#E69F00"}
+_PALETTE = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
+_QUANTIZED = (name for name in FORMAT_NAMES if name != BASELINE)
+_COLORS = {BASELINE: INK} | dict(zip(_QUANTIZED, cycle(_PALETTE), strict=False))
 
 
 def write_rollout_speed_figure(rows: Sequence[Row], png_path: Path, title: str) -> Path:

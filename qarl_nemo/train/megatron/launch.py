@@ -28,7 +28,7 @@ from qarl_nemo.train.model import read_config
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run import train_run
 from qarl_nemo.train.run_dir import is_complete
-from qarl_nemo.train.setup import build_learner, executed_format, learner_device, served_format
+from qarl_nemo.train.setup import build_learner, learner_device
 
 # The types of a learner's arguments, besides tensors and paths.
 _ARGUMENTS = (Rollouts, QuantFormat)
@@ -93,8 +93,8 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
     """
     qarl, settings = config.qarl, config.policy
     # Engine rounding, as in the transformers learner.
-    alignment = Alignment(executed_format(config), qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=True)
-    served = replace(alignment, format=served_format(config))
+    alignment = Alignment(qarl.executed_format, qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=True)
+    served = replace(alignment, format=qarl.served_format)
     hf = read_config(settings) if model is None else model.config
     core = gpt_model(
         hf,

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor, nn
 
+from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights
@@ -128,7 +129,7 @@ class MegatronPolicy:
     def table(self) -> list[dict[str, Any]]:
         """Return one line for each aligned weight of this rank, with the fields of `layers.install.InstallRow`."""
         fmt = self.alignment.format
-        quantized = fmt.weight_kind != "bf16"
+        quantized = fmt.is_quantized
         return [
             {
                 "name": weight.name,
@@ -136,7 +137,7 @@ class MegatronPolicy:
                 "shape": f"{len(weight.masters)} x {list(weight.masters[0].shape)}",
                 "format": fmt.name,
                 "quantized": quantized,
-                "reason": "" if quantized else "format bf16",
+                "reason": "" if quantized else f"format {fmt.name}",
             }
             for weight in aligned_weights([self.model])
         ]
@@ -147,7 +148,7 @@ class MegatronPolicy:
         Args:
             folder: exists, and is seen by all ranks.
         """
-        shards = publish_shards([self.optimizer.model], vocab_size=self._vocab_size, fmt=get_format("bf16"))
+        shards = publish_shards([self.optimizer.model], vocab_size=self._vocab_size, fmt=get_format(BASELINE))
         whole = {name.replace("_proj.weight", "_proj") if ".experts." in name else name: part for name, part in shards}
         if dist.get_rank() == 0:
             self._save_model(whole, folder / "model")

@@ -2,12 +2,7 @@
 
 from typing import Any
 
-_FORMATS = {"cpu": ("w4a16", "fp8_block", "bf16"), "cuda": ("w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16")}
-_GROUP_SIZES = {
-    ("cpu", "w4a16"): (64, 128),
-    ("cuda", "w4a16"): (32, 64, 128),
-    ("cuda", "w4a8"): (128,),
-}
+from qarl_formats import BASELINE, get_format, served_formats
 
 
 def config_problems(config: Any, device: str) -> list[str]:
@@ -21,16 +16,16 @@ def config_problems(config: Any, device: str) -> list[str]:
         One clause for each setting that has to change, legal values named.
     """
     qarl, problems, where = config.qarl, [], {"cpu": "CPU", "cuda": "GPU"}[device]
-    if qarl.format not in _FORMATS[device]:
-        legal = ", ".join(_FORMATS[device])
+    served = get_format(qarl.format).served_on(device)
+    if served is None:
+        legal = ", ".join(served_formats(device))
         problems.append(f"vLLM has no {where} kernel for qarl.format={qarl.format}; legal: {legal}")
-    group_sizes = _GROUP_SIZES.get((device, qarl.format))
-    if group_sizes and qarl.group_size not in (None, *group_sizes):
-        legal = ", ".join(map(str, group_sizes))
+    elif served.group_sizes and qarl.group_size not in (None, *served.group_sizes):
+        legal = ", ".join(map(str, served.group_sizes))
         problems.append(f"its {where} kernel does not take qarl.group_size={qarl.group_size}; legal: {legal}")
-    if device == "cpu" and qarl.format == "fp8_block" and qarl.targets != ("experts",):
-        problems.append("on a CPU fp8_block is served for experts only; set qarl.targets=[experts]")
-    if config.policy.precision != "bfloat16" and (qarl.format != "bf16" or device == "cuda"):
+    if served and served.experts_only and qarl.targets != ("experts",):
+        problems.append(f"on a {where} {qarl.format} is served for experts only; set qarl.targets=[experts]")
+    if config.policy.precision != "bfloat16" and (qarl.format != BASELINE or device == "cuda"):
         problems.append("its kernels for this compute in BF16; set policy.precision=bfloat16")
     if device == "cpu" and qarl.router_replay:
         problems.append("on a CPU it returns no routed experts; set qarl.router_replay=false")

@@ -1,19 +1,23 @@
 """Which sizes of a model vLLM's GPU kernels take."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qarl_nemo.checkpoints.shapes import marlin_problems
+from qarl_formats import QuantFormat
+from qarl_nemo.checkpoints.shapes import kernel_role, width_problems
 
-_W4A8_CAPABILITY = (9, 0)
+# A size as the model's config names it.
+Size = tuple[str, int]
 
 
-def gpu_problems(qarl: Any, model: Any, capability: tuple[int, int]) -> list[str]:
+def gpu_problems(fmt: QuantFormat, targets: Sequence[str], model: Any, capability: tuple[int, int]) -> list[str]:
     """Say what vLLM's GPU kernels refuse of a model.
 
     Args:
-        qarl: the `qarl:` block.
+        fmt: what is served.
+        targets: what is quantized.
         model: Hugging Face config of a Qwen model.
-        capability: the GPU's compute capability.
+        capability: of the GPU.
 
     Returns:
         One clause for each size that has to change.
@@ -22,38 +26,36 @@ def gpu_problems(qarl: Any, model: Any, capability: tuple[int, int]) -> list[str
     `CutlassW4A8LinearKernel.can_implement`, `validate_fp8_block_shape`, `cutlass_scaled_mm`.
     """
     problems = []
-    if qarl.format == "w4a8" and capability != _W4A8_CAPABILITY:
-        problems.append(f"qarl.format=w4a8 runs on Hopper (SM90) only, this GPU is SM{capability[0]}{capability[1]}")
-    for name, size, multiple in _sizes(qarl, model):
-        if size % multiple:
-            problems.append(f"{qarl.format}: {name}={size} is not a multiple of {multiple}")
-    if "experts" in qarl.targets and hasattr(model, "moe_intermediate_size"):
-        problems += marlin_problems(qarl.format, model.hidden_size, model.moe_intermediate_size, qarl.group_size or 128)
+    if fmt.vllm and fmt.vllm.capability not in (None, capability):
+        problems.append(
+            f"qarl.format={fmt.name} runs on Hopper (SM90) only, this GPU is SM{capability[0]}{capability[1]}"
+        )
+    needed = set()
+    for target in targets:
+        for name, sizes in _weights(model, target):
+            multiples = fmt.multiples(kernel_role(name, target))
+            needed |= {(*size, multiple) for size, multiple in zip(sizes, multiples, strict=True)}
+    problems += [
+        f"{fmt.name}: {name}={size} is not a multiple of {multiple}"
+        for name, size, multiple in sorted(needed)
+        if size % multiple
+    ]
+    if "experts" in targets and hasattr(model, "moe_intermediate_size"):
+        problems += width_problems(fmt, model.hidden_size, model.moe_intermediate_size)
     return problems
 
 
-def _sizes(qarl: Any, model: Any) -> list[tuple[str, int, int]]:
-    hidden, group_size = ("hidden_size", model.hidden_size), qarl.group_size or 128
-    needed: list[tuple[tuple[str, int], int]] = []
-    if "experts" in qarl.targets and hasattr(model, "moe_intermediate_size"):
-        inner = ("moe_intermediate_size", model.moe_intermediate_size)
-        by_format = {
-            "w4a16": [(hidden, 128), (inner, group_size)],
-            "w4a8": [(hidden, 256), (inner, 256)],
-            "fp8_block": [(inner, 128)],
-            "fp8_channel": [(hidden, 16), (inner, 16)],
-        }
-        needed += by_format.get(qarl.format, [])
-    if "attention" in qarl.targets:
-        query = ("num_attention_heads * head_dim", model.num_attention_heads * model.head_dim)
-        key = ("num_key_value_heads * head_dim", model.num_key_value_heads * model.head_dim)
-        fused = ("width of the fused q, k and v", query[1] + 2 * key[1])
-        by_format = {
-            "w4a16": [(hidden, group_size), (query, group_size)],
-            "w4a8": [(hidden, 128), (query, 128), (fused, 128)],
-            # q, k and v are fused, each in whole blocks.
-            "fp8_block": [(query, 128), (key, 128)],
-            "fp8_channel": [(hidden, 16), (query, 16), (fused, 16)],
-        }
-        needed += by_format.get(qarl.format, [])
-    return sorted({(*named, multiple) for named, multiple in needed})
+def _weights(model: Any, target: str) -> Iterator[tuple[str, tuple[Size, Size]]]:
+    hidden = ("hidden_size", model.hidden_size)
+    if target == "attention":
+        query, key = (
+            (f"{heads} * head_dim", getattr(model, heads) * model.head_dim)
+            for heads in ("num_attention_heads", "num_key_value_heads")
+        )
+        # q, k and v are fused; each has to fill whole blocks of its own.
+        yield from (("q_proj", (query, hidden)), ("k_proj", (key, hidden)), ("o_proj", (hidden, query)))
+        return
+    width = "moe_intermediate_size" if target == "experts" else "intermediate_size"
+    if hasattr(model, width):
+        inner = (width, getattr(model, width))
+        yield from (("gate_proj", (inner, hidden)), ("down_proj", (hidden, inner)))

@@ -25,8 +25,6 @@ from support.megatron.training import Case, record, train_within
 import megatron.core
 import transformer_engine
 
-from qarl_nemo.megatron.checks import ROW_SCALED
-
 SMALL = Shape(hidden=256, inner=256, head_dim=128, sequence=64, scale=1.0)
 DEEP = replace(SMALL, layers=4)
 # Qwen3-30B-A3B's layers, two of them, over a small vocabulary.
@@ -79,7 +77,7 @@ def _cases(name: str, layout: Layout, shape: Shape, formats: tuple[str, ...]) ->
         key: replace(like, fmt=FORMATS[key], documents=2 if "packed" in name else 1)
         for key in formats
         # A row that is cut has one scale, or, at 3 bits, words that are half full.
-        if not cut or FORMATS[key].name not in (*ROW_SCALED, "w3a16")
+        if not cut or not (FORMATS[key].row_scaled or FORMATS[key].num_bits == 3)
     }
 
 

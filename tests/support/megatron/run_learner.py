@@ -22,7 +22,7 @@ from qarl_nemo.train.megatron.launch import megatron_learner
 from qarl_nemo.train.megatron.ranks import start_ranks
 from qarl_nemo.train.model import load_model
 from qarl_nemo.train.rollouts import Rollouts
-from qarl_nemo.train.setup import served_format, transformers_learner
+from qarl_nemo.train.setup import transformers_learner
 
 NUM, PROMPT, RESPONSE = 8, 6, 5
 
@@ -53,7 +53,7 @@ def made_up(config: LocalConfig) -> Rollouts:
 
 def facts_of(learner: Learner, config: LocalConfig, rollouts: Rollouts) -> dict[str, Any]:
     """What a learner gives: logprobs on the engine's routes and on its own, an update, and a step that is skipped."""
-    fmt = served_format(config)
+    fmt = config.qarl.served_format
     rows, advantages = torch.arange(NUM), torch.linspace(-1.0, 1.0, NUM)
     facts: dict[str, Any] = {"replayed": learner.prev_logprobs(rollouts)}
     facts["chosen"] = learner.prev_logprobs(replace(rollouts, routes=None))

@@ -66,7 +66,8 @@ def start(case: EngineCase, checkpoint: Path) -> Any:
     """Start the case's engine from a quantized checkpoint."""
     from vllm import LLM
 
-    from qarl_nemo.refit.engine_settings import MOE_BACKENDS
+    from qarl_kernels import get_format
+    from qarl_nemo.refit.engine_settings import kernel_options
 
     options: dict[str, Any] = {"kv_cache_memory_bytes": 2**26, "enable_sleep_mode": case.sleeps}
     if case.device == "cpu":
@@ -74,8 +75,7 @@ def start(case: EngineCase, checkpoint: Path) -> Any:
         _register_in_this_process("Qwen3MoeForCausalLM")
     else:
         options |= {"compilation_config": _GRAPHS, "gpu_memory_utilization": 0.02}
-        if case.format in MOE_BACKENDS:
-            options["moe_backend"] = MOE_BACKENDS[case.format]
+        options |= kernel_options(get_format(case.format), ["experts"])
     return LLM(
         str(checkpoint),
         skip_tokenizer_init=True,

@@ -141,7 +141,7 @@ class Case:
             weight = operand.expert(expert).values.double()
             if operand.scale is not None:
                 scale = operand.scale[expert].double()
-                blocked = operand.format.weight_kind == "fp8_block"
+                blocked = operand.format.weight_kind == "fp8_blocks"
                 weight = weight * (expand_block_scale(scale, *weight.shape) if blocked else scale)
             out.append(values[start:stop] @ weight.mT)
         return self.to_choices(torch.cat(out))

@@ -183,7 +183,7 @@ class TritonMoe(VllmExperts):
     kernel = "triton"
 
     def prepare(self, fc1, fc2):
-        kind = fc1.format.weight_kind
+        kind = fc1.format.name
         suffix = {"fp8_channel": "weight_scale", "fp8_block": "weight_scale_inv", "bf16": None}[kind]
         self.weights = [weight.tensors["weight"] for weight in (fc1, fc2)]
         self.scales = [weight.tensors.get(suffix) for weight in (fc1, fc2)]

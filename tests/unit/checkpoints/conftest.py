@@ -18,9 +18,9 @@ from support.megatron.files import Layout, write_megatron
 
 SUFFIXES = {
     "int": ("weight_packed", "weight_scale"),
-    "fp8_block": ("weight", "weight_scale_inv"),
-    "fp8_channel": ("weight", "weight_scale"),
-    "bf16": ("weight",),
+    "fp8_blocks": ("weight", "weight_scale_inv"),
+    "fp8_rows": ("weight", "weight_scale"),
+    "plain": ("weight",),
 }
 
 

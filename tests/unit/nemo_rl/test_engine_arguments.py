@@ -4,6 +4,7 @@ import pytest
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_nemo.checkpoints.architecture import parameter_names
+from qarl_nemo.config import QarlConfig
 from qarl_nemo.nemo_rl.engine_arguments import engine_arguments
 
 
@@ -21,7 +22,7 @@ def model(tmp_path_factory):
 
 
 def qarl(name, **options):
-    return {"format": name, "targets": ["experts"], "alignment": "aligned"} | options
+    return QarlConfig(format=name, alignment="none" if name == "bf16" else "aligned", **options)
 
 
 def nemo_rl(model, **options):

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from qarl_kernels.formats import FP8_BLOCK, QuantFormat
+from qarl_formats.presets import FP8_BLOCK
+from qarl_formats.record import QuantFormat
 
 
 def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | None:
@@ -19,11 +20,11 @@ def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any
     Raises:
         ValueError: vLLM has no rollout kernel for the format.
     """
-    if not fmt.served_by_vllm:
+    if fmt.vllm is None:
         raise ValueError(f"format {fmt.name!r} is experimental: vLLM 0.25.1 has no kernel that serves it")
-    if fmt.weight_kind == "bf16":
+    if fmt.storage is None:
         return None
-    if fmt.weight_kind == "fp8_block":
+    if fmt.storage == "fp8":
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -31,7 +32,7 @@ def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
             "modules_to_not_convert": list(ignore),
         }
-    integer = fmt.weight_kind == "int"
+    integer = fmt.storage == "pack-quantized"
     weights = {
         "num_bits": fmt.num_bits,
         "type": "int" if integer else "float",
@@ -45,7 +46,7 @@ def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any
     token_wise = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized" if integer else "float-quantized",
+        "format": fmt.storage,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "ignore": list(ignore),

@@ -1,0 +1,47 @@
+"""Number formats of quantized rollouts, one record each: arithmetic, storage, vLLM's kernels. Imports nothing else."""
+
+from qarl_formats.hf_config import quantization_config
+from qarl_formats.presets import (
+    BASELINE,
+    DEFAULT_FORMAT,
+    FORMAT_NAMES,
+    FP8_BLOCK,
+    SCALE_CONVENTIONS,
+    find_format,
+    formats_with_groups,
+    get_format,
+    served_formats,
+)
+from qarl_formats.record import (
+    ActivationKind,
+    Kernel,
+    OnDevice,
+    QuantFormat,
+    Role,
+    RouterWeight,
+    ScaleConvention,
+    VllmKernels,
+    WeightKind,
+)
+
+__all__ = [
+    "BASELINE",
+    "DEFAULT_FORMAT",
+    "FORMAT_NAMES",
+    "FP8_BLOCK",
+    "SCALE_CONVENTIONS",
+    "ActivationKind",
+    "Kernel",
+    "OnDevice",
+    "QuantFormat",
+    "Role",
+    "RouterWeight",
+    "ScaleConvention",
+    "VllmKernels",
+    "WeightKind",
+    "find_format",
+    "formats_with_groups",
+    "get_format",
+    "quantization_config",
+    "served_formats",
+]

@@ -1,0 +1,191 @@
+"""The formats, one record each, and how a name becomes a record.
+
+| name          | weights                          | activations   | router weight        |
+|---------------|----------------------------------|---------------|----------------------|
+| `w4a16`       | int4, BF16 scale per group       | BF16          | `rounded_product`    |
+| `w4a8`        | the same checkpoint              | FP8 per token | `weighted_sum`       |
+| `fp8_block`   | E4M3, FP32 scale per 128x128     | FP8 per 1x128 | `on_accumulator`     |
+| `fp8_channel` | E4M3, FP32 scale per row         | FP8 per token | `weighted_sum`       |
+| `bf16`        | BF16                             | BF16          | `on_accumulator`     |
+
+`w2a16`, `w3a16`, `w5a16` .. `w8a16` share the integer arithmetic for experiments; no rollout kernel of vLLM 0.25.1
+serves them.
+"""
+
+from dataclasses import replace
+
+from qarl_formats.record import BF16_BYTES, Kernel, OnDevice, QuantFormat, ScaleConvention, VllmKernels
+
+SCALE_CONVENTIONS = ("narrow_range", "full_range")
+FP8_BLOCK = 128
+
+
+def _weight_only(num_bits: int) -> QuantFormat:
+    return QuantFormat(
+        name=f"w{num_bits}a16",
+        weight_kind="int",
+        activation_kind="none",
+        num_bits=num_bits,
+        router_weight="rounded_product",
+        storage="pack-quantized",
+        group_size=128,
+        group_sizes=(128, 64, 32),
+        scale_bits=16,
+        # By measured error (docs/design/formats.md); also what compressed-tensors and llm-compressor write.
+        scale_convention="full_range",
+        operand_bytes=BF16_BYTES,
+    )
+
+
+_W4A16 = replace(
+    _weight_only(4),
+    vllm=VllmKernels(
+        experts=Kernel("CompressedTensorsWNA16MarlinMoEMethod", backend="marlin", followed=("MARLIN",)),
+        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsWNA16"),
+        experts_in=(32, 128),
+        experts_out=(128, 32),
+        linear_shape=(64, 128),
+        several_groups=True,
+        cpu=OnDevice("CompressedTensorsWNA16MoEMethod", group_sizes=(64, 128)),
+    ),
+)
+_W4A8 = replace(
+    _W4A16,
+    name="w4a8",
+    activation_kind="fp8_token",
+    router_weight="weighted_sum",
+    group_sizes=(128,),
+    # The engine re-encodes the group scales to FP8 under one scale per row.
+    row_scaled=True,
+    operand_bytes=1,
+    vllm=VllmKernels(
+        experts=Kernel("CompressedTensorsW4A8Fp8MoEMethod", followed=("CUTLASS",)),
+        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW4A8Fp8"),
+        experts_in=(256, 256),
+        experts_out=(256, 256),
+        linear_shape=(128, 128),
+        capability=(9, 0),
+        # A reciprocal would round the experts' FP8 scales differently from the learner's division.
+        custom_op="+quant_fp8",
+    ),
+)
+_FP8_BLOCK = QuantFormat(
+    name="fp8_block",
+    weight_kind="fp8_blocks",
+    activation_kind="fp8_group",
+    num_bits=8,
+    router_weight="on_accumulator",
+    storage="fp8",
+    group_size=FP8_BLOCK,
+    scale_rows=FP8_BLOCK,
+    scale_bits=32,
+    vllm=VllmKernels(
+        experts=Kernel("Fp8MoEMethod", backend="triton", followed=("TRITON",)),
+        linear=Kernel("Fp8LinearMethod", backend="cutlass"),
+        experts_in=(128, 128),
+        experts_out=(128, 128),
+        linear_shape=(128, 128),
+        cpu=OnDevice(experts_only=True),
+    ),
+)
+_FP8_CHANNEL = QuantFormat(
+    name="fp8_channel",
+    weight_kind="fp8_rows",
+    activation_kind="fp8_token",
+    num_bits=8,
+    router_weight="weighted_sum",
+    storage="float-quantized",
+    row_scaled=True,
+    vllm=VllmKernels(
+        experts=Kernel("CompressedTensorsW8A8Fp8MoEMethod", followed=("VLLM_CUTLASS", "TRITON")),
+        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8"),
+        experts_in=(16, 16),
+        experts_out=(16, 16),
+        linear_shape=(16, 16),
+    ),
+)
+_BF16 = QuantFormat(
+    name="bf16",
+    weight_kind="plain",
+    activation_kind="none",
+    num_bits=16,
+    router_weight="on_accumulator",
+    storage=None,
+    vllm=VllmKernels(
+        experts=Kernel("UnquantizedFusedMoEMethod", backend="triton"),
+        linear=Kernel("UnquantizedLinearMethod"),
+        cpu=OnDevice(),
+    ),
+)
+
+_SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _BF16)}
+_KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(2, 9))} | _SERVED
+FORMAT_NAMES = tuple(_SERVED)
+DEFAULT_FORMAT = _W4A16.name
+# What is not quantized: the other side of every comparison, and what stays BF16 in a quantized model.
+BASELINE = _BF16.name
+
+
+def find_format(name: str) -> QuantFormat | None:
+    """Return the record of a name with its defaults; None where there is none.
+
+    Args:
+        name: one of `FORMAT_NAMES`, or an experimental `w{2..8}a16`.
+
+    Returns:
+        The record.
+    """
+    return _KNOWN.get(name)
+
+
+def served_formats(device: str) -> tuple[str, ...]:
+    """Return the formats that vLLM serves on `cpu` or `cuda`."""
+    return tuple(name for name, fmt in _SERVED.items() if fmt.served_on(device))
+
+
+def formats_with_groups() -> tuple[str, ...]:
+    """Return the served formats that have a choice of group sizes."""
+    return tuple(name for name, fmt in _SERVED.items() if fmt.group_sizes)
+
+
+def get_format(
+    name: str, *, group_size: int | None = None, scale_convention: ScaleConvention | None = None
+) -> QuantFormat:
+    """Return the format called `name`, its options filled with the format's defaults.
+
+    Args:
+        name: one of `FORMAT_NAMES`, or an experimental `w{2..8}a16`.
+        group_size: elements per scale along K; integer formats only, None = 128.
+        scale_convention: integer formats only, None = `full_range`.
+
+    Returns:
+        The format's record.
+
+    Raises:
+        ValueError: the name is unknown, or an option is not legal for it; every problem is listed.
+    """
+    fmt = find_format(name)
+    if fmt is None:
+        raise ValueError(
+            f"unknown format {name!r}; legal: {', '.join(FORMAT_NAMES)} (experimental: w2a16 .. w8a16 with any bits)"
+        )
+    options = {"group_size": group_size, "scale_convention": scale_convention}
+    given = {key: value for key, value in options.items() if value is not None}
+    if not fmt.group_sizes and given:
+        wrong, fix = (
+            ", ".join(pattern.format(*item) for item in given.items()) for pattern in ("{}={}", "qarl.{}=null")
+        )
+        raise ValueError(
+            f"format {name!r} takes no {wrong}: only integer formats ({', '.join(formats_with_groups())}) have these; "
+            f"leave it out, in a config {fix}"
+        )
+    problems = []
+    if group_size is not None and group_size not in fmt.group_sizes:
+        problems.append(f"group_size={group_size} (legal for {name}: {', '.join(map(str, fmt.group_sizes))})")
+    if scale_convention is not None and scale_convention not in SCALE_CONVENTIONS:
+        problems.append(f"scale_convention={scale_convention!r} (legal: {', '.join(SCALE_CONVENTIONS)})")
+    if problems:
+        raise ValueError(f"format {name!r} cannot take {'; '.join(problems)}; null, in a config, takes the default")
+    return replace(
+        fmt, group_size=group_size or fmt.group_size, scale_convention=scale_convention or fmt.scale_convention
+    )

@@ -1,0 +1,165 @@
+"""What is known of one number format: its arithmetic, its storage, and how vLLM 0.25.1 serves it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Literal
+
+WeightKind = Literal["int", "fp8_rows", "fp8_blocks", "plain"]
+ActivationKind = Literal["none", "fp8_token", "fp8_group"]
+ScaleConvention = Literal["narrow_range", "full_range"]
+RouterWeight = Literal["rounded_product", "weighted_sum", "on_accumulator"]
+Storage = Literal["pack-quantized", "float-quantized", "fp8"]
+Role = Literal["experts_in", "experts_out", "linear"]
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How vLLM multiplies one kind of layer.
+
+    Attributes:
+        method: class of the layer's quantization method, `/` and its scheme's class where there is one.
+        backend: engine argument that chooses, on a GPU, the kernel whose arithmetic the learner follows; None: vLLM
+            has one kernel, or chooses a followed one by itself.
+        followed: kernels, by vLLM's names, whose arithmetic the learner follows on a GPU; empty: vLLM names none.
+    """
+
+    method: str
+    backend: str | None = None
+    followed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What vLLM's kernels for one kind of device serve of a format.
+
+    Attributes:
+        experts_method: class of the experts' method, where it is not the one of a GPU.
+        group_sizes: group sizes that they take, ascending; empty where the format has no choice.
+        experts_only: no other layer is served.
+    """
+
+    experts_method: str | None = None
+    group_sizes: tuple[int, ...] = ()
+    experts_only: bool = False
+
+    def serves(self, group_size: int, targets: Sequence[str]) -> bool:
+        """Return whether a group size (0: none) and targets are served."""
+        fits = not self.group_sizes or group_size in self.group_sizes
+        return fits and (not self.experts_only or tuple(targets) == ("experts",))
+
+
+@dataclass(frozen=True, slots=True)
+class VllmKernels:
+    """How vLLM 0.25.1 serves a format.
+
+    N and K of a weight on one GPU, parts of fused layers each for themselves, must be multiples of what is said here
+    and, K, of the group size.
+
+    Attributes:
+        experts: the layer of routed experts.
+        linear: every other quantized layer.
+        experts_in: multiples [N, K] of an expert's gate and up projections.
+        experts_out: multiples of its down projection.
+        linear_shape: multiples of other linears.
+        capability: the only compute capability of a GPU that serves it; None: those that vLLM runs on.
+        custom_op: operator that has to be enabled for the learner's roundings; None: none.
+        several_groups: an expert must be wider than a group, unless the hidden size is no more than one, too.
+        cpu: what CPUs serve; None: nothing.
+    """
+
+    experts: Kernel
+    linear: Kernel
+    experts_in: tuple[int, int] = (1, 1)
+    experts_out: tuple[int, int] = (1, 1)
+    linear_shape: tuple[int, int] = (1, 1)
+    capability: tuple[int, int] | None = None
+    custom_op: str | None = None
+    several_groups: bool = False
+    cpu: OnDevice | None = None
+
+    @property
+    def shapes(self) -> dict[Role, tuple[int, int]]:
+        """Multiples [N, K] by the kernel that multiplies the weight."""
+        return {"experts_in": self.experts_in, "experts_out": self.experts_out, "linear": self.linear_shape}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFormat:
+    """How one format stores weights and rounds activations, and who serves it.
+
+    Attributes:
+        name: the format's name in configs and tables.
+        weight_kind: the arithmetic of the stored representation.
+        activation_kind: how the GEMM's input is quantized.
+        num_bits: bits of one stored weight, without its share of a scale.
+        router_weight: where the engine multiplies an expert's output by its router weight.
+        storage: what `config.json` calls the stored form; None where nothing is quantized.
+        group_size: elements per scale along K; 0 where rows or nothing is scaled.
+        group_sizes: those that a user may choose from; empty: there is no choice.
+        scale_rows: rows that share a scale.
+        scale_bits: bits of a group's or block's scale; 0 where a whole row has one.
+        row_scaled: a scale that GEMMs apply spans a whole row of K: a shard of the row would get another scale.
+        scale_convention: integer grids only: `narrow_range` is amax/(2^(b-1)-1) on the symmetric grid, `full_range`
+            amax/((2^b-1)/2) on the whole two's-complement grid.
+        operand_bytes: bytes a weight of what GEMMs multiply, where that is not the stored tensors; 0 where it is.
+        vllm: how vLLM 0.25.1 serves it; None: it does not.
+    """
+
+    name: str
+    weight_kind: WeightKind
+    activation_kind: ActivationKind
+    num_bits: int
+    router_weight: RouterWeight
+    storage: Storage | None
+    group_size: int = 0
+    group_sizes: tuple[int, ...] = ()
+    scale_rows: int = 1
+    scale_bits: int = 0
+    row_scaled: bool = False
+    scale_convention: ScaleConvention | None = None
+    operand_bytes: int = 0
+    vllm: VllmKernels | None = field(default=None, repr=False)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are stored in fewer bits than BF16 has."""
+        return self.weight_kind != "plain"
+
+    @property
+    def stores_shape(self) -> bool:
+        """Whether a checkpoint holds a packed weight's `weight_shape`, which its words do not tell."""
+        return self.storage == "pack-quantized"
+
+    @property
+    def codes_per_word(self) -> int:
+        """Integer codes in one stored int32 word; 1 where weights are not packed."""
+        return 32 // self.num_bits if self.weight_kind == "int" else 1
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight, scales of groups and blocks included."""
+        bits = 32 / self.codes_per_word if self.codes_per_word > 1 else float(self.num_bits)
+        return bits + (self.scale_bits / (self.group_size * self.scale_rows) if self.scale_bits else 0.0)
+
+    def served_on(self, device: str) -> OnDevice | None:
+        """Return what vLLM serves of this format on `cpu` or `cuda`; None: nothing."""
+        if self.vllm is None:
+            return None
+        if device == "cpu":
+            return self.vllm.cpu
+        return OnDevice(group_sizes=tuple(sorted(self.group_sizes)))
+
+    def multiples(self, role: Role) -> tuple[int, int]:
+        """Return what N and K of a weight must be multiples of on one of vLLM's GPUs.
+
+        Args:
+            role: which of vLLM's kernels multiplies the weight.
+
+        Returns:
+            The multiples of N and of K.
+        """
+        rows, columns = self.vllm.shapes[role] if self.vllm else (1, 1)
+        return rows, lcm(columns, self.group_size or 1)

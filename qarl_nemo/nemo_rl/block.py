@@ -1,0 +1,29 @@
+"""The `qarl:` block of a NeMo-RL config: what it may say. Imports no NeMo-RL."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from qarl_nemo.config import QarlConfig
+from qarl_nemo.losses.config import LossConfig, TBPOConfig
+
+
+class NemoQarlConfig(QarlConfig):
+    """The `qarl:` block beside NeMo-RL's own."""
+
+    objective: LossConfig = Field(default_factory=TBPOConfig)
+    """Which objective replaces NeMo-RL's clipped loss, with its settings; `loss_fn` keeps the reference KL."""
+    router_replay: bool | None = None  # type: ignore[assignment]
+    """The learner uses the experts the rollout engine chose; None follows `policy.router_replay.enabled`."""
+    layerwise_refit: bool | None = None
+    """Whether colocated engines read one layer of a refit at a time, twice, instead of all of it at once; None: where
+    all of it would take more than half of a GPU's free memory."""
+    resident: bool | Literal["auto"] = "auto"
+    """Whether the optimizer's state stays on the GPU while engines generate; auto: where both fit by computation. A
+    rank that finds too little room when its engine is to wake moves its state to the host from then on."""
+    gpu_memory_gib: float | None = Field(None, gt=0, le=4096)
+    """Memory of one GPU, which the run's needs are held against; None: of this machine's first GPU, else 79 (80 GB)."""
+    max_skipped_steps: int = Field(3, ge=1, le=1_000_000)
+    """How many optimizer steps in a row may be skipped for a non-finite loss or gradient before the run stops."""
+    engine_rounding: bool = False
+    """The learner's norms and rotary embedding round where vLLM's do; false leaves both to Megatron."""
