@@ -65,6 +65,10 @@ class Command(ABC):
     def left_behind(self, folder: Path, run: "Run") -> str | None:
         """Say what a refused call left that later passes for whole, None if nothing does."""
 
+    def works_on(self, folder: Path) -> bool:
+        """Return whether a call that ran out of time was doing what legal inputs ask for; by default it hung."""
+        return False
+
     def draw(self, rng: random.Random) -> list[Edit]:
         """Draw the damage of one case: mostly one edit, sometimes two.
 

@@ -9,6 +9,7 @@ seed, the command and N alone; `--case quantize:123` runs one again and shows ho
 """
 
 import argparse
+import atexit
 import contextlib
 import os
 import random
@@ -26,7 +27,9 @@ from pathlib import Path
 from checkpoint_commands import Convert, Quantize
 from commands import Command, Run
 from edits import Edit
-from kill_points import QarlServer
+from kill_points import LATE, QarlServer
+from rich.console import Console
+from rich.progress import track
 from run_commands import Report, TrainAnew, TrainOn
 
 COMMANDS: tuple[type[Command], ...] = (Quantize, Convert, TrainAnew, TrainOn, Report)
@@ -104,8 +107,8 @@ class Worker:
             edit.apply(self._folder)
         extra = [text for edit in edits for text in edit.arguments]
         code, output = self.run([*self._command.arguments(self._folder), *extra], self._folder)
-        if code == -14:
-            return "hang", output[-400:]
+        if code == LATE:
+            return None if self._command.works_on(self._folder) else ("hang", output[-400:])
         if code not in (0, 2) or any(mark in output for mark in _UNEXPECTED):
             return "traceback", f"exit code {code}: {output[-600:]}"
         if code == 0:
@@ -159,11 +162,15 @@ def count_failures(inputs: int, seed: int, jobs: int, only: Sequence[str] = ()) 
                 continue
             command, started = prepare(kind, Path(scratch)), time.monotonic()
             number = max(1, round(inputs * kind.share / sum(k.share for k in COMMANDS if not only or k.name in only)))
-            parts = [(command, seed, range(job, number, jobs), Path(scratch) / f"worker{job}") for job in range(jobs)]
-            with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-                found = [failure for part in pool.map(_work, parts) for failure in part]
-            for failure in found:
-                _show(failure, seed)
+            found = []
+            with ProcessPoolExecutor(
+                jobs, mp_context=get_context("spawn"), initializer=_start, initargs=(command, seed, Path(scratch))
+            ) as pool:
+                cases = pool.map(_case, range(number), chunksize=8)
+                for failure in track(cases, command.name, total=number, console=Console(stderr=True)):
+                    if failure is not None:
+                        found.append(failure)
+                        _show(failure, seed)
             failures += found
             tried += number
             counts = Counter(failure.outcome for failure in found)
@@ -194,14 +201,19 @@ def prepare(kind: type[Command], scratch: Path) -> Command:
     return command
 
 
-def _work(part: tuple[Command, int, range, Path]) -> list[Failure]:
-    command, seed, numbers, scratch = part
-    scratch.mkdir(exist_ok=True)
-    worker = Worker(command, seed, scratch)
-    try:
-        return [failure for number in numbers if (failure := worker.case(number)) is not None]
-    finally:
-        worker.close()
+_worker: Worker
+
+
+def _start(command: Command, seed: int, scratch: Path) -> None:
+    global _worker
+    folder = scratch / f"worker{os.getpid()}"
+    folder.mkdir()
+    _worker = Worker(command, seed, folder)
+    atexit.register(_worker.close)
+
+
+def _case(number: int) -> Failure | None:
+    return _worker.case(number)
 
 
 def _bound_memory() -> None:

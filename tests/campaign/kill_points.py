@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 # What conversions import, the model classes included that a config.json is held against.
 CHECKPOINTS = ("qarl_nemo.checkpoints", "transformers.models.auto", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 KILLED = 137
+# Of a command that was ended after its timeout.
+LATE = -14
 # Changes of a folder; with two paths the second is the one that changes.
 _CALLS = (
     "fsync",
@@ -52,7 +55,7 @@ class Ended:
     """How a command ended.
 
     Attributes:
-        code: exit code; negative, the signal that ended it (-14: it took longer than its timeout).
+        code: exit code; negative, the signal that ended it; `LATE`, it took longer than its timeout.
         output: what it printed on both channels.
         calls: the file-system calls below `watch`, as `name path`; empty when it was killed.
         seconds: how long it ran.
@@ -207,7 +210,6 @@ def _run_forked(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as counted:
         child = os.fork()
         if child == 0:
-            signal.alarm(job["timeout_s"])
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
             os._exit(_call_program(job, counted.fileno()))
@@ -216,12 +218,18 @@ def _run_forked(job: dict[str, Any]) -> dict[str, Any]:
             # The child is not waited for before the signal is sent, so its id is no other process's.
             time.sleep(job["at"] / 1000)
             os.kill(child, signal.SIGKILL)
+        # Not by the child's own alarm: graders of answers set that one for themselves.
+        watch = threading.Timer(job["timeout_s"], os.kill, (child, signal.SIGKILL))
+        watch.start()
         _, status = os.waitpid(child, 0)
+        in_time = time.perf_counter() - started < job["timeout_s"]
+        watch.cancel()
+        watch.join()
         for file in (output, counted):
             file.seek(0)
         names = json.loads(counted.read() or b"[]")
         return {
-            "code": os.waitstatus_to_exitcode(status),
+            "code": os.waitstatus_to_exitcode(status) if in_time else LATE,
             "output": output.read().decode(errors="replace"),
             "calls": names,
             "seconds": time.perf_counter() - started,

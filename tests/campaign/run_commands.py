@@ -53,13 +53,19 @@ class _Train(Command):
         self._records = _records(expected)
         self._weights = _newest_weights(expected)
 
+    def works_on(self, folder: Path) -> bool:
+        """Look for finished steps: a config without `max_num_steps` asks for hundreds."""
+        metrics = folder / "run" / "metrics.jsonl"
+        return metrics.is_file() and metrics.read_text().count("\n") > 1
+
     def wrongly_accepted(self, folder: Path, edits: Sequence[Edit]) -> str | None:
         """Judge a success as the module says."""
-        config = yaml.safe_load((folder / "run" / "config.yaml").read_text())
+        run_dir = folder / _run_dir(edits)
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
         problem = _lost_setting(folder, edits, config) or _data_problem(folder, config)
         if problem:
             return problem
-        records = _records(folder / "run")
+        records = _records(run_dir)
         if [record["step"] for record in records] != list(range(1, config["grpo"]["max_num_steps"] + 1)):
             return f"metrics of steps {[record['step'] for record in records]}"
         if not all(0 <= record["reward/mean"] <= 1 for record in records):
@@ -189,6 +195,12 @@ class Report(Command):
     def left_behind(self, folder: Path, run: Run) -> str | None:
         """Look for a page."""
         return "a report was written" if any((folder / "run" / name).exists() for name in _REPORTS) else None
+
+
+def _run_dir(edits: Sequence[Edit]) -> str:
+    """Return the run's folder; any text but an empty one is the name of one."""
+    said = [text.partition("=")[2] for edit in edits for text in edit.arguments if text.startswith("run_dir=")]
+    return said[-1] if said else "run"
 
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
