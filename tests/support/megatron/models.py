@@ -4,6 +4,7 @@ On GPUs Megatron's layers are Transformer-Engine's; without one they are its loc
 """
 
 import functools
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ class Layout:
 @contextmanager
 def parallel(layout: Layout) -> Iterator[None]:
     """Megatron's process groups of a layout, over all ranks there are."""
+    # Models of earlier layouts are cycles that keep their groups alive, each with three threads.
+    gc.collect()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
