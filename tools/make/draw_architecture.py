@@ -19,28 +19,28 @@ FRAMEWORKS = ("megatron", "nemo_rl", "ray", "transformer_engine", "transformers"
 # Everybody may import what lies below this floor, so it is drawn without arrows.
 LOWEST_ROOM = "losses"
 
-WIDTH, TOP, GAP, CORNER = 1240, 34, 64, 9
-BOX_WIDTH, BOX_HEIGHT = 220, 106
+WIDTH, TOP, GAP, CORNER = 1080, 34, 64, 9
+BOX_WIDTH, BOX_HEIGHT = 236, 124
 SLATE, TEAL, BLUE, PURPLE, AMBER = "#475569", "#0f766e", "#1d4ed8", "#7e22ce", "#b45309"
 LEGEND = (
     "Imports point down; rooms on one floor are strangers.",
     "An arrow is an import. One that a longer way implies is left out.",
     "A label names the frameworks that a room opens.",
-    "Everybody may import the ground floor's right half.",
+    "Every room may import what loads no torch.",
 )
 # The centre of a room's column, and its colour.
 COLUMNS = {
-    "cli": (420, SLATE),
-    "measure": (420, SLATE),
-    "train": (420, TEAL),
-    "nemo_rl": (740, TEAL),
-    "cluster": (1080, TEAL),
-    "megatron": (580, BLUE),
-    "checkpoints": (160, BLUE),
-    "layers": (440, BLUE),
-    "refit": (720, BLUE),
-    "metrics": (1080, PURPLE),
-    "losses": (960, PURPLE),
+    "cli": (360, SLATE),
+    "measure": (360, SLATE),
+    "train": (360, TEAL),
+    "nemo_rl": (652, TEAL),
+    "cluster": (938, TEAL),
+    "megatron": (506, BLUE),
+    "checkpoints": (142, BLUE),
+    "layers": (397, BLUE),
+    "refit": (652, BLUE),
+    "metrics": (938, PURPLE),
+    "losses": (815, PURPLE),
 }
 
 
@@ -118,9 +118,9 @@ def draw() -> str:
         _rect(WIDTH / 2, 0, WIDTH, height, 14, fill="#fff"),
     ]
     for y in sorted({box.y for box in boxes.values()}):
-        parts.append(_rect(WIDTH / 2, y - 14, WIDTH - 48, BOX_HEIGHT + 28, 12, fill="#f1f5f9"))
+        parts.append(_rect(WIDTH / 2, y - 14, WIDTH - 16, BOX_HEIGHT + 28, 12, fill="#f1f5f9"))
     for number, line in enumerate(LEGEND):
-        parts.append(_text(860, TOP + 26 + 21 * number, line, size=14, fill=SLATE))
+        parts.append(_text(775, TOP + 32 + 24 * number, line, size=15, fill=SLATE))
     edges = without_implied(imports, set(boxes))
     router = Router(boxes, edges)
     for edge in sorted(edges, key=lambda e: (boxes[e[0]].y, boxes[e[0]].x, boxes[e[1]].x)):
@@ -128,7 +128,7 @@ def draw() -> str:
     for room, box in boxes.items():
         frameworks = [name for name in FRAMEWORKS if name in packages[room]]
         parts.append(_room(room, box, COLUMNS.get(room, (0, AMBER))[1], frameworks))
-    parts.append(_ground(ground, Box(995, boxes[KERNELS].y, 386)))
+    parts.append(_ground(ground, Box(870, boxes[KERNELS].y, 372)))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -137,7 +137,7 @@ def _place(floors: list[list[str]]) -> dict[str, Box]:
         raise SystemExit(f"{Path(__file__).name}: COLUMNS and the floors of pyproject.toml disagree about {misplaced}")
     rows = [TOP + row * (BOX_HEIGHT + GAP) for row in range(len(floors) + 1)]
     boxes = {room: Box(COLUMNS[room][0], rows[row]) for row, floor in enumerate(floors) for room in floor}
-    return boxes | {KERNELS: Box(415, rows[-1], width=726)}
+    return boxes | {KERNELS: Box(350, rows[-1], width=640)}
 
 
 def _arrow(way: list[tuple[float, float]], colour: str) -> str:
@@ -154,14 +154,14 @@ def _arrow(way: list[tuple[float, float]], colour: str) -> str:
 def _room(room: str, box: Box, colour: str, frameworks: list[str]) -> str:
     lines = [
         _rect(box.x, box.y, box.width, BOX_HEIGHT, 9, fill="#fff", stroke=colour, stroke_width="2"),
-        _text(box.x, box.y + 22, room, size=16, weight="bold", fill=colour),
+        _text(box.x, box.y + 24, room, size=18, weight="bold", fill=colour),
     ]
-    for number, line in enumerate(textwrap.wrap(purpose(room).replace("`", ""), int(box.width / 6.6))):
-        lines.append(_text(box.x, box.y + 39 + 13 * number, line, size=11, fill="#334155"))
+    for number, line in enumerate(textwrap.wrap(purpose(room).replace("`", ""), int(box.width / 7.4))):
+        lines.append(_text(box.x, box.y + 45 + 16 * number, line, size=13, fill="#334155"))
     if frameworks:
         label = " ".join(frameworks)
-        lines.append(_rect(box.x, box.y + BOX_HEIGHT - 9, 6.3 * len(label) + 16, 18, 9, fill=colour))
-        lines.append(_text(box.x, box.y + BOX_HEIGHT + 4, label, size=11, fill="#fff"))
+        lines.append(_rect(box.x, box.y + BOX_HEIGHT - 10, 7.2 * len(label) + 18, 20, 10, fill=colour))
+        lines.append(_text(box.x, box.y + BOX_HEIGHT + 4.5, label, size=12.5, fill="#fff"))
     return "\n".join(lines)
 
 
@@ -169,11 +169,11 @@ def _ground(modules: list[str], box: Box) -> str:
     dashed = {"fill": "#fff", "stroke": SLATE, "stroke_width": "2", "stroke_dasharray": "5 4"}
     lines = [
         _rect(box.x, box.y, box.width, BOX_HEIGHT, 9, **dashed),
-        _text(box.x, box.y + 22, "no torch", size=16, weight="bold", fill=SLATE),
-        _text(box.x, box.y + 39, "names, sizes, files and settings, for everybody", size=11, fill="#334155"),
+        _text(box.x, box.y + 24, "no torch", size=18, weight="bold", fill=SLATE),
+        _text(box.x, box.y + 45, "names, sizes, files and settings, for everybody", size=13, fill="#334155"),
     ]
-    for number, line in enumerate(textwrap.wrap(", ".join(modules), 56)):
-        lines.append(_text(box.x, box.y + 60 + 15 * number, line, size=12, fill=SLATE))
+    for number, line in enumerate(textwrap.wrap(", ".join(modules), 48)):
+        lines.append(_text(box.x, box.y + 68 + 17 * number, line, size=13, fill=SLATE))
     return "\n".join(lines)
 
 
