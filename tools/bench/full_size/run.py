@@ -59,8 +59,8 @@ ARMS: dict[str, tuple[Path | None, tuple[str, ...]]] = {
 }
 
 
-def main() -> None:
-    """Prepare, and run what the command line names."""
+def main() -> int:
+    """Prepare, and run what the command line names; returns 1 if an arm failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for everything that is made")
     parser.add_argument("--nemo-rl", type=Path, required=True, metavar="ROOT", help="NeMo-RL with megatron/ beside it")
@@ -77,9 +77,12 @@ def main() -> None:
     make_model(arguments.config, work, prompt_tokens=240, num_prompts=512)
     (work / "none").mkdir(exist_ok=True)
     (work / "none" / "metadata.json").write_text("{}", encoding="utf-8")
+    failed = False
     for arm in arguments.arm or ["w4a16"]:
         code = _run(arm, work, tree, arguments)
+        failed |= code != 0
         print(f"{arm}: ended with {code}; {work / arm}/driver.txt", flush=True)
+    return int(failed)
 
 
 def _run(arm: str, work: Path, tree: Path, arguments: argparse.Namespace) -> int:
@@ -148,4 +151,4 @@ def _host_gib() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """A copy of NeMo-RL that starts without a checkpoint; the lines that differ stand here.
 
-The learner keeps the weights that Megatron draws, Adam's moments are BF16, which NeMo-RL's YAML cannot say, and one
+The learner keeps the weights that Megatron draws, names of dtypes in the optimizer's block mean torch's, and one
 micro-batch of an update is profiled if the environment asks for it.
 """
 
@@ -15,8 +15,9 @@ _CHANGES = {
     "megatron/core/optimizer/optimizer_config.py": (
         "class OptimizerConfig",
         _MOMENTS,
-        _MOMENTS + "        if self.use_precision_aware_optimizer:\n"
-        "            self.exp_avg_dtype = self.exp_avg_sq_dtype = torch.bfloat16\n",
+        _MOMENTS + "        for name in ('exp_avg_dtype', 'exp_avg_sq_dtype'):\n"
+        "            if isinstance(getattr(self, name), str):\n"
+        "                setattr(self, name, getattr(torch, getattr(self, name)))\n",
     ),
 }
 _PROFILE = """
