@@ -1,4 +1,4 @@
-"""What this machine can run, looked up without loading an engine; and how fast it samples, measured."""
+"""Finds out what this machine can run, without loading an engine, and measures how fast it samples."""
 
 import importlib.util
 import platform
@@ -21,9 +21,9 @@ class Finding:
     """One capability.
 
     Attributes:
-        capability: what one would want to do.
-        usable: whether this machine can.
-        reason: what was found, and what to do when it cannot.
+        capability: what a user may want to do.
+        usable: whether this machine can do it.
+        reason: what was found, and what to do if it cannot.
     """
 
     capability: str
@@ -44,7 +44,7 @@ def show_findings() -> None:
 
 
 def examine() -> list[Finding]:
-    """Look at Python, packages, CPU and GPU.
+    """Examine Python, packages, CPU and GPU.
 
     Returns:
         One finding for each capability, the embedded engine first.
@@ -108,13 +108,13 @@ def _version(package: str) -> str | None:
 
 
 def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Path | None, *, command: str) -> None:
-    """Measure how fast vLLM samples in each format, print what to take, and write it down.
+    """Measure how fast vLLM samples in each format, print which to choose, and save the results.
 
     Args:
         settings: what to measure.
         output: folder of the results; what it holds already is not measured again.
-        record: results file that gets the figures, or None.
-        command: what measures them again.
+        record: results file to add the figures to, or None.
+        command: the command that measures them again.
     """
     from rich.console import Console
 

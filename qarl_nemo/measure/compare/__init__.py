@@ -1,1 +1,1 @@
-"""`qarl compare`: learner against rollout engine, in logprobs and operator by operator."""
+"""`qarl compare`: compares learner and rollout engine, by logprobs and operator by operator."""

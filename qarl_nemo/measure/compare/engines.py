@@ -27,12 +27,12 @@ from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.sampler import PackedSampler
 from qarl_nemo.train.sampling import SamplingParams
 
-# A greedy response's logprobs are those at temperature 1, on every engine.
+# Every engine reports a greedy response's logprobs at temperature 1.
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 _SCRIPT = Path(__file__).with_name("vllm_responses.py")
 # Prompts and steps of an engine's record: a prefill and some decoding, few enough for one forward.
 _RECORDED_PROMPTS, _RECORDED_TOKENS = 16, 9
-# Of the GPU memory an engine may take, for weights and activations beside the cache, where engines share the GPU.
+# The cache's part of the memory that an engine may take when engines share a GPU; the rest is weights and activations.
 _CACHE_SHARE = 0.5
 _QUANTIZING = threading.Lock()
 
@@ -42,10 +42,10 @@ class Served:
     """What one engine did in one format.
 
     Attributes:
-        responses: by decoding, `sampled` and `greedy`.
-        engine: its name and version.
+        responses: responses by decoding, `sampled` and `greedy`.
+        engine: the engine's name and version.
         methods: the class that multiplies each module's weights, as the engine reports it.
-        record: what its operators put out, see `vllm_operators.py`; None where that was not asked for.
+        record: its operators' outputs, see `vllm_operators.py`; None unless requested.
     """
 
     responses: dict[str, list[Response]]
@@ -55,7 +55,7 @@ class Served:
 
 
 def serve(job: Job, fmt: QuantFormat) -> Served:
-    """Let the job's engine answer its prompts.
+    """Have the job's engine answer its prompts.
 
     Args:
         job: the comparison.
@@ -66,7 +66,7 @@ def serve(job: Job, fmt: QuantFormat) -> Served:
 
     Raises:
         RuntimeError: vLLM failed; its last lines are shown.
-        ValueError: vLLM did not quantize what it should, or quantized what it should not; all modules are listed.
+        ValueError: vLLM did not quantize what it should, or quantized what it should not; lists all modules.
     """
     return _serve_packed(job, fmt) if job.settings.engine == "packed" else _serve_vllm(job, fmt)
 
@@ -132,7 +132,7 @@ def _serve_vllm(job: Job, fmt: QuantFormat) -> Served:
         checkpoint = settings.checkpoint
         if fmt.is_quantized:
             checkpoint = folder / "quantized"
-            # One at a time: engines start in threads, and the quantizers' kernels are compiled in this process.
+            # One at a time, because engines start in threads and the quantizers' kernels are compiled in this process.
             with _QUANTIZING:
                 quantize_checkpoint(settings.checkpoint, checkpoint, fmt, settings.targets, device=job.device.type)
         record = folder / "record.safetensors" if settings.layers else None
@@ -153,7 +153,7 @@ def _vllm_options(job: Job, fmt: QuantFormat) -> dict[str, Any]:
         share = settings.gpu_memory_utilization / settings.parallel
         options["gpu_memory_utilization"] = share
         if settings.parallel > 1:
-            # Engines that start or end meanwhile would disturb the measurement from which vLLM sizes its cache.
+            # Other engines that start or end would disturb the memory measurement by which vLLM sizes its cache.
             total = torch.cuda.get_device_properties(job.device).total_memory
             options["kv_cache_memory_bytes"] = int(_CACHE_SHARE * share * total)
         options |= kernel_options(fmt, settings.targets)
@@ -168,7 +168,7 @@ def _ask_vllm(folder: Path, job: Job, fmt: QuantFormat, checkpoint: Path, record
         "device": job.device.type,
         "requests": [[value, _prompts(job, value)] for value in TEMPERATURES.values()],
         "max_new_tokens": settings.max_new_tokens,
-        # When the engine reads a whole response, it must be able to add a token.
+        # An engine that reads a whole response must be able to add a token.
         "max_model_len": max(map(len, job.prompts)) + max(settings.max_new_tokens, _RECORDED_TOKENS) + 1,
         "seed": settings.seed,
         "stop_token_ids": job.stop_ids,

@@ -1,8 +1,8 @@
-"""Operator by operator: the learner's on vLLM's own inputs, so that a difference stays where it arises.
+"""Runs each of the learner's operators on vLLM's own inputs, so that a difference shows where it arises.
 
-The record of `vllm_operators` holds a prefill of some prompts and several decoding steps. A request's tokens are put
-together again, and each of the learner's operators reads them all at once, as it does in training, from what the engine
-put out before.
+The record of `vllm_operators` holds a prefill of some prompts and several decoding steps. A request's tokens are joined
+again, and each of the learner's operators reads them all at once, as in training, from the outputs that the engine's
+previous operator produced.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ class Step:
     """One operator of one layer.
 
     Attributes:
-        operator: its name, e.g. `qkv_proj`.
-        layer: which layer, None for what stands after the last.
-        actual: [rows, ...] of the learner.
-        expected: [rows, ...] of the engine.
+        operator: the operator's name, e.g. `qkv_proj`.
+        layer: which layer; None for operators after the last one.
+        actual: [rows, ...] the learner's output.
+        expected: [rows, ...] the engine's output.
         rows: [rows] which rows of the record these are.
     """
 
@@ -41,7 +41,7 @@ class Step:
 
 @torch.inference_mode()
 def compare_operators(model: PreTrainedModel, record: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Run every operator of the learner on what the engine's operator read.
+    """Run every operator of the learner on the inputs of the engine's operator.
 
     Args:
         model: the learner, with its aligned layers.
@@ -91,7 +91,7 @@ def total_by_operator(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Tokens:
-    """The record's rows, put into sequences [B, S] and back; filler stands on the right."""
+    """Converts the record's rows to sequences [B, S], padded on the right, and back."""
 
     def __init__(self, record: dict[str, Tensor]) -> None:
         self.record = record
@@ -196,7 +196,7 @@ def _mlp(mlp: torch.nn.Module, tokens: _Tokens, at: dict[str, Tensor]) -> Iterat
     yield "router", logits, at["router"]
     weights, experts = router.choose(at["router"])
     if "topk_ids" in at:
-        # A choice is a set: the order of equal weights says nothing.
+        # A choice is a set, because experts with equal weights may come in any order.
         yield "topk_ids", experts.sort(-1).values, at["topk_ids"].long().sort(-1).values
         same = (experts == at["topk_ids"]).all(-1)
         yield "topk_weights", torch.where(same[:, None], weights, at["topk_weights"]), at["topk_weights"]

@@ -16,7 +16,7 @@ from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.report.fidelity import write_fidelity_figure
 from qarl_nemo.metrics.report.style import format_number
 
-# What fits a terminal of 80 columns; compare.json has all.
+# The columns that fit a terminal of 80 characters; compare.json has all figures.
 _COLUMNS = {
     "gap_mean": "|gap|",
     "gap_over_floor": "x floor",
@@ -31,7 +31,7 @@ def write_comparison(folder: Path, settings: CompareSettings, result: Comparison
     """Write `compare.json` and `compare.png`.
 
     Args:
-        folder: created where it is missing.
+        folder: created if missing.
         settings: what was asked for.
         result: what was measured.
 
@@ -73,13 +73,13 @@ def comparison_tables(result: Comparison) -> Iterator[Table]:
 
 
 def operator_tables(result: Comparison) -> Iterator[Table]:
-    """Yield one table for each format: how many values of an operator are the engine's, and how far the others are.
+    """Yield a table for each format: how many of an operator's values equal the engine's, and how far the others are.
 
     Args:
         result: what was measured.
 
     Yields:
-        One line for each operator, all layers together; nothing where operators were not compared.
+        One line for each operator, all layers together; nothing if operators were not compared.
     """
     for fmt in dict.fromkeys(row["format"] for row in result.operators):
         totals = total_by_operator([row for row in result.operators if row["format"] == fmt])

@@ -14,7 +14,7 @@ DEFAULT_NUM_PROMPTS = 16
 
 
 class PromptSettings(Protocol):
-    """What of a comparison's settings decides on its prompts."""
+    """The settings that determine a comparison's prompts."""
 
     prompts: Path | None
     num_prompts: int | None
@@ -26,24 +26,25 @@ class PromptSettings(Protocol):
 def make_prompts(
     settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> list[list[int]]:
-    """Read the prompts, or draw random tokens, none of them special.
+    """Read the prompts, or draw random tokens other than special ones.
 
     Args:
-        settings: the comparison's.
-        tokenizer: the model's.
-        config: the model's, for its vocabulary and longest sequence.
+        settings: the comparison's settings.
+        tokenizer: the model's tokenizer.
+        config: the model's config, for its vocabulary and longest sequence.
 
     Returns:
         Token ids of each prompt.
 
     Raises:
-        ValueError: lines that hold no prompt, token ids outside the vocabulary, prompts too long; all are listed.
+        ValueError: lines without a prompt, token ids outside the vocabulary, or prompts that are too long; all are
+            listed.
     """
     if settings.prompts is None:
         prompts = _random_prompts(settings, tokenizer, config)
     else:
         prompts = _read_prompts(settings.prompts, tokenizer)[: settings.num_prompts]
-    # One token more than the response: an engine that reads it all must be able to add one.
+    # One token is kept free, because an engine that reads the whole response must be able to add one.
     longest = config.max_position_embeddings - settings.max_new_tokens - 1
     problems = []
     for number, prompt in enumerate(prompts, 1):
@@ -64,7 +65,7 @@ def _random_prompts(
 ) -> list[list[int]]:
     special = set(tokenizer.all_special_ids)
     known = set(range(min(len(tokenizer), config.vocab_size))) - special
-    # A checkpoint without tokenizer files loads a tokenizer that knows special tokens alone.
+    # For a checkpoint without tokenizer files, transformers loads a tokenizer that knows only special tokens.
     ordinary = torch.tensor(sorted(known or set(range(config.vocab_size)) - special))
     shape = (settings.num_prompts or DEFAULT_NUM_PROMPTS, settings.prompt_tokens)
     if min(shape) < 1:

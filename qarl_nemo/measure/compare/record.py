@@ -12,10 +12,10 @@ from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.train.setup import resolve_device
 
 MAX_GAP_RATIO = 1.05
-# What RL trains on; greedy responses are in compare.json.
+# Sampled responses are what RL trains on; compare.json has the greedy ones as well.
 _DECODING = "sampled"
-# Engines that agree in nearly every bit have no floor to divide by: less than a tenth of what another attention kernel
-# makes of the same learner.
+# If engines agree in nearly every bit, their gap is no floor to divide by. That is assumed below a tenth of the gap
+# that another attention kernel makes in the same learner.
 _FLOOR_OVER_OWN = 0.1
 
 
@@ -28,7 +28,7 @@ def append_comparison(
         settings: what was asked for.
         result: what was measured.
         gaps: file of the gaps, or None.
-        operators: file of what operators differ in, or None.
+        operators: file of the operators' differences, or None.
 
     Returns:
         The files.
@@ -56,14 +56,14 @@ def _without_options(arguments: list[str], options: tuple[str, ...]) -> list[str
 def comparison_rows(
     settings: CompareSettings, engine: str, figures: list[Figure], device: str, command: str
 ) -> list[dict[str, Any]]:
-    """Return the rows of a results file; names end in targets other than the experts alone, and in vLLM's attention.
+    """Return rows of a results file; names end in the targets, unless just experts, and in the learner's attention.
 
     Args:
         settings: what was asked for.
-        engine: its name and version.
+        engine: the engine's name and version.
         figures: what `gap_figures` or `operator_figures` returned.
         device: `cpu` or `cuda`.
-        command: what measures it again.
+        command: the command that measures it again.
 
     Returns:
         One row for each finite figure.
@@ -86,8 +86,8 @@ def gap_figures(result: Comparison, precision: str) -> list[Figure]:
         precision: dtype of the models, `bfloat16` or `float32`.
 
     Returns:
-        `gap_floor_bf16`; for each format `gap_aligned_`, and `gap_ratio_` and `gap_ratio_rollout_only_` over that floor
-        if BF16 arithmetic makes one: FP32 models differ in the last bits of their logprobs only;
+        `gap_floor_bf16`; for each format `gap_aligned_`, and `gap_ratio_` and `gap_ratio_rollout_only_`, over that
+        floor if there is one (FP32 models differ only in the last bits of their logprobs);
         `gap_attention_`, the learner against itself with another attention kernel, and `gap_ratio_own_`, aligned over
         that; `gap_engine_`, the engine against itself.
     """
@@ -111,13 +111,13 @@ def gap_figures(result: Comparison, precision: str) -> list[Figure]:
 
 
 def operator_figures(result: Comparison) -> list[Figure]:
-    """Return what each operator differs in, all layers together.
+    """Return how far each operator differs, all layers together.
 
     Args:
         result: what was measured.
 
     Returns:
-        `operator_<format>_<name>_<phase>_same`, the fraction of equal values, and `.._db` where some differ.
+        `operator_<format>_<name>_<phase>_same`, the fraction of equal values, and `.._db` if some differ.
     """
     figures: list[Figure] = []
     for fmt in dict.fromkeys(row["format"] for row in result.operators):

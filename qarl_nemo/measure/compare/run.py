@@ -1,4 +1,4 @@
-"""Learner against rollout engine: aligned, rollout-only, and the floor that BF16 on both sides has anyway."""
+"""Compares learner and rollout engine: aligned, rollout-only, and the floor that even BF16 on both sides has."""
 
 import gc
 import math
@@ -30,10 +30,10 @@ class Comparison:
     """What was measured.
 
     Attributes:
-        engine: its name and version.
+        engine: the engine's name and version.
         methods: served format -> module -> the class that multiplied it.
         rows: one for each arm, format and decoding; see `compare`.
-        operators: one for each format, operator, layer and phase, see `compare_operators`; empty unless asked for.
+        operators: one for each format, operator, layer and phase, see `compare_operators`; empty unless requested.
     """
 
     engine: str
@@ -47,7 +47,7 @@ def compare(settings: CompareSettings, show: Callable[[str], None] = lambda _: N
 
     Args:
         settings: what to compare.
-        show: told what happens next.
+        show: called with what happens next.
 
     Returns:
         Rows with `arm`, `format` (the engine's), `decoding`, the figures of `fidelity_metrics`, `gap_over_floor`,
@@ -55,7 +55,7 @@ def compare(settings: CompareSettings, show: Callable[[str], None] = lambda _: N
         reads its own responses; `attention`, the aligned learner against itself with another attention kernel.
 
     Raises:
-        ValueError: settings, checkpoint or prompts are wrong, all listed; or vLLM did not quantize as asked.
+        ValueError: settings, checkpoint or prompts are wrong, all listed; or vLLM did not quantize as requested.
     """
     job = prepare(settings)
     formats = (get_format(FLOOR), *job.formats)
@@ -144,7 +144,7 @@ def _relate(rows: list[dict[str, Any]]) -> None:
 
 
 def _over(gap: float, reference: float) -> float:
-    # Two that agree in every bit are at their floor, also where the floor is zero.
+    # Two that agree in every bit are at their floor, even if that floor is zero.
     return gap / reference if reference else 1.0 if gap == 0 else math.inf
 
 

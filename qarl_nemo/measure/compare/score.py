@@ -1,4 +1,4 @@
-"""An engine's response, and what a model's forward says about its tokens."""
+"""An engine's response, and the logprobs that a model's forward gives its tokens."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-# A vocabulary of 150k in FP32 for this many places of one response is 150 MB.
+# FP32 logits over a vocabulary of 150k at this many positions of one response take 150 MB.
 _LOGIT_COLUMNS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What an engine answered to one prompt, and what it says about its answer when it reads it.
+    """What an engine answered to one prompt, and its logprobs when it reads its own answer.
 
     Attributes:
         prompt: token ids.
         tokens: token ids of the response, its stop token included.
         logprobs: the tokens' logprobs at temperature 1 as they were sampled, nats.
-        top_tokens: the likeliest token at each place.
+        top_tokens: the likeliest token at each position.
         read_logprobs: the same tokens' logprobs when the engine reads prompt and response at once, nats.
-        read_top_tokens: the likeliest token at each place then.
+        read_top_tokens: the likeliest token at each position then.
     """
 
     prompt: list[int]
@@ -33,12 +33,12 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Two opinions on the tokens of B responses, on the CPU.
+    """Two policies' logprobs of the tokens of B responses, on the CPU.
 
     Attributes:
-        logprobs: [B, R] FP32 of whoever is compared with the engine, at temperature 1.
-        generation_logprobs: [B, R] FP32 of the engine as it sampled.
-        same_top: [B, R] bool, both hold the same token for the likeliest.
+        logprobs: [B, R] FP32, from the model that is compared with the engine, at temperature 1.
+        generation_logprobs: [B, R] FP32, from the engine as it sampled.
+        same_top: [B, R] bool, whether both consider the same token the likeliest.
         mask: [B, R] bool, where a response has a token.
     """
 
@@ -49,7 +49,7 @@ class Scores:
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All four, in the order in which `metrics.fidelity` takes them."""
+        """All four tensors, in the order of `metrics.fidelity`'s arguments."""
         return self.logprobs, self.generation_logprobs, self.same_top, self.mask
 
 
@@ -67,7 +67,7 @@ def engine_scores(responses: list[Response]) -> Scores:
 
 
 def model_scores(model: PreTrainedModel, responses: list[Response], *, batch_size: int, pad_id: int) -> Scores:
-    """Compare what a model and the engine say about the engine's tokens.
+    """Compare a model's and the engine's logprobs of the engine's tokens.
 
     Args:
         model: the learner.
@@ -93,7 +93,7 @@ def _scores(responses: list[Response], logprobs: Tensor, tops: Tensor) -> Scores
 def read_tokens(
     model: PreTrainedModel, sequences: list[tuple[list[int], list[int]]], *, batch_size: int, pad_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Read prompts with their responses.
+    """Compute a model's logprobs of responses to prompts.
 
     Args:
         model: the model.
@@ -102,8 +102,8 @@ def read_tokens(
         pad_id: filler.
 
     Returns:
-        On the CPU: logprobs of the response tokens [B, R] FP32 at temperature 1, and the likeliest token at each place
-        [B, R].
+        On the CPU: logprobs of the response tokens [B, R] FP32 at temperature 1, and the likeliest token at each
+        position [B, R].
     """
     width = max(len(tokens) for _, tokens in sequences)
     parts = [
@@ -116,7 +116,7 @@ def read_tokens(
 def _read_batch(
     model: PreTrainedModel, batch: list[tuple[list[int], list[int]]], pad_id: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    # Filler stands on the right, where no token looks: then attention needs no mask, and runs its causal kernel.
+    # With padding on the right, where no token attends, attention needs no mask and runs its causal kernel.
     input_ids = pad_right([prompt + tokens for prompt, tokens in batch], pad_id).to(model.device)
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
     first = torch.tensor([len(prompt) - 1 for prompt, _ in batch], device=model.device)
@@ -136,7 +136,7 @@ def pad_right(rows: list[list], filler: float) -> Tensor:
 
     Args:
         rows: B lists.
-        filler: what follows a shorter one.
+        filler: fills up shorter lists.
 
     Returns:
         [B, longest].

@@ -1,4 +1,4 @@
-"""What `qarl compare` was asked for, and what it works with once everything was checked."""
+"""Settings of `qarl compare`, and the checked job that is made from them."""
 
 import importlib.util
 import json
@@ -31,22 +31,22 @@ class CompareSettings:
 
     Attributes:
         checkpoint: Hugging Face directory of a supported model, not quantized.
-        formats: what the engine serves, one pair of arms each; the BF16 floor is always measured.
+        formats: formats that the engine serves, with a pair of arms each; the BF16 floor is always measured.
         group_size: elements per scale of integer formats; None = 128.
         targets: what is quantized.
         engine: `packed` or `vllm`.
         device: `cpu`, `cuda` or `auto`.
         precision: dtype of activations and unquantized parameters, on both sides.
-        attention: the learner's kernel, `torch` or `engine`, vLLM's own.
+        attention: the learner's kernel, `torch`, or `engine` for vLLM's own.
         prompts: file of prompts; None makes random ones.
-        num_prompts: random prompts, or the most that are read from the file; None = 16 random ones, the whole file.
+        num_prompts: random prompts, or the most that are read from the file; None = 16 random ones, or the whole file.
         prompt_tokens: length of a random prompt.
-        num_responses: sampled responses of each prompt; one more is greedy.
-        max_new_tokens: budget of a response.
+        num_responses: sampled responses to each prompt; one more is greedy.
+        max_new_tokens: most tokens of a response.
         seed: seeds random prompts and sampling.
-        batch_size: responses of one forward.
+        batch_size: responses in one forward.
         gpu_memory_utilization: share of the GPU that vLLM takes.
-        parallel: vLLM engines at a time, which divide that share.
+        parallel: vLLM engines that run at a time and divide that share.
         layers: compare operator by operator as well, on vLLM's own inputs.
     """
 
@@ -72,7 +72,7 @@ class CompareSettings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A comparison whose every setting was found legal.
+    """A comparison whose settings have all been checked.
 
     Attributes:
         settings: what was asked for.
@@ -171,7 +171,7 @@ def _formats(settings: CompareSettings, problems: list[str]) -> list[QuantFormat
 
 
 def _group_size(settings: CompareSettings, name: str) -> int | None:
-    # Beside an integer format the others are to be compared as they are; alone, they refuse a group size.
+    # Next to an integer format, the group size is not meant for other formats; without one, they refuse it.
     any_integer = any(map(_takes_group_size, settings.formats))
     return settings.group_size if _takes_group_size(name) or not any_integer else None
 

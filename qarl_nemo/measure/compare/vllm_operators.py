@@ -1,7 +1,7 @@
-"""What each operator of a Qwen3 or Qwen3-MoE model put out while vLLM served it; imports nothing of vLLM.
+"""Records each operator's output of a Qwen3 or Qwen3-MoE model while vLLM serves it; does not import vLLM.
 
-The tensors are copied as an operator returns them, since the next may write over them. Rows are tokens in the order in
-which the engine computed them; inputs are the outputs before, so that only outputs are kept:
+Tensors are copied as soon as an operator returns them, since the next one may overwrite them. Rows are tokens in the
+order in which the engine computed them. An operator's inputs are earlier outputs, so only outputs are kept:
 
     tokens, positions, step                 [rows] int64; which forward of the engine computed the row
     <layer>.input_norm, .residual           normalized, and the residual stream before the norm
@@ -34,7 +34,7 @@ class OperatorRecorder:
         self.kept: dict[str, list[Tensor]] = {}
         self._steps = 0
         self._handles: list[Any] = []
-        # vLLM calls the whole model past its hooks.
+        # vLLM bypasses the whole model's hooks, so parts of it are hooked.
         self._watch(model.model.embed_tokens, lambda inputs, _: self._keep("tokens", inputs[0].long()))
         self._handles.append(model.model.layers[0].register_forward_pre_hook(self._start))
         for index, layer in enumerate(model.model.layers):
@@ -43,11 +43,11 @@ class OperatorRecorder:
         self._watch(model.logits_processor, lambda _, out: self._keep("logits", out))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what was kept, on the CPU, all forwards together."""
+        """Return the record on the CPU, all forwards together."""
         return {name: torch.cat(parts) for name, parts in self.kept.items()}
 
     def stop(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -88,7 +88,7 @@ class OperatorRecorder:
         self._steps += 1
 
     def _keeper(self, name: str) -> Callable[[tuple, Any], None]:
-        # Linear layers return their output and a bias that was not added.
+        # vLLM's linear layers return their output and a bias that was not added.
         return lambda _, out: self._keep(name, out[0] if isinstance(out, tuple) else out)
 
     def _keep_norm(self, name: str, residual: str) -> Callable[[tuple, Any], None]:
@@ -111,7 +111,7 @@ class OperatorRecorder:
 
 
 class _Patch:
-    """An instance's attribute that hides its class's, until it is removed."""
+    """An instance's attribute that hides the class's until it is removed."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name

@@ -1,7 +1,7 @@
-"""Let vLLM answer prompts: `python -P vllm_responses.py REQUEST.json ANSWER.json`.
+"""Have vLLM answer prompts: `python -P vllm_responses.py REQUEST.json ANSWER.json`.
 
-A process of its own: an engine keeps global state and gives its memory back only when its process ends, and its
-environment must be set before it is imported.
+This is a process of its own because an engine keeps global state and frees its memory only when its process ends, and
+because its environment must be set before it is imported.
 
 REQUEST holds `checkpoint`, `device`, `requests` (pairs of temperature and prompts, which are token ids),
 `max_new_tokens`, `max_model_len`, `seed`, `stop_token_ids`, `options` of `vllm.LLM`, and `record`: None, or `{prompts,
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _ENVIRONMENT = {
-    # E8M0 would round activation scales to powers of two, also for kernels that are not DeepGEMM's.
+    # With DeepGEMM, E8M0 would round activation scales to powers of two, for other kernels as well.
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -28,7 +28,7 @@ _ENVIRONMENT = {
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The CPU build compiles its sampler at the first request otherwise, which takes longer than a comparison.
+    # Otherwise the CPU build compiles its sampler at the first request, which takes longer than a comparison.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
@@ -53,7 +53,7 @@ def _start(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     on_cpu = request["device"] == "cpu"
     os.environ.update(_ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {}))
     if on_cpu:
-        # PyPI has them as CUDA builds, which a CPU build of torch cannot load; a language model needs none of them.
+        # PyPI has only CUDA builds of these, which a CPU build of torch cannot load; language models do not need them.
         sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
     import vllm
     from vllm.platforms import current_platform
@@ -63,7 +63,7 @@ def _start(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if on_cpu:
         from vllm.model_executor.models import registry
 
-        # vLLM looks at model classes in a new process, which would load the CUDA builds after all.
+        # vLLM inspects model classes in a new process, which would load the CUDA builds after all.
         registry._run_in_subprocess = lambda look: look()
         request["options"]["distributed_executor_backend"] = "uni"
     llm = vllm.LLM(

@@ -1,4 +1,4 @@
-"""What the measured speeds say: rows with spread and speed-up, and the format to take at each batch size."""
+"""Summarizes measured speeds: rows with spread and speed-up, and the format to choose at each batch size."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ class SpeedRow:
     Attributes:
         format_name: the format.
         batch_size: sequences decoded at a time.
-        reason: why there is no measurement; None when there is one.
-        decode_tokens_s: median of the repeats, of all sequences together.
-        decode_noise: median distance of a repeat from decode_tokens_s; one that was held up does not move it.
+        reason: why there is no measurement; None if there is one.
+        decode_tokens_s: median of the repeats, over all sequences.
+        decode_noise: median distance of a repeat from decode_tokens_s, which a single disturbed repeat does not move.
         prefill_tokens_s: median of the repeats.
-        speedup: decode_tokens_s over bf16's; None where bf16 was not measured.
-        weights_gib: on each GPU.
-        peak_gib: most that torch held on a GPU, the KV cache included; None on a CPU.
-        kv_cache_tokens: what fits beside them.
+        speedup: decode_tokens_s over bf16's; None if bf16 was not measured.
+        weights_gib: weights on each GPU.
+        peak_gib: the most that torch held on a GPU, including the KV cache; None on a CPU.
+        kv_cache_tokens: tokens that fit beside the weights.
     """
 
     format_name: str
@@ -80,13 +80,13 @@ def _median(speed: FormatSpeed, size: int) -> float | None:
 
 
 def recommend(rows: Sequence[SpeedRow]) -> list[dict[str, Any]]:
-    """Name the fastest format of each batch size, and those that differ from it by less than twice their noises.
+    """Name the fastest format at each batch size, and those that differ from it by less than twice the noise.
 
     Args:
         rows: what `speed_rows` returned.
 
     Returns:
-        One `{batch_size, format, tied, reason}` for each batch size; `format` is None where nothing was measured.
+        One `{batch_size, format, tied, reason}` for each batch size; `format` is None if nothing was measured.
     """
     return [_advice(size, [row for row in rows if row.batch_size == size]) for size in _sizes(rows)]
 

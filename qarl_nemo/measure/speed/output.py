@@ -18,7 +18,7 @@ from qarl_nemo.measure.speed.settings import BASELINE, SpeedJob
 from qarl_nemo.metrics.report.rollout_speed import write_rollout_speed_figure
 from qarl_nemo.metrics.results import Figure, result_rows
 
-# A name, a number for each column; refusals take the place of the numbers.
+# Columns after the format's name; a refusal takes the place of all numbers.
 _COLUMNS = ("decode tokens/s", "noise", "x bf16", "prefill tokens/s", "weights GiB", "peak GiB", "KV cache tokens")
 
 
@@ -41,7 +41,7 @@ def speed_table(rows: Sequence[SpeedRow]) -> Table:
 
 
 def notes(speeds: Sequence[FormatSpeed], rows: Sequence[SpeedRow]) -> list[str]:
-    """Return why formats were not measured, and how evenly the measured tokens went to the experts.
+    """Say why formats were not measured, and how evenly the measured tokens were spread over the experts.
 
     Args:
         speeds: what was measured.
@@ -68,7 +68,7 @@ def write_speed(folder: Path, job: SpeedJob, speeds: Sequence[FormatSpeed], rows
     """Write `rollout_speed.json`, and `rollout_speed.png` if anything was measured.
 
     Args:
-        folder: exists.
+        folder: an existing folder.
         job: what was asked for.
         speeds: what was measured.
         rows: what `speed_rows` returned.
@@ -99,7 +99,7 @@ def recorded_rows(job: SpeedJob, rows: Sequence[SpeedRow], command: str) -> list
     Args:
         job: what was asked for.
         rows: what `speed_rows` returned.
-        command: what measures them again.
+        command: the command that measures them again.
 
     Returns:
         Rows for `append_results`: speeds by format and batch size, memory by format, and the largest noise.

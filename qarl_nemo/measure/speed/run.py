@@ -1,4 +1,4 @@
-"""Rollout speed and memory of each format on this machine: one vLLM engine with dummy weights after the other."""
+"""Measures rollout speed and memory of each format on this machine: a vLLM engine with dummy weights for each."""
 
 import json
 import re
@@ -30,11 +30,11 @@ _SECONDS_TO_STOP = 60
 
 @dataclass(slots=True)
 class FormatSpeed:
-    """What was measured of one format.
+    """The measurements of one format.
 
     Attributes:
         name: the format.
-        reason: why it is not served here; None when it is.
+        reason: why it is not served here; None if it is.
         engine: version, weights_gib, kv_cache_tokens, peak_gib, busiest_expert.
         batches: batch size -> reason why it was not measured, or decode_tokens_s and prefill_tokens_s of each repeat.
     """
@@ -46,15 +46,15 @@ class FormatSpeed:
 
 
 def measure_speed(job: SpeedJob, folder: Path, show: Callable[[str, int], None]) -> list[FormatSpeed]:
-    """Measure every format, keeping what is done in `folder`: a later call with the same settings goes on from there.
+    """Measure every format and save each result in `folder`; a later call with the same settings resumes from there.
 
     Args:
         job: what to measure.
-        folder: gets `<format>.json` and the engine's `<format>.log`; created where it is missing.
-        show: told what was just done and how many of the job's `num_steps` that was.
+        folder: gets `<format>.json` and the engine's `<format>.log`; created if missing.
+        show: called with what was just done and how many of the job's `num_steps` that was.
 
     Returns:
-        One record for each format of the settings, bf16 first, those that are not served with their reason.
+        One record for each format of the settings, bf16 first; those that are not served have a reason.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = []
@@ -86,7 +86,7 @@ def _summary(batch: dict[str, Any]) -> str:
 
 
 def _settled(job: SpeedJob, speed: FormatSpeed) -> FormatSpeed:
-    """Keep the batch sizes that were asked for; an engine that failed after the first did serve the format."""
+    """Keep the requested batch sizes; an engine that failed after the first one did serve the format."""
     sizes = job.settings.batch_sizes
     batches = {size: speed.batches.get(size, {"reason": speed.reason}) for size in sizes}
     return FormatSpeed(speed.name, None if speed.batches else speed.reason, speed.engine, batches)
@@ -127,7 +127,7 @@ def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) ->
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "tensor_parallel_size": settings.tensor_parallel_size,
             "enable_expert_parallel": settings.enable_expert_parallel,
-            # Graphs of exactly the measured sizes, and no compilation: an engine is up in a minute.
+            # With graphs for exactly the measured sizes and no compilation, an engine starts within a minute.
             "compilation_config": {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -152,7 +152,7 @@ def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) ->
 
 
 def _events(request: Path, log: Path, speed: FormatSpeed) -> Iterator[dict[str, Any]]:
-    """Yield what the engine's process prints; should it fail, its last error is the reason that is kept."""
+    """Yield what the engine's process prints; if it fails, its last error becomes the reason."""
     command = [sys.executable, "-P", str(_SCRIPT), str(request)]
     lines: deque[str] = deque(maxlen=400)
     with (
@@ -176,7 +176,7 @@ def _events(request: Path, log: Path, speed: FormatSpeed) -> Iterator[dict[str, 
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        # As if by Ctrl-C, upon which vLLM ends its own processes; they would keep the GPU's memory otherwise.
+        # Like Ctrl-C, on which vLLM ends its own processes; otherwise they would keep the GPU's memory.
         process.send_signal(signal.SIGINT)
         try:
             process.wait(_SECONDS_TO_STOP)

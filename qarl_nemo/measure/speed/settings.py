@@ -1,4 +1,4 @@
-"""What `qarl doctor --rollout` was asked to measure, checked before an engine starts."""
+"""Settings of `qarl doctor --rollout`, checked before an engine starts."""
 
 import dataclasses
 import importlib.util
@@ -16,7 +16,7 @@ from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.names import TARGETS
 from qarl_nemo.train.vllm.host import vllm_problem
 
-# Decoding steps before the ones that are timed: enough for the prefill of a whole batch to be over.
+# Decoding steps before the timed ones: enough for a whole batch's prefill to be over.
 SETTLE_TOKENS = 16
 ALL_FORMATS = (BASELINE, *(name for name in FORMAT_NAMES if name != BASELINE))
 
@@ -28,14 +28,14 @@ class RolloutSpeedSettings:
     Attributes:
         model: config.json of a supported model, or its folder; weights are not needed.
         formats: what to measure; speed-ups are over bf16, if it is among them.
-        group_size: elements per scale, of integer formats; None = 128.
+        group_size: elements per scale of integer formats; None = 128.
         targets: what is quantized.
         batch_sizes: sequences decoded at a time.
         prompt_tokens: length of each prompt.
         new_tokens: timed decoding steps.
         repeats: measurements of each figure.
         tensor_parallel_size: GPUs that share each weight.
-        enable_expert_parallel: whole experts on each GPU, in place of a slice of every one.
+        enable_expert_parallel: place whole experts on each GPU instead of a slice of every expert.
         gpu_memory_utilization: share of the GPU that vLLM takes.
         seed: seeds prompts, weights and sampling.
     """
@@ -56,12 +56,12 @@ class RolloutSpeedSettings:
 
 @dataclass(frozen=True, slots=True)
 class SpeedJob:
-    """A measurement whose every setting was found legal.
+    """A measurement whose settings have all been checked.
 
     Attributes:
         settings: what was asked for.
-        model: its config and shapes.
-        formats: what an engine is started for, bf16 first.
+        model: the model's config and shapes.
+        formats: formats for which an engine is started, bf16 first.
         refused: format -> why no kernel serves its shapes here.
         device: `cuda` or `cpu`.
         hardware: e.g. `1x NVIDIA H200`.
@@ -77,7 +77,7 @@ class SpeedJob:
     vllm_version: str
 
     def identity(self, fmt: QuantFormat) -> dict[str, Any]:
-        """Return all that a figure of `fmt` depends on, except the batch size."""
+        """Return everything that a figure of `fmt` depends on, except the batch size."""
         settings = dataclasses.asdict(self.settings)
         chosen = {name: settings[name] for name in settings if name not in ("model", "formats", "batch_sizes")}
         return chosen | {
@@ -100,7 +100,7 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
         The job; formats that no kernel serves in these shapes are in `refused`.
 
     Raises:
-        ValueError: settings, model, or this machine are wrong for it; all that is wrong is listed.
+        ValueError: settings, model or this machine rule it out; every reason is listed.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problems = _number_problems(settings) + _choice_problems(settings) + _machine_problems(settings, device)

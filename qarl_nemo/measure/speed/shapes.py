@@ -1,4 +1,4 @@
-"""A model's parameter names and shapes from its config.json alone, and which formats vLLM's kernels take them in."""
+"""A model's parameter names and shapes, from config.json only, and the formats in which vLLM's kernels take them."""
 
 import json
 import math
@@ -32,7 +32,7 @@ class ModelShapes:
 
     @property
     def targets(self) -> list[str]:
-        """Targets that the model has weights of."""
+        """Targets for which the model has weights."""
         present = {target_of(name) for name in self.parameters}
         return [target for target in TARGETS if target in present]
 
@@ -47,7 +47,7 @@ def read_shapes(path: Path) -> ModelShapes:
         The model's shapes.
 
     Raises:
-        ValueError: no readable config.json, or one of an unsupported or quantized model.
+        ValueError: no readable config.json, or the model is unsupported or quantized.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     raw = read_json(file, "a model's config.json")
@@ -71,11 +71,11 @@ def shape_refusals(
     """Say why vLLM's kernels do not take a model in a format: N or K of a GPU's shard is not a multiple they need.
 
     Args:
-        model: its shapes.
+        model: the model's shapes.
         fmt: the format.
         targets: what is quantized.
         tensor_parallel_size: GPUs that share each weight.
-        enable_expert_parallel: experts are whole on each GPU.
+        enable_expert_parallel: whether each GPU has whole experts.
 
     Returns:
         One sentence for each reason.

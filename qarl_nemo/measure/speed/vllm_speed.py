@@ -1,13 +1,13 @@
 """Time vLLM's decoding and prefill with dummy weights: `python -P vllm_speed.py REQUEST.json`.
 
-A process of its own, which imports nothing of this project: an engine keeps global state and gives its memory back only
-when its process ends, and its environment must be set before it is imported.
+This is a process of its own, which imports nothing of this project: an engine keeps global state and frees its memory
+only when its process ends, and its environment must be set before it is imported.
 
 REQUEST holds `model` (a folder with config.json), `device`, `batch_sizes`, `prompt_tokens`, `settle_tokens`,
-`new_tokens`, `repeats`, `seed` and `options` of `vllm.LLM`. What is measured is printed as it comes, one line each:
+`new_tokens`, `repeats`, `seed` and `options` of `vllm.LLM`. Each measurement is printed at once, on a line of its own:
 `QARL ` and a JSON object whose `event` is `started` (version, methods, weights_gib, kv_cache_tokens), `batch`
-(batch_size, and either `reason` or one value a repeat of decode_tokens_s and prefill_tokens_s) or `finished` (peak_gib,
-busiest_expert).
+(batch_size, and either `reason` or one value per repeat of decode_tokens_s and prefill_tokens_s) or `finished`
+(peak_gib, busiest_expert).
 """
 
 import json
@@ -19,17 +19,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-# E8M0 would round activation scales to powers of two, also for kernels that are not DeepGEMM's.
+# With DeepGEMM, E8M0 would round activation scales to powers of two, for other kernels as well.
 _ENVIRONMENT = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1"}
 _DEFAULTS = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
 _CPU_DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The CPU build compiles its sampler at the first request otherwise, which takes longer than the measurement.
+    # Otherwise the CPU build compiles its sampler at the first request, which takes longer than the measurement.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# So many that the busiest expert stands out by the router's choice, not by chance.
+# Enough tokens that the busiest expert is due to the router's choice and not to chance.
 _ROUTED_TOKENS = 16384
 _GIB = 2**30
 
@@ -57,7 +57,7 @@ def _start(request: dict[str, Any]) -> tuple[Any, int]:
     on_cpu = request["device"] == "cpu"
     os.environ.update((_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})) | dict(os.environ) | _ENVIRONMENT)
     if on_cpu:
-        # PyPI has them as CUDA builds, which a CPU build of torch cannot load; a language model needs none of them.
+        # PyPI has only CUDA builds of these, which a CPU build of torch cannot load; language models do not need them.
         sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
     import vllm
     from vllm.platforms import current_platform
@@ -69,7 +69,7 @@ def _start(request: dict[str, Any]) -> tuple[Any, int]:
     if on_cpu:
         from vllm.model_executor.models import registry
 
-        # vLLM looks at model classes in a new process, which would load the CUDA builds after all.
+        # vLLM inspects model classes in a new process, which would load the CUDA builds after all.
         registry._run_in_subprocess = lambda look: look()
     llm = vllm.LLM(
         request["model"],
@@ -112,10 +112,10 @@ def _time_batch(llm: Any, prompts: list[dict[str, Any]], request: dict[str, Any]
     settle, more = request["settle_tokens"], request["new_tokens"]
     for repeat in range(1 + request["repeats"]):
         first = _seconds(llm, prompts, 1)
-        # Both lengths pay for prefill, for filling the batch and for emptying it; full steps are what is left.
+        # Both lengths include prefill, filling the batch and emptying it; their difference is full steps only.
         steps = _seconds(llm, prompts, settle + more) - _seconds(llm, prompts, settle)
         if repeat == 0:
-            # It compiled and tuned kernels.
+            # The first repeat compiled and tuned kernels.
             continue
         if steps <= 0:
             return {"reason": "too short to time: more steps took no longer than fewer; raise --new-tokens"}
@@ -127,7 +127,7 @@ def _time_batch(llm: Any, prompts: list[dict[str, Any]], request: dict[str, Any]
 def _seconds(llm: Any, prompts: list[dict[str, Any]], num_tokens: int) -> float:
     from vllm import SamplingParams
 
-    # At temperature 1 dummy weights draw tokens evenly; greedily they would repeat one, and the experts it goes to.
+    # At temperature 1 dummy weights draw tokens evenly; greedily they would repeat one token and so its experts.
     params = SamplingParams(max_tokens=num_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
@@ -135,7 +135,7 @@ def _seconds(llm: Any, prompts: list[dict[str, Any]], num_tokens: int) -> float:
 
 
 def _randomize(worker: Any) -> None:
-    """Fill what vLLM leaves as it was in memory (int4) or nearly zero (FP8), as power and clocks depend on the bits."""
+    """Fill weights that vLLM leaves uninitialized (int4) or near zero (FP8): a GPU's clocks depend on the bits."""
     import torch
 
     for name, parameter in worker.model_runner.get_model().named_parameters():
@@ -164,7 +164,7 @@ def _require_finite(llm: Any) -> None:
 
 
 def _expert_load(llm: Any, request: dict[str, Any]) -> float | None:
-    """Return how many tokens the busiest expert gets, over the mean, of prompts like the measured ones."""
+    """Return the busiest expert's number of tokens over the mean, for prompts like the measured ones."""
     llm.collective_rpc(_watch_routers)
     _seconds(llm, _prompts(llm, request, math.ceil(_ROUTED_TOKENS / request["prompt_tokens"])), 1)
     return llm.collective_rpc(_busiest_expert)[0]
@@ -194,7 +194,7 @@ def _busiest_expert(worker: Any) -> float | None:
 
 def _weight_bytes(worker: Any) -> int:
     runner = worker.model_runner
-    # A CPU's runner does not say.
+    # On a CPU the runner does not report it.
     own = sum(parameter.numel() * parameter.element_size() for parameter in runner.get_model().parameters())
     return int(getattr(runner, "model_memory_usage", 0) or own)
 
