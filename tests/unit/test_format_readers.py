@@ -214,3 +214,13 @@ def test_every_format_has_a_color_and_the_default_is_served():
     assert len(set(_COLORS.values())) == len(FORMAT_NAMES)
     assert QarlConfig().format == DEFAULT_FORMAT == Learner().format
     assert find_format("w4a4") is None
+
+
+@pytest.mark.parametrize("fmt", RECORDS)
+def test_ranks_of_a_learner_send_each_other_records(fmt, tmp_path):
+    pytest.importorskip("megatron.core")
+    from qarl_nemo.train.megatron.launch import _ARGUMENTS
+
+    torch.save(fmt, tmp_path / "command")
+    with torch.serialization.safe_globals(list(_ARGUMENTS)):
+        assert torch.load(tmp_path / "command", weights_only=True) == fmt

@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from qarl_kernels import QuantFormat
+from qarl_formats import Kernel, OnDevice, QuantFormat, VllmKernels
 from qarl_nemo.config import load_config
 from qarl_nemo.failures import run_reported
 from qarl_nemo.files import make_folder, write_atomic
@@ -31,7 +31,7 @@ from qarl_nemo.train.run_dir import is_complete
 from qarl_nemo.train.setup import build_learner, learner_device
 
 # The types of a learner's arguments, besides tensors and paths.
-_ARGUMENTS = (Rollouts, QuantFormat)
+_ARGUMENTS = (Rollouts, QuantFormat, VllmKernels, Kernel, OnDevice)
 _PARALLEL_SIZES = {"tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"}
 
 
