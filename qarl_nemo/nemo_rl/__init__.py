@@ -1,1 +1,1 @@
-"""NeMo-RL's GRPO loop with an aligned Megatron learner, packed refits and a quantized vLLM: a plug-in, no fork."""
+"""NeMo-RL's GRPO loop with an aligned Megatron learner, packed refits and a quantized vLLM: a plug-in, not a fork."""

@@ -1,7 +1,8 @@
-"""The aligned model inside NeMo-RL's policy worker: how it is built, what of it is aligned, and running other formats.
+"""The aligned model inside NeMo-RL's policy worker: how it is built and checked, and how it runs in other formats.
 
-NeMo-RL builds model and reference model from one Bridge provider. Its layer spec is the aligned one while it does, and
-the provider's own again afterwards: checkpoints record the provider, and must load where this package is not.
+NeMo-RL builds model and reference model from one Bridge provider. Meanwhile the provider's layer spec is the aligned
+one; afterwards it is the provider's own again, because checkpoints record the provider and must load without this
+package.
 """
 
 import inspect
@@ -23,14 +24,14 @@ from qarl_nemo.megatron.spec import align_spec
 
 @contextmanager
 def aligned_provider(worker_module: Any, alignment: Alignment) -> Iterator[None]:
-    """Let NeMo-RL's policy worker build aligned models.
+    """Make NeMo-RL's policy worker build aligned models inside the block.
 
     Args:
         worker_module: `nemo_rl.models.policy.workers.megatron_policy_worker`.
         alignment: what they execute.
 
     Yields:
-        While the worker sets its models up.
+        Nothing; the worker sets up its models meanwhile.
     """
     setup, changed = worker_module.setup_model_and_optimizer, []
 
@@ -53,11 +54,11 @@ def aligned_spec(own: Any, alignment: Alignment) -> Callable[..., Any]:
     """Return the aligned form of a Bridge provider's layer spec.
 
     Args:
-        own: the provider's: a spec, or a function that makes one.
+        own: the provider's own: a spec, or a function that makes one.
         alignment: what the model executes.
 
     Returns:
-        A function of the provider, as Bridge's `transformer_layer_spec` takes it.
+        A function of the provider, as Bridge accepts it for `transformer_layer_spec`.
     """
 
     def spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -81,7 +82,7 @@ def require_aligned(model: Sequence[nn.Module], alignment: Alignment) -> str:
         alignment: what they should execute.
 
     Returns:
-        What runs in which format, for people.
+        What runs in which format, for the log.
 
     Raises:
         RuntimeError: a targeted layer is not aligned; all are listed.
@@ -123,14 +124,14 @@ def _unaligned(layer: str, *linears: nn.Module) -> list[str]:
 
 @contextmanager
 def executing(model: Sequence[nn.Module], fmt: QuantFormat) -> Iterator[None]:
-    """Let an aligned model execute, and publish, another format for a while.
+    """Make an aligned model execute and publish another format inside the block.
 
     Args:
         model: this rank's chunks.
         fmt: the other format; bf16 is the master weights themselves.
 
     Yields:
-        While it does; no backward may cross the end.
+        Nothing; a forward inside the block must have its backward there, too.
     """
     weights = aligned_weights(model)
     dispatchers = [

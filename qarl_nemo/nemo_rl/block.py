@@ -1,4 +1,4 @@
-"""The `qarl:` block of a NeMo-RL config: what it may say. Imports no NeMo-RL."""
+"""The `qarl:` block of a NeMo-RL config. Does not import NeMo-RL."""
 
 from typing import Literal
 
@@ -16,13 +16,13 @@ class NemoQarlConfig(QarlConfig):
     router_replay: bool | None = None  # type: ignore[assignment]
     """The learner uses the experts the rollout engine chose; None follows `policy.router_replay.enabled`."""
     layerwise_refit: bool | None = None
-    """Whether colocated engines read one layer of a refit at a time, twice, instead of all of it at once; None: where
-    all of it would take more than half of a GPU's free memory."""
+    """Whether colocated engines read a refit layer by layer, twice, instead of all at once; None: if all at once would
+    take more than half of a GPU's free memory."""
     resident: bool | Literal["auto"] = "auto"
-    """Whether the optimizer's state stays on the GPU while engines generate; auto: where both fit by computation. A
-    rank that finds too little room when its engine is to wake moves its state to the host from then on."""
+    """Whether the optimizer's state stays on the GPU while engines generate; auto: if both fit by computation. A rank
+    with too little room when its engine is about to wake moves its state to the host from then on."""
     gpu_memory_gib: float | None = Field(None, gt=0, le=4096)
-    """Memory of one GPU, which the run's needs are held against; None: of this machine's first GPU, else 79 (80 GB)."""
+    """Memory of one GPU, with which the run's needs are compared; None: this machine's first GPU's, else 79 (80 GB)."""
     max_skipped_steps: int = Field(3, ge=1, le=1_000_000)
     """How many optimizer steps in a row may be skipped for a non-finite loss or gradient before the run stops."""
     engine_rounding: bool = False

@@ -1,4 +1,4 @@
-"""Hold the `qarl:` block against NeMo-RL's own settings, and put it where workers find it. Imports no NeMo-RL."""
+"""Checks the `qarl:` block against NeMo-RL's settings and puts it where workers find it. Does not import NeMo-RL."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -16,9 +16,9 @@ from qarl_nemo.nemo_rl.residency import optimizer_stays
 def apply_qarl(master_config: Any) -> NemoQarlConfig:
     """Check a NeMo-RL config together with its `qarl:` block, and put the block where NeMo-RL's workers see it.
 
-    `policy.qarl` and `policy.generation.qarl` become plain dictionaries, `policy.generation.quant_cfg` the sentinel
-    that selects our vLLM worker, and `policy.offload_optimizer_for_refit` what `resident` comes to. Shapes are checked
-    where the model's config.json is at hand: `policy.model_name` is a folder, or lies in Hugging Face's cache; workers
+    `policy.qarl` and `policy.generation.qarl` become plain dictionaries, `policy.generation.quant_cfg` becomes the
+    sentinel that selects our vLLM worker, and `policy.offload_optimizer_for_refit` follows from `resident`. Shapes are
+    checked if the model's config.json is at hand (`policy.model_name` is a folder, or in Hugging Face's cache); workers
     check them in any case.
 
     Args:

@@ -1,4 +1,4 @@
-"""NeMo-RL settings under which a QaRL run would not be one: unquantized, quantized twice, or by another objective."""
+"""NeMo-RL settings that contradict a `qarl:` block: they run unquantized, quantize twice, or use another objective."""
 
 import os
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ _UNREAD = {
     "use_cispo": False,
     "positive_example_nll_weight": 0.0,
 }
-# With Muon, as NeMo-RL's guide to it says.
+# Settings that NeMo-RL's guide to Muon requires.
 _MUON = {
     "policy.megatron_cfg.optimizer.use_distributed_optimizer": False,
     "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False,
@@ -73,7 +73,7 @@ _UNCORRECTED = ("gspo", "sapo")
 
 
 def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    """Say which NeMo-RL settings do not go with a `qarl:` block.
+    """Say which NeMo-RL settings conflict with a `qarl:` block.
 
     Args:
         config: the whole config, as nested dictionaries.
@@ -96,7 +96,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *dtype_conflicts(config),
         *shape_conflicts(config, qarl),
         *(layout := layout_conflicts(config, read_model_config(str(look_up(config, "policy.model_name", ""))))),
-        # Ranks that cannot be have no memory.
+        # Memory can be computed only for a layout that is possible.
         *([] if layout else memory_conflicts(config, qarl)),
     ]
 
@@ -146,7 +146,7 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
 
 
 def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
-    # NeMo-RL refuses these itself, but after all workers have started.
+    # NeMo-RL refuses these itself, but only after all workers have started.
     wanted = {
         "policy.generation.colocated.enabled": (False, "generation needs GPUs of its own"),
         "policy.generation.vllm_cfg.async_engine": (True, "generation runs beside training"),

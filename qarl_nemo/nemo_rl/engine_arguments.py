@@ -1,4 +1,4 @@
-"""From NeMo-RL's arguments of `vllm.LLM` to those of an engine that serves packed weights."""
+"""Turns NeMo-RL's arguments of `vllm.LLM` into those of an engine that serves packed weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ _EXTENSION = "qarl_nemo.nemo_rl.vllm_extension.QarlWorkerExtension"
 
 
 def engine_arguments(given: Mapping[str, Any], qarl: QarlConfig) -> dict[str, Any]:
-    """Return the arguments with which vLLM serves what the `qarl:` block says, by the arithmetic the learner follows.
+    """Return the arguments with which vLLM serves what the `qarl:` block says, in the arithmetic the learner follows.
 
     Args:
-        given: NeMo-RL's arguments; `vllm_kwargs` are in them.
+        given: NeMo-RL's arguments, including `vllm_kwargs`.
         qarl: the block.
 
     Returns:
@@ -34,7 +34,7 @@ def engine_arguments(given: Mapping[str, Any], qarl: QarlConfig) -> dict[str, An
     arguments = dict(given) | {name: plain_block(given[name]) for name in NESTED if name in given} | kernels
     arguments["worker_extension_cls"] = _EXTENSION
     arguments["compilation_config"] = _compilation(given)
-    # Rewards are paid for what was sampled: at the sampling temperature, as the learner's log-probabilities are.
+    # Logprobs of the distribution that was sampled from, at the sampling temperature, like the learner's.
     arguments["logprobs_mode"] = "processed_logprobs"
     quantization = model_quantization_config(fmt, parameter_names(given["model"]), targets)
     if quantization is not None:
@@ -44,7 +44,7 @@ def engine_arguments(given: Mapping[str, Any], qarl: QarlConfig) -> dict[str, An
 
 def _compilation(given: Mapping[str, Any]) -> dict[str, Any]:
     own = plain_block(given.get("compilation_config")) or {}
-    # NeMo-RL's older word for the compiler, which is off.
+    # NeMo-RL's older switch for the compiler, which is off.
     own.pop("use_inductor", None)
     graphs = {} if given.get("enforce_eager") else {"cudagraph_mode": "FULL_DECODE_ONLY"}
     merged = graphs | own | COMPILATION

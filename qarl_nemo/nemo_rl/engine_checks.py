@@ -1,4 +1,4 @@
-"""What vLLM is given, wherever it was said, held against `engine_rules.py`; and what an engine then runs with."""
+"""Checks vLLM's arguments, wherever they come from, and a running engine's settings against `engine_rules.py`."""
 
 import difflib
 import json
@@ -11,7 +11,7 @@ from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT
 
 _VLLM_KWARGS = "policy.generation.vllm_kwargs"
 _VLLM_CFG = "policy.generation.vllm_cfg"
-# NeMo-RL's own key -> vLLM's argument, where NeMo-RL passes it on.
+# NeMo-RL's own key -> the argument of vLLM that NeMo-RL makes from it.
 _FROM_VLLM_CFG = {
     "precision": "dtype",
     "logprobs_mode": "logprobs_mode",
@@ -20,18 +20,18 @@ _FROM_VLLM_CFG = {
 }
 _BLOCKS = (*NESTED, "hf_overrides")
 _KNOWN = {*RULES, *NESTED, "hf_overrides", *(name for names in NO_MATTER.values() for name in names)}
-# How the passes of vLLM's compiler and its switched off operators are said.
+# The values that switch off a pass of vLLM's compiler.
 _OFF = (None, False, 0)
 
 
 def given_arguments(generation: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what NeMo-RL will give vLLM that a config can say, as its worker puts it together.
+    """Return the arguments that NeMo-RL's worker will give vLLM, as far as a config determines them.
 
     Args:
         generation: NeMo-RL's `policy.generation` block.
 
     Returns:
-        Arguments of `vllm.LLM` by name, and the config's key that each of them comes from.
+        Arguments of `vllm.LLM` by name, and the config key from which each of them comes.
     """
     kwargs, own = generation.get("vllm_kwargs") or {}, generation.get("vllm_cfg") or {}
     arguments = dict(kwargs)
@@ -52,9 +52,10 @@ def argument_problems(
     """Say which arguments of `vllm.LLM` break the alignment of learner and engine, or refits.
 
     Args:
-        arguments: by name; blocks may be mappings, JSON, or the integer that vLLM takes for a compilation mode.
+        arguments: arguments by name; blocks may be mappings, JSON, or the integer that vLLM takes for a compilation
+            mode.
         kernels: `kernel_options` of the format.
-        places: where each was said; `vllm_kwargs` where a name is missing.
+        places: the key that each comes from; `vllm_kwargs` for a missing name.
 
     Returns:
         One line each: key, value, why, and what to set.
@@ -88,12 +89,12 @@ def repeated_arguments(generation: Mapping[str, Any]) -> list[str]:
 
 
 def environment_problems(environment: Mapping[str, str], where: str, *, forced: bool = False) -> list[str]:
-    """Say which environment variables make vLLM compute otherwise than the learner follows.
+    """Say which environment variables make vLLM compute in a way that the learner does not follow.
 
     Args:
         environment: variables that an engine will see.
-        where: they come from, for the message.
-        forced: also those that QaRL's worker overwrites.
+        where: where they come from, for the message.
+        forced: include those that QaRL's worker overwrites.
 
     Returns:
         One line each.
@@ -107,14 +108,14 @@ def environment_problems(environment: Mapping[str, str], where: str, *, forced: 
 
 
 def served_problems(vllm_config: Any, kernels: Mapping[str, str]) -> list[str]:
-    """Say where a running engine's settings are not those that it has to have.
+    """Say where a running engine's settings are not the required ones.
 
     Args:
         vllm_config: vLLM's `VllmConfig`, as its worker has it.
         kernels: `kernel_options` of the format.
 
     Returns:
-        One line each: where in `VllmConfig`, what was found, why not, and what is needed.
+        One line each: the place in `VllmConfig`, what was found, why it is wrong, and what is needed.
     """
     rules = [rule for rule in RULES.values() if rule.served]
     rules += [Rule((value,), "the learner follows it", f"kernel_config.{name}") for name, value in kernels.items()]
@@ -205,13 +206,13 @@ def _is_legal(value: Any, legal: tuple[Any, ...]) -> bool:
 
 
 def _same(plain: Any, legal: tuple[Any, ...]) -> bool:
-    # A command line's 0 is an integer where vLLM has a float; a truth value is no number.
+    # A command line's 0 is an integer where vLLM has a float; a bool does not count as a number.
     numbers = (int, float)
     return type(plain) in numbers and any(type(each) in numbers and plain == each for each in legal)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as rules say it: enumerations by name, in lower case; None for what is empty."""
+    """Return a value in the form that rules use: enumerations by name, in lower case; None for anything empty."""
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, str):

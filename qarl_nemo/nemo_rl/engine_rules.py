@@ -1,19 +1,19 @@
-"""Every argument of vLLM 0.25.1, decided: what the learner's arithmetic and the refits need, and what they do not mind.
+"""A decision on every argument of vLLM 0.25.1: which values the learner's arithmetic and the refits need or allow.
 
 `engine_checks.py` applies the tables, `python -m qarl_nemo.nemo_rl.engine_rules` prints the copy in
-docs/design/vllm_settings.md. An argument in none of them is refused: what it does to the arithmetic is not known.
+docs/design/vllm_settings.md. An argument in none of them is refused, because its effect on the arithmetic is unknown.
 """
 
 from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """What an argument may be.
+    """The legal values of an argument.
 
     Attributes:
-        legal: values, in lower case; one that is empty, absent or None is always legal.
-        why: another value would break alignment or refits.
-        served: where the value stands in the `VllmConfig` of a running engine, whose worker checks it again.
+        legal: values, in lower case; an empty or absent value or None is always legal.
+        why: why another value would break alignment or refits.
+        served: where the value is in the `VllmConfig` of a running engine, whose worker checks it again.
     """
 
     legal: tuple[Any, ...]
@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
     "worker_cls": Rule(("auto",), "refits extend vLLM's own worker"),
     "additional_config": Rule((), "plug-ins of vLLM read it, and what they change is not known"),
 }
-"""Argument, with its block where it is nested -> what it may be."""
+"""Argument, with its block if it is nested -> its legal values."""
 
 NO_MATTER: dict[str, tuple[str, ...]] = {
     "how requests are batched: the same sums, up to the shapes of batches": _names(
@@ -179,9 +179,9 @@ NESTED: dict[str, tuple[str, ...]] = {
     ),
     "kernel_config": ("moe_backend", "linear_backend", "enable_flashinfer_autotune", "enable_cutedsl_warmup"),
 }
-"""Blocks of arguments -> what in them is legal or checked beside `RULES`; all else in them is refused."""
+"""Blocks of arguments -> what in them is legal or checked besides `RULES`; everything else in them is refused."""
 
-# NeMo-RL gives vLLM these itself: said again in vllm_kwargs, they end the worker in a TypeError.
+# NeMo-RL passes these itself; repeated in vllm_kwargs, they end the worker with a TypeError.
 GIVEN_BY_NEMO_RL = {
     "model": "policy.model_name",
     "served_model_name": "policy.model_name",
@@ -214,7 +214,7 @@ ENVIRONMENT_RULES: dict[str, Rule] = {
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": Rule((), _QUANTIZED),
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": Rule((), _QUANTIZED),
 }
-"""Environment variable -> what it may be; QaRL sets those of `refit/engine_settings.py`."""
+"""Environment variable -> its legal values; QaRL sets those of `refit/engine_settings.py`."""
 
 
 def rules_table() -> str:

@@ -1,4 +1,4 @@
-"""NeMo-RL settings that are legal beside a `qarl:` block and make a run slow, or its steps others than expected."""
+"""NeMo-RL settings that are legal with a `qarl:` block but make a run slow, or its steps other than expected."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _EAGER = "policy.generation.vllm_cfg.enforce_eager"
 
 
 def find_hints(config: Mapping[str, Any]) -> list[str]:
-    """Say what costs time for nothing, and which Muon steps otherwise than the one of all other learners here.
+    """Say which settings cost time for nothing, and which make Muon step differently from all other learners here.
 
     Args:
         config: the whole config, as nested dictionaries.

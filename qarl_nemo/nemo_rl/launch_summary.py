@@ -16,8 +16,8 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
         qarl: its checked `NemoQarlConfig`.
-        arguments: of the command line, the launcher first.
-        unchecked: why the model's shapes and memory were not checked; None where they were.
+        arguments: the command line's words, the launcher first.
+        unchecked: why the model's shapes and memory were not checked; None if they were.
 
     Returns:
         Lines of text.

@@ -1,4 +1,4 @@
-"""How a NeMo-RL run shares its GPUs between learner ranks and engines, and what of it cannot be. Imports no NeMo-RL."""
+"""How a NeMo-RL run divides its GPUs among learner ranks and engines, and why that may be impossible."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from qarl_nemo.nemo_rl.lookup import look_up
 _MEGATRON = "policy.megatron_cfg"
 _ENGINE = "policy.generation.vllm_cfg"
 _RESOURCES = "policy.generation.colocated.resources"
-# Megatron's names of its parallel sizes, by our short ones.
+# Our short names of parallel sizes -> Megatron's.
 _SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -22,14 +22,14 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Who runs where, as a config says it.
+    """What runs where, according to a config.
 
     Attributes:
-        nodes: of the cluster.
-        gpus_per_node: of the cluster.
-        colocated: engines share the learner's GPUs.
+        nodes: the cluster's number of nodes.
+        gpus_per_node: GPUs on each node.
+        colocated: whether engines share the learner's GPUs.
         learner_gpus: GPUs of the learner.
-        engine_gpus: GPUs of all engines.
+        engine_gpus: GPUs of all engines together.
         sizes: Megatron's parallel sizes: tp, pp, cp, ep and etp.
         engine_tp: GPUs that share one engine's layers.
         engine_ep: GPUs that share one engine's experts.
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def ranks(self) -> Parallelism:
-        """The learner's layout; ValueError where there are problems."""
+        """The learner's layout; ValueError if it is impossible."""
         return Parallelism(self.learner_gpus, **self.sizes)
 
     @property
@@ -56,18 +56,18 @@ class Layout:
 
     @property
     def engines(self) -> int:
-        """How many engines there are."""
+        """The number of engines."""
         return self.engine_gpus // self.engine_tp
 
 
 def read_layout(config: Mapping[str, Any]) -> Layout | None:
-    """Read a layout off a config.
+    """Read the layout from a config.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
 
     Returns:
-        The layout, right or wrong; None without a `cluster` block.
+        The layout, possible or not; None without a `cluster` block.
     """
     nodes, per_node = (look_up(config, f"cluster.{key}", None) for key in ("num_nodes", "gpus_per_node"))
     if not nodes or not per_node:
@@ -75,7 +75,7 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
     colocated = bool(look_up(config, "policy.generation.colocated.enabled", True))
     total, taken = nodes * per_node, 0
     if not colocated:
-        # On one node NeMo-RL takes GPUs for generation, on several whole nodes.
+        # For generation NeMo-RL takes some GPUs of a single node, but whole nodes of several.
         own = _count(config, f"{_RESOURCES}.{'gpus_per_node' if nodes == 1 else 'num_nodes'}", 0)
         taken = own if nodes == 1 else own * per_node
     return Layout(
@@ -95,7 +95,7 @@ def layout_conflicts(config: Mapping[str, Any], model: Mapping[str, Any] | None)
 
     Args:
         config: the whole config, as nested dictionaries.
-        model: its config.json; None where it is not at hand.
+        model: the model's config.json; None if it is not at hand.
 
     Returns:
         One line each: keys, values, and what is needed.
@@ -211,7 +211,7 @@ def _model_problems(config: Mapping[str, Any], layout: Layout, model: Mapping[st
     ):
         if heads % size:
             problems.append(f"{key}={size}: does not divide the {heads} attention heads")
-    # Megatron may be told how many layers the first and the last stage have.
+    # Megatron has settings for the number of layers in the first and the last stage.
     uneven = any(look_up(config, f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage", None) for end in ("first", "last"))
     if layers % sizes["pp"] and not uneven:
         problems.append(f"{_MEGATRON}.{_SIZES['pp']}={sizes['pp']}: does not divide the {layers} layers")

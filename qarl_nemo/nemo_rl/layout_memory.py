@@ -1,4 +1,4 @@
-"""GPU memory of a NeMo-RL run's learner ranks and engines, computed from its config and held against the card."""
+"""GPU memory of a NeMo-RL run's learner ranks and engines, computed from its config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from qarl_nemo.nemo_rl.optimizer_dtypes import has_bf16_moments
 from qarl_nemo.nemo_rl.token_budget import largest_budget
 
 _MEGATRON = "policy.megatron_cfg"
-# What an engine keeps while it sleeps: its context, graphs, and what kernels hold.
+# What an engine keeps while it sleeps: its context, CUDA graphs, and the kernels' buffers.
 _ASLEEP_BYTES = 5 * GIB
-# Of 80 GB, what a driver shows; the paper's cards.
+# What the driver shows of 80 GB, the size of the paper's GPUs.
 DEFAULT_GIB = 79.0
 
 
@@ -33,7 +33,7 @@ class Card:
 
     Attributes:
         gib: its size.
-        source: how it is known, for messages.
+        source: where the size comes from, for messages.
     """
 
     gib: float
@@ -45,9 +45,9 @@ class Needed:
     """What GPUs will hold, in bytes.
 
     Attributes:
-        learner: of the fullest learner rank.
-        refit: of a GPU during a refit beside its engine; None where engines have GPUs of their own.
-        engine: weights of an engine on each of its GPUs.
+        learner: what the fullest learner rank holds.
+        refit: what a GPU holds during a refit beside its engine; None if engines have GPUs of their own.
+        engine: an engine's weights on each of its GPUs.
     """
 
     learner: Memory
@@ -62,7 +62,7 @@ def card(qarl: Any) -> Card:
         qarl: the checked `NemoQarlConfig`.
 
     Returns:
-        The size and how it is known.
+        The size and where it comes from.
     """
     if qarl.gpu_memory_gib is not None:
         return Card(qarl.gpu_memory_gib, "qarl.gpu_memory_gib")
@@ -78,10 +78,10 @@ def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
         qarl: its checked `NemoQarlConfig`.
-        optimizer_stays: on the GPU, while engines generate.
+        optimizer_stays: whether the optimizer stays on the GPU while engines generate.
 
     Returns:
-        Bytes; None where the cluster or the model's config.json is not at hand.
+        Bytes; None if the `cluster` block or the model's config.json is missing.
 
     Raises:
         ValueError: the config.json lacks keys.
@@ -113,8 +113,8 @@ def budget_of(config: Mapping[str, Any], qarl: Any) -> int | None:
         qarl: its checked `NemoQarlConfig`.
 
     Returns:
-        Tokens, at most a data parallel rank's whole share of an optimizer step; None where nothing fits, or the
-        cluster or the model's config.json is not at hand.
+        Tokens, at most a data-parallel rank's whole share of an optimizer step; None if nothing fits, or the `cluster`
+        block or the model's config.json is missing.
     """
     layout, path = read_layout(config), model_config_file(str(look_up(config, "policy.model_name", "")))
     if layout is None or path is None:
@@ -157,7 +157,7 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         optimizer=_optimizer(look_up(megatron, "optimizer", {})),
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
         tokens=_tokens(policy),
-        # What selective recomputation leaves is between none and this.
+        # Selective recomputation keeps something between this and nothing.
         recompute=_recompute(megatron),
         logits=not look_up(megatron, "use_fused_linear_logprobs", False),
         logprob_chunk=policy.get("logprob_chunk_size") or None,
@@ -169,7 +169,7 @@ def _served(qarl: Any) -> Learner:
 
 
 def _engine_bytes(model: ModelSize, layout: Layout, served: Learner) -> float:
-    # Experts that span several engines' GPUs, vLLM's data parallel ranks, leave the rest whole on each.
+    # If experts span several engines (vLLM's data-parallel ranks), all other weights are whole on each of them.
     whole = served_bytes(model, served)
     if layout.engine_ep <= layout.engine_tp or not model.num_experts:
         return whole / layout.engine_tp

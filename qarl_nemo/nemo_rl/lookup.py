@@ -1,19 +1,19 @@
-"""Values of a nested config by their dotted key."""
+"""Looks up values of a nested config by dotted key."""
 
 from collections.abc import Mapping
 from typing import Any
 
 ABSENT = object()
-"""What `look_up` returns for a key that is not there."""
+"""What `look_up` returns for an absent key."""
 
 
 def look_up(config: Mapping[str, Any], dotted: str, default: Any = ABSENT) -> Any:
-    """Return the value of a dotted key, `default` where it is absent.
+    """Return the value of a dotted key, or `default` if it is absent.
 
     Args:
         config: nested mappings.
-        dotted: such as `policy.generation.backend`.
-        default: of an absent key.
+        dotted: the key, such as `policy.generation.backend`.
+        default: what to return for an absent key.
 
     Returns:
         The value.

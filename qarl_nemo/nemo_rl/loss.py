@@ -1,7 +1,7 @@
 """The objectives as NeMo-RL's loss function: what its policy workers call and its training loop reads.
 
-It imports nothing of NeMo-RL. All it needs hangs on the loss that NeMo-RL's `setup` made: settings, and members of the
-enumerations, which lead to the others.
+It does not import NeMo-RL. Everything it needs is reached through the loss that NeMo-RL's `setup` made: the settings,
+and one member of each enumeration, which leads to the others.
 """
 
 import math
@@ -20,13 +20,13 @@ from qarl_nemo.losses.ratios import LogRatios, LossData
 from qarl_nemo.losses.reference_kl import ReferenceKL
 
 PREFIX = "qarl/"
-"""Before the name of every metric of ours; NeMo-RL's loggers put `train/` in front of it."""
+"""Prefix of our metrics' names; NeMo-RL's loggers put `train/` in front of it."""
 RESPONSE_KEY = "qarl_response"
-"""A training key of ours, [B] int64: which of the step's responses each row is."""
+"""Our own training key, [B] int64: which of the step's responses each row is."""
 
 TokenMetrics = Callable[[LossData, Tensor], dict[str, Tensor]]
 
-# Objectives that average over responses, and those whose bands hold whole responses; the others go by tokens.
+# Objectives that average over responses, and those whose bands are for whole responses; the others use tokens.
 _SEQUENCE_LOSSES = ("tbpo", "gspo", "mis_gspo", "sapo")
 _SEQUENCE_BANDS = ("tbpo", "gspo", "mis_gspo")
 _PER_TOKEN = ("kl_k3", "mismatch_kl_k3")
@@ -34,7 +34,7 @@ _PER_SEQUENCE = ("prox_ratio_mean", "mismatch_weight_mean", "kept_fraction", "mi
 
 
 class ClippedLoss(Protocol):
-    """What is read of NeMo-RL's `ClippedPGLossFn`."""
+    """The attributes of NeMo-RL's `ClippedPGLossFn` that are read here."""
 
     input_type: Enum
     loss_type: Enum
@@ -53,9 +53,9 @@ class ClippedLoss(Protocol):
 class QarlLossFn:
     """One of our objectives in NeMo-RL's loop: L = L_objective + beta * KL(learner || reference).
 
-    It takes the place of the loss that NeMo-RL's `setup` made of `loss_fn`, keeps the KL term of its settings, averaged
-    as the objective averages, and every metric under its name. The loss and all metrics are sums over what the call
-    holds divided by global counts, so they add up over micro-batches, ranks and packed sequences.
+    It replaces the loss that NeMo-RL's `setup` built from `loss_fn`, and keeps that loss's KL term, averaged as the
+    objective averages, and all its metrics under their names. The loss and all metrics are this call's sums divided by
+    global counts, so they add up over micro-batches, ranks and packed sequences.
 
     Args:
         objective: which objective, with its settings.
@@ -63,7 +63,7 @@ class QarlLossFn:
         token_metrics: further additive metrics of the response tokens, from the batch and its token ids [B, T].
 
     Attributes:
-        nonfinite: for each call whose loss was not finite, the first number that was not; None if all were.
+        nonfinite: for each call whose loss was not finite, the first value that was not; None if all were.
     """
 
     def __init__(self, objective: LossConfig, replaced: ClippedLoss, token_metrics: TokenMetrics | None = None) -> None:
@@ -97,7 +97,7 @@ class QarlLossFn:
             next_token_logprobs: [B, S - 1] float32, with a graph.
             data: NeMo-RL's training keys, [B, S] or [B].
             global_valid_seqs: scalar, sum of `sample_mask` in the optimizer step over all ranks.
-            global_valid_toks: scalar, that of their response tokens.
+            global_valid_toks: scalar, the same for response tokens.
 
         Returns:
             The loss, a scalar; its metrics, additive except NeMo-RL's own minima and maxima.
@@ -121,7 +121,7 @@ class QarlLossFn:
             )
             values |= {"num_valid_samples": batch.sample_mask.sum(), "positive_nll_loss": zero}
             values |= {PREFIX + name: value for name, value in self._own_metrics(output.metrics, batch, data).items()}
-        # One transfer from the device for all of them.
+        # A single transfer from the device for all metrics.
         numbers = torch.stack([value.detach().to(zero.dtype) for value in values.values()]).tolist()
         metrics = dict(zip(values, numbers, strict=True))
         if not math.isfinite(metrics["loss"]):
@@ -131,7 +131,7 @@ class QarlLossFn:
     def _batch(
         self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> LossData:
-        # Without the forward that computes them, the update's own log-probabilities are the first ones.
+        # On-policy mode skips the prev forward; detached current logprobs stand in.
         return LossData(
             prev_logprobs=next_token_logprobs.detach() if self._on_policy else data["prev_logprobs"][:, 1:],
             generation_logprobs=data["generation_logprobs"][:, 1:],
@@ -143,7 +143,7 @@ class QarlLossFn:
         )
 
     def _reference_kl(self, logs: LogRatios, curr: Tensor, data: Mapping[str, Any], batch: LossData) -> Tensor:
-        # Where top-k or top-p filters the log-probabilities, NeMo-RL keeps those of the whole vocabulary for this term.
+        # If top-k or top-p filters the logprobs, NeMo-RL keeps those over the whole vocabulary for this term.
         curr = data.get("curr_logprobs_unfiltered", curr)
         curr, reference, generation = (
             torch.where(logs.tokens.valid, values, 0.0)

@@ -1,4 +1,4 @@
-"""What of a run does not fit on its GPUs, by computation."""
+"""Computes which parts of a run do not fit on its GPUs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,14 @@ _ENGINE = "policy.generation.vllm_cfg"
 
 
 def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    """Say what does not fit on the GPUs.
+    """Say which parts of a run do not fit on its GPUs.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
         qarl: its checked `NemoQarlConfig`.
 
     Returns:
-        One line each: what is needed, of what, and which keys bring it down.
+        One line each: what is needed, what there is, and which keys reduce it.
     """
     try:
         stays = optimizer_stays(config, qarl)

@@ -1,4 +1,4 @@
-"""A model's shapes against both engines' parallel layouts, before any weight is read."""
+"""Checks a model's shapes against the parallel layouts of learner and engines, before any weight is read."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from qarl_nemo.megatron.checks import require_supported
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _MOE = "qwen3_moe"
 _MODEL_TYPES = (_MOE, "qwen3", "qwen2")
-# What NeMo-RL and Bridge set for these models where a config says nothing.
+# What NeMo-RL and Bridge set for these models if a config does not.
 _DEFAULTS = {
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
@@ -35,7 +35,7 @@ _DEFAULTS = {
 
 
 def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    """Say which shapes and settings of the model neither engine could run quantized.
+    """Say which shapes and settings of the model the learner or the engines could not run quantized.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
@@ -62,16 +62,16 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
 
 
 def fetch_model_config(name: str) -> str | None:
-    """Let a model's config.json be on this machine: a folder's is, a hub model's goes to Hugging Face's cache.
+    """Make sure that a model's config.json is on this machine, fetching a hub model's into Hugging Face's cache.
 
     Args:
         name: `policy.model_name`.
 
     Returns:
-        Why it could not be had, so that shapes and memory are not checked; None where it is on this machine.
+        Why it could not be fetched, so that shapes and memory are not checked; None if it is on this machine.
 
     Raises:
-        ConfigError: there is no such folder, and the name is no hub model's.
+        ConfigError: there is no such folder, and the name is not a hub model's.
     """
     if Path(name).is_dir():
         return None
@@ -79,14 +79,14 @@ def fetch_model_config(name: str) -> str | None:
         raise ConfigError(f"policy.model_name={name}: no such folder, nor a name on the Hugging Face hub (owner/model)")
     try:
         hf_hub_download(name, "config.json")
-    # The hub's errors are of both kinds: without a network, an account or such a model.
+    # Without a network, an account or such a model, the hub's client raises errors of both types.
     except (OSError, ValueError) as error:
         return f"{name}: its config.json is not on this machine, and the hub did not give it: {_first_line(error)}"
     return None
 
 
 def model_config_file(name: str) -> Path | None:
-    """Return the config.json of a folder, or of a model in Hugging Face's cache; None where there is neither."""
+    """Return the path of config.json in a folder or in Hugging Face's cache; None if there is neither."""
     path = Path(name) / "config.json"
     if path.is_file():
         return path
@@ -95,16 +95,16 @@ def model_config_file(name: str) -> Path | None:
 
 
 def read_model_config(name: str) -> dict[str, Any] | None:
-    """Return what the config.json of a model says, where it is on this machine.
+    """Read a model's config.json if it is on this machine.
 
     Args:
         name: `policy.model_name`.
 
     Returns:
-        Its keys; None where there is none.
+        Its content; None if there is none.
 
     Raises:
-        FileError: it is no config.
+        FileError: it is not a config.
     """
     path = model_config_file(name)
     return None if path is None else read_json(path, "a model's config.json")

@@ -1,4 +1,4 @@
-"""OpenR1-Math-46K as a NeMo-RL dataset: the paper's training data, and any other of the same fields."""
+"""OpenR1-Math-46K as a NeMo-RL dataset: the paper's training data, or any other with the same fields."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ class OpenR1Math46K(RawDataset):
 
     Args:
         data_path: hub name, or a local file or folder.
-        split: the split that is read.
+        split: the split to read.
         split_validation_size: share or number of problems set aside for validation.
-        seed: of that split.
+        seed: seeds their choice.
         unread: NeMo-RL's other keys of a dataset.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Types of the optimizer's state: a YAML names them, Megatron takes torch's, and NeMo-RL hands on what it is given."""
+"""Dtypes of the optimizer's state: a YAML has names, Megatron needs torch's dtypes, and NeMo-RL does not convert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from qarl_nemo.nemo_rl.lookup import look_up
 
 KEY = "policy.megatron_cfg.optimizer"
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
-# What Transformer-Engine's Adam takes; FP8 moments need scales that checkpoints of NeMo-RL do not have.
+# What Transformer-Engine's Adam accepts, except FP8 moments, whose scales NeMo-RL's checkpoints do not have.
 _LEGAL = {
     "main_grads_dtype": ("float32", "bfloat16"),
     "main_params_dtype": ("float32", "float16"),
@@ -28,7 +28,7 @@ def has_bf16_moments(optimizer: Mapping[str, Any]) -> bool:
 
 
 def dtype_conflicts(config: Mapping[str, Any]) -> list[str]:
-    """Say which types of the optimizer's state cannot be.
+    """Say which dtypes of the optimizer's state are not supported.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
@@ -56,13 +56,13 @@ def dtype_conflicts(config: Mapping[str, Any]) -> list[str]:
 
 
 def with_torch_dtypes(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Put torch's types in place of their names.
+    """Replace names by torch's dtypes.
 
     Args:
-        policy: NeMo-RL's policy block, without `dtype_conflicts`; left as it is.
+        policy: NeMo-RL's policy block, without `dtype_conflicts`; not changed.
 
     Returns:
-        A copy as deep as needed.
+        A copy, as deep as needed.
     """
     import torch
 

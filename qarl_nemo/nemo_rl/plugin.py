@@ -1,4 +1,4 @@
-"""What a launcher calls to run NeMo-RL with this package: `register`, `policy_factory`, `install_refit`."""
+"""The calls with which a launcher runs NeMo-RL with this package: `register`, `policy_factory`, `install_refit`."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ GENERATION_WORKERS = {
     f"{_VLLM}.vllm_worker.VllmGenerationWorker": f"{_HERE}.vllm_worker.QarlGenerationWorker",
     f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_HERE}.vllm_worker.QarlAsyncGenerationWorker",
 }
-# Actors that NeMo-RL starts through uv even where it is told to use the system's Python.
+# Actors that NeMo-RL starts through uv even if told to use the system's Python.
 _UV_ALWAYS = (
     "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector",
     "nemo_rl.algorithms.async_utils.ReplayBuffer",
     "nemo_rl.experience.sync_rollout_actor.SyncRolloutActor",
 )
-# NeMo-RL looks for another worker class only where this key of the generation block is set.
+# NeMo-RL looks for another worker class only if the generation block has a `quant_cfg`.
 SENTINEL = "qarl"
 
 
 def register() -> None:
-    """Make NeMo-RL know this package's workers; calling it again changes nothing.
+    """Register this package's workers with NeMo-RL; calling it again changes nothing.
 
     Raises:
         ImportError: NeMo-RL is not importable.
@@ -38,10 +38,10 @@ def register() -> None:
 
 
 def policy_factory(**arguments: Any) -> Any:
-    """Make NeMo-RL's policy with our workers; what `setup(policy_factory=...)` takes.
+    """Make NeMo-RL's policy with our workers; pass this to `setup(policy_factory=...)`.
 
     Args:
-        arguments: of NeMo-RL's `Policy`.
+        arguments: passed to NeMo-RL's `Policy`.
 
     Returns:
         The policy.
@@ -52,10 +52,10 @@ def policy_factory(**arguments: Any) -> Any:
 
 
 def install_refit(policy: Any, policy_generation: Any) -> Any:
-    """Let NeMo-RL's loop move packed weights; comes after `setup()` and before training.
+    """Make NeMo-RL's loop send packed weights; call it after `setup()` and before training.
 
     Args:
-        policy: of `policy_factory`.
+        policy: what `policy_factory` returned.
         policy_generation: NeMo-RL's `VllmGeneration`.
 
     Returns:

@@ -9,15 +9,15 @@ from qarl_nemo.nemo_rl.loss import RESPONSE_KEY
 
 
 class QarlPolicy(Policy):
-    """NeMo-RL's policy. Sharding and packing move rows about; a number in each says which response it is."""
+    """NeMo-RL's policy. Sharding and packing move rows around, so each row carries the number of its response."""
 
     def train(self, data: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Train as NeMo-RL does.
 
         Args:
             data: the step's responses.
-            arguments: of NeMo-RL's policy.
-            named: likewise.
+            arguments: passed to NeMo-RL's policy.
+            named: passed likewise.
 
         Returns:
             NeMo-RL's results.

@@ -1,6 +1,6 @@
 """NeMo-RL's Megatron policy worker with an aligned forward and packed refits.
 
-Everything is in an undecorated class: Ray pickles the methods of a decorated class by value.
+Everything is in an undecorated class, because Ray pickles the methods of a decorated class by value.
 """
 
 import time
@@ -31,7 +31,7 @@ from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender
 
-# Of a GPU's free memory: what a refit may take as a whole.
+# The share of a GPU's free memory that a refit may take if it is sent as a whole.
 _WHOLE_SHARE = 0.5
 
 
@@ -39,8 +39,8 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
     """A policy worker whose training and log-probability forwards execute what its rollout engine executes.
 
     Args:
-        config: NeMo-RL's policy block, with the `qarl:` block in it.
-        arguments: of NeMo-RL's worker.
+        config: NeMo-RL's policy block, which contains the `qarl:` block.
+        arguments: passed to NeMo-RL's worker.
     """
 
     def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
@@ -61,13 +61,13 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             self._guard = StepGuard([self.model], self.optimizer, qarl.max_skipped_steps)
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
-        """Train as NeMo-RL does; steps that are not finite are skipped and counted.
+        """Train as NeMo-RL does, but skip and count steps that are not finite.
 
         Args:
             data: this rank's responses.
-            loss_fn: our loss, or one of NeMo-RL's, which names no responses.
-            arguments: of NeMo-RL's worker.
-            named: likewise.
+            loss_fn: our loss, or one of NeMo-RL's, which does not say which response was at fault.
+            arguments: passed to NeMo-RL's worker.
+            named: passed likewise.
 
         Returns:
             NeMo-RL's results, with the count as one more metric.
@@ -77,7 +77,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         """
         before, self._guard.nonfinite = self._guard.num_skipped, getattr(loss_fn, "nonfinite", [])
         results = super().train(data, loss_fn, *arguments, **named)
-        # NeMo-RL adds up what the data parallel ranks return.
+        # NeMo-RL adds up what the data-parallel ranks return, so only the first one returns the count.
         first = parallel_state.get_data_parallel_rank() == 0
         skipped = float(self._guard.num_skipped - before) if first else 0.0
         results["all_mb_metrics"][f"{PREFIX}skipped_steps"] = [skipped]
@@ -85,12 +85,12 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
 
     @torch.no_grad()
     def qarl_refit(self, engines: list[Any], num_ranks: int, version: int) -> dict[str, float]:
-        """Let all engines serve this policy's weights; called on every rank.
+        """Make all engines serve this policy's weights; called on every rank.
 
         Args:
             engines: handles of the vLLM workers that own an engine.
-            num_ranks: of all engines.
-            version: the number the engines will know these weights by.
+            num_ranks: ranks of all engines together.
+            version: the version number of these weights.
 
         Returns:
             Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`.
@@ -109,14 +109,14 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         return figures | {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
 
     def prepare_refit_info(self) -> dict[str, Any]:
-        """Tell NeMo-RL's own refit nothing: the engines know what they take."""
+        """Give NeMo-RL's own refit no information: the engines know what they take."""
         return {}
 
     def init_collective(self, *_: Any, **__: Any) -> None:
         """Open no connection for NeMo-RL's own refit; packed refits bring theirs."""
 
     def offload_before_refit(self) -> None:
-        """Make room for the engine; an optimizer that was to stay and leaves too little goes to the host after all."""
+        """Make room for the engine; an optimizer that was meant to stay but leaves too little room is offloaded."""
         super().offload_before_refit()
         if self._weights_leave or self.offload_optimizer_for_refit:
             return
@@ -128,11 +128,11 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             super().offload_before_refit()
 
     def offload_after_refit(self) -> None:
-        """Drop the quantized weights as well: they are made anew from the masters that come back."""
+        """Drop the quantized weights as well; they are made again from the masters once those are back."""
         release([self.model])
-        # What engines have read is free now; it was lent to them.
+        # Free the memory that engines have read through CUDA IPC.
         torch.cuda.ipc_collect()
-        # NeMo-RL calls `offload_before_refit` in it.
+        # NeMo-RL's method calls `offload_before_refit`.
         self._weights_leave = True
         super().offload_after_refit()
         self._weights_leave = False
@@ -144,7 +144,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             yield
 
     def _whole(self, version: int) -> tuple[RefitUpdate, ColocatedSender]:
-        # Engines convert from the learner's memory, so that it must hold everything until they are done.
+        # Engines convert from the learner's memory, which must therefore hold everything until they are done.
         tensors: dict[str, Tensor] = {}
         for layer in self._layers():
             tensors.update(layer)
@@ -182,4 +182,4 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class QarlMegatronPolicyWorker(QarlMegatronPolicyWorkerImpl):
-    """What `plugin.policy_factory` puts in the place of NeMo-RL's `MegatronPolicyWorker`."""
+    """The worker that `plugin.policy_factory` puts in place of NeMo-RL's `MegatronPolicyWorker`."""

@@ -1,7 +1,7 @@
-"""Whether the optimizer's state stays on the GPU while engines generate.
+"""Decides whether the optimizer's state stays on the GPU while engines generate.
 
-Carrying Adam's 46 GB of a rank of Qwen3-30B-A3B to the host and back is what NeMo-RL does by default, through pageable
-memory: 76 of the 143 s that a step took. An int4 engine is small enough to leave it where it is on a GPU of 141 GB.
+By default NeMo-RL copies it to the host and back through pageable memory: for Qwen3-30B-A3B, 46 GB of Adam's state per
+rank, which took 76 of a step's 143 s. Beside an int4 engine it can stay on a GPU of 141 GB.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ UTILIZATION = "policy.generation.vllm_cfg.gpu_memory_utilization"
 
 
 def optimizer_stays(config: Mapping[str, Any], qarl: Any) -> bool:
-    """Return whether the optimizer's state is to stay on the GPU: as NeMo-RL's key or `qarl.resident` say, or as fits.
+    """Return whether the optimizer's state stays on the GPU: as NeMo-RL's key or `qarl.resident` says, else if it fits.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
         qarl: its checked `NemoQarlConfig`.
 
     Returns:
-        The answer; False where it cannot be computed.
+        The answer; False if it cannot be computed.
 
     Raises:
         ValueError: the model's config.json lacks keys.
@@ -42,11 +42,11 @@ def optimizer_stays(config: Mapping[str, Any], qarl: Any) -> bool:
 
 
 def fits_beside_engine(needed: Needed, share: float | None, gpu_bytes: float) -> bool:
-    """Return whether optimizer and engine fit a GPU together, in a refit and while answers are generated.
+    """Return whether optimizer and engine fit on a GPU together, during a refit and during generation.
 
     Args:
         needed: what GPUs will hold, computed with the optimizer on them.
-        share: the engine's `gpu_memory_utilization`; None where the config does not say it.
+        share: the engine's `gpu_memory_utilization`; None if the config does not set it.
         gpu_bytes: one GPU's memory.
 
     Returns:
@@ -78,14 +78,14 @@ def residency_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
 
 
 def short_of_room(share: float, returning_bytes: float) -> str | None:
-    """Say why an engine could not wake on this GPU with what the learner holds there now.
+    """Say why an engine could not wake on this GPU beside what the learner holds there now.
 
     Args:
         share: the engine's `gpu_memory_utilization`.
         returning_bytes: what the learner will free before the engine's cache wakes: its weights.
 
     Returns:
-        A reason; None where there is room.
+        A reason; None if there is room.
     """
     import torch
 

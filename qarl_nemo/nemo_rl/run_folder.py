@@ -1,4 +1,4 @@
-"""What a run leaves in NeMo-RL's log folder so that reports and records know it: its config, and what it ran on."""
+"""Writes to NeMo-RL's log folder what reports and records need: the run's config, and what it ran on."""
 
 import json
 import shlex
@@ -37,7 +37,7 @@ def describe_run(log_dir: Path, config: Mapping[str, Any]) -> None:
 
 
 def _gpu_name() -> str:
-    # torch would take memory on the device for a context.
+    # Asking torch would create a context, which takes memory on the device.
     try:
         pynvml.nvmlInit()
         return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))

@@ -1,4 +1,4 @@
-"""NeMo-RL's weight synchronizer, moving packed weights: what its training loop calls before rollouts of new weights."""
+"""NeMo-RL's weight synchronizer, which its training loop calls before rollouts with new weights, for packed weights."""
 
 import time
 from contextlib import nullcontext
@@ -14,11 +14,11 @@ _TIMED = "prepare_for_generation/transfer_and_update_weights"
 
 
 class PackedWeightSynchronizer(WeightSynchronizer):
-    """Every sync is one refit of all engines, whole or not at all, under the next version number.
+    """Makes every sync one refit of all engines, completely or not at all, with the next version number.
 
     Args:
-        policy: NeMo-RL's, of our policy workers.
-        generation: NeMo-RL's `VllmGeneration`, of our vLLM workers.
+        policy: NeMo-RL's policy with our workers.
+        generation: NeMo-RL's `VllmGeneration` with our workers.
     """
 
     def __init__(self, policy: Any, generation: Any) -> None:
@@ -31,7 +31,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         self.failure: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Collectors of rollouts get a copy of the engines' handle; weights are synchronized from the driver alone.
+        # Rollout collectors get a copy of the engines' handle, but only the driver synchronizes weights.
         return {"version": self.version}
 
     @property
@@ -44,11 +44,11 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         self._num_ranks = RayEngines(self._engines).place()
 
     def sync_weights(self, *, timer: Any = None, kv_scales: dict[str, float] | None = None) -> dict[str, float]:
-        """Let the engines serve the policy's weights.
+        """Make the engines serve the policy's weights.
 
         Args:
-            timer: NeMo-RL's.
-            kv_scales: of an FP8 cache, which packed refits do not carry.
+            timer: NeMo-RL's timer.
+            kv_scales: scales of an FP8 cache, which packed refits do not carry.
 
         Returns:
             Seconds of each phase as `<phase>_s`, `num_bytes` and the `version` served now.
@@ -56,13 +56,13 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         Raises:
             ValueError: `kv_scales` are given.
             RuntimeError: engines did not wake up.
-            ray.exceptions.RayTaskError: the refit was refused or broke off; the workers' reason.
-            TimeoutError: a worker has not ended its part within an hour.
+            ray.exceptions.RayTaskError: the refit was refused or broke off; gives the workers' reason.
+            TimeoutError: a worker did not finish its part within an hour.
         """
         try:
             figures = self._sync(timer, kv_scales)
         except Exception as error:
-            # Not every loop of NeMo-RL's lets it through: the launcher looks here.
+            # Some of NeMo-RL's loops swallow the exception, so the launcher reads it here.
             self.failure = f"{type(error).__name__}: {error}"
             raise
         self.failure = None
@@ -74,7 +74,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         if self._colocated:
             self._policy.offload_before_refit()
             self._wake("weights")
-        # Engines take a number once: one that broke off may have reached some of them.
+        # Engines accept each number once, and a refit that broke off may have reached some of them.
         self._attempted += 1
         with timer.time(_TIMED) if timer is not None else nullcontext():
             figures = _results(
@@ -89,7 +89,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         return figures[0] | {"version": float(self.version)}
 
     def _wake(self, tag: str) -> None:
-        # NeMo-RL prints what went wrong and returns False, and nobody of its own asks.
+        # NeMo-RL prints what went wrong and returns False, which its own callers ignore.
         if not self._generation.prepare_for_generation(tags=[tag]):
             raise RuntimeError(
                 f"vLLM did not wake up its {tag}: NeMo-RL printed why above. Where it ran out of memory, lower "
@@ -97,11 +97,11 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             )
 
     def shutdown(self) -> None:
-        """Nothing is held: connections end with the workers."""
+        """Do nothing: connections end with the workers."""
 
 
 def _results(calls: list[Any]) -> list[Any]:
-    # A worker that died leaves the others waiting for it: its error must not wait for them.
+    # The others wait for a worker that died, so its error must be raised without waiting for them.
     waiting, deadline = calls, time.monotonic() + PATIENCE.total_seconds()
     while waiting:
         done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))

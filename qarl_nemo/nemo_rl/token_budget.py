@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: where a layer's kernels are short, launching them is what takes the time."""
+"""Finds the largest micro-batch that fits, because short kernels spend most of their time being launched."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What vLLM adds to each rank of an engine that NeMo-RL starts: its own extension, and packed refits."""
+"""The extension of each rank of an engine that NeMo-RL starts: NeMo-RL's own, with packed refits."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from qarl_nemo.refit.load import PackedRefit, rank_refit
 
 @answering
 class QarlWorkerExtension(PackedRefit, VllmInternalWorkerExtension):
-    """RPC methods of a rank; NeMo-RL's engines are several, and their ranks are numbered through."""
+    """RPC methods of a rank. Ranks are numbered consecutively over all of NeMo-RL's engines."""
 
     def qarl_place(self, first_rank: int) -> None:
-        """Number this rank among the ranks of all engines, where its own engine's come from `first_rank` on."""
+        """Number this rank among the ranks of all engines; its own engine's ranks begin at `first_rank`."""
         rank_refit(self).arrivals.rank = first_rank + self.rank
 
     def qarl_gpu(self) -> str:
@@ -26,7 +26,7 @@ class QarlWorkerExtension(PackedRefit, VllmInternalWorkerExtension):
         return gpu_id(self.device.index)
 
     def qarl_problems(self, qarl: dict[str, Any]) -> list[str]:
-        """Return where this rank runs a layer by another method, or vLLM with other settings, than `qarl:` asks for."""
+        """Say where this rank runs a layer with another method, or vLLM with other settings, than `qarl:` requires."""
         asked = NemoQarlConfig.model_validate(qarl)
         fmt, targets = asked.served_format, asked.targets
         methods = method_problems(chosen_methods(self.model_runner.get_model()), fmt, targets)

@@ -1,6 +1,6 @@
 """NeMo-RL's vLLM workers, serving packed weights of one whole version at a time.
 
-Everything is in undecorated classes: Ray pickles the methods of a decorated class by value.
+Everything is in undecorated classes, because Ray pickles the methods of a decorated class by value.
 """
 
 import os
@@ -19,7 +19,7 @@ from qarl_nemo.nemo_rl.engine_checks import environment_problems
 from qarl_nemo.refit.answers import ask, require_answers
 from qarl_nemo.refit.engine_settings import ENVIRONMENT
 
-# After these, what an engine serves may be another version: the second ends a refit that was rehearsed.
+# After these calls an engine may serve another version; the second one ends a refit that was rehearsed.
 _REPLACING = ("qarl_replace", "qarl_replaced")
 
 
