@@ -22,7 +22,7 @@ def read_floors() -> list[list[str]]:
 
 def read_imports() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Returns what each room imports: the other rooms, and the packages from outside."""
-    graph = grimp.build_graph("qarl_nemo", KERNELS, include_external_packages=True)
+    graph = grimp.build_graph("qarl_nemo", KERNELS, include_external_packages=True, cache_dir=None)
     rooms, packages = defaultdict(set), defaultdict(set)
     for module in graph.modules:
         if (room := _room(module)) is not None:
