@@ -26,7 +26,7 @@ NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_fo
 	integration/test_run_variants.py)
 CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.train.vllm.host
 
-.PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm campaign campaign-short style docs format clean
+.PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm campaign campaign-short style house hooks docs format clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -81,6 +81,12 @@ style: $(DEV) ## Check format, lint, import contracts, types, and that tables an
 	$(BIN)/python tools/render_results.py --check
 	$(BIN)/python tools/make/draw_architecture.py --check
 	$(BIN)/python tools/make/serving_tables.py --check
+
+house: $(DEV) ## Measure the house: lengths, types, imports
+	$(BIN)/python tools/house.py
+
+hooks: $(DEV) ## Let git run the checks of `make style` on what is committed
+	$(BIN)/pre-commit install
 
 docs: $(SITE) ## Build the documents' site in build/site; a dead link or anchor fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build

@@ -21,7 +21,7 @@ def find_errors() -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "pyrefly", "check", "--output-format", "json"]
     options = ["--python-interpreter-path", sys.executable]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
+    if not done.stdout:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout)["errors"]
 

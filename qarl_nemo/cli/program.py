@@ -13,7 +13,6 @@ app = typer.Typer(
     name="qarl",
     help="Quantization-aware RL for Mixture-of-Experts language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
