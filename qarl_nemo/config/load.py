@@ -34,7 +34,7 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
         ConfigError: unreadable file, malformed override, unknown key (with the nearest legal one) or illegal value;
             all problems of a file are listed at once.
     """
-    merged = merge_overrides(OmegaConf.to_container(read_yaml(path)), overrides, model)  # type: ignore[arg-type]
+    merged = merge_overrides(read_yaml(path), overrides, model)
     return validate(_resolve(merged, path), model, source=str(path))
 
 

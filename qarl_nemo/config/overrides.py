@@ -58,7 +58,8 @@ def _assignment(text: str, model: type[BaseModel]) -> dict[str, Any]:
     if _is_text(value, annotations(keys, [model])):
         return _nested(keys, value)
     check_yaml_size(value)
-    return OmegaConf.to_container(OmegaConf.from_dotlist([text]))  # type: ignore[return-value]
+    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
+    return values
 
 
 def _is_text(value: str, kinds: list[Any]) -> bool:

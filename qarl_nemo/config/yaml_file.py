@@ -22,19 +22,19 @@ _MAX_CHARS, _MAX_VALUES, _MAX_LEVELS, _MAX_FILES = 1 << 18, 20_000, 40, 20
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML; `defaults:` (one path or a list, relative to the file) are merged below it, `_override_` replaces.
 
     Args:
         path: the YAML file.
 
     Returns:
-        The merged, unvalidated config.
+        The merged, unvalidated config, with its `${...}` as they are written.
 
     Raises:
         ConfigError: the file or one of its defaults is missing, malformed, too large, or refers to itself.
     """
-    return OmegaConf.create(_read(_resolved(path), (), {}))
+    return _read(_resolved(path), (), {})
 
 
 def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,9 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]]
         merged: dict[str, Any] = {}
         for parent in _parents(own, path):
             merged = merge_mappings(merged, _read(parent, (*above, path), known))
-        known[path] = merge_mappings(merged, OmegaConf.to_container(own))
+        # OmegaConf says what any container becomes; this one is a mapping.
+        values: Any = OmegaConf.to_container(own)
+        known[path] = merge_mappings(merged, values)
     return known[path]
 
 

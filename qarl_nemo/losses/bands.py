@@ -14,7 +14,7 @@ from torch import Tensor
 from qarl_nemo.losses.ratios import LogRatios, LossOutput, Units, loss_output
 
 Bounds = tuple[float | Tensor, float | Tensor]
-UNBOUNDED: Bounds = (-math.inf, math.inf)
+UNBOUNDED = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from qarl_nemo.config import read_yaml
@@ -167,7 +166,7 @@ def _load_nemo_rl(path: Path) -> Run:
 
 
 def _read_config(file: Path, kind: type[BaseModel]) -> dict[str, Any]:
-    config: dict[str, Any] = OmegaConf.to_container(read_yaml(file), resolve=False)  # type: ignore[assignment]
+    config = read_yaml(file)
     require_kind(config, kind, str(file))
     return config
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
-from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
+from nemo_rl.models.generation.vllm.vllm_worker import BaseVllmGenerationWorker, VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
@@ -23,7 +23,7 @@ from qarl_nemo.refit.engine_settings import ENVIRONMENT
 _REPLACING = ("qarl_replace", "qarl_replaced")
 
 
-class _ServesPacked:
+class _ServesPacked(BaseVllmGenerationWorker):
     _served_version: int | None = None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

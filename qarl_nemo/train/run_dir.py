@@ -107,7 +107,7 @@ def _require_same_run(config: LocalConfig) -> None:
         raise FileError(
             f"{path} is missing, so that nothing says which run this folder holds; choose another run_dir=..."
         )
-    found, wanted = OmegaConf.to_container(read_yaml(path)), config.model_dump(mode="json", exclude={"compare"})
+    found, wanted = read_yaml(path), config.model_dump(mode="json", exclude={"compare"})
     differing = _differences(_flatten(found), _flatten(wanted))
     if differing:
         raise ConfigError(

@@ -45,7 +45,7 @@ def test_examples_are_found():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_a_misspelled_key_in_an_example_fails_with_the_nearest_legal_one(path, tmp_path):
-    values = OmegaConf.to_container(read_yaml(path))
+    values = read_yaml(path)
     values["grpo"]["max_num_setps"] = values["grpo"].pop("max_num_steps", 1)
     values["loss_fn"]["objektive"] = "tbpo"
     misspelled = tmp_path / "misspelled.yaml"
@@ -157,7 +157,7 @@ def test_the_command_line_changes_the_kind_of_a_block():
 
 
 def test_a_file_cannot_hold_another_kinds_keys_whatever_the_command_line_says(tmp_path):
-    values = OmegaConf.to_container(read_yaml(REPOSITORY / "examples/configs/local_demo.yaml"))
+    values = read_yaml(REPOSITORY / "examples/configs/local_demo.yaml")
     values["loss_fn"]["positive_clip_hihg"] = 0.1
     wrong = tmp_path / "wrong.yaml"
     OmegaConf.save(OmegaConf.create(values), wrong)

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from omegaconf import OmegaConf
 from pydantic import Field
 
 from qarl_nemo.config import ConfigError, QarlConfig, StrictModel, load_config, merge_mappings, read_yaml, validate
@@ -40,7 +39,7 @@ def test_own_keys_win_over_defaults_and_later_defaults_over_earlier(write):
     path = write("defaults: [first.yaml, second.yaml]\nsizes: [9]")
     # blocks merge key by key, lists are replaced whole
     expected = {"name": "second", "inner": {"size": 3, "color": "blue"}, "sizes": [9]}
-    assert OmegaConf.to_container(read_yaml(path)) == expected
+    assert read_yaml(path) == expected
 
 
 def test_defaults_are_relative_to_the_file_that_names_them_and_may_be_shared(write):
