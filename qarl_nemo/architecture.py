@@ -114,13 +114,13 @@ class Architecture:
         Raises:
             FileError: an unsupported model, or sizes that no model has; every problem is listed.
         """
-        problems = _family_problems(config, supported)
-        if not problems:
-            family = FAMILIES[config["model_type"]]
-            sizes = _sizes(config, family, problems)
-            sparse = _sparse_layers(config, family, sizes, problems)
-            biases = _biases(config, family, problems)
-            tied = _flag(config, "tie_word_embeddings", problems)
+        if problems := _family_problems(config, supported):
+            raise FileError(f"{place}: " + "; ".join(problems))
+        family = FAMILIES[config["model_type"]]
+        sizes = _sizes(config, family, problems)
+        sparse = _sparse_layers(config, family, sizes, problems)
+        biases = _biases(config, family, problems)
+        tied = _flag(config, "tie_word_embeddings", problems)
         if problems:
             raise FileError(f"{place}: " + "; ".join(problems))
         return cls(config["model_type"], **sizes, sparse_layers=sparse, biases=biases, tie_word_embeddings=tied)

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def room_of(path: str) -> str:
     return "/".join(Path(path).parts[:2])
 
 
+def rooms_that_differ(found: Mapping[str, int], recorded: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Return the rooms with more errors than recorded, and those with fewer."""
+    more = [room for room, count in found.items() if count > recorded.get(room, 0)]
+    return sorted(more), sorted(room for room, count in recorded.items() if found.get(room, 0) < count)
+
+
 def main() -> int:
     """Compare, or record; return 1 if a room has more errors than recorded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -38,7 +45,7 @@ def main() -> int:
     options = parser.parse_args()
     errors = find_errors()
     recorded, found = json.loads(RECORDED.read_text()), Counter(room_of(error["path"]) for error in errors)
-    worse = sorted(room for room in found if found[room] > recorded.get(room, 0))
+    worse, fallen = rooms_that_differ(found, recorded)
     for error in errors:
         if room_of(error["path"]) in worse:
             print(f"{error['path']}:{error['line']}: {error['concise_description']} [{error['name']}]")
@@ -47,7 +54,7 @@ def main() -> int:
     if options.record:
         lower = {room: min(count, found[room]) for room, count in recorded.items() if found[room]}
         RECORDED.write_text(json.dumps(lower, indent=1) + "\n")
-    elif fallen := sorted(room for room, count in recorded.items() if found[room] < count):
+    elif fallen:
         print(f"fewer type errors than recorded in {', '.join(fallen)}: `make format` writes that down")
     return int(bool(worse) and not options.record)
 

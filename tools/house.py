@@ -1,4 +1,4 @@
-"""Measure the house: lengths, types, what a format touches; the rows of docs/results/house.json.
+"""Measure the house: types, imports, lengths, how many files name a format; the rows of docs/results/house.json.
 
     make house                                                       # prints the table
     python tools/house.py --fast-s 55 --test-s 340 --record docs/results/house.json
@@ -14,11 +14,14 @@ from statistics import median
 
 import grimp
 from check_types import find_errors, room_of
+from make.format_files import format_files
 
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 ROOT = Path(__file__).parents[1]
+# The commit that the goals were set against.
+BEFORE = "4a952fc"
 PRODUCT = ("qarl_nemo", "kernels", "tools", "examples")
 TYPED = ("config", "layers", "losses", "nemo_rl", "refit")
 
@@ -59,6 +62,8 @@ def measure() -> list[Figure]:
             "type_errors_checked", sum(room in {f"qarl_nemo/{name}" for name in TYPED} for room in rooms), "", "<=", 0
         ),
         Figure("type_errors", len(rooms), "", "<="),
+        Figure("format_files_before", len(format_files(BEFORE)), "files", "<="),
+        Figure("format_files_after", len(format_files()), "files", "<="),
         Figure("readme_lines", len(readme.splitlines()), "lines", "<=", 120),
         Figure(
             "longest_function", max(length for text in texts for length in function_lengths(text)), "lines", "<=", 69

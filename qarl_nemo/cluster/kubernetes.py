@@ -133,7 +133,7 @@ def _pod(config: ClusterConfig, image: ContainerConfig, launcher: KubernetesLaun
         ],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
-    spec = {
+    spec: dict[str, Any] = {
         "securityContext": {"runAsNonRoot": True, "runAsUser": launcher.user_id, "fsGroup": launcher.user_id},
         "containers": [container],
         "volumes": [

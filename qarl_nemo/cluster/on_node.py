@@ -71,9 +71,10 @@ def ask(python: str, request: dict[str, Any], env: dict[str, str]) -> dict[str, 
         done = subprocess.run(
             command, env=env, cwd="/", capture_output=True, text=True, timeout=request["timeout_s"], check=False
         )
-        return {**answer, **json.loads(done.stdout.splitlines()[-1])}
     except (OSError, subprocess.TimeoutExpired) as error:
         return {**answer, "problems": [f"{python} did not answer: {error}"]}
+    try:
+        return {**answer, **json.loads(done.stdout.splitlines()[-1])}
     except (IndexError, ValueError):
         return {**answer, "problems": [f"{python} did not answer: {done.stderr.strip()[-400:]}"]}
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 
 from qarl_nemo.refit.manifest import bytes_of
 
@@ -53,7 +54,7 @@ def address_towards(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s: float, *, host: str) -> dist.Backend:
+def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s: float, *, host: str) -> Backend:
     """Join the group; returns when every rank has.
 
     Args:
@@ -74,7 +75,7 @@ def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s:
         raise ValueError(f"unknown backend {backend!r}; legal: {', '.join(BACKENDS)}")
     store, timeout = dist.PrefixStore("qarl-refit", store), timedelta(seconds=timeout_s)
     if backend == "gloo":
-        settings = dist.ProcessGroupGloo._Options()
+        settings = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute] not in torch's stub
         settings._timeout = timeout
         settings._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         return dist.ProcessGroupGloo(store, rank, size, settings)
@@ -91,7 +92,7 @@ def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s:
             os.environ[_BLOCKING_WAIT] = before
 
 
-def broadcast(group: dist.Backend, tensors: Sequence[Tensor]) -> None:
+def broadcast(group: Backend, tensors: Sequence[Tensor]) -> None:
     """Send tensors from rank 0 to all others, in place, and wait until they are there.
 
     Args:
@@ -103,5 +104,6 @@ def broadcast(group: dist.Backend, tensors: Sequence[Tensor]) -> None:
     """
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    for work in [group.broadcast([bytes_of(tensor)], options) for tensor in tensors]:
+    send = group.broadcast  # pyrefly: ignore[missing-attribute] not in torch's stub
+    for work in [send([bytes_of(tensor)], options) for tensor in tensors]:
         work.wait()

@@ -5,6 +5,7 @@ The same operators, one call for all experts: on an H200 a layer of Qwen3-30B-A3
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,8 @@ def quick_conversion(layer: nn.Module) -> Callable[[nn.Module], dict[str, Tensor
 def _is_plain_marlin(layer: nn.Module) -> bool:
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_moe_padded_intermediate
 
-    method, size = layer.quant_method, layer.intermediate_size_per_partition
+    method: Any = layer.quant_method
+    size = layer.intermediate_size_per_partition
     plain = method.wna16_backend.name == "MARLIN" and method.marlin_input_dtype is None
     return plain and marlin_moe_padded_intermediate(size, method.group_size) == size
 
@@ -47,6 +49,7 @@ def _marlin(layer: nn.Module) -> dict[str, Tensor]:
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_scales
 
     converted = {}
+    method: Any = layer.quant_method
     for part in _PARTS:
         packed, scale = getattr(layer, f"{part}_weight_packed").data, getattr(layer, f"{part}_weight_scale").data
         num_experts, words, size_n = packed.shape
@@ -55,7 +58,7 @@ def _marlin(layer: nn.Module) -> dict[str, Tensor]:
         # Tiles run along K first, so experts one below the other are repacked as they would be one by one.
         tall = ops.gptq_marlin_repack(packed.view(-1, size_n), no_order, num_experts * size_k, size_n, 4)
         converted[f"{part}_weight_packed"] = tall.view(num_experts, size_k // 16, -1)
-        scales = marlin_permute_scales(scale.view(-1, size_n), size_k, size_n, layer.quant_method.group_size)
+        scales = marlin_permute_scales(scale.view(-1, size_n), size_k, size_n, method.group_size)
         converted[f"{part}_weight_scale"] = scales.view_as(scale)
     return converted
 
@@ -82,8 +85,8 @@ def _w4a8_experts(layer: nn.Module) -> dict[str, Tensor]:
 def _w4a8_linear(layer: nn.Module) -> dict[str, Tensor]:
     from vllm import _custom_ops as ops
 
-    packed = ops.cutlass_encode_and_reorder_int4b((layer.weight_packed.data ^ _NIBBLE_SIGNS).t())
-    products, channel = _w4a8_scales(layer.weight_scale.data)
+    packed = ops.cutlass_encode_and_reorder_int4b((layer.get_parameter("weight_packed").data ^ _NIBBLE_SIGNS).t())
+    products, channel = _w4a8_scales(layer.get_parameter("weight_scale").data)
     return {"weight_packed": packed, "weight_scale": products, "weight_chan_scale": channel}
 
 

@@ -51,6 +51,9 @@ def import_bytes(description: dict[str, Any]) -> Tensor:
             f"the learner's tensors are on GPU {description['gpu']}, this engine rank sees only "
             f"{', '.join(visible)}; use CollectiveSender, or let the engine see that GPU"
         )
+    storage, size_bytes, offset_bytes = description["storage"]
+    counter, counter_offset = description["counter"]
+    event, sync = description["event"]
     return rebuild_cuda_tensor(
         Tensor,
         (description["num_bytes"],),
@@ -59,10 +62,14 @@ def import_bytes(description: dict[str, Any]) -> Tensor:
         torch.storage.TypedStorage,
         torch.uint8,
         visible[description["gpu"]],
-        *description["storage"],
+        storage,
+        size_bytes,
+        offset_bytes,
         False,
-        *description["counter"],
-        *description["event"],
+        counter,
+        counter_offset,
+        event,
+        sync,
     )
 
 

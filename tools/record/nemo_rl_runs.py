@@ -72,7 +72,7 @@ def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dic
         # A gap shrinks as a policy grows certain: over the steps that both have.
         common = min(len(run.steps), len(baseline.steps))
         gap, floor = (np.nanmean(one.column("mismatch/abs_gap_mean")[:common]) for one in (run, baseline))
-        figures.append(Figure(f"gap_ratio_{name}", gap / floor if floor else math.nan, "", "<="))
+        figures.append(Figure(f"gap_ratio_{name}", float(gap / floor) if floor else math.nan, "", "<="))
         figures.append(Figure(f"step_speedup_{name}", step_seconds(baseline) / step_seconds(run), "", ">="))
     return result_rows(figures, hardware=facts["hardware"], versions=facts["versions"], command=facts["command"])
 
