@@ -30,6 +30,7 @@ _EXPERT = re.compile(
     rf"(?P<block>{_LAYER}mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.(?P<suffix>.+)"
 )
 _STACKED = re.compile(rf"(?P<block>{_LAYER}mlp\.experts)\.(?P<projection>gate_up|down)_proj\.(?P<suffix>.+)")
+_STACKED_PARAMETER = re.compile(rf"{_LAYER}mlp\.experts\.(?:gate_up|down)_proj")
 _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 _FUSED = {
     "q_proj": "qkv_proj",
@@ -114,6 +115,44 @@ def target_of(name: str) -> str | None:
     module, _, suffix = name.rpartition(".")
     kind = module_kind(module)
     return kind if suffix == "weight" and kind in TARGETS else None
+
+
+def layer_of(name: str) -> str:
+    """Return the decoder layer that a parameter or a published tensor belongs to.
+
+    Args:
+        name: e.g. `model.layers.3.mlp.gate.weight`.
+
+    Returns:
+        E.g. `model.layers.3`; empty for embeddings and all else outside the layers.
+    """
+    match = re.match(_LAYER, name)
+    return match[0].removesuffix(".") if match else ""
+
+
+def published_name(parameter: str) -> str:
+    """Return the name under which a refit publishes an unquantized parameter.
+
+    Args:
+        parameter: its name in the model.
+
+    Returns:
+        The same name; stacked experts, whose parameters have no suffix, get `.weight`.
+    """
+    return f"{parameter}.weight" if _STACKED_PARAMETER.fullmatch(parameter) else parameter
+
+
+def parameter_name(published: str) -> str:
+    """Return the model's name of an unquantized parameter: the inverse of `published_name`.
+
+    Args:
+        published: its name in a refit.
+
+    Returns:
+        The parameter's name.
+    """
+    stem = published.removesuffix(".weight")
+    return stem if _STACKED_PARAMETER.fullmatch(stem) else published
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

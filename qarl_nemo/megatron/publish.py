@@ -6,8 +6,9 @@ unless the receiver takes shards, and from the pipeline stage that holds a layer
 see the same names in the same order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,42 +18,21 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, QuantizedWeight, require_finite
 from qarl_nemo.layers.weight import AlignedWeight
-from qarl_nemo.megatron.alignment import Alignment, aligned_weights
+from qarl_nemo.megatron.alignment import aligned_weights
 from qarl_nemo.megatron.gather import broadcast_named, gather_sharded, gather_stacked
 from qarl_nemo.megatron.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
 from qarl_nemo.megatron.moe_layer import AlignedMoELayer
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
-from qarl_nemo.refit.publish import StreamedUpdate, packed
+from qarl_nemo.refit.publish import Layer, StreamedUpdate, packed
 
 Named = tuple[str, Tensor]
 _BEFORE_LAYERS, _AFTER_LAYERS = -1, 1 << 30
 
 
-def publish_shards(
-    model: Sequence[nn.Module], *, vocab_size: int, fmt: QuantFormat | None = None, gather_experts: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the rollout engine will serve, in the names and layout of `refit.publish.publish`.
-
-    Args:
-        model: see `publish_layers`.
-        vocab_size: the Hugging Face model's vocabulary size.
-        fmt: the format of the aligned weights.
-        gather_experts: yield all experts.
-
-    Yields:
-        Names and tensors; in groups of one rank they are the learner's own, so a receiver that keeps them must copy.
-
-    Raises:
-        ValueError: a weight on any rank holds NaN or Inf; all ranks raise and name every such weight.
-    """
-    for layer in publish_layers(model, vocab_size=vocab_size, fmt=fmt, gather_experts=gather_experts):
-        yield from layer.items()
-
-
 def publish_layers(
     model: Sequence[nn.Module], *, vocab_size: int, fmt: QuantFormat | None = None, gather_experts: bool = True
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of `publish_shards`, each layer's together.
+) -> Iterator[Layer]:
+    """Yield what the rollout engine will serve, in the names and layout of `refit.publish.publish_layers`.
 
     Besides this rank's packed experts, which its forward keeps, only one layer is held at a time: its dictionary is
     emptied when the next one is requested.
@@ -66,10 +46,11 @@ def publish_layers(
             `ep_rank * E_local` on, to receivers that take shards.
 
     Yields:
-        Tensors by name: those before the layers, each layer's, those after the layers.
+        Tensors by name: those before the layers, each layer's, those after the layers. In groups of one rank they are
+        the learner's own, so a receiver that keeps them must copy.
 
     Raises:
-        ValueError: see `publish_shards`.
+        ValueError: a weight on any rank holds NaN or Inf; all ranks raise and name every such weight.
     """
     _finish_parameters(model)
     _require_finite(model, fmt)
@@ -86,27 +67,32 @@ def publish_layers(
 
 
 def publish_update(
-    model: Sequence[nn.Module], alignment: Alignment, *, vocab_size: int, fmt: QuantFormat | None = None
+    model: Sequence[nn.Module],
+    fmt: QuantFormat,
+    *,
+    vocab_size: int,
+    version: int,
+    rehearsed: bool = False,
+    lend: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
 ) -> StreamedUpdate:
     """Wrap the published layers in the update that `refit.push.push` takes; every rank holds one whole layer at a time.
 
     Args:
-        model: this rank's model chunks; called on every rank.
-        alignment: the model's.
+        model: see `publish_layers`; so is `vocab_size`.
+        fmt: the rollout engine's format.
         vocab_size: the Hugging Face model's vocabulary size.
-        fmt: see `publish_shards`.
+        version: the number by which engines will know these weights.
+        rehearsed: see `StreamedUpdate`; so is `lend`.
+        lend: what layers go through.
 
     Returns:
         The update: every rank enters it, one pushes it.
 
     Raises:
-        ValueError: see `publish_shards`.
+        ValueError: see `publish_layers`.
     """
-
-    def stream() -> Iterator[dict[str, Tensor]]:
-        return publish_layers(model, vocab_size=vocab_size, fmt=fmt)
-
-    return StreamedUpdate(stream, fmt or alignment.format, version=alignment.version.value)
+    stream = partial(publish_layers, model, vocab_size=vocab_size, fmt=fmt)
+    return StreamedUpdate(stream, fmt, version=version, rehearsed=rehearsed, lend=lend)
 
 
 def _finish_parameters(model: Sequence[nn.Module]) -> None:

@@ -13,11 +13,10 @@ import torch
 from megatron.core import parallel_state
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker
-from torch import Tensor
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.megatron.alignment import Alignment, bump_on_step, release
-from qarl_nemo.megatron.publish import publish_layers
+from qarl_nemo.megatron.publish import publish_layers, publish_update
 from qarl_nemo.megatron.step_guard import StepGuard
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require_aligned
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
@@ -27,8 +26,7 @@ from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 from qarl_nemo.nemo_rl.residency import short_of_room
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
-from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
+from qarl_nemo.refit.publish import Layer, RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender
 
 # The share of a GPU's free memory that a refit may take if it is sent as a whole.
@@ -101,9 +99,10 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         """
         started = time.perf_counter()
         if not self.is_generation_colocated:
-            update, sender = self._streamed(version, num_ranks)
+            update, sender = self._streamed(version), self._collective(num_ranks)
         else:
-            update, sender = self._lent(version) if self._is_layerwise() else self._whole(version)
+            sender = ColocatedSender(timeout_s=TIMEOUT_S)
+            update = self._lent(version, sender) if self._is_layerwise() else self._shared(version, sender)
         publish_s = time.perf_counter() - started
         figures = push_from_all(update, RayEngines(engines), sender)
         return figures | {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
@@ -143,22 +142,17 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         with executing([self.model], get_format(BASELINE)), super().use_reference_model():
             yield
 
-    def _whole(self, version: int) -> tuple[RefitUpdate, ColocatedSender]:
+    def _shared(self, version: int, sender: ColocatedSender) -> RefitUpdate:
         # Engines convert from the learner's memory, which must therefore hold everything until they are done.
-        tensors: dict[str, Tensor] = {}
-        for layer in self._layers():
-            tensors.update(layer)
-        sender = ColocatedSender(timeout_s=TIMEOUT_S)
-        sender.share(tensors)
-        return RefitUpdate(Manifest.of(tensors, version=version, fmt=self.served.name), tensors), sender
+        update = RefitUpdate.of(self._layers(), self.served, version=version)
+        sender.share(update.layers)
+        return update
 
-    def _lent(self, version: int) -> tuple[StreamedUpdate, ColocatedSender]:
-        sender = ColocatedSender(timeout_s=TIMEOUT_S)
+    def _lent(self, version: int, sender: ColocatedSender) -> StreamedUpdate:
+        return self._streamed(version, rehearsed=True, lend=sender.lend)
 
-        def lend() -> Iterator[dict[str, Tensor]]:
-            return sender.lend(self._layers())
-
-        return StreamedUpdate(self._layers, self.served, version=version, rehearsed=True, lend=lend), sender
+    def _streamed(self, version: int, **options: Any) -> StreamedUpdate:
+        return publish_update([self.model], self.served, vocab_size=self._hf_vocab_size(), version=version, **options)
 
     def _is_layerwise(self) -> bool:
         if self._layerwise is None:
@@ -168,16 +162,17 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             print(f"qarl: rank {self.rank} refits {'layer by layer' if self._layerwise else 'as a whole'}", flush=True)
         return self._layerwise
 
-    def _streamed(self, version: int, num_ranks: int) -> tuple[StreamedUpdate, CollectiveSender]:
+    def _collective(self, num_ranks: int) -> CollectiveSender:
         if self._collective_sender is None:
             device, host = torch.device("cuda", torch.cuda.current_device()), ray.util.get_node_ip_address()
             self._collective_sender = CollectiveSender(num_ranks, device, host=host, timeout_s=TIMEOUT_S)
-        return StreamedUpdate(self._layers, self.served, version=version), self._collective_sender
+        return self._collective_sender
 
-    def _layers(self) -> Iterator[dict[str, Tensor]]:
-        vocab_size = self.megatron_bridge.hf_pretrained.config.vocab_size
-        other = None if self.served == self.alignment.format else self.served
-        return publish_layers([self.model], vocab_size=vocab_size, fmt=other)
+    def _layers(self) -> Iterator[Layer]:
+        return publish_layers([self.model], vocab_size=self._hf_vocab_size(), fmt=self.served)
+
+    def _hf_vocab_size(self) -> int:
+        return self.megatron_bridge.hf_pretrained.config.vocab_size
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

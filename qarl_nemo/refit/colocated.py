@@ -15,9 +15,9 @@ from torch import Tensor
 from qarl_nemo.refit.answers import RolloutEngine, ask
 from qarl_nemo.refit.exchange import broadcast_plain, gather_plain, waiting_group
 from qarl_nemo.refit.ipc import export_tensor, gpu_id
-from qarl_nemo.refit.publish import StreamedUpdate, Update
+from qarl_nemo.refit.publish import Layer, StreamedUpdate, Update
 from qarl_nemo.refit.push import push
-from qarl_nemo.refit.send import TIMEOUT_S, Sender
+from qarl_nemo.refit.send import TIMEOUT_S, Sender, messages
 
 
 class ColocatedSender:
@@ -32,7 +32,7 @@ class ColocatedSender:
         self._held: dict[str, Tensor] = {}
         self._descriptions: dict[str, dict[str, Any]] = {}
 
-    def lend(self, layers: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    def lend(self, layers: Iterable[Layer]) -> Iterator[Layer]:
         """Yield each layer while engines may read it; called on every rank, for rank 0 to send what it yields.
 
         Args:
@@ -42,19 +42,19 @@ class ColocatedSender:
             Them; a layer stays until all ranks ask for the next.
         """
         for layer in layers:
-            self.share(layer)
+            self.share([layer])
             yield layer
             # Rank 0 asks for the next one when all engines are done with this.
             dist.barrier(group=waiting_group())
             self._held = {}
 
-    def share(self, tensors: dict[str, Tensor]) -> None:
-        """Let engines read these tensors until the next ones, or `release`; called on every rank.
+    def share(self, layers: Iterable[Layer]) -> None:
+        """Let engines read these layers until the next ones, or `release`; called on every rank.
 
         Args:
-            tensors: on this rank's GPU, the same on every rank.
+            layers: tensors of this rank's GPU by name, the same on every rank.
         """
-        self._held = {name: _apart(tensor) for name, tensor in tensors.items()}
+        self._held = {name: _apart(tensor) for layer in layers for name, tensor in layer.items()}
         mine = {name: export_tensor(tensor) for name, tensor in self._held.items()}
         torch.cuda.synchronize()
         self._descriptions = dict(gather_plain((gpu_id(torch.cuda.current_device()), mine), waiting_group()))
@@ -70,9 +70,9 @@ class ColocatedSender:
             ValueError: a rank of the engines runs on a GPU that no learner rank is on.
         """
         gpus = ask(engine, "qarl_gpu", timeout_s=self.timeout_s)
-        for tensors in update.batches():
+        for layers in messages(update):
             self._require_neighbours(gpus)
-            message = {name: [self._descriptions[gpu][name] for gpu in gpus] for name in tensors}
+            message = {name: [self._descriptions[gpu][name] for gpu in gpus] for layer in layers for name in layer}
             ask(engine, "qarl_receive", update.manifest.version, "ipc", message, timeout_s=self.timeout_s)
 
     def release(self) -> None:

@@ -7,18 +7,48 @@ Source: vLLM 0.25.1, `model_executor/model_loader/reload`, which restores, conve
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qarl_nemo.names import expert_names
 from qarl_nemo.refit.convert_int4 import quick_conversion
 from qarl_nemo.refit.engine_layout import Slot, is_experts
 from qarl_nemo.refit.manifest import bytes_of
 
 _OWNERS = ("quant_method", "scheme")
 _KERNELS = ("kernel", "fp8_linear", "w8a8_block_fp8_linear")
+_STACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+_PACKED = "weight_packed"
+
+
+def checkpoint_tensors(layers: Iterable[Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield published tensors as a quantized checkpoint holds them: one expert and one projection each.
+
+    Args:
+        layers: tensors by published name.
+
+    Yields:
+        Checkpoint name and tensor (a view), and `weight_shape` beside every packed weight.
+    """
+    for layer in layers:
+        for name, tensor in layer.items():
+            for single, part in _single_weights(name, tensor):
+                yield single, part
+                owner, _, suffix = single.rpartition(".")
+                if suffix == _PACKED:
+                    # 8 codes of 4 bits a word; engines of this layout serve no other width.
+                    yield f"{owner}.weight_shape", torch.tensor([part.shape[0], part.shape[1] * 8])
+
+
+def _single_weights(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if not name.rpartition(".")[0].endswith(_STACKED):
+        yield name, tensor
+        return
+    for parts, expert in zip(expert_names(name, len(tensor)), tensor, strict=True):
+        yield from zip(parts, expert.chunk(len(parts)), strict=True)
 
 
 def checkpoint_parameters(layer: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ from qarl_nemo.refit.manifest import Layout
 _DERIVED = ("_shape", "_g_idx", "_g_idx_sort_indices", "_chan_scale", "_global_scale", "input_scale", "_zero_point")
 _EXPERT_PARTS = {"w13_": "gate_up_proj", "w2_": "down_proj"}
 _FUSED = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
-_STACKED = tuple(f".mlp.experts.{part}" for part in _EXPERT_PARTS.values())
 _PER_CHANNEL = "channel"
 
 
@@ -47,7 +46,7 @@ def engine_slots(layers: Mapping[str, tuple[Any, Mapping[str, Tensor]]]) -> dict
         layers: vLLM's layers by name, each with its parameters as checkpoints are loaded into them (of this rank).
 
     Returns:
-        Published name -> slot. Names are those of `publish`, with the suffix `.weight` on BF16 experts.
+        Published name -> slot.
     """
     slots: dict[str, Slot] = {}
     for name, (layer, parameters) in layers.items():
@@ -55,11 +54,6 @@ def engine_slots(layers: Mapping[str, tuple[Any, Mapping[str, Tensor]]]) -> dict
             if not parameter.endswith(_DERIVED):
                 slots.update(_slots(name, layer, parameter, tensor))
     return slots
-
-
-def slot_name(published: str) -> str:
-    """Return the name of the slot of a published tensor: BF16 experts may be published without a suffix."""
-    return f"{published}.weight" if published.endswith(_STACKED) else published
 
 
 def layout(slots: Mapping[str, Slot]) -> Layout:

@@ -12,12 +12,19 @@ class IncomingUpdate:
 
     Args:
         manifest: what the learner announced.
+        layer_of: names the layer of this rank that takes a tensor.
         part: returns what this rank keeps of a whole tensor.
+
+    Attributes:
+        layers: what this rank keeps, by its own layers and by published name.
     """
 
-    def __init__(self, manifest: Manifest, part: Callable[[str, Tensor], Tensor]) -> None:
+    def __init__(
+        self, manifest: Manifest, *, layer_of: Callable[[str], str], part: Callable[[str, Tensor], Tensor]
+    ) -> None:
         self.manifest = manifest
-        self.parts: dict[str, Tensor] = {}
+        self.layers: dict[str, dict[str, Tensor]] = {}
+        self._layer_of = layer_of
         self._part = part
         self._checksums: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
@@ -31,14 +38,16 @@ class IncomingUpdate:
             buffered: the tensors are this rank's own buffers: what it does not serve of them is given back.
         """
         for name, tensor in tensors.items():
-            problem = self._problem(name, tensor)
+            again = name in self._arrived and name in self.manifest.records
+            problem = f"sent twice: {name}" if again else self.manifest.problem(name, tensor)
             self._arrived.add(name)
             if problem:
                 self._problems.append(problem)
                 continue
             self._checksums[name] = checksum_on_device(tensor)
             part = self._part(name, tensor)
-            self.parts[name] = part.clone() if buffered and part.numel() < tensor.numel() else part
+            kept = part.clone() if buffered and part.numel() < tensor.numel() else part
+            self.layers.setdefault(self._layer_of(name), {})[name] = kept
 
     def refuse(self, problems: Iterable[str]) -> None:
         """Keep what else is wrong with this update for `problems`."""
@@ -50,8 +59,7 @@ class IncomingUpdate:
         Returns:
             One sentence for each missing, unexpected, repeated or different tensor; empty when the update is whole.
         """
-        missing = [f"missing: {name}" for name in self.manifest.records if name not in self._arrived]
-        return self.problems_of_arrived() + missing
+        return self.problems_of_arrived() + self.manifest.missing(self._arrived)
 
     def problems_of_arrived(self) -> list[str]:
         """Say what is wrong with the tensors that have arrived: unexpected, repeated and different ones."""
@@ -61,11 +69,3 @@ class IncomingUpdate:
             if value != self.manifest.records[name].checksum:
                 self._problems.append(f"{name}: its bytes differ from the manifest's checksum")
         return list(self._problems)
-
-    def _problem(self, name: str, tensor: Tensor) -> str | None:
-        record = self.manifest.records.get(name)
-        if record is None:
-            return f"not in the manifest: {name}"
-        if name in self._arrived:
-            return f"sent twice: {name}"
-        return record.difference(name, tensor)

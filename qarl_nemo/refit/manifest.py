@@ -1,7 +1,7 @@
 """The refit manifest: what an update holds, verified whole before one weight is replaced."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,28 +107,14 @@ class Manifest:
                 found.append(f"{name} is {record.dtype} {list(record.shape)}, this engine holds {dtype} {list(shape)}")
         return found
 
-    def problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Compare what arrived with the manifest.
+    def problem(self, name: str, tensor: Tensor) -> str | None:
+        """Say how a tensor's name, shape or dtype differs from the manifest, if it does; its bytes are not read."""
+        record = self.records.get(name)
+        return f"not in the manifest: {name}" if record is None else record.difference(name, tensor)
 
-        Args:
-            tensors: what arrived.
-
-        Returns:
-            One sentence for each missing, unexpected or different tensor; empty when the update is whole.
-        """
-        found = [f"missing: {name}" for name in self.records if name not in tensors]
-        found += [f"not in the manifest: {name}" for name in tensors if name not in self.records]
-        comparable = {}
-        for name in self.records.keys() & tensors.keys():
-            difference = self.records[name].difference(name, tensors[name])
-            if difference:
-                found.append(difference)
-            else:
-                comparable[name] = tensors[name]
-        for name, value in zip(comparable, checksums(comparable.values()), strict=True):
-            if value != self.records[name].checksum:
-                found.append(f"{name}: its bytes differ from the manifest's checksum")
-        return found
+    def missing(self, names: Container[str]) -> list[str]:
+        """Return one sentence for each tensor of the manifest that is not among `names`."""
+        return [f"missing: {name}" for name in self.records if name not in names]
 
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -149,6 +135,20 @@ def version_problems(version: Any, serving: int | None) -> list[str]:
     if serving is not None and version <= serving:
         return [f"version {version} is not newer than version {serving}, which this engine has; publish a later one"]
     return []
+
+
+def require_no_problems(problems: Sequence[str], outcome: str) -> None:
+    """Raise one error that lists everything which speaks against an update.
+
+    Args:
+        problems: one sentence each.
+        outcome: what does not happen because of them.
+
+    Raises:
+        ValueError: there are problems.
+    """
+    if problems:
+        raise ValueError(f"{outcome}; {len(problems)} problem(s):\n  " + "\n  ".join(problems))
 
 
 def _record(name: Any, record: Any) -> "TensorRecord":

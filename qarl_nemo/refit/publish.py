@@ -1,13 +1,16 @@
 """The learner's side of a refit: the packed tensors its forward executes, and every other parameter as it is."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight, require_finite
+from qarl_nemo.names import layer_of, published_name
 from qarl_nemo.refit.manifest import Manifest
+
+Layer = dict[str, Tensor]
 
 
 class PublishableWeight(Protocol):
@@ -27,33 +30,52 @@ class RefitUpdate:
 
     Attributes:
         manifest: what the update must hold.
-        tensors: `<module>.<suffix>` for quantized weights (`...q_proj.weight_packed`, stacked
-            `...experts.gate_up_proj.weight_packed`), parameter names for the others.
+        layers: tensors by name, each decoder layer's together, and together those outside the layers. A name is
+            `<module>.<suffix>`: `...q_proj.weight_packed`, stacked `...experts.gate_up_proj.weight_packed`.
     """
 
     manifest: Manifest
-    tensors: dict[str, Tensor]
+    layers: Sequence[Layer]
 
     # Receivers may read the tensors until the refit is over.
     stays = True
     rehearsed = False
 
+    @classmethod
+    def of(cls, layers: Iterable[Layer], fmt: QuantFormat, *, version: int) -> Self:
+        """Make an update of layers.
+
+        Args:
+            layers: tensors by name; a layer may be emptied when the next is asked for.
+            fmt: the rollout engine's format.
+            version: the number by which engines know these weights.
+
+        Returns:
+            The update and its manifest.
+        """
+        held = [dict(layer) for layer in layers]
+        named = (item for layer in held for item in layer.items())
+        return cls(Manifest.of(named, version=version, fmt=fmt.name), held)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return {name: tensor for layer in self.layers for name, tensor in layer.items()}
+
     @property
     def num_bytes(self) -> int:
         """Size of all tensors in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
 
-    def batches(self) -> Iterator[dict[str, Tensor]]:
-        """Yield everything at once."""
-        yield self.tensors
+    def layer_by_layer(self) -> Iterator[Layer]:
+        """Return one layer after another."""
+        return iter(self.layers)
 
     def contradictions(self) -> list[str]:
         """Say how the tensors differ from the manifest in name, shape and dtype."""
-        records, tensors = self.manifest.records, self.tensors
-        found = [f"missing: {name}" for name in records if name not in tensors]
-        found += [f"not in the manifest: {name}" for name in tensors if name not in records]
-        differences = (records[name].difference(name, tensor) for name, tensor in tensors.items() if name in records)
-        return found + [text for text in differences if text]
+        tensors = self.tensors
+        wrong = (self.manifest.problem(name, tensor) for name, tensor in tensors.items())
+        return self.manifest.missing(tensors) + [text for text in wrong if text]
 
 
 class StreamedUpdate:
@@ -67,27 +89,27 @@ class StreamedUpdate:
         stream: starts to make the tensors of one layer after another, by name; it may empty a layer when it is asked
             for the next.
         fmt: the rollout engine's format.
-        version: the weight version.
+        version: the number by which engines know these weights.
         rehearsed: send everything twice, first to be verified and then to be served, so that the receivers, too, hold
             one layer at a time. Else they hold their part until it is verified.
-        lend: as `stream`, for the layers that are sent; by default `stream` makes them, too.
+        lend: what layers go through on their way to the sender, such as `ColocatedSender.lend`.
     """
 
     stays = False
 
     def __init__(
         self,
-        stream: Callable[[], Iterable[dict[str, Tensor]]],
+        stream: Callable[[], Iterable[Layer]],
         fmt: QuantFormat,
         *,
         version: int,
         rehearsed: bool = False,
-        lend: Callable[[], Iterable[dict[str, Tensor]]] | None = None,
+        lend: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
     ) -> None:
         named = (item for layer in stream() for item in layer.items())
         self.manifest = Manifest.of(named, version=version, fmt=fmt.name)
         self.rehearsed = rehearsed
-        self._passes = [iter((lend or stream)()) for _ in range(2 if rehearsed else 1)]
+        self._passes = [lend(stream()) for _ in range(2 if rehearsed else 1)]
         self._num_begun = 0
 
     @property
@@ -95,7 +117,7 @@ class StreamedUpdate:
         """Size of all tensors in bytes."""
         return self.manifest.num_bytes
 
-    def batches(self) -> Iterator[dict[str, Tensor]]:
+    def layer_by_layer(self) -> Iterator[Layer]:
         """Return one layer after another; a receiver that keeps tensors must copy before it asks for the next.
 
         Each call is the next pass: one, or two of a rehearsed update.
@@ -130,23 +152,47 @@ def publish(
     """Collect what the rollout engine will serve as `version`.
 
     Args:
+        weights: see `publish_layers`; so are the others.
+        parameters: all parameters of the model by name.
+        fmt: the rollout engine's format.
+        version: the number by which engines will know these weights.
+
+    Returns:
+        The update; its tensors are the learner's own, so a receiver that keeps them must copy.
+
+    Raises:
+        ValueError: see `publish_layers`.
+    """
+    return RefitUpdate.of(publish_layers(weights, parameters, fmt), fmt, version=version)
+
+
+def publish_layers(
+    weights: Mapping[str, PublishableWeight], parameters: Iterable[tuple[str, Tensor]], fmt: QuantFormat
+) -> list[Layer]:
+    """Collect what the rollout engine will serve, layer by layer.
+
+    Args:
         weights: aligned weights by parameter name. Where the learner executes `fmt`, the tensors of its own forward
             are published; where it does not (`rollout_only`), the masters are quantized here, by the same quantizer.
         parameters: all parameters of the model by name; those not in `weights` are published as they are.
         fmt: the rollout engine's format.
-        version: the weight version.
 
     Returns:
-        The update; its tensors are the learner's own, so a receiver that keeps them must copy.
+        Tensors by name, each decoder layer's together; they are the learner's own.
 
     Raises:
         ValueError: a weight holds NaN or Inf; on a GPU every such weight is named.
     """
     quantized = {weight.name: packed(weight, fmt) for weight in weights.values()}
     require_finite(quantized)
-    tensors = {f"{name}.{suffix}": part for name, whole in quantized.items() for suffix, part in whole.tensors.items()}
-    tensors.update({name: tensor.detach() for name, tensor in parameters if name not in weights})
-    return RefitUpdate(Manifest.of(tensors, version=version, fmt=fmt.name), tensors)
+    layers: dict[str, Layer] = {}
+    for name, whole in quantized.items():
+        layer = layers.setdefault(layer_of(name), {})
+        layer |= {f"{name}.{suffix}": part for suffix, part in whole.tensors.items()}
+    for name, parameter in parameters:
+        if name not in weights:
+            layers.setdefault(layer_of(name), {})[published_name(name)] = parameter.detach()
+    return list(layers.values())
 
 
 def packed(weight: PublishableWeight, fmt: QuantFormat) -> QuantizedWeight:

@@ -1,6 +1,6 @@
 """One rank of vLLM under a refit: its layers, what they cannot take, and the replacing of weights."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,12 +10,18 @@ from torch import Tensor, nn
 from qarl_kernels import get_format
 from qarl_nemo.names import TARGETS, module_kind
 from qarl_nemo.refit.arrive import Arrivals
-from qarl_nemo.refit.convert import checkpoint_parameters, convert, is_converted, load_parts, overwrite
-from qarl_nemo.refit.engine_layout import Slot, engine_slots, expert_part, is_experts, layout, slot_name
+from qarl_nemo.refit.convert import (
+    checkpoint_parameters,
+    checkpoint_tensors,
+    convert,
+    is_converted,
+    load_parts,
+    overwrite,
+)
+from qarl_nemo.refit.engine_layout import engine_slots, expert_part, is_experts, layout
 from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
 from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.receive import checkpoint_tensors
-from qarl_nemo.refit.session import RankSession
+from qarl_nemo.refit.session import Parts, RankSession
 
 
 class RankRefit(RankSession):
@@ -45,13 +51,23 @@ class RankRefit(RankSession):
             problems.append("vLLM's CPU layers are reloaded as a whole; send an update that is not rehearsed")
         return problems
 
-    def pieces(self, names: Iterable[str]) -> list[str]:
+    def layer_of(self, name: str) -> str:
+        """Return vLLM's name of the layer that takes a tensor."""
+        return self._slots[name].layer
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's experts and its part of them; of other tensors the whole, which vLLM's loaders slice."""
+        slot = self._slots[name]
+        layer = self._layers[slot.layer]
+        if self.device.type == "cpu" or not is_experts(layer):
+            return whole
+        return expert_part(layer, slot.parameter, checkpoint_parameters(layer)[slot.parameter], whole)
+
+    def pieces(self, layers: Mapping[str, Parts]) -> list[str]:
         """Return the layers of which one message brings only a part: vLLM converts a layer as a whole."""
-        come = {slot_name(name) for name in names if slot_name(name) in self._slots}
-        touched = {self._slots[name].layer for name in come}
         absent: dict[str, list[str]] = {}
         for name, slot in self._slots.items():
-            if slot.layer in touched and name not in come:
+            if name not in layers.get(slot.layer, {name}):
                 absent.setdefault(slot.layer, []).append(name)
         return [
             f"{layer} comes in pieces, without {', '.join(names)}: each layer of a rehearsed update comes at once"
@@ -60,45 +76,35 @@ class RankRefit(RankSession):
 
     def stop_serving(self) -> None:
         """Let whoever asks for tokens get an error, not a mixture of two policies."""
+        super().stop_serving()
         self.worker.model_runner.execute_model = _refuse_to_serve
-
-    def install(self, parts: dict[str, Tensor]) -> None:
-        """Convert parts, layer by layer, into the tensors that kernels read; `parts` is emptied on the way."""
-        if self.device.type == "cpu":
-            # CPU layers hold packed copies that no tensor of theirs shows; vLLM's own reload makes them anew.
-            arguments = {"weights_iterator": checkpoint_tensors(parts), "is_checkpoint_format": True}
-            self.worker.model_runner.reload_weights(**arguments)
-        else:
-            with self._as_vllm_loads():
-                self._replace_layers(parts)
 
     def serve_again(self) -> None:
         """Answer requests with vLLM's own method again."""
         del self.worker.model_runner.execute_model
+        super().serve_again()
 
-    def _replace_layers(self, parts: dict[str, Tensor]) -> None:
-        by_layer: dict[str, list[tuple[Slot, Tensor]]] = {}
-        for name in list(parts):
-            slot = self._slots[slot_name(name)]
-            by_layer.setdefault(slot.layer, []).append((slot, parts.pop(name)))
+    def install(self, layers: dict[str, Parts]) -> None:
+        """Convert parts, layer by layer, into the tensors that kernels read; `layers` is emptied on the way."""
+        if self.device.type == "cpu":
+            # CPU layers hold packed copies that no tensor of theirs shows; vLLM's own reload makes them anew.
+            arguments = {"weights_iterator": checkpoint_tensors(layers.values()), "is_checkpoint_format": True}
+            self.worker.model_runner.reload_weights(**arguments)
+        else:
+            with self._as_vllm_loads():
+                self._replace_layers(layers)
+
+    def _replace_layers(self, layers: dict[str, Parts]) -> None:
         for name, layer in self._layers.items():
-            loads = by_layer.pop(name, None)
-            if loads is None:
+            if name not in layers:
                 continue
+            loads = [(self._slots[published], part) for published, part in layers.pop(name).items()]
             if is_converted(layer):
                 method = type(layer.quant_method).__name__
                 overwrite(layer, convert(layer, loads, self.device, check=method not in self._checked))
                 self._checked.add(method)
             else:
                 load_parts(layer, loads)
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's experts and its part of them; of other tensors the whole, which vLLM's loaders slice."""
-        slot = self._slots[slot_name(name)]
-        layer = self._layers[slot.layer]
-        if self.device.type == "cpu" or not is_experts(layer):
-            return whole
-        return expert_part(layer, slot.parameter, checkpoint_parameters(layer)[slot.parameter], whole)
 
     def _engine_problems(self, manifest: Manifest) -> list[str]:
         targets = sorted({module_kind(name.rpartition(".")[0]) for name in manifest.records if _is_quantized(name)})

@@ -5,8 +5,7 @@ A sender calls the ranks' `qarl_receive(version, kind, message)`, where `message
 """
 
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,13 +16,12 @@ from torch import Tensor
 from qarl_nemo.refit.answers import RolloutEngine, ask
 from qarl_nemo.refit.collective import broadcast, listening_store, make_group
 from qarl_nemo.refit.ipc import export_tensor
-from qarl_nemo.refit.publish import Update
+from qarl_nemo.refit.publish import Layer, Update
 from qarl_nemo.refit.waiting import in_background, within
 
 TIMEOUT_S = 120.0
 # Ranks that have waited as long as the learner say so themselves, if they are given the time.
 _GRACE_S = 5.0
-_LAYER = re.compile(r".*layers\.(\d+)\.")
 
 
 class Sender(Protocol):
@@ -60,8 +58,8 @@ class DirectSender:
                 "DirectSender reaches one engine rank in this process; use IpcSender, or start vLLM with "
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0 and tensor_parallel_size=1"
             )
-        for tensors in update.batches():
-            ask(engine, "qarl_receive", update.manifest.version, "direct", tensors)
+        for layer in update.layer_by_layer():
+            ask(engine, "qarl_receive", update.manifest.version, "direct", layer)
 
     def release(self) -> None:
         """Nothing is held."""
@@ -91,17 +89,17 @@ class IpcSender:
         """
         # One description for each rank: its memory counts one reader.
         num_ranks = len(ask(engine, "qarl_process", timeout_s=self.timeout_s))
-        for tensors in update.batches():
-            descriptions = self._export(tensors, num_ranks)
+        for layers in messages(update):
+            descriptions = self._export(layers, num_ranks)
             # A rank that rehearses is done with a layer when it answers.
             kind = "ipc" if update.stays or update.rehearsed else "ipc_copied"
             ask(engine, "qarl_receive", update.manifest.version, kind, descriptions, timeout_s=self.timeout_s)
             if not update.stays:
                 self._held = []
 
-    def _export(self, tensors: Mapping[str, Tensor], num_ranks: int) -> dict[str, list[dict[str, Any]]]:
-        _require_on_gpu(tensors)
-        whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    def _export(self, layers: Iterable[Layer], num_ranks: int) -> dict[str, list[dict[str, Any]]]:
+        whole = {name: tensor.detach().contiguous() for layer in layers for name, tensor in layer.items()}
+        _require_on_gpu(whole)
         self._held = list(whole.values())
         descriptions = {name: [export_tensor(tensor) for _ in range(num_ranks)] for name, tensor in whole.items()}
         torch.cuda.synchronize()
@@ -137,7 +135,7 @@ class FileSender:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"refit-{update.manifest.version}.safetensors"
         unfinished = path.with_suffix(".partial")
-        tensors = {name: tensor.detach().cpu() for batch in update.batches() for name, tensor in batch.items()}
+        tensors = {name: tensor.detach().cpu() for layer in update.layer_by_layer() for name, tensor in layer.items()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished)
         unfinished.replace(path)
         message = {"path": str(path)}
@@ -188,9 +186,8 @@ class CollectiveSender:
         if self._group is None:
             self._group = self._connect(engine)
         try:
-            for batch in update.batches():
-                for layer in _layers(batch):
-                    self._broadcast(update.manifest.version, layer, engine)
+            for layer in update.layer_by_layer():
+                self._broadcast(update.manifest.version, layer, engine)
         except BaseException:
             # A rank that missed one broadcast would take the next for it: the next update's ranks connect anew.
             self._group = None
@@ -237,15 +234,24 @@ class CollectiveSender:
         return call
 
 
+def messages(update: Update) -> Iterator[list[Layer]]:
+    """Yield what each message may point at: of an update that stays all layers at once, else the one there is.
+
+    Args:
+        update: what to send.
+
+    Yields:
+        Layers.
+    """
+    layers = update.layer_by_layer()
+    if update.stays:
+        yield list(layers)
+        return
+    for layer in layers:
+        yield [layer]
+
+
 def _require_on_gpu(tensors: Mapping[str, Tensor]) -> None:
     elsewhere = [name for name, tensor in tensors.items() if not tensor.is_cuda]
     if elsewhere:
         raise ValueError(f"CUDA IPC shares GPU memory, these tensors are not on a GPU: {', '.join(elsewhere)}")
-
-
-def _layers(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        match = _LAYER.match(name)
-        layers.setdefault(match[1] if match else "", {})[name] = tensor
-    yield from layers.values()

@@ -5,7 +5,7 @@ turn or late, `replace` serves an update only when all of its manifest has arriv
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.incoming import IncomingUpdate
-from qarl_nemo.refit.manifest import Manifest, version_problems
+from qarl_nemo.refit.manifest import Manifest, require_no_problems, version_problems
+
+# The tensors that one layer takes, by published name.
+Parts = dict[str, Tensor]
 
 
 class RankSession(ABC):
@@ -39,24 +42,28 @@ class RankSession(ABC):
         """Say why this rank cannot serve what is announced."""
 
     @abstractmethod
+    def layer_of(self, name: str) -> str:
+        """Name the layer that takes a tensor; what one layer takes is installed together."""
+
+    @abstractmethod
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a whole tensor."""
 
-    @abstractmethod
-    def pieces(self, names: Iterable[str]) -> list[str]:
-        """Say what this rank installs at once and these tensors, which came together, are only a part of."""
+    def pieces(self, layers: Mapping[str, Parts]) -> list[str]:  # noqa: ARG002 for those that install more at once
+        """Say of which layers these tensors, which came together, are only a part; here each is installed by itself."""
+        return []
 
     @abstractmethod
+    def install(self, layers: dict[str, Parts]) -> None:
+        """Put tensors, which are verified, into the weights; all of an update, or a message of a rehearsed one."""
+
     def stop_serving(self) -> None:
-        """Refuse to answer from now on: weights are being replaced."""
+        """Refuse to answer from now on: weights are being replaced where they lie."""
+        self.whole = False
 
-    @abstractmethod
-    def install(self, parts: dict[str, Tensor]) -> None:
-        """Put these parts, which are verified, into the weights; all of an update, or a layer of a rehearsed one."""
-
-    @abstractmethod
     def serve_again(self) -> None:
         """Answer again: all weights are replaced."""
+        self.whole = True
 
     def begin(self, message: dict[str, Any], rehearsed: bool) -> list[str]:
         """Expect an update; one that was under way is forgotten.
@@ -75,7 +82,7 @@ class RankSession(ABC):
         manifest = Manifest.from_message(message)
         problems = version_problems(manifest.version, self.version) + self.refusals(manifest, rehearsed=rehearsed)
         if not problems:
-            self._update = IncomingUpdate(manifest, self.part)
+            self._update = self._incoming(manifest)
             self._rehearsed, self._replacing = rehearsed, False
         return problems
 
@@ -96,11 +103,11 @@ class RankSession(ABC):
         if not self._rehearsed:
             return
         # Nothing of one message is kept for the next, and a piece of a layer would be installed beside nothing.
-        update.refuse(self.pieces(update.parts))
+        update.refuse(self.pieces(update.layers))
         if self._replacing:
-            _require(update.problems_of_arrived(), "what was served is not what was rehearsed")
-            self.install(update.parts)
-        update.parts.clear()
+            require_no_problems(update.problems_of_arrived(), "what was served is not what was rehearsed")
+            self.install(update.layers)
+        update.layers.clear()
         if self.arrivals.device.type == "cuda":
             # The learner makes the next layer where this one lies.
             torch.cuda.synchronize(self.arrivals.device)
@@ -129,13 +136,13 @@ class RankSession(ABC):
         update = self._expected(version)
         if self._replacing:
             raise RuntimeError(f"version {version} is being replaced already: its tensors come, then qarl_replaced")
-        _require(update.problems(), f"version {version} is not served")
-        self._update, self.whole = None, False
+        require_no_problems(update.problems(), f"version {version} is not served")
+        self._update = None
         self.stop_serving()
         if self._rehearsed:
-            self._replacing, self._update = True, IncomingUpdate(update.manifest, self.part)
+            self._replacing, self._update = True, self._incoming(update.manifest)
             return
-        self.install(update.parts)
+        self.install(update.layers)
         self._serve(version)
 
     def finish(self, version: int) -> None:
@@ -151,7 +158,7 @@ class RankSession(ABC):
         update = self._expected(version)
         if not self._replacing:
             raise RuntimeError(f"version {version} is not being replaced: qarl_replace comes first")
-        _require(update.problems(), "what was served is not what was rehearsed")
+        require_no_problems(update.problems(), "what was served is not what was rehearsed")
         self._update, self._replacing = None, False
         self._serve(version)
 
@@ -168,9 +175,12 @@ class RankSession(ABC):
         """Return the version served last and whether it is whole."""
         return {"version": self.version, "whole": self.whole}
 
+    def _incoming(self, manifest: Manifest) -> IncomingUpdate:
+        return IncomingUpdate(manifest, layer_of=self.layer_of, part=self.part)
+
     def _serve(self, version: int) -> None:
         self.serve_again()
-        self.version, self.whole = version, True
+        self.version = version
 
     def _expected(self, version: int) -> IncomingUpdate:
         if self._update is None:
@@ -179,8 +189,3 @@ class RankSession(ABC):
         if expected != version:
             raise RuntimeError(f"this is of version {version!r}; the refit under way in this rank is to {expected}")
         return self._update
-
-
-def _require(problems: list[str], outcome: str) -> None:
-    if problems:
-        raise ValueError(f"{outcome}; {len(problems)} problem(s):\n  " + "\n  ".join(problems))

@@ -73,8 +73,8 @@ class Learner:
         return self.policy.optimizer.skipped_in_a_row
 
     def publish(self, fmt: QuantFormat) -> RefitUpdate:
-        """Return the policy's weights as the rollout engine will serve them in `fmt`."""
-        return self.policy.publish(fmt)
+        """Return the policy's weights as the rollout engine will serve them in `fmt`, under their version."""
+        return RefitUpdate.of(self.policy.layers(fmt), fmt, version=self.weight_version)
 
     def save(self, folder: Path) -> None:
         """Write the policy and its optimizer into a checkpoint's folder."""

@@ -1,6 +1,6 @@
 """The interface between the loop and the model it trains, and its implementation by a transformers model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.layers.weight import WeightVersion
-from qarl_nemo.refit.publish import RefitUpdate, publish
+from qarl_nemo.refit.publish import Layer, publish_layers
 from qarl_nemo.train.optimizer import MasterOptimizer
 
 
@@ -61,8 +61,8 @@ class Policy(Protocol):
     def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
         """Add the other ranks' values in place."""
 
-    def publish(self, fmt: QuantFormat) -> RefitUpdate:
-        """Return the weights as the rollout engine will serve them in `fmt`."""
+    def layers(self, fmt: QuantFormat) -> Iterable[Layer]:
+        """Return the weights as the rollout engine will serve them in `fmt`, layer by layer."""
 
     def table(self) -> list[dict[str, Any]]:
         """Return one line for each module with weights: `InstallRow`'s fields."""
@@ -102,9 +102,9 @@ class TransformersPolicy:
     def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
         """Do nothing: there is one rank."""
 
-    def publish(self, fmt: QuantFormat) -> RefitUpdate:
+    def layers(self, fmt: QuantFormat) -> list[Layer]:
         """See `Policy`."""
-        return publish(self.report.weights, self.model.named_parameters(), fmt, version=self.version.value)
+        return publish_layers(self.report.weights, self.model.named_parameters(), fmt)
 
     def table(self) -> list[dict[str, Any]]:
         """See `Policy`."""

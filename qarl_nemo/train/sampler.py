@@ -4,15 +4,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
-from qarl_kernels import QuantFormat, QuantizedWeight, stored_layout
+from qarl_kernels import QuantFormat
 from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
 from qarl_nemo.names import module_kind
-from qarl_nemo.refit.manifest import Layout
-from qarl_nemo.refit.publish import RefitUpdate
-from qarl_nemo.refit.receive import require_whole
+from qarl_nemo.refit.manifest import require_no_problems
+from qarl_nemo.refit.publish import Update
 from qarl_nemo.train.engine_forward import follow_engine
 from qarl_nemo.train.rollouts import Rollouts, pad_left, positions
+from qarl_nemo.train.sampler_session import SamplerSession
 from qarl_nemo.train.sampling import SamplingParams, draw
 
 
@@ -48,7 +48,6 @@ class PackedSampler:
         self.stop_ids = torch.tensor(stop_ids, device=device)
         self.routes = RouteControl()
         self.num_routers = 0
-        self.version: int | None = None
         with torch.device("meta"):
             model = follow_engine(AutoModelForCausalLM.from_config(config, dtype=dtype))
         self.slots = self._empty_packed_layers(model, targets, dtype, keep_operand)
@@ -57,6 +56,12 @@ class PackedSampler:
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
         model.tie_weights()
         self.model = model.eval().requires_grad_(False)
+        self._session = SamplerSession(self.model, self.slots, fmt, device)
+
+    @property
+    def version(self) -> int | None:
+        """The weight version served; None before the first refit."""
+        return self._session.version
 
     def _empty_packed_layers(
         self, model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, keep_operand: bool
@@ -85,11 +90,8 @@ class PackedSampler:
         return slots
 
     @torch.no_grad()
-    def load(self, update: RefitUpdate) -> None:
+    def load(self, update: Update) -> None:
         """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.
-
-        All of it is made beside what is served, and then changes places: whatever fails, and wherever, the old version
-        keeps serving.
 
         Args:
             update: what the learner published.
@@ -98,30 +100,18 @@ class PackedSampler:
             ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds, or
                 the version is not newer; all are listed, and the old version keeps serving.
         """
-        require_whole(update, self._layout(), self.format, serving=self.version)
-        parameters = dict(self.model.named_parameters())
-        plain: dict[str, Tensor] = {}
-        packed: dict[str, dict[str, Tensor]] = {name: {} for name in self.slots}
-        for name, tensor in update.tensors.items():
-            owner, _, suffix = name.rpartition(".")
-            place, key = (plain, name) if name in parameters else (packed[owner], suffix)
-            place[key] = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
-        weights = {name: QuantizedWeight(self.format, slot.shape, packed[name]) for name, slot in self.slots.items()}
-        operands = {name: slot.prepare(weights[name]) for name, slot in self.slots.items()}
-        for name, tensor in plain.items():
-            parameters[name].data = tensor
-        for name, slot in self.slots.items():
-            slot.fill(weights[name], operands[name])
-        self.version = update.manifest.version
-
-    def _layout(self) -> Layout:
-        stored = {
-            f"{name}.{suffix}": layout
-            for name, slot in self.slots.items()
-            for suffix, layout in stored_layout(slot.shape, self.format).items()
-        }
-        plain = {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
-        return stored | plain
+        session, version = self._session, update.manifest.version
+        kept = "nothing" if session.version is None else f"version {session.version}"
+        try:
+            problems = session.begin(update.manifest.to_message(), update.rehearsed)
+            if not problems:
+                for layer in update.layer_by_layer():
+                    session.receive(version, "direct", layer)
+                problems = session.verify(version)
+            require_no_problems(problems, f"refit to version {version} refused, {kept} keeps serving")
+            session.replace(version)
+        finally:
+            session.abort(version)
 
     @torch.inference_mode()
     def generate(

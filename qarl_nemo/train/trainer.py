@@ -61,10 +61,6 @@ class Trainer:
         self.sampler = build_sampler(config, self.model, self.tokenizer, self.device)
         self.last_skip = ""
 
-    def publish(self) -> RefitUpdate:
-        """Return the learner's weights as the rollout engine will serve them."""
-        return self.learner.publish(self.format)
-
     def train(self) -> None:
         """Run the remaining steps.
 
@@ -134,7 +130,7 @@ class Trainer:
         return metrics
 
     def _refit(self) -> RefitUpdate:
-        update = self.publish()
+        update = self.learner.publish(self.format)
         # If all updates of a step were skipped, the engine serves these weights already.
         if update.manifest.version != self.sampler.version:
             self.sampler.load(update)

@@ -1,7 +1,6 @@
 """The receiving half of a refit as one rank has it, with no engine around it: what transports are tested against."""
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.manifest import Manifest, checksums
-from qarl_nemo.refit.session import RankSession
+from qarl_nemo.refit.session import Parts, RankSession
 
 
 class PlainSession(RankSession):
@@ -23,32 +22,24 @@ class PlainSession(RankSession):
     def __init__(self, rank: int = 0) -> None:
         super().__init__(Arrivals(rank, torch.device("cpu")))
         self.served: dict[str, Tensor] = {}
-        self.answers, self.most_held = True, 0
+        self.most_held = 0
 
     def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:
         """Take every layout."""
         return []
 
+    def layer_of(self, name: str) -> str:
+        """Install each tensor by itself."""
+        return name
+
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Keep everything, and remember how much that is."""
-        self.most_held = max(self.most_held, len(self._update.parts) + 1)
+        self.most_held = max(self.most_held, len(self._update.layers) + 1)
         return whole
 
-    def pieces(self, names: Iterable[str]) -> list[str]:
-        """Install each tensor by itself."""
-        return []
-
-    def stop_serving(self) -> None:
-        """Answer nobody."""
-        self.answers = False
-
-    def install(self, parts: dict[str, Tensor]) -> None:
+    def install(self, layers: dict[str, Parts]) -> None:
         """Serve copies, as a learner may change what it sent."""
-        self.served |= {name: part.clone() for name, part in parts.items()}
-
-    def serve_again(self) -> None:
-        """Answer again."""
-        self.answers = True
+        self.served |= {name: part.clone() for parts in layers.values() for name, part in parts.items()}
 
 
 @answering
@@ -110,6 +101,6 @@ class ReceivingRank:
 
     def qarl_served(self) -> dict[str, Tensor]:
         """Return the tensors served."""
-        if not self.session.answers:
+        if not self.session.whole:
             raise RuntimeError("this rank's last refit broke off: it answers nobody")
         return self.session.served

@@ -57,7 +57,7 @@ class Campaign:
         self.target = target
         self.counts = Counts()
         self._chance = random.Random(seed)
-        self._paths = {name: save_parts(target.next(name).tensors, folder / name) for name in "AB"}
+        self._paths = {name: save_parts(target.next(name).layers, folder / name) for name in "AB"}
         # Versions that are older than all that will serve.
         self._stale = {(name, again): self._script(name, again) for name in "AB" for again in (False, True)}
         self._weights: dict[str, Any] = {}

@@ -77,7 +77,9 @@ class _Engine:
     def next(self, name: str) -> RefitUpdate:
         """Return an update as the next version."""
         self.version += 1
-        return RefitUpdate(Manifest.of(self.tensors[name], version=self.version, fmt=_FORMAT.name), self.tensors[name])
+        return RefitUpdate(
+            Manifest.of(self.tensors[name], version=self.version, fmt=_FORMAT.name), [self.tensors[name]]
+        )
 
     def respond(self) -> tuple[Tensor, Tensor]:
         """Return greedy tokens and their logprobs."""
@@ -135,16 +137,16 @@ def _fault_names(engine: _Engine) -> Iterator[str]:
 
 
 def _spoiled(update: RefitUpdate, serving: Any, kind: str, where: str, chance: random.Random) -> RefitUpdate:
-    tensors = dict(update.tensors)
+    tensors = update.tensors
     if kind == "replayed":
         version = {"same": serving, "older": serving - 1, "x": "x", "-1": -1}[where]
         return replace(update, manifest=replace(update.manifest, version=version))
     if kind == "format":
         return replace(update, manifest=replace(update.manifest, format=where))
     if kind == "cut":
-        return replace(update, tensors=dict(list(tensors.items())[: int(where)]))
+        return replace(update, layers=[dict(list(tensors.items())[: int(where)])])
     if kind == "reordered":
-        return replace(update, tensors=dict(chance.sample(list(tensors.items()), len(tensors))))
+        return replace(update, layers=[dict(chance.sample(list(tensors.items()), len(tensors)))])
     tensor = tensors.pop(where)
     if kind == "corrupted":
         tensors[where] = tensor.detach().clone()
@@ -155,7 +157,7 @@ def _spoiled(update: RefitUpdate, serving: Any, kind: str, where: str, chance: r
         tensors[where] = tensor.double()
     elif kind == "renamed":
         tensors[f"{where}.other"] = tensor
-    return replace(update, tensors=tensors)
+    return replace(update, layers=[tensors])
 
 
 def _published(config: Any, seed: int) -> dict[str, Tensor]:

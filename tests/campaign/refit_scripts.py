@@ -2,15 +2,15 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.publish import Layer
 
 # A method of the ranks and its arguments.
 Message = tuple[str, tuple[Any, ...]]
@@ -20,11 +20,11 @@ NUM_FILES = 3
 _NUM_SHUFFLED = 5
 
 
-def save_parts(tensors: dict[str, Tensor], folder: Path) -> list[Path]:
-    """Write tensors into files, each of which one message offers; a layer's are in one.
+def save_parts(layers: Sequence[Layer], folder: Path) -> list[Path]:
+    """Write layers into files, each of which one message offers.
 
     Args:
-        tensors: by name.
+        layers: tensors by name.
         folder: is made.
 
     Returns:
@@ -32,12 +32,9 @@ def save_parts(tensors: dict[str, Tensor], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True)
     paths = [folder / f"{part}.safetensors" for part in range(NUM_FILES)]
-    layers: dict[str, list[str]] = {}
-    for name in tensors:
-        layers.setdefault(".".join(name.split(".")[:3]), []).append(name)
     for part, path in enumerate(paths):
-        names = [name for layer in list(layers.values())[part::NUM_FILES] for name in layer]
-        save_file({name: tensors[name].detach().cpu().contiguous().clone() for name in names}, path)
+        tensors = {name: tensor for layer in layers[part::NUM_FILES] for name, tensor in layer.items()}
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
     return paths
 
 

@@ -6,11 +6,10 @@ from typing import Any, Protocol, Self
 
 import torch
 from rank_processes import RankProcesses
-from torch import Tensor
 
+from qarl_kernels import get_format
 from qarl_nemo.refit.answers import ask
-from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.publish import Layer, RefitUpdate
 from qarl_nemo.refit.send import CollectiveSender, Sender
 
 TIMEOUT_S = 2.0
@@ -90,14 +89,14 @@ class RanksTarget:
     def __init__(self) -> None:
         self.version = 0
         generator = torch.Generator().manual_seed(0)
-        self.tensors = {name: _tensors(generator) for name in "AB"}
+        self.layers = {name: _layers(generator) for name in "AB"}
         self.processes = RankProcesses(2)
         self.engine = Meddled(self.processes)
 
     def next(self, name: str) -> RefitUpdate:
         """Return update `A` or `B` as the next version."""
         self.version += 1
-        return RefitUpdate(Manifest.of(self.tensors[name], version=self.version, fmt="bf16"), self.tensors[name])
+        return RefitUpdate.of(self.layers[name], get_format("bf16"), version=self.version)
 
     def sender(self, timeout_s: float) -> CollectiveSender:
         """Return a sender that connects anew."""
@@ -133,10 +132,10 @@ class RanksTarget:
         self.processes.close()
 
 
-def _tensors(generator: torch.Generator) -> dict[str, Tensor]:
-    layers = {f"model.layers.{layer}.self_attn.q_norm.weight": torch.rand(7, generator=generator) for layer in range(2)}
+def _layers(generator: torch.Generator) -> list[Layer]:
+    first, second = (
+        {f"model.layers.{layer}.self_attn.q_norm.weight": torch.rand(7, generator=generator)} for layer in range(2)
+    )
     codes = torch.randint(-(2**31), 2**31 - 1, (4, 6, 5), dtype=torch.int32, generator=generator)
-    return layers | {
-        "model.layers.1.mlp.experts.down_proj.weight_packed": codes,
-        "model.norm.weight": torch.rand(9, generator=generator),
-    }
+    second["model.layers.1.mlp.experts.down_proj.weight_packed"] = codes
+    return [first, second, {"model.norm.weight": torch.rand(9, generator=generator)}]

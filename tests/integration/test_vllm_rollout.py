@@ -12,7 +12,19 @@ from qarl_nemo.train.trainer import Trainer
 from qarl_nemo.train.vllm.host import vllm_problem
 from support.asserts import assert_bitwise_equal
 from support.runs import make_config, read_metrics, train, without_clocks
-from support.vllm.runs import NORM, PACKED, SCALE, assert_same_responses, gap, load, multiply, prepared, refit, sample
+from support.vllm.runs import (
+    NORM,
+    PACKED,
+    SCALE,
+    assert_same_responses,
+    gap,
+    load,
+    multiply,
+    prepared,
+    published,
+    refit,
+    sample,
+)
 
 PROBLEM = vllm_problem()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]
@@ -96,13 +108,13 @@ def test_the_first_refit_changes_no_bit_of_what_the_checkpoint_loaded(tmp_path):
 
 
 def test_there_and_back_again_gives_the_same_tokens_and_logprobs(trainer):
-    there = trainer.publish()
+    there = published(trainer)
     # the learner's own tensors change with its next step
-    there = RefitUpdate(there.manifest, {name: tensor.clone() for name, tensor in there.tensors.items()})
+    there = RefitUpdate(there.manifest, [{name: tensor.clone() for name, tensor in there.tensors.items()}])
     load(trainer, there)
     greedy, drawn = sample(trainer, temperature=0.0), sample(trainer)
     multiply(trainer, {"": 0.5})
-    away = trainer.publish()
+    away = published(trainer)
     for _ in range(3):
         load(trainer, away)
         assert not torch.equal(sample(trainer, temperature=0.0).generation_logprobs, greedy.generation_logprobs)
@@ -116,15 +128,15 @@ def test_a_refit_that_is_not_whole_is_refused_before_the_first_weight(trainer):
     refit(trainer)
     version, held, before = trainer.sampler.version, kernel_tensors(trainer), sample(trainer)
     multiply(trainer, {"": -1.0})
-    tensors = dict(trainer.publish().tensors)
+    tensors = published(trainer).tensors
     del tensors[NORM]
     tensors[PACKED] = tensors[PACKED][:3].contiguous()
     tensors[SCALE] = tensors[SCALE].float()
     tensors["model.layers.9.extra.weight"] = torch.zeros(2)
     own = Manifest.of(tensors, version=version + 1, fmt="w4a8")
-    for manifest in (trainer.publish().manifest, own):
+    for manifest in (published(trainer).manifest, own):
         with pytest.raises(ValueError, match=f"refused, the engine keeps serving version {version}") as raised:
-            trainer.sampler.load(RefitUpdate(manifest, tensors))
+            trainer.sampler.load(RefitUpdate(manifest, [tensors]))
         for name in (NORM, PACKED, SCALE, "model.layers.9.extra.weight"):
             assert name in str(raised.value)
     assert "in place of CompressedTensorsW4A8Fp8MoEMethod" in str(raised.value)
@@ -138,8 +150,8 @@ def test_an_engine_that_breaks_off_a_refit_serves_nothing(tmp_path, monkeypatch)
     trainer = prepared(tmp_path, **blocks(**QARL["w4a16 g64"]))
     whole = rank.checkpoint_tensors
 
-    def misshapen_late(tensors):
-        *most, (name, last) = whole(tensors)
+    def misshapen_late(layers):
+        *most, (name, last) = whole(layers)
         yield from [*most, (name, last[:-1])]
 
     with pytest.raises(RuntimeError, match="no refit has reached this engine"):

@@ -20,6 +20,7 @@ from support.vllm.runs import (
     multiply,
     own_routes,
     prepared,
+    published,
     refit,
     sample,
 )
@@ -98,11 +99,11 @@ def test_the_routes_are_the_learners_own_and_replayed(trainer):
 
 
 def test_there_and_back_again_gives_the_same_tokens_and_logprobs(trainer):
-    there = trainer.publish()
-    there = RefitUpdate(there.manifest, {name: tensor.clone() for name, tensor in there.tensors.items()})
+    there = published(trainer)
+    there = RefitUpdate(there.manifest, [{name: tensor.clone() for name, tensor in there.tensors.items()}])
     greedy, drawn = sample(trainer, temperature=0.0), sample(trainer)
     multiply(trainer, {"": 0.5})
-    away = trainer.publish()
+    away = published(trainer)
     for _ in range(3):
         load(trainer, away)
         assert not torch.equal(sample(trainer, temperature=0.0).generation_logprobs, greedy.generation_logprobs)
@@ -114,12 +115,12 @@ def test_there_and_back_again_gives_the_same_tokens_and_logprobs(trainer):
 
 def test_a_refit_that_is_not_whole_is_refused(trainer):
     refit(trainer)
-    version, before, update = trainer.sampler.version, sample(trainer), trainer.publish()
+    version, before, update = trainer.sampler.version, sample(trainer), published(trainer)
     changed = update.tensors | {NORM: update.tensors[NORM] * 2}
     missing = {name: tensor for name, tensor in update.tensors.items() if name != NORM}
     for tensors, said in ((changed, f"{NORM}: its bytes differ"), (missing, f"missing: {NORM}")):
         with pytest.raises(ValueError, match=f"keeps serving version {version}") as raised:
-            trainer.sampler.load(RefitUpdate(update.manifest, tensors))
+            trainer.sampler.load(RefitUpdate(update.manifest, [tensors]))
         assert said in str(raised.value)
         assert_same_responses(sample(trainer), before)
 

@@ -37,7 +37,7 @@ from torch import nn
 from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights, release
 from qarl_nemo.megatron.checks import require_supported
-from qarl_nemo.megatron.publish import publish_shards, publish_update
+from qarl_nemo.megatron.publish import publish_layers, publish_update
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
@@ -82,10 +82,11 @@ def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: in
     figures: dict[str, Any] = {"quantize_s": quantize_s, "packed_bytes": held}
 
     def stream(**options: Any) -> int:
-        return sum(tensor.nbytes for _, tensor in publish_shards([model], vocab_size=vocab_size, **options))
+        layers = publish_layers([model], vocab_size=vocab_size, **options)
+        return sum(tensor.nbytes for layer in layers for tensor in layer.values())
 
     def update() -> int:
-        with publish_update([model], alignment, vocab_size=vocab_size) as made:
+        with publish_update([model], alignment.format, vocab_size=vocab_size, version=0) as made:
             return made.num_bytes
 
     kinds = {"": stream, "shards_": lambda: stream(gather_experts=False), "update_": update}

@@ -16,9 +16,9 @@ from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights
-from qarl_nemo.megatron.publish import publish_shards
-from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.megatron.publish import publish_layers
+from qarl_nemo.names import parameter_name
+from qarl_nemo.refit.publish import Layer
 from qarl_nemo.train.megatron.optimizer import MegatronStepper
 
 
@@ -121,10 +121,9 @@ class MegatronPolicy:
             dist.all_reduce(total, group=group)
             tensor.copy_(total)
 
-    def publish(self, fmt: QuantFormat) -> RefitUpdate:
-        """Return the weights as the rollout engine will serve them in `fmt`, complete on every rank."""
-        tensors = dict(publish_shards([self.optimizer.model], vocab_size=self._vocab_size, fmt=fmt))
-        return RefitUpdate(Manifest.of(tensors, version=self.alignment.version.value, fmt=fmt.name), tensors)
+    def layers(self, fmt: QuantFormat) -> Iterator[Layer]:
+        """Yield the weights as the rollout engine will serve them in `fmt`, each layer complete on every rank."""
+        return publish_layers([self.optimizer.model], vocab_size=self._vocab_size, fmt=fmt)
 
     def table(self) -> list[dict[str, Any]]:
         """Return one line for each aligned weight of this rank, with the fields of `layers.install.InstallRow`."""
@@ -148,8 +147,8 @@ class MegatronPolicy:
         Args:
             folder: exists, and is seen by all ranks.
         """
-        shards = publish_shards([self.optimizer.model], vocab_size=self._vocab_size, fmt=get_format(BASELINE))
-        whole = {name.replace("_proj.weight", "_proj") if ".experts." in name else name: part for name, part in shards}
+        layers = self.layers(get_format(BASELINE))
+        whole = {parameter_name(name): tensor for layer in layers for name, tensor in layer.items()}
         if dist.get_rank() == 0:
             self._save_model(whole, folder / "model")
         save_state(self.optimizer, folder / f"optimizer_rank{dist.get_rank()}.pt")

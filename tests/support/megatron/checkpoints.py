@@ -15,7 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from qarl_nemo.megatron.alignment import Alignment
-from qarl_nemo.megatron.publish import publish_shards
+from qarl_nemo.megatron.publish import publish_layers
 
 Described = set[tuple[Any, ...]]
 
@@ -68,7 +68,11 @@ def reloaded(saved: Layout, loaded: Layout, alignment: Alignment) -> dict[str, T
             for parameter in model.parameters():
                 parameter.zero_()
         model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder[0]))
-        tensors = {name: tensor.clone() for name, tensor in publish_shards([model], vocab_size=TINY.vocab)}
+        tensors = {
+            name: tensor.clone()
+            for layer in publish_layers([model], vocab_size=TINY.vocab)
+            for name, tensor in layer.items()
+        }
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])

@@ -12,7 +12,7 @@ from support.megatron.whole import requantized, whole_grads
 from megatron.core import parallel_state
 
 from qarl_kernels import QuantFormat
-from qarl_nemo.megatron.publish import publish_shards
+from qarl_nemo.megatron.publish import publish_layers
 
 _EXPERTS_AT_ONCE = 16
 
@@ -36,15 +36,21 @@ def same_bytes(actual: Tensor, expected: Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (actual, expected)))
 
 
+def published(model: list[nn.Module], **options: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that is published, by name."""
+    for layer in publish_layers(model, **options):
+        yield from layer.items()
+
+
 def compared_published(model: list[nn.Module], vocab_size: int, expected: dict[str, Tensor]) -> dict[str, list[str]]:
     """What is published, whole and as shards, beside what the whole model publishes."""
     missing, differing, wrong = set(expected), [], []
-    for name, tensor in publish_shards(model, vocab_size=vocab_size):
+    for name, tensor in published(model, vocab_size=vocab_size):
         missing.discard(name)
         if name not in expected or not same_bytes(tensor, expected[name]):
             differing.append(name)
     rank = parallel_state.get_expert_model_parallel_rank()
-    for name, shard in publish_shards(model, vocab_size=vocab_size, gather_experts=False):
+    for name, shard in published(model, vocab_size=vocab_size, gather_experts=False):
         if "experts" in name and not same_bytes(shard, expected[name][rank * len(shard) : (rank + 1) * len(shard)]):
             wrong.append(name)
     return {"differing": [*differing, *sorted(missing)], "wrong_shards": wrong}
@@ -59,7 +65,7 @@ def compared_step(
     model: list[nn.Module], vocab_size: int, fmt: QuantFormat, before: dict[str, Tensor]
 ) -> dict[str, list[str]]:
     """What is published after the masters changed, beside those masters quantized, and beside what it was before."""
-    stepped = dict(_experts(publish_shards(model, vocab_size=vocab_size)))
+    stepped = dict(_experts(published(model, vocab_size=vocab_size)))
     wrong, stale = [], []
     for name, tensor in requantized(model, fmt):
         if not same_bytes(stepped[name], tensor):

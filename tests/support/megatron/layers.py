@@ -24,7 +24,7 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.layers.install import install
 from qarl_nemo.layers.router import route_tokens
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights, release
-from qarl_nemo.megatron.publish import publish_shards
+from qarl_nemo.megatron.publish import publish_layers
 
 TOKENS = 6  # a rank
 
@@ -149,7 +149,7 @@ def refused_publication() -> str:
             with torch.no_grad():
                 model.decoder.layers[1].mlp.experts.linear_fc2.weight0[3, 5] = float("nan")
         try:
-            list(publish_shards([model], vocab_size=TINY.vocab))
+            list(publish_layers([model], vocab_size=TINY.vocab))
         except ValueError as error:
             return str(error)
         return "published"

@@ -21,8 +21,9 @@ from megatron_model import Architecture, Layout, parallel, process_group, transf
 # isort: split
 from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
-from qarl_nemo.megatron.publish import publish_layers, publish_shards, publish_update
+from qarl_nemo.megatron.publish import publish_layers, publish_update
 from qarl_nemo.refit.manifest import Manifest
+from support.megatron.compare import published
 
 SIZES = {"num_layers": 2, "num_experts": 4, "top_k": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 ARCHITECTURE = Architecture(**SIZES, hidden=128, inner=128, vocab_size=64)
@@ -61,11 +62,11 @@ def streamed() -> dict[str, bool]:
     alignment, layout = Alignment(get_format("w4a16")), Layout(ep=2)
     with parallel(layout):
         model = publish.gpt_model(ARCHITECTURE, transformer_config(ARCHITECTURE, layout), alignment, with_output=True)
-        whole = dict(publish_shards([model], vocab_size=64))
+        whole = dict(published([model], vocab_size=64))
         manifest = Manifest.of(whole, version=0, fmt="w4a16")
-        with publish_update([model], alignment, vocab_size=64) as update:
+        with publish_update([model], alignment.format, vocab_size=64, version=0) as update:
             # One rank's push ends half-way, the others' never began; no rank waits for another in the end.
-            sent = next(update.batches()) if dist.get_rank() == 0 else {}
+            sent = next(update.layer_by_layer()) if dist.get_rank() == 0 else {}
         layers = publish_layers([model], vocab_size=64)
         next(layers)
         experts = [weakref.ref(tensor) for name, tensor in next(layers).items() if "experts" in name]

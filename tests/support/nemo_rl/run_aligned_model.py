@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
-from qarl_nemo.megatron.publish import publish_shards
+from qarl_nemo.megatron.publish import publish_layers
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, aligned_spec, executing, require_aligned
 
 FMT, BF16 = get_format("w4a16", group_size=32), get_format("bf16")
@@ -43,7 +43,11 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What the engine would be sent."""
-    return {name: tensor.clone() for name, tensor in publish_shards([model], vocab_size=TINY.vocab)}
+    return {
+        name: tensor.clone()
+        for layer in publish_layers([model], vocab_size=TINY.vocab)
+        for name, tensor in layer.items()
+    }
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

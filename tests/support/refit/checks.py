@@ -197,7 +197,7 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
         manifest = (
             Manifest.of(tensors, version=update.manifest.version, fmt=rig.format.name) if announced else update.manifest
         )
-        cases[name] = RefitUpdate(manifest, tensors), offending
+        cases[name] = RefitUpdate(manifest, [tensors]), offending
 
     for announced in (True, False):
         suffix = "" if announced else ", not announced"
@@ -220,7 +220,7 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
     served = "w4a8" if rig.format.name == "w4a16" else "w4a16"
     layer = served if rig.format.name == "bf16" else "model.layers.0.mlp.experts"
     for other, offending in ((served, layer), ("w3a16", "w3a16")):
-        cases[f"format {other}"] = RefitUpdate(replace(update.manifest, format=other), update.tensors), [offending]
+        cases[f"format {other}"] = RefitUpdate(replace(update.manifest, format=other), update.layers), [offending]
     return cases
 
 

@@ -33,15 +33,14 @@ def rehearsed(update: RefitUpdate, fmt: QuantFormat, *, spoiled: str = "", in_pi
         spoiled: a tensor that is served otherwise than it was rehearsed.
         in_pieces: send every other tensor of a layer after the rest of it.
     """
-    layers: dict[str, dict[str, Tensor]] = {}
-    for index, (name, tensor) in enumerate(update.tensors.items()):
-        piece = f" {index % 2}" if in_pieces else ""
-        layers.setdefault(".".join(name.split(".")[:3]) + piece, {})[name] = tensor
+    layers = update.layers
+    if in_pieces:
+        layers = [dict(list(layer.items())[first::2]) for layer in update.layers for first in range(2)]
     passes: list[None] = []
 
     def stream() -> Iterator[dict[str, Tensor]]:
         passes.append(None)
-        for layer in layers.values():
+        for layer in layers:
             # Made anew each time, and gone when the next one is.
             made = {name: tensor.clone() for name, tensor in layer.items()}
             if spoiled in made and len(passes) == 3:
@@ -60,7 +59,7 @@ def with_stranger(update: RefitUpdate, fmt: QuantFormat, name: str) -> StreamedU
         passes.append(None)
         if len(passes) == 2:
             yield {name: torch.ones(3)}
-        yield update.tensors
+        yield from update.layers
 
     return StreamedUpdate(stream, fmt, version=update.manifest.version)
 
@@ -73,7 +72,7 @@ class CutSender:
 
     def send(self, update: RefitUpdate, engine: Any) -> None:
         first = dict(list(update.tensors.items())[: self.count])
-        self.sender.send(RefitUpdate(update.manifest, first), engine)
+        self.sender.send(RefitUpdate(update.manifest, [first]), engine)
         raise ConnectionError(f"cut after {self.count} tensors")
 
     def release(self) -> None:
@@ -88,7 +87,7 @@ class RepeatingSender:
 
     def send(self, update: RefitUpdate, engine: Any) -> None:
         self.sender.send(update, engine)
-        self.sender.send(RefitUpdate(update.manifest, {self.name: update.tensors[self.name]}), engine)
+        self.sender.send(RefitUpdate(update.manifest, [{self.name: update.tensors[self.name]}]), engine)
 
     def release(self) -> None:
         self.sender.release()

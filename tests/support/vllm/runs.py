@@ -38,14 +38,19 @@ def multiply(trainer, factors) -> None:
 
 def refit(trainer) -> None:
     """Let the engine serve the learner's weights."""
-    load(trainer, trainer.publish())
+    load(trainer, published(trainer))
+
+
+def published(trainer) -> RefitUpdate:
+    """The learner's weights as the engine will serve them."""
+    return trainer.learner.publish(trainer.format)
 
 
 def load(trainer, update) -> None:
     """Let the engine serve these tensors as the learner's next version, also where it had them before."""
     version = trainer.learner.policy.version
     version.bump()
-    trainer.sampler.load(RefitUpdate(replace(update.manifest, version=version.value), update.tensors))
+    trainer.sampler.load(RefitUpdate(replace(update.manifest, version=version.value), update.layers))
 
 
 def sample(trainer, *, temperature=1.0, seed=0) -> Rollouts:

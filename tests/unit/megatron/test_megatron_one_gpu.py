@@ -110,7 +110,7 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
     from megatron.core.transformer.module import Float16Module
 
     from qarl_nemo.megatron.alignment import bump_on_step
-    from qarl_nemo.megatron.publish import publish_shards
+    from support.megatron.compare import published
     from support.megatron.whole import requantized
 
     settings, options, fused = WRAPPERS[wrapper]
@@ -135,9 +135,9 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
         optimizer.step()
     assert losses[-1] < 0.8 * losses[0]
     assert alignment.version.value == 6
-    published = dict(publish_shards([model], vocab_size=shape.vocab))
+    tensors = dict(published([model], vocab_size=shape.vocab))
     for key, tensor in requantized([core], alignment.format):
-        assert_bitwise_equal(published[key], tensor)
+        assert_bitwise_equal(tensors[key], tensor)
 
 
 def test_transformer_engines_block_recipe_is_close_to_the_kernels(megatron):

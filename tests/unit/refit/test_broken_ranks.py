@@ -7,9 +7,9 @@ import pytest
 import torch
 from rank_processes import RankProcesses
 
+from qarl_kernels import get_format
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.collective import address_towards, listening_store
-from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.refit.push import push, serving_version
 from qarl_nemo.refit.send import CollectiveSender, FileSender
@@ -22,8 +22,8 @@ PATIENCE_S = TIMEOUT_S + 5 + TIMEOUT_S + 10
 
 
 def update_of(version):
-    tensors = {f"model.layers.{layer}.norm.weight": torch.full((5,), float(version)) for layer in range(3)}
-    return RefitUpdate(Manifest.of(tensors, version=version, fmt="bf16"), tensors)
+    layers = [{f"model.layers.{layer}.norm.weight": torch.full((5,), float(version))} for layer in range(3)]
+    return RefitUpdate.of(layers, get_format("bf16"), version=version)
 
 
 class Sender(CollectiveSender):

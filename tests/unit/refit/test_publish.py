@@ -122,7 +122,7 @@ def test_the_manifest_describes_the_update(fmt):
     block.version.bump()
     update = block.publish(fmt)
     assert update.manifest == Manifest.of(update.tensors, version=1, fmt=fmt.name)
-    assert update.manifest.problems(update.tensors) == []
+    assert update.contradictions() == []
 
 
 def test_a_new_version_publishes_new_masters(fmt):

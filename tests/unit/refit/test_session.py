@@ -17,7 +17,7 @@ STRANGER = "model.stranger"
 def update_of(version: int) -> RefitUpdate:
     generator = torch.Generator().manual_seed(version)
     tensors = {name: torch.rand(4, 6, generator=generator) for name in NAMES}
-    return RefitUpdate(Manifest.of(tensors, version=version, fmt="bf16"), tensors)
+    return RefitUpdate(Manifest.of(tensors, version=version, fmt="bf16"), [tensors])
 
 
 def begin(session, update, *, rehearsed=False):
@@ -38,7 +38,6 @@ def refit(session, update):
 
 def assert_serves(session, update):
     assert session.state() == {"version": update.manifest.version, "whole": True}
-    assert session.answers
     for name, tensor in update.tensors.items():
         assert_bitwise_equal(session.served[name], tensor)
 
@@ -71,7 +70,7 @@ def test_nothing_is_served_that_arrived_in_part(session):
 def test_nothing_is_served_that_arrived_changed_though_nobody_asked(session):
     update = update_of(2)
     begin(session, update)
-    send(session, RefitUpdate(update.manifest, update.tensors | {NAMES[1]: update.tensors[NAMES[1]] + 1}))
+    send(session, RefitUpdate(update.manifest, [update.tensors | {NAMES[1]: update.tensors[NAMES[1]] + 1}]))
     with pytest.raises(ValueError, match=f"{NAMES[1]}: its bytes differ"):
         session.replace(2)
     assert_serves(session, update_of(1))
@@ -171,7 +170,6 @@ def test_a_rank_that_broke_off_answers_nobody_until_a_whole_refit(session, monke
         with pytest.raises(ZeroDivisionError):
             refit(session, update_of(2))
     assert session.state() == {"version": 1, "whole": False}
-    assert not session.answers
     assert session.begin(update_of(1).manifest.to_message(), False) == version_problems(1, 1)
     refit(session, update_of(2))
 
@@ -224,8 +222,8 @@ def test_a_rehearsal_within_the_replacing_is_not_taken_for_it(session):
 class WholeSession(PlainSession):
     """Installs all tensors at once, as vLLM does a layer's."""
 
-    def pieces(self, names):
-        return [f"comes in pieces, without {name}" for name in NAMES if name not in names]
+    def pieces(self, layers):
+        return [f"comes in pieces, without {name}" for name in NAMES if name not in layers]
 
 
 def send_apart(session, update):

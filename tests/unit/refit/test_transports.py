@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qarl_kernels import get_format
+from qarl_nemo.names import layer_of
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.ipc import export_tensor, import_bytes
@@ -32,7 +33,8 @@ class Ranks:
         self.process = process or os.getpid()
         self.arrivals = [Arrivals(rank, CPU) for rank in range(num_ranks)]
         self.updates = [
-            IncomingUpdate(manifest, lambda name, whole, r=r: self.part(name, whole, r)) for r in range(num_ranks)
+            IncomingUpdate(manifest, layer_of=layer_of, part=lambda name, whole, r=r: self.part(name, whole, r))
+            for r in range(num_ranks)
         ]
 
     def part(self, name, whole, rank):
@@ -68,7 +70,12 @@ def update() -> RefitUpdate:
         "model.norm.weight": torch.rand(7).bfloat16(),
         "scalar": torch.tensor(3.0),
     }
-    return RefitUpdate(Manifest.of(tensors, version=3, fmt="w4a16"), tensors)
+    return RefitUpdate(Manifest.of(tensors, version=3, fmt="w4a16"), [tensors])
+
+
+def arrived(incoming):
+    """What a rank keeps, by published name."""
+    return {name: part for parts in incoming.layers.values() for name, part in parts.items()}
 
 
 def senders(tmp_path):
@@ -82,8 +89,10 @@ def test_every_rank_gets_its_part_bit_for_bit(update, tmp_path, kind, num_ranks)
     sender.send(update, ranks)
     for rank, incoming in enumerate(ranks.updates):
         assert incoming.problems() == []
-        assert incoming.parts.keys() == update.tensors.keys()
-        for name, part in incoming.parts.items():
+        for layer, parts in incoming.layers.items():
+            assert parts.keys() == {name for name in update.tensors if layer_of(name) == layer}
+        assert len(arrived(incoming)) == len(update.tensors)
+        for name, part in arrived(incoming).items():
             assert_bitwise_equal(part, ranks.part(name, update.tensors[name], rank))
     sender.release()
 
@@ -108,7 +117,7 @@ def test_a_streamed_update_arrives_layer_by_layer(update, tmp_path, kind, num_ra
         senders(tmp_path)[kind].send(streamed, ranks)
     for rank, incoming in enumerate(ranks.updates):
         assert incoming.problems() == []
-        for name, part in incoming.parts.items():
+        for name, part in arrived(incoming).items():
             assert_bitwise_equal(part, ranks.part(name, update.tensors[name], rank))
     assert made == 2 * list(update.tensors)
 
@@ -117,7 +126,7 @@ def test_a_streamed_update_that_nobody_took_is_made_to_its_end(update):
     made = []
     streamed = StreamedUpdate(lambda: layer_by_layer(update, made), get_format("w4a16"), version=3)
     with suppress(ConnectionError), streamed:
-        next(streamed.batches())
+        next(streamed.layer_by_layer())
         raise ConnectionError
     assert made == 2 * list(update.tensors)
 
@@ -183,7 +192,7 @@ def test_everything_wrong_is_listed_at_once(update):
 def test_parts_of_buffers_do_not_keep_the_whole_buffer(update, tmp_path):
     ranks = Ranks(update.manifest, 2)
     FileSender(tmp_path).send(update, ranks)
-    part = ranks.updates[1].parts[PACKED]
+    part = arrived(ranks.updates[1])[PACKED]
     assert part.untyped_storage().nbytes() == part.nbytes
 
 

@@ -1,7 +1,5 @@
 """A refit is all or nothing: whatever is wrong is listed, and the old version keeps serving bit for bit."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -27,7 +25,7 @@ def engine():
 
 def described(tensors, *, version=5, fmt="w4a16") -> RefitUpdate:
     """An update whose manifest agrees with its tensors: only the engine can refuse it."""
-    return RefitUpdate(Manifest.of(tensors, version=version, fmt=fmt), tensors)
+    return RefitUpdate(Manifest.of(tensors, version=version, fmt=fmt), [tensors])
 
 
 def flip_one_bit(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,19 +69,15 @@ def test_every_problem_of_an_update_is_listed_at_once(engine):
     step_weights(engine)
     update = engine.publish()
     values = update.tensors
-    broken = replace(
-        update,
-        tensors={name: tensor for name, tensor in values.items() if name != NORM}
-        | {
-            "model.layers.9.extra.weight": torch.zeros(2),
-            PACKED: flip_one_bit(values[PACKED]),
-            SCALE: values[SCALE].float(),
-            "lm_head.weight": values["lm_head.weight"][:-1],
-        },
-    )
+    broken = {name: tensor for name, tensor in values.items() if name != NORM} | {
+        "model.layers.9.extra.weight": torch.zeros(2),
+        PACKED: flip_one_bit(values[PACKED]),
+        SCALE: values[SCALE].float(),
+        "lm_head.weight": values["lm_head.weight"][:-1],
+    }
     assert_refused(
         engine,
-        broken,
+        RefitUpdate(update.manifest, [broken]),
         f"missing: {NORM}",
         "not in the manifest: model.layers.9.extra.weight",
         f"{PACKED}: its bytes differ from the manifest's checksum",
@@ -96,7 +90,7 @@ def test_every_problem_of_an_update_is_listed_at_once(engine):
 def test_one_flipped_bit_is_enough(engine, name):
     step_weights(engine)
     update = engine.publish()
-    broken = replace(update, tensors=update.tensors | {name: flip_one_bit(update.tensors[name])})
+    broken = RefitUpdate(update.manifest, [update.tensors | {name: flip_one_bit(update.tensors[name])}])
     assert_refused(engine, broken, f"{name}: its bytes differ")
 
 
@@ -139,8 +133,9 @@ def test_w4a8_shares_w4a16s_layout_and_is_told_apart_by_name():
 def test_a_refusal_before_the_first_refit_says_that_nothing_is_served(engine):
     fresh = make_sampler(engine.model, W4A16_G32)
     update = engine.publish()
+    tensors = {name: tensor for name, tensor in update.tensors.items() if name != NORM}
     with pytest.raises(ValueError, match="refused, nothing keeps serving"):
-        fresh.load(replace(update, tensors={name: update.tensors[name] for name in update.tensors if name != NORM}))
+        fresh.load(RefitUpdate(update.manifest, [tensors]))
     assert fresh.version is None
 
 

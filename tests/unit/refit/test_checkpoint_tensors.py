@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.layers.install import install
+from qarl_nemo.refit.convert import checkpoint_tensors
 from qarl_nemo.refit.publish import publish
-from qarl_nemo.refit.receive import checkpoint_tensors, published_layout
 from qarl_nemo.train.config import ModelInit
 from qarl_nemo.train.model import tiny_config
 from qarl_nemo.train.tokenizer import character_tokenizer
@@ -37,18 +37,12 @@ def case(request, tmp_path):
     stored = {}
     for path in sorted((tmp_path / "quantized").glob("*.safetensors")):
         stored |= load_file(path)
-    return model, report, fmt, update, stored
+    return update, stored
 
 
 def test_an_update_holds_the_checkpoints_tensors_bit_for_bit(case):
-    *_, update, stored = case
-    sent = dict(checkpoint_tensors(update.tensors))
+    update, stored = case
+    sent = dict(checkpoint_tensors(update.layers))
     assert sorted(sent) == sorted(stored)
     for name, tensor in sent.items():
         assert_bitwise_equal(tensor.detach().contiguous(), stored[name])
-
-
-def test_the_layout_is_known_before_anything_is_quantized(case):
-    model, report, fmt, update, _ = case
-    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in update.tensors.items()}
-    assert published_layout(report.weights, model.named_parameters(), fmt) == expected
