@@ -61,11 +61,6 @@ class RayEngines:
         calls = [worker.qarl_reset_prefix_cache.remote() for worker in self.workers]
         return all(ray.get(calls, timeout=self._timeout_s))
 
-    @property
-    def llm_engine(self) -> "RayEngines":
-        """What `push` asks for unfinished requests."""
-        return self
-
-    def has_unfinished_requests(self) -> bool:
+    def is_busy(self) -> bool:
         """Say whether an engine is still answering."""
         return any(ray.get([worker.qarl_busy.remote() for worker in self.workers], timeout=self._timeout_s))

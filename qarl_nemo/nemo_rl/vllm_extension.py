@@ -10,7 +10,7 @@ from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
 from qarl_nemo.refit.engine_settings import kernel_options
 from qarl_nemo.refit.ipc import gpu_id
-from qarl_nemo.refit.load import PackedRefit, rank_refit
+from qarl_nemo.refit.load import PackedRefit
 
 
 @answering
@@ -19,7 +19,7 @@ class QarlWorkerExtension(PackedRefit, VllmInternalWorkerExtension):
 
     def qarl_place(self, first_rank: int) -> None:
         """Number this rank among the ranks of all engines; its own engine's ranks begin at `first_rank`."""
-        rank_refit(self).arrivals.rank = first_rank + self.rank
+        self._qarl_session().arrivals.rank = first_rank + self.rank
 
     def qarl_gpu(self) -> str:
         """Return the GPU that this rank runs on."""

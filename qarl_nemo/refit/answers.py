@@ -7,22 +7,13 @@ call takes them for its own (vllm/v1/executor/multiproc_executor.py, `collective
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from qarl_nemo.refit.engine import RolloutEngine
 from qarl_nemo.refit.waiting import within
 
 _FAILED = "qarl_failed"
 _logger = logging.getLogger(__name__)
-
-
-class RolloutEngine(Protocol):
-    """What a refit needs of an engine; `vllm.LLM` has it."""
-
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of every rank's worker and return the results, in the order of ranks."""
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; false while a request holds some."""
 
 
 def answering(extension: type) -> type:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qarl_nemo.refit.answers import RolloutEngine, ask
+from qarl_nemo.refit.answers import ask
+from qarl_nemo.refit.engine import RolloutEngine
 from qarl_nemo.refit.exchange import broadcast_plain, gather_plain, waiting_group
 from qarl_nemo.refit.ipc import export_tensor, gpu_id
 from qarl_nemo.refit.publish import Layer, StreamedUpdate, Update

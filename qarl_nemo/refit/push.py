@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from qarl_nemo.refit.answers import RolloutEngine, ask
+from qarl_nemo.refit.answers import ask
+from qarl_nemo.refit.engine import RolloutEngine
 from qarl_nemo.refit.publish import Update
 from qarl_nemo.refit.send import Sender
 from qarl_nemo.refit.waiting import within
@@ -41,7 +42,7 @@ def push(update: Update, engine: RolloutEngine, sender: Sender) -> RefitReport:
 
     Args:
         update: what the learner published.
-        engine: vLLM, started with `worker_extension_cls="qarl_nemo.refit.load.PackedRefit"`.
+        engine: `VllmEngine(llm)`, or another one.
         sender: how the tensors get there.
 
     Returns:
@@ -138,8 +139,7 @@ def serving_version(engine: RolloutEngine, *, timeout_s: float | None = None) ->
 
 
 def _require_idle(engine: RolloutEngine) -> None:
-    front = getattr(engine, "llm_engine", None)
-    if front is not None and front.has_unfinished_requests():
+    if engine.is_busy():
         raise ValueError(_in_flight("requests are unfinished"))
 
 

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qarl_nemo.refit.answers import RolloutEngine, ask
+from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.collective import broadcast, listening_store, make_group
+from qarl_nemo.refit.engine import RolloutEngine
 from qarl_nemo.refit.ipc import export_tensor
 from qarl_nemo.refit.publish import Layer, Update
 from qarl_nemo.refit.waiting import in_background, within

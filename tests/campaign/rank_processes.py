@@ -62,6 +62,10 @@ class RankProcesses:
         """Forget nothing: there is no cache."""
         return True
 
+    def is_busy(self) -> bool:
+        """Answer no requests."""
+        return False
+
     @contextmanager
     def stopped(self, rank: int) -> Iterator[None]:
         """Stop a rank's process, which then holds its connections and answers nothing."""

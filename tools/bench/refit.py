@@ -18,7 +18,6 @@ from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from refit_model import ENVIRONMENT, Learner, model_config, shapes, start
@@ -30,6 +29,7 @@ from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.names import check_targets
 from qarl_nemo.refit.answers import ask
+from qarl_nemo.refit.engine import VllmEngine
 from qarl_nemo.refit.push import push, serving_version
 from qarl_nemo.refit.send import CollectiveSender, IpcSender, Sender
 from qarl_nemo.train.progress import LiveProgress
@@ -51,7 +51,7 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
     config, fmt = model_config(options.layers), get_format(format_name)
     print(f"{format_name}: starting vLLM, about a minute", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        engine = start(config, fmt, options.targets, Path(folder))
+        engine = VllmEngine(start(config, fmt, options.targets, Path(folder)))
     bf16_bytes = sum(2 * torch.Size(shape).numel() for shape in shapes(config).values())
     with _measuring_alone():
         for name in options.senders:
@@ -67,10 +67,10 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
             _show(f"{format_name} through {name}, medians of {options.repeats}", rows)
             if options.record:
                 append_results(options.record, rows)
-    engine.llm_engine.engine_core.shutdown()
+    engine.llm.llm_engine.engine_core.shutdown()
 
 
-def measure(label: str, learner: Learner, engine: Any, sender: Sender, repeats: int) -> dict[str, list[float]]:
+def measure(label: str, learner: Learner, engine: VllmEngine, sender: Sender, repeats: int) -> dict[str, list[float]]:
     """Refit once to warm up, then `repeats` times."""
     from vllm import SamplingParams
 
@@ -92,7 +92,7 @@ def measure(label: str, learner: Learner, engine: Any, sender: Sender, repeats: 
                 found.setdefault(name, []).append(value)
     assert serving_version(engine) == repeats + 1
     # The graphs that were captured before still replay.
-    assert len(engine.generate([_PROMPT], SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False))) == 1
+    assert len(engine.llm.generate([_PROMPT], SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False))) == 1
     return found
 
 

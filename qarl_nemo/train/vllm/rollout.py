@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.names import module_kind
+from qarl_nemo.refit.engine import VllmEngine
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.refit.push import RefitReport, push, serving_version
@@ -65,6 +66,7 @@ class VllmRollout:
             model.save_pretrained(Path(folder) / "source")
             quantize_checkpoint(Path(folder) / "source", checkpoint, fmt, targets, device=device.type)
             self.engine = _start(model, checkpoint, options, engine_environment(device, settings))
+        self._refitted = VllmEngine(self.engine)
         # Every refit checks this again; here it fails before anything is published.
         if not settings.own_gpu:
             require_methods(self.engine.apply_model(chosen_methods)[0], fmt, targets)
@@ -76,7 +78,7 @@ class VllmRollout:
         Raises:
             RuntimeError: vLLM broke off a refit.
         """
-        return serving_version(self.engine, timeout_s=self._sender.timeout_s)
+        return serving_version(self._refitted, timeout_s=self._sender.timeout_s)
 
     def load(self, update: RefitUpdate) -> RefitReport:
         """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.
@@ -92,7 +94,7 @@ class VllmRollout:
                 all are listed, and the old version keeps serving.
             RuntimeError: vLLM failed while it took the weights; it serves nothing until a whole refit.
         """
-        return push(update, self.engine, self._sender)
+        return push(update, self._refitted, self._sender)
 
     def generate(
         self,

@@ -11,6 +11,7 @@ from refit_campaign import Campaign
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.refit.answers import ask
+from qarl_nemo.refit.engine import VllmEngine
 from qarl_nemo.refit.engine_methods import chosen_methods
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, Update
@@ -36,6 +37,7 @@ class Rig:
         checkpoint = scratch / "checkpoint"
         quantize_checkpoint(source / f"{case.starts_from}{case.expert_size}", checkpoint, self.format, case.targets)
         self.llm = start(case, checkpoint)
+        self.engine = VllmEngine(self.llm)
         device = "cpu"
         if case.device == "cuda":
             # A collective's learner has the GPU after the engine's.
@@ -63,12 +65,12 @@ class Rig:
     def push(self, name: str) -> Any:
         """Refit the engine to update `A` or `B`."""
         update = self.next(name)
-        return push(rehearsed(update, self.format) if self.case.rehearsed else update, self.llm, self.sender)
+        return push(rehearsed(update, self.format) if self.case.rehearsed else update, self.engine, self.sender)
 
     def refusal(self, update: Update, sender: Any = None) -> str:
         """Return the error of a refit that must fail."""
         try:
-            push(update, self.llm, sender or self.sender)
+            push(update, self.engine, sender or self.sender)
         except Exception as error:  # noqa: BLE001 which one is for the test to say
             return f"{type(error).__name__}: {error}"
         return ""
@@ -87,7 +89,7 @@ class Rig:
 
     def rpc(self, method: str) -> list[Any]:
         """Ask every rank."""
-        return ask(self.llm, method)
+        return ask(self.engine, method)
 
     def digests(self) -> list[dict[str, int]]:
         """Return every rank's checksum of each parameter."""

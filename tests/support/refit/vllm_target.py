@@ -24,8 +24,8 @@ class VllmTarget:
 
     def __init__(self, rig: Any) -> None:
         self.rig = rig
-        self.engine = Meddled(rig.llm)
-        self._process = ask(rig.llm, "qarl_process")[0]
+        self.engine = Meddled(rig.engine)
+        self._process = ask(rig.engine, "qarl_process")[0]
 
     def next(self, name: str) -> RefitUpdate:
         """Return update `A` or `B` as the next version."""

@@ -40,6 +40,9 @@ class OneRank:
     def reset_prefix_cache(self):
         return True
 
+    def is_busy(self):
+        return False
+
 
 class Here(RanksTarget):
     """The same updates for it."""
