@@ -1,4 +1,48 @@
-"""One refit of a rollout engine, from the learner's side: announce, send, verify, replace."""
+"""A refit: a running rollout engine gets the weights of the learner's last step.
+
+The problem. After every optimizer step the engine that samples responses must serve the new policy. Starting it again
+would take minutes, since models are loaded, kernels compiled and CUDA graphs captured. A refit leaves all of that as it
+is and overwrites the weights where they lie, which takes a second or two for a model of 30B parameters.
+
+Who takes part:
+
+    learner    publishes an update: a manifest, and the packed tensors its own forward used      publish.py, manifest.py
+    sender     brings the tensors to the engine: CUDA IPC, NCCL, a file, or a plain call         send.py, colocated.py
+    engine     one or more ranks, each with a part of the model; a call reaches all of them      engine.py, calls.py
+    session    what one rank knows about the refit that is under way                             session.py, incoming.py
+
+What `push` does, in this order:
+
+    announce   The ranks get the manifest: name, shape, dtype and checksum of every tensor, the format and the version.
+               Each compares it with its own layers and answers with everything that speaks against it.
+    transfer   The sender offers whole tensors, one decoder layer after another. A rank keeps its part: its experts, or
+               its slice of them.
+    verify     Each rank says which tensors are missing, came twice or do not have the announced checksum.
+    replace    Each rank converts layer by layer into the layout its kernels read (rank.py, convert.py), and copies the
+               result into the tensors whose addresses its CUDA graphs captured.
+
+Verify and replace are two calls because an engine has several ranks: none may change a weight before all have agreed.
+Until then nothing has happened. Whatever fails, `push` raises, the ranks forget the update, and the old version serves
+on. Within `replace` there is no way back, because keeping the old weights would take the memory of a second model: a
+rank that fails there refuses to answer until a whole update has reached it.
+
+What to know before changing this file:
+
+- A version is the number by which engines know some weights. It only grows, and every call names the one it is about,
+  so a message that is late or repeated is refused instead of being mixed into the next refit.
+- The ranks do not rely on the order of calls here. `session.py` checks again what it needs before it serves anything.
+- A response must come from one version. An engine that is answering a request is therefore not refitted, and its prefix
+  cache, which holds keys and values of the old weights, is emptied once the update is known to be good.
+- Checksums find more than broken transfers. With CUDA IPC the ranks read the learner's own memory, and a learner that
+  went on training meanwhile would change it under their hands.
+- An update may be too large to hold beside the weights that serve. A rehearsed one is sent twice: the first time each
+  layer is verified and dropped, the second time it is verified again and installed at once, so that learner and engine
+  hold one layer at a time.
+- Every wait has a limit, since a stopped process looks like a slow one. `within` (waiting.py) gives up on a call but
+  lets no later call overtake it, so that no one takes an old answer for a new one.
+- On failure the abort and the sender's `release` still run. What goes wrong in them becomes a note on the first error,
+  which is the one that says why.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +53,7 @@ from typing import Any
 
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.engine import RolloutEngine
+from qarl_nemo.refit.manifest import require_no_problems
 from qarl_nemo.refit.publish import Update
 from qarl_nemo.refit.send import Sender
 from qarl_nemo.refit.waiting import within
@@ -164,13 +209,8 @@ def _refuse(problems_by_rank: list[list[str]], report: RefitReport, served: str)
     for rank, problems in enumerate(problems_by_rank):
         for problem in problems:
             ranks.setdefault(problem, []).append(rank)
-    if not ranks:
-        return
     lines = [text if len(who) == len(problems_by_rank) else f"{text} (ranks {who})" for text, who in ranks.items()]
-    raise ValueError(
-        f"refit to version {report.version} refused, the engine keeps serving {served}; {len(lines)} problem(s):\n  "
-        + "\n  ".join(lines)
-    )
+    require_no_problems(lines, f"refit to version {report.version} refused, the engine keeps serving {served}")
 
 
 @contextmanager
