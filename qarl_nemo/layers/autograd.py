@@ -29,7 +29,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
     ) -> Tensor:
         operand = weight.operand()
         ctx.save_for_backward(x, offsets)
-        ctx.weight, ctx.version = weight, weight.version.value
+        ctx.weight, ctx.changes = weight, weight.changes.count
         ctx.backward_choice = backward
         if operand.values.ndim == 2:
             operand = operand.stacked()
@@ -39,7 +39,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, offsets = ctx.saved_tensors
-        assert ctx.version == ctx.weight.version.value, f"{ctx.weight.name} changed between forward and backward"
+        assert ctx.changes == ctx.weight.changes.count, f"{ctx.weight.name} changed between forward and backward"
         backward_weight = straight_through_weight(ctx.weight, ctx.backward_choice)
         stacked = backward_weight if backward_weight.ndim == 3 else backward_weight.unsqueeze(0)
         grad_out = grad_out.to(backward_weight.dtype).contiguous()

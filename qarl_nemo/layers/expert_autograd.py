@@ -36,7 +36,7 @@ class _AlignedExpertMlp(torch.autograd.Function):
         out, hidden = expert_mlp_forward(x, routed, topk_weight, gate_up.operand(), down.operand())
         ctx.save_for_backward(x, topk_weight, hidden)
         ctx.gate_up, ctx.down, ctx.routed, ctx.backward_choice = gate_up, down, routed, backward
-        ctx.version = gate_up.version.value
+        ctx.changes = gate_up.changes.count
         return out
 
     @staticmethod
@@ -46,7 +46,7 @@ class _AlignedExpertMlp(torch.autograd.Function):
 
         x, topk_weight, hidden = ctx.saved_tensors
         gate_up, down = ctx.gate_up, ctx.down
-        assert ctx.version == gate_up.version.value, f"{gate_up.name} changed between forward and backward"
+        assert ctx.changes == gate_up.changes.count, f"{gate_up.name} changed between forward and backward"
         grads = expert_mlp_backward(
             grad_out,
             x,

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.expert_autograd import aligned_expert_mlp
-from qarl_nemo.layers.weight import AlignedWeight, WeightVersion, require_backward
+from qarl_nemo.layers.weight import AlignedWeight, MasterChanges, require_backward
 from qarl_nemo.names import Backward
 
 
@@ -14,7 +14,7 @@ class AlignedExperts(nn.Module):
     Args:
         experts: module with `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I].
         fmt: the format to execute.
-        version: the model's weight version.
+        changes: counts the changes of the model's masters.
         name: the module's name in the model.
         backward: which weight the input gradient uses.
         keep_operand: see `AlignedWeight`.
@@ -27,7 +27,7 @@ class AlignedExperts(nn.Module):
         self,
         experts: nn.Module,
         fmt: QuantFormat,
-        version: WeightVersion,
+        changes: MasterChanges,
         *,
         name: str = "experts",
         backward: Backward = "dequantized",
@@ -41,7 +41,7 @@ class AlignedExperts(nn.Module):
         self.format = fmt
         self.backward = backward
         self.aligned = {
-            proj: AlignedWeight(f"{name}.{proj}", getattr(self, proj), fmt, version, keep_operand)
+            proj: AlignedWeight(f"{name}.{proj}", getattr(self, proj), fmt, changes, keep_operand)
             for proj in ("gate_up_proj", "down_proj")
         }
 

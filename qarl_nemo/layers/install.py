@@ -11,7 +11,7 @@ from qarl_kernels import QuantFormat, weight_problems
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.router import AlignedRouter, RouteControl
-from qarl_nemo.layers.weight import AlignedWeight, WeightVersion
+from qarl_nemo.layers.weight import AlignedWeight, MasterChanges
 from qarl_nemo.names import TARGETS, Backward, check_targets, module_kind
 
 
@@ -47,7 +47,7 @@ class InstallReport:
         weights: every aligned weight by parameter name.
         routes: shared by all routers.
         num_routers: L, how many routers the model has.
-        version: shared by all aligned weights.
+        changes: counts the changes of the masters; shared by all aligned weights.
     """
 
     format: QuantFormat
@@ -56,7 +56,7 @@ class InstallReport:
     weights: dict[str, AlignedWeight] = field(default_factory=dict)
     routes: RouteControl = field(default_factory=RouteControl)
     num_routers: int = 0
-    version: WeightVersion = field(default_factory=WeightVersion)
+    changes: MasterChanges = field(default_factory=MasterChanges)
 
 
 def install(
@@ -77,7 +77,7 @@ def install(
         keep_operand: keep what the GEMMs multiply between uses; False keeps only the packed tensors.
 
     Returns:
-        The table and the handles to weights, routes and version.
+        The table and the handles to weights, routes and changes.
 
     Raises:
         ValueError: unknown target, a target that matches nothing, or shapes the format cannot store; all listed.
@@ -99,7 +99,7 @@ def install(
 
 def _aligned(name: str, module: nn.Module, report: InstallReport, **options: Any) -> nn.Module:
     layer = AlignedLinear if isinstance(module, nn.Linear) else AlignedExperts
-    aligned = layer(module, report.format, report.version, name=name, **options)
+    aligned = layer(module, report.format, report.changes, name=name, **options)
     report.weights.update({f"{name}.{key}": weight for key, weight in aligned.aligned.items()})
     return aligned
 

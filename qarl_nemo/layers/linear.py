@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, one_group
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
-from qarl_nemo.layers.weight import AlignedWeight, WeightVersion, require_backward
+from qarl_nemo.layers.weight import AlignedWeight, MasterChanges, require_backward
 from qarl_nemo.names import Backward
 
 
@@ -14,7 +14,7 @@ class AlignedLinear(nn.Module):
     Args:
         linear: the layer to replace.
         fmt: the format to execute.
-        version: the model's weight version.
+        changes: counts the changes of the model's masters.
         name: the layer's name in the model.
         backward: which weight the input gradient uses.
         keep_operand: see `AlignedWeight`.
@@ -27,7 +27,7 @@ class AlignedLinear(nn.Module):
         self,
         linear: nn.Linear,
         fmt: QuantFormat,
-        version: WeightVersion,
+        changes: MasterChanges,
         *,
         name: str = "linear",
         backward: Backward = "dequantized",
@@ -38,7 +38,7 @@ class AlignedLinear(nn.Module):
         self.weight = linear.weight
         self.bias = linear.bias
         self.backward = backward
-        self.aligned = {"weight": AlignedWeight(name, linear.weight, fmt, version, keep_operand)}
+        self.aligned = {"weight": AlignedWeight(name, linear.weight, fmt, changes, keep_operand)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.

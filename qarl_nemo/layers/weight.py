@@ -29,14 +29,14 @@ Why not the obvious alternatives:
   micro-batch, every recomputed activation and the refit, and all of them need the same tensors.
 - Detecting a change of W by itself does not work. Optimizers write masters through other views of their storage
   (Megatron's flat parameter buffers, `.data`), which torch's own version counter does not see; a checksum would read
-  every weight in every forward. So whoever changes masters says so: `WeightVersion.bump`.
+  every weight in every forward. So whoever changes masters says so: `MasterChanges.bump`.
 
 What to know before changing this file:
 
 - A forgotten `bump` is silent. Learner and engine then agree, on yesterday's weights, so no mismatch metric shows it.
   Optimizer steps bump (`train/learner.py`, `megatron/alignment.py`, also when a step fails half-way) and so do the
   load hooks of the Megatron layers. New code that writes a parameter must bump, too.
-- One `WeightVersion` is shared by all weights of a model: a step changes all of them, and one counter cannot leave a
+- One `MasterChanges` is shared by all weights of a model: a step changes all of them, and one counter cannot leave a
   layer behind. A bump between a forward and its backward would make dX use another weight than y; the backward asserts
   that it did not happen.
 - Nothing here looks at `module.training` or at grad mode: prev_logprobs (no grad) and the training forward must be the
@@ -69,18 +69,18 @@ from qarl_nemo.names import Backward
 
 
 @dataclass(slots=True)
-class WeightVersion:
+class MasterChanges:
     """The number of times the master weights changed; whoever changes them calls `bump`.
 
     Attributes:
-        value: the version that the current master weights have.
+        count: how often they changed so far.
     """
 
-    value: int = 0
+    count: int = 0
 
     def bump(self) -> None:
         """Declare the master weights changed, so that every cached quantized weight is stale."""
-        self.value += 1
+        self.count += 1
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class AlignedWeight:
         name: module that owns it, the prefix of its published tensors: `<name>.weight_packed`, ...
         master: [N, K] or [E, N, K] parameter, or E parameters [N, K]; BF16, or FP32 for CPU experiments.
         format: what the forward executes.
-        version: shared by all weights of a model.
+        changes: counts the changes of the masters; shared by all weights of a model.
         keep_operand: keep what the GEMM multiplies, made in the quantizer's pass; False unpacks at each use, so that
             nothing but the packed tensors stays in memory.
     """
@@ -99,11 +99,11 @@ class AlignedWeight:
     name: str
     master: nn.Parameter | Sequence[nn.Parameter]
     format: QuantFormat
-    version: WeightVersion
+    changes: MasterChanges
     keep_operand: bool = True
     _quantized: QuantizedWeight | None = field(default=None, init=False)
     _operand: GemmOperand | None = field(default=None, init=False)
-    _cached_version: int = field(default=-1, init=False)
+    _cached_at: int = field(default=-1, init=False)
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -116,17 +116,17 @@ class AlignedWeight:
         return self.masters[0].dtype
 
     def quantized(self) -> QuantizedWeight:
-        """Return the stored tensors of the current version, the same objects for the forward and the publisher."""
-        if self._quantized is None or self._cached_version != self.version.value:
+        """Return the masters' stored tensors as of now, the same objects for the forward and the publisher."""
+        if self._quantized is None or self._cached_at != self.changes.count:
             if self.keep_operand:
                 self._quantized, self._operand = quantize_with_operand(self.master, self.format, name=self.name)
             else:
                 self._quantized = quantize_weight(self.master, self.format, name=self.name)
-            self._cached_version = self.version.value
+            self._cached_at = self.changes.count
         return self._quantized
 
     def operand(self) -> GemmOperand:
-        """Return what the GEMM multiplies in the current version; FP32 compute for FP32 masters, else BF16."""
+        """Return what the GEMM multiplies now; FP32 compute for FP32 masters, else BF16."""
         quantized = self.quantized()
         return self._operand or gemm_operand(quantized, self.dtype, packed=True)
 

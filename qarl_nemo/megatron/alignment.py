@@ -1,4 +1,4 @@
-"""What all aligned layers of one Megatron model share: format, weight of the input gradient, and weight version."""
+"""What all aligned layers of one Megatron model share: format, weight of the input gradient, count of changes."""
 
 import functools
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from qarl_kernels import QuantFormat
-from qarl_nemo.layers.weight import AlignedWeight, WeightVersion, require_backward
+from qarl_nemo.layers.weight import AlignedWeight, MasterChanges, require_backward
 from qarl_nemo.names import Backward, check_targets
 
 Backend = Literal["kernels", "transformer_engine"]
@@ -23,7 +23,7 @@ class Alignment:
         targets: what is quantized.
         backward: which weight the input gradient uses.
         keep_operand: keep what the GEMMs multiply between uses; False keeps only the packed tensors.
-        version: the master weights' version; every optimizer step bumps it.
+        changes: counts the changes of the masters; every optimizer step is one.
         backend: what multiplies in the experts: this package's kernels or, for `fp8_block` only, Transformer-Engine's
             own FP8 block recipe.
         engine_rounding: normalize and rotate with the engine's rounding points; False leaves both to Megatron.
@@ -33,7 +33,7 @@ class Alignment:
     targets: tuple[str, ...] = ("experts",)
     backward: Backward = "dequantized"
     keep_operand: bool = False
-    version: WeightVersion = field(default_factory=WeightVersion)
+    changes: MasterChanges = field(default_factory=MasterChanges)
     backend: Backend = "kernels"
     engine_rounding: bool = False
 
@@ -48,20 +48,20 @@ class Alignment:
             )
 
     def __deepcopy__(self, memo: dict) -> "Alignment":
-        # Megatron copies specs; layers built from the copies must still share one version.
+        # Megatron copies specs; layers built from the copies must still share one count.
         return self
 
     def weight(self, name: str, master: nn.Parameter | list[nn.Parameter]) -> AlignedWeight:
         """Return the aligned form of a master weight of this model."""
-        return AlignedWeight(name, master, self.format, self.version, self.keep_operand)
+        return AlignedWeight(name, master, self.format, self.changes, self.keep_operand)
 
 
-def bump_on_step(optimizer: Any, version: WeightVersion) -> None:
+def bump_on_step(optimizer: Any, changes: MasterChanges) -> None:
     """Make every step of `optimizer` declare that the master weights have changed.
 
     Args:
         optimizer: a Megatron or torch optimizer, changed in place.
-        version: the alignment's.
+        changes: the alignment's.
     """
     step = optimizer.step
 
@@ -71,7 +71,7 @@ def bump_on_step(optimizer: Any, version: WeightVersion) -> None:
         try:
             return step(*args, **kwargs)
         finally:
-            version.bump()
+            changes.bump()
 
     optimizer.step = step_and_bump
 

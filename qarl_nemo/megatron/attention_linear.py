@@ -33,7 +33,7 @@ class _AlignedLinear(nn.Module):
         self.aligned = alignment.weight(type(self).__name__, self.weight)
         self.backward = alignment.backward
         self.returns_bias = named["skip_bias_add"] and named["bias"]
-        self.register_load_state_dict_post_hook(lambda *_: alignment.version.bump())
+        self.register_load_state_dict_post_hook(lambda *_: alignment.changes.bump())
 
     def _multiply(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

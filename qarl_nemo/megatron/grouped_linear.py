@@ -38,7 +38,7 @@ class AlignedGroupedLinear(nn.Module):
         self.backward, self.backend = alignment.backward, alignment.backend
         # Makes Transformer-Engine quantize at each use, so that it keeps nothing an offload would have to drop.
         self.disable_parameter_transpose_cache = True
-        self.register_load_state_dict_post_hook(lambda *_: alignment.version.bump())
+        self.register_load_state_dict_post_hook(lambda *_: alignment.changes.bump())
 
     def forward(self, *rows_and_splits: Any) -> Any:
         """Return the weight to multiply by or, given rows and their counts, Transformer-Engine's product."""

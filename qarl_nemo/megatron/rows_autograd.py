@@ -32,7 +32,7 @@ class _AlignedExpertRows(torch.autograd.Function):
         out, hidden = expert_rows(rows, offsets, row_weight, gate_up.operand(), down.operand())
         ctx.save_for_backward(rows, row_weight, offsets, hidden)
         ctx.gate_up, ctx.down, ctx.backward_choice, ctx.fuse_accumulation = gate_up, down, backward, fuse_accumulation
-        ctx.version = gate_up.version.value
+        ctx.changes = gate_up.changes.count
         return out
 
     @staticmethod
@@ -40,7 +40,7 @@ class _AlignedExpertRows(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_weight, offsets, hidden = ctx.saved_tensors
         gate_up, down = ctx.gate_up, ctx.down
-        assert ctx.version == gate_up.version.value, f"{gate_up.name} changed between forward and backward"
+        assert ctx.changes == gate_up.changes.count, f"{gate_up.name} changed between forward and backward"
         masters = (gate_up.master, down.master)
         into = tuple([one.main_grad for one in stack] for stack in masters) if ctx.fuse_accumulation else None
         grad_x, grad_weight, *grads = expert_rows_backward(

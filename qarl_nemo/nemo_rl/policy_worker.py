@@ -55,7 +55,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         aligned = require_aligned([self.model], self.alignment)
         print(f"qarl: rank {self.rank} executes {aligned}; rollouts are {self.served.name}", flush=True)
         if self.optimizer is not None:
-            bump_on_step(self.optimizer, self.alignment.version)
+            bump_on_step(self.optimizer, self.alignment.changes)
             self._guard = StepGuard([self.model], self.optimizer, qarl.max_skipped_steps)
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class PublishableWeight(Protocol):
     format: QuantFormat
 
     def quantized(self) -> QuantizedWeight:
-        """Return the stored tensors of the current version."""
+        """Return the stored tensors of the masters as they are now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ class Learner:
 
     @property
     def weight_version(self) -> int:
-        """The version of the policy's weights."""
-        return self.policy.version.value
+        """The number by which the rollout engine knows the policy's weights: how often they changed."""
+        return self.policy.changes.count
 
     @property
     def skipped_in_a_row(self) -> int:
@@ -88,7 +88,7 @@ class Learner:
             weight_version: the version of its weights.
         """
         self.policy.load_optimizer(folder)
-        self.policy.version.value = weight_version
+        self.policy.changes.count = weight_version
 
     def token_logprobs(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         """Return logprobs of the response tokens at the sampling temperature, and the policy's entropy.
@@ -193,7 +193,7 @@ class Learner:
         lr = self.policy.optimizer.lr
         norm, applied = self.policy.optimizer.step(finite=math.isfinite(loss))
         if applied:
-            self.policy.version.bump()
+            self.policy.changes.bump()
         return metrics | {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(not applied)}
 
     def _cause(self, rollouts: Rollouts, prev_logprobs: Tensor, advantages: Tensor, rows: Tensor, curr: Tensor) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.layers.install import InstallReport
-from qarl_nemo.layers.weight import WeightVersion
+from qarl_nemo.layers.weight import MasterChanges
 from qarl_nemo.refit.publish import Layer, publish_layers
 from qarl_nemo.train.optimizer import MasterOptimizer
 
@@ -36,11 +36,11 @@ class Policy(Protocol):
     """A model in training: in this process, or on many ranks that each hold a part of it and work on part of the rows.
 
     Attributes:
-        version: the version of its weights; the learner bumps it after every applied step.
+        changes: counts the changes of its weights; the learner bumps it after every applied step.
         optimizer: steps its weights.
     """
 
-    version: WeightVersion
+    changes: MasterChanges
     optimizer: PolicyOptimizer
 
     def logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
@@ -87,7 +87,7 @@ class TransformersPolicy:
         self.model = model
         self.report = report
         self.optimizer = optimizer
-        self.version = report.version
+        self.changes = report.changes
 
     def logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
         """See `Policy`."""

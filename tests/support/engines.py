@@ -50,7 +50,7 @@ class Engine:
     def publish(self, fmt=None) -> RefitUpdate:
         parameters = self.model.named_parameters()
         fmt = self.sampler.format if fmt is None else fmt
-        return publish(self.report.weights, parameters, fmt, version=self.report.version.value)
+        return publish(self.report.weights, parameters, fmt, version=self.report.changes.count)
 
     def refit(self) -> None:
         self.sampler.load(self.publish())

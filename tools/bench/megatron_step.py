@@ -134,7 +134,7 @@ def build(name: str, options: argparse.Namespace, layout: Layout, like: Variant 
         _copy_weights(like.model.module, model)
     wrapped, stepper = with_optimizer(model, options.optimizer)
     if alignment is not None:
-        bump_on_step(stepper, alignment.version)
+        bump_on_step(stepper, alignment.changes)
     return Variant(name, wrapped, stepper, aligned_weights([model]))
 
 

@@ -73,7 +73,7 @@ def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: in
     weights = aligned_weights([model])
     release([model])
     for weight in weights:
-        weight.format, weight.version = alignment.format, alignment.version
+        weight.format, weight.changes = alignment.format, alignment.changes
     # Kernels are compiled in the first call.
     weights[0].quantized()
     release([model])

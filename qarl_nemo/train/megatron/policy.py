@@ -47,7 +47,7 @@ class MegatronPolicy:
         self.model = model
         self.alignment = alignment
         self.optimizer = optimizer
-        self.version = alignment.version
+        self.changes = alignment.changes
         self._vocab_size = vocab_size
         self._save_model = save_model
 

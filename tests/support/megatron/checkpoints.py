@@ -52,7 +52,7 @@ def checkpoint_keys(layout: Layout, alignment: Alignment) -> tuple[Described, De
     with parallel(layout):
         plain, aligned = _plain_model(layout), megatron_model(layout, alignment)
         aligned.load_state_dict(aligned.state_dict())
-        assert alignment.version.value > 0
+        assert alignment.changes.count > 0
         return _described(aligned.sharded_state_dict()), _described(plain.sharded_state_dict())
 
 

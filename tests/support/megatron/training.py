@@ -133,13 +133,13 @@ def _step(model: list[nn.Module], alignment: Alignment, optimizer: str, dtype: t
             use_distributed_optimizer=distributed,
         )
         made = get_megatron_optimizer(config, model)
-        bump_on_step(made, alignment.version)
+        bump_on_step(made, alignment.changes)
         made.step()
         return
     with torch.no_grad():
         for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
             parameter.sub_(parameter.main_grad, alpha=0.5)
-    alignment.version.bump()
+    alignment.changes.bump()
 
 
 def fuse_accumulation(model: list[nn.Module]) -> None:

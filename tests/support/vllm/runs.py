@@ -33,7 +33,7 @@ def multiply(trainer, factors) -> None:
             for part, factor in factors.items():
                 if part in name:
                     parameter.mul_(factor)
-    trainer.learner.policy.report.version.bump()
+    trainer.learner.policy.report.changes.bump()
 
 
 def refit(trainer) -> None:
@@ -48,9 +48,9 @@ def published(trainer) -> RefitUpdate:
 
 def load(trainer, update) -> None:
     """Let the engine serve these tensors as the learner's next version, also where it had them before."""
-    version = trainer.learner.policy.version
-    version.bump()
-    trainer.sampler.load(RefitUpdate(replace(update.manifest, version=version.value), update.layers))
+    changes = trainer.learner.policy.changes
+    changes.bump()
+    trainer.sampler.load(RefitUpdate(replace(update.manifest, version=changes.count), update.layers))
 
 
 def sample(trainer, *, temperature=1.0, seed=0) -> Rollouts:

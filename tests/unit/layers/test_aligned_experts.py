@@ -6,7 +6,7 @@ import torch
 from qarl_kernels import QuantizedWeight
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.packed import PackedExperts, PackedWeight
-from qarl_nemo.layers.weight import WeightVersion
+from qarl_nemo.layers.weight import MasterChanges
 from qarl_nemo.refit.publish import publish
 from support import layers
 from support.asserts import assert_bitwise_equal, assert_snr, assert_zero_grad
@@ -21,7 +21,7 @@ NAME = "model.layers.0.mlp.experts"
 
 
 def make_layer(fmt, *, dtype=torch.float32, backward="dequantized"):
-    return AlignedExperts(StackedExperts(dtype), fmt, WeightVersion(), name=NAME, backward=backward)
+    return AlignedExperts(StackedExperts(dtype), fmt, MasterChanges(), name=NAME, backward=backward)
 
 
 def min_db(fmt, dtype, part):
@@ -164,7 +164,7 @@ def test_the_rollout_side_computes_the_same_bits(fmt, dtype, keep_operand, size)
     # After an update that was not published the sides differ.
     with torch.no_grad():
         layer.down_proj *= 1.1
-    layer.aligned["down_proj"].version.bump()
+    layer.aligned["down_proj"].changes.bump()
     with pytest.raises(AssertionError, match="elements differ"):
         assert_bitwise_equal(packed(x, index, router_weight), layer(x, index, router_weight).detach())
 

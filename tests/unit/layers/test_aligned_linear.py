@@ -4,7 +4,7 @@ from torch import nn
 
 from qarl_kernels import quantize_weight
 from qarl_nemo.layers.linear import AlignedLinear
-from qarl_nemo.layers.weight import WeightVersion
+from qarl_nemo.layers.weight import MasterChanges
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import FORMATS, quantized_activations, uneven_weight
 from support.layers import executed
@@ -20,7 +20,7 @@ def make_linear(fmt, *, dtype=torch.float32, backward="dequantized", bias=False,
     linear = nn.Linear(shape[1], shape[0], bias=bias).to(dtype)
     with torch.no_grad():
         linear.weight.copy_(uneven_weight(*shape).float() * (1 + 2.0**-10 * torch.randn(shape)))
-    return AlignedLinear(linear, fmt, WeightVersion(), name="q_proj", backward=backward)
+    return AlignedLinear(linear, fmt, MasterChanges(), name="q_proj", backward=backward)
 
 
 @pytest.mark.parametrize("dtype", MIN_DB)
@@ -121,7 +121,7 @@ def test_no_rows(fmt, shape):
 
 def test_parameters_stay_the_replaced_layers(fmt):
     linear = nn.Linear(256, 192)
-    layer = AlignedLinear(linear, fmt, WeightVersion())
+    layer = AlignedLinear(linear, fmt, MasterChanges())
     assert layer.weight is linear.weight
     assert layer.bias is linear.bias
     assert dict(layer.named_parameters()).keys() == dict(linear.named_parameters()).keys()
@@ -132,7 +132,7 @@ def test_parameters_stay_the_replaced_layers(fmt):
 
 def test_an_unknown_backward_mode_names_the_legal_ones(fmt):
     with pytest.raises(ValueError, match="unknown backward mode 'bf16'; legal: dequantized, high_precision"):
-        AlignedLinear(nn.Linear(256, 192), fmt, WeightVersion(), backward="bf16")
+        AlignedLinear(nn.Linear(256, 192), fmt, MasterChanges(), backward="bf16")
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

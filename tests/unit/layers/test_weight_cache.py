@@ -5,7 +5,7 @@ from torch import nn
 import qarl_nemo.layers.weight as weight_module
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
-from qarl_nemo.layers.weight import AlignedWeight, WeightVersion
+from qarl_nemo.layers.weight import AlignedWeight, MasterChanges
 from qarl_nemo.refit.publish import publish
 from support.asserts import assert_bitwise_equal
 from support.layers import H, StackedExperts, T, routing
@@ -24,9 +24,9 @@ def quantizer_calls(monkeypatch):
     return calls
 
 
-def make_weight(fmt, version=None):
+def make_weight(fmt, changes=None):
     master = nn.Parameter(torch.randn(128, 128).bfloat16())
-    return AlignedWeight("q_proj", master, fmt, version or WeightVersion())
+    return AlignedWeight("q_proj", master, fmt, changes or MasterChanges())
 
 
 def test_a_version_has_one_quantized_weight_and_one_operand(fmt, quantizer_calls):
@@ -38,7 +38,7 @@ def test_a_version_has_one_quantized_weight_and_one_operand(fmt, quantizer_calls
     with torch.no_grad():
         weight.master.mul_(1.5)
     assert weight.quantized() is first
-    weight.version.bump()
+    weight.changes.bump()
     second = weight.quantized()
     assert second is not first
     assert weight.operand() is not operand
@@ -53,29 +53,29 @@ def test_the_operand_alone_also_follows_the_version(fmt):
     before = weight.operand().effective_weight().clone()
     with torch.no_grad():
         weight.master.zero_()
-    weight.version.bump()
+    weight.changes.bump()
     assert not weight.operand().effective_weight().any()
     assert before.any()
 
 
-def test_all_weights_of_a_model_share_one_version(fmt):
-    version = WeightVersion()
-    weights = [make_weight(fmt, version) for _ in range(3)]
+def test_all_weights_of_a_model_share_one_count(fmt):
+    changes = MasterChanges()
+    weights = [make_weight(fmt, changes) for _ in range(3)]
     before = [weight.quantized() for weight in weights]
-    version.bump()
-    assert version.value == 1
+    changes.bump()
+    assert changes.count == 1
     assert all(weight.quantized() is not old for weight, old in zip(weights, before, strict=True))
 
 
 def test_the_forward_and_the_publisher_share_the_tensors(fmt, quantizer_calls):
-    version = WeightVersion()
-    linear = AlignedLinear(nn.Linear(H, 128), fmt, version, name="model.layers.0.self_attn.q_proj")
-    experts = AlignedExperts(StackedExperts(torch.float32), fmt, version, name="model.layers.0.mlp.experts")
+    changes = MasterChanges()
+    linear = AlignedLinear(nn.Linear(H, 128), fmt, changes, name="model.layers.0.self_attn.q_proj")
+    experts = AlignedExperts(StackedExperts(torch.float32), fmt, changes, name="model.layers.0.mlp.experts")
     weights = {weight.name: weight for layer in (linear, experts) for weight in layer.aligned.values()}
     for _ in range(2):
         linear(torch.randn(2, H))
         experts(torch.randn(T, H), *routing()).sum().backward()
-        update = publish(weights, [], fmt, version=version.value)
+        update = publish(weights, [], fmt, version=changes.count)
     assert sorted(quantizer_calls) == sorted(weights)
     for name, weight in weights.items():
         for suffix, tensor in weight.quantized().tensors.items():
@@ -84,10 +84,10 @@ def test_the_forward_and_the_publisher_share_the_tensors(fmt, quantizer_calls):
 
 
 def test_a_backward_after_an_update_is_refused(fmt):
-    version = WeightVersion()
-    layer = AlignedLinear(nn.Linear(H, 128), fmt, version, name="model.layers.1.self_attn.o_proj")
+    changes = MasterChanges()
+    layer = AlignedLinear(nn.Linear(H, 128), fmt, changes, name="model.layers.1.self_attn.o_proj")
     loss = layer(torch.randn(2, H)).sum()
-    version.bump()
+    changes.bump()
     with pytest.raises(
         AssertionError, match=r"model\.layers\.1\.self_attn\.o_proj changed between forward and backward"
     ):
@@ -110,7 +110,7 @@ def test_released_weights_come_back_as_the_same_bits(fmt, quantizer_calls):
 
 def test_only_the_packed_tensors_stay_when_the_operand_is_not_kept(fmt):
     kept = make_weight(fmt)
-    lean = AlignedWeight("q_proj", kept.master, fmt, kept.version, keep_operand=False)
+    lean = AlignedWeight("q_proj", kept.master, fmt, kept.changes, keep_operand=False)
     first = lean.operand()
     assert lean.operand() is not first
     assert lean.quantized() is lean.quantized()

@@ -11,7 +11,7 @@ pytest.importorskip("megatron", reason="needs megatron-core: pip install megatro
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from qarl_nemo.layers.weight import WeightVersion
+from qarl_nemo.layers.weight import MasterChanges
 from qarl_nemo.megatron.alignment import Alignment, bump_on_step
 from qarl_nemo.megatron.attention_linear import without_extra_state
 from qarl_nemo.megatron.checks import require_supported
@@ -200,15 +200,15 @@ def test_backends_are_checked():
         align_spec(None, config(), recipe, transformer_engine=False)
 
 
-def test_a_step_bumps_the_version_even_if_it_fails():
+def test_a_step_counts_as_a_change_even_if_it_fails():
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer, version = torch.optim.SGD([weight], lr=1.0), WeightVersion()
-    bump_on_step(optimizer, version)
+    optimizer, changes = torch.optim.SGD([weight], lr=1.0), MasterChanges()
+    bump_on_step(optimizer, changes)
     optimizer.step()
-    assert version.value == 1
+    assert changes.count == 1
     with pytest.raises(ZeroDivisionError):
         optimizer.step(closure=lambda: 1 / 0)
-    assert version.value == 2
+    assert changes.count == 2
 
 
 class Stateful(torch.nn.Linear):

@@ -5,7 +5,7 @@ from torch import nn
 from qarl_kernels import GemmOperand, QuantizedWeight, get_format, quantize_weight, stored_layout
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
-from qarl_nemo.layers.weight import WeightVersion
+from qarl_nemo.layers.weight import MasterChanges
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import publish
 from support.asserts import assert_bitwise_equal
@@ -24,9 +24,9 @@ class Block(nn.Module):
         linear.weight.data = uneven_weight(192, 128).to(dtype)
         experts.gate_up_proj = nn.Parameter(uneven_weight(3, 256, 128).to(dtype))
         experts.down_proj = nn.Parameter(uneven_weight(3, 128, 128).to(dtype))
-        self.version = WeightVersion()
-        self.linear = AlignedLinear(linear, fmt, self.version, name=LINEAR)
-        self.experts = AlignedExperts(experts, fmt, self.version, name=EXPERTS)
+        self.changes = MasterChanges()
+        self.linear = AlignedLinear(linear, fmt, self.changes, name=LINEAR)
+        self.experts = AlignedExperts(experts, fmt, self.changes, name=EXPERTS)
         self.norm = nn.Parameter(torch.randn(128).to(dtype))
 
     def weights(self):
@@ -40,7 +40,7 @@ class Block(nn.Module):
         return [*masters.items(), (f"{LINEAR}.bias", self.linear.bias), ("model.norm.weight", self.norm)]
 
     def publish(self, fmt):
-        return publish(self.weights(), self.parameters_by_name(), fmt, version=self.version.value)
+        return publish(self.weights(), self.parameters_by_name(), fmt, version=self.changes.count)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -119,7 +119,7 @@ def test_the_same_name_with_other_options_is_another_format():
 
 def test_the_manifest_describes_the_update(fmt):
     block = Block(fmt, torch.bfloat16)
-    block.version.bump()
+    block.changes.bump()
     update = block.publish(fmt)
     assert update.manifest == Manifest.of(update.tensors, version=1, fmt=fmt.name)
     assert update.contradictions() == []
@@ -131,7 +131,7 @@ def test_a_new_version_publishes_new_masters(fmt):
     with torch.no_grad():
         for _, parameter in block.parameters_by_name():
             parameter.mul_(1.25)
-    block.version.bump()
+    block.changes.bump()
     after = block.publish(fmt)
     assert (before.manifest.version, after.manifest.version) == (0, 1)
     for weight in block.weights().values():

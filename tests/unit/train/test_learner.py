@@ -77,7 +77,7 @@ def test_each_minibatch_takes_one_step_and_the_next_sees_the_new_weights(rollout
     order = torch.randperm(NUM, generator=torch.Generator().manual_seed(3))
     minibatches = list(order.split(4))
     result = engine.learner.update(rollouts, prev, advantages(), minibatches)
-    assert engine.optimizer.num_steps == engine.report.version.value == 4
+    assert engine.optimizer.num_steps == engine.report.changes.count == 4
     gap = (result.curr_logprobs - prev).abs() * rollouts.response_mask
     assert gap[minibatches[0]].max() < 1e-5
     assert all(gap[rows].max() > 1e-3 for rows in minibatches[1:])
@@ -151,7 +151,7 @@ def test_a_non_finite_loss_skips_its_step_and_nothing_else(rollouts, kind):
     prev = prev_logprobs(engine, rollouts)
     result = engine.learner.update(rollouts, prev, advantages(), ALL)
     assert result.metrics["optim/skipped_steps"] == 1
-    assert engine.optimizer.num_steps == engine.report.version.value == 0
+    assert engine.optimizer.num_steps == engine.report.changes.count == 0
     for name, weight in weights_of(engine.model).items():
         assert_bitwise_equal(weight, before[name])
     assert all(parameter.grad is None for parameter in engine.model.parameters())
@@ -168,7 +168,7 @@ def test_one_broken_micro_batch_skips_its_minibatch_only(rollouts):
     engine.learner.loss_fn = BrokenLoss(engine.learner.loss_fn, "gradient", {1})
     result = update(engine, rollouts, list(torch.arange(NUM).split(8)))
     assert result.metrics["optim/skipped_steps"] == 1
-    assert engine.optimizer.num_steps == engine.report.version.value == 1
+    assert engine.optimizer.num_steps == engine.report.changes.count == 1
 
 
 def test_a_non_finite_advantage_is_caught_too(rollouts):

@@ -75,7 +75,7 @@ def test_a_stale_sampler_shows_a_gap_until_the_next_refit():
 def test_rollouts_carry_the_version_that_sampled_them():
     engine = aligned_engine(W4A16_G32)
     assert sample(engine).weight_version == 0
-    engine.report.version.bump()
+    engine.report.changes.bump()
     assert sample(engine).weight_version == 0
     engine.refit()
     assert sample(engine).weight_version == 1
