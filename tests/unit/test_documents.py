@@ -66,10 +66,9 @@ def test_a_command_that_cannot_be_given_is_found(command):
     assert problems(command)
 
 
-def test_the_map_of_the_code_names_files_that_exist():
-    text = (ROOT / "docs" / "design" / "architecture.md").read_text()
-    named = re.findall(r"`((?:qarl_nemo|kernels|tests|tools)/[\w./]+)`", text)
-    assert len(named) > 20
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_documents_name_are_there(page):
+    named = re.findall(r"`((?:docker|examples|kernels|qarl_nemo|tests|tools)/[\w./-]+\.\w+)", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
