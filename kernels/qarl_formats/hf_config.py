@@ -32,12 +32,11 @@ def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
             "modules_to_not_convert": list(ignore),
         }
-    integer = fmt.storage == "pack-quantized"
     weights = {
         "num_bits": fmt.num_bits,
-        "type": "int" if integer else "float",
-        "strategy": "group" if integer else "channel",
-        "group_size": fmt.group_size if integer else None,
+        "type": "float" if fmt.storage == "float-quantized" else "int",
+        "strategy": "group" if fmt.group_size else "channel",
+        "group_size": fmt.group_size or None,
         "symmetric": True,
         "dynamic": False,
         "actorder": None,

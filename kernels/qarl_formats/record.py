@@ -55,8 +55,8 @@ class OnDevice:
 class VllmKernels:
     """How vLLM 0.25.1 serves a format.
 
-    N and K of a weight on one GPU, parts of fused layers each for themselves, must be multiples of what is said here
-    and, K, of the group size.
+    A weight [N, K] has to have multiples of these sizes on one GPU, and K a multiple of the group size, too. Where vLLM
+    fuses layers (q, k and v; gate and up), that is asked of each part.
 
     Attributes:
         experts: the layer of routed experts.
@@ -66,8 +66,8 @@ class VllmKernels:
         linear_shape: multiples of other linears.
         capability: the only compute capability of a GPU that serves it; None: those that vLLM runs on.
         custom_op: operator that has to be enabled for the learner's roundings; None: none.
-        several_groups: an expert must be wider than a group, unless the hidden size is no more than one, too.
-        cpu: what CPUs serve; None: nothing.
+        several_groups: whether experts no wider than one group are refused where the hidden size has several groups.
+        cpu: what its CPU kernels serve; None: nothing.
     """
 
     experts: Kernel

@@ -21,12 +21,12 @@ from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.conflicts import find_conflicts
 from qarl_nemo.nemo_rl.model_shapes import _DEFAULTS
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
-from qarl_nemo.refit.engine_settings import kernel_options
+from qarl_nemo.refit.engine_settings import COMPILATION, kernel_options
 from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.train.vllm.shapes import gpu_problems
 
-EXPERIMENTAL = ("w2a16", "w3a16", "w8a16")
-NAMES = (*FORMAT_NAMES, *EXPERIMENTAL)
+# The last is served by nobody.
+NAMES = (*FORMAT_NAMES, "w3a16")
 RECORDS = [
     pytest.param(get_format(name, group_size=size), id=name if size is None else f"{name}_g{size}")
     for name in NAMES
@@ -216,11 +216,6 @@ def test_every_format_has_a_color_and_the_default_is_served():
     assert find_format("w4a4") is None
 
 
-@pytest.mark.parametrize("fmt", RECORDS)
-def test_ranks_of_a_learner_send_each_other_records(fmt, tmp_path):
-    pytest.importorskip("megatron.core")
-    from qarl_nemo.train.megatron.launch import _ARGUMENTS
-
-    torch.save(fmt, tmp_path / "command")
-    with torch.serialization.safe_globals(list(_ARGUMENTS)):
-        assert torch.load(tmp_path / "command", weights_only=True) == fmt
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_its_operators_are_among_those_that_every_engine_starts_with(name):
+    assert get_format(name).vllm.custom_op in (None, *COMPILATION["custom_ops"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qarl_kernels import get_format
+from qarl_formats import FORMAT_NAMES, get_format
 
 pytest.importorskip("megatron", reason="needs megatron-core: pip install megatron-core==0.16.1")
 
@@ -16,6 +16,7 @@ from qarl_nemo.megatron.alignment import Alignment, bump_on_step
 from qarl_nemo.megatron.attention_linear import without_extra_state
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.megatron.spec import align_spec
+from qarl_nemo.train.megatron.launch import _ARGUMENTS
 
 
 def config(**options) -> TransformerConfig:
@@ -228,3 +229,11 @@ def test_a_norm_of_its_own_has_no_extra_state_in_checkpoints():
     separate.load_state_dict(plain.state_dict())
     plain.load_state_dict(separate.state_dict())
     assert list(torch.nn.Sequential(Stateful(2, 2)).state_dict()) != list(plain.state_dict())
+
+
+@pytest.mark.parametrize("name", [*FORMAT_NAMES, "w3a16"])
+def test_ranks_of_a_learner_can_send_each_other_a_format(name, tmp_path):
+    fmt = get_format(name)
+    torch.save(fmt, tmp_path / "call")
+    with torch.serialization.safe_globals(list(_ARGUMENTS)):
+        assert torch.load(tmp_path / "call", weights_only=True) == fmt
