@@ -141,6 +141,11 @@ def test_operands_are_the_stored_tensors_or_bytes_of_their_own(fmt):
     assert (operand.scale is not None) == (fmt.activation_kind != "none")
 
 
+def test_a_model_may_leave_its_head_dim_to_be_computed():
+    config = model_config(SIZES[-1], "qwen3_moe") | {"head_dim": None}
+    assert gpu_problems(get_format("w4a16"), ["attention"], SimpleNamespace(**config), (9, 0)) == []
+
+
 SIZES = [
     {"hidden_size": hidden, "width": width, "num_key_value_heads": heads, "head_dim": head_dim}
     for hidden, width, heads, head_dim in itertools.product((128, 192, 256, 512), (64, 96, 128, 256), (1, 2), (32, 64))

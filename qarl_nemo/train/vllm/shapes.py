@@ -6,6 +6,7 @@ from typing import Any
 from qarl_formats import QuantFormat
 from qarl_nemo.checkpoints.shapes import kernel_role, width_problems
 
+_GENERATIONS = {(9, 0): "Hopper", (10, 0): "Blackwell"}
 # A size as the model's config names it.
 Size = tuple[str, int]
 
@@ -26,10 +27,10 @@ def gpu_problems(fmt: QuantFormat, targets: Sequence[str], model: Any, capabilit
     `CutlassW4A8LinearKernel.can_implement`, `validate_fp8_block_shape`, `cutlass_scaled_mm`.
     """
     problems = []
-    if fmt.vllm and fmt.vllm.capability not in (None, capability):
-        problems.append(
-            f"qarl.format={fmt.name} runs on Hopper (SM90) only, this GPU is SM{capability[0]}{capability[1]}"
-        )
+    only = fmt.vllm.capability if fmt.vllm else None
+    if only and only != capability:
+        legal, here = (f"SM{major}{minor}" for major, minor in (only, capability))
+        problems.append(f"qarl.format={fmt.name} runs on {_GENERATIONS[only]} ({legal}) only, this GPU is {here}")
     needed = set()
     for target in targets:
         for name, sizes in _weights(model, target):
@@ -48,8 +49,9 @@ def gpu_problems(fmt: QuantFormat, targets: Sequence[str], model: Any, capabilit
 def _weights(model: Any, target: str) -> Iterator[tuple[str, tuple[Size, Size]]]:
     hidden = ("hidden_size", model.hidden_size)
     if target == "attention":
+        head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
         query, key = (
-            (f"{heads} * head_dim", getattr(model, heads) * model.head_dim)
+            (f"{heads} * head_dim", getattr(model, heads) * head_dim)
             for heads in ("num_attention_heads", "num_key_value_heads")
         )
         # q, k and v are fused; each has to fill whole blocks of its own.
