@@ -1,9 +1,9 @@
-"""NeMo-RL's GRPO, synchronous or asynchronous, with quantized rollouts that the learner is aligned with.
+"""NeMo-RL's GRPO, synchronous or asynchronous, with quantized rollouts and a learner that is aligned with them.
 
     python examples/run_qarl_grpo.py --config examples/configs/qarl-....yaml [a.b=c ...] [--check]
 
-This is NeMo-RL's own examples/run_grpo.py with two of its names bound to ours: `MasterConfig`, after which the `qarl:`
-block is checked against everything it depends on, and `setup`, which gets our policy workers, our refit and our loss.
+This is NeMo-RL's own examples/run_grpo.py with two of its names bound to ours: `MasterConfig`, which also checks the
+`qarl:` block against everything it depends on, and `setup`, which gets our policy workers, our refit and our loss.
 `--check` stops once the config is checked, before Ray starts, and says what would run.
 """
 
@@ -33,7 +33,7 @@ from qarl_nemo.nemo_rl.run_folder import describe_run
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
-# Where `setup` returns the loss.
+# The position of the loss in what `setup` returns.
 _LOSS = 6
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     """Run NeMo-RL's launcher on the command line's config."""
     check_only = "--check" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--check"]
-    # Our recipes build on NeMo-RL's, found through this variable.
+    # Our recipes build on NeMo-RL's, which they find through this variable.
     os.environ.setdefault("NEMO_RL_ROOT", str(_ROOT))
     sys.path.insert(0, str(_ROOT / "examples"))
     import run_grpo
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class _Run:
-    """What our `MasterConfig` learns and our `setup` needs."""
+    """Carries what our `MasterConfig` learns to our `setup`."""
 
     def __init__(self, launcher: Any, check_only: bool) -> None:
         self.launcher, self.check_only = launcher, check_only
@@ -67,7 +67,7 @@ class _Run:
         self.synchronizer: Any = None
 
     def bind(self) -> None:
-        """Put ours in place of NeMo-RL's."""
+        """Bind our names in NeMo-RL's launcher."""
         self.launcher.MasterConfig, self.launcher.setup = self.checked_config, self.aligned_setup
 
     def checked_config(self, **values: Any) -> Any:
@@ -83,7 +83,7 @@ class _Run:
         return config
 
     def aligned_setup(self, config: Any, *arguments: Any, policy_factory: Any = None, **named: Any) -> tuple[Any, ...]:
-        """Set NeMo-RL up with our workers, then put our refit and our loss in place."""
+        """Set up NeMo-RL with our workers, then put our refit and our loss in place."""
         assert policy_factory is None, "data_plane.enabled is refused with the config"
         assert self.qarl is not None
         describe_run(Path(config.logger["log_dir"]), as_mapping(config))

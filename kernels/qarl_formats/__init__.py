@@ -1,4 +1,4 @@
-"""Number formats of quantized rollouts, one record each: arithmetic, storage, vLLM's kernels. Imports nothing else."""
+"""Number formats of quantized rollouts, one record each: arithmetic, storage, vLLM's kernels. Standard library only."""
 
 from qarl_formats.hf_config import quantization_config
 from qarl_formats.presets import (

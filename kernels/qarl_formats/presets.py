@@ -1,4 +1,4 @@
-"""The formats, one record each, and how a name becomes a record.
+"""The formats, one record each, and the lookup of a record by its name.
 
 | name          | weights                          | activations   | router weight        |
 |---------------|----------------------------------|---------------|----------------------|
@@ -122,12 +122,12 @@ _SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _B
 _KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(2, 9))} | _SERVED
 FORMAT_NAMES = tuple(_SERVED)
 DEFAULT_FORMAT = _W4A16.name
-# What is not quantized: the other side of every comparison, and what stays BF16 in a quantized model.
+# The unquantized format: the other side of every comparison, and what stays BF16 in a quantized model.
 BASELINE = _BF16.name
 
 
 def find_format(name: str) -> QuantFormat | None:
-    """Return the record of a name with its defaults; None where there is none.
+    """Return the record of a name with its defaults; None if there is none.
 
     Args:
         name: one of `FORMAT_NAMES`, or an experimental `w{2..8}a16`.

@@ -113,7 +113,7 @@ def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) ->
 def result_rows(
     figures: Iterable[Figure], *, hardware: str, versions: Mapping[str, str], command: str
 ) -> list[dict[str, Any]]:
-    """Returns figures measured today as rows for `append_results`; those that are not finite are left out.
+    """Return figures measured today as rows for `append_results`; those that are not finite are left out.
 
     Args:
         figures: what was measured; fractions keep eight digits, everything else five.

@@ -25,7 +25,7 @@ class Command(ABC):
     """A command, its undamaged inputs in `base`, and the oracle that judges how it ended.
 
     Attributes:
-        name: of the command.
+        name: the command's name.
         share: how many of all inputs it is given.
         preload: modules every call needs.
     """

@@ -19,7 +19,7 @@ def run(num_kills: int, seed: int, *, every_call: bool) -> tuple[int, list[str]]
 
     Args:
         num_kills: random moments, for each of the two commands.
-        seed: of the moments.
+        seed: seeds the moments.
         every_call: kill each command at every one of its file-system calls, too.
 
     Returns:

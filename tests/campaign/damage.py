@@ -77,7 +77,7 @@ class Worker:
 
         Args:
             command: with its inputs written.
-            seed: of the campaign.
+            seed: the campaign's seed.
             scratch: for the cases; made and removed.
         """
         self._command, self._seed, self._folder = command, seed, scratch / "case"
@@ -124,7 +124,7 @@ class Worker:
         """Run one case; a failure is shrunk to the fewest edits that still end so.
 
         Args:
-            number: of the case.
+            number: the case's number.
 
         Returns:
             The failure, None if all is well.
@@ -146,7 +146,7 @@ def count_failures(inputs: int, seed: int, jobs: int, only: Sequence[str] = ()) 
 
     Args:
         inputs: how many, all commands together.
-        seed: of the campaign.
+        seed: the campaign's seed.
         jobs: processes.
         only: names of commands; all if empty.
 

@@ -20,7 +20,7 @@ class Edit:
         place: file relative to the case's folder, or `arguments`.
         what: what is wrong with it, for people.
         content: new bytes of the file; None for another kind of damage.
-        kind: of the file then: missing, folder, pipe, loop, dangling, endless.
+        kind: what the file becomes: missing, folder, pipe, loop, dangling, endless.
         arguments: arguments added to the command, where `place` says so.
     """
 

@@ -51,7 +51,7 @@ def write_torch_dist(folder: Path, model: Path) -> None:
 
     Args:
         folder: to be created.
-        model: of `write_model`.
+        model: what `write_model` wrote.
     """
     weights = {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
     config = json.loads((model / "config.json").read_text())

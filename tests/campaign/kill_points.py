@@ -99,7 +99,7 @@ class QarlServer:
         """Run one command.
 
         Args:
-            arguments: of `qarl`.
+            arguments: `qarl`'s arguments.
             watch: folder whose changes are counted.
             fault: `kill` (as `kill -9`, a write half done), `full` (no space from then on) or `interrupt` (Ctrl-C) at
                 a call; `moment`, `kill -9` wherever it is.

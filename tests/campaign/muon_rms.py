@@ -96,7 +96,7 @@ def megatron_update(settings: dict[str, Any], gradient: Tensor) -> Tensor:
     """Return what the first step of Megatron's Muon takes off a weight, in units of the learning rate.
 
     Args:
-        settings: of `OptimizerConfig`; what is missing is Megatron's default.
+        settings: fields of `OptimizerConfig`; missing ones have Megatron's defaults.
         gradient: [N, K] FP32.
 
     Returns:

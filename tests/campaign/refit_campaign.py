@@ -24,7 +24,7 @@ class Counts:
     Attributes:
         tried: number of faults.
         failures: one sentence for each fault that was not survived.
-        rounds: of A -> B -> A.
+        rounds: number of rounds A -> B -> A.
         identical: rounds whose A and B were those of before.
     """
 
@@ -49,7 +49,7 @@ class Campaign:
 
     Args:
         target: the engine.
-        seed: of what is random.
+        seed: seeds everything random.
         folder: for files of updates.
     """
 
@@ -82,7 +82,7 @@ class Campaign:
         """Play spoiled scripts to the ranks.
 
         Args:
-            rehearsed: of updates that come twice.
+            rehearsed: play scripts of updates that come twice.
             every: play one of so many.
         """
         for fault, spoiling in list(spoilings(self._stale["A", rehearsed]))[::every]:

@@ -27,7 +27,7 @@ def run(*, seed: int = 0, short: bool = False) -> dict[str, Any]:
     """Try every fault on the built-in sampler and on ranks over gloo; two minutes, or half a one if it is `short`.
 
     Args:
-        seed: of what is random.
+        seed: seeds everything random.
         short: try a part of them.
 
     Returns:

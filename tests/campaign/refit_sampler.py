@@ -30,8 +30,8 @@ def sampler_faults(seed: int, *, rounds: int, every: int = 1) -> Counts:
     """Refit the built-in sampler with every fault.
 
     Args:
-        seed: of what is random.
-        rounds: of A -> B -> A.
+        seed: seeds everything random.
+        rounds: number of rounds A -> B -> A.
         every: try one of so many faults.
 
     Returns:

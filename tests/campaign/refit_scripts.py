@@ -42,8 +42,8 @@ def script(manifest: Manifest, paths: list[Path], *, rehearsed: bool = False) ->
     """Return a whole refit through files, whose messages can be sent any number of times and in any order.
 
     Args:
-        manifest: of the update.
-        paths: of its tensors.
+        manifest: the update's manifest.
+        paths: files of its tensors.
         rehearsed: they come twice.
 
     Returns:

@@ -33,7 +33,7 @@ class Meddled:
         """Let a message meet something else than the engine.
 
         Args:
-            number: of the message, from 1 on, counted from now; 0 lets all through.
+            number: which message, from 1 on, counted from now; 0 lets all through.
             meddling: takes its method and arguments, and answers.
             lasting: let all that follow meet it, too.
         """

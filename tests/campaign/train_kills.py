@@ -51,8 +51,8 @@ def run(num_kills: int, seed: int, formats: Sequence[str], *, every_call: bool =
 
     Args:
         num_kills: random moments over all formats.
-        seed: of the moments.
-        formats: of `FORMATS`.
+        seed: seeds the moments.
+        formats: some of `FORMATS`.
         every_call: kill a run of the first format at each of its file-system calls, too.
 
     Returns:
@@ -75,7 +75,7 @@ class KilledRun:
 
     Args:
         qarl: where commands run.
-        folder: of this run's own; made here.
+        folder: this run's own folder; made here.
         block: the `qarl:` block.
     """
 
@@ -101,7 +101,7 @@ class KilledRun:
 
         Args:
             counts: what is added to.
-            fault: of `QarlServer.run`: `kill` or `moment`.
+            fault: as for `QarlServer.run`: `kill` or `moment`.
             at: number of the call, or milliseconds.
         """
         if self.meet(fault, at).code not in (KILLED, -9):
@@ -116,7 +116,7 @@ class KilledRun:
         """Run the command in a new folder until it meets a fault.
 
         Args:
-            fault: of `QarlServer.run`.
+            fault: as for `QarlServer.run`.
             at: where.
 
         Returns:

@@ -1,7 +1,7 @@
 """Compares Transformer-Engine's FP8 block recipe with this package's kernels on the experts of one Qwen3-30B-A3B layer.
 
-One GPU, all 128 experts, routed tokens: milliseconds of a forward and of a forward with backward, beside Megatron's own
-BF16 experts, and decibels: how far outputs lie from those of the kernels, and from unquantized ones.
+One GPU, all 128 experts, routed tokens. Measures milliseconds of a forward and of a forward with backward, beside
+Megatron's own BF16 experts, and the outputs' distance in decibels from the kernels' outputs and from unquantized ones.
 """
 
 import argparse
@@ -31,7 +31,7 @@ EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 
 
 def build_experts(alignment: Alignment | None) -> nn.Module:
-    """Return the expert MLP of a one-layer model; every call the same weights.
+    """Return the expert MLP of a one-layer model, with the same weights in every call.
 
     Args:
         alignment: what it executes; None is Megatron's own.
@@ -97,7 +97,7 @@ def decibels(actual: Tensor, expected: Tensor) -> float:
 
 
 def unquantized(experts: nn.Module, rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """Return the experts' output in FP32, nothing rounded on the way."""
+    """Return the experts' output in FP32, without any rounding on the way."""
     out = []
     for expert, (part, scale) in enumerate(
         zip(rows.float().split(counts.tolist()), weight.split(counts.tolist()), strict=True)
@@ -112,7 +112,7 @@ def measure(tokens: int, repeats: int) -> dict[str, float]:
     """Time and compare all backends.
 
     Args:
-        tokens: routed to TOP_K random experts each.
+        tokens: number of tokens, each routed to TOP_K random experts.
         repeats: see `milliseconds`.
 
     Returns:

@@ -1,7 +1,7 @@
 """Measures `qarl convert` on a synthetic checkpoint of Qwen3-30B-A3B's width: peak memory, GB/s, CPU, the disk's share.
 
-With `--sparse` the weights are zeros in files with holes: all 48 layers (61 GB) need no disk, and only memory is
-measured. Without it they are random numbers on the disk, out of the page cache; give as many layers as it has room for.
+With `--sparse` the weights are zeros in files with holes: all 48 layers (61 GB) take no disk space, and only memory is
+measured. Without it they are random numbers on the disk, not in the page cache; give as many layers as fit there.
 """
 
 import argparse
@@ -26,10 +26,10 @@ BLOCK_BYTES = 2**26
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Write files to the disk and forget them.
+    """Write a folder's files to the disk and drop them from the page cache.
 
     Args:
-        folder: whose files.
+        folder: the folder.
     """
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -122,7 +122,7 @@ def measure(folder: Path, num_layers: int, format_name: str, *, sparse: bool) ->
 
 
 def main() -> None:
-    """Measure one format, and record it when asked: the peak of sparse checkpoints, speed and CPU time of others."""
+    """Measure one format and record it on request: the peak of sparse checkpoints, speed and CPU time of others."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--format", default="w4a16", help="w4a16, w4a8, fp8_block, fp8_channel or bf16")

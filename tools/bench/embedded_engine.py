@@ -65,7 +65,7 @@ def bench(config: Path, format_name: str, device: str, steps: int, overrides: li
 
 
 def main() -> None:
-    """Run every format, print the table, and record it when asked."""
+    """Run every format, print the table, and record it on request."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("examples/configs/local_demo.yaml"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -77,7 +77,7 @@ def main() -> None:
     found: list[Figure] = []
     table = None
     for name in arguments.formats.split(","):
-        # A process for each format: the peak of one must not hide the next one's.
+        # Each format has a process of its own, so that its memory peak does not hide the next one's.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             task = (arguments.config, name, arguments.device, arguments.steps, arguments.overrides)
             figures = pool.submit(bench, *task).result()

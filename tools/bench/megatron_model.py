@@ -122,7 +122,7 @@ def gpt_model(
 
     Args:
         architecture: the model.
-        config: of `transformer_config`.
+        config: what `transformer_config` returned.
         alignment: what it executes; None for Megatron's own layers.
         with_output: build the head, too.
 
@@ -167,7 +167,7 @@ def with_optimizer(model: GPTModel, name: str) -> tuple[DistributedDataParallel,
     """Wrap a model for training: FP32 gradients, a distributed optimizer.
 
     Args:
-        model: of `gpt_model`.
+        model: what `gpt_model` returned.
         name: one of `OPTIMIZERS`: Adam in FP32, or precision-aware with BF16 moments.
 
     Returns:

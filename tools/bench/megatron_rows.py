@@ -1,4 +1,4 @@
-"""What `megatron_step.py` measured, as lines and rows of docs/results: ratios over Megatron's BF16 of each round."""
+"""Prints and records what `megatron_step.py` measured: ratios to Megatron's BF16 in each round."""
 
 import argparse
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ BASELINE = "megatron"
 PARTS = ("moe", "forward", "quantize", "forward_backward", "optimizer")
 GOALS = {"w4a16": 1.05, "w4a8": 0.85, "fp8_block": 0.85, "fp8_channel": 0.85}
 
-# Relative difference of the MoE layer's output from the first variant's: quantization noise of random weights, other
-# routes where two experts are all but tied. Twice as much is another function.
+# Largest relative difference of the MoE layer's output from the first variant's. It comes from quantization of random
+# weights and from other routes where two experts are nearly tied; twice as much means another function.
 GATES = {"megatron": 0.0, "bf16": 0.1, "w4a16": 0.4, "w4a8": 0.4, "fp8_block": 0.2, "fp8_channel": 0.2}
 
 
 def describe(entry: dict, found: list[dict]) -> str:
-    """Return one line about a variant, its ratios over the baseline of the same layout and tokens."""
+    """Describe a variant in one line, with its ratios to the baseline with the same layout and tokens."""
     base = next((other for other in found if other["variant"] == BASELINE and _place(other) == _place(entry)), entry)
     times = "  ".join(f"{name} {1e3 * median(entry[f'{name}_s']):.2f}" for name in PARTS)
     ratio = median(_ratios(entry, base))
@@ -32,10 +32,10 @@ def describe(entry: dict, found: list[dict]) -> str:
 
 
 def require_same_function(found: list[dict]) -> None:
-    """Raise unless every variant's MoE layer computes what Megatron's does, but for rounding.
+    """Raise unless every variant's MoE layer computes what Megatron's does, except for rounding.
 
     Args:
-        found: of `bench`.
+        found: records that `bench` returned.
 
     Raises:
         ValueError: lists what differs by more.
@@ -50,12 +50,12 @@ def _family(variant: str) -> str:
 
 
 def peak_bytes(entry: dict) -> float:
-    """Return what a variant needs at most: what it holds between steps, and on top of it in a step."""
+    """Return a variant's peak: what it holds between steps, plus what a step adds."""
     return entry["static_bytes"] + max(max(entry[f"{name}_peak_bytes"]) for name in PARTS)
 
 
 def predicted_bytes(entry: dict, options: argparse.Namespace, num_gpus: int) -> float:
-    """Return what `qarl_nemo.memory` computes for a variant: one table, for there is no head, and no logits."""
+    """Return what `qarl_nemo.memory` computes for a variant, with an embedding but without head and logits."""
     a, (format_name, *flags) = options.architecture, entry["variant"].split("+")
     model = ModelSize(
         num_layers=a.num_layers,
@@ -97,7 +97,7 @@ def _where(entry: dict, options: argparse.Namespace) -> str:
 
 
 def _rounding_ratios(found: list[dict], options: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    # What a variant with engine rounding takes over the same one without, in the same rounds.
+    # The ratio of a variant with engine rounding to the same one without it, in the same rounds.
     for entry in found:
         same = [one for one in found if f"{one['variant']}+er" == entry["variant"] and _place(one) == _place(entry)]
         for plain in same:
@@ -109,15 +109,15 @@ def _rounding_ratios(found: list[dict], options: argparse.Namespace) -> Iterator
 
 
 def step_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> list[dict]:
-    """Turn what was measured into rows: ratios over Megatron's BF16 of the same round, medians and spreads.
+    """Turn what was measured into rows: ratios to Megatron's BF16 in the same round, medians and spreads.
 
     Args:
-        found: of `bench`.
-        num_gpus: it ran on.
-        options: of the command line.
+        found: records that `bench` returned.
+        num_gpus: how many GPUs it ran on.
+        options: the command line's options.
 
     Returns:
-        The rows; those of fewer tokens than the most are named after their tokens.
+        The rows; unless they are for the most tokens, their names include the number of tokens.
     """
     require_same_function(found)
     program = f"torchrun --nproc-per-node {num_gpus} tools/bench/megatron_step.py"

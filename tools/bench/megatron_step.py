@@ -3,8 +3,8 @@
 All variants are built side by side and run in turns, so that a ratio compares neighbours in time. A variant is
 `megatron` (its TEGroupedMLP, BF16) or a format, with `+keep` for `keep_operand`, `+hp` for backward mode
 `high_precision`, `+er` for `engine_rounding`. A step is quantization once, a forward and backward for each microbatch,
-gradient reduction and the optimizer; the vocabulary is small and there is no head, so that logits are not counted. With
-EP below the number of GPUs, ranks with the same experts reduce gradients and share the optimizer.
+gradient reduction and the optimizer. The vocabulary is small and there is no head, so logits are not counted. With EP
+below the number of GPUs, ranks with the same experts reduce gradients and share the optimizer.
 
     torchrun --nproc-per-node 4 tools/bench/megatron_step.py --ep 1,2,4
 """
@@ -55,7 +55,7 @@ def parse_variant(name: str) -> Alignment | None:
     """Return what a variant executes; None is Megatron's own.
 
     Raises:
-        ValueError: the name is not of a variant.
+        ValueError: the name is not a variant's.
     """
     if name == BASELINE:
         return None
@@ -71,7 +71,7 @@ def parse_variant(name: str) -> Alignment | None:
 
 @dataclass
 class Variant:
-    """A model in training, and what was measured of it."""
+    """A model in training, and its measurements."""
 
     name: str
     model: nn.Module
@@ -119,10 +119,10 @@ def build(name: str, options: argparse.Namespace, layout: Layout, like: Variant 
     """Build one variant.
 
     Args:
-        name: of the variant.
-        options: of the command line.
+        name: the variant's name.
+        options: the command line's options.
         layout: how ranks share it.
-        like: has the weights that it begins with.
+        like: the variant whose weights it begins with.
 
     Returns:
         The variant.
@@ -142,7 +142,7 @@ def build(name: str, options: argparse.Namespace, layout: Layout, like: Variant 
 def _copy_weights(source: nn.Module, destination: nn.Module) -> None:
     weights = dict(source.named_parameters())
     for name, parameter in destination.named_parameters():
-        # Megatron's local experts are modules of their own, its first norm is fused into linear_qkv.
+        # In Megatron's own layers experts are separate modules, and the first norm is fused into linear_qkv.
         linear, _, expert = name.rpartition(".weight")
         *path, kind = linear.split(".")
         local = ".".join([*path, "local_experts", expert, kind, "weight"])
@@ -160,13 +160,13 @@ def moe(variant: Variant, batch: Batch) -> Tensor:
 
 
 def forward(variant: Variant, batch: Batch) -> None:
-    """Run all layers as for log-probabilities."""
+    """Run a forward of all layers without gradient, as for logprobs."""
     with torch.no_grad():
         _hidden(variant, batch)
 
 
 def quantize(variant: Variant, _: Batch) -> None:
-    """Quantize what the optimizer changed."""
+    """Quantize the weights that the optimizer changed."""
     for weight in variant.weights:
         weight.quantized()
 
@@ -189,7 +189,7 @@ def optimize(variant: Variant, _: Batch) -> None:
 
 
 def _hidden(variant: Variant, batch: Batch) -> Tensor:
-    # The causal mask is the attention kernel's own on a GPU; Megatron's local attention on a CPU wants it.
+    # On a GPU the attention kernel masks by itself; Megatron's local attention on a CPU needs a mask.
     mask = None
     if not ON_GPU:
         length = batch.tokens.shape[1]
@@ -207,7 +207,7 @@ WORK = {
 
 
 def measure(variants: list[Variant], batch: Batch, repeats: int, label: str) -> None:
-    """Run all variants in turns, every other round backwards; the first two rounds are not kept."""
+    """Run all variants in turns, in reverse order every other round; the first two rounds are not kept."""
     progress = LiveProgress(label, repeats + 2) if dist.get_rank() == 0 else None
     for number in range(repeats + 2):
         for variant in variants if number % 2 else reversed(variants):
@@ -234,7 +234,7 @@ def _step(variant: Variant, batch: Batch) -> dict[str, float]:
 
 
 def saved(variant: Variant, batch: Batch) -> dict[str, float]:
-    """Return what a forward keeps for its backward, and the busiest rank's rows over the mean."""
+    """Return the bytes that a forward keeps for its backward, and the busiest rank's rows over the mean."""
     rows: list[int] = []
     hooks = [
         layer.mlp.experts.register_forward_pre_hook(lambda _, arguments: rows.append(len(arguments[0])))
@@ -253,11 +253,11 @@ def saved(variant: Variant, batch: Batch) -> dict[str, float]:
 
 
 def gpu_seconds(variant: Variant, batch: Batch, path: Path) -> float:
-    """Return how long the first rank's GPU computes in a forward and backward: kernels alone, without communication.
+    """Return the time of kernels in a forward and backward on the first rank's GPU, without communication.
 
     Args:
-        variant: to run.
-        batch: one microbatch of it.
+        variant: the variant to run.
+        batch: one microbatch.
         path: where a table of the longest kernels goes.
     """
     once = replace(batch, microbatches=1)
@@ -283,10 +283,10 @@ def differences(variants: list[Variant], batch: Batch) -> list[float]:
 
 
 def bench(options: argparse.Namespace) -> list[dict]:
-    """Measure every layout, and keep what was measured as soon as it is; called on every rank.
+    """Measure every layout, saving results as they come; called on every rank.
 
     Args:
-        options: of the command line.
+        options: the command line's options.
 
     Returns:
         One entry for each layout, number of tokens and variant.
@@ -312,7 +312,7 @@ def bench(options: argparse.Namespace) -> list[dict]:
 def _build_all(layout: Layout, options: argparse.Namespace) -> list[Variant]:
     num_tokens = min(options.tokens)
     first = make_batch(num_tokens, min(options.sequence, num_tokens), options.architecture, 1)
-    # Workspaces that live as long as the process are not any variant's.
+    # Builds one model first, so that workspaces that live as long as the process are not counted for a variant.
     _static_bytes(lambda: build(options.variants[0], options, layout, None), first)
     variants: list[Variant] = []
     for name in options.variants:
@@ -351,7 +351,7 @@ def _static_bytes(make: Any, batch: Batch) -> tuple[int, Variant]:
     gc.collect()
     before = memory_allocated()
     variant = make()
-    # Optimizers allocate their state in the first step.
+    # Optimizers allocate their state only in the first step.
     _step(variant, batch)
     gc.collect()
     return int(over_ranks(memory_allocated() - before, dist.ReduceOp.MAX)), variant

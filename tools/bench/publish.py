@@ -1,8 +1,8 @@
 """Measure publishing from shards: seconds, bytes and memory for Qwen3-30B-A3B's 48 layers on every GPU there is.
 
-The weights are random BF16, without an optimizer; each rank packs its experts, then the packed tensors are streamed as
-a refit takes them, layer by layer, and let go. `shards` leaves experts where they are, for receivers that take shards;
-`update` makes every layer twice, first for the manifest's checksums.
+The weights are random BF16, without an optimizer. Each rank packs its experts; then the packed tensors are streamed as
+in a refit, layer by layer, and freed. `shards` leaves experts where they are, for receivers that take shards; `update`
+makes every layer twice, first for the manifest's checksums.
 
     torchrun --nproc-per-node 4 tools/bench/publish.py
 """
@@ -74,7 +74,7 @@ def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: in
     release([model])
     for weight in weights:
         weight.format, weight.changes = alignment.format, alignment.changes
-    # Kernels are compiled in the first call.
+    # The first call compiles kernels.
     weights[0].quantized()
     release([model])
     gc.collect()
@@ -102,7 +102,7 @@ def bench(options: argparse.Namespace) -> list[dict]:
     """Measure every layout and format; called on every rank.
 
     Args:
-        options: of the command line.
+        options: the command line's options.
 
     Returns:
         One entry for each layout and format.
@@ -144,9 +144,9 @@ def publish_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict
     """Turn what was measured into rows.
 
     Args:
-        found: of `bench`.
-        num_gpus: it ran on.
-        bf16_bytes: of the whole model.
+        found: records that `bench` returned.
+        num_gpus: how many GPUs it ran on.
+        bf16_bytes: size of the whole model in BF16.
 
     Returns:
         The rows; `publish_s` and `publish_bytes_ratio` are those of the first layout's w4a16.

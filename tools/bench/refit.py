@@ -1,8 +1,8 @@
 """Measure a live refit of vLLM: seconds by phase, bytes and memory, with Qwen3-30B-A3B's shapes and random weights.
 
 The engine runs with CUDA graphs in processes of its own, on the first visible GPU. With `ipc` the learner's packed
-tensors lie on the same GPU, with `collective` on the second one. BF16 goes the same way, for comparison. Several of
-these commands may run at once: they start their engines together and measure one after the other.
+tensors are on the same GPU, with `collective` on the second one. BF16 is sent the same way, for comparison. Several of
+these commands may run at once: they start their engines together and measure one after another.
 """
 
 import argparse
@@ -41,11 +41,11 @@ _PROMPT = {"prompt_token_ids": list(range(1, 17))}
 
 
 def bench(format_name: str, options: argparse.Namespace) -> None:
-    """Start one engine and refit it through every sender; show and record each as soon as it is measured.
+    """Start one engine and refit it through every sender; show and record each result at once.
 
     Args:
-        format_name: of the targeted layers.
-        options: of the command line.
+        format_name: the targeted layers' format.
+        options: the command line's options.
     """
     os.environ.update(ENVIRONMENT)
     config, fmt = model_config(options.layers), get_format(format_name)
@@ -91,7 +91,7 @@ def measure(label: str, learner: Learner, engine: VllmEngine, sender: Sender, re
             for name, value in values.items() if repeat else ():
                 found.setdefault(name, []).append(value)
     assert serving_version(engine) == repeats + 1
-    # The graphs that were captured before still replay.
+    # Check that the CUDA graphs captured before the refits still replay.
     assert len(engine.llm.generate([_PROMPT], SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False))) == 1
     return found
 
@@ -109,11 +109,11 @@ def refit_rows(
     """Turn one format's figures through one sender into result rows: medians, and the spread of the whole.
 
     Args:
-        format_name: of the targeted layers.
+        format_name: the targeted layers' format.
         sender: one of `SENDERS`.
-        figures: of `measure`.
+        figures: what `measure` returned.
         bf16_bytes: size of the model in BF16.
-        targets: what is quantized; all but the default are named in the rows.
+        targets: what is quantized; rows' names include targets other than the default.
 
     Returns:
         The rows.
@@ -158,7 +158,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown senders {unknown}; legal: {', '.join(SENDERS)}")
     for name in options.formats.split(","):
-        # A process for each format: an engine gives its memory back when its parent ends.
+        # Each format has a process of its own, because an engine frees its memory only when its parent ends.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             pool.submit(bench, name, options).result()
 

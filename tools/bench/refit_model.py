@@ -15,7 +15,7 @@ from qarl_nemo.names import module_kind
 from qarl_nemo.refit.engine_settings import kernel_options
 from qarl_nemo.refit.publish import RefitUpdate, publish
 
-# Read when vLLM is imported.
+# vLLM reads these when it is imported.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Packed:
-    """What the publisher asks of an aligned weight that has been quantized; its master is gone."""
+    """An aligned weight for the publisher, already quantized; its master is gone."""
 
     name: str
     format: QuantFormat
@@ -44,10 +44,10 @@ class Learner:
     """Random weights of a model, the targeted ones packed.
 
     Args:
-        config: of the model.
-        fmt: of the targeted weights.
+        config: the model's config.
+        fmt: the targeted weights' format.
         targets: what is quantized.
-        device: where they lie.
+        device: where they are.
     """
 
     def __init__(self, config: Qwen3MoeConfig, fmt: QuantFormat, targets: tuple[str, ...], device: str) -> None:

@@ -1,4 +1,4 @@
-"""A synthetic Megatron `torch_dist` checkpoint of Qwen3-30B-A3B's width, as eight expert-parallel ranks write it."""
+"""A synthetic Megatron `torch_dist` checkpoint with Qwen3-30B-A3B's sizes, as eight expert-parallel ranks write it."""
 
 import io
 import os
@@ -43,7 +43,7 @@ def layout(num_layers: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, .
         num_layers: how many layers.
 
     Yields:
-        Key, global sizes, sizes of a chunk, and the axis along which ranks share chunks, -1 when rank 0 has them.
+        Key, global sizes, sizes of a chunk, and the axis along which ranks share chunks; -1 if rank 0 has them all.
     """
     hidden, width, experts = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["num_experts"]
     head_dim, heads, groups = CONFIG["head_dim"], CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
@@ -67,10 +67,10 @@ def layout(num_layers: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, .
 
 
 def write_checkpoint(folder: Path, num_layers: int, *, sparse: bool) -> int:
-    """Write a synthetic Megatron checkpoint, its optimizer in the table of contents only.
+    """Write a synthetic Megatron checkpoint whose optimizer is in the table of contents only.
 
     Args:
-        folder: where.
+        folder: where it goes.
         num_layers: how many layers.
         sparse: zeros in files with holes.
 
@@ -104,14 +104,14 @@ def write_checkpoint(folder: Path, num_layers: int, *, sparse: bool) -> int:
 
 
 def saved(sizes: tuple[int, ...], *, sparse: bool) -> tuple[bytes, tuple[int, int]]:
-    """Return a tensor as `torch.save` writes it, and which bytes of it are zeros that need not be written.
+    """Return a tensor as `torch.save` writes it, and the range of zeros in it that need not be written.
 
     Args:
-        sizes: of the tensor.
+        sizes: the tensor's sizes.
         sparse: zeros instead of random numbers.
 
     Returns:
-        The bytes, and begin and end of the hole.
+        The bytes, and the hole's begin and end.
     """
     buffer = io.BytesIO()
     tensor = torch.zeros(sizes, dtype=torch.bfloat16) if sparse else torch.randn(sizes).bfloat16() / 50
@@ -119,7 +119,7 @@ def saved(sizes: tuple[int, ...], *, sparse: bool) -> tuple[bytes, tuple[int, in
         tensor[CONFIG["vocab_size"] :] = 0
     torch.save(tensor, buffer)
     blob = buffer.getvalue()
-    # torch aligns data to 64 bytes within the first KiB, and what follows it is shorter than that.
+    # torch aligns data to 64 bytes within the first KiB; what follows the data is shorter than 1 KiB, too.
     return blob, (2048, len(blob) - 2048) if sparse and len(blob) > 8192 else (0, 0)
 
 
@@ -127,9 +127,9 @@ def write_around(file: io.BufferedWriter, blob: bytes, hole: tuple[int, int]) ->
     """Write bytes, skipping the hole.
 
     Args:
-        file: where.
-        blob: what.
-        hole: begin and end.
+        file: where they go.
+        blob: the bytes.
+        hole: its begin and end.
     """
     view = memoryview(blob)
     file.write(view[: hole[0]])

@@ -3,8 +3,8 @@
     python tools/make/arithmetic_model.py FOLDER [--warm-start ACCURACY] [--size tiny|1b] [--largest N]
 
 Writes FOLDER/model (Hugging Face), FOLDER/train.jsonl and FOLDER/val.jsonl ({"input", "output"}, as NeMo-RL's
-`ResponseDataset` reads them). With a warm start the model first learns the answers by next-token prediction, until that
-share of held-out answers is right token by token; from there rewards can rise.
+`ResponseDataset` reads them). With a warm start the model first learns the answers by next-token prediction until that
+share of the held-out answers' tokens is right; from there on rewards can rise.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Every format of the rollout engine takes these shapes.
+# Every format can be served in these shapes.
 _SIZES = {
     "tiny": {"hidden_size": 512, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 256},
     "1b": {"hidden_size": 1024, "num_hidden_layers": 16, "num_experts": 32, "moe_intermediate_size": 512},
@@ -76,7 +76,7 @@ def _task(largest: int) -> dict[str, str]:
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
-    # A digit is a token: longer ones would have to be learned one by one.
+    # Every digit is a token; longer tokens would have to be learned one by one.
     digits = pre_tokenizers.Digits(individual_digits=True)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
@@ -166,7 +166,7 @@ def _answer(model: Qwen3MoeForCausalLM, batch: tuple[Any, Any]) -> tuple[torch.T
 
 
 def _spell_for_all_readers(path: Path) -> None:
-    # transformers 5 writes other keys than vLLM and older readers look for.
+    # transformers 5 writes other keys than those that vLLM and older readers look for.
     written = json.loads(path.read_text(encoding="utf-8"))
     num_experts = written.get("num_experts", written.get("num_local_experts"))
     extra = {"dtype": "bfloat16", "rope_theta": 1000000.0, "num_experts": num_experts}

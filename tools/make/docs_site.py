@@ -23,14 +23,14 @@ _LINK = re.compile(r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that lie outside docs/."""
+    """Add the pages that lie outside docs/."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(REPOSITORY / source)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points each link at what its target is called on the site."""
+    """Point each link at what its target is called on the site."""
     sources = {name: source for source, name in PAGES.items()}
     folder = posixpath.dirname(sources.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
 

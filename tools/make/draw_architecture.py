@@ -66,7 +66,7 @@ class Router:
                 self._take_lane(edge)
 
     def way(self, edge: tuple[str, str]) -> list[tuple[float, float]]:
-        """Returns the corners of an arrow's way down, across and down again."""
+        """Return the corners of an arrow's way down, across and down again."""
         (x1, x2), top, bottom = self.ends[edge], self.boxes[edge[0]].y + BOX_HEIGHT, self.boxes[edge[1]].y
         if x1 == x2:
             return [(x1, top), (x2, bottom)]
@@ -79,18 +79,18 @@ class Router:
         return self.boxes[edge[1]].width > BOX_WIDTH
 
     def _port(self, edge: tuple[str, str], end: int) -> float:
-        """Spreads the arrows along one edge of a box, in the order of their other ends."""
+        """Spread the arrows along one edge of a box, in the order of their other ends."""
         box = self.boxes[edge[end]]
         others = sorted((e for e in self.edges if e[end] == edge[end]), key=lambda e: self.boxes[e[1 - end]].x)
         return box.x + (others.index(edge) - (len(others) - 1) / 2) * 40
 
     def _outermost_last(self, edge: tuple[str, str]) -> float:
-        """Arrows that start further out, in the direction they go, take the higher lane: they cross none then."""
+        """Return a rank by which arrows that start further out take the higher lane, so that they cross no other."""
         x1, x2 = self.ends[edge]
         return x1 if x2 < x1 else -x1
 
     def _gap(self, edge: tuple[str, str]) -> float:
-        """Returns where the gap begins in which an arrow goes across: below its room, or above what it points at."""
+        """Return where the gap begins in which an arrow goes across: below its room, or above what it points at."""
         top, bottom = self.boxes[edge[0]].y + BOX_HEIGHT, self.boxes[edge[1]].y
         between = [box for box in self.boxes.values() if top < box.y < bottom]
         is_free = all(abs(box.x - self.ends[edge][1]) > box.width / 2 + 8 for box in between)
@@ -107,7 +107,7 @@ class Router:
 
 
 def draw() -> str:
-    """Returns the picture as SVG."""
+    """Return the picture as SVG."""
     floors, (imports, packages) = read_floors(), read_imports()
     lowest = next(row for row, floor in enumerate(floors) if LOWEST_ROOM in floor)
     ground = [*(module for floor in floors[lowest + 1 :] for module in floor), FORMATS]
@@ -178,7 +178,7 @@ def _ground(modules: list[str], box: Box) -> str:
 
 
 def _rect(x: float, y: float, width: float, height: float, radius: float, **style: str) -> str:
-    """Returns a rounded rectangle around x; `stroke_width` and the like as SVG spells them, with a dash."""
+    """Return a rounded rectangle around x; `stroke_width` and the like as SVG spells them, with a dash."""
     styles = " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in style.items())
     return f'<rect x="{x - width / 2:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" {styles}/>'
 

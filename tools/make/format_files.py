@@ -19,7 +19,7 @@ _NAME = re.compile(rf"\b(?:{'|'.join(NAMES)})\b")
 
 
 def format_files(revision: str | None = None) -> list[str]:
-    """Returns the files that name a format, sorted.
+    """Return the files that name a format, sorted.
 
     Args:
         revision: a commit; None for the working tree.
@@ -28,7 +28,7 @@ def format_files(revision: str | None = None) -> list[str]:
 
 
 def names_a_format(source: str) -> bool:
-    """Returns whether a string of a module's code is a format's name, or lists several."""
+    """Return whether a string of a module's code is a format's name, or lists several."""
     tree = ast.parse(source)
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     strings = (
@@ -56,7 +56,7 @@ def _git(*arguments: str) -> str:
 
 
 def main() -> None:
-    """Prints the files and how many they are."""
+    """Print the files and how many they are."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at", metavar="REVISION", help="a commit in place of the working tree")
     found = format_files(parser.parse_args().at)

@@ -12,7 +12,7 @@ KERNELS, FORMATS = "qarl_kernels", "qarl_formats"
 
 
 def read_floors() -> list[list[str]]:
-    """Returns the rooms of each floor, highest first, from the import contract called `floors`."""
+    """Return the rooms of each floor, highest first, from the import contract called `floors`."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
@@ -21,7 +21,7 @@ def read_floors() -> list[list[str]]:
 
 
 def read_imports() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Returns what each room imports: the other rooms, and the packages from outside."""
+    """Return what each room imports: the other rooms, and the packages from outside."""
     graph = grimp.build_graph("qarl_nemo", KERNELS, include_external_packages=True, cache_dir=None)
     rooms, packages = defaultdict(set), defaultdict(set)
     for module in graph.modules:
@@ -35,7 +35,7 @@ def read_imports() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
 
 
 def without_implied(imports: dict[str, set[str]], rooms: set[str]) -> list[tuple[str, str]]:
-    """Returns the imports between `rooms` that no longer way implies, sorted."""
+    """Return the imports between `rooms` that no longer way implies, sorted."""
     direct = {room: imports[room] & rooms for room in rooms}
 
     def reach(room: str) -> set[str]:
@@ -50,7 +50,7 @@ def without_implied(imports: dict[str, set[str]], rooms: set[str]) -> list[tuple
 
 
 def purpose(room: str) -> str:
-    """Returns the first sentence of a room's docstring, or its part before a semicolon."""
+    """Return the first sentence of a room's docstring, or its part before a semicolon."""
     folder = ROOT / ("kernels" if room == KERNELS else "qarl_nemo") / room
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0].partition(";")[0].rstrip(".")

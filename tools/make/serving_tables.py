@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- /generated -
 
 
 def models() -> str:
-    """Returns the supported models, their targets, and which commands take them."""
+    """Return the supported models, their targets, and which commands take them."""
     lines = [
         "| `model_type` | class | targets | `quantize`, `train`, `compare` | `convert`, NeMo-RL |",
         "|---|---|---|---|---|",
@@ -33,7 +33,7 @@ def models() -> str:
 
 
 def splits() -> str:
-    """Returns how many GPUs each format lets vLLM split an expert of Qwen3-30B-A3B over."""
+    """Return how many GPUs each format lets vLLM split an expert of Qwen3-30B-A3B over."""
     shapes, sizes = read_shapes(MODEL), (1, 2, 4, 8)
     lines = [
         "| format | " + " | ".join(f"TP {size}" for size in sizes) + " | whole experts (EP) |",

@@ -1,7 +1,7 @@
-"""Train the model of a config's warm start and save it with prompts: what `qarl compare` should be shown.
+"""Train the model of a config's warm start and save it with prompts, as an input for `qarl compare`.
 
 Writes OUTPUT (a Hugging Face directory in the config's precision) and OUTPUT/prompts.jsonl, tasks that the training did
-not draw. Uniform random weights would hide what a trained router and outlier channels do.
+not draw. Random weights would hide the effects of a trained router and of outlier channels.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from qarl_nemo.train.warm_start import greedy_answers
 
 
 def main() -> None:
-    """Train, save, and say how many prompts the model answers right."""
+    """Train, save, and print how many prompts the model answers correctly."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path, help="folder to write")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the config, a.b=c")

@@ -2,10 +2,10 @@
 
     python tools/record/nemo_rl_runs.py --run bf16=logs/bf16 --run w4a16=logs/w4a16 docs/results/nemo_rl.json
 
-The run called `bf16` is the floor: gaps and step times of the others are divided by its. Names may carry a suffix
-(`w4a16_ep2` beside `bf16_ep2`). Where a log folder was lost, the driver's output can stand in for it; that, and
-NeMo-RL's own runs, need the run.json of another run on the same host: `--run w4a16=driver.txt --facts
-logs/bf16/exp_001/run.json --command "python ..."`.
+The run called `bf16` is the floor by whose gap and step time the others' are divided. Names may have a suffix
+(`w4a16_ep2` with `bf16_ep2`). If a log folder was lost, the driver's output can stand in for it. That, and NeMo-RL's
+own runs, need the run.json of another run on the same host: `--run w4a16=driver.txt --facts logs/bf16/exp_001/run.json
+--command "python ..."`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from qarl_nemo.metrics.summary import summarize_run
 BASELINE = "bf16"
 # The first steps compile and warm up.
 WARM_UP_STEPS = 3
-# One run has to show what it learns, which takes so many steps; the others show that they run.
+# One run has to show that it learns, which takes this many steps; the others only show that they run.
 LEARNS, ENOUGH_STEPS = "w4a16", 100.0
 
 
@@ -45,7 +45,7 @@ def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dic
     """Return one run's figures.
 
     Args:
-        name: what the rows are called after.
+        name: the rows' prefix.
         run: the run.
         facts: command, hardware and versions.
         baseline: the BF16 run beside it on the same hardware, if there is one.
@@ -55,7 +55,7 @@ def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dic
     """
     summary = summarize_run(run)
     rise = summary["reward_final"] - summary["reward_first"]
-    # A run that was stopped has logged a part of its last step.
+    # A stopped run has logged only part of its last step.
     finished = float(np.isfinite(run.column("timing/step_s")).sum())
     figures = [
         Figure(f"run_steps_{name}", finished, "steps", ">=", ENOUGH_STEPS if name == LEARNS else None),
@@ -69,7 +69,7 @@ def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dic
         Figure(f"phase_s_{phase}_{name}", median(values), "s", "<=") for phase, values in phase_seconds(run).items()
     ]
     if baseline is not None:
-        # A gap shrinks as a policy grows certain: over the steps that both have.
+        # Gaps shrink as a policy grows more certain, so compare only the steps that both have.
         common = min(len(run.steps), len(baseline.steps))
         gap, floor = (np.nanmean(one.column("mismatch/abs_gap_mean")[:common]) for one in (run, baseline))
         figures.append(Figure(f"gap_ratio_{name}", float(gap / floor) if floor else math.nan, "", "<="))
@@ -88,7 +88,7 @@ def typical(run: Run, key: str) -> float:
 
 
 def median(values: np.ndarray) -> float:
-    """Return the median of the finite values after warm-up, of all where there are no others."""
+    """Return the median of the finite values after warm-up, or of all finite values if there are none."""
     later = values[WARM_UP_STEPS:] if len(values) > WARM_UP_STEPS else values
     finite = later[np.isfinite(later)]
     return float(np.median(finite)) if len(finite) else math.nan

@@ -60,7 +60,7 @@ def vllm_version(device: str) -> dict[str, str]:
 
 
 def vllm_rows(folder: Path, device: str) -> list[dict]:
-    """Return what runs with vLLM show: one run in full, of a comparison each arm's gap and reward.
+    """Return the figures of runs with vLLM: all of a single run's, or each arm's gap and reward in a comparison.
 
     Args:
         folder: run directory, or a folder of an arm's run directories, named like its config.
@@ -89,14 +89,14 @@ def vllm_rows(folder: Path, device: str) -> list[dict]:
 
 
 def megatron_rows(folder: Path, device: str) -> list[dict]:
-    """Return what arms with a Megatron learner show: steps, reward and gap; on GPUs, with vLLM on one of them, seconds.
+    """Return the figures of arms with a Megatron learner: steps, reward, gap and, on GPUs, seconds.
 
     Args:
-        folder: of the arms' run directories, named like its config.
+        folder: holds the arms' run directories, named like its config.
         device: what the runs ran on.
 
     Returns:
-        The rows, named after arm and figure; all but `steps` over the steps that every arm has, should one be cut.
+        The rows, named after arm and figure; all but `steps` are over the steps that every arm has.
     """
     import megatron.core
 
@@ -108,7 +108,7 @@ def megatron_rows(folder: Path, device: str) -> list[dict]:
         prefix, command, phases = "megatron", f"qarl train {config}", PHASES
         engines |= vllm_version(device) | {"transformer-engine": transformer_engine.__version__}
     else:
-        # A CPU that does other things as well says nothing about seconds.
+        # Seconds on a shared CPU mean nothing.
         prefix, command, phases = "megatron_cpu", f"PYTHONPATH=tests python {ON_CPU[0]} {config} {ON_CPU[1]}", ()
     runs = [load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))]
     figures = arm_figures(runs, prefix, phases)
@@ -116,12 +116,12 @@ def megatron_rows(folder: Path, device: str) -> list[dict]:
 
 
 def arm_figures(runs: list[Run], prefix: str, phases: Sequence[str]) -> Iterator[Figure]:
-    """Yield what arms show over the steps that all have.
+    """Yield the arms' figures over the steps that all have.
 
     Args:
-        runs: one of each arm.
-        prefix: what the figures' names begin with.
-        phases: whose median seconds are wanted.
+        runs: one run of each arm.
+        prefix: prefix of the figures' names.
+        phases: phases whose median seconds are included.
 
     Yields:
         The figures.

@@ -18,7 +18,7 @@ def gpu_problems(fmt: QuantFormat, targets: Sequence[str], model: Any, capabilit
         fmt: what is served.
         targets: what is quantized.
         model: Hugging Face config of a Qwen model.
-        capability: of the GPU.
+        capability: the GPU's compute capability.
 
     Returns:
         One clause for each size that has to change.

@@ -40,7 +40,7 @@ class Shape:
     """Sizes of a model; the smallest that every part of the code can run on a CPU.
 
     Attributes:
-        scale: of the weights; above 1 a difference in the first layer's last bits grows in every layer.
+        scale: factor on the weights; above 1 a difference in the first layer's last bits grows in every layer.
     """
 
     hidden: int = 128

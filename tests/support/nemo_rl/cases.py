@@ -18,7 +18,7 @@ class Start:
 
     Attributes:
         steps: `grpo.max_num_steps`: the last step, counted over all starts of the case.
-        overrides: of the recipe, in Hydra's words.
+        overrides: changes to the recipe, in Hydra's words.
         executes: what every learner rank says of itself; None for NeMo-RL's own launcher.
         rollouts: the format of the rollouts.
         gap: smallest and largest legal mean of |prev - generation| over the steps, nats.
@@ -230,7 +230,7 @@ def overrides(case: Case, start: Start, model: Path, folder: Path) -> list[str]:
     """Return all overrides of one start.
 
     Args:
-        case: of `CASES`.
+        case: one of `CASES`.
         start: one of its.
         model: folder with model/, train.jsonl and val.jsonl.
         folder: where logs and checkpoints go.

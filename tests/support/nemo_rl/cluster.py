@@ -37,7 +37,7 @@ class Cluster:
     Attributes:
         address: host:port.
         folder: its temporary files.
-        environment: of programs that use it.
+        environment: variables for programs that use it.
         process: what started it, and is above all its processes.
     """
 

@@ -65,11 +65,11 @@ def run_start(case: Case, start: Start, cluster: Cluster, model: Path, folder: P
     """Run one start to its end, or to the end of its time.
 
     Args:
-        case: of `CASES`.
+        case: one of `CASES`.
         start: one of its.
         cluster: with the case's GPUs free.
-        model: of `make_model`.
-        folder: of the case: logs, checkpoints and outputs of all its starts.
+        model: what `make_model` returned.
+        folder: the case's folder: logs, checkpoints and outputs of all its starts.
     """
     launcher = _NEMO_RL / "examples" / "run_grpo.py" if start.executes is None else ROOT / "examples/run_qarl_grpo.py"
     # Several clusters on a host draw lots for ports in the same range else.

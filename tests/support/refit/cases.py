@@ -12,7 +12,7 @@ class EngineCase:
     """One engine.
 
     Attributes:
-        format: of the targeted layers.
+        format: the targeted layers' format.
         checks: functions of `checks`, in this order; or `NO_START`.
         group_size: elements per scale; None for the format's own.
         targets: what is quantized.

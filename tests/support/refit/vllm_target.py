@@ -16,7 +16,7 @@ class VllmTarget:
     """A rig's engine; it can be stopped and killed where it runs in a process of its own.
 
     Args:
-        rig: of `checks`.
+        rig: the rig of `checks.py`.
     """
 
     # A second call would read memory that was lent once.

@@ -1,4 +1,4 @@
-"""Time whole GRPO steps of a full-size model on one host, one arm after the other, through the launchers users start.
+"""Time whole GRPO steps of a full-size model on one host, one arm after another, through the launchers that users run.
 
     python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm w4a16 --arm bf16 [--set a.b=c]
 
@@ -28,7 +28,7 @@ _CONFIGS = REPOSITORY / "examples" / "configs"
 _RECIPE = _CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-w4a16.yaml"
 _BF16_RECIPE = _CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-bf16.yaml"
 _VLLM = "policy.generation.vllm_cfg"
-# Nothing moves to the host, and micro-batches fill the GPU: what a GPU of 141 GB has room for.
+# Nothing is offloaded, and micro-batches fill the GPU: a GPU of 141 GB has room for this.
 _RESIDENT = (
     "++policy.offload_optimizer_for_refit=false",
     "policy.megatron_cfg.tensor_model_parallel_size=1",
@@ -54,7 +54,7 @@ ARMS: dict[str, tuple[Path | None, tuple[str, ...]]] = {
     "fp8_channel": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-fp8-channel.yaml", (*_RESIDENT, *_LARGE)),
     "bf16": (_BF16_RECIPE, (*_RESIDENT, *_LARGE)),
     "nemo_rl_best": (None, (*_RESIDENT, *_LARGE)),
-    # NeMo-RL's published recipe with what this host forces: experts over its GPUs, engines that fit its memory.
+    # NeMo-RL's published recipe, adapted to this host: experts over its GPUs, engines that fit its memory.
     "nemo_rl": (None, (f"{_VLLM}.tensor_parallel_size=2", f"{_VLLM}.gpu_memory_utilization=0.6")),
 }
 
@@ -122,7 +122,7 @@ def _data(path: Path) -> str:
 
 @contextmanager
 def _memory(file: Path, gpus: int) -> Iterator[None]:
-    """Write every second what the host and each GPU have in use, GiB."""
+    """Record every second how much memory the host and each GPU use, in GiB."""
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(gpus)]
     ended = threading.Event()

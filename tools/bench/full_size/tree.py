@@ -1,4 +1,4 @@
-"""A copy of NeMo-RL that starts without a checkpoint; the lines that differ stand here.
+"""A copy of NeMo-RL that starts without a checkpoint; this module lists the lines that differ.
 
 The learner keeps the weights that Megatron draws, names of dtypes in the optimizer's block mean torch's, and one
 micro-batch of an update is profiled if the environment asks for it.
@@ -9,7 +9,7 @@ from pathlib import Path
 
 _LOAD = "    # Load checkpoint if applicable\n    if should_load_checkpoint:\n"
 _MOMENTS = "    def __post_init__(self):\n"
-# file -> (what stands there once in the class or function that is named first, what comes in its place)
+# file -> (class or function, what occurs in it exactly once, what replaces it)
 _CHANGES = {
     "nemo_rl/models/megatron/setup.py": ("", _LOAD, "    should_load_checkpoint = False\n" + _LOAD),
     "megatron/core/optimizer/optimizer_config.py": (
@@ -63,13 +63,13 @@ def copy_tree(root: Path, copy: Path) -> Path:
 
     Args:
         root: folder with nemo_rl/, examples/ and megatron/{core,bridge}/.
-        copy: where the copy goes; what is there is replaced.
+        copy: where the copy goes; an earlier one is replaced.
 
     Returns:
         `copy`.
 
     Raises:
-        ValueError: a line to be changed does not stand where it stood in the supported version.
+        ValueError: a line to be changed is not where it is in the supported version.
     """
     shutil.rmtree(copy, ignore_errors=True)
     for folder in ("nemo_rl", "examples", "megatron"):
