@@ -1,5 +1,6 @@
 """What documents name exists, and the commands they give can be given."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -70,6 +71,14 @@ def test_a_command_that_cannot_be_given_is_found(command):
 def test_files_that_documents_name_are_there(page):
     named = re.findall(r"`((?:docker|examples|kernels|qarl_nemo|tests|tools)/[\w./-]+\.\w+)", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_examples_in_python_import_is_there(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        for module, names in re.findall(r"^from (qarl_\S+) import (.+)$", block, re.MULTILINE):
+            imported = importlib.import_module(module)
+            assert [name for name in names.split(", ") if not hasattr(imported, name)] == [], module
 
 
 def test_the_readme_is_short():
