@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 
 # isort: split
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -75,8 +76,7 @@ class Layout:
 @contextmanager
 def parallel(layout: Layout) -> Iterator[None]:
     """Megatron's process groups of a layout, over all ranks there are."""
-    # Models of earlier layouts are cycles that keep their groups alive, each with three threads.
-    gc.collect()
+    _forget_models()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -97,6 +97,14 @@ def parallel(layout: Layout) -> Iterator[None]:
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
         parallel_state._global_process_group_list = None
+
+
+def _forget_models() -> None:
+    # Groups live as long as the models of earlier layouts, each with three threads. A wrapper's gradient hooks hold it
+    # in C++, where the collector does not see the cycle.
+    for wrapper in [found for found in gc.get_objects() if isinstance(found, DistributedDataParallel)]:
+        vars(wrapper).clear()
+    gc.collect()
 
 
 @functools.cache
