@@ -1,4 +1,4 @@
-"""All of NeMo-RL's vLLM engines as the one engine that `refit.push` knows; each engine is a Ray actor."""
+"""All of NeMo-RL's vLLM engines, each a Ray actor, as the one engine that `refit.push` knows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ TIMEOUT_S = 600.0
 
 
 class RayEngines:
-    """Several engines whose ranks are numbered through, in the order of the engines.
+    """Several engines whose ranks are numbered consecutively, in the order of the engines.
 
     Args:
         workers: handles of the actors that own an engine.
-        timeout_s: after which an engine that has not answered is an error.
+        timeout_s: how long to wait for an engine's answer before it is an error.
     """
 
     def __init__(self, workers: Sequence[Any], *, timeout_s: float = TIMEOUT_S) -> None:
@@ -24,10 +24,10 @@ class RayEngines:
         self._timeout_s = timeout_s
 
     def place(self) -> int:
-        """Number the ranks of all engines through; comes before the first refit.
+        """Number the ranks of all engines consecutively; must be called before the first refit.
 
         Returns:
-            How many ranks there are.
+            The number of ranks.
         """
         first_rank = 0
         for worker in self.workers:
@@ -41,8 +41,8 @@ class RayEngines:
         """Call a method of every rank of every engine.
 
         Args:
-            method: of the ranks.
-            timeout: seconds; None is this object's own.
+            method: the ranks' method.
+            timeout: seconds; None takes this object's own.
             args: positional arguments.
 
         Returns:

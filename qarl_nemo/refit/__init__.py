@@ -1,1 +1,1 @@
-"""Refit: the packed tensors of the learner's forward into a running rollout engine, whole or not at all."""
+"""Refit: sends the packed tensors of the learner's forward to a running rollout engine, completely or not at all."""

@@ -1,6 +1,6 @@
-"""Calls of a rollout engine's ranks that all ranks answer: one that fails says so in its answer.
+"""Calls that every rank of a rollout engine answers; a rank that fails says so in its answer.
 
-vLLM's executor raises at the first rank that raised and leaves the other ranks' answers in their queues, where the next
+If a rank raises, vLLM's executor raises at once and leaves the other ranks' answers in their queues, where the next
 call takes them for its own (vllm/v1/executor/multiproc_executor.py, `collective_rpc`, 0.25.1).
 """
 
@@ -17,13 +17,13 @@ _logger = logging.getLogger(__name__)
 
 
 def answering(extension: type) -> type:
-    """Let every `qarl_` method of a worker extension answer with its failure instead of raising it.
+    """Make every `qarl_` method of a worker extension answer with its failure instead of raising it.
 
     Args:
         extension: class of RPC methods.
 
     Returns:
-        The class; `ask` raises what its ranks answer.
+        The class; `ask` raises the failures that its ranks answer with.
     """
     for name, method in list(vars(extension).items()):
         if name.startswith("qarl_"):
@@ -47,9 +47,9 @@ def ask(engine: RolloutEngine, method: str, *args: Any, timeout_s: float | None 
     """Call a method of every rank.
 
     Args:
-        engine: started with an extension whose ranks answer.
-        method: of the extension.
-        args: what vLLM can send.
+        engine: an engine whose ranks' methods are `answering`.
+        method: the extension's method.
+        args: arguments that vLLM can send.
         timeout_s: how long to wait for all answers; None waits on this thread, for engines in this process.
 
     Returns:
@@ -61,7 +61,7 @@ def ask(engine: RolloutEngine, method: str, *args: Any, timeout_s: float | None 
     """
 
     def call() -> list[Any]:
-        # Without vLLM's own timeout: a late answer would stay in its queues, for the next call to take.
+        # vLLM's own timeout is not used: a late answer would stay in its queues for the next call to take.
         return engine.collective_rpc(method, args=args)
 
     return require_answers(method, within(timeout_s, f"the engine's ranks, asked for {method},", call, owner=engine))
@@ -71,8 +71,8 @@ def require_answers(method: str, answers: list[Any]) -> list[Any]:
     """Return the answers of all ranks.
 
     Args:
-        method: that they answer.
-        answers: in the order of ranks.
+        method: the method that was called.
+        answers: the ranks' answers in order.
 
     Raises:
         RuntimeError: ranks failed; all are named with their reasons.

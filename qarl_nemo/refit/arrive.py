@@ -1,4 +1,4 @@
-"""The ranks' half of `send.py`: how offered tensors arrive in one rank of an engine."""
+"""The ranks' half of `send.py`: takes in the tensors that a sender offers to one rank of an engine."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,11 +16,11 @@ from qarl_nemo.refit.manifest import TensorRecord
 
 
 class Arrivals:
-    """Everything that can bring tensors to one rank.
+    """All the ways in which tensors reach one rank.
 
     Args:
-        rank: in the engine.
-        device: of the rank.
+        rank: the rank's number in the engine.
+        device: the rank's device.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -47,11 +47,11 @@ class Arrivals:
 
         Args:
             kind: `direct`, `ipc`, `ipc_copied`, `file` or `collective`.
-            message: the sender's.
-            update: what takes the tensors.
+            message: the sender's message.
+            update: takes the tensors.
 
         Raises:
-            ValueError: unknown kind, or a broadcast of what the manifest does not announce.
+            ValueError: unknown kind, or a broadcast of tensors that the manifest does not announce.
         """
         ways: dict[str, Callable[[Any, IncomingUpdate], None]] = {
             "direct": self._direct,
@@ -70,14 +70,14 @@ class Arrivals:
     def _ipc(self, descriptions: dict[str, list[dict[str, Any]]], update: IncomingUpdate) -> None:
         for name, by_rank in descriptions.items():
             raw, record = import_bytes(by_rank[self.rank]), update.manifest.records.get(name)
-            # A tensor that nobody announced, or of another size, stays bytes, and `add` says so.
+            # A tensor that was not announced or has another size stays bytes, and `add` reports it.
             update.add({name: raw if record is None else _shaped(raw, record)})
 
     def _ipc_copied(self, descriptions: dict[str, list[dict[str, Any]]], update: IncomingUpdate) -> None:
         for name, by_rank in descriptions.items():
             raw, record = import_bytes(by_rank[self.rank]).clone(), update.manifest.records.get(name)
             update.add({name: raw if record is None else _shaped(raw, record)}, buffered=True)
-        # The learner makes the next layer where this one lay.
+        # The copy must be finished, because the learner will overwrite this memory with the next layer.
         torch.cuda.synchronize(self.device)
 
     def _file(self, message: dict[str, str], update: IncomingUpdate) -> None:

@@ -27,7 +27,7 @@ class RankCalls:
         self._qarl_session().arrivals.connect(message)
 
     def qarl_begin(self, manifest: dict[str, Any], rehearsed: bool) -> list[str]:
-        """Expect an update; return what speaks against it."""
+        """Expect an update; return the reasons against it."""
         return self._qarl_session().begin(manifest, rehearsed)
 
     def qarl_receive(self, version: int, kind: str, message: Any) -> None:
@@ -39,11 +39,11 @@ class RankCalls:
         return self._qarl_session().verify(version)
 
     def qarl_replace(self, version: int) -> None:
-        """Serve the update, if it is whole; one that was rehearsed as it comes once more."""
+        """Serve the update if it is whole; a rehearsed one is served while it is sent again."""
         self._qarl_session().replace(version)
 
     def qarl_replaced(self, version: int) -> None:
-        """Serve the rehearsed update, which has come once more."""
+        """Serve the rehearsed update, all of which has been sent again."""
         self._qarl_session().finish(version)
 
     def qarl_abort(self, version: int) -> None:

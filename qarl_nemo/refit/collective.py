@@ -1,4 +1,4 @@
-"""A process group of one learner process and every rank of an engine, beside whatever groups either has."""
+"""A process group of one learner process and every rank of an engine, besides any groups that either has."""
 
 import os
 import socket
@@ -17,14 +17,14 @@ _BACKLOG = 1024
 
 
 def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Start a store that listens on one address; torch's own would listen on all of this machine.
+    """Start a store that listens on one address; torch's own would listen on all of this machine's addresses.
 
     Args:
         host: name or address of this machine.
-        timeout_s: after which waiting for a key is an error.
+        timeout_s: how long to wait for a key before it is an error.
 
     Returns:
-        The store; its port is one that was free.
+        The store, on a free port.
 
     Raises:
         ValueError: this machine has no such address.
@@ -41,13 +41,13 @@ def listening_store(host: str, timeout_s: float) -> dist.TCPStore:
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        # The store closes it.
+        # From here on the store owns and closes the socket.
         master_listen_fd=listener.detach(),
     )
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's own address on the way to another; nothing is sent."""
+    """Return the address from which this machine reaches another one; nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -62,8 +62,8 @@ def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s:
         rank: 0 is the learner.
         size: the engine's ranks and the learner.
         backend: one of `BACKENDS`.
-        timeout_s: after which waiting for a broadcast is an error.
-        host: address of this process on which gloo listens; NCCL's is of the interface that `NCCL_SOCKET_IFNAME` names.
+        timeout_s: how long to wait for a broadcast before it is an error.
+        host: address on which gloo listens here; NCCL uses the interface that `NCCL_SOCKET_IFNAME` names.
 
     Returns:
         The group.
@@ -82,7 +82,7 @@ def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     before = os.environ.get(_BLOCKING_WAIT)
-    # Else NCCL's watchdog kills the engine when a learner dies, where it should refuse the update and serve on.
+    # Otherwise NCCL's watchdog kills the engine when a learner dies; it should refuse the update and go on serving.
     os.environ[_BLOCKING_WAIT] = "1"
     try:
         return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -96,8 +96,8 @@ def broadcast(group: Backend, tensors: Sequence[Tensor]) -> None:
     """Send tensors from rank 0 to all others, in place, and wait until they are there.
 
     Args:
-        group: of `make_group`.
-        tensors: contiguous, of equal sizes on every rank.
+        group: what `make_group` returned.
+        tensors: contiguous tensors with the same sizes on every rank.
 
     Raises:
         RuntimeError: a rank is gone, or slower than the group's timeout.

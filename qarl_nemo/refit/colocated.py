@@ -1,6 +1,6 @@
-"""A refit from all of the learner's ranks: all publish, rank 0 speaks with the engines, all learn how it ended.
+"""A refit from all of the learner's ranks: all publish, rank 0 talks to the engines, and all learn how it ended.
 
-Colocated engines read the learner rank on their own GPU through CUDA IPC; separate ones are sent rank 0's tensors.
+Colocated engines read from the learner rank on their own GPU through CUDA IPC; separate ones get rank 0's tensors.
 """
 
 import time
@@ -22,10 +22,10 @@ from qarl_nemo.refit.send import TIMEOUT_S, Sender, messages
 
 
 class ColocatedSender:
-    """Every rank of the engines reads the learner rank on its own GPU; made on every rank of the learner.
+    """Lets every engine rank read from the learner rank on its own GPU; made on every rank of the learner.
 
     Args:
-        timeout_s: after which a rank of the engines that has not answered is an error.
+        timeout_s: how long to wait for an engine rank's answer before it is an error.
     """
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -34,18 +34,18 @@ class ColocatedSender:
         self._descriptions: dict[str, dict[str, Any]] = {}
 
     def lend(self, layers: Iterable[Layer]) -> Iterator[Layer]:
-        """Yield each layer while engines may read it; called on every rank, for rank 0 to send what it yields.
+        """Yield each layer while engines may read it; called on every rank, and rank 0 sends what it yields.
 
         Args:
-            layers: tensors of this rank's GPU by name, the same on every rank.
+            layers: tensors on this rank's GPU by name, the same on every rank.
 
         Yields:
-            Them; a layer stays until all ranks ask for the next.
+            The layers; each stays until all ranks request the next.
         """
         for layer in layers:
             self.share([layer])
             yield layer
-            # Rank 0 asks for the next one when all engines are done with this.
+            # Rank 0 requests the next layer only when all engines are done with this one.
             dist.barrier(group=waiting_group())
             self._held = {}
 
@@ -61,14 +61,14 @@ class ColocatedSender:
         self._descriptions = dict(gather_plain((gpu_id(torch.cuda.current_device()), mine), waiting_group()))
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
-        """Tell every rank where the tensors of its GPU's learner rank lie.
+        """Tell every engine rank where the tensors of the learner rank on its GPU are.
 
         Args:
-            update: what is shared, or, layer by layer, lent.
+            update: what `share` shares, or `lend` lends layer by layer.
             engine: all engines.
 
         Raises:
-            ValueError: a rank of the engines runs on a GPU that no learner rank is on.
+            ValueError: an engine rank runs on a GPU without a learner rank.
         """
         gpus = ask(engine, "qarl_gpu", timeout_s=self.timeout_s)
         for layers in messages(update):
@@ -77,7 +77,7 @@ class ColocatedSender:
             ask(engine, "qarl_receive", update.manifest.version, "ipc", message, timeout_s=self.timeout_s)
 
     def release(self) -> None:
-        """Let go of this rank's tensors; no rank of the engines reads them any more."""
+        """Release this rank's tensors, which no engine rank reads any more."""
         self._held = {}
 
     def _require_neighbours(self, gpus: list[str]) -> None:
@@ -90,35 +90,35 @@ class ColocatedSender:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    # Megatron keeps parameters in one buffer and takes its memory away to offload them; exported memory must stay.
+    # Megatron keeps parameters in one buffer whose memory it frees to offload them, but exported memory must stay.
     whole = tensor.contiguous()
     return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
 
 
 def push_from_all(update: Update, engine: RolloutEngine, sender: Sender) -> dict[str, float]:
-    """Let the engines serve what all ranks of the learner published; called on every rank.
+    """Make the engines serve what all ranks of the learner published; called on every rank.
 
     Args:
         update: the same on every rank.
-        engine: all engines; rank 0 speaks with them.
-        sender: this rank's; rank 0's sends, all are released.
+        engine: all engines; rank 0 talks to them.
+        sender: this rank's sender; only rank 0's sends, all are released.
 
     Returns:
         Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`.
 
     Raises:
-        RuntimeError: the refit was refused or broke off; rank 0's reason, on every rank.
+        RuntimeError: the refit was refused or broke off; every rank raises with rank 0's reason.
     """
     started = time.perf_counter()
     outcome: dict[str, float] | str | None = None
     try:
-        # A streamed update is made by all ranks together, also where one of them gives up on it.
+        # All ranks make a streamed update together, even if one of them gives up on it.
         with update if isinstance(update, StreamedUpdate) else nullcontext():
             if dist.get_rank() == 0:
                 outcome = _attempt(update, engine, sender)
         outcome = broadcast_plain(outcome, waiting_group())
     except Exception as error:
-        # A learner's rank is gone; why rank 0 had given up before says more than that.
+        # A learner's rank is gone. If rank 0 had given up before, its reason is the more useful one.
         if isinstance(outcome, str):
             raise RuntimeError(outcome) from error
         raise

@@ -1,7 +1,8 @@
-"""Put new weights into a vLLM layer through vLLM's own conversion, without touching what captured CUDA graphs read.
+"""Put new weights into a vLLM layer through vLLM's own conversion, without moving what captured CUDA graphs read.
 
-Conversion (`process_weights_after_loading`) replaces parameters and rebuilds kernels, workspaces and strides, whose
-addresses a CUDA graph has captured. Here it runs on a copy of the layer; the results are copied into the live tensors.
+Conversion (`process_weights_after_loading`) replaces parameters and rebuilds kernels, workspaces and strides, but a
+CUDA graph has captured their addresses. So it runs on a copy of the layer, and the results are copied into the live
+tensors.
 
 Source: vLLM 0.25.1, `model_executor/model_loader/reload`, which restores, converts and copies back in the layer itself.
 """
@@ -39,7 +40,7 @@ def checkpoint_tensors(layers: Iterable[Mapping[str, Tensor]]) -> Iterator[tuple
                 yield single, part
                 owner, _, suffix = single.rpartition(".")
                 if suffix == _PACKED:
-                    # 8 codes of 4 bits a word; engines of this layout serve no other width.
+                    # 8 codes of 4 bits per word; engines with this layout serve no other width.
                     yield f"{owner}.weight_shape", torch.tensor([part.shape[0], part.shape[1] * 8])
 
 
@@ -58,7 +59,7 @@ def checkpoint_parameters(layer: nn.Module) -> dict[str, Tensor]:
         layer: a layer of a model that vLLM built.
 
     Returns:
-        Name -> meta tensor, with the attributes that vLLM's loaders read; of the layer alone, not of its children.
+        Name -> meta tensor, with the attributes that vLLM's loaders read; without the parameters of submodules.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -68,7 +69,7 @@ def checkpoint_parameters(layer: nn.Module) -> dict[str, Tensor]:
 def is_converted(layer: nn.Module) -> bool:
     """Say whether the layer's kernels read other tensors than the ones checkpoints are loaded into."""
     method = getattr(layer, "quant_method", None)
-    # BF16 experts may be shuffled for their kernel.
+    # Even BF16 experts may be shuffled for their kernel.
     return method is not None and (is_experts(layer) or not type(method).__name__.startswith("Unquantized"))
 
 
@@ -77,7 +78,7 @@ def load_parts(layer: nn.Module, parts: Iterable[tuple[Slot, Tensor]]) -> None:
 
     Args:
         layer: the layer.
-        parts: published tensors; of experts this rank's part, of all others the whole, which vLLM's loaders slice.
+        parts: published tensors: this rank's part of experts, and all others whole, which vLLM's loaders slice.
     """
     for slot, tensor in parts:
         parameter = getattr(layer, slot.parameter)
@@ -95,12 +96,12 @@ def convert(
 
     Args:
         layer: a live layer of vLLM's model; neither it nor its kernels change.
-        parts: every published tensor of the layer, this rank's part of it.
-        device: of the engine's rank.
-        check: hold a conversion of ours against vLLM's own.
+        parts: this rank's part of every published tensor of the layer.
+        device: the engine rank's device.
+        check: compare a conversion of ours with vLLM's own.
 
     Returns:
-        Name -> tensor, of all tensors of the layer that depend on the weights.
+        Name -> tensor, for all tensors of the layer that depend on the weights.
 
     Raises:
         RuntimeError: the two conversions differ.
@@ -149,7 +150,7 @@ def _convert_as_vllm_does(scratch: nn.Module) -> dict[str, Tensor]:
 
 def _blank_copy(layer: nn.Module, device: torch.device) -> nn.Module:
     scratch = copy.copy(layer)
-    # A copied module shares its dictionaries with the original.
+    # copy.copy shares a module's dictionaries with the original, so copy them, too.
     for name in ("_parameters", "_buffers", "_modules"):
         scratch.__dict__[name] = dict(layer.__dict__[name])
     scratch._parameters.clear()
@@ -167,10 +168,10 @@ def _materialize(name: str, meta: Tensor, layer: nn.Module, device: torch.device
     tensor = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
     live = layer._parameters.get(name)
     if live is not None and _describe(live) == _describe(tensor):
-        # What no update brings (shapes, scales not yet derived) stays what the engine loaded.
+        # Values that no update brings (shapes, scales yet to be derived) stay as the engine loaded them.
         tensor.copy_(live.data)
     tensor.__class__, tensor.__dict__ = meta.__class__, dict(meta.__dict__)
-    # Loaders bound to the live layer: bound to the copy, they would keep it in memory until a garbage collection.
+    # Bind loaders to the live layer; bound to the copy, they would keep it in memory until a garbage collection.
     return restore_layer_refs(tensor, layer)
 
 

@@ -1,7 +1,7 @@
-"""vLLM's conversions of int4 weights, all experts of a layer at once, where vLLM goes one by one or on the host.
+"""vLLM's conversions of int4 weights for all experts of a layer at once; vLLM converts one by one, or on the host.
 
-The same operators, one call for all experts: on an H200 a layer of Qwen3-30B-A3B takes 1.5 ms where vLLM takes 15
-(Marlin), which is what a refit every step can afford. `convert.py` holds the first layer against vLLM's own conversion.
+The operators are the same, with one call for all experts. On an H200 a layer of Qwen3-30B-A3B takes 1.5 ms instead of
+vLLM's 15 (Marlin), so that every step can afford a refit. `convert.py` compares the first layer with vLLM's conversion.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _STRIPE_WORDS = 4  # CUTLASS's tiles of W4A8 are 32 codes wide
 
 
 def quick_conversion(layer: nn.Module) -> Callable[[nn.Module], dict[str, Tensor]] | None:
-    """Return the conversion of a layer's weights that this module has, if it has one.
+    """Return this module's conversion of a layer's weights, if it has one.
 
     Args:
         layer: vLLM's linear or layer of routed experts.
@@ -55,7 +55,7 @@ def _marlin(layer: nn.Module) -> dict[str, Tensor]:
         num_experts, words, size_n = packed.shape
         size_k = words * 8
         no_order = torch.empty(0, dtype=torch.int32, device=packed.device)
-        # Tiles run along K first, so experts one below the other are repacked as they would be one by one.
+        # Tiles run along K first, so experts stacked along K are repacked as they would be one by one.
         tall = ops.gptq_marlin_repack(packed.view(-1, size_n), no_order, num_experts * size_k, size_n, 4)
         converted[f"{part}_weight_packed"] = tall.view(num_experts, size_k // 16, -1)
         scales = marlin_permute_scales(scale.view(-1, size_n), size_k, size_n, method.group_size)
@@ -68,7 +68,7 @@ def _encode_and_reorder(packed: Tensor) -> Tensor:
 
     num_experts, size_n, words = packed.shape
     tall, _ = ops.cutlass_encode_and_reorder_int4b_grouped(packed.view(1, num_experts * size_n, words))
-    # Tiles run along N first: of experts one below the other, each stripe of K holds its tiles of every expert.
+    # Tiles run along N first, so with experts stacked along N each stripe of K holds the tiles of every expert.
     return tall.view(words // _STRIPE_WORDS, num_experts, -1).transpose(0, 1).reshape(packed.shape)
 
 

@@ -20,7 +20,7 @@ class VllmEngine:
     """A `vllm.LLM` as a rollout engine; make one for each engine and keep it, as its calls take turns.
 
     Args:
-        llm: started with `worker_extension_cls="qarl_nemo.refit.load.PackedRefit"`.
+        llm: an engine started with `worker_extension_cls="qarl_nemo.refit.load.PackedRefit"`.
     """
 
     def __init__(self, llm: Any) -> None:

@@ -1,7 +1,7 @@
-"""Where every published tensor goes in one rank of a vLLM engine, read off the model that vLLM built.
+"""Where every published tensor goes in one rank of a vLLM engine, found from the model that vLLM built.
 
-vLLM fuses projections, stacks experts and keeps one shard of each; `engine_slots` says for every tensor a learner
-publishes which parameter of which layer takes it, and which shape and dtype it must have as a whole.
+vLLM fuses projections, stacks experts and keeps one shard of each. For every tensor that a learner publishes,
+`engine_slots` says which parameter of which layer takes it, and which shape and dtype the whole tensor must have.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qarl_nemo.refit.manifest import Layout
 
-# What vLLM derives from the published tensors, or never reads: no learner publishes it.
+# Parameters that vLLM derives from the published tensors, or never reads; no learner publishes them.
 _DERIVED = ("_shape", "_g_idx", "_g_idx_sort_indices", "_chan_scale", "_global_scale", "input_scale", "_zero_point")
 _EXPERT_PARTS = {"w13_": "gate_up_proj", "w2_": "down_proj"}
 _FUSED = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
@@ -26,10 +26,10 @@ class Slot:
 
     Attributes:
         layer: vLLM's name of the layer that takes it.
-        parameter: the layer's parameter, in the layout that checkpoints are loaded in.
-        shard: what vLLM's loader calls the part of a fused parameter; None for a whole one.
-        shape: of the published tensor, not of this rank's part.
-        dtype: of the published tensor.
+        parameter: the layer's parameter, in the layout in which checkpoints are loaded.
+        shard: vLLM's name for a part of a fused parameter; None for a whole one.
+        shape: the published tensor's shape, not that of this rank's part.
+        dtype: the published tensor's dtype.
     """
 
     layer: str
@@ -67,10 +67,10 @@ def is_experts(layer: Any) -> bool:
 
 
 def expert_part(layer: Any, parameter: str, target: Tensor, whole: Tensor) -> Tensor:
-    """Return this rank's part of a stacked expert tensor, in the layout that checkpoints are loaded in.
+    """Return this rank's part of a stacked expert tensor, in the layout in which checkpoints are loaded.
 
-    Experts are sliced along dimension 0 (EP); gate and up apart along N, down along K (TP); vLLM's int4 layers hold
-    the transpose.
+    Experts are sliced along dimension 0 (EP), gate and up separately along N, down along K (TP). vLLM's int4 layers
+    hold the transpose.
 
     Args:
         layer: vLLM's layer of routed experts.
@@ -79,7 +79,7 @@ def expert_part(layer: Any, parameter: str, target: Tensor, whole: Tensor) -> Te
         whole: [num_experts, N, ...], gate above up.
 
     Returns:
-        [num_local_experts, ...], a view of `whole` where no copy is needed.
+        [num_local_experts, ...], a view of `whole` if no copy is needed.
     """
     transposed = _is_transposed(target)
     gated = parameter.startswith("w13_")

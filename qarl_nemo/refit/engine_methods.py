@@ -1,4 +1,4 @@
-"""Which kernels vLLM chose for which layer, held against what the format asks for: no silent fall back."""
+"""Checks the kernels that vLLM chose for each layer against those that the format requires: no silent fallback."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from qarl_formats import BASELINE, QuantFormat, get_format
 
 _KERNEL = re.compile(r"Backend\.(\w+)")
-# method -> why vLLM takes it on a GPU, without a word
+# method -> why vLLM falls back to it on a GPU, silently
 _FALL_BACKS = {"CompressedTensorsWNA16MoEMethod": "; Marlin needs H to be a multiple of 128"}
 _CACHE = re.compile(r".*\.self_attn\.attn")
 # vLLM fuses q, k and v, and a dense MLP's gate and up.
@@ -26,9 +26,9 @@ class ChosenMethod:
 
     Attributes:
         layer: module name in vLLM.
-        method: class of its quantization method, `/` and its scheme's class where there is one.
-        backend: the method's kernels, as vLLM calls them; empty where it names none.
-        shape: of a rank's experts; empty for other layers.
+        method: class of its quantization method, with `/` and its scheme's class if there is one.
+        backend: vLLM's name for the method's kernels; empty if it has none.
+        shape: shape of a rank's experts; empty for other layers.
     """
 
     layer: str
@@ -38,7 +38,7 @@ class ChosenMethod:
 
 
 def chosen_methods(model: Any) -> list[ChosenMethod]:
-    """Read the methods off a model that vLLM has loaded.
+    """Read the methods from a model that vLLM has loaded.
 
     Args:
         model: vLLM's model.
@@ -62,7 +62,7 @@ def chosen_methods(model: Any) -> list[ChosenMethod]:
 
 
 def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> list[str]:
-    """Say where an engine runs a layer by another method than its format's.
+    """Say where an engine runs a layer with another method than its format's.
 
     Args:
         chosen: what vLLM chose.
@@ -70,7 +70,7 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
         targets: which layers are quantized.
 
     Returns:
-        One sentence for each such layer, and for each target that no layer of the engine is.
+        One sentence for each such layer, and for each target without a layer in the engine.
     """
     if fmt.vllm is None:
         return [f"no method of vLLM serves {fmt.name}"]
@@ -93,7 +93,7 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
 
 
 def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> None:
-    """Refuse an engine that runs a layer by another method than its format's.
+    """Refuse an engine that runs a layer with another method than its format's.
 
     Args:
         chosen: what vLLM chose.

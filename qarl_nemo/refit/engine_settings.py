@@ -1,20 +1,20 @@
-"""Settings of vLLM under which its arithmetic is the one the learner follows."""
+"""Settings of vLLM with which its arithmetic is the one that the learner follows."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from qarl_kernels import QuantFormat
 
-# Read by vLLM when it starts, in every process of an engine.
+# vLLM reads these when it starts, in every process of an engine.
 ENVIRONMENT = {
-    # DeepGEMM would round activation scales to powers of two, also for kernels that are not its own.
+    # DeepGEMM would round activation scales to powers of two, for other kernels as well.
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # The other runner returns no routed experts.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 COMPILATION: dict[str, Any] = {
-    # No compiler: it would fuse roundings away that the learner follows.
+    # The compiler is off, because fusing would remove roundings that the learner follows.
     "mode": 0,
     # The CUDA quantizer divides by the scale, as the learner does.
     "custom_ops": ["+quant_fp8"],
@@ -22,14 +22,14 @@ COMPILATION: dict[str, Any] = {
 
 
 def kernel_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
-    """Return the engine arguments that choose kernels, where vLLM has several for a GPU.
+    """Return the engine arguments that choose kernels if vLLM has several for a GPU.
 
     Args:
         fmt: what is served.
         targets: which layers are quantized.
 
     Returns:
-        `moe_backend` and `linear_backend`, each where it matters.
+        `moe_backend` and `linear_backend`, each if it matters.
     """
     if fmt.vllm is None:
         return {}

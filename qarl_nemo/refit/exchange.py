@@ -1,7 +1,7 @@
-"""Plain data between a learner's ranks: JSON as bytes in tensors, so that nothing that arrives can be code.
+"""Exchanges plain data between a learner's ranks, as JSON in byte tensors, so that nothing that arrives can be code.
 
-torch's `broadcast_object_list` and `all_gather_object` unpickle what arrives, and a pickle runs whatever it names,
-while the ports that ranks meet on ask nobody who they are.
+torch's `broadcast_object_list` and `all_gather_object` unpickle what arrives, and a pickle runs whatever it names; but
+the ports on which ranks meet do not authenticate.
 """
 
 import json
@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Longer than a whole refit of rank 0, each of whose waits for an engine is bounded by itself.
+# Longer than a whole refit of rank 0, whose waits for an engine each have their own limit.
 PATIENCE = timedelta(hours=1)
 _BYTES = "hexadecimal bytes"
 _made: tuple[Any, Any] = (None, None)
 
 
 def waiting_group() -> Any:
-    """Return a gloo group of all ranks, on which they wait: NCCL's kernels spin on the GPUs of ranks that wait.
+    """Return a gloo group of all ranks for waiting, because waiting in NCCL keeps kernels spinning on the GPU.
 
-    Made by the first call, which comes on all ranks.
+    The first call makes it and must happen on all ranks.
 
     Returns:
         The group.
@@ -37,7 +37,7 @@ def broadcast_plain(value: Any, group: Any, *, source: int = 0) -> Any:
     """Return one rank's value on every rank.
 
     Args:
-        value: what JSON holds, and bytes; ignored on other ranks than the source.
+        value: JSON data, and bytes; ignored on other ranks than the source.
         group: the process group.
         source: its rank in the group.
 
@@ -71,7 +71,7 @@ def gather_plain(value: Any, group: Any) -> list[Any]:
     """Return every rank's value on every rank.
 
     Args:
-        value: what JSON holds, and bytes.
+        value: JSON data, and bytes.
         group: the process group.
 
     Returns:

@@ -1,4 +1,4 @@
-"""An update on its way into one rank of an engine: announced, received, verified, and only then handed on."""
+"""An update on its way into one rank of an engine: announced, received, verified, and only then passed on."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -31,11 +31,11 @@ class IncomingUpdate:
         self._problems: list[str] = []
 
     def add(self, tensors: Mapping[str, Tensor], *, buffered: bool = False) -> None:
-        """Take whole tensors in; what is wrong with one is kept for `problems`.
+        """Take whole tensors in; `problems` reports what is wrong with them.
 
         Args:
-            tensors: by published name; their bytes must stay until the update is done.
-            buffered: the tensors are this rank's own buffers: what it does not serve of them is given back.
+            tensors: tensors by published name; their bytes must stay until the update is done.
+            buffered: whether the tensors are this rank's own buffers, of which it frees what it does not serve.
         """
         for name, tensor in tensors.items():
             again = name in self._arrived and name in self.manifest.records
@@ -50,20 +50,20 @@ class IncomingUpdate:
             self.layers.setdefault(self._layer_of(name), {})[name] = kept
 
     def refuse(self, problems: Iterable[str]) -> None:
-        """Keep what else is wrong with this update for `problems`."""
+        """Add further reasons against this update to `problems`."""
         self._problems += problems
 
     def problems(self) -> list[str]:
         """Say what makes this update unfit to serve.
 
         Returns:
-            One sentence for each missing, unexpected, repeated or different tensor; empty when the update is whole.
+            One sentence for each missing, unexpected, repeated or different tensor; empty if the update is whole.
         """
         return self.problems_of_arrived() + self.manifest.missing(self._arrived)
 
     def problems_of_arrived(self) -> list[str]:
         """Say what is wrong with the tensors that have arrived: unexpected, repeated and different ones."""
-        # Each is read once, however often it is asked for: reading waits for the device.
+        # Each checksum is read only once, because reading waits for the device.
         unread, self._checksums = self._checksums, {}
         for name, value in zip(unread, read_checksums(unread.values()), strict=True):
             if value != self.manifest.records[name].checksum:

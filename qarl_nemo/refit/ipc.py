@@ -1,4 +1,4 @@
-"""CUDA IPC without pickle: what one process must know to read another's GPU memory, as numbers and bytes."""
+"""CUDA IPC without pickle: describes GPU memory to another process by numbers and bytes."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ def export_tensor(tensor: Tensor) -> dict[str, Any]:
     """Describe a tensor's memory for exactly one other process.
 
     Args:
-        tensor: on a GPU, contiguous; it must outlive the other process's reading.
+        tensor: a contiguous tensor on a GPU; it must exist until the other process has read it.
 
     Returns:
-        What `import_bytes` takes; msgpack and JSON (but for its bytes) can hold it.
+        A description for `import_bytes`, in types that msgpack and, except for bytes, JSON can hold.
 
     Source: torch 2.11, `torch/multiprocessing/reductions.py`.
     """
@@ -37,10 +37,10 @@ def import_bytes(description: dict[str, Any]) -> Tensor:
     """Return another process's memory as a tensor [num_bytes] uint8 on its own GPU.
 
     Args:
-        description: of `export_tensor`.
+        description: what `export_tensor` returned.
 
     Returns:
-        A view; it must be let go before the other process changes the memory.
+        A view; it must be released before the other process changes the memory.
 
     Raises:
         RuntimeError: this process does not see that GPU.
@@ -74,5 +74,5 @@ def import_bytes(description: dict[str, Any]) -> Tensor:
 
 
 def gpu_id(index: int) -> str:
-    """Return a GPU's name on this host; indices differ between processes with other CUDA_VISIBLE_DEVICES."""
+    """Return a GPU's unique name on this host; indices differ between processes with other CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)

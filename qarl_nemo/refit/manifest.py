@@ -1,4 +1,4 @@
-"""The refit manifest: what an update holds, verified whole before one weight is replaced."""
+"""The refit manifest: what an update holds; all of it is verified before the first weight is replaced."""
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, version: int, fmt: str) -> "Manifest":
-        """Describe `tensors`; of a stream, none is kept."""
+        """Describe `tensors`; those of a stream are not kept."""
         layouts, sums = {}, []
         for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
             layouts[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
@@ -79,7 +79,7 @@ class Manifest:
         """Return the manifest that `to_message` wrote.
 
         Raises:
-            ValueError: the message is of another kind; the first place where it differs is named.
+            ValueError: the message is not a manifest; names the first place where it differs.
         """
         if not isinstance(message, Mapping) or not message.keys() >= _MESSAGE:
             raise ValueError(f"a manifest holds {', '.join(sorted(_MESSAGE))}; this message does not")
@@ -124,7 +124,7 @@ def version_problems(version: Any, serving: int | None) -> list[str]:
     """Say why an engine does not take an update of this version: versions are whole numbers, and they only grow.
 
     Args:
-        version: of the update.
+        version: the update's version.
         serving: the version that is served, or was served last; None before the first refit.
 
     Returns:
@@ -138,7 +138,7 @@ def version_problems(version: Any, serving: int | None) -> list[str]:
 
 
 def require_no_problems(problems: Sequence[str], outcome: str) -> None:
-    """Raise one error that lists everything which speaks against an update.
+    """Raise one error that lists every reason against an update.
 
     Args:
         problems: one sentence each.
@@ -214,7 +214,7 @@ def checksum_on_device(tensor: Tensor) -> Tensor:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes [num_bytes] uint8: a view when it is contiguous, else a copy."""
     tensor = tensor.detach().contiguous()
-    # Of one element any stride counts as contiguous, and a view as bytes takes only stride 1.
+    # A one-element tensor is contiguous at any stride; viewing it as bytes needs stride 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

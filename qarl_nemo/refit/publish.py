@@ -1,4 +1,4 @@
-"""The learner's side of a refit: the packed tensors its forward executes, and every other parameter as it is."""
+"""The learner's side of a refit: publishes the packed tensors that its forward executes and all other parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,20 +79,20 @@ class RefitUpdate:
 
 
 class StreamedUpdate:
-    """One update of the rollout engine that is never whole in memory: a layer is made, sent and forgotten.
+    """One update of the rollout engine that is never whole in memory: each layer is made, sent and dropped.
 
     The layers are made twice, once for the manifest's checksums and once to be sent; three times if they are rehearsed.
-    Where several ranks make them together, every rank enters the update (`with`) and one pushes it; leaving it makes
-    the layers that nobody asked for, also when the push failed, so that no rank waits for another.
+    If several ranks make them together, every rank enters the update (`with`) and one pushes it. Leaving it makes the
+    layers that were not requested, even if the push failed, so that no rank waits for another.
 
     Args:
-        stream: starts to make the tensors of one layer after another, by name; it may empty a layer when it is asked
-            for the next.
+        stream: yields the tensors of one layer after another, by name; it may empty a layer when the next one is
+            requested.
         fmt: the rollout engine's format.
         version: the number by which engines know these weights.
-        rehearsed: send everything twice, first to be verified and then to be served, so that the receivers, too, hold
-            one layer at a time. Else they hold their part until it is verified.
-        lend: what layers go through on their way to the sender, such as `ColocatedSender.lend`.
+        rehearsed: send everything twice, first to be verified and then to be served, so that receivers hold one layer
+            at a time, too. Otherwise they hold their whole part until it is verified.
+        lend: wraps layers on their way to the sender, such as `ColocatedSender.lend`.
     """
 
     stays = False
@@ -120,14 +120,14 @@ class StreamedUpdate:
     def layer_by_layer(self) -> Iterator[Layer]:
         """Return one layer after another; a receiver that keeps tensors must copy before it asks for the next.
 
-        Each call is the next pass: one, or two of a rehearsed update.
+        Each call is the next pass: there is one, or two for a rehearsed update.
         """
-        # Not a generator of its own: abandoned half-way, it would close the one that `__exit__` goes on with.
+        # A generator function here would, when abandoned half-way, close the one that `__exit__` has to finish.
         self._num_begun += 1
         return self._passes[self._num_begun - 1]
 
     def contradictions(self) -> list[str]:
-        """Return nothing: what is sent is made as the manifest was, and checksums tell if it is not the same."""
+        """Return nothing: layers are made in the same way as for the manifest, and checksums find any difference."""
         return []
 
     def __enter__(self) -> Self:
@@ -152,7 +152,7 @@ def publish(
     """Collect what the rollout engine will serve as `version`.
 
     Args:
-        weights: see `publish_layers`; so are the others.
+        weights: see `publish_layers`.
         parameters: all parameters of the model by name.
         fmt: the rollout engine's format.
         version: the number by which engines will know these weights.
@@ -172,8 +172,8 @@ def publish_layers(
     """Collect what the rollout engine will serve, layer by layer.
 
     Args:
-        weights: aligned weights by parameter name. Where the learner executes `fmt`, the tensors of its own forward
-            are published; where it does not (`rollout_only`), the masters are quantized here, by the same quantizer.
+        weights: aligned weights by parameter name. If the learner executes `fmt`, the tensors of its own forward are
+            published; if not (`rollout_only`), the masters are quantized here, by the same quantizer.
         parameters: all parameters of the model by name; those not in `weights` are published as they are.
         fmt: the rollout engine's format.
 
@@ -196,5 +196,5 @@ def publish_layers(
 
 
 def packed(weight: PublishableWeight, fmt: QuantFormat) -> QuantizedWeight:
-    """Return the tensors of a learner's own forward where it executes `fmt`, else its master in `fmt`."""
+    """Return the tensors of a learner's own forward if it executes `fmt`, else its master quantized to `fmt`."""
     return weight.quantized() if weight.format == fmt else quantize_weight(weight.master, fmt, name=weight.name)

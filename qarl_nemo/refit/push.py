@@ -58,7 +58,7 @@ from qarl_nemo.refit.publish import Update
 from qarl_nemo.refit.send import Sender
 from qarl_nemo.refit.waiting import within
 
-# An engine that serves on forgets an update at once; one that answers nothing must not hold up the cause.
+# A working engine forgets an update at once; a dead one must not delay the error that says why.
 _ABORT_S = 10.0
 
 
@@ -68,7 +68,7 @@ class RefitReport:
 
     Attributes:
         version: the weight version served now.
-        num_bytes: of the update's tensors.
+        num_bytes: size of the update's tensors.
         seconds: by phase: `announce`, `transfer`, `verify`, `replace`.
     """
 

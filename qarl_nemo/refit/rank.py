@@ -1,4 +1,4 @@
-"""One rank of vLLM under a refit: its layers, what they cannot take, and the replacing of weights."""
+"""One rank of vLLM in a refit: its layers, what they refuse, and how their weights are replaced."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class RankRefit(RankSession):
     """Refits of one rank of vLLM.
 
     Args:
-        worker: vLLM's.
+        worker: vLLM's worker.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -45,7 +45,7 @@ class RankRefit(RankSession):
         self._checked: set[str] = set()
 
     def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:
-        """Return what the layers, methods and settings of this rank have against an update."""
+        """Return the reasons of this rank's layers, methods and settings against an update."""
         problems = self._engine_problems(manifest) + manifest.layout_problems(layout(self._slots))
         if rehearsed and self.device.type == "cpu":
             problems.append("vLLM's CPU layers are reloaded as a whole; send an update that is not rehearsed")
@@ -56,7 +56,7 @@ class RankRefit(RankSession):
         return self._slots[name].layer
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's experts and its part of them; of other tensors the whole, which vLLM's loaders slice."""
+        """Return this rank's part of its experts; other tensors are kept whole, and vLLM's loaders slice them."""
         slot = self._slots[name]
         layer = self._layers[slot.layer]
         if self.device.type == "cpu" or not is_experts(layer):
@@ -64,7 +64,7 @@ class RankRefit(RankSession):
         return expert_part(layer, slot.parameter, checkpoint_parameters(layer)[slot.parameter], whole)
 
     def pieces(self, layers: Mapping[str, Parts]) -> list[str]:
-        """Return the layers of which one message brings only a part: vLLM converts a layer as a whole."""
+        """Return the layers of which a message brings only a part, because vLLM converts layers as a whole."""
         absent: dict[str, list[str]] = {}
         for name, slot in self._slots.items():
             if name not in layers.get(slot.layer, {name}):
@@ -75,7 +75,7 @@ class RankRefit(RankSession):
         ]
 
     def stop_serving(self) -> None:
-        """Let whoever asks for tokens get an error, not a mixture of two policies."""
+        """Answer requests with an error, not with a mixture of two policies."""
         super().stop_serving()
         self.worker.model_runner.execute_model = _refuse_to_serve
 
@@ -87,7 +87,7 @@ class RankRefit(RankSession):
     def install(self, layers: dict[str, Parts]) -> None:
         """Convert parts, layer by layer, into the tensors that kernels read; `layers` is emptied on the way."""
         if self.device.type == "cpu":
-            # CPU layers hold packed copies that no tensor of theirs shows; vLLM's own reload makes them anew.
+            # CPU layers have packed copies that are not among their tensors; vLLM's own reload makes them again.
             arguments = {"weights_iterator": checkpoint_tensors(layers.values()), "is_checkpoint_format": True}
             self.worker.model_runner.reload_weights(**arguments)
         else:
@@ -134,7 +134,7 @@ class RankRefit(RankSession):
     def _as_vllm_loads(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
-        # CUTLASS's W4A8 operators work on the default stream; a worker of several calls from another one.
+        # CUTLASS's W4A8 operators work on the default stream, but with several workers vLLM calls from another one.
         torch.cuda.synchronize(self.device)
         stream = torch.cuda.stream(torch.cuda.default_stream(self.device))
         with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config), self.device, stream:

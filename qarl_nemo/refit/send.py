@@ -1,7 +1,7 @@
-"""How an update's tensors reach the ranks of an engine: four ways, one protocol.
+"""Four ways in which an update's tensors reach the ranks of an engine, with one protocol.
 
-A sender calls the ranks' `qarl_receive(version, kind, message)`, where `message` is what msgpack can hold;
-`arrive.py` is the other half of each. Every rank is offered whole tensors and keeps its part.
+A sender calls the ranks' `qarl_receive(version, kind, message)`, where `message` has types that msgpack can hold;
+`arrive.py` has the ranks' half of each way. Every rank is offered whole tensors and keeps its part.
 """
 
 import os
@@ -21,7 +21,7 @@ from qarl_nemo.refit.publish import Layer, Update
 from qarl_nemo.refit.waiting import in_background, within
 
 TIMEOUT_S = 120.0
-# Ranks that have waited as long as the learner say so themselves, if they are given the time.
+# Extra time in which ranks whose own wait has timed out can say so themselves.
 _GRACE_S = 5.0
 
 
@@ -30,17 +30,17 @@ class Sender(Protocol):
 
     @property
     def timeout_s(self) -> float | None:
-        """How long each answer of the ranks may take, in seconds; None where they are in this process."""
+        """How long each answer of the ranks may take, in seconds; None if they are in this process."""
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
         """Bring every tensor of `update` to every rank."""
 
     def release(self) -> None:
-        """Give back what was held for the ranks to read; called when they are done, or the refit is off."""
+        """Free what was held for the ranks to read; called when they are done or the refit has failed."""
 
 
 class DirectSender:
-    """The engine is in this process: its rank is handed the learner's tensors."""
+    """For an engine in this process, whose rank gets the learner's tensors themselves."""
 
     timeout_s = None
 
@@ -67,10 +67,10 @@ class DirectSender:
 
 
 class IpcSender:
-    """The engine's processes are on this host: they read the learner's GPU memory through CUDA IPC.
+    """For an engine with processes on this host, which read the learner's GPU memory through CUDA IPC.
 
     Args:
-        timeout_s: after which a rank that has not answered is an error.
+        timeout_s: how long to wait for a rank's answer before it is an error.
     """
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -78,21 +78,21 @@ class IpcSender:
         self._held: list[Tensor] = []
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
-        """Tell every rank where the tensors lie.
+        """Tell every rank where the tensors are.
 
         Args:
-            update: its tensors are on GPUs and stay as they are until `release`; of a streamed one each rank copies
-                its part of a layer before the next is made.
-            engine: on this host.
+            update: its tensors are on GPUs and stay as they are until `release`; if it is streamed, each rank copies
+                its part of a layer before the next one is made.
+            engine: an engine on this host.
 
         Raises:
             ValueError: tensors are not on a GPU; all are named.
         """
-        # One description for each rank: its memory counts one reader.
+        # Each rank needs a description of its own, because exported memory counts its readers.
         num_ranks = len(ask(engine, "qarl_process", timeout_s=self.timeout_s))
         for layers in messages(update):
             descriptions = self._export(layers, num_ranks)
-            # A rank that rehearses is done with a layer when it answers.
+            # In a rehearsal a rank is done with a layer when it answers, so it need not copy.
             kind = "ipc" if update.stays or update.rehearsed else "ipc_copied"
             ask(engine, "qarl_receive", update.manifest.version, kind, descriptions, timeout_s=self.timeout_s)
             if not update.stays:
@@ -107,7 +107,7 @@ class IpcSender:
         return descriptions
 
     def release(self) -> None:
-        """Let go of the tensors; no rank reads them any more."""
+        """Release the tensors, which no rank reads any more."""
         self._held = []
         torch.cuda.ipc_collect()
 
@@ -116,8 +116,8 @@ class FileSender:
     """The ranks read a safetensors file, which stays: for debugging, and for engines that nothing else reaches.
 
     Args:
-        folder: that learner and engine both see.
-        timeout_s: after which a rank that has not answered is an error.
+        folder: a folder that learner and engine both see.
+        timeout_s: how long to wait for a rank's answer before it is an error.
     """
 
     def __init__(self, folder: Path, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -125,11 +125,11 @@ class FileSender:
         self.timeout_s = timeout_s
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
-        """Write `refit-<version>.safetensors` and let every rank read it.
+        """Write `refit-<version>.safetensors` and have every rank read it.
 
         Args:
             update: what to send.
-            engine: any.
+            engine: any engine.
         """
         from safetensors.torch import save_file
 
@@ -147,14 +147,14 @@ class FileSender:
 
 
 class CollectiveSender:
-    """Learner and engine are apart: layer by layer, tensors are broadcast through NCCL (or gloo, on CPUs).
+    """For an engine on other GPUs or hosts: tensors are broadcast layer by layer through NCCL (or gloo, on CPUs).
 
     Args:
-        num_ranks: of the engine.
-        device: of the learner's tensors.
+        num_ranks: number of ranks in the engine.
+        device: where the learner's tensors are.
         backend: `nccl` or `gloo`.
         host: address of this machine that every rank reaches; this process listens on no other.
-        timeout_s: after which a rank that has not answered, or not taken part in a broadcast, is an error.
+        timeout_s: how long to wait for a rank's answer, or its part in a broadcast, before it is an error.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class CollectiveSender:
 
         Args:
             update: what to send.
-            engine: of `num_ranks` ranks.
+            engine: an engine with `num_ranks` ranks.
 
         Raises:
             RuntimeError: a rank failed or did not take part in time.
@@ -190,7 +190,7 @@ class CollectiveSender:
             for layer in update.layer_by_layer():
                 self._broadcast(update.manifest.version, layer, engine)
         except BaseException:
-            # A rank that missed one broadcast would take the next for it: the next update's ranks connect anew.
+            # A rank that missed one broadcast would mistake the next one for it, so the next update connects anew.
             self._group = None
             raise
 
@@ -211,21 +211,21 @@ class CollectiveSender:
         return self._together(engine, call, lambda: make_group(store, 0, host=self.host, **settings))
 
     def _together(self, engine: RolloutEngine, call: tuple[Any, ...], here: Callable[[], Any]) -> Any:
-        # The ranks take part from inside the call, so it must be under way while this process does its half.
+        # The ranks do their half inside the call, so it must be under way while this process does its own.
         patience = self.timeout_s + _GRACE_S
         there = in_background(lambda: ask(engine, *call, timeout_s=patience))
         try:
             # NCCL waits for a rank's first broadcast without a timeout of its own.
             result = within(patience, f"the group of {self.num_ranks} ranks", self._on_my_stream(here), owner=self)
         except Exception:
-            # A rank that refused is why nobody took part here.
+            # If a rank has refused, that is the reason why this half failed.
             there.result()
             raise
         there.result()
         return result
 
     def _on_my_stream(self, here: Callable[[], Any]) -> Callable[[], Any]:
-        # A thread begins on the first GPU and its default stream.
+        # A new thread starts on the first GPU and its default stream.
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def call() -> Any:
@@ -236,7 +236,7 @@ class CollectiveSender:
 
 
 def messages(update: Update) -> Iterator[list[Layer]]:
-    """Yield what each message may point at: of an update that stays all layers at once, else the one there is.
+    """Yield the layers of each message: all of an update that stays in memory, otherwise one at a time.
 
     Args:
         update: what to send.

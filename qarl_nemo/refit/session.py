@@ -1,7 +1,7 @@
-"""One rank's part in refits, whatever it serves the weights with: the order of steps, and what each of them requires.
+"""One rank's part in refits, whichever engine it belongs to: the order of steps and what each of them requires.
 
-A learner calls begin, receive, verify, replace; nothing here relies on that. Whatever comes instead, repeated, out of
-turn or late, `replace` serves an update only when all of its manifest has arrived and been verified.
+A learner calls begin, receive, verify, replace, but nothing here relies on that. Even if calls are missing, repeated,
+out of order or late, `replace` serves an update only if all of its manifest has arrived and been verified.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,11 @@ class RankSession(ABC):
     """Refits of one rank.
 
     Args:
-        arrivals: what brings tensors to it.
+        arrivals: the ways in which tensors reach it.
 
     Attributes:
-        version: served last; None before the first refit.
-        whole: whether it is served, and nothing broke off while it was being replaced.
+        version: the version served last; None before the first refit.
+        whole: whether that version is served, and no replacement of it broke off.
     """
 
     def __init__(self, arrivals: Arrivals) -> None:
@@ -50,15 +50,15 @@ class RankSession(ABC):
         """Return what this rank keeps of a whole tensor."""
 
     def pieces(self, layers: Mapping[str, Parts]) -> list[str]:  # noqa: ARG002 for those that install more at once
-        """Say of which layers these tensors, which came together, are only a part; here each is installed by itself."""
+        """Name the layers of which these tensors, which came together, are only a part; by default that is allowed."""
         return []
 
     @abstractmethod
     def install(self, layers: dict[str, Parts]) -> None:
-        """Put tensors, which are verified, into the weights; all of an update, or a message of a rehearsed one."""
+        """Put verified tensors into the weights: all of an update, or one message of a rehearsed one."""
 
     def stop_serving(self) -> None:
-        """Refuse to answer from now on: weights are being replaced where they lie."""
+        """Refuse to answer from now on, because weights are being replaced in place."""
         self.whole = False
 
     def serve_again(self) -> None:
@@ -69,14 +69,14 @@ class RankSession(ABC):
         """Expect an update; one that was under way is forgotten.
 
         Args:
-            message: the manifest's.
-            rehearsed: it comes twice, to be verified and to be served, and only a layer of it is held at a time.
+            message: the manifest as a message.
+            rehearsed: whether it is sent twice, to be verified and to be served, and held one layer at a time.
 
         Returns:
-            What speaks against it; if anything does, nothing is expected.
+            Reasons against it; if there are any, it is not expected.
 
         Raises:
-            ValueError: the message is no manifest.
+            ValueError: the message is not a manifest.
         """
         self._update = None
         manifest = Manifest.from_message(message)
@@ -87,36 +87,36 @@ class RankSession(ABC):
         return problems
 
     def receive(self, version: int, kind: str, message: Any) -> None:
-        """Take tensors in, by one of the ways of `Arrivals`; those of a rehearsed update are not kept.
+        """Take tensors in, in one of the ways of `Arrivals`; those of a rehearsed update are not kept.
 
         Args:
-            version: that they belong to.
+            version: the version that they belong to.
             kind: the way.
-            message: of the sender.
+            message: the sender's message.
 
         Raises:
             RuntimeError: that version is not expected.
-            ValueError: tensors are served that differ from those of the rehearsal.
+            ValueError: tensors to be served differ from those of the rehearsal.
         """
         update = self._expected(version)
         self.arrivals.receive(kind, message, update)
         if not self._rehearsed:
             return
-        # Nothing of one message is kept for the next, and a piece of a layer would be installed beside nothing.
+        # Nothing is kept from one message to the next, so a piece of a layer would never be completed.
         update.refuse(self.pieces(update.layers))
         if self._replacing:
             require_no_problems(update.problems_of_arrived(), "what was served is not what was rehearsed")
             self.install(update.layers)
         update.layers.clear()
         if self.arrivals.device.type == "cuda":
-            # The learner makes the next layer where this one lies.
+            # Wait until this layer is installed, because the learner will overwrite it with the next one.
             torch.cuda.synchronize(self.arrivals.device)
 
     def verify(self, version: int) -> list[str]:
         """Return what makes the expected update unfit to serve.
 
         Args:
-            version: of the update.
+            version: the update's version.
 
         Raises:
             RuntimeError: that version is not expected.
@@ -124,10 +124,10 @@ class RankSession(ABC):
         return self._expected(version).problems()
 
     def replace(self, version: int) -> None:
-        """Serve the expected update; of a rehearsed one, expect what is served.
+        """Serve the expected update, or begin to: a rehearsed one is sent again to be served.
 
         Args:
-            version: of the update.
+            version: the update's version.
 
         Raises:
             RuntimeError: that version is not expected, or is being replaced already.
@@ -146,14 +146,14 @@ class RankSession(ABC):
         self._serve(version)
 
     def finish(self, version: int) -> None:
-        """Serve the rehearsed update, all of whose tensors have come again.
+        """Serve the rehearsed update once all of its tensors have been sent again.
 
         Args:
-            version: of the update.
+            version: the update's version.
 
         Raises:
             RuntimeError: that version is not expected, or its replacing has not begun.
-            ValueError: some have not come again.
+            ValueError: some have not been sent again.
         """
         update = self._expected(version)
         if not self._replacing:
@@ -166,7 +166,7 @@ class RankSession(ABC):
         """Forget an update; another one that is under way goes on.
 
         Args:
-            version: of the update.
+            version: the update's version.
         """
         if self._update is not None and self._update.manifest.version == version:
             self._update = None

@@ -1,4 +1,4 @@
-"""Waiting for another process no longer than was said, whatever it does: one that is stopped answers nothing."""
+"""Waits for another process with a time limit that holds whatever it does: a stopped process never answers."""
 
 import threading
 from collections.abc import Callable
@@ -13,14 +13,14 @@ _TURNS: WeakKeyDictionary[object, AbstractContextManager[Any]] = WeakKeyDictiona
 
 
 def in_background(call: Callable[[], T], turn: AbstractContextManager[Any] | None = None) -> "Future[T]":
-    """Start a call on a thread that holds up neither the caller nor the end of the process.
+    """Start a call on a thread that delays neither the caller nor the end of the process.
 
     Args:
         call: what to do.
-        turn: held meanwhile; a call that was cancelled before its turn came is never made.
+        turn: a lock to hold meanwhile; a call that is cancelled before it has the lock is never made.
 
     Returns:
-        Its result, or what it raises.
+        A future of its result or exception.
     """
     future: Future[T] = Future()
 
@@ -42,10 +42,10 @@ def within(timeout_s: float | None, what: str, call: Callable[[], T], *, owner: 
 
     Args:
         timeout_s: seconds to wait; None makes the call on this thread and waits as long as it takes.
-        what: is waited for, for the error.
-        call: what to do; one that was given up ends on its own, and its result is dropped.
-        owner: answers calls one at a time: one that it still has to end keeps later ones waiting, so that none takes
-            another's answer for its own.
+        what: what is waited for, for the error.
+        call: what to do; if it is given up, it ends on its own, and its result is dropped.
+        owner: the object that is called, one call at a time: a call that has not ended delays later ones, so that none
+            takes another's answer for its own.
 
     Returns:
         Its result.
