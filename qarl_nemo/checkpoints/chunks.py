@@ -5,6 +5,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,9 +113,10 @@ def load_chunk(folder: Path, tensor: StoredTensor, chunk: Chunk) -> Tensor:
             f"{where}: {damaged} does not have its checksum, so the file is damaged (or was saved without checksums, "
             "torch.serialization.set_crc32_options); copy or save it again"
         )
+    expected = (chunk.sizes, tensor.dtype)
     found = (tuple(content.shape), content.dtype) if isinstance(content, Tensor) else type(content).__name__
-    if found != (chunk.sizes, tensor.dtype) or content.layout != torch.strided:
-        raise FileError(f"{where} is {found}, and the table of contents says {(chunk.sizes, tensor.dtype)}")
+    if not isinstance(content, Tensor) or found != expected or content.layout != torch.strided:
+        raise FileError(f"{where} is {found}, and the table of contents says {expected}")
     return content
 
 
@@ -137,7 +139,7 @@ class _Window(io.RawIOBase):
         self._at = at
         return at
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         wanted = memoryview(buffer)[: max(self._size - self._at, 0)]
         self._file.seek(self._start + self._at)
         done = 0

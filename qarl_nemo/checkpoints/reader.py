@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -169,7 +169,7 @@ def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _weight_files(folder: Path) -> dict[str, list[str] | None]:
+def _weight_files(folder: Path) -> Mapping[str, list[str] | None]:
     """Return file -> names the index promises for it (None: whatever the file holds)."""
     if not folder.is_dir():
         raise FileError(f"checkpoint {folder} is not a folder{folder_hint(folder)}")
@@ -193,14 +193,14 @@ def _hint(folder: Path) -> str:
     )
 
 
-def _index(path: Path) -> dict[str, list[str] | None]:
+def _index(path: Path) -> dict[str, list[str]]:
     index = read_json(path, "an index of safetensors files")
     if not isinstance(index.get("metadata", {}), dict):
         raise FileError(f"{path}: expected metadata, an object, found {ascii(index['metadata'])[:80]}")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FileError(f"{path}: expected weight_map, an object of tensor name and file, and there is none")
-    files: dict[str, list[str] | None] = {}
+    files: dict[str, list[str]] = {}
     wrong = []
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.isprintable() or file in ("", "..") or Path(file).name != file:
@@ -213,7 +213,7 @@ def _index(path: Path) -> dict[str, list[str] | None]:
     return files
 
 
-def _stray_files(folder: Path, files: dict[str, list[str] | None]) -> list[str]:
+def _stray_files(folder: Path, files: Mapping[str, list[str] | None]) -> list[str]:
     # Without an index engines read all of them; beside an index, transformers prefers the single file.
     stray = sorted(path.name for path in folder.glob("model*.safetensors") if path.name not in files)
     if not stray:

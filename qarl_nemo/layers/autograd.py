@@ -37,6 +37,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, offsets = ctx.saved_tensors
         assert ctx.changes == ctx.weight.changes.count, f"{ctx.weight.name} changed between forward and backward"

@@ -24,6 +24,7 @@ class _EngineNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return *rms_norm_backward(grad_out, x, weight, ctx.eps), None, None
@@ -38,6 +39,7 @@ class _EngineRotation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         return rotate_pairs(grad_out, *ctx.saved_tensors, back=True), None, None
 

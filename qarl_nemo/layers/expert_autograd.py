@@ -41,6 +41,7 @@ class _AlignedExpertMlp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         from qarl_kernels.ops.mlp import expert_mlp_backward
 
@@ -84,7 +85,7 @@ def aligned_expert_mlp(
 
     Source: arXiv 2604.07853 section 3.1 (rollout-aligned forward, STE backward).
     """
-    num_experts = gate_up.master.shape[0]
+    num_experts = len(gate_up.master)
     if runs_kernels(x):
         routed = route_rows(topk_index, num_experts)
         return _AlignedExpertMlp.apply(

@@ -35,8 +35,8 @@ class AlignedExperts(nn.Module):
     ) -> None:
         super().__init__()
         require_backward(backward)
-        self.gate_up_proj = experts.gate_up_proj
-        self.down_proj = experts.down_proj
+        self.gate_up_proj = experts.get_parameter("gate_up_proj")
+        self.down_proj = experts.get_parameter("down_proj")
         self.num_experts = self.gate_up_proj.shape[0]
         self.format = fmt
         self.backward = backward

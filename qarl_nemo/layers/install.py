@@ -98,8 +98,11 @@ def install(
 
 
 def _aligned(name: str, module: nn.Module, report: InstallReport, **options: Any) -> nn.Module:
-    layer = AlignedLinear if isinstance(module, nn.Linear) else AlignedExperts
-    aligned = layer(module, report.format, report.changes, name=name, **options)
+    common = (report.format, report.changes)
+    if isinstance(module, nn.Linear):
+        aligned = AlignedLinear(module, *common, name=name, **options)
+    else:
+        aligned = AlignedExperts(module, *common, name=name, **options)
     report.weights.update({f"{name}.{key}": weight for key, weight in aligned.aligned.items()})
     return aligned
 

@@ -35,10 +35,10 @@ class AlignedLinear(nn.Module):
     ) -> None:
         super().__init__()
         require_backward(backward)
-        self.weight = linear.weight
+        self.weight = linear.get_parameter("weight")
         self.bias = linear.bias
         self.backward = backward
-        self.aligned = {"weight": AlignedWeight(name, linear.weight, fmt, changes, keep_operand)}
+        self.aligned = {"weight": AlignedWeight(name, self.weight, fmt, changes, keep_operand)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.

@@ -6,6 +6,7 @@ near-equal router probabilities otherwise cause (R3).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +56,12 @@ class AlignedRouter(nn.Module):
         layer: position of this router among the model's routers.
     """
 
-    def __init__(self, gate: nn.Module, control: RouteControl, layer: int) -> None:
+    def __init__(self, gate: Any, control: RouteControl, layer: int) -> None:
         super().__init__()
-        self.weight = gate.weight
-        self.top_k = gate.top_k
-        self.num_experts = gate.num_experts
-        self.norm_topk_prob = gate.norm_topk_prob
+        self.weight: nn.Parameter = gate.weight
+        self.top_k: int = gate.top_k
+        self.num_experts: int = gate.num_experts
+        self.norm_topk_prob: bool = gate.norm_topk_prob
         self.control = control
         self.layer = layer
 

@@ -116,7 +116,7 @@ def push_from_all(update: Update, engine: RolloutEngine, sender: Sender) -> dict
         with update if isinstance(update, StreamedUpdate) else nullcontext():
             if dist.get_rank() == 0:
                 outcome = _attempt(update, engine, sender)
-        outcome = broadcast_plain(outcome, waiting_group())
+        answer: dict[str, float] | str = broadcast_plain(outcome, waiting_group())
     except Exception as error:
         # A learner's rank is gone. If rank 0 had given up before, its reason is the more useful one.
         if isinstance(outcome, str):
@@ -124,17 +124,16 @@ def push_from_all(update: Update, engine: RolloutEngine, sender: Sender) -> dict
         raise
     finally:
         sender.release()
-    if isinstance(outcome, str):
-        raise RuntimeError(outcome)
-    return outcome | {"total_s": time.perf_counter() - started}
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return answer | {"total_s": time.perf_counter() - started}
 
 
 def _attempt(update: Update, engine: RolloutEngine, sender: Sender) -> dict[str, float] | str:
     try:
         report = push(update, engine, sender)
     except Exception as error:  # noqa: BLE001 the other ranks wait for the outcome, whatever it is
-        causes = [error, *_causes(error)]
-        return "\nbecause: ".join(_described(cause) for cause in causes)
+        return "\nbecause: ".join(map(_described, _causes(error)))
     seconds = {f"{phase}_s": value for phase, value in report.seconds.items()}
     return {**seconds, "num_bytes": float(report.num_bytes)}
 
@@ -143,8 +142,7 @@ def _described(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    causes = []
-    while (error := error.__cause__ or error.__context__) is not None:
-        causes.append(error)
-    return causes
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

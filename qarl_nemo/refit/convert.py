@@ -144,7 +144,8 @@ def overwrite(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _convert_as_vllm_does(scratch: nn.Module) -> dict[str, Tensor]:
     shared = {id(buffer) for buffer in scratch._buffers.values()}
-    scratch.quant_method.process_weights_after_loading(scratch)
+    method: Any = scratch.quant_method
+    method.process_weights_after_loading(scratch)
     return {name: tensor.data for name, tensor in _tensors(scratch).items() if id(tensor) not in shared}
 
 
@@ -162,7 +163,7 @@ def _blank_copy(layer: nn.Module, device: torch.device) -> nn.Module:
     return scratch
 
 
-def _materialize(name: str, meta: Tensor, layer: nn.Module, device: torch.device) -> Tensor:
+def _materialize(name: str, meta: Tensor, layer: nn.Module, device: torch.device) -> nn.Parameter:
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     tensor = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)

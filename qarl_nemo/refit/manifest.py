@@ -57,8 +57,10 @@ class Manifest:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, version: int, fmt: str) -> "Manifest":
         """Describe `tensors`; those of a stream are not kept."""
-        layouts, sums = {}, []
+        layouts: dict[str, tuple[tuple[int, ...], str]] = {}
+        sums = []
         for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            # pyrefly: ignore[unsupported-operation] it takes a stream for a mapping from pairs
             layouts[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
             sums.append(checksum_on_device(tensor))
         values = zip(layouts.items(), read_checksums(sums), strict=True)

@@ -16,9 +16,17 @@ Layer = dict[str, Tensor]
 class PublishableWeight(Protocol):
     """What the publisher needs of an aligned weight (`qarl_nemo.layers.weight.AlignedWeight`)."""
 
-    name: str
-    master: nn.Parameter
-    format: QuantFormat
+    @property
+    def name(self) -> str:
+        """Module that owns the masters."""
+
+    @property
+    def master(self) -> nn.Parameter | Sequence[nn.Parameter]:
+        """The master weight, or those of the experts one by one."""
+
+    @property
+    def format(self) -> QuantFormat:
+        """What the engine serves."""
 
     def quantized(self) -> QuantizedWeight:
         """Return the stored tensors of the masters as they are now."""
@@ -133,7 +141,7 @@ class StreamedUpdate:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         for layers in self._passes:
             for _ in layers:
                 pass

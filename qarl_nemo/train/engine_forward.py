@@ -7,7 +7,7 @@ adding them; vLLM's kernels compute in FP32 and round once.
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qarl_nemo.layers.engine_rounding import normalize, rotate
@@ -23,10 +23,10 @@ class EngineNorm(nn.Module):
     Source: vLLM 0.25.1 csrc/libtorch_stable/layernorm_kernels.cu.
     """
 
-    def __init__(self, norm: nn.Module, *, after_add: bool) -> None:
+    def __init__(self, norm: Any, *, after_add: bool) -> None:
         super().__init__()
-        self.weight = norm.weight
-        self.eps = norm.variance_epsilon
+        self.weight: nn.Parameter = norm.weight
+        self.eps: float = norm.variance_epsilon
         self.after_add = after_add
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -40,6 +40,16 @@ class EngineAttention(nn.Module):
     Args:
         attention: the model's attention, whose projections and norms are reused.
     """
+
+    config: PreTrainedConfig
+    layer_idx: int
+    head_dim: int
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()

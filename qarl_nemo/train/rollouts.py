@@ -7,6 +7,7 @@ columns, S = P + R, L routers, k experts per token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class Rollouts:
 
     def select(self, rows: Tensor | slice) -> "Rollouts":
         """Return some of the responses."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return Rollouts(**{name: v[rows] if isinstance(v, Tensor) else v for name, v in values.items()})
 
     def widen(self, num_response_columns: int, pad_id: int) -> "Rollouts":
@@ -64,7 +65,7 @@ class Rollouts:
         assert len({(part.weight_version, part.num_prompt_columns) for part in parts}) == 1
         width = max(part.response_mask.shape[1] for part in parts)
         wide = [part.widen(width, pad_id) for part in parts]
-        joined = {}
+        joined: dict[str, Any] = {}
         for f in fields(Rollouts):
             values = [getattr(part, f.name) for part in wide]
             joined[f.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0]

@@ -187,7 +187,7 @@ def _attention(
     yield "o_proj", _apply(attention.o_proj, tokens, at["attention"])
 
 
-def _mlp(mlp: torch.nn.Module, tokens: _Tokens, at: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _mlp(mlp: Any, tokens: _Tokens, at: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
     if "router" not in at:
         yield "mlp", _apply(mlp, tokens, at["post_norm"]), at["mlp"]
         return

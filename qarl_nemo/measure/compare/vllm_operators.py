@@ -30,7 +30,7 @@ class OperatorRecorder:
         model: what `LLM.apply_model` passes: `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`, run eagerly.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.kept: dict[str, list[Tensor]] = {}
         self._steps = 0
         self._handles: list[Any] = []
@@ -51,7 +51,7 @@ class OperatorRecorder:
         for handle in self._handles:
             handle.remove()
 
-    def _watch_layer(self, index: str, layer: nn.Module) -> None:
+    def _watch_layer(self, index: str, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._watch(layer.input_layernorm, self._keep_norm(f"{index}.input_norm", f"{index}.residual"))
         self._watch(layer.post_attention_layernorm, self._keep_norm(f"{index}.post_norm", f"{index}.post_residual"))

@@ -57,12 +57,11 @@ def start_ranks(device: torch.device, **sizes: int) -> Any:
         The group over which commands are sent.
     """
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    meeting: dict[str, Any] = {}
     if "RANK" not in os.environ:
         meeting = {"store": dist.HashStore(), "rank": rank, "world_size": size}
     elif _STORE in os.environ:
         meeting = {"store": dist.FileStore(os.environ[_STORE], size), "rank": rank, "world_size": size}
-    else:
-        meeting = {}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **meeting)
     parallel_state.initialize_model_parallel(**sizes)
     if device.type == "cuda":
