@@ -9,6 +9,7 @@ Seconds of `make fast` and `make test` are timed by hand, on two cores with noth
 import argparse
 import ast
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -81,15 +82,17 @@ def main() -> None:
     parser.add_argument("--test-s", type=float, help="seconds of `make test`")
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/house.json")
     options = parser.parse_args()
-    figures = measure()
-    timed = (("fast_s", options.fast_s, 60), ("test_s", options.test_s, 360))
-    figures += [Figure(name, value, "s", "<=", goal) for name, value, goal in timed if value is not None]
-    for figure in figures:
+    by_command = {"make house": measure()}
+    for name, seconds, goal in (("fast", options.fast_s, 60), ("test", options.test_s, 360)):
+        if seconds is not None:
+            by_command[f"make {name}"] = [Figure(f"{name}_s", seconds, "s", "<=", goal)]
+    for figure in chain.from_iterable(by_command.values()):
         goal = "" if figure.goal is None else f"{figure.op} {figure.goal:g}"
         print(f"{figure.name:22} {figure.value:>8g} {figure.unit:6} {goal}")
     if options.record:
-        rows = result_rows(figures, hardware=hardware("cpu"), versions=versions(), command="make house")
-        append_results(options.record, rows)
+        machine, packages = hardware("cpu"), versions()
+        for command, figures in by_command.items():
+            append_results(options.record, result_rows(figures, hardware=machine, versions=packages, command=command))
 
 
 if __name__ == "__main__":
