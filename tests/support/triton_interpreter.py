@@ -5,6 +5,7 @@ twice in a fused multiply-add; torch rounds as the hardware does. Import this mo
 """
 
 import os
+from types import SimpleNamespace
 
 import torch
 
@@ -58,7 +59,17 @@ def _fma(self, x, y, z):
     return interpreter.TensorHandle((exact + z.data).astype(z.data.dtype), z.dtype.scalar)
 
 
-_patch_lang_tensor = interpreter._patch_lang_tensor
+_patch_lang, _patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+
+
+def _patch_language(_):
+    # All that a device function may call, so that it need not be patched once more for each call of one.
+    return _patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+def _call_device_function(self, *args, **kwargs):
+    # The interpreter's patches the language again, which takes nine tenths of the time of these kernels.
+    return self.rewrite()(*args, **kwargs)
 
 
 def _patch_tensor(tensor, scope):
@@ -68,7 +79,8 @@ def _patch_tensor(tensor, scope):
 
 
 if INTERPRETED:
-    interpreter._patch_lang_tensor = _patch_tensor
+    interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_language, _patch_tensor
+    interpreter.InterpretedFunction.__call__ = _call_device_function
     for name in ("cast_impl", "create_fp_to_fp"):
         setattr(interpreter.InterpreterBuilder, name, _cast)
     interpreter.InterpreterBuilder.create_dot = _dot
