@@ -1,9 +1,6 @@
 """Checkpoints that Megatron-core itself wrote, converted: the model computes what Megatron-core's computed."""
 
 import json
-import socket
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -13,7 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
-from support.programs import environment
+from support.programs import run_program
 
 HAS_MEGATRON = find_spec("megatron") is not None
 pytestmark = [
@@ -40,26 +37,19 @@ CONFIG = Qwen3MoeConfig(
 # FP32 on both sides; gate and up exchanged move logits by more than 0.01.
 TOLERANCE = 1e-5
 LAYOUTS = {
-    "TP2 x EP2 x ETP2": (
+    "tp2_ep2_etp2": (
         4,
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
     ),
-    "PP2 x EP2": (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    "pp2_ep2": (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
 }
 
 
-def save_ranks(num_ranks, **job):
-    """Run the ranks of a job."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = json.dumps({"config": CONFIG.to_dict() | {"num_local_experts": CONFIG.num_experts}} | job)
-    command = [sys.executable, "-W", "ignore", "-m", "support.megatron.run_save", job]
-    settings = environment(CUDA_DEVICE_MAX_CONNECTIONS="1")
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), str(port)], env=settings) for rank in range(num_ranks)
-    ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0] * num_ranks
+def save_models(*jobs):
+    """Let Megatron-core build and save models, one job after another in a process of its own."""
+    config = CONFIG.to_dict() | {"num_local_experts": CONFIG.num_experts}
+    jobs = [{"config": config, "ranks": 1, "parallel": {}} | job for job in jobs]
+    run_program("megatron.run_save", json.dumps(jobs), CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 def convert(source, destination, **changes):
@@ -82,42 +72,50 @@ def logits_gap(folder, expected, *, exchange=False):
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """What one rank saved, its logits, and the converted weights."""
-    folder = tmp_path_factory.mktemp("one")
-    save_ranks(1, parallel={}, save=str(folder / "megatron"), logits=str(folder / "logits.pt"))
-    return folder, torch.load(folder / "logits.pt"), convert(folder / "megatron", folder / "out")
+def saved(tmp_path_factory):
+    """Where everything lies that one process saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    layouts = [
+        {"ranks": ranks, "parallel": parallel, "load": f"{folder}/one_rank", "save": f"{folder}/{name}"}
+        for name, (ranks, parallel) in LAYOUTS.items()
+    ]
+    save_models(
+        {"save": f"{folder}/one_rank", "logits": f"{folder}/one_rank.pt"},
+        *layouts,
+        {"save": f"{folder}/each_expert", "metadata": {"singleton_local_shards": True}},
+        {"save": f"{folder}/some_dense", "moe_layer_freq": [0, 1], "logits": f"{folder}/some_dense.pt"},
+    )
+    return folder
 
 
-def test_transformers_computes_megatrons_logits(one_rank):
-    folder, expected, _ = one_rank
-    assert logits_gap(folder / "out", expected) < TOLERANCE
-    assert logits_gap(folder / "out", expected, exchange=True) > 1e-2
+@pytest.fixture(scope="module")
+def one_rank(saved):
+    """The converted weights of what one rank saved."""
+    return convert(saved / "one_rank", saved / "one_rank_out")
+
+
+def test_transformers_computes_megatrons_logits(saved, one_rank):
+    expected = torch.load(saved / "one_rank.pt")
+    assert logits_gap(saved / "one_rank_out", expected) < TOLERANCE
+    assert logits_gap(saved / "one_rank_out", expected, exchange=True) > 1e-2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_converts_to_the_same_weights(layout, one_rank, tmp_path):
-    folder, _, expected = one_rank
-    num_ranks, parallel = LAYOUTS[layout]
-    save_ranks(num_ranks, parallel=parallel, load=str(folder / "megatron"), save=str(tmp_path / "megatron"))
-    assert len(list((tmp_path / "megatron").glob("__3_*.distcp"))) > 0
-    found = convert(tmp_path / "megatron", tmp_path / "out")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+def test_every_layout_converts_to_the_same_weights(layout, saved, one_rank, tmp_path):
+    assert len(list((saved / layout).glob("__3_*.distcp"))) > 0
+    found = convert(saved / layout, tmp_path / "out")
+    assert found.keys() == one_rank.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in one_rank.items())
 
 
-def test_keys_of_each_expert_convert_to_the_same_weights(one_rank, tmp_path):
-    _, _, expected = one_rank
-    save_ranks(1, parallel={}, metadata={"singleton_local_shards": True}, save=str(tmp_path / "megatron"))
-    found = convert(tmp_path / "megatron", tmp_path / "out")
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+def test_keys_of_each_expert_convert_to_the_same_weights(saved, one_rank, tmp_path):
+    found = convert(saved / "each_expert", tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in one_rank.items())
 
 
-def test_dense_layers_between_sparse_ones_compute_megatrons_logits(tmp_path):
-    logits = tmp_path / "logits.pt"
-    save_ranks(1, parallel={}, moe_layer_freq=[0, 1], save=str(tmp_path / "megatron"), logits=str(logits))
-    convert(tmp_path / "megatron", tmp_path / "out", mlp_only_layers=[0])
-    assert logits_gap(tmp_path / "out", torch.load(logits)) < TOLERANCE
+def test_dense_layers_between_sparse_ones_compute_megatrons_logits(saved, tmp_path):
+    convert(saved / "some_dense", tmp_path / "out", mlp_only_layers=[0])
+    assert logits_gap(tmp_path / "out", torch.load(saved / "some_dense.pt")) < TOLERANCE
 
 
 @pytest.mark.skipif(HAS_MEGATRON and find_spec("megatron.bridge") is None, reason="needs megatron-bridge")
@@ -125,7 +123,7 @@ def test_a_model_comes_back_from_bridge_bit_for_bit(tmp_path):
     hf = tmp_path / "hf"
     Qwen3MoeForCausalLM(CONFIG).save_pretrained(hf)
     # One rank: of experts without Transformer-Engine, Bridge 0.3.1 gives every expert-parallel rank the first ones.
-    save_ranks(1, parallel={}, hf_model=str(hf), save=str(tmp_path / "megatron"))
+    save_models({"hf_model": str(hf), "save": str(tmp_path / "megatron")})
     found, expected = convert(tmp_path / "megatron", tmp_path / "out"), load_file(hf / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -1,8 +1,8 @@
-"""One rank that builds a Megatron-core GPTModel on a CPU and saves it; started by test_convert_megatron.py.
+"""Build Megatron-core GPTModels on a CPU and save them: `... JOBS`, one job after another, each on ranks of its own.
 
-Arguments: a JSON job, the rank, the number of ranks and a port. The job has `config` (a Hugging Face config),
-`parallel` (keywords of initialize_model_parallel), `save`, and optionally `load`, `hf_model` (loaded by
-Megatron-Bridge), `logits`, `metadata` and `moe_layer_freq`.
+JOBS is a JSON list. A job has `config` (a Hugging Face config), `ranks`, `parallel` (keywords of
+initialize_model_parallel), `save`, and optionally `load`, `hf_model` (loaded by Megatron-Bridge), `logits`, `metadata`
+and `moe_layer_freq`.
 """
 
 import contextlib
@@ -13,17 +13,26 @@ import types
 from pathlib import Path
 
 import torch
+import torch.multiprocessing as mp
 
 
 def main():
-    """Build or load, compute logits if asked, save."""
-    job, (rank, num_ranks, port) = json.loads(sys.argv[1]), map(int, sys.argv[2:5])
+    """Import once, then fork the ranks of each job."""
     torch.set_num_threads(1)
     pretend_cuda()
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
+    from megatron.core import dist_checkpointing  # noqa: F401
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401
+
+    for job in json.loads(sys.argv[1]):
+        mp.start_processes(save, args=(job,), nprocs=job["ranks"], start_method="fork")
+
+
+def save(rank, job):
+    """Build or load, compute logits if asked, save."""
     from megatron.core import dist_checkpointing, parallel_state
 
+    store = f"file://{job['save']}.store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=job["ranks"])
     parallel_state.initialize_model_parallel(**job["parallel"])
     model = build(job)
     metadata = job.get("metadata", {})

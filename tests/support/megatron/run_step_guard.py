@@ -14,25 +14,26 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from support.megatron import on_cpu
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from qarl_nemo.losses.nonfinite import NonFinite
+from qarl_nemo.megatron.step_guard import StepGuard
+
 
 def rank_facts(rank: int, folder: str) -> None:
     """Run one rank as on a GPU."""
-    from support.megatron import on_cpu
-
     with on_cpu.CudaMeansCpu():
         write_facts(rank, folder)
 
 
 def write_facts(rank: int, folder: str) -> None:
     """Step with good and with broken gradients, and write what happened."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from qarl_nemo.losses.nonfinite import NonFinite
-    from qarl_nemo.megatron.step_guard import StepGuard
-
     store = f"file://{folder}/store"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -82,4 +83,5 @@ def write_facts(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(rank_facts, args=(sys.argv[1],), nprocs=2)
+    # Forked, so that Megatron is imported once.
+    mp.start_processes(rank_facts, args=(sys.argv[1],), nprocs=2, start_method="fork")

@@ -9,6 +9,8 @@ pytest.importorskip("megatron", reason="needs megatron-core")
 from qarl_nemo.losses.nonfinite import NonFinite, cause_of
 from support.programs import run_program
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
