@@ -19,6 +19,9 @@ SITE := $(VENV)/.site
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+# What trains no model and interprets no kernel.
+FAST := $(addprefix tests/unit/,cluster losses metrics nemo_rl test_*.py)
 # What computes in floating point on a CPU, and is compared within a tolerance.
 NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_forward.py unit/train/test_learner.py \
 	unit/train/test_master_optimizer.py unit/train/test_sampler_alignment.py unit/train/test_sampler_decoding.py \
@@ -26,7 +29,7 @@ NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_fo
 	integration/test_run_variants.py)
 CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.train.vllm.host
 
-.PHONY: help demo demo-packed demo-vllm compare bench test test-numerics test-vllm campaign campaign-short style house hooks docs format clean
+.PHONY: help demo demo-packed demo-vllm compare bench fast test test-slow test-numerics test-vllm campaign campaign-short style house hooks docs format clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -50,8 +53,14 @@ bench: $(RUN) ## Measure quantization error and the engine, into docs/
 	$(BIN)/python tools/bench/embedded_engine.py --record docs/results/bench.json
 	$(BIN)/python tools/render_results.py
 
-test: $(DEV) ## Run all tests; those that need a GPU or vLLM skip without one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+fast: style ## Check style and run the tests that need no engine, in a minute
+	$(PYTEST) -m "not slow" $(FAST)
+
+test: $(DEV) ## Run the tests, in minutes; those that need a GPU or vLLM skip without one
+	$(PYTEST) -m "not slow"
+
+test-slow: $(DEV) ## Run the tests that take more than ten seconds each
+	$(PYTEST) -m slow
 
 # Other instructions sum in another order, and two threads in yet another: no tolerance may depend on either.
 test-numerics: $(DEV) ## Run the tests that compare within a tolerance again, with other instructions and threads

@@ -61,6 +61,7 @@ def start_and_kill(config: Path, run_dir: Path, step: int) -> int:
     return metrics.read_bytes().count(b"\n")
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_metrics(uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     blocks = {"grpo": {"max_num_steps": LONG}, "checkpointing": {"save_period": 4}}

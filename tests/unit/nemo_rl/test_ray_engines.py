@@ -25,6 +25,7 @@ from qarl_nemo.refit.push import push, serving_version  # noqa: E402
 from qarl_nemo.refit.send import CollectiveSender  # noqa: E402
 from support.asserts import assert_bitwise_equal  # noqa: E402
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 NAMES = {"model.layers.0.mlp.experts.down_proj.weight_packed": torch.int32, "model.norm.weight": torch.bfloat16}
 
