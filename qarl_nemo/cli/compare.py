@@ -18,9 +18,7 @@ def compare(
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
     targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
-    engine: Annotated[
-        str, typer.Option(help="packed (built in, any machine) or vllm (in its own process).")
-    ] = "packed",
+    engine: Annotated[str, typer.Option(help="packed (built in, any machine) or vllm (own process).")] = "packed",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="bfloat16, or float32 with the packed engine.")] = "bfloat16",
     attention: Annotated[str, typer.Option(help="The learner's kernel: torch, or engine, vLLM's own.")] = "torch",
