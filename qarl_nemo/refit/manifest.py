@@ -55,14 +55,14 @@ class Manifest:
     records: dict[str, TensorRecord]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, version: int, fmt: str) -> "Manifest":
-        """Describe `tensors`; those of a stream are not kept."""
+    def of(cls, layers: Iterable[Mapping[str, Tensor]], *, version: int, fmt: str) -> "Manifest":
+        """Describe the tensors of these layers; those of a stream are not kept."""
         layouts: dict[str, tuple[tuple[int, ...], str]] = {}
         sums = []
-        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            # pyrefly: ignore[unsupported-operation] it takes a stream for a mapping from pairs
-            layouts[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
-            sums.append(checksum_on_device(tensor))
+        for layer in layers:
+            for name, tensor in layer.items():
+                layouts[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
+                sums.append(checksum_on_device(tensor))
         values = zip(layouts.items(), read_checksums(sums), strict=True)
         return cls(version, fmt, {name: TensorRecord(*layout, value) for (name, layout), value in values})
 

@@ -62,8 +62,7 @@ class RefitUpdate:
             The update and its manifest.
         """
         held = [dict(layer) for layer in layers]
-        named = (item for layer in held for item in layer.items())
-        return cls(Manifest.of(named, version=version, fmt=fmt.name), held)
+        return cls(Manifest.of(held, version=version, fmt=fmt.name), held)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -114,8 +113,7 @@ class StreamedUpdate:
         rehearsed: bool = False,
         lend: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
     ) -> None:
-        named = (item for layer in stream() for item in layer.items())
-        self.manifest = Manifest.of(named, version=version, fmt=fmt.name)
+        self.manifest = Manifest.of(stream(), version=version, fmt=fmt.name)
         self.rehearsed = rehearsed
         self._passes = [lend(stream()) for _ in range(2 if rehearsed else 1)]
         self._num_begun = 0

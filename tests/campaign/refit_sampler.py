@@ -78,7 +78,7 @@ class _Engine:
         """Return an update as the next version."""
         self.version += 1
         return RefitUpdate(
-            Manifest.of(self.tensors[name], version=self.version, fmt=_FORMAT.name), [self.tensors[name]]
+            Manifest.of([self.tensors[name]], version=self.version, fmt=_FORMAT.name), [self.tensors[name]]
         )
 
     def respond(self) -> tuple[Tensor, Tensor]:

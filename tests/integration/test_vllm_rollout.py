@@ -133,7 +133,7 @@ def test_a_refit_that_is_not_whole_is_refused_before_the_first_weight(trainer):
     tensors[PACKED] = tensors[PACKED][:3].contiguous()
     tensors[SCALE] = tensors[SCALE].float()
     tensors["model.layers.9.extra.weight"] = torch.zeros(2)
-    own = Manifest.of(tensors, version=version + 1, fmt="w4a8")
+    own = Manifest.of([tensors], version=version + 1, fmt="w4a8")
     for manifest in (published(trainer).manifest, own):
         with pytest.raises(ValueError, match=f"refused, the engine keeps serving version {version}") as raised:
             trainer.sampler.load(RefitUpdate(manifest, [tensors]))

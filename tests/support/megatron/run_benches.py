@@ -63,7 +63,7 @@ def streamed() -> dict[str, bool]:
     with parallel(layout):
         model = publish.gpt_model(ARCHITECTURE, transformer_config(ARCHITECTURE, layout), alignment, with_output=True)
         whole = dict(published([model], vocab_size=64))
-        manifest = Manifest.of(whole, version=0, fmt="w4a16")
+        manifest = Manifest.of([whole], version=0, fmt="w4a16")
         with publish_update([model], alignment.format, vocab_size=64, version=0) as update:
             # One rank's push ends half-way, the others' never began; no rank waits for another in the end.
             sent = next(update.layer_by_layer()) if dist.get_rank() == 0 else {}

@@ -197,7 +197,9 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
     def add(name: str, changes: dict[str, Any], offending: list[str], *, announced: bool) -> None:
         tensors = {key: value for key, value in (update.tensors | changes).items() if value is not None}
         manifest = (
-            Manifest.of(tensors, version=update.manifest.version, fmt=rig.format.name) if announced else update.manifest
+            Manifest.of([tensors], version=update.manifest.version, fmt=rig.format.name)
+            if announced
+            else update.manifest
         )
         cases[name] = RefitUpdate(manifest, [tensors]), offending
 

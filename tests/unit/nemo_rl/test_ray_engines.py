@@ -76,7 +76,7 @@ def engines():
 
 def update_of(version):
     tensors = {name: (torch.rand(4, 6) * 100).to(dtype) for name, dtype in NAMES.items()}
-    return RefitUpdate(Manifest.of(tensors, version=version, fmt="w4a16"), [tensors])
+    return RefitUpdate(Manifest.of([tensors], version=version, fmt="w4a16"), [tensors])
 
 
 def test_every_rank_of_every_engine_serves_the_same_bytes(engines):

@@ -44,7 +44,7 @@ class Sender(FileSender):
 
 def test_a_whole_refit_is_reported_and_given_back(learner, engine, tmp_path):
     sender = Sender(tmp_path, timeout_s=60)
-    update = RefitUpdate(Manifest.of(TENSORS, version=1, fmt="bf16"), [TENSORS])
+    update = RefitUpdate(Manifest.of([TENSORS], version=1, fmt="bf16"), [TENSORS])
     assert push_from_all(update, engine, sender)["num_bytes"] == 20
     assert sender.released >= 1
     assert serving_version(engine, timeout_s=60) == 1
@@ -53,7 +53,7 @@ def test_a_whole_refit_is_reported_and_given_back(learner, engine, tmp_path):
 def test_a_dead_rank_is_the_reason_and_what_came_of_it_stands_behind(learner, engine, tmp_path):
     sender = Sender(tmp_path, timeout_s=60)
     sender.kills = 1
-    update = RefitUpdate(Manifest.of(TENSORS, version=1, fmt="bf16"), [TENSORS])
+    update = RefitUpdate(Manifest.of([TENSORS], version=1, fmt="bf16"), [TENSORS])
     with pytest.raises(
         RuntimeError, match=r"^(EOFError|BrokenPipeError|ConnectionResetError)(.|\n)*aborting failed, too"
     ):
@@ -83,7 +83,7 @@ def test_a_learner_that_cannot_go_on_does_not_hide_the_reason(learner, engine, t
 
 def test_a_stopped_engine_ends_the_refit_in_time(learner, engine, tmp_path):
     sender = Sender(tmp_path, timeout_s=2.0)
-    update = RefitUpdate(Manifest.of(TENSORS, version=1, fmt="bf16"), [TENSORS])
+    update = RefitUpdate(Manifest.of([TENSORS], version=1, fmt="bf16"), [TENSORS])
     with engine.stopped(0), pytest.raises(RuntimeError, match=r"TimeoutError: .* did not answer within 2 s"):
         push_from_all(update, engine, sender)
     push_from_all(update, engine, Sender(tmp_path, timeout_s=60))

@@ -125,7 +125,7 @@ def problems_of(manifest, arrived):
 
 
 def test_a_manifest_records_every_tensor(tensors):
-    manifest = Manifest.of(tensors, version=7, fmt="w4a16")
+    manifest = Manifest.of([tensors], version=7, fmt="w4a16")
     assert (manifest.version, manifest.format, list(manifest.records)) == (7, "w4a16", list(tensors))
     scale = tensors["q_proj.weight_scale"]
     assert manifest.records["q_proj.weight_scale"] == TensorRecord((4, 2), "bfloat16", checksum(scale))
@@ -135,7 +135,8 @@ def test_a_manifest_records_every_tensor(tensors):
 
 
 def test_every_problem_is_listed_at_once(tensors):
-    manifest = Manifest.of(tensors | {"o_proj.weight": torch.ones(2), "bias": torch.ones(2)}, version=1, fmt="w4a16")
+    layers = [tensors, {"o_proj.weight": torch.ones(2), "bias": torch.ones(2)}]
+    manifest = Manifest.of(layers, version=1, fmt="w4a16")
     arrived = {name: tensor.clone() for name, tensor in tensors.items() if name != "empty"}
     arrived["extra.weight"] = torch.zeros(1)
     arrived["q_proj.weight_packed"] = arrived["q_proj.weight_packed"].view(8, 4)
@@ -153,7 +154,7 @@ def test_every_problem_is_listed_at_once(tensors):
 
 
 def test_any_flipped_byte_of_an_update_is_found(tensors):
-    manifest = Manifest.of(tensors, version=1, fmt="w4a16")
+    manifest = Manifest.of([tensors], version=1, fmt="w4a16")
     for name, tensor in tensors.items():
         for byte in range(0, tensor.nbytes, 5):
             broken = tensor.clone()
@@ -164,13 +165,13 @@ def test_any_flipped_byte_of_an_update_is_found(tensors):
 
 def test_two_tensors_that_change_places_are_found():
     tensors = {"a": torch.ones(4), "b": torch.zeros(4)}
-    manifest = Manifest.of(tensors, version=1, fmt="bf16")
+    manifest = Manifest.of([tensors], version=1, fmt="bf16")
     assert len(problems_of(manifest, {"a": tensors["b"], "b": tensors["a"]})) == 2
 
 
 def test_the_engines_layout_is_compared_whole(tensors):
     expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    manifest = Manifest.of(tensors, version=1, fmt="bf16")
+    manifest = Manifest.of([tensors], version=1, fmt="bf16")
     assert manifest.layout_problems(expected) == []
     expected["o_proj.weight"] = ((2,), torch.float32)
     expected["norm.weight"] = ((8,), torch.bfloat16)

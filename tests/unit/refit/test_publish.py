@@ -121,7 +121,7 @@ def test_the_manifest_describes_the_update(fmt):
     block = Block(fmt, torch.bfloat16)
     block.changes.bump()
     update = block.publish(fmt)
-    assert update.manifest == Manifest.of(update.tensors, version=1, fmt=fmt.name)
+    assert update.manifest == Manifest.of([update.tensors], version=1, fmt=fmt.name)
     assert update.contradictions() == []
 
 

@@ -17,7 +17,7 @@ STRANGER = "model.stranger"
 def update_of(version: int) -> RefitUpdate:
     generator = torch.Generator().manual_seed(version)
     tensors = {name: torch.rand(4, 6, generator=generator) for name in NAMES}
-    return RefitUpdate(Manifest.of(tensors, version=version, fmt="bf16"), [tensors])
+    return RefitUpdate(Manifest.of([tensors], version=version, fmt="bf16"), [tensors])
 
 
 def begin(session, update, *, rehearsed=False):

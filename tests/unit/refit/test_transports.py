@@ -70,7 +70,7 @@ def update() -> RefitUpdate:
         "model.norm.weight": torch.rand(7).bfloat16(),
         "scalar": torch.tensor(3.0),
     }
-    return RefitUpdate(Manifest.of(tensors, version=3, fmt="w4a16"), [tensors])
+    return RefitUpdate(Manifest.of([tensors], version=3, fmt="w4a16"), [tensors])
 
 
 def arrived(incoming):

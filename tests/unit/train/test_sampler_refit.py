@@ -25,7 +25,7 @@ def engine():
 
 def described(tensors, *, version=5, fmt="w4a16") -> RefitUpdate:
     """An update whose manifest agrees with its tensors: only the engine can refuse it."""
-    return RefitUpdate(Manifest.of(tensors, version=version, fmt=fmt), [tensors])
+    return RefitUpdate(Manifest.of([tensors], version=version, fmt=fmt), [tensors])
 
 
 def flip_one_bit(tensor: torch.Tensor) -> torch.Tensor:
