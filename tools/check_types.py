@@ -1,4 +1,4 @@
-"""Check types, and hold each room's errors against the counts in tools/type_errors.json; what is not there has none.
+"""Check types, and compare each room's errors with tools/type_errors.json; a room not listed there may have none.
 
 python tools/check_types.py            # fails where there are more errors than recorded, and shows them
 python tools/check_types.py --record   # writes the counts down; they only fall

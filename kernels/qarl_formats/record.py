@@ -1,4 +1,4 @@
-"""What is known of one number format: its arithmetic, its storage, and how vLLM 0.25.1 serves it."""
+"""The record of one number format: its arithmetic, its storage, and how vLLM 0.25.1 serves it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

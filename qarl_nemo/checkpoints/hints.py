@@ -14,7 +14,7 @@ def lfs_hint(path: Path) -> str:
         path: the file.
 
     Returns:
-        What to do, empty if it is no such file.
+        What to do, empty if it is not one.
     """
     try:
         if not path.is_file():

@@ -20,7 +20,7 @@ def require_loadable(config: Mapping[str, Any], place: str) -> None:
         place: its path, for the error.
 
     Raises:
-        FileError: a value has the wrong type or is no finite number, or transformers knows no model of this kind.
+        FileError: a value has the wrong type or is not finite, or transformers does not know this kind of model.
     """
     wrong = [f"{key}={value}" for key, value in _numbers(config, "") if not _is_finite(value)]
     wrong += [f"{key}={value}" for key, value in _numbers(config, "") if key.endswith(_POSITIVE) and value <= 0]

@@ -1,4 +1,4 @@
-"""From a YAML file and the command line's overrides to a checked config."""
+"""Makes a checked config from a YAML file and the command line's overrides."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
 
 
 def _resolve(values: dict[str, Any], path: Path) -> Any:
-    """Put in what `${...}` refers to, unless the whole would grow without bound."""
+    """Replace every `${...}` by what it refers to, unless the result would grow without bound."""
     if _Size(values).of(values, ()) > _MAX_CHARS:
         raise ConfigError(f"{path}: with every ${{...}} filled in, it would have more than {_MAX_CHARS} characters")
     try:
@@ -50,7 +50,7 @@ def _resolve(values: dict[str, Any], path: Path) -> Any:
 
 
 class _Size:
-    """How long values are once every `${...}` stands for what it refers to; each is measured once."""
+    """The lengths of values once every `${...}` is replaced by what it refers to; each is measured once."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -61,13 +61,13 @@ class _Size:
 
         Args:
             value: as parsed.
-            keys: where it stands.
+            keys: its place in the config.
 
         Returns:
             Its length, characters and values together.
         """
         if keys not in self.known:
-            self.known[keys] = 0  # A circle ends here; OmegaConf names it.
+            self.known[keys] = 0  # Ends a circular reference, which OmegaConf then names.
             self.known[keys] = self._measure(value, keys)
         return self.known[keys]
 

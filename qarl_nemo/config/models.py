@@ -25,7 +25,7 @@ def annotations(keys: list[str], models: list[type[BaseModel]]) -> list[Any]:
 
     Args:
         keys: the dotted key's parts.
-        models: the blocks that the first part may lie in.
+        models: the blocks that may hold the first part.
 
     Returns:
         The types; none for an unknown key, or no key.
@@ -47,7 +47,7 @@ def all_keys(models: list[type[BaseModel]], above: tuple[str, ...] = ()) -> Iter
 
     Args:
         models: the blocks.
-        above: where they stand.
+        above: the keys of their place in the config.
 
     Yields:
         The parts of each dotted key.
@@ -65,7 +65,7 @@ def discriminator(members: list[type[BaseModel]]) -> str | None:
         members: the models of one key.
 
     Returns:
-        The key whose value is one word in each member; None where there is one member, or no such key.
+        The key with a single legal word in each member; None if there is only one member, or no such key.
     """
     if len(members) < 2:
         return None
@@ -74,7 +74,7 @@ def discriminator(members: list[type[BaseModel]]) -> str | None:
 
 
 def tag(member: type[BaseModel], key: str) -> str | None:
-    """Return the one value that a key of a block may have; None where it may have others.
+    """Return the only value that a key of a block may have; None if it may have others.
 
     Args:
         member: the block.

@@ -1,4 +1,4 @@
-"""`a.b=c` of the command line: values read by the type of their key, and blocks that change their kind."""
+"""The command line's `a.b=c` overrides: values are read by their key's type, and a block may change its kind."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +19,11 @@ from qarl_nemo.config.yaml_file import check_yaml_size, merge_mappings
 def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: type[BaseModel]) -> dict[str, Any]:
     """Apply `a.b=c` assignments; as in a file, `a._override_=true` empties block `a` first.
 
-    Values are YAML, but text stays text where the key holds text. A block that an assignment makes another kind of
-    block (`loss_fn.objective=gspo`) loses those keys of the file that only the other kinds have.
+    Values are YAML, but text stays text if the key holds text. If an assignment turns a block into another kind
+    (`loss_fn.objective=gspo`), the file's keys that only other kinds have are dropped.
 
     Args:
-        config: where they apply.
+        config: the config they apply to.
         overrides: the assignments, in order.
         model: the pydantic model of the whole config.
 
@@ -63,7 +63,7 @@ def _assignment(text: str, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _is_text(value: str, kinds: list[Any]) -> bool:
-    """Tell whether a key of these types takes a value as it is written; one in quotes is YAML, as is a null."""
+    """Tell whether a key of these types takes a value as it is written; quoted text and null are read as YAML."""
     holds = {part for kind in kinds for part in (get_args(kind) if isinstance(kind, UnionType) else (kind,))}
     if not holds or not holds <= {str, Path, type(None)}:
         return False
@@ -77,7 +77,7 @@ def _nested(keys: list[str], value: Any) -> dict[str, Any]:
 def _without_meaningless(
     values: Mapping[str, Any], said: Mapping[str, Any], models: list[type[BaseModel]]
 ) -> dict[str, Any]:
-    """Leave out what a file says and an assignment made meaningless; what the command line says itself stays."""
+    """Drop the file's keys that an assignment has made meaningless; those of the command line stay."""
     kind = discriminator(models)
     chosen = [member for member in models if kind and tag(member, kind) == said.get(kind)]
     dropped = _foreign_keys(models, chosen[0]) if chosen else set()

@@ -10,12 +10,12 @@ from qarl_nemo.config.models import all_keys, annotations, models_in
 
 _MAX_LINES = 40
 _MAX_CHARS = 80
-# Below, a similar name is more often another thing than a slip of the pen.
+# Below this similarity, a name is more often something else than a typo.
 _SLIP, _SLIP_ELSEWHERE = 0.6, 0.8
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; the message lists every problem."""
+    """The config cannot be used; the message lists every problem."""
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -46,11 +46,11 @@ def validate(values: Any, model: type[Model], *, source: str) -> Model:
 
 
 def hint(wrong: str, legal: Sequence[str]) -> str:
-    """Return what was probably meant, if anything is near, and what is legal.
+    """Return what was probably meant, if anything is similar, and what is legal.
 
     Args:
-        wrong: what a user wrote.
-        legal: what may stand there.
+        wrong: what the user wrote.
+        legal: the legal names.
 
     Returns:
         `did you mean 'x'? legal here: x, y`.
@@ -71,7 +71,7 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
         meant = "" if _guess(location[-1], legal) else _elsewhere(location, model)
         return f"unknown key {dotted!r}: {meant}{hint(location[-1], legal)}"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
-        # Named by a key, or by the function that reads it, which is called like the key.
+        # The discriminator is a key, or a function with the key's name.
         key = problem["ctx"]["discriminator"].strip("'()")
         if kind == "union_tag_not_found":
             legal = [word for held in models for word in get_args(held.model_fields[key].annotation)]
@@ -87,7 +87,7 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
 
 
 def _elsewhere(location: list[str], model: type[BaseModel]) -> str:
-    """Look for a key in other blocks: of the same name, of the same initials (`learning_rate`, `lr`), or misspelled."""
+    """Look for a key in other blocks: with the same name or initials (`learning_rate`, `lr`), or misspelled."""
     wrong = location[-1]
     keys = [key for key in dict.fromkeys(all_keys([model])) if key != tuple(location)]
     initials = "".join(word[0] for word in wrong.split("_") if word) if "_" in wrong else ""
@@ -95,7 +95,7 @@ def _elsewhere(location: list[str], model: type[BaseModel]) -> str:
     if not found:
         names = difflib.get_close_matches(wrong[:_MAX_CHARS], {key[-1] for key in keys}, n=1, cutoff=_SLIP_ELSEWHERE)
         found = [key for key in keys if key[-1] in names]
-    # Those in the block that was named first.
+    # First those in the block that the user named.
     found.sort(key=lambda key: key[0] != location[0])
     return f"did you mean {' or '.join(repr('.'.join(key)) for key in found[:3])}? " if found else ""
 
@@ -115,7 +115,7 @@ def _follow(location: list[str], model: type[BaseModel]) -> tuple[list[str], lis
             m for held in models if part in held.model_fields for m in models_in(held.model_fields[part].annotation)
         ]
         if tagged and not inside and depth + 1 < len(location):
-            # pydantic names a union's member by its tag (`loss_fn.tbpo.clip_low`), which the user's path does not hold.
+            # pydantic inserts a union member's tag (`loss_fn.tbpo.clip_low`), which is not in the user's path.
             models = tagged
             continue
         keys.append(part)

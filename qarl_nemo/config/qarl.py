@@ -38,7 +38,7 @@ class QarlConfig(StrictModel):
     @field_validator("format")
     @classmethod
     def format_is_known(cls, name: str) -> str:
-        """Refuse other names with the nearest legal one."""
+        """Refuse an unknown name and suggest the nearest legal one."""
         if find_format(name) is None:
             legal = hint(name, list(FORMAT_NAMES))
             raise ValueError(f"unknown format {name[:80]!r}: {legal}, and w2a16 .. w8a16 to experiment")
@@ -47,7 +47,7 @@ class QarlConfig(StrictModel):
     @field_validator("targets", mode="before")
     @classmethod
     def targets_may_have_commas(cls, value: object) -> object:
-        """Take `experts,attention` as the command line's options do."""
+        """Accept `experts,attention`, as the command line's options do."""
         return [target.strip() for target in value.split(",")] if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -76,6 +76,6 @@ class QarlConfig(StrictModel):
 
     @classmethod
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:
-        """Return the options of integer formats where the command line takes another format."""
+        """Return the options of integer formats if the command line chooses another format."""
         fmt = find_format(str(said.get("format", DEFAULT_FORMAT)))
         return set() if fmt and fmt.group_sizes else {"group_size", "scale_convention"}

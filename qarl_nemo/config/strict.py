@@ -1,4 +1,4 @@
-"""What every config block is: unknown keys and values outside their bounds are errors, nothing is rewritten."""
+"""The base of every config block: unknown keys and values out of bounds are errors, and nothing is rewritten."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,14 @@ class StrictModel(BaseModel):
 
     @classmethod
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:  # noqa: ARG003 blocks that have some look at it
-        """Return the keys that mean nothing beside what the command line says of this block.
+        """Return the keys that mean nothing once the command line has set others of this block.
 
-        A file may hold them for what it said itself, so the command line takes them away.
+        They made sense with what the file says, so they are dropped instead of refused.
 
         Args:
-            said: keys and values of the command line.
+            said: the command line's keys and values.
 
         Returns:
-            None, unless a block says otherwise.
+            The keys; none unless a block overrides this.
         """
         return set()

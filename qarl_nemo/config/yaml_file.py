@@ -1,4 +1,4 @@
-"""Read a YAML file with its `defaults:`, in bounded time and memory whatever it holds."""
+"""Reads a YAML file with its `defaults:`, in bounded time and memory whatever it holds."""
 
 import io
 import os
@@ -15,10 +15,10 @@ from qarl_nemo.files import FileError, read_text
 
 # Arms of a comparison are merged onto the rest of the config later, so their `_override_` marks must survive.
 _MERGED_LATER = ("arms",)
-# NeMo-RL's largest config has 20 kB, 400 values and 6 levels, and builds on 3 others.
+# For comparison: NeMo-RL's largest config has 20 kB, 400 values and 6 levels, and builds on 3 others.
 _MAX_CHARS, _MAX_VALUES, _MAX_LEVELS, _MAX_FILES = 1 << 18, 20_000, 40, 20
 
-# libyaml's, which parses a hundred times as fast, where PyYAML was built with it.
+# libyaml's loader parses a hundred times as fast, if PyYAML was built with it.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -42,7 +42,7 @@ def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, An
 
     Args:
         below: the defaults.
-        above: what wins.
+        above: values that win.
 
     Returns:
         A new mapping without `_override_` keys.
@@ -66,7 +66,7 @@ def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, An
 
 
 def check_yaml_size(text: str) -> None:
-    """Refuse YAML that would grow without bound, before it is built: aliases count as often as they are used.
+    """Refuse YAML that would grow without bound, before it is built; an alias counts each time it is used.
 
     Args:
         text: the YAML.
@@ -129,8 +129,8 @@ def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}, {error}") from error
     except OSError:
-        own = None  # A lone word or number.
-    except Exception as error:  # YAML scanners raise a family of unrelated types
+        own = None  # a single word or number
+    except Exception as error:  # YAML scanners raise unrelated types
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(own, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys to values")

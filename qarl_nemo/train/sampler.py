@@ -1,4 +1,4 @@
-"""The built-in rollout engine: a model that holds only the packed tensors it received through refit."""
+"""The built-in rollout engine: a model that holds only the packed tensors that refits have brought."""
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class PackedSampler:
             model = follow_engine(AutoModelForCausalLM.from_config(config, dtype=dtype))
         self.slots = self._empty_packed_layers(model, targets, dtype, keep_operand)
         model.to_empty(device=device)
-        # Its frequencies are computed, not loaded, so the meta device left them empty.
+        # Rotary frequencies are computed, not loaded, so building on the meta device left them empty.
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
         model.tie_weights()
         self.model = model.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""From a config to what a run works with: the model at its starting point, the learner, the rollout engine."""
+"""Builds what a run works with from its config: the model at its starting point, the learner, the rollout engine."""
 
 import time
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def resolve_device(name: str) -> torch.device:
     """Return the device a config names.
 
     Args:
-        name: `cpu`, `cuda`, or `auto` for a GPU when there is one.
+        name: `cpu`, `cuda`, or `auto` for a GPU if there is one.
 
     Returns:
         The device.
@@ -48,7 +48,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def learner_device(config: LocalConfig, rank: int = 0) -> torch.device:
-    """Return the device of a learner's rank, made the current one: behind the engine's GPU where it has its own.
+    """Return the device of a learner's rank and make it the current one; GPUs after the engine's if it has its own.
 
     Args:
         config: the resolved config.
@@ -114,7 +114,7 @@ def starting_model(
         step: which checkpoint of the run, or None for a new run.
 
     Returns:
-        The model, its tokenizer, and the training seconds that lie behind it.
+        The model, its tokenizer, and the seconds it has been trained for.
     """
     if step is not None:
         dtype = getattr(torch, config.policy.precision)
@@ -147,11 +147,11 @@ def _warm_start(
 
 
 def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner:
-    """Install aligned layers into the model, give it an optimizer, and join it and the run's objective.
+    """Install aligned layers into the model, give it an optimizer, and combine it with the run's objective.
 
     Args:
         config: the resolved config.
-        model: where it is trained; changed in place.
+        model: the model, on the device where it is trained; changed in place.
 
     Returns:
         The learner.
@@ -164,7 +164,7 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
 
 
 def build_learner(config: LocalConfig, policy: Policy) -> Learner:
-    """Join a policy and the run's objective.
+    """Combine a policy and the run's objective.
 
     Args:
         config: the resolved config.
@@ -193,9 +193,9 @@ def build_sampler(
 
     Args:
         config: the resolved config.
-        model: the learner's, for its config, dtype and, with vLLM, first weights.
+        model: the learner's model, for its config, dtype and, with vLLM, first weights.
         tokenizer: for stop and pad tokens.
-        device: the learner's; the engine's too, unless it has its own.
+        device: the learner's device, and the engine's unless it has its own.
 
     Returns:
         The engine.

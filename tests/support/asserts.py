@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-# What FP32 sums in another order may change of a logprob, on any CPU: of values up to 16 nats, 2^-24 each time one is
-# rounded, some hundred times in a row from the embedding to the logprob. What is seen is a fiftieth of it, since
-# roundings cancel; the smallest mistake a test makes on purpose is ten times it.
+# How much FP32 sums in another order may change a logprob, on any CPU: values up to 16 nats are rounded by 2^-24, some
+# hundred times in a row from the embedding to the logprob. Observed changes are a fiftieth of it, since roundings
+# cancel; the smallest mistake that a test makes on purpose is ten times as large.
 FP32_NATS = 16 * 100 * 2.0**-24  # 1e-4
 
 
@@ -44,6 +44,6 @@ def assert_zero_grad(tensor: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # Of one element any stride counts as contiguous, and a view as bytes takes only stride 1.
+    # A one-element tensor is contiguous at any stride; viewing it as bytes needs stride 1.
     flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).view(-1, flat.element_size())

@@ -1,4 +1,4 @@
-"""Cluster configs for tests, and what stands in for hosts on one machine."""
+"""Cluster configs for tests, and substitutes for several hosts on one machine."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""NeMo-RL's training keys, and what our loss reads of the loss that its `setup` makes, without NeMo-RL."""
+"""NeMo-RL's training keys, and the attributes that our loss reads from NeMo-RL's own loss, without NeMo-RL."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,9 +15,9 @@ LENGTHS = torch.tensor([24, 20, 24, 7, 16, 24, 9, 12])
 # Log of each response's ratio: inside and on either side of its band, for both signs of the advantage.
 DRIFT = torch.tensor([0.02, 0.002, 0.02, -0.02, 0.0, 0.002, -0.02, 0.003])
 ADVANTAGES = torch.tensor([1.0, 0.5, -1.0, -0.7, 2.0, -1.2, 0.8, 0.3])
-# NeMo-RL takes the least and the greatest of these, and sums all others.
+# NeMo-RL takes the minimum or maximum of these, and sums all others.
 EXTREMES = {"probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max"}
-# NeMo-RL's loop indexes these.
+# NeMo-RL's loop requires these.
 INDEXED = {"loss", "token_mult_prob_error", "gen_kl_error"}
 BANDS = {"positive_clip_high": 0.004, "negative_clip_low": 0.003, "negative_clip_high": 0.007}
 
@@ -48,7 +48,7 @@ NORMALIZATIONS = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Replaced:
-    """NeMo-RL's defaults; `test_nemo_loss_in_nemo_rl.py` holds every field against its class."""
+    """NeMo-RL's defaults; `test_nemo_loss_in_nemo_rl.py` compares every field with NeMo-RL's class."""
 
     input_type: Enum = InputType.LOGPROB
     loss_type: Enum = LossType.TOKEN_LEVEL

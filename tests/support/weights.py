@@ -1,4 +1,4 @@
-"""BF16 weights that quantizers get wrong first, ways in which experts lie in memory, and all pairs of significands."""
+"""BF16 weights that quantizers get wrong first, layouts of experts in memory, and all pairs of significands."""
 
 import torch
 

@@ -84,7 +84,7 @@ def _swiglu_quantize_group_kernel(
 ):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     exists = (group < num_groups)[:, None]
-    # Groups of hidden's gate half lie I / GROUP further per row than those of the output.
+    # A row of hidden has twice as many groups as a row of the output, so each row shifts the index by I / GROUP.
     gate_group = group + group // (INNER // GROUP) * (INNER // GROUP)
     gate_ptrs = hidden_ptr + gate_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     gate = tl.load(gate_ptrs, mask=exists, other=0.0).to(tl.float32)

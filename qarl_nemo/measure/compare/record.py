@@ -14,7 +14,7 @@ from qarl_nemo.train.setup import resolve_device
 MAX_GAP_RATIO = 1.05
 # Sampled responses are what RL trains on; compare.json has the greedy ones as well.
 _DECODING = "sampled"
-# If engines agree in nearly every bit, their gap is no floor to divide by. That is assumed below a tenth of the gap
+# If engines agree in nearly every bit, their gap cannot serve as a floor. That is assumed below a tenth of the gap
 # that another attention kernel makes in the same learner.
 _FLOOR_OVER_OWN = 0.1
 

@@ -65,7 +65,7 @@ class Arm:
 def group_by_arm(runs: list[Run]) -> list[Arm]:
     """Group runs by arm, in order of appearance, and give each arm its colour.
 
-    Two runs of one arm with the same seed are no repetition: something else differs, so each becomes its own arm.
+    Two runs of one arm with the same seed are not repetitions: something else differs, so each becomes its own arm.
 
     Args:
         runs: as `load_runs` returns them.

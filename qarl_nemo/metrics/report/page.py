@@ -37,7 +37,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
 
     Raises:
         ValueError: directories that are not runs, all named with what was looked for; a broken file in one; or
-            `output` exists and is no report.
+            `output` exists and is not a report.
     """
     _require_report_or_nothing(output)
     runs = load_runs([Path(path) for path in run_dirs])

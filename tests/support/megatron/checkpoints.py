@@ -1,4 +1,4 @@
-"""What an aligned model's distributed checkpoint holds, beside what Megatron's own model's does."""
+"""Compares an aligned model's distributed checkpoint with that of Megatron's own model."""
 
 import shutil
 import tempfile
@@ -21,7 +21,7 @@ Described = set[tuple[Any, ...]]
 
 
 def _described(sharded: dict[str, Any]) -> Described:
-    """Of each shard: the key on disk, the whole tensor's shape, and where the shard lies in it."""
+    """Return, for each shard, its key on disk, the whole tensor's shape, and the shard's place in it."""
     shards = set()
     for shard in sharded.values():
         # Fused gate and up are split where they are saved.
@@ -57,7 +57,7 @@ def checkpoint_keys(layout: Layout, alignment: Alignment) -> tuple[Described, De
 
 
 def reloaded(saved: Layout, loaded: Layout, alignment: Alignment) -> dict[str, Tensor]:
-    """What a model publishes that one layout saved and another loaded."""
+    """What a model publishes after one layout saved it and another loaded it."""
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, device=DEVICE)
     with parallel(saved):

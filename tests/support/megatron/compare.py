@@ -1,4 +1,4 @@
-"""How a layout's training step compares with the expected one, in figures and in names that are to be none."""
+"""Compares a layout's training step with the expected one, by figures and by the names of wrong tensors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ _EXPERTS_AT_ONCE = 16
 
 @torch.no_grad()
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """How far apart two tensors are; of experts a few at a time, wherever the expected one lies."""
+    """Relative difference of two tensors; takes a few experts at a time, on the expected tensor's device."""
     rows = _EXPERTS_AT_ONCE if actual.ndim == 3 else len(actual)
     difference, size = torch.zeros(2, dtype=torch.float64, device=actual.device)
     for one, other in zip(actual.split(rows), expected.split(rows), strict=True):

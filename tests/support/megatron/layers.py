@@ -84,10 +84,10 @@ def _compared(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[st
 
 
 def layer_cases() -> dict[str, dict[str, Any]]:
-    """Of every case whether the output has the embedded engine's bits, and how far its gradients are from them."""
+    """For every case, whether the output has the embedded engine's bits, and how far its gradients are from them."""
     cases = {}
     for ep, dispatcher in ((4, "alltoall"), (2, "alltoall"), (4, "allgather")):
-        # Making process groups is what takes time here.
+        # Process groups are made once for all cases, because that is what takes time here.
         with parallel(Layout(ep=ep)):
             for name, fmt in FORMATS.items():
                 for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Megatron-core on a CPU with gloo: what it takes for granted of a GPU, replaced; import before any Megatron module."""
+"""Runs Megatron-core on a CPU with gloo by replacing what it needs a GPU for; import before any Megatron module."""
 
 import contextlib
 

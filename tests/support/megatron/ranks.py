@@ -24,7 +24,7 @@ PATIENCE_S = 800
 
 
 def _rank_main(rank: int, folder: str, work: Callable[[], Any]) -> None:
-    # A rank that waits for one that failed would wait for minutes: say where, and end.
+    # A rank that waits for one that has failed would wait for minutes: print where it waits, and end.
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     if ON_GPU:
         torch.cuda.set_device(rank)

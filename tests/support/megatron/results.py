@@ -12,9 +12,9 @@ from qarl_nemo.metrics.results import append_results
 from support.programs import run_program
 
 RANKS = 4
-# Relative, BF16, routes equal: where each layer's output has the same bits, only weight gradients are other sums.
+# Relative, in BF16, with equal routes: if each layer's output has the same bits, only weight gradients are other sums.
 SAME_FORWARD = 0.01
-# Where linear_proj or fc2 is a sum over ranks, or attention over parts, its last bit differs, and an FP8 code by 2^-4.
+# If linear_proj or fc2 is a sum over ranks, or attention over parts, the last bit differs, and an FP8 code by 2^-4.
 OTHER_SUMS = 0.3
 Ranks = list[dict[str, Any]]
 
@@ -62,7 +62,7 @@ def keep_figures(
 
 
 def figures(summaries: Ranks) -> dict[str, float]:
-    """What becomes of a layout's rows."""
+    """The figures of a layout's rows."""
     return {
         "packed_bit_equal": float(not wrong_tensors(summaries)),
         "training_error": float(f"{training_error(summaries):.2g}"),

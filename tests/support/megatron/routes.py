@@ -26,7 +26,7 @@ class Routes(dict):
     """(Sequence, layer) -> [S, k] experts, the first time as the routers choose, then replayed: no choice flips."""
 
     def before(self, model: nn.Module, sequence: int, documents: int) -> None:
-        """Let this stage's routers take this sequence's routes, those of this rank's tokens."""
+        """Give this stage's routers the sequence's routes for this rank's tokens."""
         size, rank = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -39,12 +39,12 @@ class Routes(dict):
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def after(self, model: nn.Module, sequence: int) -> None:
-        """Keep what the routers chose, unless it was told."""
+        """Keep what the routers chose, unless it was given to them."""
         for layer in model.module.decoder.layers:
             self.setdefault((sequence, layer.layer_number), layer.mlp.router.chosen)
 
     def share(self) -> None:
-        """Let every rank have every sequence's routes."""
+        """Give every rank every sequence's routes."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, {key: routes.cpu() for key, routes in self.items()})
         for routes in everyone:

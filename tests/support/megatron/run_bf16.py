@@ -82,12 +82,12 @@ def _cases(name: str, layout: Layout, shape: Shape, formats: tuple[str, ...]) ->
 
 
 def _attempt(layout: Layout, case: Case, expected: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    # One layout that fails hides no other.
+    # A layout that fails must not hide the others' results.
     try:
         found = train_within(layout, case, expected, **options)
     except Exception:  # noqa: BLE001 whatever it was, it is told
         found = {"error": traceback.format_exc()}
-    # Megatron's models are cycles.
+    # Megatron's models contain reference cycles.
     gc.collect()
     torch.cuda.empty_cache()
     return found

@@ -51,7 +51,7 @@ Record = dict[tuple[int, str], tuple[Tensor, Tensor]]
 
 
 class TorchAttention(nn.Module):
-    """Torch's attention, which both models get: Megatron's own adds in another order."""
+    """Torch's attention for both models, because Megatron's own adds in another order."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """[S, B, heads, D] each -> [S, B, heads D]."""
@@ -91,7 +91,7 @@ def operators_of(model: list[nn.Module]) -> Iterator[tuple[int, str, nn.Module]]
 
 
 def recorded(model: list[nn.Module]) -> Record:
-    """Let every operator keep what it reads and puts out, the first time; core attention its query and key."""
+    """Make every operator keep its first input and output; core attention keeps its query and key."""
     record: Record = {}
 
     def keep(layer: int, name: str, module: nn.Module) -> None:
@@ -113,7 +113,7 @@ def norm_of(model: nn.Module, layer: int, name: str) -> nn.Module:
 
 
 def compared(record: Record, followed: nn.Module, plain: nn.Module) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Name, what Megatron put out, and what of the same inputs the engine's rounding makes, and another."""
+    """Name, Megatron's output, and what the engine's rounding and another one make of the same inputs."""
     positions = torch.arange(TINY.sequence, device=DEVICE)[None]
     cos, sin = followed.model.rotary_emb(torch.empty(0, dtype=torch.bfloat16, device=DEVICE), positions)
     for (layer, name), (read, put) in record.items():
@@ -137,7 +137,7 @@ def compared(record: Record, followed: nn.Module, plain: nn.Module) -> Iterator[
 
 
 def differing(record: Record, followed: nn.Module, plain: nn.Module) -> dict[str, tuple[int, int]]:
-    """How many values of each kind of operator are not the engine's, and not those of another rounding."""
+    """For each kind of operator, how many values differ from the engine's, and from those of another rounding."""
     counts: dict[str, tuple[int, int]] = {}
     with torch.no_grad():
         for name, actual, right, wrong in compared(record, followed, plain):

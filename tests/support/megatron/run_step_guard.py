@@ -1,6 +1,6 @@
-"""Two data parallel ranks step a small model behind the guard, one with gradients that are no numbers: `... FOLDER`.
+"""Two data-parallel ranks step a small guarded model, one of them with gradients that are not finite: `... FOLDER`.
 
-A program of its own: it replaces what Megatron takes for granted of a GPU. Each rank writes facts<rank>.json.
+A program of its own, because it replaces what Megatron needs a GPU for. Each rank writes facts<rank>.json.
 """
 
 import json
@@ -56,7 +56,7 @@ def write_facts(rank: int, folder: str) -> None:
         return model.module.weight.detach().flatten().tolist()
 
     try:
-        # On both: a rank that Megatron ends leaves the others waiting.
+        # Both ranks do this, because a rank that Megatron ends would leave the other waiting.
         step(math.nan)
         without = ""
     except RuntimeError as error:

@@ -46,7 +46,7 @@ class Case:
 
 
 def tokens(shape: Shape = TINY) -> Tensor:
-    """[B, S + 1]; the last column is a label alone."""
+    """[B, S + 1]; the last column is only a label."""
     generator = torch.Generator().manual_seed(3)
     return torch.randint(shape.vocab, (BATCH, shape.sequence + 1), generator=generator).to(DEVICE)
 
@@ -91,7 +91,7 @@ def forward_step(
         routes.after(model, sequence)
 
     def loss_of(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        # Megatron adds up what context parallel ranks return, and divides it in place by the number of microbatches.
+        # Megatron sums over context-parallel ranks and divides the result in place by the number of microbatches.
         loss = per_token.sum() / batch[:, 1:].numel()
         return loss, {"loss": loss.detach().clone()}
 
@@ -143,7 +143,7 @@ def _step(model: list[nn.Module], alignment: Alignment, optimizer: str, dtype: t
 
 
 def fuse_accumulation(model: list[nn.Module]) -> None:
-    """Set `gradient_accumulation_fusion` on modules that are there: Megatron's own output layer needs Apex for it."""
+    """Set `gradient_accumulation_fusion` on built modules, because Megatron's own output layer needs Apex for it."""
     for module in (module for chunk in model for module in chunk.modules()):
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
@@ -187,7 +187,7 @@ def train_within(
     found: dict[str, Any] = compared_published(model, vocab, expected["published"])
     found["loss"] = forward_backward(model, case.shape, routes, case.documents)
     found["loss_error"] = abs(found["loss"] / expected["loss"] - 1)
-    # A distributed optimizer's ranks hold a part of the reduced gradients each.
+    # With a distributed optimizer each rank holds only part of the reduced gradients.
     found["grad_errors"] = None if optimizer == "adam" else compared_grads(model, expected["grads"])
     _step(model, alignment, optimizer, case.dtype)
     return found | compared_step(model, vocab, case.fmt, expected["published"])

@@ -1,4 +1,4 @@
-"""What runs on NeMo-RL's own GRPO loop: each case is overrides of the one-GPU recipe, and what has to hold."""
+"""The runs on NeMo-RL's own GRPO loop: each case is overrides of the one-GPU recipe, and what must hold."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,7 @@ def _large_format(name: str) -> Case:
 
 
 def _checkpoints(period: int) -> tuple[str, ...]:
-    # The schedule of the weight decay ends at the last step, which is another one in every start.
+    # The weight-decay schedule ends at the last step, which differs between starts.
     schedule = "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true"
     return ("checkpointing.enabled=true", f"checkpointing.save_period={period}", schedule)
 
@@ -128,7 +128,7 @@ CASES = {
     "fp8_block": _format("fp8_block"),
     "fp8_channel": _format("fp8_channel"),
     "w4a8": _format("w4a8"),
-    # The learner's forward is BF16: a gap as small as an aligned one would say that nothing was quantized.
+    # The learner's forward is BF16, so a gap as small as an aligned one would mean that nothing was quantized.
     "rollout_only": Case(
         starts=(
             Start(

@@ -1,4 +1,4 @@
-"""A Ray cluster of its own on some of a host's GPUs, whatever else runs there, and the end of everything it started."""
+"""A separate Ray cluster on some of a host's GPUs, whatever else runs there; ends everything that it started."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ import psutil
 import ray
 
 TESTS = Path(__file__).parents[2]
-# Of one cluster, from its first port on.
+# Ports of one cluster, from its first one on.
 _NUM_PORTS = 2000
 _START_S = 60.0
 
@@ -26,7 +26,7 @@ class Holder:
     """Keeps one GPU from everybody else."""
 
     def gpu(self) -> int:
-        """Which one."""
+        """Return its number."""
         return int(ray.get_gpu_ids()[0])
 
 
@@ -38,7 +38,7 @@ class Cluster:
         address: host:port.
         folder: its temporary files.
         environment: variables for programs that use it.
-        process: what started it, and is above all its processes.
+        process: the process that started it, ancestor of all its processes.
     """
 
     address: str
@@ -61,8 +61,8 @@ class Cluster:
 def ray_cluster(gpus: Sequence[int], num_host_gpus: int, port: int | None = None) -> Iterator[Cluster]:
     """Start a cluster whose free GPUs are the given ones.
 
-    NeMo-RL's learner takes Ray's number of a GPU for CUDA's, so that every process has to see all of the host's GPUs;
-    those of others are held by actors that do nothing.
+    NeMo-RL's learner uses Ray's number of a GPU as CUDA's, so every process has to see all of the host's GPUs; idle
+    actors reserve those that belong to others.
 
     Args:
         gpus: as the host numbers them.
@@ -72,7 +72,7 @@ def ray_cluster(gpus: Sequence[int], num_host_gpus: int, port: int | None = None
     Yields:
         The cluster.
     """
-    # Sockets' names may not be long.
+    # Names of Unix sockets must be short.
     folder = Path(tempfile.mkdtemp(prefix="qarl_", dir="/tmp"))
     port = _free_ports() if port is None else port
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])

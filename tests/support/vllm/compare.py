@@ -1,6 +1,6 @@
 """Our expert MLP beside vLLM's on the same tokens, packed weights and routing: as a whole, and operator by operator.
 
-An operator is compared on the input that vLLM's own operator had, so that a difference stays where it arises.
+An operator is compared on the input that vLLM's own operator had, so that a difference shows where it arises.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def trained_weight(*shape: int) -> Tensor:
 
 
 def neighbours(x: Tensor, fraction: float) -> Tensor:
-    """x with a fraction of its elements moved by one unit in the last place: what other BF16 kernels make of a norm."""
+    """x with a fraction of its elements moved by one unit in the last place, as other BF16 kernels differ in a norm."""
     step = torch.exp2(torch.floor(torch.log2(x.float().abs().clamp(min=2.0**-100))) - 7)
     moved = x.float() + step * torch.where(torch.rand_like(step) < 0.5, 1.0, -1.0)
     return torch.where(torch.rand_like(step) < fraction, moved, x.float()).to(x.dtype)

@@ -19,7 +19,7 @@ SCALE = "model.layers.1.mlp.experts.down_proj.weight_scale"
 
 
 def prepared(run_dir, **blocks) -> Trainer:
-    """A random model whose experts matter, whose routers are decided and whose logits differ."""
+    """A random model whose experts matter, with clear router choices and logits that differ."""
     policy = blocks["policy"] | {"warm_start": {"steps": 0}}
     trainer = Trainer(make_config(run_dir, **blocks | {"policy": policy}))
     multiply(trainer, {"mlp.experts": 4.0, "mlp.gate.weight": 8.0, "lm_head": 4.0})
@@ -37,7 +37,7 @@ def multiply(trainer, factors) -> None:
 
 
 def refit(trainer) -> None:
-    """Let the engine serve the learner's weights."""
+    """Make the engine serve the learner's weights."""
     load(trainer, published(trainer))
 
 
