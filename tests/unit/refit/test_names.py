@@ -9,7 +9,10 @@ from qarl_nemo.names import (
     expert_names,
     expert_slice,
     fp8_modules_to_not_convert,
+    layer_of,
     natural_key,
+    parameter_name,
+    published_name,
     summarize_names,
     target_of,
     tensor_kind,
@@ -136,3 +139,17 @@ def test_summary_compresses_full_grids_only():
     # One cell missing: the braces would claim a name that is not in the list.
     assert summarize_names(full[:2] + full[12:13]) == "layers.0.experts.0.w, layers.0.experts.1.w, layers.1.experts.0.w"
     assert summarize_names(["layers.0.w", "layers.2.w", "norm"]) == "layers.0.w, layers.2.w, norm"
+
+
+def test_stacked_experts_alone_are_published_under_another_name():
+    assert published_name("model.layers.3.mlp.experts.gate_up_proj") == "model.layers.3.mlp.experts.gate_up_proj.weight"
+    for name in ("model.layers.3.mlp.gate.weight", "model.layers.3.self_attn.q_proj.bias", "model.norm.weight"):
+        assert published_name(name) == name
+    for name in [*PARAMETERS, "model.layers.3.mlp.experts.down_proj"]:
+        assert parameter_name(published_name(name)) == name
+
+
+def test_the_layer_of_a_name_is_its_decoder_layer():
+    assert layer_of("model.layers.13.mlp.experts.down_proj.weight_packed") == "model.layers.13"
+    assert layer_of("layers.0.input_layernorm.weight") == "layers.0"
+    assert layer_of("model.embed_tokens.weight") == layer_of("lm_head.weight") == ""
