@@ -1,4 +1,4 @@
-"""Give `quantize`, `convert`, `train` and `report` thousands of damaged inputs and count what must never happen.
+"""Gives `quantize`, `convert`, `train` and `report` thousands of damaged inputs and counts what must never happen.
 
     PYTHONPATH=tests/campaign:tests python tests/campaign/damage.py --inputs 10000 --seed 0 --jobs 2
 
@@ -42,7 +42,7 @@ _UNEXPECTED = ("Traceback (most recent call last)", "QARL_DEBUG=1 shows", "Fatal
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A case that must not happen, shrunk.
+    """A case that failed, shrunk.
 
     Attributes:
         case: `command:number`.

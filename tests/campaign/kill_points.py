@@ -1,4 +1,4 @@
-"""Run `qarl` commands in forks of one warm process, and let any file-system call of a command be its last.
+"""Runs `qarl` commands in forks of one warm process, and kills them at any of their file-system calls.
 
     with QarlServer() as qarl:
         whole = qarl.run(["quantize", source, destination], watch=tmp_path)
@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
-# What conversions import, the model classes included that a config.json is held against.
+# What conversions import, including the model classes that a config.json is checked with.
 CHECKPOINTS = ("qarl_nemo.checkpoints", "transformers.models.auto", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 KILLED = 137
-# Of a command that was ended after its timeout.
+# The exit code of a command that was ended after its timeout.
 LATE = -14
-# Changes of a folder; with two paths the second is the one that changes.
+# Calls that change a folder; of two paths the second is the one that changes.
 _CALLS = (
     "fsync",
     "ftruncate",
@@ -135,7 +135,7 @@ class QarlServer:
 
 
 class _Calls:
-    """Counts file-system calls below a folder, and lets one of them meet a fault."""
+    """Counts file-system calls below a folder, and makes one of them fail."""
 
     def __init__(self, watch: str, fault: str | None, at: int) -> None:
         self.names: list[str] = []
@@ -156,7 +156,7 @@ class _Calls:
         return self._fault == "kill" and len(self.names) == self._at
 
     def install(self) -> None:
-        """Replace the functions of `os` and `open`, through which pathlib and shutil go, too."""
+        """Replace functions of `os` and `open`, which pathlib and shutil use, too."""
         for name in _CALLS:
             setattr(os, name, self._counted(name, getattr(os, name)))
         calls = self
@@ -215,10 +215,10 @@ def _run_forked(job: dict[str, Any]) -> dict[str, Any]:
             os._exit(_call_program(job, counted.fileno()))
         started = time.perf_counter()
         if job["fault"] == "moment":
-            # The child is not waited for before the signal is sent, so its id is no other process's.
+            # Nobody has waited for the child yet, so its id cannot belong to another process.
             time.sleep(job["at"] / 1000)
             os.kill(child, signal.SIGKILL)
-        # Not by the child's own alarm: graders of answers set that one for themselves.
+        # The child's own alarm cannot be used, because math-verify sets it.
         watch = threading.Timer(job["timeout_s"], os.kill, (child, signal.SIGKILL))
         watch.start()
         _, status = os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""An engine of several processes, each with the receiving half of one rank: what can be stopped and killed."""
+"""An engine of several processes, each with the receiving half of one rank, which can be stopped and killed."""
 
 import logging
 import multiprocessing
@@ -42,7 +42,7 @@ class RankProcesses:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        # Until all have started.
+        # Wait until all have started.
         self.collective_rpc("qarl_process")
 
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:

@@ -19,7 +19,7 @@ _ANSWERS_S = 60.0
 
 @dataclass
 class Counts:
-    """What was tried and what was survived.
+    """How many faults were tried, and which were not survived.
 
     Attributes:
         tried: number of faults.
@@ -58,7 +58,7 @@ class Campaign:
         self.counts = Counts()
         self._chance = random.Random(seed)
         self._paths = {name: save_parts(target.next(name).layers, folder / name) for name in "AB"}
-        # Versions that are older than all that will serve.
+        # Their versions are older than all that will serve.
         self._stale = {(name, again): self._script(name, again) for name in "AB" for again in (False, True)}
         self._weights: dict[str, Any] = {}
         self._serving, self._version = "", 0
@@ -169,7 +169,7 @@ class Campaign:
 
     def _play(self, fault: str, spoiling: Spoiling, rehearsed: bool) -> None:
         whole = self._script(self._other, rehearsed)
-        # Who sends what does not arrive waits for an answer in vain, and `pushes` asks how long.
+        # A sender whose message is lost waits for an answer in vain; `pushes` tests for how long.
         version, told = whole[-1][1][0], "cut" in fault or "lost" in fault
         for method, arguments in spoiling(whole, self._stale[self._chance.choice("AB"), rehearsed], self._chance):
             try:

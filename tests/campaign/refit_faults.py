@@ -19,7 +19,7 @@ from refit_sampler import sampler_faults
 from refit_targets import RanksTarget
 
 ROUNDS = 100
-# Of the short form: one fault of so many, and rounds there and back.
+# The short form tries one fault in so many, and makes this many rounds there and back.
 _EVERY, _FEW_ROUNDS = 10, 5
 
 

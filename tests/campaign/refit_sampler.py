@@ -168,7 +168,7 @@ def _published(config: Any, seed: int) -> dict[str, Tensor]:
 
 
 class _Breaking(TorchDispatchMode):
-    """Lets one of torch's operations fail, as a device without memory would; 0 lets none."""
+    """Makes one of torch's operations fail, as on a device without memory; 0 makes none fail."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

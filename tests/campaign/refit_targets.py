@@ -1,4 +1,4 @@
-"""What refit faults are tried on: engines whose messages can be spoiled, and which show what they serve."""
+"""The targets of refit faults: engines whose messages can be spoiled and which show what they serve."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,13 +13,13 @@ from qarl_nemo.refit.publish import Layer, RefitUpdate
 from qarl_nemo.refit.send import CollectiveSender, Sender
 
 TIMEOUT_S = 2.0
-# Of a push that fails: its wait, what ranks get to speak for themselves, the abort's wait, and a busy machine.
+# The longest time a failing push may take: its wait, the ranks' extra time, the abort's wait, and a busy machine.
 PATIENCE_S = TIMEOUT_S + 5.0 + TIMEOUT_S + 20.0
 Meddling = Callable[[str, tuple[Any, ...]], list[Any]]
 
 
 class Meddled:
-    """An engine on the way to which one message can be spoiled.
+    """An engine that can be sent one spoiled message.
 
     Args:
         engine: what `push` takes.
@@ -30,7 +30,7 @@ class Meddled:
         self.arm(0)
 
     def arm(self, number: int, meddling: Meddling | None = None, *, lasting: bool = False) -> None:
-        """Let a message meet something else than the engine.
+        """Send a message to something other than the engine.
 
         Args:
             number: which message, from 1 on, counted from now; 0 lets all through.
@@ -63,7 +63,7 @@ class Target(Protocol):
         """Return update `A` or `B` as a version that no update had before."""
 
     def sender(self, timeout_s: float) -> Sender:
-        """Return a way to the ranks, each of whose waits is bounded."""
+        """Return a sender whose waits are bounded."""
 
     def weights(self) -> Any:
         """Return what the engine shows of its weights; equal for equal weights."""
@@ -103,7 +103,7 @@ class RanksTarget:
         return CollectiveSender(2, torch.device("cpu"), backend="gloo", timeout_s=timeout_s)
 
     def weights(self) -> list[dict[str, int]]:
-        """Return the checksums that ranks serve: of one rank, where all serve the same."""
+        """Return the checksums that ranks serve, only once if all serve the same."""
         found = ask(self.engine, "qarl_digests", timeout_s=60)
         return found[:1] if all(one == found[0] for one in found) else found
 
@@ -116,7 +116,7 @@ class RanksTarget:
         self.processes.kill(1)
 
     def forget_dead(self) -> None:
-        """Call the first rank alone."""
+        """Call only the first rank."""
         self.processes.forget_dead()
 
     def restart(self) -> None:

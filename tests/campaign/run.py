@@ -65,7 +65,7 @@ def refit(options: argparse.Namespace) -> list[Figure]:
 
 
 def muon(_: argparse.Namespace) -> list[Figure]:
-    """Hold the recipes' Muon against the embedded engine's."""
+    """Compare the recipes' Muon with the embedded engine's."""
     import muon_rms
 
     return [Figure("muon_rms_ratio", muon_rms.measure(), "", "<=", 1.01)]

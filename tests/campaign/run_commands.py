@@ -222,7 +222,7 @@ def _tree(folder: Path) -> dict[str, str]:
 
 
 def _lost_setting(folder: Path, edits: Sequence[Edit], resolved: dict[str, Any]) -> str | None:
-    """Say which value of the damaged YAML the run does not have; overrides are held against it one by one."""
+    """Say which value of the damaged YAML the run does not have; overrides are compared with it one by one."""
     given = _leaves(yaml.safe_load((folder / "run.yaml").read_text()) or {}, "")
     for edit in edits:
         for text in edit.arguments:
