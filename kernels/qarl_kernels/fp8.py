@@ -127,6 +127,7 @@ def encode_int4_as_fp8(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """
     scale = scale.float()
     channel_scale = divide(scale.amax(-1, keepdim=True), FP8_MAX).clamp(min=MIN_TOKEN_SCALE)
+    # Codes reach -8, so group scales up to 448 / 8 keep code * s8 within E4M3.
     scale8 = cast_fp8(cast_fp8(scale / channel_scale).float() / 8.0)
     groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
     return cast_fp8(groups * scale8.float().unsqueeze(-1)).flatten(-2), channel_scale * 8.0

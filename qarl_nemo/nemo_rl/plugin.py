@@ -15,7 +15,7 @@ _UV_ALWAYS = (
     "nemo_rl.algorithms.async_utils.ReplayBuffer",
     "nemo_rl.experience.sync_rollout_actor.SyncRolloutActor",
 )
-# NeMo-RL looks for another worker class only if the generation block has a `quant_cfg`.
+# The value of `policy.generation.quant_cfg`, without which NeMo-RL does not look for another worker class.
 SENTINEL = "qarl"
 
 
