@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 
 
 def environment(**settings: str) -> dict[str, str]:
@@ -11,7 +12,9 @@ def environment(**settings: str) -> dict[str, str]:
     Args:
         settings: more variables, which go before others.
     """
-    paths = os.pathsep.join(filter(None, sys.path))
+    # Not this interpreter's own folders: Ray's workers may run in another environment.
+    own = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    paths = os.pathsep.join(path for path in sys.path if path and not path.startswith(own))
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | settings
 
 

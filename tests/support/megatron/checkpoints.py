@@ -8,11 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.megatron.models import DEVICE, TINY, Layout, megatron_model, parallel, plain_spec, transformer_config
+from support.megatron.models import (
+    DEVICE,
+    TINY,
+    Layout,
+    gpt_model,
+    megatron_model,
+    parallel,
+    plain_spec,
+    transformer_config,
+)
 
 # isort: split
 from megatron.core import dist_checkpointing
-from megatron.core.models.gpt.gpt_model import GPTModel
 
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.publish import publish_layers
@@ -36,21 +44,11 @@ def _leaves(built: Any) -> list[Any]:
     return [built]
 
 
-def _plain_model(layout: Layout) -> GPTModel:
-    return GPTModel(
-        transformer_config(layout, torch.float32),
-        plain_spec(),
-        vocab_size=TINY.padded_vocab,
-        max_sequence_length=TINY.sequence,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    ).to(DEVICE)
-
-
 def checkpoint_keys(layout: Layout, alignment: Alignment) -> tuple[Described, Described]:
     """This rank's shards of the aligned model, and of Megatron's own model."""
     with parallel(layout):
-        plain, aligned = _plain_model(layout), megatron_model(layout, alignment)
+        plain = gpt_model(transformer_config(layout, torch.float32), plain_spec())
+        aligned = megatron_model(layout, alignment)
         aligned.load_state_dict(aligned.state_dict())
         assert alignment.changes.count > 0
         return _described(aligned.sharded_state_dict()), _described(plain.sharded_state_dict())

@@ -108,7 +108,7 @@ def _forget_models() -> None:
 
 
 @functools.cache
-def _weights(dtype: torch.dtype, shape: Shape) -> dict[str, Tensor]:
+def weights_of(dtype: torch.dtype, shape: Shape) -> dict[str, Tensor]:
     # On the host: a GPU has room for few models of whole layers.
     return {name: tensor.cpu() for name, tensor in hugging_face_model(dtype, shape).state_dict().items()}
 
@@ -207,6 +207,20 @@ def plain_spec(num_experts: int = TINY.experts) -> ModuleSpec:
     )
 
 
+def gpt_model(config: TransformerConfig, spec: ModuleSpec, shape: Shape = TINY, **stage) -> GPTModel:
+    """A model with random weights, or a stage of it."""
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=shape.padded_vocab,
+        max_sequence_length=shape.sequence,
+        position_embedding_type="rope",
+        rotary_base=10000,
+        share_embeddings_and_output_weights=False,
+        **stage,
+    ).to(DEVICE)
+
+
 def megatron_chunks(
     layout: Layout, alignment: Alignment, dtype: torch.dtype = torch.float32, shape: Shape = TINY, **options
 ) -> list[GPTModel]:
@@ -215,21 +229,15 @@ def megatron_chunks(
     chunks = []
     for stage in range(layout.vpp or 1):
         virtual = {"ignore_virtual": False, "vp_stage": stage} if layout.vpp else {}
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=align_spec(
-                plain_spec(shape.experts), config, alignment, transformer_engine=ON_GPU, vp_stage=stage
-            ),
-            vocab_size=shape.padded_vocab,
-            max_sequence_length=shape.sequence,
+        chunk = gpt_model(
+            config,
+            align_spec(plain_spec(shape.experts), config, alignment, transformer_engine=ON_GPU, vp_stage=stage),
+            shape,
             pre_process=parallel_state.is_pipeline_first_stage(**virtual),
             post_process=parallel_state.is_pipeline_last_stage(**virtual),
-            position_embedding_type="rope",
-            rotary_base=10000,
-            share_embeddings_and_output_weights=False,
             vp_stage=stage if layout.vpp else None,
-        ).to(DEVICE)
-        load(chunk, _weights(dtype, shape), shape)
+        )
+        load(chunk, weights_of(dtype, shape), shape)
         chunks.append(chunk)
     return chunks
 

@@ -13,13 +13,14 @@ from support.megatron.models import (
     ON_GPU,
     TINY,
     Layout,
+    gpt_model,
     load,
     megatron_model,
     parallel,
     plain_spec,
     transformer_config,
+    weights_of,
 )
-from support.megatron.models import _weights as weights_of
 
 # isort: split
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -76,19 +77,6 @@ def other_formats() -> dict[str, bool]:
     }
 
 
-def make_gpt(config: Any, spec: Any) -> GPTModel:
-    """A model of `megatron_model`'s shape."""
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=TINY.padded_vocab,
-        max_sequence_length=TINY.sequence,
-        position_embedding_type="rope",
-        rotary_base=10000,
-        share_embeddings_and_output_weights=False,
-    ).to(DEVICE)
-
-
 def built_by_a_worker() -> dict[str, Any]:
     """A worker module's `setup_model_and_optimizer`, with and without the aligned provider, and one that fails."""
     alignment = Alignment(FMT)
@@ -101,7 +89,7 @@ def built_by_a_worker() -> dict[str, Any]:
         if fail:
             raise OSError("no checkpoint")
         spec = megatron_cfg.model.transformer_layer_spec
-        return make_gpt(provider, spec(provider))
+        return gpt_model(provider, spec(provider))
 
     worker = SimpleNamespace(setup_model_and_optimizer=setup)
     config = SimpleNamespace(model=provider)
@@ -124,7 +112,7 @@ def refusals() -> dict[str, str]:
     """What is said of models that would not execute what they should."""
     config = transformer_config(Layout(), torch.float32)
     cases = {
-        "plain": (make_gpt(config, plain_spec()), Alignment(FMT, engine_rounding=True)),
+        "plain": (gpt_model(config, plain_spec()), Alignment(FMT, engine_rounding=True)),
         "other format": (megatron_model(Layout(), Alignment(BF16)), Alignment(FMT)),
         "attention": (megatron_model(Layout(), Alignment(FMT)), Alignment(FMT, ("experts", "attention"))),
     }
