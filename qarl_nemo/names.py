@@ -5,7 +5,6 @@ Strings only. Names are Hugging Face's for the models of `architecture.FAMILIES`
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 TARGETS = ("experts", "attention", "mlp")
@@ -26,9 +25,6 @@ _KIND_PATTERNS = tuple(
         ("lm_head", r"(?:.*\.)?lm_head"),
     )
 )
-_EXPERT = re.compile(
-    rf"(?P<block>{_LAYER}mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.(?P<suffix>.+)"
-)
 _STACKED = re.compile(rf"(?P<block>{_LAYER}mlp\.experts)\.(?P<projection>gate_up|down)_proj\.(?P<suffix>.+)")
 _STACKED_PARAMETER = re.compile(rf"{_LAYER}mlp\.experts\.(?:gate_up|down)_proj")
 _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
@@ -39,23 +35,6 @@ _FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSlice:
-    """Where one expert's projection lives in a stacked refit tensor [num_experts, num_parts * N, ...].
-
-    Attributes:
-        stacked: the refit name, e.g. `model.layers.3.mlp.experts.gate_up_proj.weight_packed`.
-        expert: index along the first dimension.
-        part: which block of N rows: 0 is gate (or down), 1 is up.
-        num_parts: 2 for gate_up_proj, 1 for down_proj.
-    """
-
-    stacked: str
-    expert: int
-    part: int
-    num_parts: int
 
 
 def check_targets(targets: Sequence[str]) -> tuple[str, ...]:
@@ -165,24 +144,6 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
         The key.
     """
     return tuple((0, int(part), "") if _is_number(part) else (1, 0, part) for part in name.split("."))
-
-
-def expert_slice(name: str) -> ExpertSlice | None:
-    """Return where a per-expert checkpoint tensor lives in the layer's stacked refit tensor.
-
-    Args:
-        name: e.g. `model.layers.3.mlp.experts.7.up_proj.weight_scale`.
-
-    Returns:
-        The slice, or None when the name is not a per-expert tensor.
-    """
-    match = _EXPERT.fullmatch(name)
-    if match is None:
-        return None
-    fused = "down" if match["projection"] == "down" else "gate_up"
-    parts = _PARTS[fused]
-    stacked = f"{match['block']}.{fused}_proj.{match['suffix']}"
-    return ExpertSlice(stacked, int(match["expert"]), parts.index(match["projection"]), len(parts))
 
 
 def expert_names(stacked: str, num_experts: int) -> list[list[str]]:

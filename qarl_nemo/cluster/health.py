@@ -12,7 +12,6 @@ from qarl_nemo.cluster.nodes import Node, results, run_on, wait_for_nodes
 
 # Importing `qarl_nemo.config` shows that our package's dependencies are installed.
 MODULES = ("qarl_nemo", "qarl_nemo.config", "qarl_formats", "qarl_kernels")
-PACKAGES = tuple(name for name in MODULES if "." not in name)
 # A network file system shows other nodes' files late.
 VISIBLE_WITHIN_S = 20.0
 

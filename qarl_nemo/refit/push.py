@@ -76,11 +76,6 @@ class RefitReport:
     num_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def total_s(self) -> float:
-        """Seconds of all phases."""
-        return sum(self.seconds.values())
-
 
 def push(update: Update, engine: RolloutEngine, sender: Sender) -> RefitReport:
     """Let `engine` serve `update`: all of it, or nothing changes.

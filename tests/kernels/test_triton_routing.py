@@ -4,7 +4,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qarl_kernels import get_format, route_rows
 from qarl_kernels.expert_mlp import combine_choices
-from qarl_kernels.ops.activations import dequantize_token, quantize_token
+from qarl_kernels.ops.activations import quantize_token
 from qarl_kernels.ops.combine import ROUTER_WEIGHTS, combine_rows
 from qarl_kernels.ops.routing import spread_rows
 from qarl_kernels.ops.swiglu import swiglu
@@ -137,8 +137,8 @@ def test_the_operators_compile_into_one_graph_for_any_number_of_tokens():
     def quantized_copy_and_back(x, index, weights):
         routed = route_rows(index, 4)
         a8, scale = quantize_token(x)
-        rows = dequantize_token(spread_rows(a8, routed.inverse, 2), spread_rows(scale, routed.inverse, 2))
-        return combine_rows(swiglu(rows), routed.inverse, weights, "weighted_sum")
+        rows = spread_rows(a8, routed.inverse, 2).float() * spread_rows(scale, routed.inverse, 2)
+        return combine_rows(swiglu(rows.bfloat16()), routed.inverse, weights, "weighted_sum")
 
     compiled = torch.compile(quantized_copy_and_back, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (5, 9):

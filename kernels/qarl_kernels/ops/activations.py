@@ -1,4 +1,4 @@
-"""Quantize activations to FP8 (E4M3) per token or per 1x128 group, and back: bit-equal to `qarl_kernels.fp8`.
+"""Quantize activations to FP8 (E4M3) per token or per 1x128 group: bit-equal to `qarl_kernels.fp8`.
 
 scale = max(amax / 448, floor) and a8 = fp8_rn(x / scale) with correctly rounded divisions; x is BF16 or FP32
 [M, K], contiguous; the scales are FP32. One program holds a whole row (or 16 groups) in registers, so that memory is
@@ -95,26 +95,6 @@ def _quantize_group_kernel(
     tl.store(a8_ptr + offsets, divide(values, scale[:, None]).to(tl.float8e4nv), mask=exists[:, None])
 
 
-@triton.jit
-def _dequantize_kernel(
-    a8_ptr,  # [num_groups, GROUP]
-    scale_ptr,  # [num_groups]
-    x_ptr,  # [num_groups, GROUP]
-    num_groups,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    exists = group < num_groups
-    offsets = group[:, None] * GROUP + column[None, :]
-    mask = exists[:, None] & (column < GROUP)[None, :]
-    a8 = tl.load(a8_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + group, mask=exists, other=0.0)
-    tl.store(x_ptr + offsets, (a8 * scale[:, None]).to(tl.bfloat16), mask=mask)
-
-
 def quantize_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize each token: scale = max(amax / 448, 1/(448*512)), a8 = fp8(x / scale).
 
@@ -158,50 +138,6 @@ def quantize_group(x: Tensor, *, after_swiglu: bool = False) -> tuple[Tensor, Te
     return _quantize_group(x, after_swiglu)
 
 
-def dequantize_token(a8: Tensor, scale: Tensor) -> Tensor:
-    """Return bf16(a8 * scale), one scale per token.
-
-    Args:
-        a8: [M, K] float8_e4m3fn, contiguous.
-        scale: [M, 1] FP32.
-
-    Returns:
-        [M, K] BF16.
-
-    Raises:
-        ValueError: shape, dtype or device is not supported.
-    """
-    return _checked_dequantize("dequantize_token", a8, scale, a8.shape[-1])
-
-
-def dequantize_group(a8: Tensor, scale: Tensor) -> Tensor:
-    """Return bf16(a8 * scale), one scale per 1x128 group.
-
-    Args:
-        a8: [M, K] float8_e4m3fn, contiguous, K a multiple of 128.
-        scale: [M, K / 128] FP32.
-
-    Returns:
-        [M, K] BF16.
-
-    Raises:
-        ValueError: shape, dtype or device is not supported.
-    """
-    return _checked_dequantize("dequantize_group", a8, scale, FP8_BLOCK)
-
-
-def _checked_dequantize(op: str, a8: Tensor, scale: Tensor, group: int) -> Tensor:
-    problems = tensor_problems("a8", a8, (torch.float8_e4m3fn,)) + tensor_problems("scale", scale, (torch.float32,))
-    if a8.dim() == 2:
-        if group < 1 or a8.shape[1] % group:
-            problems.append(f"a8 has {a8.shape[1]} columns (legal: positive multiples of {max(group, 1)})")
-        elif scale.shape != (a8.shape[0], a8.shape[1] // group):
-            legal = [a8.shape[0], a8.shape[1] // group]
-            problems.append(f"scale is {list(scale.shape)} (legal for a8 {list(a8.shape)}: {legal})")
-    refuse(op, problems)
-    return _dequantize(a8, scale, group)
-
-
 @torch.library.custom_op("qarl::quantize_token", mutates_args=())
 def _quantize_token(x: Tensor) -> tuple[Tensor, Tensor]:
     a8, scale = _quantize_token_fake(x)
@@ -227,18 +163,3 @@ def _quantize_group(x: Tensor, after_swiglu: bool) -> tuple[Tensor, Tensor]:
 def _quantize_group_fake(x: Tensor, after_swiglu: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     scale = x.new_empty(x.shape[0], x.shape[1] // FP8_BLOCK, dtype=torch.float32)
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), scale
-
-
-@torch.library.custom_op("qarl::dequantize_activations", mutates_args=())
-def _dequantize(a8: Tensor, scale: Tensor, group: int) -> Tensor:
-    x = _dequantize_fake(a8, scale, group)
-    columns = min(triton.next_power_of_2(group), 1024)
-    groups = 2048 // columns
-    grid = (triton.cdiv(scale.numel(), groups), triton.cdiv(group, columns))
-    _dequantize_kernel[grid](a8, scale, x, scale.numel(), group, groups, columns, num_warps=4)
-    return x
-
-
-@_dequantize.register_fake
-def _dequantize_fake(a8: Tensor, scale: Tensor, group: int) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(a8, dtype=torch.bfloat16)

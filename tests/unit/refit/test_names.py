@@ -3,11 +3,9 @@ import re
 import pytest
 
 from qarl_nemo.names import (
-    ExpertSlice,
     check_targets,
     compressed_tensors_ignore,
     expert_names,
-    expert_slice,
     fp8_modules_to_not_convert,
     layer_of,
     natural_key,
@@ -75,24 +73,13 @@ def test_targets_are_canonical_and_unknown_ones_are_all_named():
         check_targets("experts")
 
 
-def test_per_expert_names_map_to_stacked_slices():
-    stacked = "model.layers.3.mlp.experts.gate_up_proj.weight_packed"
-    assert expert_slice("model.layers.3.mlp.experts.7.gate_proj.weight_packed") == ExpertSlice(stacked, 7, 0, 2)
-    assert expert_slice("model.layers.3.mlp.experts.7.up_proj.weight_packed") == ExpertSlice(stacked, 7, 1, 2)
-    down = "model.layers.3.mlp.experts.down_proj.weight_scale"
-    assert expert_slice("model.layers.3.mlp.experts.11.down_proj.weight_scale") == ExpertSlice(down, 11, 0, 1)
-    assert expert_slice("model.layers.3.mlp.gate.weight") is None
-    assert expert_slice("model.layers.3.mlp.shared_expert.gate_proj.weight") is None
-
-
-@pytest.mark.parametrize("projection", ["gate_up", "down"])
-def test_stacked_names_round_trip(projection):
-    stacked = f"model.layers.12.mlp.experts.{projection}_proj.weight_scale_inv"
-    names = expert_names(stacked, num_experts=3)
-    assert [len(parts) for parts in names] == [2 if projection == "gate_up" else 1] * 3
-    for expert, parts in enumerate(names):
-        for part, name in enumerate(parts):
-            assert expert_slice(name) == ExpertSlice(stacked, expert, part, len(parts))
+def test_a_stacked_name_holds_each_experts_gate_before_its_up():
+    block = "model.layers.12.mlp.experts"
+    assert expert_names(f"{block}.gate_up_proj.weight_scale_inv", num_experts=2) == [
+        [f"{block}.0.gate_proj.weight_scale_inv", f"{block}.0.up_proj.weight_scale_inv"],
+        [f"{block}.1.gate_proj.weight_scale_inv", f"{block}.1.up_proj.weight_scale_inv"],
+    ]
+    assert expert_names(f"{block}.down_proj.weight_packed", num_experts=1) == [[f"{block}.0.down_proj.weight_packed"]]
 
 
 def test_other_names_are_not_stacked():
