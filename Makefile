@@ -20,8 +20,8 @@ VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
-# What trains no model, interprets no kernel and draws no page.
-FAST := $(filter-out %/test_campaign.py %/test_kill_points.py %/test_report.py,$(wildcard $(addprefix tests/unit/,\
+# What trains no model, interprets no kernel, draws no page and imports no Megatron.
+FAST := $(filter-out $(addprefix %/test_,campaign.py documents.py kill_points.py report.py),$(wildcard $(addprefix tests/unit/,\
 	cluster/test_*.py losses/test_*.py metrics/test_*.py nemo_rl/test_*.py test_*.py)))
 # What computes in floating point on a CPU, and is compared within a tolerance.
 NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_forward.py unit/train/test_learner.py \

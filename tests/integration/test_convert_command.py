@@ -103,6 +103,7 @@ def test_what_does_not_fit_is_one_message_and_no_folder(qarl, hf_model, megatron
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_the_module_runs_where_the_command_is_not_installed(hf_model, megatron, tmp_path):
     jobs = {"convert": [megatron, tmp_path / "a", "--hf-model", hf_model], "quantize": [hf_model, tmp_path / "b"]}
     for name, arguments in jobs.items():
