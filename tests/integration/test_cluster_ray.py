@@ -178,12 +178,12 @@ def test_another_version_and_an_unwritable_folder_on_one_node_are_both_found(clu
     problems, _ = health.inspect(asked, joined, {"PYTHONPATH": f"{cluster.folder}/site"})
     worker = joined[1].name
     assert joined[1].address == WORKER
-    assert len(problems) == 4
+    assert len(problems) == 5
     assert all(problem.startswith(worker) for problem in problems)
     assert "imports qarl_nemo 2.0" in problems[0]
     assert "not qarl_nemo 1.0" in problems[0]
-    assert "private does not show the file the head wrote there, so it is not shared" in problems[2]
-    assert "private cannot be written (Read-only file system)" in problems[3]
+    assert "private does not show the file the head wrote there, so it is not shared" in problems[3]
+    assert "private cannot be written (Read-only file system)" in problems[4]
 
 
 def test_a_lost_node_ends_the_job_with_its_name_and_everybodys_logs(cluster):
