@@ -185,6 +185,9 @@ class Report(Command):
         page = (folder / "run" / "report.html").read_text()
         if not page.rstrip().endswith("</html>"):
             return "the page is not whole"
+        if not (folder / "run" / "metrics.jsonl").is_file():
+            # Nothing else of such a run is read.
+            return None if "metrics.jsonl" in page else "the page does not say that there are no metrics"
         for edit in edits:
             path = folder / edit.place
             problem = None if not path.is_file() else _file_problem(path)
