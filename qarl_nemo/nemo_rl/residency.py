@@ -1,7 +1,7 @@
 """Decides whether the optimizer's state stays on the GPU while engines generate.
 
 By default NeMo-RL copies it to the host and back through pageable memory: for Qwen3-30B-A3B, 46 GB of Adam's state per
-rank, which took 76 of a step's 143 s. Beside an int4 engine it can stay on a GPU of 141 GB.
+rank, which took 75 of a step's 143 s. Beside an int4 engine it can stay on a GPU of 141 GB.
 """
 
 from collections.abc import Mapping
