@@ -81,6 +81,5 @@ class AlignedGroupedMLP(TEGroupedMLP):
             self.linear_fc1(),
             self.linear_fc2(),
             backward=self.linear_fc1.backward,
-            fuse_accumulation=self.config.gradient_accumulation_fusion,
         )
         return out, None

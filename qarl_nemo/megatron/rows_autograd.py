@@ -26,12 +26,11 @@ class _AlignedExpertRows(torch.autograd.Function):
         gate_up: AlignedWeight,
         down: AlignedWeight,
         backward: Backward,
-        fuse_accumulation: bool,
         *masters: Tensor,
     ) -> Tensor:
         out, hidden = expert_rows(rows, offsets, row_weight, gate_up.operand(), down.operand())
         ctx.save_for_backward(rows, row_weight, offsets, hidden)
-        ctx.gate_up, ctx.down, ctx.backward_choice, ctx.fuse_accumulation = gate_up, down, backward, fuse_accumulation
+        ctx.gate_up, ctx.down, ctx.backward_choice = gate_up, down, backward
         ctx.changes = gate_up.changes.count
         return out
 
@@ -42,7 +41,9 @@ class _AlignedExpertRows(torch.autograd.Function):
         gate_up, down = ctx.gate_up, ctx.down
         assert ctx.changes == gate_up.changes.count, f"{gate_up.name} changed between forward and backward"
         masters = (gate_up.master, down.master)
-        into = tuple([one.main_grad for one in stack] for stack in masters) if ctx.fuse_accumulation else None
+        # Decided by the buffer, not by `gradient_accumulation_fusion`, which Megatron's own linears need Apex for.
+        fused = hasattr(gate_up.master[0], "main_grad")
+        into = tuple([one.main_grad for one in stack] for stack in masters) if fused else None
         grad_x, grad_weight, *grads = expert_rows_backward(
             grad_rows.contiguous(),
             rows,
@@ -54,9 +55,9 @@ class _AlignedExpertRows(torch.autograd.Function):
             gate_up.format,
             into,
         )
-        if ctx.fuse_accumulation:
+        if fused:
             grads = [_already_added(stack) for stack in masters]
-        return grad_x, grad_weight, None, None, None, None, None, *grads[0], *grads[1]
+        return grad_x, grad_weight, None, None, None, None, *grads[0], *grads[1]
 
 
 def _already_added(masters: list[nn.Parameter]) -> list[Tensor]:
@@ -77,9 +78,10 @@ def aligned_expert_rows(
     down: AlignedWeight,
     *,
     backward: Backward = "dequantized",
-    fuse_accumulation: bool = False,
 ) -> Tensor:
     """Run rows sorted by expert through this rank's quantized experts, straight-through in the backward.
+
+    Where masters have a `main_grad`, the backward adds the weight gradients to it, as Megatron's fused linears do.
 
     Args:
         rows: [M, H].
@@ -88,7 +90,6 @@ def aligned_expert_rows(
         gate_up: E_local masters [2 I, H].
         down: E_local masters [H, I].
         backward: which weights the input gradient uses.
-        fuse_accumulation: add the weight gradients to the masters' `main_grad`, as Megatron's fused linears do.
 
     Returns:
         [M, H] in rows' dtype.
@@ -96,7 +97,7 @@ def aligned_expert_rows(
     Source: arXiv 2604.07853 section 3.1; Megatron-core 0.20 tensor_parallel/layers.py for `main_grad`.
     """
     return _AlignedExpertRows.apply(
-        rows, row_weight.float(), offsets, gate_up, down, backward, fuse_accumulation, *gate_up.master, *down.master
+        rows, row_weight.float(), offsets, gate_up, down, backward, *gate_up.master, *down.master
     )
 
 

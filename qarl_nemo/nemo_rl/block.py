@@ -19,8 +19,9 @@ class NemoQarlConfig(QarlConfig):
     """Whether colocated engines read a refit layer by layer, twice, instead of all at once; None: if all at once would
     take more than half of a GPU's free memory."""
     resident: bool | Literal["auto"] = "auto"
-    """Whether the optimizer's state stays on the GPU while engines generate; auto: if both fit by computation. A rank
-    with too little room when its engine is about to wake moves its state to the host from then on."""
+    """Whether the optimizer's state stays on the GPU while engines generate; auto: if both fit by computation.
+    Parameters stay beside it where the memory that is free then suffices. A rank with too little room when its engine
+    is about to wake moves its state to the host from then on."""
     gpu_memory_gib: float | None = Field(None, gt=0, le=4096)
     """Memory of one GPU, with which the run's needs are compared; None: this machine's first GPU's, else 79 (80 GB)."""
     max_skipped_steps: int = Field(3, ge=1, le=1_000_000)

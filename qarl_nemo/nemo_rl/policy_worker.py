@@ -50,6 +50,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         self._collective_sender: CollectiveSender | None = None
         self._layerwise: bool | None = qarl.layerwise_refit
         self._weights_leave = False
+        self._parameters_stay: bool | None = None
         with aligned_provider(megatron_policy_worker, self.alignment):
             super().__init__(with_torch_dtypes(config), *arguments, **named)
         aligned = require_aligned([self.model], self.alignment)
@@ -120,21 +121,40 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         if self._weights_leave or self.offload_optimizer_for_refit:
             return
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
-        reason = short_of_room(self.cfg["generation"]["vllm_cfg"]["gpu_memory_utilization"], weights)
+        reason = short_of_room(self._engine_share(), weights)
         if reason is not None:
             print(f"qarl: rank {self.rank}: {reason}; from now on it goes to the host", flush=True)
             self.offload_optimizer_for_refit = True
             super().offload_before_refit()
 
     def offload_after_refit(self) -> None:
-        """Drop the quantized weights as well; they are made again from the masters once those are back."""
+        """Leave the GPU to the engine; where both have room beside an optimizer that stays, parameters stay as well.
+
+        Quantized weights are dropped either way, and made again from the masters.
+        """
         release([self.model])
         # Free the memory that engines have read through CUDA IPC.
         torch.cuda.ipc_collect()
+        stay = not self.offload_optimizer_for_refit and self._has_room_for_engine()
+        if stay != self._parameters_stay:
+            print(f"qarl: rank {self.rank}: parameters {'stay' if stay else 'leave'} while the engine runs", flush=True)
+        self._parameters_stay = stay
+        if stay:
+            self.finalize_async_save()
+            self.model.eval()
+            return
         # NeMo-RL's method calls `offload_before_refit`.
         self._weights_leave = True
         super().offload_after_refit()
         self._weights_leave = False
+
+    def _has_room_for_engine(self) -> bool:
+        self.model = self.move_model(self.model, "cpu", move_params=False, move_grads=True)
+        torch.cuda.empty_cache()
+        return short_of_room(self._engine_share(), 0) is None
+
+    def _engine_share(self) -> float:
+        return self.cfg["generation"]["vllm_cfg"]["gpu_memory_utilization"]
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """NeMo-RL's weight synchronizer, which its training loop calls before rollouts with new weights, for packed weights."""
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -51,7 +52,8 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             kv_scales: scales of an FP8 cache, which packed refits do not carry.
 
         Returns:
-            Seconds of each phase as `<phase>_s`, `num_bytes` and the `version` served now.
+            Seconds of each phase as `<phase>_s`, `num_bytes` and the `version` served now. Colocated engines add
+            what comes before (`make_room`, `wake_weights`) and after (`leave`, `wake_cache`).
 
         Raises:
             ValueError: `kv_scales` are given.
@@ -71,9 +73,12 @@ class PackedWeightSynchronizer(WeightSynchronizer):
     def _sync(self, timer: Any, kv_scales: dict[str, float] | None) -> dict[str, float]:
         if kv_scales is not None:
             raise ValueError("packed refits carry no KV cache scales: set vllm_cfg.kv_cache_dtype=auto")
+        seconds: dict[str, float] = {}
         if self._colocated:
-            self._policy.offload_before_refit()
-            self._wake("weights")
+            with _timed(seconds, "make_room"):
+                self._policy.offload_before_refit()
+            with _timed(seconds, "wake_weights"):
+                self._wake("weights")
         # Engines accept each number once, and a refit that broke off may have reached some of them.
         self._attempted += 1
         with timer.time(_TIMED) if timer is not None else nullcontext():
@@ -84,9 +89,11 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             )
         self.version = self._attempted
         if self._colocated:
-            self._policy.offload_after_refit()
-            self._wake("kv_cache")
-        return figures[0] | {"version": float(self.version)}
+            with _timed(seconds, "leave"):
+                self._policy.offload_after_refit()
+            with _timed(seconds, "wake_cache"):
+                self._wake("kv_cache")
+        return figures[0] | seconds | {"version": float(self.version)}
 
     def _wake(self, tag: str) -> None:
         # NeMo-RL prints what went wrong and returns False, which its own callers ignore.
@@ -98,6 +105,13 @@ class PackedWeightSynchronizer(WeightSynchronizer):
 
     def shutdown(self) -> None:
         """Do nothing: connections end with the workers."""
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[f"{phase}_s"] = time.perf_counter() - started
 
 
 def _results(calls: list[Any]) -> list[Any]:

@@ -1,6 +1,5 @@
 """One training step of a small model, by the embedded engine's learner and by Megatron on a layout."""
 
-import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,9 +146,6 @@ def fuse_accumulation(model: list[nn.Module]) -> None:
     for module in (module for chunk in model for module in chunk.modules()):
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-    for layer in (layer for chunk in model for layer in chunk.decoder.layers):
-        layer.mlp.experts.config = copy.copy(layer.config)
-        layer.mlp.experts.config.gradient_accumulation_fusion = True
 
 
 def build(
