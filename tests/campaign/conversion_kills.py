@@ -10,51 +10,79 @@ import tempfile
 from pathlib import Path
 
 from checkpoint_commands import Convert, Quantize, digests
-from commands import Command
 from kill_points import KILLED, QarlServer
+from kill_pool import Case, Counts, kill_each
+
+_KINDS = {kind.name: kind for kind in (Quantize, Convert)}
 
 
-def run(num_kills: int, seed: int, *, every_call: bool) -> tuple[int, list[str]]:
+def run(num_kills: int, seed: int, jobs: int, *, every_call: bool) -> Counts:
     """Kill conversions and let them go on.
 
     Args:
         num_kills: random moments, for each of the two commands.
         seed: seeds the moments.
+        jobs: processes.
         every_call: kill each command at every one of its file-system calls, too.
 
     Returns:
-        How many were killed, and a line for each that did not end as one that was not.
+        The counts.
     """
-    kills, different = 0, []
+    cases: list[Case] = []
     moments = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="qarl-kills-") as scratch, QarlServer() as qarl:
-        for kind in (Quantize, Convert):
-            command = kind(Path(scratch) / kind.name)
-            command.base.mkdir()
-            command.prepare()
-            whole = qarl.run(command.arguments(command.base), watch=command.base)
-            if whole.code != 0:
-                raise RuntimeError(f"{kind.name} of undamaged inputs fails: {whole.output}")
-            expected = digests(command.base / "out")
-            ends = [("moment", moments.randrange(max(1, int(1000 * whole.seconds)))) for _ in range(num_kills)]
-            ends += [("kill", number + 1) for number in range(len(whole.calls) if every_call else 0)]
-            for fault, at in ends:
-                if not _kill(qarl, command, fault, at):
-                    continue
-                kills += 1
-                if _go_on(qarl, command) != expected:
-                    different.append(f"{kind.name}, {fault} {at}")
-    return kills, different
+    with tempfile.TemporaryDirectory(prefix="qarl-kills-") as scratch:
+        for name in _KINDS:
+            whole = KilledConversion(name, Path(scratch) / name)
+            cases += [(name, "moment", moments.randrange(whole.duration_ms)) for _ in range(num_kills)]
+            cases += [(name, "kill", number + 1) for number in range(whole.num_calls if every_call else 0)]
+            whole.close()
+    return kill_each(cases, KilledConversion, jobs, "conversions")
 
 
-def _kill(qarl: QarlServer, command: Command, fault: str, at: int) -> bool:
-    for path in command.base.glob("out*"):
-        shutil.rmtree(path)
-    ended = qarl.run(command.arguments(command.base), watch=command.base, fault=fault, at=at)
-    return ended.code in (KILLED, -9)
+class KilledConversion:
+    """A conversion that is killed again and again, and the one that was not.
 
+    Args:
+        name: `quantize` or `convert`.
+        folder: its own folder; made here.
+    """
 
-def _go_on(qarl: QarlServer, command: Command) -> dict[str, str]:
-    qarl.run(command.arguments(command.base), watch=command.base)
-    left = [path.name for path in command.base.glob("out?*")]
-    return digests(command.base / "out") if not left and (command.base / "out").is_dir() else {}
+    def __init__(self, name: str, folder: Path) -> None:
+        folder.mkdir()
+        self._qarl, self._command = QarlServer(), _KINDS[name](folder)
+        self._command.prepare()
+        whole = self._qarl.run(self._command.arguments(folder), watch=folder)
+        if whole.code != 0:
+            raise RuntimeError(f"{name} of undamaged inputs fails: {whole.output}")
+        self._expected = digests(folder / "out")
+        self.num_calls, self.duration_ms = len(whole.calls), max(1, int(1000 * whole.seconds))
+
+    def kill(self, counts: Counts, *, fault: str, at: int) -> None:
+        """Kill a new conversion, run it again and count.
+
+        Args:
+            counts: what is added to.
+            fault: as for `QarlServer.run`: `kill` or `moment`.
+            at: number of the call, or milliseconds.
+        """
+        folder = self._command.base
+        for path in folder.glob("out*"):
+            shutil.rmtree(path)
+        ended = self._qarl.run(self._command.arguments(folder), watch=folder, fault=fault, at=at)
+        if ended.code not in (KILLED, -9):
+            return
+        counts.kills += 1
+        identical = self._go_on() == self._expected
+        counts.identical += identical
+        if not identical:
+            counts.different.append(f"{self._command.name}, {fault} {at}")
+
+    def close(self) -> None:
+        """End its server."""
+        self._qarl.close()
+
+    def _go_on(self) -> dict[str, str]:
+        folder = self._command.base
+        self._qarl.run(self._command.arguments(folder), watch=folder)
+        left = [path.name for path in folder.glob("out?*")]
+        return digests(folder / "out") if not left and (folder / "out").is_dir() else {}

@@ -129,6 +129,10 @@ class QarlServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

@@ -39,15 +39,13 @@ def kills(options: argparse.Namespace) -> list[Figure]:
     import train_kills
 
     every_call = options.kills > SHORT_KILLS
-    converted, different = conversion_kills.run(options.kills, options.seed, every_call=every_call)
     formats = list(train_kills.FORMATS) if every_call else list(train_kills.FORMATS)[:1]
-    trained = train_kills.run(options.kills, options.seed, formats, every_call=every_call)
-    different += trained.different
-    killed = converted + trained.kills
-    print(f"{killed - len(different)} of {killed} killed commands ended identically", *different, sep="\n    ")
+    counts = conversion_kills.run(options.kills, options.seed, options.jobs, every_call=every_call)
+    counts.add(train_kills.run(options.kills, options.seed, formats, options.jobs, every_call=every_call))
+    print(f"{counts.identical} of {counts.kills} killed commands ended identically", *counts.different, sep="\n    ")
     return [
-        Figure("kills", killed, "", ">=", 150),
-        Figure("kills_identical", (killed - len(different)) / max(1, killed), "fraction", ">=", 1),
+        Figure("kills", counts.kills, "", ">=", 150),
+        Figure("kills_identical", counts.identical / max(1, counts.kills), "fraction", ">=", 1),
     ]
 
 

@@ -8,15 +8,16 @@ the last checkpoint's model are those of a run that was not killed, and no half 
 
 import argparse
 import json
+import os
 import random
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kill_points import KILLED, Ended, QarlServer
+from kill_pool import Case, Counts, kill_each
 
 from qarl_nemo.files import checksum
 
@@ -31,43 +32,33 @@ FORMATS: dict[str, dict[str, Any]] = {
 _CLOCKS = ("time_s", "timing/", "throughput/", "memory/")
 
 
-@dataclass(slots=True)
-class Counts:
-    """What a series of kills gave.
-
-    Attributes:
-        kills: commands that were killed before their end.
-        identical: how many of them ended as a run that was not killed, run again.
-        different: what the others left, one line each.
-    """
-
-    kills: int = 0
-    identical: int = 0
-    different: list[str] = field(default_factory=list)
-
-
-def run(num_kills: int, seed: int, formats: Sequence[str], *, every_call: bool = False) -> Counts:
+def run(num_kills: int, seed: int, formats: Sequence[str], jobs: int, *, every_call: bool = False) -> Counts:
     """Kill runs and let them go on.
 
     Args:
         num_kills: random moments over all formats.
         seed: seeds the moments.
         formats: some of `FORMATS`.
+        jobs: processes.
         every_call: kill a run of the first format at each of its file-system calls, too.
 
     Returns:
         The counts.
     """
-    counts, moments = Counts(), random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder, QarlServer(PRELOAD) as qarl:
+    cases: list[Case] = []
+    moments = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="qarl-kills-") as scratch, QarlServer(PRELOAD) as qarl:
         for index, name in enumerate(formats):
-            run = KilledRun(qarl, Path(folder) / name, FORMATS[name])
-            for _ in range(num_kills * (index + 1) // len(formats) - num_kills * index // len(formats)):
-                run.kill(counts, fault="moment", at=moments.randrange(run.duration_ms))
+            whole = KilledRun(qarl, Path(scratch) / name, FORMATS[name])
+            share = num_kills * (index + 1) // len(formats) - num_kills * index // len(formats)
+            cases += [(name, "moment", moments.randrange(whole.duration_ms)) for _ in range(share)]
             if every_call and index == 0:
-                for number in range(1, run.num_calls + 1):
-                    run.kill(counts, fault="kill", at=number)
-    return counts
+                cases += [(name, "kill", number) for number in range(1, whole.num_calls + 1)]
+    return kill_each(cases, _killed_run, jobs, "train")
+
+
+def _killed_run(name: str, folder: Path) -> "KilledRun":
+    return KilledRun(QarlServer(PRELOAD), folder, FORMATS[name])
 
 
 class KilledRun:
@@ -176,8 +167,10 @@ if __name__ == "__main__":
     parser.add_argument("--num-kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--format", action="append", choices=FORMATS, help="Repeat for several. Default: all.")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--every-call", action="store_true")
     arguments = parser.parse_args()
-    found = run(arguments.num_kills, arguments.seed, arguments.format or list(FORMATS), every_call=arguments.every_call)
+    formats = arguments.format or list(FORMATS)
+    found = run(arguments.num_kills, arguments.seed, formats, arguments.jobs, every_call=arguments.every_call)
     print(f"{found.identical} of {found.kills} killed runs ended identically", *found.different, sep="\n  ")
     raise SystemExit(found.identical != found.kills)

@@ -2,7 +2,8 @@
 
 import pytest
 from kill_points import KILLED, QarlServer
-from train_kills import FORMATS, PRELOAD, Counts, KilledRun
+from kill_pool import Counts
+from train_kills import FORMATS, PRELOAD, KilledRun
 
 pytestmark = pytest.mark.slow
 
