@@ -87,6 +87,13 @@ def _checkpoints(period: int) -> tuple[str, ...]:
     return ("checkpointing.enabled=true", f"checkpointing.save_period={period}", schedule)
 
 
+def _residency(resident: str) -> Case:
+    # Killed and resumed in between, it must learn like the run that nobody kills.
+    again = (f"++qarl.resident={resident}", *_checkpoints(30))
+    killed = Start(steps=100, overrides=again, kills="QarlMegatronPolicyWorker", kills_after=60)
+    return Case(starts=(killed, Start(steps=100, overrides=again, learns=0.1)))
+
+
 _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 _ATTENTION = "++qarl.targets=[experts,attention]"
 _BF16 = ("qarl.format=bf16", "++qarl.alignment=none")
@@ -115,6 +122,8 @@ _REPLAY = (
 
 CASES = {
     "w4a16": Case(starts=(Start(steps=100, learns=0.1),)),
+    "resident": _residency("true"),
+    "offloaded": _residency("false"),
     "bf16": Case(starts=(Start(steps=30, overrides=_BF16, **_RUNS_BF16),)),
     "engine_rounding": Case(starts=(Start(steps=12, overrides=_ROUNDING),)),
     "engine_rounding_bf16": Case(starts=(Start(steps=8, overrides=(*_BF16, *_ROUNDING), **_RUNS_BF16),)),
