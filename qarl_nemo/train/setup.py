@@ -19,12 +19,12 @@ from qarl_nemo.train.policy import Policy, TransformersPolicy
 from qarl_nemo.train.progress import LiveProgress, working
 from qarl_nemo.train.sampler import PackedSampler
 from qarl_nemo.train.tasks import TaskSource
-from qarl_nemo.train.verify import reward
 from qarl_nemo.train.vllm.host import vllm_problem
 from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.train.vllm.rollout import VllmRollout
 from qarl_nemo.train.vllm.shapes import gpu_problems
 from qarl_nemo.train.warm_start import greedy_answers, warm_start
+from qarl_nemo.verify import reward
 
 # Makes the learner of a run from its config and its starting model.
 MakeLearner = Callable[[LocalConfig, PreTrainedModel], Learner]

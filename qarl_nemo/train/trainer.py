@@ -24,7 +24,7 @@ from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.setup import MakeLearner, build_sampler, starting_model, transformers_learner
 from qarl_nemo.train.step_metrics import diagnostics_examples, step_metrics
 from qarl_nemo.train.tasks import Task
-from qarl_nemo.train.verify import reward
+from qarl_nemo.verify import reward
 
 
 class Trainer:

@@ -12,8 +12,8 @@ from qarl_nemo.config import load_config
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.setup import resolve_device, starting_model
 from qarl_nemo.train.tasks import TaskSource
-from qarl_nemo.train.verify import reward
 from qarl_nemo.train.warm_start import greedy_answers
+from qarl_nemo.verify import reward
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 import functools
 import re
 
+# A dollar sign that opens LaTeX, not an amount of money.
+_LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 # Python refuses to convert numbers of more than 4300 digits; math-verify copes with them.
 _INTEGERS = re.compile(r"\s*-?\d{1,1000}(\s+-?\d{1,1000})*\s*")
 
@@ -27,5 +29,6 @@ def reward(response: str, answer: str) -> float:
 def _verified(response: str, answer: str) -> float:
     from math_verify import parse, verify
 
-    gold = parse(answer if "\\" in answer or "$" in answer else f"${answer}$")
+    # Outside of an environment, the parser finds no words (`\text{east}`).
+    gold = parse(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}")
     return float(verify(gold, parse(response)))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl_nemo.train.verify import reward
+from qarl_nemo.verify import reward
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,9 @@ from qarl_nemo.train.verify import reward
         (r"\boxed{x^2+1}", "1+x^2"),
         (r"\boxed{(1,2)}", "(1,2)"),
         (r"$\sqrt{8}$", r"$2\sqrt{2}$"),
+        (r"\boxed{\text{east}}", r"\text{east}"),
+        (r"\boxed{\$2.5}", r"\$2.50"),
+        (r"\boxed{3, 1}", "$1$, $3$"),
     ],
 )
 def test_right_answers(response, answer):
@@ -42,6 +45,8 @@ def test_right_answers(response, answer):
         (r"\boxed{(2,1)}", "(1,2)"),
         ("0.7", r"\frac{3}{4}"),
         (r"\boxed{x^2-1}", "1+x^2"),
+        (r"\boxed{\text{west}}", r"\text{east}"),
+        (r"\boxed{1}", "$1$, $3$"),
     ],
 )
 def test_wrong_answers(response, answer):
