@@ -4,10 +4,12 @@ Muon orthogonalizes matrices, so a stacked expert parameter [E, N, K] is stepped
 embeddings, lm_head, routers, norms and biases go to AdamW.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qarl_nemo import muon
 from qarl_nemo.names import TARGETS, tensor_kind
@@ -75,8 +77,9 @@ class MasterOptimizer:
         if applied:
             self._hand_gradients_to_masters()
             self._set_lr()
-            for optimizer in self.optimizers:
-                optimizer.step()
+            with _FP32OnCpu():
+                for optimizer in self.optimizers:
+                    optimizer.step()
             self.num_steps += 1
             self._copy_masters_to_model()
         for parameter in self.parameters.values():
@@ -129,6 +132,21 @@ class MasterOptimizer:
             self.masters[name].copy_(master)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+
+class _FP32OnCpu(TorchFunctionMode):
+    """Lets torch's Muon iterate in FP32 on a CPU, where it asks for BF16.
+
+    A CPU without instructions for BF16 emulates it and takes twenty times as long. One with them takes FP32, too, so
+    that a run does not depend on which it is.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
+        if func is Tensor.bfloat16 and args[0].device.type == "cpu":
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
 
 
 def _matrices(master: Tensor) -> list[nn.Parameter]:
