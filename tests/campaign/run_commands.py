@@ -68,7 +68,8 @@ class _Train(Command):
         records = _records(run_dir)
         if [record["step"] for record in records] != list(range(1, config["grpo"]["max_num_steps"] + 1)):
             return f"metrics of steps {[record['step'] for record in records]}"
-        if not all(0 <= record["reward/mean"] <= 1 for record in records):
+        # A record that was written before may have lost its reward; it is kept as it is.
+        if not all(0 <= record.get("reward/mean", 0) <= 1 for record in records):
             return "rewards outside of 0 and 1"
         return self._continued_problem(folder, edits, records)
 
@@ -233,7 +234,12 @@ def _lost_setting(folder: Path, edits: Sequence[Edit], resolved: dict[str, Any])
             given = {name: old for name, old in given.items() if not (name + ".").startswith(key + ".")}
             given |= _leaves(yaml.safe_load(value), key)
     found = _leaves(resolved, "")
+    # Text for a key that holds text is not read as YAML.
+    overrides = dict(text.partition("=")[::2] for edit in edits for text in edit.arguments)
     for name, value in given.items():
+        key = next((key for key in overrides if f"{name}.".startswith(f"{key}.")), "")
+        if key and found.get(key) == overrides[key]:
+            continue
         if name.endswith("_override_") or name.startswith(("defaults", "compare")) or "${" in str(value):
             continue
         if name not in found:

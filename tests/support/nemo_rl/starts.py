@@ -51,11 +51,11 @@ class Ended:
 
 
 def make_model(size: str, folder: Path, gpu: int) -> Path:
-    """Return a folder with model/, train.jsonl and val.jsonl, made unless it is there; a large one on a GPU."""
+    """Return a folder with model/, train.jsonl and val.jsonl, made unless it is there."""
     if not (folder / "val.jsonl").exists() or not (folder / "model" / "model.safetensors").exists():
         tool = str(ROOT / "tools" / "make" / "arithmetic_model.py")
         command = [sys.executable, tool, str(folder), "--largest", "9", "--size", size, "--warm-start", "0.5"]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "" if size == "tiny" else str(gpu)}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         learning = ["--batch", "64", "--lr", _LEARNING_RATES[size]]
         subprocess.run([*command, *learning], env=environment, check=True, timeout=300)
     return folder
