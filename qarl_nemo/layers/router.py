@@ -5,7 +5,7 @@ near-equal router probabilities otherwise cause (R3).
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class RouteControl:
             yield
         finally:
             self.replayed = None
+
+    def same_again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return contexts of a forward and its recomputation, which then replays what is replayed now."""
+        return nullcontext(), self.replay(self.replayed)
 
 
 class AlignedRouter(nn.Module):

@@ -119,6 +119,15 @@ class MegatronConfig(StrictModel):
         return self
 
 
+class SequencePackingConfig(StrictModel):
+    """Micro-batches of as many responses as a budget of tokens holds, the longest together."""
+
+    enabled: bool = False
+    """Split by these budgets in place of `train_micro_batch_size` and `logprob_batch_size`."""
+    train_mb_tokens: int = Field(16_384, ge=1, le=2**31 - 1, description="Most tokens of one forward and backward.")
+    logprob_mb_tokens: int = Field(32_768, ge=1, le=2**31 - 1, description="Most tokens of one without gradient.")
+
+
 class PolicyConfig(StrictModel):
     """The learner: which model, in which precision, trained how."""
 
@@ -132,6 +141,10 @@ class PolicyConfig(StrictModel):
     warm_start: WarmStart = WarmStart()
     train_micro_batch_size: int = Field(256, ge=1, le=65_536, description="Sequences of one forward and backward.")
     logprob_batch_size: int = Field(512, ge=1, le=65_536, description="Sequences of one forward without gradient.")
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward, which computes the rest again: less memory, a third slower."""
+    logprob_chunk_size: int = Field(1024, ge=1, le=2**31 - 1, description="Positions whose logits exist at a time.")
     max_grad_norm: float = Field(1.0, gt=0, le=1e6)
     max_skipped_steps: int = Field(3, ge=1, le=1000, description="Non-finite steps in a row before the run stops.")
     optimizer: Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")] = AdamWConfig()
@@ -145,9 +158,14 @@ class PolicyConfig(StrictModel):
 
     @model_validator(mode="after")
     def megatron_has_its_own(self) -> "PolicyConfig":
-        """Reject settings of optimizer and attention that `megatron_cfg` does not support."""
+        """Reject settings of memory, optimizer and attention that `megatron_cfg` does not support."""
         if self.megatron_cfg is None:
             return self
+        if self.sequence_packing.enabled or self.activation_checkpointing:
+            raise ValueError(
+                "sequence_packing and activation_checkpointing are the transformers learner's: leave both off with "
+                "megatron_cfg, and set train_micro_batch_size and logprob_batch_size"
+            )
         if self.attention != "torch":
             raise ValueError(f"attention={self.attention}: Megatron attends with its own kernels; leave it at torch")
         if self.optimizer.name == "muon" and self.megatron_cfg.use_distributed_optimizer:

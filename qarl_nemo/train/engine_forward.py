@@ -4,9 +4,12 @@ transformers rounds a normalized value before multiplying it by the weight, and 
 adding them; vLLM's kernels compute in FP32 and round once.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -119,6 +122,19 @@ def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
         if name.endswith(".self_attn"):
             _swap(model, name, EngineAttention(module))
     return model
+
+
+def checkpoint_layers(model: PreTrainedModel, contexts: Callable[[], tuple[Any, Any]]) -> None:
+    """Make a decoder's layers keep only their inputs for the backward, which computes the rest again.
+
+    Args:
+        model: changed in place.
+        contexts: returns what a layer's forward and its recomputation run in; called at each forward.
+    """
+    for layer in model.model.layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
 
 
 def _swap(model: nn.Module, name: str, replacement: nn.Module) -> None:

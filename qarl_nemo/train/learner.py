@@ -12,8 +12,10 @@ from qarl_nemo.losses.build import LossFn
 from qarl_nemo.losses.nonfinite import cause_of, first_nonfinite
 from qarl_nemo.losses.ratios import LossData
 from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.train.config import SequencePackingConfig
+from qarl_nemo.train.packing import split_by_tokens
 from qarl_nemo.train.policy import Policy
-from qarl_nemo.train.rollouts import Rollouts, columns_from_first_token
+from qarl_nemo.train.rollouts import Rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Learner:
         replay_routes: use the experts the rollout engine chose.
         micro_batch_size: responses of one forward and backward.
         logprob_batch_size: responses of one forward without gradient.
+        packing: token budgets; if enabled, they take the place of both numbers of responses.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Learner:
         replay_routes: bool,
         micro_batch_size: int,
         logprob_batch_size: int,
+        packing: SequencePackingConfig,
     ) -> None:
         self.policy = policy
         self.loss_fn = loss_fn
@@ -61,6 +65,7 @@ class Learner:
         self.replay_routes = replay_routes
         self.micro_batch_size = micro_batch_size
         self.logprob_batch_size = logprob_batch_size
+        self.packing = packing
 
     @property
     def weight_version(self) -> int:
@@ -97,18 +102,14 @@ class Learner:
             rollouts: B responses.
 
         Returns:
-            logprobs [B, R] FP32 with a graph, entropy [B, R] FP32 detached, in nats.
+            logprobs [B, R] FP32 with a graph, entropy [B, R] FP32 detached, in nats; both 0 outside the responses.
         """
-        # With all padding on the right, where no token attends, attention needs no mask and runs its causal kernel.
-        columns, first = columns_from_first_token(rollouts.attention_mask), rollouts.num_prompt_columns
-        routes = rollouts.routes if self.replay_routes else None
-        if routes is not None:
-            routes = torch.take_along_dim(routes, columns[..., None, None], dim=1)
-        places = torch.argsort(columns, dim=-1)[:, first - 1 : -1]
-        logits = self.policy.logits(rollouts.input_ids.gather(1, columns), places, routes)
-        logprobs = (logits.float() / self.temperature).log_softmax(-1)
-        entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
-        return logprobs.gather(-1, rollouts.input_ids[:, first:, None]).squeeze(-1), entropy
+        logprobs, entropy = self.policy.response_logprobs(
+            rollouts, temperature=self.temperature, replay_routes=self.replay_routes
+        )
+        rows, columns = rollouts.response_mask.nonzero(as_tuple=True)
+        empty = torch.zeros_like(rollouts.generation_logprobs)
+        return empty.index_put((rows, columns), logprobs), empty.index_put((rows, columns), entropy)
 
     @torch.no_grad()
     def prev_logprobs(self, rollouts: Rollouts) -> Tensor:
@@ -122,7 +123,7 @@ class Learner:
         """
         logprobs = torch.zeros_like(rollouts.generation_logprobs)
         rows = torch.arange(len(logprobs), device=logprobs.device)
-        for part in self.policy.own_rows(rows).split(self.logprob_batch_size):
+        for part in self._split(rollouts, rows, self.logprob_batch_size, self.packing.logprob_mb_tokens):
             logprobs[part] = self.token_logprobs(rollouts.select(part))[0]
         self.policy.sum_over_ranks([logprobs])
         return logprobs
@@ -167,7 +168,7 @@ class Learner:
         mask = rollouts.response_mask[rows]
         valid_seqs, valid_toks = mask.any(-1).sum(), mask.sum()
         sums: dict[str, Tensor] = {}
-        for part in self.policy.own_rows(rows).split(self.micro_batch_size):
+        for part in self._split(rollouts, rows, self.micro_batch_size, self.packing.train_mb_tokens):
             batch = rollouts.select(part)
             logprobs, entropy = self.token_logprobs(batch)
             out = self.loss_fn(
@@ -195,6 +196,12 @@ class Learner:
         if applied:
             self.policy.changes.bump()
         return metrics | {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(not applied)}
+
+    def _split(self, rollouts: Rollouts, rows: Tensor, num_responses: int, num_tokens: int) -> list[Tensor]:
+        own = self.policy.own_rows(rows)
+        if self.packing.enabled:
+            return split_by_tokens(own, rollouts.attention_mask[own].sum(-1), num_tokens)
+        return list(own.split(num_responses))
 
     def _cause(self, rollouts: Rollouts, prev_logprobs: Tensor, advantages: Tensor, rows: Tensor, curr: Tensor) -> str:
         own = curr[rows]

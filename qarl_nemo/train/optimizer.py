@@ -49,6 +49,8 @@ class MasterOptimizer:
     def _build(self) -> Iterable[torch.optim.Optimizer]:
         config = self.config
         plain = [master for name, master in self.masters.items() if name not in self._matrices]
+        # One kernel in place of a dozen passes over masters and moments; None is torch's choice.
+        fused = True if any(master.is_cuda for master in plain) else None
         if isinstance(config, MuonConfig):
             yield torch.optim.Muon(
                 [matrix for matrices in self._matrices.values() for matrix in matrices],
@@ -57,9 +59,10 @@ class MasterOptimizer:
                 momentum=config.momentum,
                 **muon.TORCH,
             )
-            yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=muon.ADAM_BETAS)
+            betas = muon.ADAM_BETAS
         else:
-            yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
+            betas = config.betas
+        yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=betas, fused=fused)
 
     @torch.no_grad()
     def step(self, *, finite: bool = True) -> tuple[float, bool]:

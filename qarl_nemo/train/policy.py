@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,8 +12,13 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.layers.weight import MasterChanges
+from qarl_nemo.losses.logprobs import head_logprobs
 from qarl_nemo.refit.publish import Layer, publish_layers
+from qarl_nemo.train.engine_attention import use_attention
+from qarl_nemo.train.engine_forward import checkpoint_layers
 from qarl_nemo.train.optimizer import MasterOptimizer
+from qarl_nemo.train.packing import Packing
+from qarl_nemo.train.rollouts import Rollouts
 
 
 class PolicyOptimizer(Protocol):
@@ -43,16 +47,18 @@ class Policy(Protocol):
     changes: MasterChanges
     optimizer: PolicyOptimizer
 
-    def logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
-        """Return the next-token logits at these positions.
+    def response_logprobs(
+        self, rollouts: Rollouts, *, temperature: float, replay_routes: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return logprobs of the response tokens, and the policy's entropy where it chose them.
 
         Args:
-            input_ids: [B, S]; columns after a sequence's last token are ignored.
-            places: [B, R] columns whose next token is predicted.
-            routes: [B, S, L, k] experts to replay, or None.
+            rollouts: B responses with N tokens.
+            temperature: the rollouts' sampling temperature.
+            replay_routes: use the experts the rollout engine chose, if it returned any.
 
         Returns:
-            [B, R, V] in the model's dtype, with a graph.
+            logprobs [N] FP32 with a graph, entropy [N] FP32 without, in nats, response after response.
         """
 
     def own_rows(self, rows: Tensor) -> Tensor:
@@ -77,23 +83,58 @@ class Policy(Protocol):
 class TransformersPolicy:
     """A whole transformers model with aligned layers, in this process.
 
+    Sequences are packed: no padding reaches the model.
+
     Args:
         model: the model with aligned layers.
         report: what `install` returned.
         optimizer: steps the model's parameters.
+        attention: the kernel that attends, `torch` or `engine`.
+        activation_checkpointing: keep only each layer's input for the backward, which computes the rest again.
+        logprob_chunk_size: how many positions' logits exist at a time.
+
+    Raises:
+        ValueError: the attention kernel does not run here.
     """
 
-    def __init__(self, model: PreTrainedModel, report: InstallReport, optimizer: MasterOptimizer) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        report: InstallReport,
+        optimizer: MasterOptimizer,
+        *,
+        attention: str = "torch",
+        activation_checkpointing: bool = False,
+        logprob_chunk_size: int = 1024,
+    ) -> None:
         self.model = model
         self.report = report
         self.optimizer = optimizer
         self.changes = report.changes
+        self.logprob_chunk_size = logprob_chunk_size
+        use_attention(model, attention)
+        if activation_checkpointing:
+            checkpoint_layers(model, report.routes.same_again)
 
-    def logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
+    def response_logprobs(
+        self, rollouts: Rollouts, *, temperature: float, replay_routes: bool
+    ) -> tuple[Tensor, Tensor]:
         """See `Policy`."""
-        with self.report.routes.replay(None if routes is None else routes.flatten(0, 1)):
-            hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return self.model.lm_head(torch.take_along_dim(hidden, places[..., None], dim=1))
+        mask, first = rollouts.attention_mask, rollouts.num_prompt_columns
+        packing = Packing.of(mask.sum(-1))
+        routes = rollouts.routes[mask] if replay_routes and rollouts.routes is not None else None
+        with self.report.routes.replay(routes):
+            hidden = self.model.model(
+                input_ids=rollouts.input_ids[mask][None],
+                position_ids=packing.positions[None],
+                use_cache=False,
+                packing=packing,
+            ).last_hidden_state[0]
+        # Each token's place in the packed row; the one before it predicts it.
+        places = mask.flatten().cumsum(0).view_as(mask)[:, first:][rollouts.response_mask] - 1
+        tokens = rollouts.input_ids[:, first:][rollouts.response_mask]
+        rows = hidden.index_select(0, places - 1)
+        return head_logprobs(rows, self.model.lm_head.weight, tokens, temperature, chunk_size=self.logprob_chunk_size)
 
     def own_rows(self, rows: Tensor) -> Tensor:
         """Return all rows."""

@@ -1,5 +1,7 @@
 """The built-in rollout engine: a model that holds only the packed tensors that refits have brought."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
@@ -48,6 +50,9 @@ class PackedSampler:
         self.stop_ids = torch.tensor(stop_ids, device=device)
         self.routes = RouteControl()
         self.num_routers = 0
+        # The learner's model holds the same config, and its attention reads whole sequences only.
+        config = copy.deepcopy(config)
+        config._attn_implementation = "sdpa"
         with torch.device("meta"):
             model = follow_engine(AutoModelForCausalLM.from_config(config, dtype=dtype))
         self.slots = self._empty_packed_layers(model, targets, dtype, keep_operand)

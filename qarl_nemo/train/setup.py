@@ -11,7 +11,6 @@ from qarl_nemo.layers.install import install
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state
 from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
-from qarl_nemo.train.engine_attention import use_attention
 from qarl_nemo.train.learner import Learner
 from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.train.optimizer import MasterOptimizer
@@ -158,9 +157,16 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
     """
     qarl, settings = config.qarl, config.policy
     report = install(model, qarl.targets, qarl.executed_format, backward=qarl.backward, keep_operand=qarl.keep_operand)
-    use_attention(model, settings.attention)
     optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm)
-    return build_learner(config, TransformersPolicy(model, report, optimizer))
+    policy = TransformersPolicy(
+        model,
+        report,
+        optimizer,
+        attention=settings.attention,
+        activation_checkpointing=settings.activation_checkpointing,
+        logprob_chunk_size=settings.logprob_chunk_size,
+    )
+    return build_learner(config, policy)
 
 
 def build_learner(config: LocalConfig, policy: Policy) -> Learner:
@@ -180,6 +186,7 @@ def build_learner(config: LocalConfig, policy: Policy) -> Learner:
         replay_routes=config.qarl.router_replay,
         micro_batch_size=config.policy.train_micro_batch_size,
         logprob_batch_size=config.policy.logprob_batch_size,
+        packing=config.policy.sequence_packing,
     )
 
 

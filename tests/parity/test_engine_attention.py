@@ -21,7 +21,7 @@ LENGTH = 300
 
 def attend(query, key, value):
     """Each [B, heads, S, D] -> [B, S, heads, D]."""
-    return ALL_ATTENTION_FUNCTIONS["engine"](MODULE, query, key, value, None)[0]
+    return ALL_ATTENTION_FUNCTIONS["packed_engine"](MODULE, query, key, value, None)[0]
 
 
 @pytest.fixture

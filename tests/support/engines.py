@@ -11,7 +11,7 @@ from qarl_nemo.layers.install import InstallReport, install
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.losses.config import GRPOTISConfig
 from qarl_nemo.refit.publish import RefitUpdate, publish
-from qarl_nemo.train.config import AdamWConfig, ModelInit
+from qarl_nemo.train.config import AdamWConfig, ModelInit, SequencePackingConfig
 from qarl_nemo.train.engine_forward import follow_engine
 from qarl_nemo.train.learner import Learner
 from qarl_nemo.train.model import tiny_config
@@ -82,6 +82,7 @@ def make_engine(
     micro_batch_size=64,
     max_grad_norm=1e9,
     keep_operand=True,
+    **policy_options,
 ) -> Engine:
     """Build both sides; `executed` is the learner's format where it differs from the sampler's (rollout_only)."""
     model = tiny_model() if model is None else model
@@ -89,12 +90,13 @@ def make_engine(
     sampler = make_sampler(model, fmt, targets, keep_operand=keep_operand)
     masters = MasterOptimizer(model.named_parameters(), optimizer or AdamWConfig(lr=1e-3), max_grad_norm)
     learner = Learner(
-        TransformersPolicy(model, report, masters),
+        TransformersPolicy(model, report, masters, **policy_options),
         build_loss(loss or GRPOTISConfig()),
         temperature=temperature,
         replay_routes=replay_routes,
         micro_batch_size=micro_batch_size,
         logprob_batch_size=64,
+        packing=SequencePackingConfig(),
     )
     engine = Engine(model, report, masters, learner, sampler)
     engine.refit()

@@ -130,7 +130,7 @@ def test_errors_name_the_key_the_legal_values_and_the_nearest(blocks, expected):
         ("grpo.num_generation_per_prompt=4", "did you mean 'num_generations_per_prompt'?"),
         # Nothing is near.
         ("banana=1", "unknown key 'banana': legal here: checkpointing"),
-        ("policy.banana=1", "unknown key 'policy.banana': legal here: attention"),
+        ("policy.banana=1", "unknown key 'policy.banana': legal here: activation_checkpointing"),
     ],
 )
 def test_unknown_keys_are_looked_for_in_other_blocks_too(override, expected):

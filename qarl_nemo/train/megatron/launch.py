@@ -121,7 +121,14 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
         whole.load_state_dict(parameters)
         whole.save_pretrained(folder)
 
-    policy = MegatronPolicy(core, alignment, optimizer, vocab_size=hf.vocab_size, save_model=save_model)
+    policy = MegatronPolicy(
+        core,
+        alignment,
+        optimizer,
+        vocab_size=hf.vocab_size,
+        save_model=save_model,
+        logprob_chunk_size=config.policy.logprob_chunk_size,
+    )
     return build_learner(config, policy)
 
 

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
+from qarl_nemo.losses.logprobs import score_in_chunks
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights
 from qarl_nemo.megatron.publish import publish_layers
 from qarl_nemo.names import parameter_name
 from qarl_nemo.refit.publish import Layer
 from qarl_nemo.train.megatron.optimizer import MegatronStepper
+from qarl_nemo.train.rollouts import Rollouts, columns_from_first_token
 
 
 class MegatronPolicy:
@@ -33,6 +35,7 @@ class MegatronPolicy:
         optimizer: steps its weights.
         vocab_size: the Hugging Face model's vocabulary size.
         save_model: writes Hugging Face's parameters, by name, to a folder; called on the first rank only.
+        logprob_chunk_size: how many positions' logits exist in FP32 at a time.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class MegatronPolicy:
         *,
         vocab_size: int,
         save_model: Callable[[dict[str, Tensor], Path], None],
+        logprob_chunk_size: int,
     ) -> None:
         self.model = model
         self.alignment = alignment
@@ -50,18 +54,37 @@ class MegatronPolicy:
         self.changes = alignment.changes
         self._vocab_size = vocab_size
         self._save_model = save_model
+        self._logprob_chunk_size = logprob_chunk_size
 
-    def logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
-        """Return the next-token logits at these positions.
+    def response_logprobs(
+        self, rollouts: Rollouts, *, temperature: float, replay_routes: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return logprobs of the response tokens, and the policy's entropy where it chose them.
 
         Args:
-            input_ids: [B, S]; columns after a sequence's last token are ignored.
-            places: [B, R] columns whose next token is predicted.
-            routes: [B, S, L, k] experts to replay, -1 where the router chooses itself; or None.
+            rollouts: B responses with N tokens.
+            temperature: the rollouts' sampling temperature.
+            replay_routes: use the experts the rollout engine chose, if it returned any.
 
         Returns:
-            [B, R, V] in the model's dtype, with a graph.
+            logprobs [N] FP32 with a graph, entropy [N] FP32 without, in nats, response after response.
         """
+        # With all padding on the right, where no token attends, causal attention needs no mask for it.
+        columns, first = columns_from_first_token(rollouts.attention_mask), rollouts.num_prompt_columns
+        routes = rollouts.routes if replay_routes else None
+        if routes is not None:
+            routes = torch.take_along_dim(routes, columns[..., None, None], dim=1)
+        places = torch.argsort(columns, dim=-1)[:, first - 1 : -1]
+        logits = self._logits(rollouts.input_ids.gather(1, columns), places, routes)
+        tokens, shape = rollouts.input_ids[:, first:], places.shape
+        scores = score_in_chunks(
+            logits.flatten(0, 1), tokens.flatten(), temperature, chunk_size=self._logprob_chunk_size
+        )
+        logprobs, entropy = (values.view(shape)[rollouts.response_mask] for values in scores)
+        return logprobs, entropy
+
+    def _logits(self, input_ids: Tensor, places: Tensor, routes: Tensor | None) -> Tensor:
+        # [B, R, V] at places [B, R], in the model's dtype; routes [B, S, L, k] have -1 where the router chooses itself.
         # Pad the columns, because sequence-parallel ranks hold equal parts of them.
         extra = -input_ids.shape[1] % parallel_state.get_tensor_model_parallel_world_size()
         input_ids = nn.functional.pad(input_ids, (0, extra))

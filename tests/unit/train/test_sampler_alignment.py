@@ -7,7 +7,6 @@ import torch
 
 from qarl_kernels import get_format
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.train.rollouts import columns_from_first_token
 from support.asserts import FP32_NATS
 from support.engines import BF16, PROMPTS, W4A16_G32, gaps, make_engine, sample, tiny_model
 from support.formats import FORMATS
@@ -84,10 +83,10 @@ def test_rollouts_carry_the_version_that_sampled_them():
 def own_routes(engine, rollouts):
     with engine.report.routes.record() as chosen, torch.no_grad():
         engine.learner.token_logprobs(rollouts)
-    routes = torch.stack(chosen, dim=1).view(*rollouts.input_ids.shape, len(chosen), -1)
-    # The learner reads a sequence from its first token on.
-    places = columns_from_first_token(rollouts.attention_mask).argsort(-1)
-    return torch.take_along_dim(routes, places[..., None, None], dim=1)
+    routes = torch.full((*rollouts.input_ids.shape, len(chosen), chosen[0].shape[-1]), NO_ROUTE)
+    # The learner reads sequences end to end.
+    routes[rollouts.attention_mask] = torch.stack(chosen, dim=1)
+    return routes
 
 
 def test_recorded_routes_are_those_the_learner_chooses():
@@ -106,7 +105,7 @@ def test_replayed_routes_replace_the_learners_own():
     rollouts = sample(engine, **SAMPLING)
     shifted = torch.where(rollouts.routes == NO_ROUTE, rollouts.routes, (rollouts.routes + 1) % 4)
     forced = replace(rollouts, routes=shifted)
-    known = shifted != NO_ROUTE
+    known = (shifted[..., 0, 0] != NO_ROUTE) & rollouts.attention_mask
     assert torch.equal(own_routes(engine, forced)[known], shifted[known].long())
     assert gaps(engine, forced).mean() > 1e-2
     engine.learner.replay_routes = False
