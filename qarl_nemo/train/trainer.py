@@ -14,7 +14,7 @@ from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.train.advantages import group_advantages
 from qarl_nemo.train.banner import show_banner
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state, save_checkpoint
-from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.learner import UpdateResult
 from qarl_nemo.train.preflight import Prepared, prepare
 from qarl_nemo.train.progress import LiveProgress
@@ -137,7 +137,7 @@ class Trainer:
         return update
 
     def generate(self, tasks: list[Task], params: SamplingParams, generator: torch.Generator) -> Rollouts:
-        """Sample one response for each task, `rollout.batch_size` at a time.
+        """Sample one response for each task, at most `rollout.batch_size` at a time.
 
         Args:
             tasks: the tasks.
@@ -148,7 +148,10 @@ class Trainer:
             All rollouts, in the tasks' order.
         """
         prompts = encode_prompts(tasks, self.tokenizer)
-        size, width = self.config.rollout.batch_size, max(map(len, prompts))
+        # vLLM gives a finished response's place to the next; the built-in sampler decodes a batch to its end.
+        replaces = isinstance(self.config.rollout, VllmRolloutConfig)
+        size = len(prompts) if replaces else self.config.rollout.batch_size
+        width = max(map(len, prompts))
         parts = [
             self.sampler.generate(prompts[start : start + size], params, generator, num_prompt_columns=width)
             for start in range(0, len(prompts), size)

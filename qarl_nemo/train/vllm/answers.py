@@ -1,6 +1,6 @@
 """From vLLM's answers to rollouts: tokens, logprobs, and the experts that every token was routed to."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def make_rollouts(
 
     Args:
         prompts: token ids.
-        answers: vLLM's `CompletionOutput` for each prompt.
+        answers: vLLM's `CompletionOutput` for each prompt, with flat logprobs of the sampled tokens alone.
         pad_id: filler.
         num_prompt_columns: least number of prompt columns P.
         router_layers: the model's layers that have a router; empty if routes are not captured.
@@ -45,7 +45,7 @@ def make_rollouts(
     for row, answer in enumerate(answers):
         length = len(answer.token_ids)
         tokens[row, :length] = torch.tensor(answer.token_ids)
-        logprobs[row, :length] = torch.tensor(list(_chosen_logprobs(answer)))
+        logprobs[row, :length] = torch.tensor(answer.logprobs.logprobs)
         mask[row, :length] = True
     _require_finite(logprobs, weight_version)
     attention = torch.cat([prompt_mask, mask], dim=-1)
@@ -101,10 +101,6 @@ def _require_routed(routes: Tensor) -> None:
             f"vLLM says expert 0 for all choices of {unrouted} of {all_zero.numel()} tokens and layers: its experts' "
             "kernels do not report routes, as on a CPU. Set qarl.router_replay=false, or rollout.engine=packed"
         )
-
-
-def _chosen_logprobs(answer: Any) -> Iterator[float]:
-    return (entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True))
 
 
 def _require_finite(logprobs: Tensor, weight_version: int) -> None:

@@ -145,6 +145,8 @@ class VllmRollout:
             top_p=params.top_p,
             seed=seed,
             logprobs=0,
+            # Objects for every token would keep Python's garbage collector busy.
+            flat_logprobs=True,
             stop_token_ids=self.stop_ids,
             detokenize=False,
         )

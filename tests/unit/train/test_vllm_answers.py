@@ -26,7 +26,7 @@ def answers(captured):
     return [
         SimpleNamespace(
             token_ids=tokens,
-            logprobs=[{token: SimpleNamespace(logprob=-float(token))} for token in tokens],
+            logprobs=SimpleNamespace(logprobs=[-float(token) for token in tokens]),
             finish_reason="stop" if tokens[-1] == 2 else "length",
             routed_experts=each,
         )
@@ -94,7 +94,7 @@ def test_one_expert_a_token_may_be_expert_0_but_not_always():
 
 def test_logprobs_that_are_not_finite_are_refused():
     broken = answers([routes(3), routes(3)])
-    broken[1].logprobs[0][11].logprob = float("nan")
+    broken[1].logprobs.logprobs[0] = float("nan")
     with pytest.raises(RuntimeError, match="weight version 3 gives NaN or infinite logprobs for 1 of 2"):
         make_rollouts(
             PROMPTS,
