@@ -1,9 +1,11 @@
 """What a run prints when it starts: model, formats, folder, checkpoints, and the step it resumes from."""
 
+import math
+
 from rich.console import Console
 
 from qarl_nemo.files import readable_bytes
-from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.preflight import Prepared
 
 
@@ -35,6 +37,9 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
     qarl, grpo = config.qarl, config.grpo
     quantized = sum(row.quantized for row in prepared.rows)
     begins = "new" if step is None else f"resumed from step {step}"
+    rollout, responses = config.rollout, grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    served = isinstance(rollout, VllmRolloutConfig)
+    kv_cache = {"KV cache": _kv_cache(rollout, min(rollout.batch_size, responses), prepared)} if served else {}
     learners = {"aligned": "executes the rollouts' format", "rollout_only": "executes BF16", "none": "executes BF16"}
     return {
         "run": f"{config.run.name}, {begins}, to step {grpo.max_num_steps}; seed {config.seed}, in {config.run_dir}",
@@ -42,10 +47,21 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         f"{_readable_count(prepared.num_parameters)} parameters, {config.policy.precision} on {prepared.device}",
         "rollouts": f"{prepared.format.name}{_groups(prepared)}, {quantized} of {len(prepared.rows)} modules "
         f"quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}",
+        **kv_cache,
         "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
         f"{grpo.num_generations_per_prompt} responses a step",
         "checkpoints": _checkpoints(config, prepared),
     }
+
+
+def _kv_cache(rollout: VllmRolloutConfig, num_at_once: int, prepared: Prepared) -> str:
+    gib = rollout.max_new_tokens * prepared.kv_bytes / 2**30
+    num_held = int(rollout.kv_cache_gib / gib)
+    held = f"{rollout.kv_cache_gib:g} GiB, {num_held} responses of {rollout.max_new_tokens} tokens"
+    if num_held >= num_at_once:
+        return held
+    wanted = math.ceil(num_at_once * gib)
+    return f"{held}; {num_at_once} run at once and would wait for each other: set rollout.kv_cache_gib={wanted}"
 
 
 def _checkpoints(config: LocalConfig, prepared: Prepared) -> str:

@@ -27,6 +27,7 @@ class Prepared:
         rows: what is quantized in the rollout engine, one line for each module with weights.
         num_parameters: the model's parameter count.
         checkpoint_bytes: size of one checkpoint.
+        kv_bytes: size of one token's keys and values in the rollout engine.
     """
 
     device: torch.device
@@ -35,6 +36,7 @@ class Prepared:
     rows: list[InstallRow]
     num_parameters: int
     checkpoint_bytes: int
+    kv_bytes: int
 
 
 def prepare(config: LocalConfig) -> Prepared:
@@ -62,7 +64,8 @@ def prepare(config: LocalConfig) -> Prepared:
     size = checkpoint_bytes(model, config.policy)
     if config.checkpointing.enabled:
         _require_space(config, size)
-    return Prepared(device, fmt, source, rows, sum(parameter.numel() for parameter in model.parameters()), size)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Prepared(device, fmt, source, rows, num_parameters, size, _kv_bytes(model))
 
 
 def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:
@@ -81,6 +84,12 @@ def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:
         masters = 0 if parameter.dtype == torch.float32 else 4
         total += parameter.numel() * (parameter.element_size() + (4 if one_moment else 8) + masters)
     return total
+
+
+def _kv_bytes(model: PreTrainedModel) -> int:
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
 def _require_space(config: LocalConfig, size: int) -> None:

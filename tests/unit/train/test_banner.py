@@ -50,6 +50,25 @@ def test_it_says_what_differs(tmp_path):
     assert lines["checkpoints"] == "off: a run that is stopped cannot go on"
 
 
+def test_it_says_how_many_responses_the_kv_cache_holds(tmp_path):
+    blocks = {
+        "run_dir": str(tmp_path),
+        "checkpointing": {"enabled": False},
+        "qarl": {"router_replay": False},
+        "policy": {"model_init": {}, "precision": "bfloat16"},
+    }
+    prepared = prepare(config(**blocks))
+    # 2 layers, keys and values, 2 heads of 32 in BF16
+    assert prepared.kv_bytes == 2 * 2 * 2 * 32 * 2
+    assert "KV cache" not in banner_lines(config(**blocks), prepared, None)
+    vllm = {"engine": "vllm", "max_new_tokens": 2048, "kv_cache_gib": 0.25}
+    # 1 MiB a response: the 512 of a step need twice the memory
+    line = banner_lines(config(**blocks, rollout=vllm), prepared, None)["KV cache"]
+    held = "0.25 GiB, 256 responses of 2048 tokens"
+    assert line == f"{held}; 512 run at once and would wait for each other: set rollout.kv_cache_gib=1"
+    assert banner_lines(config(**blocks, rollout=vllm | {"batch_size": 256}), prepared, None)["KV cache"] == held
+
+
 @pytest.mark.parametrize(("silent_s", "told"), [(0.0, False), (61.0, True)])
 def test_a_phase_is_told_when_a_step_takes_minutes(silent_s, told, capsys):
     with LiveProgress("demo", 10, 3) as progress:
