@@ -1,10 +1,10 @@
 """Validation whose errors name the key as a user wrote it, what is legal and what was probably meant."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from qarl_nemo.config.models import all_keys, annotations, models_in
 
@@ -106,10 +106,23 @@ def _words(annotation: Any) -> tuple[str, ...]:
     return tuple(word for part in get_args(annotation) for word in _words(part))
 
 
+def _tags(annotation: Any) -> Iterator[str]:
+    """Yield what pydantic puts into a location to tell the forms of a key apart; a user does not write it."""
+    yield from (mark.tag for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Tag))
+    for part in get_args(annotation):
+        yield from _tags(part)
+
+
 def _follow(location: list[str], model: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
     """Follow a pydantic error location to the keys a user wrote and the models around its last part."""
-    keys, models = [], [model]
+    keys, models, tags = [], [model], set()
     for depth, part in enumerate(location):
+        if part in tags:
+            tags = set()
+            continue
+        tags = {
+            name for held in models if part in held.model_fields for name in _tags(held.model_fields[part].annotation)
+        }
         tagged = [m for m in models if any(part in get_args(f.annotation) for f in m.model_fields.values())]
         inside = [
             m for held in models if part in held.model_fields for m in models_in(held.model_fields[part].annotation)

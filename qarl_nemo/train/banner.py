@@ -1,12 +1,16 @@
-"""What a run prints when it starts: model, formats, folder, checkpoints, and the step it resumes from."""
+"""What a run prints when it starts: model, formats, folder, data with a prompt, and the step it resumes from."""
 
 import math
+import textwrap
 
 from rich.console import Console
 
 from qarl_nemo.files import readable_bytes
-from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
+from qarl_nemo.train.config import ArithmeticData, LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.preflight import Prepared
+
+_LABEL = 12
+_MAX_QUOTED = 4000
 
 
 def show_banner(config: LocalConfig, prepared: Prepared, step: int | None) -> None:
@@ -19,8 +23,10 @@ def show_banner(config: LocalConfig, prepared: Prepared, step: int | None) -> No
     """
     console = Console()
     for label, text in banner_lines(config, prepared, step).items():
-        console.print(f"[bold]{label:<12}[/bold]", end="")
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"[bold]{label:<{_LABEL}}[/bold]", end="")
+        # The lines of a prompt stand below each other.
+        lines = textwrap.indent(text, " " * _LABEL, lambda _: True)[_LABEL:]
+        console.print(lines, markup=False, highlight=False, soft_wrap=True)
 
 
 def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> dict[str, str]:
@@ -51,6 +57,7 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
         f"{grpo.num_generations_per_prompt} responses a step",
         "checkpoints": _checkpoints(config, prepared),
+        **_data(config, prepared),
     }
 
 
@@ -62,6 +69,36 @@ def _kv_cache(rollout: VllmRolloutConfig, num_at_once: int, prepared: Prepared) 
         return held
     wanted = math.ceil(num_at_once * gib)
     return f"{held}; {num_at_once} run at once and would wait for each other: set rollout.kv_cache_gib={wanted}"
+
+
+def _data(config: LocalConfig, prepared: Prepared) -> dict[str, str]:
+    """Describe the data, and show the first problem as the model sees it and what is expected."""
+    (first,) = prepared.source.train(1, 1)
+    (tokens,) = prepared.encode([first])
+    # What was decoded is what the tokenizer made of it.
+    prompt = prepared.encode.tokenizer.decode(tokens)
+    more = f"\n... {len(prompt) - _MAX_QUOTED} more characters" if len(prompt) > _MAX_QUOTED else ""
+    return {
+        "data": _sources(config, prepared),
+        "a prompt": f"{prompt[:_MAX_QUOTED]}{more}",
+        "its answer": first.answer[:_MAX_QUOTED],
+    }
+
+
+def _sources(config: LocalConfig, prepared: Prepared) -> str:
+    data = config.data
+    if isinstance(data, ArithmeticData):
+        return "arithmetic, made as it is needed"
+    told = []
+    for key, datasets in (("train", data.train), ("validation", data.validation)):
+        if datasets is None:
+            told.append("validation: the first of these")
+            continue
+        names = " and ".join(one.title for one in (datasets if isinstance(datasets, list) else [datasets]))
+        skipped = prepared.skipped[key]
+        out = f", {skipped:,} overlong ones skipped" if skipped else ""
+        told.append(f"{key}: {len(prepared.source.tasks[key]):,} problems of {names}{out}")
+    return "; ".join(told)
 
 
 def _checkpoints(config: LocalConfig, prepared: Prepared) -> str:

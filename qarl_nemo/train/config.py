@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from qarl_nemo.config import QarlConfig, StrictModel
+from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
 from qarl_nemo.train.vllm.limits import config_problems
@@ -128,11 +129,20 @@ class SequencePackingConfig(StrictModel):
     logprob_mb_tokens: int = Field(32_768, ge=1, le=2**31 - 1, description="Most tokens of one without gradient.")
 
 
+class TokenizerConfig(StrictModel):
+    """How a prompt is written for the model; keys are NeMo-RL's."""
+
+    chat_template: str | None = "default"
+    """`default` = the tokenizer's, if it has one; null = none; else Jinja, or a file that ends in .jinja."""
+    chat_template_kwargs: dict[str, Any] = Field({}, description="The template's own options: enable_thinking: false.")
+
+
 class PolicyConfig(StrictModel):
     """The learner: which model, in which precision, trained how."""
 
     model_path: Path | None = Field(None, description="Local Qwen3 / Qwen3-MoE checkpoint directory.")
     model_init: ModelInit | None = Field(None, description="A tiny random model instead of a checkpoint.")
+    tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters and activations; bfloat16 keeps FP32 masters in the optimizer."""
     attention: Literal["torch", "engine"] = "torch"
@@ -267,24 +277,6 @@ class ArithmeticData(StrictModel):
         return self
 
 
-class JsonlData(StrictModel):
-    """JSONL files with `problem` and `answer` in each line."""
-
-    source: Literal["jsonl"]
-    train: Path
-    validation: Path | None = None
-    prompt_template: str = Field("{problem}", pattern=r"\{problem\}")
-
-
-class HfData(StrictModel):
-    """A Hugging Face dataset with OpenR1-Math-46K's fields: `prompt` messages and `reward_model.ground_truth`."""
-
-    source: Literal["huggingface"]
-    path: str = Field(..., description="Hub name, or a local directory or data file.")
-    train_split: str = "train"
-    validation_split: str | None = None
-
-
 class CheckpointingConfig(StrictModel):
     """Atomic checkpoints; a killed run resumes to the same numbers."""
 
@@ -336,7 +328,7 @@ class LocalConfig(StrictModel):
     rollout: RolloutConfig = PackedRolloutConfig()
     loss_fn: LossConfig
     grpo: GrpoConfig = GrpoConfig()
-    data: Annotated[ArithmeticData | JsonlData | HfData, Field(discriminator="source")] = ArithmeticData()
+    data: Annotated[ArithmeticData | DatasetsData, Field(discriminator="source")] = ArithmeticData()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     compare: CompareConfig | None = None

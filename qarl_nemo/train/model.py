@@ -75,6 +75,21 @@ def read_config(policy: PolicyConfig) -> PreTrainedConfig:
     return _checkpoint_config(policy.model_path)
 
 
+def read_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer without its weights.
+
+    Args:
+        policy: the policy block.
+
+    Returns:
+        The tokenizer, which pads with its end token if it has no pad token.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no end token.
+    """
+    return character_tokenizer() if policy.model_path is None else _load_tokenizer(policy.model_path)
+
+
 def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a checkpoint directory from disk, safetensors only.
 
@@ -93,16 +108,21 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
     require_whole(open_checkpoint(path))
     with _named_errors(path, "its weights cannot be loaded"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
-    with _named_errors(path, "its tokenizer cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer = _load_tokenizer(path)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= model.config.vocab_size:
         raise FileError(f"{path}: its tokenizer has token {largest}, its model only {model.config.vocab_size} tokens")
+    return follow_engine(model), tokenizer
+
+
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    with _named_errors(path, "its tokenizer cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {path} has no eos_token, so that no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return follow_engine(model), tokenizer
+    return tokenizer
 
 
 def _checkpoint_config(path: Path) -> PreTrainedConfig:

@@ -11,7 +11,8 @@ from qarl_nemo.layers.install import InstallRow, install
 from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.checkpoint import checkpoint_steps
 from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
-from qarl_nemo.train.model import read_config
+from qarl_nemo.train.model import read_config, read_tokenizer
+from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
 
@@ -24,6 +25,8 @@ class Prepared:
         device: the learner's device.
         format: the format of the rollout engine's weights.
         source: the tasks.
+        encode: makes prompts of them.
+        skipped: how many tasks were left out for the length of their prompts, by the key of the data block.
         rows: what is quantized in the rollout engine, one line for each module with weights.
         num_parameters: the model's parameter count.
         checkpoint_bytes: size of one checkpoint.
@@ -33,6 +36,8 @@ class Prepared:
     device: torch.device
     format: QuantFormat
     source: TaskSource
+    encode: PromptEncoder
+    skipped: dict[str, int]
     rows: list[InstallRow]
     num_parameters: int
     checkpoint_bytes: int
@@ -60,12 +65,15 @@ def prepare(config: LocalConfig) -> Prepared:
             read_config(config.policy), dtype=getattr(torch, config.policy.precision)
         )
     rows = install(model, config.qarl.targets, fmt).rows
+    longest = longest_prompt(config, model.config.max_position_embeddings)
     source = TaskSource(config.data, config.seed)
+    encode = PromptEncoder(read_tokenizer(config.policy), config.policy.tokenizer)
+    skipped = limit_prompts(source, encode, longest, skip=getattr(config.data, "overlong_prompts", None) == "skip")
     size = checkpoint_bytes(model, config.policy)
     if config.checkpointing.enabled:
         _require_space(config, size)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Prepared(device, fmt, source, rows, num_parameters, size, _kv_bytes(model))
+    return Prepared(device, fmt, source, encode, skipped, rows, num_parameters, size, _kv_bytes(model))
 
 
 def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:

@@ -1,4 +1,4 @@
-"""The record of a rollout batch, and the encoding of prompts as left-padded tokens.
+"""The record of a rollout batch, and left-padded tokens.
 
 Layout: columns 0 to P-1 hold the prompts, left-padded; columns P to P+R-1 the responses. Position j of a [B, R]
 tensor is about response token j, predicted by column P-1+j. Shape letters: B responses, P prompt columns, R response
@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.train.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +68,6 @@ class Rollouts:
             values = [getattr(part, f.name) for part in wide]
             joined[f.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0]
         return Rollouts(**joined)
-
-
-def encode_prompts(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokenize prompts; chat messages go through the tokenizer's template.
-
-    Args:
-        tasks: the tasks.
-        tokenizer: the model's tokenizer.
-
-    Returns:
-        One list of token ids for each task.
-
-    Raises:
-        ValueError: chat messages with a tokenizer that has no chat template.
-    """
-    if any(not isinstance(task.prompt, str) for task in tasks) and not tokenizer.chat_template:
-        raise ValueError("the data holds chat messages but the tokenizer has no chat_template")
-    encoded = []
-    for task in tasks:
-        if isinstance(task.prompt, str):
-            encoded.append(tokenizer(task.prompt, add_special_tokens=False)["input_ids"])
-        else:
-            encoded.append(
-                tokenizer.apply_chat_template(
-                    list(task.prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            )
-    return encoded
 
 
 def pad_left(

@@ -16,14 +16,14 @@ from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop
 from qarl_nemo.train.optimizer import MasterOptimizer
 from qarl_nemo.train.policy import Policy, TransformersPolicy
 from qarl_nemo.train.progress import LiveProgress, working
+from qarl_nemo.train.prompts import PromptEncoder
 from qarl_nemo.train.sampler import PackedSampler
-from qarl_nemo.train.tasks import TaskSource
+from qarl_nemo.train.tasks import Task, TaskSource
 from qarl_nemo.train.vllm.host import vllm_problem
 from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.train.vllm.rollout import VllmRollout
 from qarl_nemo.train.vllm.shapes import gpu_problems
 from qarl_nemo.train.warm_start import greedy_answers, warm_start
-from qarl_nemo.verify import reward
 
 # Makes the learner of a run from its config and its starting model.
 MakeLearner = Callable[[LocalConfig, PreTrainedModel], Learner]
@@ -102,47 +102,46 @@ def _size_problems(config: LocalConfig, capability: tuple[int, int]) -> list[str
 
 
 def starting_model(
-    config: LocalConfig, source: TaskSource, device: torch.device, step: int | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, float]:
+    config: LocalConfig, source: TaskSource, encode: PromptEncoder, device: torch.device, step: int | None
+) -> tuple[PreTrainedModel, float]:
     """Load the model of a checkpoint, or a new one and warm it up.
 
     Args:
         config: the resolved config.
         source: the warm start's tasks.
+        encode: makes prompts of them.
         device: where the model goes.
         step: which checkpoint of the run, or None for a new run.
 
     Returns:
-        The model, its tokenizer, and the seconds it has been trained for.
+        The model, and the seconds it has been trained for.
     """
     if step is not None:
         dtype = getattr(torch, config.policy.precision)
         with working("loading the checkpoint"):
-            model, tokenizer = load_checkpoint(checkpoint_dir(config.run_dir, step) / "model", dtype)
-        return model.to(device), tokenizer, read_state(config.run_dir, step)["elapsed_s"]
+            model, _ = load_checkpoint(checkpoint_dir(config.run_dir, step) / "model", dtype)
+        return model.to(device), read_state(config.run_dir, step)["elapsed_s"]
     with working("loading the model"):
-        model, tokenizer = load_model(config.policy, device, config.seed)
+        model, _ = load_model(config.policy, device, config.seed)
     started = time.perf_counter()
     if config.policy.warm_start.steps:
-        _warm_start(config, source, model, tokenizer)
-    return model, tokenizer, time.perf_counter() - started
+        _warm_start(config, source, encode, model)
+    return model, time.perf_counter() - started
 
 
-def _warm_start(
-    config: LocalConfig, source: TaskSource, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def _warm_start(config: LocalConfig, source: TaskSource, encode: PromptEncoder, model: PreTrainedModel) -> None:
     tasks = source.validation(config.grpo.val_num_prompts)
 
     def greedy_reward() -> float:
-        answers = greedy_answers(model, tokenizer, tasks, config.rollout.max_new_tokens)
-        return sum(reward(text, task.answer) for text, task in zip(answers, tasks, strict=True)) / len(tasks)
+        answers = greedy_answers(model, encode, tasks, config.rollout.max_new_tokens)
+        return sum(map(Task.reward, tasks, answers)) / len(tasks)
 
     with LiveProgress("warm start", config.policy.warm_start.steps) as progress:
 
         def show(step: int, loss: float) -> None:
             progress.update(step, loss=loss)
 
-        warm_start(model, tokenizer, source, config.policy.warm_start, show, greedy_reward)
+        warm_start(model, encode, source, config.policy.warm_start, show, greedy_reward)
 
 
 def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner:

@@ -18,13 +18,12 @@ from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.learner import UpdateResult
 from qarl_nemo.train.preflight import Prepared, prepare
 from qarl_nemo.train.progress import LiveProgress
-from qarl_nemo.train.rollouts import Rollouts, encode_prompts
+from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run_dir import open_run_dir
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.setup import MakeLearner, build_sampler, starting_model, transformers_learner
 from qarl_nemo.train.step_metrics import diagnostics_examples, step_metrics
 from qarl_nemo.train.tasks import Task
-from qarl_nemo.verify import reward
 
 
 class Trainer:
@@ -50,9 +49,10 @@ class Trainer:
             torch.set_num_threads(config.num_threads)
         self.prepared = prepared = prepared or prepare(config)
         self.device, self.format, self.source = prepared.device, prepared.format, prepared.source
+        self.encode, self.tokenizer = prepared.encode, prepared.encode.tokenizer
         self.step = self.saved_step = open_run_dir(config)
         show_banner(config, prepared, self.step)
-        self.model, self.tokenizer, self.elapsed_s = starting_model(config, self.source, self.device, self.step)
+        self.model, self.elapsed_s = starting_model(config, self.source, self.encode, self.device, self.step)
         self.learner = make_learner(config, self.model)
         write_atomic(config.run_dir / "quantized.json", json.dumps(self.learner.policy.table(), indent=1))
         if self.step is not None:
@@ -147,7 +147,7 @@ class Trainer:
         Returns:
             All rollouts, in the tasks' order.
         """
-        prompts = encode_prompts(tasks, self.tokenizer)
+        prompts = self.encode(tasks)
         # vLLM gives a finished response's place to the next; the built-in sampler decodes a batch to its end.
         replaces = isinstance(self.config.rollout, VllmRolloutConfig)
         size = len(prompts) if replaces else self.config.rollout.batch_size
@@ -166,12 +166,11 @@ class Trainer:
             tasks: their tasks.
 
         Returns:
-            [B] FP32 of 0 and 1.
+            [B] FP32; 0 and 1 unless the data set has a reward function of its own.
         """
         responses = rollouts.input_ids[:, rollouts.num_prompt_columns :]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        values = [reward(text, task.answer) for text, task in zip(texts, tasks, strict=True)]
-        return torch.tensor(values, device=self.device)
+        return torch.tensor(list(map(Task.reward, tasks, texts)), device=self.device)
 
     def validate(self) -> float:
         """Return the mean reward of the validation tasks under the rollout engine's current weights."""

@@ -4,17 +4,18 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from qarl_nemo.train.config import AdamWConfig, WarmStart
 from qarl_nemo.train.optimizer import MasterOptimizer
-from qarl_nemo.train.rollouts import encode_prompts, pad_left, positions
+from qarl_nemo.train.prompts import PromptEncoder
+from qarl_nemo.train.rollouts import pad_left, positions
 from qarl_nemo.train.tasks import Task, TaskSource
 
 
 def warm_start(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    encode: PromptEncoder,
     source: TaskSource,
     config: WarmStart,
     progress: Callable[[int, float], None],
@@ -24,7 +25,7 @@ def warm_start(
 
     Args:
         model: trained in place.
-        tokenizer: its tokenizer.
+        encode: makes prompts of the tasks, with the model's tokenizer.
         source: where the tasks come from, in another stream than RL's.
         config: steps, batch size, learning rate, target.
         progress: called with the step and its loss.
@@ -33,7 +34,7 @@ def warm_start(
     settings = AdamWConfig(lr=config.lr, betas=(0.9, 0.999))
     optimizer = MasterOptimizer(model.named_parameters(), settings, max_grad_norm=1.0)
     for step in range(1, config.steps + 1):
-        loss = _answer_loss(model, tokenizer, source.train(step, config.batch_size, stream="warm_start"))
+        loss = _answer_loss(model, encode, source.train(step, config.batch_size, stream="warm_start"))
         loss.backward()
         optimizer.step()
         progress(step, float(loss.detach()))
@@ -42,9 +43,9 @@ def warm_start(
             return
 
 
-def _answer_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: list[Task]) -> Tensor:
-    device = next(model.parameters()).device
-    prompts = encode_prompts(tasks, tokenizer)
+def _answer_loss(model: PreTrainedModel, encode: PromptEncoder, tasks: list[Task]) -> Tensor:
+    device, tokenizer = next(model.parameters()).device, encode.tokenizer
+    prompts = encode(tasks)
     answers = [tokenizer(task.answer, add_special_tokens=False)["input_ids"] for task in tasks]
     rows = [[*p, *a, tokenizer.eos_token_id] for p, a in zip(prompts, answers, strict=True)]
     input_ids, mask = pad_left(rows, tokenizer.pad_token_id, device)
@@ -56,22 +57,20 @@ def _answer_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tas
 
 
 @torch.no_grad()
-def greedy_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: list[Task], max_new_tokens: int
-) -> list[str]:
+def greedy_answers(model: PreTrainedModel, encode: PromptEncoder, tasks: list[Task], max_new_tokens: int) -> list[str]:
     """Decode one greedy answer for each task with the plain, unquantized model.
 
     Args:
         model: the model before its layers are replaced.
-        tokenizer: its tokenizer.
+        encode: makes prompts of the tasks, with the model's tokenizer.
         tasks: the tasks.
         max_new_tokens: budget, tokens.
 
     Returns:
         The answers' texts.
     """
-    device = next(model.parameters()).device
-    input_ids, mask = pad_left(encode_prompts(tasks, tokenizer), tokenizer.pad_token_id, device)
+    device, tokenizer = next(model.parameters()).device, encode.tokenizer
+    input_ids, mask = pad_left(encode(tasks), tokenizer.pad_token_id, device)
     tokens = model.generate(
         input_ids=input_ids,
         attention_mask=mask,

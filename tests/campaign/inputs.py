@@ -81,10 +81,9 @@ def write_run(folder: Path) -> None:
     }
     config["data"] = {
         "_override_": True,
-        "source": "jsonl",
-        "train": "train.jsonl",
-        "validation": "validation.jsonl",
-        "prompt_template": "{problem}",
+        "source": "datasets",
+        "train": {"data_path": "train.jsonl"},
+        "validation": {"data_path": "validation.jsonl"},
     }
     config["checkpointing"] = {"save_period": 1, "keep_last": 2}
     config["logger"] = {"diagnostics_period": 1}

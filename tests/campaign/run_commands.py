@@ -30,6 +30,8 @@ from edits import Edit
 from inputs import write_run
 from trees import draw_override
 
+from qarl_nemo.data.config import DatasetConfig
+
 _CLOCKS = ("time_s", "timing/", "throughput/", "memory/")
 _REPORTS = ("report.html", "summary.png")
 
@@ -271,11 +273,12 @@ def _same_value(found: Any, given: Any) -> bool:
 
 
 def _data_problem(folder: Path, config: dict[str, Any]) -> str | None:
-    if config["data"]["source"] != "jsonl":
-        return None
     for key in ("train", "validation"):
-        name = config["data"].get(key)
-        for number, line in enumerate((folder / name).read_text("utf-8").splitlines() if name else ()):
+        dataset = config["data"].get(key) or {}
+        name, undamaged = dataset.get("data_path"), DatasetConfig(data_path=dataset.get("data_path", ""))
+        if dataset != undamaged.model_dump(mode="json"):
+            continue
+        for number, line in enumerate((folder / name).read_text("utf-8").splitlines()):
             record = json.loads(line) if line.strip() else {"problem": "", "answer": ""}
             answer = record["answer"]
             if not isinstance(record["problem"], str) or isinstance(answer, bool | None | list | dict):

@@ -118,7 +118,8 @@ def write_openr1(path, num_problems: int):
     ]
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(records).to_parquet(path)
-    return {"_override_": True, "source": "huggingface", "path": str(path), "validation_split": "train[:4]"}
+    dataset = {"dataset_name": "openr1_math", "data_path": str(path)}
+    return {"_override_": True, "source": "datasets", "train": dataset, "validation": dataset | {"split": "train[:4]"}}
 
 
 def test_chat_data_in_openr1_fields_train_and_resume(tmp_path, monkeypatch):
@@ -141,8 +142,8 @@ def test_chat_data_in_openr1_fields_train_and_resume(tmp_path, monkeypatch):
 def test_jsonl_data_train(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"problem": f"{n}+1", "answer": n + 1}) + "\n" for n in range(9)))
-    data = {"_override_": True, "source": "jsonl", "train": str(path), "prompt_template": "{problem}="}
-    train(tmp_path / "run", data=data)
+    dataset = {"data_path": str(path), "prompt_template": "{problem}="}
+    train(tmp_path / "run", data={"_override_": True, "source": "datasets", "train": dataset})
     records = read_metrics(tmp_path / "run")
     assert len(records) == 4
     assert any(record["reward/mean"] > 0 for record in records)

@@ -9,10 +9,11 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.cluster.config import ClusterConfig
 from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
+from qarl_nemo.data.config import DatasetConfig, DatasetsData
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.train.arms import expand_arms
-from qarl_nemo.train.config import AdamWConfig, HfData, JsonlData, LocalConfig, ModelInit, MuonConfig
+from qarl_nemo.train.config import AdamWConfig, LocalConfig, ModelInit, MuonConfig
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = sorted((REPOSITORY / "examples" / "configs").glob("**/local_*.yaml"))
@@ -90,15 +91,28 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
             "unknown key 'policy.model_init.hiden_size': did you mean 'hidden_size'?",
         ),
         (
-            {"data": {"source": "jsonl", "train": "x", "validaton": "y"}},
-            "unknown key 'data.validaton': did you mean 'validation'? legal here: prompt_template, source, train, "
-            "validation",
+            {"data": {"source": "datasets", "train": {"dataset_name": "math"}, "validaton": "y"}},
+            "unknown key 'data.validaton': did you mean 'validation'? legal here: max_input_seq_length, ",
         ),
+        # One data set, and one in a list: the path is what a user wrote, without the name of the form.
+        (
+            {"data": {"source": "datasets", "train": {"dataset_name": "math", "inptu_key": "q"}}},
+            "unknown key 'data.train.inptu_key': did you mean 'input_key'?",
+        ),
+        (
+            {"data": {"source": "datasets", "train": {"dataset_name": "math"}, "validation": [{"data_pth": "a"}]}},
+            "unknown key 'data.validation.0.data_pth': did you mean 'data_path'?",
+        ),
+        ({"data": {"source": "datasets", "train": {}}}, "data.train: data_path is missing: a local file or folder"),
+        ({"data": {"source": "datasets", "train": []}}, "data.train: List should have at least 1 item"),
         ({"qarl": {"target": ["experts"]}}, "unknown key 'qarl.target': did you mean 'targets'?"),
         ({"qarl": {"targets": ["expert"]}}, "qarl.targets.0: Input should be 'experts', 'attention' or 'mlp'"),
         ({"loss_fn": {"objective": "tpbo"}}, "unknown loss_fn.objective 'tpbo': did you mean 'tbpo'?"),
-        ({"data": {"digits": 3}}, "data.source is missing and says which keys data has; legal: arithmetic, jsonl"),
-        ({"data": {"source": "jsonl", "train": "x", "prompt_template": "Solve."}}, "data.prompt_template"),
+        ({"data": {"digits": 3}}, "data.source is missing and says which keys data has; legal: arithmetic, datasets"),
+        (
+            {"data": {"source": "datasets", "train": {"dataset_name": "math", "prompt_template": "Solve."}}},
+            "data.train.prompt_template: String should match",
+        ),
         ({"grpo": {"num_generations_per_prompt": 1}}, "grpo.num_generations_per_prompt: Input should be greater"),
         ({"grpo": {"num_prompts_per_step": 60000, "num_generations_per_prompt": 4096}}, "a step has at most 1048576"),
         (
@@ -149,8 +163,8 @@ def test_the_command_line_changes_the_kind_of_a_block():
     assert load_config(demo, ["policy.optimizer.name=adamw"], LocalConfig).policy.optimizer == AdamWConfig(
         warmup_steps=10
     )
-    data = load_config(demo, ["data.source=jsonl", "data.train=a.jsonl"], LocalConfig).data
-    assert data == JsonlData(source="jsonl", train="a.jsonl")
+    data = load_config(demo, ["data.source=datasets", "data.train.data_path=a.jsonl"], LocalConfig).data
+    assert data == DatasetsData(source="datasets", train=DatasetConfig(data_path="a.jsonl"))
     assert load_config(demo, ["rollout.engine=vllm", "device=auto"], LocalConfig).rollout.engine == "vllm"
     with pytest.raises(ConfigError, match=r"unknown key 'loss_fn.mismatch_cap'"):
         load_config(demo, ["loss_fn.objective=gspo", "loss_fn.mismatch_cap=3"], LocalConfig)
@@ -167,9 +181,9 @@ def test_a_file_cannot_hold_another_kinds_keys_whatever_the_command_line_says(tm
 
 @pytest.mark.parametrize("template", ["Question: {problem}", "{problem}", "[{problem}]", "Q: {problem} # A:"])
 def test_a_prompt_template_is_text(template):
-    overrides = ["data={_override_: true, source: jsonl, train: a.jsonl}", f"data.prompt_template={template}"]
+    overrides = ["data.source=datasets", "data.train.data_path=a.jsonl", f"data.train.prompt_template={template}"]
     config = load_config(REPOSITORY / "examples/configs/local_demo.yaml", overrides, LocalConfig)
-    assert config.data.prompt_template == template
+    assert config.data.train.prompt_template == template
 
 
 def test_minibatches_must_divide_the_batch():
@@ -218,10 +232,10 @@ def test_tensor_parallel_ranks_work_on_the_same_rows():
 def test_unions_pick_the_named_block():
     config = make(
         policy={"model_path": "m", "optimizer": {"name": "muon", "lr": 1e-3}},
-        data={"source": "huggingface", "path": "org/data"},
+        data={"source": "datasets", "train": [{"dataset_name": "gsm8k"}, {"data_path": "org/data"}]},
     )
     assert config.policy.optimizer == MuonConfig(lr=1e-3)
-    assert config.data == HfData(source="huggingface", path="org/data")
+    assert config.data.train == [DatasetConfig(dataset_name="gsm8k"), DatasetConfig(data_path="org/data")]
 
 
 def test_the_resolved_config_reads_back_as_itself(tmp_path):

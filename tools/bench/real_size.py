@@ -84,7 +84,7 @@ def settings(model: Path, folder: Path, options: argparse.Namespace) -> dict[str
             "max_num_steps": options.steps + WARM_UP_STEPS,
             "val_period": 0,
         },
-        "data": {"source": "jsonl", "train": str(folder / "train.jsonl")},
+        "data": {"source": "datasets", "train": {"data_path": str(folder / "train.jsonl")}},
         "checkpointing": {"enabled": False},
     }
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from qarl_nemo.config import load_config
 from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.model import read_tokenizer
+from qarl_nemo.train.prompts import PromptEncoder
 from qarl_nemo.train.setup import resolve_device, starting_model
-from qarl_nemo.train.tasks import TaskSource
+from qarl_nemo.train.tasks import Task, TaskSource
 from qarl_nemo.train.warm_start import greedy_answers
-from qarl_nemo.verify import reward
 
 
 def main() -> None:
@@ -26,12 +27,13 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides, LocalConfig)
     source = TaskSource(config.data, config.seed)
-    model, tokenizer, seconds = starting_model(config, source, resolve_device(config.device), None)
+    encode = PromptEncoder(read_tokenizer(config.policy), config.policy.tokenizer)
+    model, seconds = starting_model(config, source, encode, resolve_device(config.device), None)
     tasks = source.validation(arguments.num_prompts)
-    answers = greedy_answers(model, tokenizer, tasks, config.rollout.max_new_tokens)
-    right = sum(reward(text, task.answer) for text, task in zip(answers, tasks, strict=True))
+    answers = greedy_answers(model, encode, tasks, config.rollout.max_new_tokens)
+    right = sum(map(Task.reward, tasks, answers))
     model.save_pretrained(arguments.output)
-    tokenizer.save_pretrained(arguments.output)
+    encode.tokenizer.save_pretrained(arguments.output)
     lines = [json.dumps({"problem": task.prompt, "answer": task.answer}) for task in tasks]
     (arguments.output / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{arguments.output}: trained in {seconds:.0f} s; {right:.0f} of {len(tasks)} prompts answered right")

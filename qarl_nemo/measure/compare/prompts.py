@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from qarl_nemo.train.rollouts import encode_prompts
-from qarl_nemo.train.tasks import Task
+from qarl_nemo.train.config import TokenizerConfig
+from qarl_nemo.train.prompts import PromptEncoder
 
 DEFAULT_NUM_PROMPTS = 16
 
@@ -110,5 +110,5 @@ def _parse(line: str) -> Any:
 
 
 def _encode(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    text = prompt if isinstance(prompt, str) else tuple(prompt)
-    return encode_prompts([Task(text, "")], tokenizer)[0]
+    text = prompt if isinstance(prompt, str) else PromptEncoder(tokenizer, TokenizerConfig()).text(tuple(prompt))
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

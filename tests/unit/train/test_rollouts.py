@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.train.rollouts import Rollouts, columns_from_first_token, encode_prompts, pad_left, positions
-from qarl_nemo.train.tasks import Task
-from qarl_nemo.train.tokenizer import character_tokenizer
+from qarl_nemo.train.rollouts import Rollouts, columns_from_first_token, pad_left, positions
 from support.asserts import assert_bitwise_equal
 
 CPU = torch.device("cpu")
@@ -88,12 +86,6 @@ def test_concatenate_widens_the_shorter_batches(routers):
 def test_batches_of_different_versions_or_prompts_do_not_join(other):
     with pytest.raises(AssertionError):
         Rollouts.concatenate([rollouts([1]), rollouts([1], **other)], pad_id=0)
-
-
-def test_text_prompts_get_no_special_tokens():
-    tokenizer = character_tokenizer()
-    (ids,) = encode_prompts([Task("1+2=", "3")], tokenizer)
-    assert tokenizer.convert_ids_to_tokens(ids) == ["1", "+", "2", "="]
 
 
 def test_a_sequence_can_be_read_from_its_first_token_on_and_put_back():

@@ -1,12 +1,13 @@
-"""Problems: generated ones, JSONL, and that a step's prompts depend on seed, stream and step alone."""
+"""Problems: generated ones, data sets, and that a step's prompts depend on seed, stream and step alone."""
 
 import json
 import random
 
 import pytest
 
-from qarl_nemo.train.config import ArithmeticData, JsonlData
-from qarl_nemo.train.tasks import Task, TaskSource, arithmetic_tasks, eval_chain
+from qarl_nemo.data.config import DatasetsData
+from qarl_nemo.train.config import ArithmeticData
+from qarl_nemo.train.tasks import TaskSource, arithmetic_tasks, eval_chain
 
 
 def write_jsonl(path, records):
@@ -17,10 +18,11 @@ def write_jsonl(path, records):
 @pytest.fixture
 def ten_problems(tmp_path):
     records = [{"problem": f"p{n}", "answer": n} for n in range(10)]
-    return JsonlData(source="jsonl", train=write_jsonl(tmp_path / "ten.jsonl", records))
+    path = write_jsonl(tmp_path / "ten.jsonl", records)
+    return DatasetsData(source="datasets", train={"data_path": str(path)})
 
 
-@pytest.fixture(params=["arithmetic", "jsonl"])
+@pytest.fixture(params=["arithmetic", "datasets"])
 def data(request, ten_problems):
     return ArithmeticData(digits=3) if request.param == "arithmetic" else ten_problems
 
@@ -108,58 +110,21 @@ def test_products_bind_tighter_and_differences_run_left_to_right(terms, operator
     assert eval_chain(terms, operators) == value
 
 
-def test_jsonl_fills_the_template_and_takes_numbers_as_text(tmp_path):
-    path = write_jsonl(
-        tmp_path / "a.jsonl", [{"problem": "1+{x}", "answer": 2}, {"problem": "q", "answer": r"\frac12"}]
-    )
-    path.write_text(path.read_text() + "\n")  # an empty line is no record
-    data = JsonlData(source="jsonl", train=path, validation=path, prompt_template="Solve {problem}. {}")
-    expected = [Task("Solve 1+{x}. {}", "2"), Task("Solve q. {}", r"\frac12")]
-    assert TaskSource(data, seed=0).validation(10) == expected
-    assert sorted(TaskSource(data, seed=0).train(1, 2), key=lambda task: task.prompt) == expected
+def several(tmp_path, **answers):
+    return [
+        {"data_path": str(write_jsonl(tmp_path / f"{name}.jsonl", [{"problem": name, "answer": n} for n in numbers]))}
+        for name, numbers in answers.items()
+    ]
 
 
-def test_every_unusable_line_is_listed(tmp_path):
-    path = tmp_path / "bad.jsonl"
-    good = json.dumps({"problem": "p", "answer": "1"})
-    lines = [good, '{"problem": "p"', '{"problem": "p"}', '{"answer": "1"}', '{"problem": 3, "answer": "1"}', "[1]",
-             '{"problem": "p", "answer": null}', '{"problem": "p", "answer": true}', good]  # fmt: skip
-    path.write_text("\n".join(lines))
-    with pytest.raises(
-        ValueError, match=r"bad.jsonl: every line needs the text fields `problem` and `answer`"
-    ) as raised:
-        TaskSource(JsonlData(source="jsonl", train=path), seed=0)
-    message = str(raised.value)
-    assert [number for number in range(1, 10) if f"line {number}:" in message] == [2, 3, 4, 5, 6, 7, 8]
-    assert "KeyError 'answer'" in message
-    assert "line 3: KeyError 'answer' (its fields: problem)" in message
-    assert "the answer is None, neither text nor a number" in message
+def test_several_data_sets_are_mixed_and_validated_in_turn(tmp_path):
+    sets = several(tmp_path, a=range(6), b=range(6, 8))
+    source = TaskSource(DatasetsData(source="datasets", train=sets, validation=sets), seed=0)
+    assert sorted(int(task.answer) for task in source.train(1, 8)) == list(range(8))
+    # Any part of the validation has some of each, as long as there are.
+    assert [task.answer for task in source.validation(5)] == ["0", "6", "1", "7", "2"]
+    assert len(source.validation(100)) == 8
 
 
-def test_a_long_list_of_unusable_lines_is_counted(tmp_path):
-    path = write_jsonl(tmp_path / "bad.jsonl", [{"problem": "p"}] * 25)
-    with pytest.raises(ValueError, match=r"line 20: .*; and 5 more") as raised:
-        TaskSource(JsonlData(source="jsonl", train=path), seed=0)
-    assert "line 21" not in str(raised.value)
-
-
-def test_missing_and_empty_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"data file .*nowhere.jsonl does not exist"):
-        TaskSource(JsonlData(source="jsonl", train=tmp_path / "nowhere.jsonl"), seed=0)
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ValueError, match=r"empty.jsonl.*it is empty"):
-        TaskSource(JsonlData(source="jsonl", train=tmp_path / "empty.jsonl"), seed=0)
-
-
-def test_a_line_holds_what_other_readers_call_an_end_of_line(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"problem": "1\u2028+1", "answer": 2}\n', encoding="utf-8")
-    source = TaskSource(JsonlData(source="jsonl", train=tmp_path / "a.jsonl"), seed=0)
-    assert source.train(1, 1) == [Task("1\u2028+1", "2")]
-
-
-def test_what_is_quoted_of_a_bad_line_is_short(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{f"field{n}": "x" * 1000 for n in range(1000)}])
-    path.write_text(path.read_text() + "[" * 100_000)
-    with pytest.raises(ValueError, match=r"line 1: .*field0, .*line 2: RecursionError") as raised:
-        TaskSource(JsonlData(source="jsonl", train=path), seed=0)
-    assert len(str(raised.value)) < 2000
+def test_without_validation_sets_the_first_problems_are_validated(ten_problems):
+    assert [task.answer for task in TaskSource(ten_problems, seed=0).validation(3)] == ["0", "1", "2"]

@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 
-from qarl_nemo.train.config import JsonlData, WarmStart
-from qarl_nemo.train.rollouts import encode_prompts
+from qarl_nemo.data.config import DatasetsData
+from qarl_nemo.train.config import TokenizerConfig, WarmStart
+from qarl_nemo.train.prompts import PromptEncoder
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.warm_start import greedy_answers, warm_start
 from support.engines import TOKENIZER, tiny_model, weights_of
 
 # answers and prompts of different lengths, so that padding matters
+ENCODE = PromptEncoder(TOKENIZER, TokenizerConfig())
 PROBLEMS = [("1+1=", "2"), ("12*12=", "144"), ("7=", "7"), ("90+10=", "100")]
 
 
@@ -19,13 +21,13 @@ PROBLEMS = [("1+1=", "2"), ("12*12=", "144"), ("7=", "7"), ("90+10=", "100")]
 def source(tmp_path):
     path = tmp_path / "problems.jsonl"
     path.write_text("".join(json.dumps({"problem": p, "answer": a}) + "\n" for p, a in PROBLEMS))
-    return TaskSource(JsonlData(source="jsonl", train=path), seed=0)
+    return TaskSource(DatasetsData(source="datasets", train={"data_path": str(path)}), seed=0)
 
 
 def run(model, source, *, reward=lambda: 0.0, **settings):
     losses = []
     config = WarmStart(**{"batch_size": 4, "lr": 3e-3} | settings)
-    warm_start(model, TOKENIZER, source, config, lambda step, loss: losses.append((step, loss)), reward)
+    warm_start(model, ENCODE, source, config, lambda step, loss: losses.append((step, loss)), reward)
     return losses
 
 
@@ -58,20 +60,20 @@ def test_the_loss_is_the_mean_over_answer_and_stop_tokens(source):
 def test_it_teaches_the_answers_and_where_they_end(source):
     model = tiny_model()
     tasks = source.validation(4)
-    assert greedy_answers(model, TOKENIZER, tasks, 5) != [task.answer for task in tasks]
+    assert greedy_answers(model, ENCODE, tasks, 5) != [task.answer for task in tasks]
     losses = run(model, source, steps=60)
     assert losses[-1][1] < 0.1 < losses[0][1]
     assert [step for step, _ in losses] == list(range(1, 61))
-    assert greedy_answers(model, TOKENIZER, tasks, 5) == [task.answer for task in tasks]
+    assert greedy_answers(model, ENCODE, tasks, 5) == [task.answer for task in tasks]
 
 
 def test_greedy_answers_do_not_depend_on_batch_mates(source):
     model = tiny_model()
     run(model, source, steps=15)
     tasks = source.validation(4)
-    assert len(set(map(len, encode_prompts(tasks, TOKENIZER)))) > 1
-    alone = [greedy_answers(model, TOKENIZER, [task], 4)[0] for task in tasks]
-    assert greedy_answers(model, TOKENIZER, tasks, 4) == alone
+    assert len(set(map(len, ENCODE(tasks)))) > 1
+    alone = [greedy_answers(model, ENCODE, [task], 4)[0] for task in tasks]
+    assert greedy_answers(model, ENCODE, tasks, 4) == alone
 
 
 def test_it_stops_at_the_first_look_that_reaches_the_target(source):

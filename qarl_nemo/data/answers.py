@@ -1,0 +1,50 @@
+"""Final answers out of worked solutions."""
+
+import re
+
+from qarl_nemo.data.named import AnswerFormat
+
+_MARK = "####"
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+)")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+
+
+def final_answer(text: str, answer_format: AnswerFormat) -> str:
+    r"""Return the answer that a solution ends with.
+
+    Args:
+        text: the solution, or the answer itself.
+        answer_format: `plain` is all of it; `hash` what follows the last `####`, thousands without commas; `boxed` the
+            content of the last `\boxed{}`.
+
+    Returns:
+        The answer, without spaces around it.
+
+    Raises:
+        ValueError: it is empty, or the solution has no such mark.
+    """
+    if answer_format == "hash":
+        if _MARK not in text:
+            raise ValueError(f"its answer has no {_MARK}")
+        text = _THOUSANDS.sub("", text.rpartition(_MARK)[2])
+    elif answer_format == "boxed":
+        text = _last_box(text)
+    if not text.strip():
+        raise ValueError("its answer is empty")
+    return text.strip()
+
+
+def _last_box(text: str) -> str:
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        raise ValueError(r"its answer has no \boxed{}")
+    start = boxes[-1].end()
+    if not boxes[-1][0].endswith("{"):
+        # `\boxed 5`, as TeX reads it: up to the end of the formula.
+        return re.split(r"[$\s]", text[start:], maxsplit=1)[0]
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    raise ValueError(r"its \boxed{ has no end")

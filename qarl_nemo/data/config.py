@@ -1,0 +1,79 @@
+"""The blocks of data sets; keys are NeMo-RL's where both have them. Imports no torch."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from qarl_nemo.config import StrictModel
+from qarl_nemo.data.named import NAMED, OWN, AnswerFormat
+
+
+class DatasetConfig(StrictModel):
+    """Problems with answers: a set known by name, or records of one's own from a file, a folder or the hub."""
+
+    dataset_name: Literal["ResponseDataset", "gsm8k", "math", "openr1_math"] = OWN
+    """`ResponseDataset` reads `data_path`; the others know their place on the hub, their fields and answers."""
+    data_path: str | None = Field(None, description="Local file or folder, or a name on the hub; None = the named one.")
+    subset: str | None = Field(None, description="The hub's configuration; None = the named set's, or the only one.")
+    split: str = Field("train", description="Split, or a part of one: train[:100], train[90%:].")
+    input_key: str | None = Field(None, description="Field of the problem, text or messages; None = the set's.")
+    output_key: str | None = Field(None, description="Field of the answer; a.b leads into nested fields.")
+    answer_format: AnswerFormat | None = None
+    """How the answer stands in its field: `plain`, after the last `####` (`hash`), or in the last `\\boxed{}`."""
+    prompt_template: str = Field("{problem}", pattern=r"\{problem\}")
+    """The user's message, {problem} standing for the problem."""
+    system_prompt: str | None = Field(None, description="A system message before it.")
+    reward_function: str | None = Field(None, description="module:function in the place of math-verify.")
+
+    @model_validator(mode="after")
+    def own_records_have_a_place(self) -> "DatasetConfig":
+        """Require a path unless the set is known by name."""
+        if self.dataset_name == OWN and self.data_path is None:
+            raise ValueError(
+                f"data_path is missing: a local file or folder, or a name on the hub; without one, dataset_name is one "
+                f"of {', '.join(NAMED)}"
+            )
+        return self
+
+    @property
+    def fields(self) -> tuple[str, str, AnswerFormat]:
+        """The fields of problem and answer, and the answer's format: what is set here, else the named set's."""
+        named = NAMED.get(self.dataset_name)
+        defaults = (named.input_key, named.output_key, named.answer_format) if named else ("problem", "answer", "plain")
+        return (
+            self.input_key or defaults[0],
+            self.output_key or defaults[1],
+            self.answer_format or defaults[2],
+        )
+
+    @property
+    def title(self) -> str:
+        """What people call the set."""
+        return self.dataset_name if self.dataset_name != OWN else str(self.data_path)
+
+
+def one_or_several(datasets: Any) -> Literal["one", "several"]:
+    """Tell which of the two forms of a list of data sets this is."""
+    return "several" if isinstance(datasets, list | tuple) else "one"
+
+
+# Tagged, so that an error is about the form that was written.
+Datasets = Annotated[
+    Annotated[DatasetConfig, Tag("one")]
+    | Annotated[list[DatasetConfig], Tag("several"), Field(min_length=1, max_length=1000)],
+    Discriminator(one_or_several),
+]
+
+
+class DatasetsData(StrictModel):
+    """Data sets of problems, one or a list of them, which are then mixed."""
+
+    source: Literal["datasets"]
+    train: Datasets
+    validation: Datasets | None = None
+    """Scored in turn; None = the first training problems."""
+    max_input_seq_length: int | None = Field(
+        None, ge=1, le=1_048_576, description="Longest prompt, tokens; None = what rollout.max_new_tokens leaves."
+    )
+    overlong_prompts: Literal["error", "skip"] = "error"
+    """What happens to longer prompts: `skip` leaves them out and says how many."""

@@ -1,0 +1,142 @@
+"""Tasks from a data set's records, or one error that lists every record that is none."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qarl_nemo.data.answers import final_answer
+from qarl_nemo.data.config import DatasetConfig
+from qarl_nemo.data.records import read_records
+from qarl_nemo.data.reward_function import RewardFunction
+from qarl_nemo.verify import reward
+
+Messages = tuple[dict[str, str], ...]
+_NUM_SHOWN = 20
+_MAX_QUOTED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem.
+
+    Attributes:
+        prompt: text, or chat messages.
+        answer: the expected answer.
+        reward_function: judges responses; None for math-verify.
+        record: the data set's fields, for `reward_function`; empty without one.
+    """
+
+    prompt: str | Messages
+    answer: str
+    reward_function: RewardFunction | None = None
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def reward(self, response: str) -> float:
+        """Return what a response earns: by `reward_function`, else 1.0 if math-verify finds the answer in it, or 0.0.
+
+        Args:
+            response: decoded response text.
+
+        Returns:
+            The reward.
+
+        Raises:
+            ValueError: the function failed, or returned no finite number.
+        """
+        if self.reward_function is not None:
+            return self.reward_function(response, self.answer, self.record)
+        return reward(response, self.answer)
+
+
+def read_tasks(config: DatasetConfig) -> list[Task]:
+    """Read a data set.
+
+    Args:
+        config: its block.
+
+    Returns:
+        The tasks, in the data set's order.
+
+    Raises:
+        ValueError: the data set or the reward function cannot be loaded, it is empty, or records lack a field or hold
+            something else in it; all are listed, with the fields they have.
+    """
+    judge = RewardFunction(config.reward_function) if config.reward_function else None
+    tasks, problems, lacking = [], [], set()
+    for place, record in read_records(config):
+        try:
+            tasks.append(_task(record, config, judge))
+        except _MissingFieldError as error:
+            lacking.add(error.args[0])
+            problems.append(f"{place}: {error}")
+        except (ValueError, TypeError, RecursionError) as error:
+            problems.append(f"{place}: {type(error).__name__} {str(error)[:_MAX_QUOTED]}")
+    if problems or not tasks:
+        source, (input_key, output_key, _) = config.data_path or config.dataset_name, config.fields
+        more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
+        fix = "; set input_key and output_key to the fields of problem and answer" if lacking else ""
+        raise ValueError(
+            f"{source}: every record needs the fields `{input_key}` (text or messages) and `{output_key}` (text or a "
+            f"number); " + ("; ".join(problems[:_NUM_SHOWN]) + more + fix or f"split {config.split!r} is empty")
+        )
+    return tasks
+
+
+class _MissingFieldError(ValueError):
+    """The name of a field, and those that there are."""
+
+    def __str__(self) -> str:
+        key, fields = self.args
+        return f"no field {key!r} (its fields: {', '.join(map(str, fields))[:_MAX_QUOTED] or 'none'})"
+
+
+def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> Task:
+    if isinstance(record, Exception):
+        raise record
+    if not isinstance(record, Mapping):
+        raise TypeError(f"a {type(record).__name__} and no object")
+    input_key, output_key, answer_format = config.fields
+    answer = _look_up(record, output_key)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise TypeError(f"the answer is {answer!r}, neither text nor a number")
+    return Task(
+        _prompt(_look_up(record, input_key), config),
+        final_answer(str(answer), answer_format),
+        judge,
+        record if judge else {},
+    )
+
+
+def _look_up(record: Mapping[str, Any], key: str) -> Any:
+    found: Any = record
+    for part in (key,) if key in record else key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            raise _MissingFieldError(key, list(record))
+        found = found[part]
+    return found
+
+
+def _prompt(problem: Any, config: DatasetConfig) -> str | Messages:
+    """Put the problem into the template; of messages, the last one."""
+    if isinstance(problem, str):
+        text = config.prompt_template.replace("{problem}", problem)
+        if config.system_prompt is None:
+            return text
+        return ({"role": "system", "content": config.system_prompt}, {"role": "user", "content": text})
+    if not isinstance(problem, list) or not problem:
+        raise TypeError(f"the problem is {problem!r}, neither text nor messages")
+    messages = [_message(message) for message in problem]
+    if config.system_prompt is not None:
+        if messages[0]["role"] == "system":
+            raise ValueError("it has a system message, and system_prompt is another one")
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    messages[-1]["content"] = config.prompt_template.replace("{problem}", messages[-1]["content"])
+    return tuple(messages)
+
+
+def _message(message: Any) -> dict[str, str]:
+    if isinstance(message, Mapping):
+        role, content = message.get("role"), message.get("content")
+        if isinstance(role, str) and isinstance(content, str):
+            return {"role": role, "content": content}
+    raise TypeError(f"message {message!r} lacks the texts `role` and `content`")

@@ -1,0 +1,97 @@
+"""A reward function of one's own, by its import path."""
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_QUOTED = 200
+
+
+class RewardFunction:
+    """Calls `function(response, answer)`, or `function(response, answer, record)` if it takes three.
+
+    Args:
+        path: `module:function`; the module is found in the current folder or wherever Python finds modules.
+
+    Raises:
+        ValueError: the path is not of this form, the module cannot be imported, or has no such function.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._function = _load(path)
+        self._takes_record = _takes(self._function, 3)
+        if not self._takes_record and not _takes(self._function, 2):
+            raise ValueError(
+                f"reward function {path} takes {inspect.signature(self._function)}; it is called with response and "
+                "answer, or with response, answer and record (the data set's fields)"
+            )
+
+    def __call__(self, response: str, answer: str, record: Mapping[str, Any]) -> float:
+        """Return the reward of one response.
+
+        Args:
+            response: decoded text.
+            answer: the problem's answer.
+            record: all fields of the data set's record.
+
+        Returns:
+            Any finite number.
+
+        Raises:
+            ValueError: the function failed, or returned something else.
+        """
+        arguments = (response, answer, record) if self._takes_record else (response, answer)
+        quoted = f"for the answer {answer[:_MAX_QUOTED]!r} and the response {response[:_MAX_QUOTED]!r}"
+        try:
+            value = self._function(*arguments)
+            number = float(value)
+        except Exception as error:
+            raise ValueError(
+                f"reward function {self.path} failed with {type(error).__name__}: {str(error)[:_MAX_QUOTED]} {quoted}; "
+                "QARL_DEBUG=1 shows the traceback"
+            ) from error
+        if not math.isfinite(number):
+            raise ValueError(f"reward function {self.path} returned {value!r} {quoted}; it must be a finite number")
+        return number
+
+
+def _load(path: str) -> Any:
+    module_name, colon, name = path.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
+        raise ValueError(f"reward function {path!r} must be module:function, my_rewards:score for example")
+    # `qarl` is a program, whose own folder comes first, not the user's.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # the module is the user's, and importing runs it
+        raise ValueError(
+            f"reward function {path}: module {module_name} cannot be imported, {type(error).__name__}: "
+            f"{str(error)[:_MAX_QUOTED]}; it is looked for in the current folder and on PYTHONPATH"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"reward function {path}: {found.__name__} has no {part!r}; it has {_functions(found)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"reward function {path} is {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _functions(module: Any) -> str:
+    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    return ", ".join(names)[:_MAX_QUOTED] or "no functions"
+
+
+def _takes(function: Any, num_arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not tell
+        return num_arguments == 2
+    return True

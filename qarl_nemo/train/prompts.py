@@ -1,0 +1,140 @@
+"""Prompts as the model sees them: the tokenizer's chat template, and how long a prompt may be."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from qarl_nemo.data.problems import Messages, Task
+from qarl_nemo.files import read_text
+from qarl_nemo.train.config import LocalConfig, TokenizerConfig
+from qarl_nemo.train.tasks import TaskSource
+
+_DEFAULT = "default"
+_MAX_QUOTED = 200
+
+
+class PromptEncoder:
+    """Writes prompts in the tokenizer's chat template and makes tokens of them.
+
+    Args:
+        tokenizer: the model's; a template of the config's own becomes its template, and is saved with it.
+        settings: the tokenizer block.
+
+    Raises:
+        ValueError: the template's file cannot be read.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TokenizerConfig) -> None:
+        self.tokenizer, self.settings = tokenizer, settings
+        template = settings.chat_template
+        if template is not None and template != _DEFAULT:
+            is_file = template.endswith(".jinja")
+            tokenizer.chat_template = read_text(Path(template), "a chat template") if is_file else template
+        self._has_template = template is not None and bool(tokenizer.chat_template)
+
+    def text(self, prompt: str | Messages) -> str:
+        """Return a prompt as the model sees it.
+
+        Args:
+            prompt: text, which is a user's message where there is a template, or messages.
+
+        Returns:
+            The text before the response.
+
+        Raises:
+            ValueError: messages without a template, or ones that the template refuses.
+        """
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        if self.settings.chat_template is None or (isinstance(prompt, str) and not self._has_template):
+            return "".join(message["content"] for message in messages)
+        if not self._has_template:
+            raise ValueError(
+                "the data holds chat messages, or has a system_prompt, but the tokenizer has no chat_template; set "
+                "policy.tokenizer.chat_template to one, or to null, which joins the messages' texts"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **self.settings.chat_template_kwargs
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refuses the messages {str(messages)[:_MAX_QUOTED]}: {error}; "
+                "policy.tokenizer.chat_template sets another one, null none"
+            ) from error
+
+    def __call__(self, tasks: Sequence[Task]) -> list[list[int]]:
+        """Tokenize the tasks' prompts.
+
+        Args:
+            tasks: the tasks.
+
+        Returns:
+            One list of token ids for each task.
+
+        Raises:
+            ValueError: as `text`.
+        """
+        texts = [self.text(task.prompt) for task in tasks]
+        # The template writes all special tokens that the model expects.
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+def longest_prompt(config: LocalConfig, max_position_embeddings: int) -> int:
+    """Return how many tokens a prompt may have.
+
+    Args:
+        config: the resolved config.
+        max_position_embeddings: the model's longest sequence, tokens.
+
+    Returns:
+        `data.max_input_seq_length`, or what the model or its engine leaves beside the response.
+
+    Raises:
+        ValueError: there is no room for a prompt, or not as much as `data.max_input_seq_length`.
+    """
+    engine = getattr(config.rollout, "max_model_len", None)
+    longest = min(max_position_embeddings, engine or max_position_embeddings)
+    room = longest - config.rollout.max_new_tokens
+    wanted = getattr(config.data, "max_input_seq_length", None)
+    if room < (wanted or 1):
+        limit = "rollout.max_model_len" if longest == engine else "the model's positions"
+        asked = f" and data.max_input_seq_length={wanted}" if wanted else ""
+        raise ValueError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}{asked} exceed {limit}, {longest} tokens for "
+            "prompt and response"
+        )
+    return wanted or room
+
+
+def limit_prompts(source: TaskSource, encode: PromptEncoder, longest: int, *, skip: bool) -> dict[str, int]:
+    """Refuse or leave out prompts that are too long.
+
+    Args:
+        source: the tasks; shortened in place.
+        encode: makes their tokens.
+        longest: how many tokens a prompt may have.
+        skip: leave them out.
+
+    Returns:
+        How many were left out, by the key of the data block.
+
+    Raises:
+        ValueError: there are such prompts and `skip` is false, or no others.
+    """
+    skipped = {}
+    for key, tasks in source.tasks.items():
+        lengths = list(map(len, encode(tasks)))
+        kept = [task for task, length in zip(tasks, lengths, strict=True) if length <= longest]
+        skipped[key] = len(tasks) - len(kept)
+        if skipped[key] and not (skip and kept):
+            quoted = str(tasks[lengths.index(max(lengths))].prompt)[:_MAX_QUOTED]
+            others = ", or data.overlong_prompts=skip to leave them out" if kept else ""
+            raise ValueError(
+                f"{skipped[key]} of the {len(tasks)} prompts of data.{key} have more than {longest} tokens, the "
+                f"longest {max(lengths)} ({quoted!r}); set data.max_input_seq_length or rollout.max_new_tokens to "
+                f"other lengths{others}"
+            )
+        source.tasks[key] = kept
+    return skipped

@@ -1,0 +1,39 @@
+"""Final answers of worked solutions, as GSM8K and MATH write them."""
+
+import pytest
+
+from qarl_nemo.data.answers import final_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer_format", "answer"),
+    [
+        (" 46\n", "plain", "46"),
+        ("48/2 = <<48/2=24>>24 clips.\n#### 72", "hash", "72"),
+        ("#### 1\nno:\n#### -1,234,567 ", "hash", "-1234567"),
+        ("#### 10,5", "hash", "10,5"),  # no thousands
+        (r"so $x=\boxed{\frac{1}{2}}$.", "boxed", r"\frac{1}{2}"),
+        (r"\boxed{1} or \boxed{ 2 } ", "boxed", "2"),
+        (r"\fbox{3}", "boxed", "3"),
+        (r"it is $\boxed 5$.", "boxed", "5"),
+        (r"\boxed{\{1,2\}}", "boxed", r"\{1,2\}"),
+    ],
+)
+def test_the_answer_is_found(text, answer_format, answer):
+    assert final_answer(text, answer_format) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer_format", "said"),
+    [
+        ("72", "hash", "no ####"),
+        ("72 ####  ", "hash", "is empty"),
+        ("72", "boxed", r"no \\boxed"),
+        (r"\boxed{\frac{1}{2}", "boxed", "has no end"),
+        (r"\boxed{}", "boxed", "is empty"),
+        (" ", "plain", "is empty"),
+    ],
+)
+def test_a_solution_without_one_is_refused(text, answer_format, said):
+    with pytest.raises(ValueError, match=said):
+        final_answer(text, answer_format)

@@ -1,0 +1,228 @@
+"""Tasks from records: named sets and fields of one's own, templates, and every record that is none, listed."""
+
+import json
+import sys
+
+import datasets
+import pytest
+
+from qarl_nemo.data.config import DatasetConfig
+from qarl_nemo.data.problems import Task, read_tasks
+
+SYSTEM = "Reason step by step."
+PROBLEMS = [("Compute $1+1$.", "2"), ("Halve $1$.", r"\frac{1}{2}"), ("Name a prime above 2.", "3")]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    datasets.disable_progress_bars()
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def openr1_record(problem: str, answer: str, index: int) -> dict:
+    return {
+        "data_source": "MATH-500",
+        "prompt": [{"content": SYSTEM, "role": "system"}, {"content": problem, "role": "user"}],
+        "ability": "math",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": index, "split": "train"},
+    }
+
+
+def openr1_task(problem: str, answer: str) -> Task:
+    return Task(({"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}), answer)
+
+
+@pytest.fixture
+def openr1():
+    return datasets.Dataset.from_list([openr1_record(*pair, index) for index, pair in enumerate(PROBLEMS)])
+
+
+@pytest.fixture(params=["parquet", "jsonl", "directory", "hub's directory"])
+def written(request, openr1, tmp_path):
+    """The same records as one file, or as a folder whose files are called as splits, or as the hub calls them."""
+    path = tmp_path / (f"openr1.{request.param}" if request.param in ("parquet", "jsonl") else "folder")
+    if request.param == "jsonl":
+        openr1.to_json(path)
+    elif request.param == "parquet":
+        openr1.to_parquet(path)
+    else:
+        path.mkdir()
+        openr1.to_parquet(path / ("train.parquet" if request.param == "directory" else "train-00000-of-00001.parquet"))
+    return str(path)
+
+
+def test_messages_and_nested_answers_are_read(written):
+    found = read_tasks(DatasetConfig(dataset_name="openr1_math", data_path=written))
+    assert found == [openr1_task(*pair) for pair in PROBLEMS]
+    own = DatasetConfig(data_path=written, input_key="prompt", output_key="reward_model.ground_truth")
+    assert read_tasks(own) == found
+
+
+@pytest.mark.parametrize(("split", "kept"), [("train[:1]", [0]), ("train[1:]", [1, 2]), ("train[-34%:]", [2])])
+def test_a_part_of_a_split_can_be_held_out(written, split, kept):
+    config = DatasetConfig(dataset_name="openr1_math", data_path=written, split=split)
+    assert read_tasks(config) == [openr1_task(*PROBLEMS[number]) for number in kept]
+
+
+def test_gsm8k_and_math_know_their_fields_and_answers(tmp_path):
+    gsm8k = write_jsonl(tmp_path / "train.jsonl", [{"question": "How many?", "answer": "2*36=72\n#### 1,072"}])
+    assert read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=gsm8k)) == [Task("How many?", "1072")]
+    # The folder that holds the file of the split is as good as the file.
+    assert read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path))) == [Task("How many?", "1072")]
+    records = [{"problem": "Halve 1.", "level": "Level 1", "solution": r"It is $\boxed{\frac12}$.", "type": "Algebra"}]
+    math = write_jsonl(tmp_path / "math.jsonl", records)
+    assert read_tasks(DatasetConfig(dataset_name="math", data_path=math)) == [Task("Halve 1.", r"\frac12")]
+    # Of a copy that holds the answers alone.
+    records = [{"problem": "Halve 1.", "answer": r"\frac12"}]
+    math = write_jsonl(tmp_path / "answers.jsonl", records)
+    config = DatasetConfig(dataset_name="math", data_path=math, output_key="answer", answer_format="plain")
+    assert read_tasks(config) == [Task("Halve 1.", r"\frac12")]
+
+
+def test_a_folder_like_the_hubs_has_the_named_subset(tmp_path):
+    (tmp_path / "main").mkdir()
+    (tmp_path / "socratic").mkdir()
+    for subset, answer in (("main", "#### 1"), ("socratic", "How? ** #### 2")):
+        record = {"question": "q", "answer": answer}
+        datasets.Dataset.from_list([record]).to_parquet(tmp_path / subset / "train-00000-of-00001.parquet")
+    configs = [{"config_name": name, "data_dir": name} for name in ("main", "socratic")]
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    config = DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path))
+    assert read_tasks(config) == [Task("q", "1")]
+    assert read_tasks(config.model_copy(update={"subset": "socratic"})) == [Task("q", "2")]
+
+
+def test_the_template_and_the_system_prompt_are_put_around_text_and_messages(tmp_path):
+    records = [{"problem": "1+{x}", "answer": 2}, {"problem": [{"role": "user", "content": "q"}], "answer": 0.5}]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    plain = DatasetConfig(data_path=path, prompt_template="Solve {problem}. {}")
+    assert read_tasks(plain) == [
+        Task("Solve 1+{x}. {}", "2"),
+        Task(({"role": "user", "content": "Solve q. {}"},), "0.5"),
+    ]
+    system = {"role": "system", "content": SYSTEM}
+    with_system = plain.model_copy(update={"system_prompt": SYSTEM})
+    assert [task.prompt for task in read_tasks(with_system)] == [
+        (system, {"role": "user", "content": "Solve 1+{x}. {}"}),
+        (system, {"role": "user", "content": "Solve q. {}"}),
+    ]
+
+
+def test_two_system_messages_are_refused(openr1, tmp_path):
+    openr1.to_json(tmp_path / "a.jsonl")
+    config = DatasetConfig(dataset_name="openr1_math", data_path=str(tmp_path / "a.jsonl"), system_prompt="Think.")
+    with pytest.raises(ValueError, match=r"line 1: .*it has a system message, and system_prompt is another one"):
+        read_tasks(config)
+
+
+def test_the_whole_record_is_kept_for_a_reward_function_alone(tmp_path, monkeypatch):
+    (tmp_path / "level_rewards.py").write_text("def score(response, answer, record):\n    return record['level']\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1", "level": 5}])
+    (task,) = read_tasks(DatasetConfig(data_path=path, reward_function="level_rewards:score"))
+    assert task.reward_function("", task.answer, task.record) == 5.0
+    (task,) = read_tasks(DatasetConfig(data_path=path))
+    assert (task.reward_function, task.record) == (None, {})
+
+
+def test_every_unusable_line_is_listed(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    good = json.dumps({"problem": "p", "answer": "1"})
+    lines = [good, '{"problem": "p"', '{"problem": "p"}', '{"answer": "1"}', '{"problem": 3, "answer": "1"}', "[1]",
+             '{"problem": "p", "answer": null}', '{"problem": "p", "answer": true}', good,
+             '{"problem": [{"role": "user"}], "answer": 1}', '{"problem": [], "answer": 1}']  # fmt: skip
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"bad.jsonl: every record needs the fields `problem` .* `answer`") as raised:
+        read_tasks(DatasetConfig(data_path=str(path)))
+    message = str(raised.value)
+    assert [number for number in range(1, 12) if f"line {number}:" in message] == [2, 3, 4, 5, 6, 7, 8, 10, 11]
+    assert "line 3: no field 'answer' (its fields: problem)" in message
+    assert "the answer is None, neither text nor a number" in message
+    assert message.endswith("; set input_key and output_key to the fields of problem and answer")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_fields_that_there_are_are_listed(suffix, tmp_path):
+    records = datasets.Dataset.from_list([{"question": "q", "answer": "1"}])
+    path = tmp_path / f"a.{suffix}"
+    records.to_json(path) if suffix == "jsonl" else records.to_parquet(path)
+    with pytest.raises(ValueError, match=r"no field 'problem' \(its fields: question, answer\); set input_key"):
+        read_tasks(DatasetConfig(data_path=str(path)))
+    assert read_tasks(DatasetConfig(data_path=str(path), input_key="question")) == [Task("q", "1")]
+
+
+def test_every_record_without_its_nested_fields_is_named(tmp_path):
+    good = openr1_record(*PROBLEMS[0], 0)
+    no_truth = good | {"reward_model": {"ground_truth": None, "style": "rule"}}
+    no_struct = good | {"reward_model": None}
+    path = str(tmp_path / "bad.parquet")
+    datasets.Dataset.from_list([good, no_truth, no_struct, good]).to_parquet(path)
+    with pytest.raises(ValueError, match=r"needs the fields .*`reward_model.ground_truth`") as raised:
+        read_tasks(DatasetConfig(dataset_name="openr1_math", data_path=path))
+    assert [number for number in range(4) if f"record {number}:" in str(raised.value)] == [1, 2]
+
+
+def test_a_long_list_of_unusable_lines_is_counted(tmp_path):
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"problem": "p"}] * 25)
+    with pytest.raises(ValueError, match=r"line 20: .*; and 5 more") as raised:
+        read_tasks(DatasetConfig(data_path=path))
+    assert "line 21" not in str(raised.value)
+
+
+def test_missing_and_empty_data_are_named(openr1, tmp_path):
+    for name in ("nowhere.jsonl", "nowhere.parquet"):
+        with pytest.raises(ValueError, match=rf"data file .*{name} does not exist"):
+            read_tasks(DatasetConfig(data_path=str(tmp_path / name)))
+    with pytest.raises(ValueError, match=r"data folder .*nowhere does not exist"):
+        read_tasks(DatasetConfig(data_path=str(tmp_path / "nowhere")))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty.jsonl.*split 'train' is empty"):
+        read_tasks(DatasetConfig(data_path=str(tmp_path / "empty.jsonl")))
+    (tmp_path / "data").mkdir()
+    openr1.to_parquet(tmp_path / "data" / "train.parquet")
+    with pytest.raises(ValueError, match=r"split 'test', cannot be loaded"):
+        read_tasks(DatasetConfig(data_path=str(tmp_path / "data"), split="test"))
+
+
+@pytest.mark.parametrize("split", ["train[1", "train[a:b]", "train[5:]"])
+def test_a_part_that_is_none_is_named(split, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"split 'train\["):
+        read_tasks(DatasetConfig(data_path=path, split=split))
+
+
+@pytest.mark.parametrize(("name", "hub"), [("gsm8k", "openai/gsm8k"), ("math", "DigitalLearningGmbH/MATH-lighteval")])
+def test_a_data_set_that_cannot_be_reached_is_one_line_with_the_fix(name, hub, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    fix = r"without a network, set its data_path to a local file or folder \(.*\)$"
+    with pytest.raises(ValueError, match=rf"^dataset {hub}, split 'train', cannot be loaded: .*{fix}"):
+        read_tasks(DatasetConfig(dataset_name=name))
+
+
+def test_files_that_are_not_jsonl_need_the_datasets_library(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert len(read_tasks(DatasetConfig(data_path=path))) == 1
+    with pytest.raises(ImportError, match=r"only .jsonl files are read without the package `datasets`: pip install"):
+        read_tasks(DatasetConfig(dataset_name="gsm8k"))
+
+
+def test_a_line_holds_what_other_readers_call_an_end_of_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1\u2028+1", "answer": 2}\n\n', encoding="utf-8")
+    assert read_tasks(DatasetConfig(data_path=str(tmp_path / "a.jsonl"))) == [Task("1\u2028+1", "2")]
+
+
+def test_what_is_quoted_of_a_bad_line_is_short(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{f"field{n}": "x" * 1000 for n in range(1000)}])
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("[" * 100_000)
+    with pytest.raises(ValueError, match=r"line 1: .*field0, .*line 2: RecursionError") as raised:
+        read_tasks(DatasetConfig(data_path=path))
+    assert len(str(raised.value)) < 2000

@@ -1,0 +1,74 @@
+"""A reward function by its import path: found beside the user, called with what it takes, and blamed by name."""
+
+import sys
+
+import pytest
+
+from qarl_nemo.data.reward_function import RewardFunction
+
+SOURCE = """
+LIMIT = 3
+
+def score(response, answer):
+    return response == answer
+
+def with_record(response, answer, record):
+    return record["level"] / 2
+
+class Judge:
+    @staticmethod
+    def score(response, answer, *, bonus=1):
+        return 2 * bonus
+
+def one(response): return 1
+def fails(response, answer): return {}[answer]
+def not_a_number(response, answer): return float("nan")
+def nothing(response, answer): pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with the user's module, which is the current one."""
+    (tmp_path / "own_rewards.py").write_text(SOURCE)
+    (tmp_path / "broken_rewards.py").write_text("import nowhere_to_be_found")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    yield
+    sys.modules.pop("own_rewards", None)
+
+
+@pytest.mark.parametrize(("path", "value"), [("score", 1.0), ("with_record", 2.5), ("Judge.score", 2.0)])
+def test_it_is_called_with_what_it_takes(path, value):
+    assert RewardFunction(f"own_rewards:{path}")("46", "46", {"level": 5}) == value
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("own_rewards.score", "must be module:function"),
+        ("own_rewards.py:score", "module own_rewards.py cannot be imported"),
+        ("./own_rewards:score", "must be module:function"),
+        ("own_reward:score", "own_reward cannot be imported, ModuleNotFoundError.* current folder and on PYTHONPATH"),
+        ("broken_rewards:score", "No module named 'nowhere_to_be_found'"),
+        ("own_rewards:scores", "own_rewards has no 'scores'; it has score, with_record, Judge"),
+        ("own_rewards:LIMIT", "is int, which cannot be called"),
+        ("own_rewards:one", r"takes \(response\); it is called with response and answer, or"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_at_the_start(path, said):
+    with pytest.raises(ValueError, match=said):
+        RewardFunction(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", "failed with KeyError: '46' for the answer '46' and the response 'so 46'"),
+        ("nothing", "failed with TypeError"),
+        ("not_a_number", "returned nan"),
+    ],
+)
+def test_a_function_that_fails_is_named_with_what_it_saw(name, said):
+    with pytest.raises(ValueError, match=said):
+        RewardFunction(f"own_rewards:{name}")("so 46", "46", {})
