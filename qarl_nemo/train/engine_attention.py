@@ -23,6 +23,8 @@ from qarl_nemo.train.packing import Packing
 from qarl_nemo.train.vllm.host import vllm_problem
 
 ATTENTIONS = ("torch", "engine")
+# Without cuDNN's, which prepares anew for every shape: each micro-batch has another.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _LIBRARY = Path("vllm_flash_attn") / "_vllm_fa3_C.abi3.so"
 
 
@@ -77,9 +79,12 @@ def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, scale: float, 
     length, mask = query.shape[2], None
     if window is not None and length > window:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
+        # Kernels that take masks want as many heads of keys and values as of queries.
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    with sdpa_kernel(_BACKENDS):
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
     return out.transpose(1, 2)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,35 +11,31 @@ class Packing:
     """Where B sequences of together T tokens lie, end to end and, for kernels that take rectangles, as rows of S.
 
     Attributes:
-        lengths: [B] int64, each at least 1.
         longest: S, the longest sequence's length.
+        bounds: [B + 1] int32, where each sequence begins and the last one ends.
         places: [T] int64, each token's place in the rectangle [B * S], in which sequences begin at column 0.
     """
 
-    lengths: Tensor
     longest: int
+    bounds: Tensor
     places: Tensor
 
     @classmethod
     def of(cls, lengths: Tensor) -> "Packing":
-        """Lay out sequences of these lengths; waits for the device."""
+        """Lay out sequences of these lengths [B]; waits for the device."""
         longest = int(lengths.max())
         real = torch.arange(longest, device=lengths.device) < lengths[:, None]
-        return cls(lengths, longest, real.flatten().nonzero().flatten())
+        bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        return cls(longest, bounds, real.flatten().nonzero().flatten())
 
     @property
     def positions(self) -> Tensor:
         """[T] int64, each token's position in its sequence."""
         return self.places % self.longest
 
-    @property
-    def bounds(self) -> Tensor:
-        """[B + 1] int32, where each sequence begins and the last one ends."""
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()
-
     def pad(self, packed: Tensor) -> Tensor:
         """Lay out as a rectangle with zeros on the right: [T, ...] -> [B, S, ...], without a gradient."""
-        num_rows, rest = len(self.lengths), packed.shape[1:]
+        num_rows, rest = len(self.bounds) - 1, packed.shape[1:]
         if len(packed) < num_rows * self.longest:
             packed = packed.new_zeros(num_rows * self.longest, *rest).index_copy_(0, self.places, packed)
         return packed.view(num_rows, self.longest, *rest)

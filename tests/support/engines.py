@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qarl_kernels import get_format
 from qarl_nemo.layers.install import InstallReport, install
+from qarl_nemo.layers.router import NO_ROUTE
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.losses.config import GRPOTISConfig
 from qarl_nemo.refit.publish import RefitUpdate, publish
@@ -113,6 +114,17 @@ def gaps(engine: Engine, rollouts: Rollouts) -> Tensor:
     """|learner's logprob - sampler's logprob| of every response token."""
     gap = engine.learner.prev_logprobs(rollouts) - rollouts.generation_logprobs
     return gap.abs()[rollouts.response_mask]
+
+
+def chosen_routes(learner: Learner, rollouts: Rollouts) -> Tensor:
+    """[B, S, L, k] experts that the learner runs, `NO_ROUTE` on padding, which it does not read."""
+    with learner.policy.report.routes.record() as chosen, torch.no_grad():
+        learner.token_logprobs(rollouts)
+    routes = torch.full(
+        (*rollouts.input_ids.shape, len(chosen), chosen[0].shape[-1]), NO_ROUTE, device=chosen[0].device
+    )
+    routes[rollouts.attention_mask] = torch.stack(chosen, dim=1)
+    return routes
 
 
 def responses(rollouts: Rollouts) -> list[list[int]]:

@@ -109,7 +109,7 @@ class VllmRollout:
         Args:
             prompts: token ids.
             params: how to draw; with `top_p` below 1 the logprobs are those of the truncated distribution.
-            generator: seeds every response's own generator in vLLM.
+            generator: seeds what vLLM draws.
             num_prompt_columns: least number of prompt columns P.
 
         Returns:
@@ -122,7 +122,7 @@ class VllmRollout:
         version = self.version
         if version is None:
             raise RuntimeError("no refit has reached this engine: load the learner's weights first")
-        seeds = torch.randint(2**31 - 1, (len(prompts),), generator=generator, device=generator.device).tolist()
+        seeds = self._seeds(generator, len(prompts))
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         sampling = [self._sampling(params, seed) for seed in seeds]
         results = self.engine.generate(requests, sampling, use_tqdm=False)
@@ -136,7 +136,19 @@ class VllmRollout:
             device=self.device,
         )
 
-    def _sampling(self, params: SamplingParams, seed: int) -> Any:
+    def _seeds(self, generator: torch.Generator, num_responses: int) -> list[int | None]:
+        shared = not isinstance(self._sender, CollectiveSender)
+        drawn = torch.randint(
+            2**31 - 1, (1 if shared else num_responses,), generator=generator, device=generator.device
+        )
+        if not shared:
+            return drawn.tolist()
+        # In this process vLLM draws from torch's generator, for all responses at once; for responses with seeds of
+        # their own it draws one after the other, which takes as long as a small model's decoding step.
+        torch.manual_seed(int(drawn))
+        return [None] * num_responses
+
+    def _sampling(self, params: SamplingParams, seed: int | None) -> Any:
         from vllm import SamplingParams as VllmSamplingParams
 
         return VllmSamplingParams(

@@ -5,10 +5,11 @@ from dataclasses import replace
 import torch
 
 from qarl_nemo.refit.publish import RefitUpdate
-from qarl_nemo.train.rollouts import Rollouts, positions
+from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
+from support.engines import chosen_routes
 from support.runs import make_config
 
 # 1 to 4 tokens: left padding of every width
@@ -63,17 +64,9 @@ def gap(trainer, rollouts) -> float:
     return float(gaps[rollouts.response_mask].mean())
 
 
-@torch.no_grad()
 def own_routes(trainer, rollouts) -> torch.Tensor:
     """[B, S, L, k] experts that the learner chooses itself, in ascending order."""
-    with trainer.learner.policy.report.routes.record() as chosen:
-        trainer.model.model(
-            input_ids=rollouts.input_ids,
-            attention_mask=rollouts.attention_mask,
-            position_ids=positions(rollouts.attention_mask),
-            use_cache=False,
-        )
-    return torch.stack(chosen, dim=1).view(*rollouts.input_ids.shape, len(chosen), -1).sort(-1).values
+    return chosen_routes(trainer.learner, replace(rollouts, routes=None)).sort(-1).values
 
 
 def assert_same_responses(actual, expected) -> None:

@@ -8,7 +8,7 @@ import torch
 from qarl_kernels import get_format
 from qarl_nemo.layers.router import NO_ROUTE
 from support.asserts import FP32_NATS
-from support.engines import BF16, PROMPTS, W4A16_G32, gaps, make_engine, sample, tiny_model
+from support.engines import BF16, PROMPTS, W4A16_G32, chosen_routes, gaps, make_engine, sample, tiny_model
 from support.formats import FORMATS
 
 SAMPLING = {"top_p": 0.8, "tokens": 8, "prompts": PROMPTS * 4}
@@ -80,24 +80,15 @@ def test_rollouts_carry_the_version_that_sampled_them():
     assert sample(engine).weight_version == 1
 
 
-def own_routes(engine, rollouts):
-    with engine.report.routes.record() as chosen, torch.no_grad():
-        engine.learner.token_logprobs(rollouts)
-    routes = torch.full((*rollouts.input_ids.shape, len(chosen), chosen[0].shape[-1]), NO_ROUTE)
-    # The learner reads sequences end to end.
-    routes[rollouts.attention_mask] = torch.stack(chosen, dim=1)
-    return routes
-
-
 def test_recorded_routes_are_those_the_learner_chooses():
     engine = aligned_engine(W4A16_G32, replay_routes=False)
     rollouts = sample(engine, **SAMPLING)
     seen = rollouts.attention_mask & (rollouts.routes[..., 0, 0] != NO_ROUTE)
-    own = own_routes(engine, rollouts)
+    own = chosen_routes(engine.learner, rollouts)
     assert torch.equal(own[seen], rollouts.routes[seen].long())
     # another model's routers choose differently
     other = make_engine(model=tiny_model(seed=1), replay_routes=False)
-    assert not torch.equal(own_routes(other, rollouts)[seen], rollouts.routes[seen].long())
+    assert not torch.equal(chosen_routes(other.learner, rollouts)[seen], rollouts.routes[seen].long())
 
 
 def test_replayed_routes_replace_the_learners_own():
@@ -106,7 +97,7 @@ def test_replayed_routes_replace_the_learners_own():
     shifted = torch.where(rollouts.routes == NO_ROUTE, rollouts.routes, (rollouts.routes + 1) % 4)
     forced = replace(rollouts, routes=shifted)
     known = (shifted[..., 0, 0] != NO_ROUTE) & rollouts.attention_mask
-    assert torch.equal(own_routes(engine, forced)[known], shifted[known].long())
+    assert torch.equal(chosen_routes(engine.learner, forced)[known], shifted[known].long())
     assert gaps(engine, forced).mean() > 1e-2
     engine.learner.replay_routes = False
     assert gaps(engine, forced).max() < FP32_NATS
