@@ -1,12 +1,27 @@
-"""Verifiable rewards: 1 if math-verify finds the response equal to the answer, else 0."""
+"""Verifiable rewards: 1 if math-verify finds the response equal to the answer, else 0.
 
+Parsing a long response takes milliseconds, so that many are shared out to processes of their own: this module is also
+the program that they run.
+"""
+
+import contextlib
 import functools
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 # A dollar sign that opens LaTeX, not an amount of money.
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 # Python refuses to convert numbers of more than 4300 digits; math-verify copes with them.
 _INTEGERS = re.compile(r"\s*-?\d{1,1000}(\s+-?\d{1,1000})*\s*")
+# Parsing so many characters takes half a second; starting the processes takes two, but only once.
+_WORTH_SHARING = 100_000
+_MOST_PROCESSES = 4
 
 
 def reward(response: str, answer: str) -> float:
@@ -25,6 +40,61 @@ def reward(response: str, answer: str) -> float:
     return _verified(response, answer)
 
 
+def rewards(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Return the reward of every response; many long ones are verified in several processes.
+
+    Args:
+        responses: decoded response texts.
+        answers: their expected answers.
+
+    Returns:
+        0.0 or 1.0 each.
+    """
+    pairs = list(zip(responses, answers, strict=True))
+    parsed = [pair for pair in dict.fromkeys(pairs) if not all(map(_INTEGERS.fullmatch, pair))]
+    if sum(len(response) for response, _ in parsed) < _WORTH_SHARING:
+        return [reward(*pair) for pair in pairs]
+    workers = _workers()
+    shares = [parsed[start :: len(workers)] for start in range(len(workers))]
+    with ThreadPoolExecutor(len(workers)) as threads:
+        values = threads.map(_ask, workers, shares)
+    known = {
+        pair: value for share, each in zip(shares, values, strict=True) for pair, value in zip(share, each, strict=True)
+    }
+    return [known[pair] if pair in known else reward(*pair) for pair in pairs]
+
+
+@functools.cache
+def _workers() -> list[subprocess.Popen[str]]:
+    # They end when this process does, however it ends, because their input does.
+    command = [sys.executable, "-m", "qarl_nemo.verify"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    return [subprocess.Popen(command, **pipes) for _ in range(min(_MOST_PROCESSES, os.cpu_count() or 1))]
+
+
+def _ask(worker: subprocess.Popen[str], pairs: list[tuple[str, str]]) -> list[float]:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    line = ""
+    with contextlib.suppress(BrokenPipeError):
+        worker.stdin.write(json.dumps(pairs) + "\n")
+        worker.stdin.flush()
+        line = worker.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a process that verifies answers ended with code {worker.wait()}; start the run again")
+    return json.loads(line)
+
+
+def _answer_requests() -> None:
+    # Ctrl-C reaches every process of a terminal; the one that asks says what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Whatever a parser prints must not stand between the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        print(json.dumps([reward(*pair) for pair in json.loads(line)]), file=answers, flush=True)
+
+
 @functools.lru_cache(maxsize=65536)
 def _verified(response: str, answer: str) -> float:
     from math_verify import parse, verify
@@ -32,3 +102,7 @@ def _verified(response: str, answer: str) -> float:
     # Outside of an environment, the parser finds no words (`\text{east}`).
     gold = parse(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}")
     return float(verify(gold, parse(response)))
+
+
+if __name__ == "__main__":
+    _answer_requests()

@@ -1,6 +1,6 @@
 """Tasks from a data set's records, or one error that lists every record that is none."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ from qarl_nemo.data.answers import final_answer
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.records import read_records
 from qarl_nemo.data.reward_function import RewardFunction
-from qarl_nemo.verify import reward
+from qarl_nemo.verify import reward, rewards
 
 Messages = tuple[dict[str, str], ...]
 _NUM_SHOWN = 20
@@ -46,6 +46,28 @@ class Task:
         if self.reward_function is not None:
             return self.reward_function(response, self.answer, self.record)
         return reward(response, self.answer)
+
+
+def task_rewards(tasks: Sequence[Task], responses: Sequence[str]) -> list[float]:
+    """Return what responses earn, with several processes where math-verify has much to read.
+
+    Args:
+        tasks: a task for each response.
+        responses: decoded response texts.
+
+    Returns:
+        The rewards.
+
+    Raises:
+        ValueError: a reward function failed, or returned no finite number.
+    """
+    places = [place for place, task in enumerate(tasks) if task.reward_function is None]
+    verified = rewards([responses[place] for place in places], [tasks[place].answer for place in places])
+    known = dict(zip(places, verified, strict=True))
+    return [
+        known[place] if place in known else task.reward(response)
+        for place, (task, response) in enumerate(zip(tasks, responses, strict=True))
+    ]
 
 
 def read_tasks(config: DatasetConfig) -> list[Task]:

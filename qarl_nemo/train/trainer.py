@@ -6,6 +6,7 @@ import time
 import torch
 from torch import Tensor
 
+from qarl_nemo.data.problems import task_rewards
 from qarl_nemo.files import write_atomic
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
@@ -170,7 +171,7 @@ class Trainer:
         """
         responses = rollouts.input_ids[:, rollouts.num_prompt_columns :]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return torch.tensor(list(map(Task.reward, tasks, texts)), device=self.device)
+        return torch.tensor(task_rewards(tasks, texts), device=self.device)
 
     def validate(self) -> float:
         """Return the mean reward of the validation tasks under the rollout engine's current weights."""

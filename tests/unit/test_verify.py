@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl_nemo.verify import reward
+from qarl_nemo import verify
+from qarl_nemo.verify import reward, rewards
 
 
 @pytest.mark.parametrize(
@@ -79,3 +80,25 @@ def test_the_fast_path_agrees_with_math_verify_on_integers(value, other, equal, 
     response, answer = str(value) if value < 0 else f"{value:0{width}d}", str(value if equal else other)
     judged = math_verify.verify(math_verify.parse(f"${answer}$"), math_verify.parse(response))
     assert reward(response, answer) == float(judged)
+
+
+def test_several_processes_say_what_one_says_in_the_same_order(monkeypatch):
+    responses = [rf"{number} and so on, \boxed{{{number % 3}}}" for number in range(12)] + ["5", "5"]
+    answers = ["1"] * 12 + ["5", "6"]
+    expected = [float(number % 3 == 1) for number in range(12)] + [1.0, 0.0]
+    assert rewards(responses, answers) == expected
+    monkeypatch.setattr(verify, "_WORTH_SHARING", 1)
+    monkeypatch.setattr(verify, "_verified", None)  # nothing is parsed here
+    monkeypatch.setattr(verify, "_MOST_PROCESSES", 2)
+    verify._workers.cache_clear()
+    try:
+        assert rewards(responses, answers) == expected
+        workers = verify._workers()
+        workers[0].kill()
+        with pytest.raises(RuntimeError, match="a process that verifies answers ended with code -9"):
+            rewards(responses, answers)
+        # Their input's end is theirs.
+        workers[1].stdin.close()
+        assert workers[1].wait(timeout=60) == 0
+    finally:
+        verify._workers.cache_clear()
