@@ -68,7 +68,7 @@ class CutSender:
     """Breaks off after some tensors."""
 
     def __init__(self, sender: Any, count: int) -> None:
-        self.sender, self.count = sender, count
+        self.sender, self.count, self.timeout_s = sender, count, sender.timeout_s
 
     def send(self, update: RefitUpdate, engine: Any) -> None:
         first = dict(list(update.tensors.items())[: self.count])
@@ -83,7 +83,7 @@ class RepeatingSender:
     """Sends one tensor again."""
 
     def __init__(self, sender: Any, name: str) -> None:
-        self.sender, self.name = sender, name
+        self.sender, self.name, self.timeout_s = sender, name, sender.timeout_s
 
     def send(self, update: RefitUpdate, engine: Any) -> None:
         self.sender.send(update, engine)

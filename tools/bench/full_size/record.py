@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=243)
     parser.add_argument("--responses", type=int, default=128)
     parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--options", default="", help="what else run.py was given")
     arguments = parser.parse_args()
     run, facts = load_run(arguments.folder / "logs"), read_facts(arguments.folder / "logs")
     steps = [int(step) for step in run.steps if step not in arguments.skip]
@@ -74,7 +75,7 @@ def main() -> None:
     for name, (value, unit, op) in figures(run, steps, tokens=tokens, gpus=arguments.gpus).items():
         arm = f"{name}_{arguments.arm}_{arguments.workload}"
         found.append(Figure(arm, value, unit, op, GOALS.get(arm, GOALS.get(name))))
-    command = f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm {arguments.arm}"
+    command = f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm {arguments.arm} {arguments.options}".strip()
     rows = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=command)
     append_results(arguments.output, rows)
     print(f"{len(rows)} rows of steps {steps} in {arguments.output}")
