@@ -77,8 +77,8 @@ def main() -> None:
         # Goals are those of the whole model.
         goal = GOALS.get(arm, GOALS.get(name)) if arguments.workload in ("a", "b") else None
         found.append(Figure(arm, value, unit, op, goal))
-    command = f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm {arguments.arm} {arguments.options}".strip()
-    rows = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=command)
+    command = f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm {arguments.arm} {arguments.options}"
+    rows = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=command.strip())
     append_results(arguments.output, rows)
     print(f"{len(rows)} rows of steps {steps} in {arguments.output}")
 
