@@ -21,7 +21,7 @@ VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 # What trains no model, interprets no kernel, draws no page and imports no Megatron.
-FAST := $(filter-out $(addprefix %/test_,campaign.py documents.py kill_points.py report.py),$(wildcard $(addprefix tests/unit/,\
+FAST := $(filter-out $(addprefix %/test_,campaign.py documents.py kill_points.py nemo_rl_logs.py report.py),$(wildcard $(addprefix tests/unit/,\
 	cluster/test_*.py losses/test_*.py metrics/test_*.py nemo_rl/test_*.py test_*.py)))
 # What computes in floating point on a CPU, and is compared within a tolerance.
 NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_forward.py unit/train/test_learner.py \
@@ -30,7 +30,7 @@ NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_fo
 	integration/test_run_variants.py)
 CPU_SERVES_VLLM := $(PYTHON) -m qarl_nemo.train.vllm.host
 
-.PHONY: help demo demo-packed demo-vllm compare bench fast test test-slow test-numerics test-vllm campaign campaign-short style house hooks docs format clean
+.PHONY: help demo demo-packed demo-vllm compare bench fast fast-tests test test-slow test-numerics test-vllm campaign campaign-short style house hooks docs format clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -54,7 +54,11 @@ bench: $(RUN) ## Measure quantization error and the engine, into docs/
 	$(BIN)/python tools/bench/embedded_engine.py --record docs/results/bench.json
 	$(BIN)/python tools/render_results.py
 
-fast: style ## Check style and run the tests that need no engine, in a minute
+# Side by side: neither keeps two cores busy from start to end.
+fast: $(DEV) ## Check style and run the tests that need no engine, in a minute
+	@$(MAKE) --jobs 2 style fast-tests
+
+fast-tests: $(DEV)
 	$(PYTEST) -m "not slow" $(FAST)
 
 test: $(DEV) ## Run the tests, in minutes; those that need a GPU or vLLM skip without one

@@ -1,10 +1,13 @@
 """Turns NeMo-RL's arguments of `vllm.LLM` into those of an engine that serves packed weights."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+
+from qarl_nemo.architecture import CONFIG_FILE, MEGATRON_FAMILIES, read_architecture
 from qarl_nemo.checkpoints import model_quantization_config
-from qarl_nemo.checkpoints.architecture import parameter_names
 from qarl_nemo.config import QarlConfig
 from qarl_nemo.nemo_rl.engine_checks import argument_problems, plain_block
 from qarl_nemo.nemo_rl.engine_rules import NESTED
@@ -24,6 +27,7 @@ def engine_arguments(given: Mapping[str, Any], qarl: QarlConfig) -> dict[str, An
         New arguments.
 
     Raises:
+        FileError: there is no config.json of a supported model.
         ValueError: settings under which another kernel, format or distribution would be served; all listed.
     """
     fmt, targets = qarl.served_format, qarl.targets
@@ -36,10 +40,15 @@ def engine_arguments(given: Mapping[str, Any], qarl: QarlConfig) -> dict[str, An
     arguments["compilation_config"] = _compilation(given)
     # Logprobs of the distribution that was sampled from, at the sampling temperature, like the learner's.
     arguments["logprobs_mode"] = "processed_logprobs"
-    quantization = model_quantization_config(fmt, parameter_names(given["model"]), targets)
+    quantization = model_quantization_config(fmt, _parameter_names(given["model"]), targets)
     if quantization is not None:
         arguments["hf_overrides"] = dict(given.get("hf_overrides") or {}) | {"quantization_config": quantization}
     return arguments
+
+
+def _parameter_names(model: str) -> list[str]:
+    file = Path(model) if Path(model).is_dir() else Path(hf_hub_download(model, CONFIG_FILE))
+    return [name for name, _ in read_architecture(file, MEGATRON_FAMILIES).parameters()]
 
 
 def _compilation(given: Mapping[str, Any]) -> dict[str, Any]:

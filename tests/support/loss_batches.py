@@ -13,10 +13,11 @@ from qarl_nemo.losses.ratios import LossData, LossOutput
 NAMES = sorted(OBJECTIVES)
 CLIPPED = [name for name in NAMES if name not in ("on_policy_grpo", "sapo")]
 SEQUENCE_LEVEL = ["tbpo", "gspo", "mis_gspo"]
+LOSS_CONFIG = TypeAdapter(LossConfig)
 
 
 def make_loss(objective: str, **settings: float):
-    return build_loss(TypeAdapter(LossConfig).validate_python({"objective": objective, **settings}))
+    return build_loss(LOSS_CONFIG.validate_python({"objective": objective, **settings}))
 
 
 def batch_from_gaps(log_prox, log_mismatch, advantages, *, dtype=torch.float64) -> tuple[Tensor, LossData]:

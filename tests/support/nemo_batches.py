@@ -4,11 +4,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
-from pydantic import TypeAdapter
 
-from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.nemo_rl.loss import QarlLossFn
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
+from support.loss_batches import LOSS_CONFIG
 
 PROMPT, VOCABULARY = 4, 11
 LENGTHS = torch.tensor([24, 20, 24, 7, 16, 24, 9, 12])
@@ -94,7 +93,7 @@ def counts(data) -> dict[str, torch.Tensor]:
 def make_loss(name: str = "tbpo", *, replaced=None, **settings) -> QarlLossFn:
     # By default it would reject every response here.
     accepting = {"mismatch_low": 0.5, "mismatch_high": 2.0} if name == "mis_gspo" else {}
-    objective = TypeAdapter(LossConfig).validate_python({"objective": name, **accepting, **settings})
+    objective = LOSS_CONFIG.validate_python({"objective": name, **accepting, **settings})
     return QarlLossFn(objective, replaced or Replaced(), token_metrics)
 
 
