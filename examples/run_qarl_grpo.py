@@ -80,6 +80,8 @@ class _Run:
         print(*(f"qarl: hint: {hint}" for hint in hints), sep="\n", flush=True)
         if self.check_only:
             sys.exit(0)
+        # Now, because NeMo-RL starts environments before it calls `setup`.
+        plugin.register()
         return config
 
     def aligned_setup(self, config: Any, *arguments: Any, policy_factory: Any = None, **named: Any) -> tuple[Any, ...]:
@@ -87,7 +89,6 @@ class _Run:
         assert policy_factory is None, "data_plane.enabled is refused with the config"
         assert self.qarl is not None
         describe_run(Path(config.logger["log_dir"]), as_mapping(config))
-        plugin.register()
         parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
         policy, policy_generation = parts[:2]
         self.synchronizer = plugin.install_refit(policy, policy_generation)

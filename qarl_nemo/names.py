@@ -146,6 +146,18 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if _is_number(part) else (1, 0, part) for part in name.split("."))
 
 
+def is_stacked_expert(published: str) -> bool:
+    """Tell whether a refit tensor holds one projection of all experts of a layer.
+
+    Args:
+        published: its name in a refit.
+
+    Returns:
+        Whether `expert_names` knows it.
+    """
+    return _STACKED.fullmatch(published) is not None
+
+
 def expert_names(stacked: str, num_experts: int) -> list[list[str]]:
     """Return the checkpoint names held by a stacked refit tensor: `[expert][part]`, gate before up.
 

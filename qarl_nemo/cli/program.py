@@ -22,7 +22,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """Add a command; an exception in it ends the process with one message and an exit code.
 
     Args:
-        function: has typer's annotations; its name becomes the command's.
+        function: has typer's annotations; its name becomes the command's, without an underscore at the end.
 
     Returns:
         The function, wrapped to end with `SystemExit`.
@@ -32,7 +32,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def ending(*arguments: Any, **options: Any) -> None:
         raise SystemExit(run_reported(functools.partial(function, *arguments, **options), "qarl"))
 
-    return app.command()(ending)
+    return app.command(function.__name__.rstrip("_"))(ending)
 
 
 def _show_version(wanted: bool) -> None:

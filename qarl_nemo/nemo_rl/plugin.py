@@ -9,6 +9,9 @@ GENERATION_WORKERS = {
     f"{_VLLM}.vllm_worker.VllmGenerationWorker": f"{_HERE}.vllm_worker.QarlGenerationWorker",
     f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_HERE}.vllm_worker.QarlAsyncGenerationWorker",
 }
+# The name under which `env:` configures it and data sets ask for it.
+ENVIRONMENT = "qarl_benchmark"
+_ENVIRONMENT_ACTOR = f"{_HERE}.benchmark_environment.BenchmarkEnvironment"
 # Actors that NeMo-RL starts through uv even if told to use the system's Python.
 _UV_ALWAYS = (
     "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector",
@@ -20,19 +23,24 @@ SENTINEL = "qarl"
 
 
 def register() -> None:
-    """Register this package's workers with NeMo-RL; calling it again changes nothing.
+    """Register this package's workers and environment with NeMo-RL; calling it again changes nothing.
+
+    Data sets that name the environment are set up after this.
 
     Raises:
         ImportError: NeMo-RL is not importable.
     """
     from nemo_rl.distributed import ray_actor_environment_registry as registry
     from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
+    from nemo_rl.environments.utils import ENV_REGISTRY
     from nemo_rl.models.generation.vllm import utils
 
     registry.ACTOR_ENVIRONMENT_REGISTRY[POLICY_WORKER] = registry.MCORE_EXECUTABLE
     for own in GENERATION_WORKERS.values():
         registry.ACTOR_ENVIRONMENT_REGISTRY[own] = registry.VLLM_EXECUTABLE
     utils.GENERATION_WORKER_OVERRIDES.update(GENERATION_WORKERS)
+    registry.ACTOR_ENVIRONMENT_REGISTRY[_ENVIRONMENT_ACTOR] = PY_EXECUTABLES.SYSTEM
+    ENV_REGISTRY[ENVIRONMENT] = {"actor_class_fqn": _ENVIRONMENT_ACTOR}
     if registry.USE_SYSTEM_EXECUTABLE:
         registry.ACTOR_ENVIRONMENT_REGISTRY.update(dict.fromkeys(_UV_ALWAYS, PY_EXECUTABLES.SYSTEM))
 

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.content import require_whole
-from qarl_nemo.files import FileError
+from qarl_nemo.files import FileError, read_json
 from qarl_nemo.train.config import ModelInit, PolicyConfig
 from qarl_nemo.train.engine_forward import follow_engine
 from qarl_nemo.train.tokenizer import character_tokenizer
@@ -87,7 +87,7 @@ def read_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: it cannot be loaded, or has no end token.
     """
-    return character_tokenizer() if policy.model_path is None else _load_tokenizer(policy.model_path)
+    return character_tokenizer() if policy.model_path is None else load_tokenizer(policy.model_path)
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -108,16 +108,27 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
     require_whole(open_checkpoint(path))
     with _named_errors(path, "its weights cannot be loaded"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
-    tokenizer = _load_tokenizer(path)
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= model.config.vocab_size:
-        raise FileError(f"{path}: its tokenizer has token {largest}, its model only {model.config.vocab_size} tokens")
-    return follow_engine(model), tokenizer
+    return follow_engine(model), load_tokenizer(path)
 
 
-def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint directory from disk.
+
+    Args:
+        path: the directory.
+
+    Returns:
+        The tokenizer, which pads with its end token if it has no pad token.
+
+    Raises:
+        ValueError: it cannot be loaded, has no end token, or tokens that the model does not know.
+    """
+    vocab_size = _checkpoint_config(path).vocab_size
     with _named_errors(path, "its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= vocab_size:
+        raise FileError(f"{path}: its tokenizer has token {largest}, its model only {vocab_size} tokens")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {path} has no eos_token, so that no response could end")
     if tokenizer.pad_token_id is None:
@@ -176,3 +187,21 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = {tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])}
     return sorted(token for token in ids if token is not None)
+
+
+def stored_stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end a response without loading the model: generation_config.json's and the tokenizer's.
+
+    Args:
+        path: a checkpoint directory.
+        tokenizer: its tokenizer.
+
+    Returns:
+        Sorted token ids.
+
+    Raises:
+        FileError: generation_config.json is not a JSON object.
+    """
+    file = path / "generation_config.json"
+    configured = read_json(file, "a model's generation config").get("eos_token_id") if file.is_file() else None
+    return sorted({tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])})

@@ -71,11 +71,12 @@ class LiveProgress:
 
     def update(self, step: int, **values: float) -> None:
         """Show that `step` is done, with the values to watch."""
+        every = max(1, self.total // _LINES)
+        is_due = step // every > self.step // every or step == self.total
         self.step = step
         status = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         self.progress.update(self.task, completed=step, status=status)
-        every = max(1, self.total // _LINES)
-        if not self.console.is_terminal and (step % every == 0 or step == self.total):
+        if not self.console.is_terminal and is_due:
             self.printed = time.perf_counter()
             elapsed = self.printed - self.started
             eta = elapsed / max(1, step - self.first) * (self.total - step)

@@ -11,7 +11,7 @@ from qarl_nemo.files import read_text
 from qarl_nemo.train.config import LocalConfig, TokenizerConfig
 from qarl_nemo.train.tasks import TaskSource
 
-_DEFAULT = "default"
+DEFAULT_TEMPLATE = "default"
 _MAX_QUOTED = 200
 
 
@@ -29,7 +29,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TokenizerConfig) -> None:
         self.tokenizer, self.settings = tokenizer, settings
         template = settings.chat_template
-        if template is not None and template != _DEFAULT:
+        if template is not None and template != DEFAULT_TEMPLATE:
             is_file = template.endswith(".jinja")
             tokenizer.chat_template = read_text(Path(template), "a chat template") if is_file else template
         self._has_template = template is not None and bool(tokenizer.chat_template)

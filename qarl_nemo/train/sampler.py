@@ -10,7 +10,7 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
 from qarl_nemo.names import module_kind
-from qarl_nemo.refit.manifest import require_no_problems
+from qarl_nemo.refit.manifest import Layout, require_no_problems
 from qarl_nemo.refit.publish import Update
 from qarl_nemo.train.engine_forward import follow_engine
 from qarl_nemo.train.rollouts import Rollouts, pad_left, positions
@@ -67,6 +67,11 @@ class PackedSampler:
     def version(self) -> int | None:
         """The weight version served; None before the first refit."""
         return self._session.version
+
+    @property
+    def layout(self) -> Layout:
+        """Shape and dtype of every tensor that an update holds, by its published name."""
+        return self._session.layout()
 
     def _empty_packed_layers(
         self, model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, keep_operand: bool

@@ -33,12 +33,21 @@ class SamplerSession(RankSession):
 
     def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:
         """Return what speaks against an update: its layout, its format, or that it comes twice."""
-        problems = manifest.layout_problems(self._layout())
+        problems = manifest.layout_problems(self.layout())
         if manifest.format != self._format.name:
             problems.append(f"the update is in format {manifest.format}, this engine serves {self._format.name}")
         if rehearsed:
             problems.append("this engine makes a version as a whole; send an update that is not rehearsed")
         return problems
+
+    def layout(self) -> Layout:
+        """Return shape and dtype of every tensor that an update holds, by its published name."""
+        stored = {
+            f"{name}.{suffix}": layout
+            for name, slot in self._slots.items()
+            for suffix, layout in stored_layout(slot.shape, self._format).items()
+        }
+        return stored | {name: (tuple(one.shape), one.dtype) for name, one in self._parameters.items()}
 
     def layer_of(self, name: str) -> str:
         """Return the packed weight that a tensor is a part of; a parameter is installed by itself."""
@@ -62,14 +71,6 @@ class SamplerSession(RankSession):
             parameter.data = layers[name][name]
         for name, slot in self._slots.items():
             slot.fill(weights[name], operands[name])
-
-    def _layout(self) -> Layout:
-        stored = {
-            f"{name}.{suffix}": layout
-            for name, slot in self._slots.items()
-            for suffix, layout in stored_layout(slot.shape, self._format).items()
-        }
-        return stored | {name: (tuple(one.shape), one.dtype) for name, one in self._parameters.items()}
 
 
 def _by_suffix(parts: Parts) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """Settings of `qarl compare`, and the checked job that is made from them."""
 
 import importlib.util
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.prompts import make_prompts
 from qarl_nemo.names import TARGETS
 from qarl_nemo.train.engine_attention import ATTENTIONS, engine_attention_problem
+from qarl_nemo.train.model import stored_stop_ids
 from qarl_nemo.train.setup import resolve_device
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def prepare(settings: CompareSettings) -> Job:
     assert device
     assert prompts
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Job(settings, tuple(formats), device, prompts, _stop_ids(settings.checkpoint, tokenizer), pad_id)
+    return Job(settings, tuple(formats), device, prompts, stored_stop_ids(settings.checkpoint, tokenizer), pad_id)
 
 
 def _number_problems(settings: CompareSettings) -> list[str]:
@@ -227,12 +227,6 @@ def _on_cpu(fmt: QuantFormat) -> str:
     assert served
     groups = f" with groups of {' or '.join(map(str, served.group_sizes))}" if served.group_sizes else ""
     return fmt.name + groups + (" of experts" if served.experts_only else "")
-
-
-def _stop_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    path = folder / "generation_config.json"
-    configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    return sorted({tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])})
 
 
 def _attempt(problems: list[str], function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:

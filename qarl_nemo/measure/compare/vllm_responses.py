@@ -50,25 +50,9 @@ def main(request_path: str, answer_path: str) -> None:
 
 
 def _start(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    on_cpu = request["device"] == "cpu"
-    os.environ.update(_ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {}))
-    if on_cpu:
-        # PyPI has only CUDA builds of these, which a CPU build of torch cannot load; language models do not need them.
-        sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
-    import vllm
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type != request["device"]:
-        raise SystemExit(f"vLLM {vllm.__version__} is a {current_platform.device_type} build, not {request['device']}")
-    if on_cpu:
-        from vllm.model_executor.models import registry
-
-        # vLLM inspects model classes in a new process, which would load the CUDA builds after all.
-        registry._run_in_subprocess = lambda look: look()
-        request["options"]["distributed_executor_backend"] = "uni"
-    llm = vllm.LLM(
+    llm = start_engine(
         request["checkpoint"],
-        skip_tokenizer_init=True,
+        request["device"],
         enforce_eager=True,
         enable_prefix_caching=False,
         logprobs_mode="processed_logprobs",
@@ -76,7 +60,39 @@ def _start(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         seed=request["seed"],
         **request["options"],
     )
-    return llm, {"version": vllm.__version__, "methods": llm.apply_model(_methods)[0], "responses": []}
+    return llm, {"version": sys.modules["vllm"].__version__, "methods": llm.apply_model(_methods)[0], "responses": []}
+
+
+def start_engine(checkpoint: str, device: str, **options: Any) -> Any:
+    """Start vLLM in this process, which must not have imported it before.
+
+    Args:
+        checkpoint: the model's folder.
+        device: `cpu` or `cuda`.
+        options: keyword arguments of `vllm.LLM`.
+
+    Returns:
+        The engine, which takes and returns token ids.
+
+    Raises:
+        SystemExit: the installed vLLM was built for another device.
+    """
+    os.environ.update(_ENVIRONMENT | (_CPU_ENVIRONMENT if device == "cpu" else {}))
+    if device == "cpu":
+        # PyPI has only CUDA builds of these, which a CPU build of torch cannot load; language models do not need them.
+        sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != device:
+        raise SystemExit(f"vLLM {vllm.__version__} is a {current_platform.device_type} build, not {device}")
+    if device == "cpu":
+        from vllm.model_executor.models import registry
+
+        # vLLM inspects model classes in a new process, which would load the CUDA builds after all.
+        registry._run_in_subprocess = lambda look: look()
+        options["distributed_executor_backend"] = "uni"
+    return vllm.LLM(checkpoint, skip_tokenizer_init=True, **options)
 
 
 def _respond(llm: Any, request: dict[str, Any], temperature: float, prompts: list[list[int]]) -> list[dict[str, Any]]:

@@ -1,0 +1,150 @@
+"""`qarl eval`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qarl_nemo.cli.program import command
+
+if TYPE_CHECKING:
+    from qarl_nemo.measure.eval.settings import EvalSettings
+    from qarl_nemo.train.config import TokenizerConfig
+
+
+@command
+def eval_(
+    models: Annotated[
+        list[Path],
+        typer.Argument(
+            help="BF16 or quantized Hugging Face folders, or runs: the newest checkpoint, served as its rollouts were."
+        ),
+    ],
+    benchmarks: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: aime24, aime25, amc23, math500, minerva, olympiadbench (all six: math), arc_c, "
+            "gpqa, mmlu_pro (all three: ood), gsm8k; or all."
+        ),
+    ] = "math",
+    output: Annotated[
+        Path, typer.Option(help="Results; every answer is kept beside it, and the same command goes on.")
+    ] = Path("runs/eval/results.json"),
+    data: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH: a local copy, jsonl, json or parquet; repeat. Else the hub.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="vllm, packed (built in, any machine), or auto: vLLM on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    precision: Annotated[
+        str | None, typer.Option(help="bfloat16 or float32, with the packed engine. Default: the checkpoint's.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Ask a fixed sample of at most this many problems each.")] = None,
+    num_samples: Annotated[int | None, typer.Option(help="Answers to each problem. Default: the benchmark's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 decodes greedily. Default: the paper's 0.6.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default: the paper's 1.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer. Default: the paper's 16384.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(help="Answers decoded at once: 256 in vLLM, else 32.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Ask as in training: NeMo-RL's prompt file, {} for the question.")
+    ] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before each question.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="none, or a .jinja file. Default: the tokenizer's, or the run's.")
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help='The template\'s own options, JSON: {"enable_thinking": false}.')
+    ] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of each GPU that vLLM takes.")] = 0.9,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share a model in vLLM.")] = 1,
+) -> None:
+    """Measure how many benchmark problems models solve, as they are served: avg@k and pass@k with standard errors.
+
+    Prompts, answer checks, temperature and lengths are one record a benchmark; the tokenizer's chat template is used if
+    it has one. Several models are asked the same and stand side by side. A killed evaluation goes on.
+    """
+    from qarl_nemo.measure.eval.settings import EvalSettings
+
+    settings = EvalSettings(
+        models=tuple(models),
+        benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
+        output=output,
+        data=dict(map(_name_and_path, data or [])),
+        engine=engine,
+        device=device,
+        precision=precision,
+        limit=limit,
+        num_samples=num_samples,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        batch_size=batch_size,
+        prompt_file=prompt_file,
+        system_prompt=system_prompt,
+        prompts=_prompts(chat_template, chat_template_kwargs),
+        gpu_memory_utilization=gpu_memory_utilization,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    evaluate(settings)
+
+
+def _prompts(template: str | None, options: str | None) -> "TokenizerConfig | None":
+    from qarl_nemo.files import parse_json
+    from qarl_nemo.train.config import TokenizerConfig
+
+    if template is None and options is None:
+        return None
+    kwargs = parse_json(options, "--chat-template-kwargs", "the template's options") if options else {}
+    return TokenizerConfig(
+        chat_template=None if template == "none" else template or "default", chat_template_kwargs=kwargs
+    )
+
+
+def _name_and_path(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not equals or not name or not path:
+        raise ValueError(f"--data {text}: write NAME=PATH, for example --data gsm8k=data/test.jsonl")
+    return name, Path(path)
+
+
+def evaluate(settings: "EvalSettings") -> None:
+    """Evaluate, and show and keep the results.
+
+    Args:
+        settings: what was asked for.
+    """
+    from rich.console import Console
+
+    from qarl_nemo.files import exclusive, make_folder
+    from qarl_nemo.measure.eval.output import answers_path, notes, results_table, write_results
+    from qarl_nemo.measure.eval.run import plan, run
+    from qarl_nemo.measure.eval.settings import prepare
+    from qarl_nemo.measure.eval.store import AnswerStore
+    from qarl_nemo.train.progress import LiveProgress
+
+    job = prepare(settings)
+    output, answers = settings.output, answers_path(settings.output)
+    make_folder(output.parent, "the folder of an evaluation")
+    with exclusive(output.with_suffix(".lock"), f"the evaluation {output}"):
+        evaluations = plan(job, AnswerStore(answers, job.fixed_settings()))
+        total, done = (
+            sum(counts) for counts in zip(*((one.num_answers, one.num_kept) for one in evaluations), strict=True)
+        )
+        typer.echo(
+            f"engine {job.engine} on {job.device}: {total} answers" + f", {done} of them from before" * bool(done)
+        )
+        with LiveProgress("answers", total, done) as progress:
+
+            def show(doing: str, num_new: int) -> None:
+                nonlocal done
+                done += num_new
+                progress.phase(doing)
+                progress.update(done)
+
+            rows = run(evaluations, show, lambda found: write_results(job, found))
+    console = Console()
+    console.print(results_table(rows))
+    for note in notes(rows):
+        console.print(note, markup=False)
+    typer.echo(f"written: {output}, {answers}")

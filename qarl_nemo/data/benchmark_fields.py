@@ -1,0 +1,96 @@
+"""Problems out of records in each benchmark's own fields, as its publishers wrote them."""
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+from qarl_nemo.data.answers import final_answer
+
+_SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem of a benchmark.
+
+    Attributes:
+        question: the question, with its options if there are any, one a line after a letter.
+        answer: the expected answer: a letter, plain text or LaTeX.
+    """
+
+    question: str
+    answer: str
+
+
+def plain(question: str, answer: str) -> Callable[[Mapping[str, Any]], Problem]:
+    """Return a reader of records with a question and an answer.
+
+    Args:
+        question: the question's field.
+        answer: the answer's field.
+
+    Returns:
+        Makes a problem of a record.
+    """
+    return lambda record: Problem(_text(record, question), _text(record, answer))
+
+
+def gsm8k(record: Mapping[str, Any]) -> Problem:
+    """Read `question`, and what follows #### in `answer`."""
+    return Problem(_text(record, "question"), final_answer(_text(record, "answer"), "hash"))
+
+
+def minerva(record: Mapping[str, Any]) -> Problem:
+    r"""Read `question` and `answer`; the parser knows `1.5 \times 10^{3}`, not `1.5e3`."""
+    answer = _text(record, "answer")
+    number = _SCIENTIFIC.fullmatch(answer.strip())
+    return Problem(_text(record, "question"), rf"{number[1]} \times 10^{{{int(number[2])}}}" if number else answer)
+
+
+def olympiadbench(record: Mapping[str, Any]) -> Problem:
+    """Read `question`, with `context` before it if there is one, and the list `final_answer`."""
+    context = record.get("context")
+    question = _text(record, "question")
+    answers = record["final_answer"]
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise TypeError(f"final_answer is {str(answers)[:80]!r}, not a list of texts")
+    return Problem(f"{context}\n\n{question}" if context else question, ", ".join(answers))
+
+
+def arc(record: Mapping[str, Any]) -> Problem:
+    """Read `question`, `choices` of `text` and `label`, and `answerKey`; some labels are digits."""
+    labels, texts = list(record["choices"]["label"]), list(record["choices"]["text"])
+    return _choice(_text(record, "question"), texts, labels.index(_text(record, "answerKey")))
+
+
+def gpqa(record: Mapping[str, Any]) -> Problem:
+    """Read `Question`, `Correct Answer` and `Incorrect Answer 1` to 3, in an order that only the question decides."""
+    question = _text(record, "Question")
+    keys = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
+    order = random.Random(question).sample(keys, len(keys))
+    return _choice(question, [_text(record, key) for key in order], order.index("Correct Answer"))
+
+
+def mmlu_pro(record: Mapping[str, Any]) -> Problem:
+    """Read `question`, `options` and `answer`, the letter of the right one."""
+    letter = _text(record, "answer").strip()
+    return _choice(_text(record, "question"), list(record["options"]), ascii_uppercase.index(letter))
+
+
+def _choice(question: str, options: Sequence[str], right: int) -> Problem:
+    if not right < len(options) <= len(ascii_uppercase):
+        raise ValueError(f"the right option is number {right + 1} of {len(options)}")
+    listed = "\n".join(
+        f"{letter}. {str(option).strip()}" for letter, option in zip(ascii_uppercase, options, strict=False)
+    )
+    return Problem(f"{question.strip()}\n\n{listed}", ascii_uppercase[right])
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    value = record[key]
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+        raise TypeError(f"{key} is {str(value)[:80]!r}, neither text nor a number")
+    return str(value)

@@ -1,0 +1,106 @@
+"""A benchmark's problems from the hub or a local file, and whether an answer to one is right."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qarl_nemo.data.benchmark_fields import Problem
+from qarl_nemo.data.benchmarks import Benchmark
+from qarl_nemo.data.config import DatasetConfig
+from qarl_nemo.data.records import read_records
+from qarl_nemo.files import FileError
+from qarl_nemo.verify import reward
+
+_SHOWN = 8
+_MAX_QUOTED = 200
+_LETTER = r"\(?([A-Z])\)?(?![\w'])"
+_BOXED_LETTER = re.compile(rf"\\boxed\s*\{{\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{)?\s*{_LETTER}")
+_SAID_LETTER = re.compile(rf"(?i:answer|option|choice)(?:\s+(?:is|would be))?\s*:?[\s*$]*{_LETTER}")
+_BARE_LETTER = re.compile(rf"\s*{_LETTER}[.\s]*")
+
+
+def read_problems(benchmark: Benchmark, path: Path | None = None) -> list[Problem]:
+    """Read a benchmark.
+
+    Args:
+        benchmark: its record.
+        path: a local file or folder in the set's own fields; None reads the hub.
+
+    Returns:
+        Its problems, in the set's order.
+
+    Raises:
+        ValueError: it cannot be loaded, is empty, or records are not the benchmark's; all are listed.
+    """
+    found: list[Problem] = []
+    problems: list[str] = []
+    try:
+        for place, record in _records(benchmark, path):
+            try:
+                found.append(_problem(benchmark, record))
+            except (KeyError, TypeError, ValueError) as error:
+                problems.append(f"{place}: {type(error).__name__} {str(error)[:_MAX_QUOTED]}{_fields(record)}")
+    except FileError as error:
+        raise FileError(f"{benchmark.name}: {error}; name a copy with --data {benchmark.name}=PATH") from error
+    if problems or not found:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        listed = "; ".join(problems[:_SHOWN]) + more or "it is empty"
+        raise FileError(
+            f"{benchmark.name}: {path or benchmark.hub_path} is not {benchmark.title} as published: {listed}"
+        )
+    return found
+
+
+def is_right(benchmark: Benchmark, response: str, answer: str) -> bool:
+    """Tell whether a response gives the expected answer.
+
+    Args:
+        benchmark: says how answers are checked.
+        response: decoded response text.
+        answer: the problem's answer.
+
+    Returns:
+        Whether it does; a response without an answer is wrong.
+    """
+    if benchmark.check == "letter":
+        return chosen_letter(response) == answer
+    return reward(response, answer) == 1.0
+
+
+def chosen_letter(response: str) -> str | None:
+    r"""Return the option that a response chooses.
+
+    Args:
+        response: decoded response text.
+
+    Returns:
+        The letter in the last `\boxed{}`; without one, that of the last "answer is B" or "answer: (B)"; or the letter
+        that is the whole response. None if there is none of these.
+    """
+    for pattern in (_BOXED_LETTER, _SAID_LETTER):
+        letters = pattern.findall(response)
+        if letters:
+            return letters[-1]
+    bare = _BARE_LETTER.fullmatch(response)
+    return bare[1] if bare else None
+
+
+def _records(benchmark: Benchmark, path: Path | None) -> Iterator[tuple[str, Any]]:
+    if path is not None:
+        yield from read_records(DatasetConfig(data_path=str(path), split=benchmark.split))
+        return
+    for subset in benchmark.subsets or (None,):
+        yield from read_records(DatasetConfig(data_path=benchmark.hub_path, subset=subset, split=benchmark.split))
+
+
+def _problem(benchmark: Benchmark, record: Any) -> Problem:
+    if isinstance(record, Exception):
+        raise ValueError(f"no JSON: {record}")
+    if not isinstance(record, Mapping):
+        raise TypeError(f"it is {str(record)[:80]!r}, not an object")
+    return benchmark.read(record)
+
+
+def _fields(record: Any) -> str:
+    return f" (its fields: {', '.join(map(str, record))[:_MAX_QUOTED]})" if isinstance(record, Mapping) else ""

@@ -1,0 +1,202 @@
+"""One model and what it is asked: prompts as it sees them, and an answer to each, new or from the file."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from qarl_nemo.data.benchmark_problems import is_right
+from qarl_nemo.data.benchmarks import Benchmark
+from qarl_nemo.files import FileError
+from qarl_nemo.measure.eval.engine import Answer, AnswerEngine
+from qarl_nemo.measure.eval.models import EvalModel
+from qarl_nemo.measure.eval.packed import PackedEngine
+from qarl_nemo.measure.eval.settings import EvalJob, Questions
+from qarl_nemo.measure.eval.store import AnswerStore, Row
+from qarl_nemo.measure.eval.vllm import VllmEngine
+from qarl_nemo.train.model import load_tokenizer, stored_stop_ids
+from qarl_nemo.train.prompts import PromptEncoder
+from qarl_nemo.train.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One benchmark as one model is asked it.
+
+    Attributes:
+        questions: the problems.
+        prompts: index of a problem -> its token ids; those that are too long are left out.
+        texts: index of a problem -> the prompt as the model sees it.
+        params: how answers are drawn; shorter than the record's where the model's context is.
+    """
+
+    questions: Questions
+    prompts: dict[int, list[int]]
+    texts: dict[int, str]
+    params: SamplingParams
+
+    @property
+    def benchmark(self) -> Benchmark:
+        """Its record."""
+        return self.questions.benchmark
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Index of the problem and number of the answer, in the order in which they are asked."""
+        return [(index, sample) for index in self.prompts for sample in range(self.benchmark.num_samples)]
+
+
+class ModelEvaluation:
+    """One model and everything it is asked; its engine starts when the first answer is missing.
+
+    Args:
+        job: the evaluation.
+        model: the model.
+        store: where answers are kept.
+
+    Raises:
+        ValueError: its tokenizer cannot be used, or its context leaves no room for an answer.
+    """
+
+    def __init__(self, job: EvalJob, model: EvalModel, store: AnswerStore) -> None:
+        self.job, self.model, self.store = job, model, store
+        self._identity = {"model": model.label, "checkpoint": str(model.folder), "weights": model.fingerprint()}
+        self.tokenizer = load_tokenizer(model.folder)
+        self._encoder = PromptEncoder(self.tokenizer, job.settings.prompts or model.prompts)
+        self.asked = [self._ask(questions) for questions in job.questions]
+        self.engine: AnswerEngine | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers there will be."""
+        return sum(len(asked.pairs) for asked in self.asked)
+
+    @property
+    def num_kept(self) -> int:
+        """How many of them the file has."""
+        return sum(
+            len(pairs)
+            for asked in self.asked
+            for number, pairs in enumerate(self._chunks(asked))
+            if self._kept(asked, number) is not None
+        )
+
+    def answers(self, asked: Asked, show: Callable[[int], None]) -> list[Row]:
+        """Return all answers to one benchmark, from the file where it has them.
+
+        Args:
+            asked: the benchmark.
+            show: called with the number of new answers, as they come.
+
+        Returns:
+            One row for each answer.
+
+        Raises:
+            FileError: the file has answers of other weights, or to other prompts.
+        """
+        rows: list[Row] = []
+        for number, pairs in enumerate(self._chunks(asked)):
+            chunk = self._kept(asked, number)
+            if chunk is None:
+                chunk = self._new_chunk(asked, number, pairs)
+                show(len(chunk))
+            rows += chunk
+        return rows
+
+    def close(self) -> None:
+        """End the engine."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def _kept(self, asked: Asked, number: int) -> list[Row] | None:
+        chunk = self.store.chunk(self.model.label, asked.benchmark.name, number)
+        self._require_same(asked, chunk or [])
+        return chunk
+
+    def _chunks(self, asked: Asked) -> Iterator[list[tuple[int, int]]]:
+        size = self.job.chunk_size
+        for start in range(0, len(asked.pairs), size):
+            yield asked.pairs[start : start + size]
+
+    def _new_chunk(self, asked: Asked, number: int, pairs: list[tuple[int, int]]) -> list[Row]:
+        benchmark = asked.benchmark
+        seeds = [_seed(self.job.settings.seed, benchmark.name, *pair) for pair in pairs]
+        self.engine = self.engine or self._start()
+        answers = self.engine.answer([asked.prompts[index] for index, _ in pairs], asked.params, seeds)
+        place = self._identity | {"benchmark": benchmark.name, "chunk": number, "chunk_size": len(pairs)}
+        chunk = [
+            place | {"problem": index, "sample": sample} | _row(asked, index, answer)
+            for (index, sample), answer in zip(pairs, answers, strict=True)
+        ]
+        self.store.add(chunk)
+        return chunk
+
+    def _require_same(self, asked: Asked, chunk: list[Row]) -> None:
+        for row in chunk:
+            differing = [key for key, value in self._identity.items() if row.get(key) != value]
+            if row["prompt"] != asked.texts.get(row["problem"]):
+                differing.append("prompt")
+            if differing:
+                raise FileError(
+                    f"{self.store.path}: {asked.benchmark.name}, problem {row['problem']}: {self.model.label} has "
+                    f"answered with another {', '.join(differing)}; choose another --output, or delete that file"
+                )
+
+    def _ask(self, questions: Questions) -> Asked:
+        benchmark = questions.benchmark
+        texts = {index: self._as_seen(benchmark.ask(problem.question)) for index, problem in questions.problems.items()}
+        # The template writes all special tokens that the model expects.
+        encoded = {index: self.tokenizer(text, add_special_tokens=False)["input_ids"] for index, text in texts.items()}
+        prompts = {index: ids for index, ids in encoded.items() if len(ids) <= benchmark.max_prompt_tokens}
+        context = self.model.checkpoint.config.get("max_position_embeddings", benchmark.max_new_tokens)
+        room = context - max(map(len, prompts.values()), default=0)
+        if room < 1 or not prompts:
+            raise ValueError(
+                f"{self.model.label}: the prompts of {benchmark.name} have up to {max(map(len, encoded.values()))} "
+                f"tokens; of those with at most {benchmark.max_prompt_tokens} none, or none in the {context} positions "
+                "of this model, leaves room for an answer"
+            )
+        params = SamplingParams(min(benchmark.max_new_tokens, room), benchmark.temperature, benchmark.top_p)
+        return Asked(questions, prompts, texts, params)
+
+    def _as_seen(self, text: str) -> str:
+        system = self.job.settings.system_prompt
+        if system is None:
+            return self._encoder.text(text)
+        if not self.tokenizer.chat_template:
+            return f"{system}\n\n{text}"
+        return self._encoder.text(({"role": "system", "content": system}, {"role": "user", "content": text}))
+
+    def _start(self) -> AnswerEngine:
+        job, model = self.job, self.model
+        stop_ids = stored_stop_ids(model.folder, self.tokenizer)
+        if job.engine == "packed":
+            return PackedEngine(model, self.tokenizer, stop_ids, device=job.device, dtype=job.dtype(model))
+        return VllmEngine(
+            model,
+            self.tokenizer,
+            stop_ids,
+            device=job.device.type,
+            batch_size=job.batch_size,
+            max_model_len=max(
+                len(prompt) + one.params.max_new_tokens for one in self.asked for prompt in one.prompts.values()
+            ),
+            gpu_memory_utilization=job.settings.gpu_memory_utilization,
+            tensor_parallel_size=job.settings.tensor_parallel_size,
+        )
+
+
+def _row(asked: Asked, index: int, answer: Answer) -> Row:
+    expected = asked.questions.problems[index].answer
+    return {
+        "prompt": asked.texts[index],
+        "response": answer.text,
+        "num_tokens": answer.num_tokens,
+        "truncated": answer.truncated,
+        "answer": expected,
+        "right": is_right(asked.benchmark, answer.text, expected),
+    }
+
+
+def _seed(seed: int, benchmark: str, index: int, sample: int) -> int:
+    return random.Random(f"{seed}-{benchmark}-{index}-{sample}").getrandbits(31)

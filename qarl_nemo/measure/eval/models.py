@@ -1,0 +1,138 @@
+"""What `qarl eval` is given: a BF16 or quantized checkpoint, or a run, which is served as its rollouts were."""
+
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qarl_formats import BASELINE, FORMAT_NAMES, QuantFormat, get_format, quantization_config
+from qarl_nemo.architecture import CONFIG_FILE
+from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.checkpoints.hints import folder_hint
+from qarl_nemo.checkpoints.reader import Checkpoint
+from qarl_nemo.config import QarlConfig, read_yaml, validate
+from qarl_nemo.files import FileError
+from qarl_nemo.names import TARGETS, module_kind
+from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
+from qarl_nemo.train.config import TokenizerConfig
+from qarl_nemo.train.prompts import DEFAULT_TEMPLATE
+
+_RUN_CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalModel:
+    """One model to be evaluated.
+
+    Attributes:
+        label: what tables call it.
+        checkpoint: the Hugging Face checkpoint's table of contents.
+        served: the format that an engine serves; None for a quantized checkpoint in a format that is not one of ours.
+        targets: which layers are in that format.
+        quantized: whether the checkpoint's tensors are quantized already.
+        prompts: how prompts are written: a run's own way, else in the tokenizer's chat template if it has one.
+    """
+
+    label: str
+    checkpoint: Checkpoint
+    served: QuantFormat | None
+    targets: tuple[str, ...]
+    quantized: bool
+    prompts: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's folder."""
+        return self.checkpoint.folder
+
+    @property
+    def format_name(self) -> str:
+        """Name of the served format."""
+        return self.served.name if self.served else str(self.checkpoint.config["quantization_config"]["quant_method"])
+
+    def fingerprint(self) -> str:
+        """Return eight hexadecimal digits that change if the folder's weights are replaced."""
+        stats = [(file, (self.folder / file).stat()) for file in self.checkpoint.files]
+        text = repr([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats] + [self.format_name])
+        return f"{zlib.crc32(text.encode()):08x}"
+
+
+def find_model(path: Path) -> EvalModel:
+    """Say what a folder holds.
+
+    Args:
+        path: a Hugging Face checkpoint, quantized or not, or a run's folder, whose newest checkpoint is taken.
+
+    Returns:
+        The model; a run's is served in the format of its rollouts.
+
+    Raises:
+        ValueError: it is neither, or damaged.
+    """
+    if (path / CONFIG_FILE).is_file():
+        return _checkpoint_model(path)
+    if (path / _RUN_CONFIG).is_file() and (path / "checkpoints").is_dir():
+        return _run_model(path)
+    raise FileError(
+        f"{path} is neither a Hugging Face checkpoint ({CONFIG_FILE}) nor a run of qarl train ({_RUN_CONFIG} and "
+        f"checkpoints/){folder_hint(path)}; Megatron checkpoints of NeMo-RL become one by qarl convert"
+    )
+
+
+def _checkpoint_model(path: Path) -> EvalModel:
+    checkpoint = open_checkpoint(path)
+    quantization = checkpoint.config.get("quantization_config")
+    if not quantization:
+        return EvalModel(str(path), checkpoint, get_format(BASELINE), (), quantized=False)
+    served = stored_format(quantization)
+    scaled = {info.name.rpartition(".")[0] for info in checkpoint.tensors if "scale" in info.name.rpartition(".")[2]}
+    targets = {module_kind(module) for module in scaled}
+    return EvalModel(str(path), checkpoint, served, tuple(one for one in TARGETS if one in targets), quantized=True)
+
+
+def _run_model(path: Path) -> EvalModel:
+    step = newest_checkpoint(path)
+    if step is None:
+        raise FileError(f"the run {path} has no checkpoint yet; there is one after checkpointing.save_period steps")
+    source = path / _RUN_CONFIG
+    config = read_yaml(source)
+    qarl = validate(config.get("qarl") or {}, QarlConfig, source=str(source))
+    prompts = validate((config.get("policy") or {}).get("tokenizer") or {}, TokenizerConfig, source=str(source))
+    if prompts.chat_template is not None:
+        # A template of the config's own was saved with the tokenizer.
+        prompts = prompts.model_copy(update={"chat_template": DEFAULT_TEMPLATE})
+    served = qarl.served_format
+    checkpoint = open_checkpoint(checkpoint_dir(path, step) / "model")
+    targets = qarl.targets if served.is_quantized else ()
+    return EvalModel(f"{path}, step {step}", checkpoint, served, targets, quantized=False, prompts=prompts)
+
+
+def stored_format(quantization: dict[str, Any]) -> QuantFormat | None:
+    """Return the format in which a checkpoint's tensors are stored.
+
+    Args:
+        quantization: config.json's `quantization_config`.
+
+    Returns:
+        The record with its group size; None if it is none of ours.
+    """
+    for name in FORMAT_NAMES:
+        sizes = get_format(name).group_sizes or (None,)
+        for fmt in (get_format(name, group_size=size) for size in sizes):
+            own = quantization_config(fmt, ignore=[])
+            if own is not None and _arithmetic(own) == _arithmetic(quantization):
+                return fmt
+    return None
+
+
+def _arithmetic(quantization: dict[str, Any]) -> Any:
+    """Return what decides how stored tensors are read, without lists of modules and notes of the calibration."""
+    if quantization.get("quant_method") != "compressed-tensors":
+        return [quantization.get(key) for key in ("quant_method", "fmt", "activation_scheme", "weight_block_size")]
+    keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "actorder")
+    groups = quantization.get("config_groups")
+    found = []
+    for group in groups.values() if isinstance(groups, dict) else ():
+        sides = (group.get("weights"), group.get("input_activations"))
+        found.append([side and [side.get(key) for key in keys] for side in sides])
+    return [quantization.get("format"), quantization.get("kv_cache_scheme"), found]

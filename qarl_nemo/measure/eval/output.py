@@ -1,0 +1,109 @@
+"""An evaluation as files and as a table."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from qarl_nemo.data.benchmarks import BENCHMARKS, GROUPS
+from qarl_nemo.files import write_atomic
+from qarl_nemo.measure.eval.run import averages
+from qarl_nemo.measure.eval.settings import EvalJob
+from qarl_nemo.measure.eval.store import Row
+from qarl_nemo.metrics.machine import hardware, versions
+
+
+def answers_path(output: Path) -> Path:
+    """Return the file of all answers, beside the file of results."""
+    return output.with_suffix(".answers.jsonl")
+
+
+def write_results(job: EvalJob, rows: Sequence[Row]) -> None:
+    """Write the results so far.
+
+    Args:
+        job: the evaluation.
+        rows: results.
+    """
+    content = {
+        "settings": job.fixed_settings(),
+        "models": [
+            {
+                "label": model.label,
+                "checkpoint": str(model.folder),
+                "format": model.format_name,
+                "targets": model.targets,
+            }
+            for model in job.models
+        ],
+        "complete": len(rows) == len(job.models) * len(job.questions),
+        "hardware": hardware(job.device.type, job.settings.tensor_parallel_size),
+        "versions": versions(),
+        "answers": answers_path(job.settings.output).name,
+        "results": list(rows),
+        "averages": averages(rows),
+    }
+    write_atomic(job.settings.output, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def results_table(rows: Sequence[Row]) -> Table:
+    """Return the terminal's table: a line for each benchmark, a column for each model.
+
+    Args:
+        rows: results.
+
+    Returns:
+        avg@k in percent, the standard error in brackets.
+    """
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    table = Table("benchmark", title="right answers in percent (standard error)", box=None, padding=(0, 2, 0, 0))
+    for model in models:
+        table.add_column(model, justify="right")
+    for name in dict.fromkeys(row["benchmark"] for row in rows):
+        of_it = {row["model"]: row for row in rows if row["benchmark"] == name}
+        k = next(iter(of_it.values()))["num_samples"]
+        table.add_row(_title(name, k), *(_cell(of_it.get(model, {}).get("avg")) for model in models))
+        if k > 1:
+            best = ({model: row["pass_at"][str(k)] for model, row in of_it.items()}).get
+            table.add_row(f"  pass@{k}", *(_cell(best(model)) for model in models))
+    for group, title in GROUPS.items():
+        means = {one["model"]: one for one in averages(rows) if one["group"] == group}
+        if means:
+            table.add_row(title, *(_cell(means.get(model)) for model in models))
+    return table
+
+
+def notes(rows: Sequence[Row]) -> Iterator[str]:
+    """Say what a reader of the table has to know: samples, shortened and cut off answers, prompts that were too long.
+
+    Args:
+        rows: results.
+
+    Yields:
+        One sentence each.
+    """
+    for row in {row["benchmark"]: row for row in rows}.values():
+        name = row["benchmark"]
+        if row["num_problems"] < row["num_total"]:
+            yield f"{name}: a sample of {row['num_problems']} of {row['num_total']} problems"
+        elif row["num_total"] != BENCHMARKS[name].num_problems:
+            yield f"{name}: {row['num_total']} problems, where {BENCHMARKS[name].num_problems} are published"
+    for row in rows:
+        place = f"{row['benchmark']}, {row['model']}"
+        if row["truncated"]:
+            yield f"{place}: {row['truncated']:.1%} of the answers were cut off at {row['max_new_tokens']} tokens"
+        if row["num_overlong"]:
+            yield f"{place}: {row['num_overlong']} prompts were too long and count as answered wrongly"
+
+
+def _title(name: str, k: int) -> str:
+    return f"{BENCHMARKS[name].title}, avg@{k}" if k > 1 else BENCHMARKS[name].title
+
+
+def _cell(estimate: dict[str, Any] | None) -> str:
+    if estimate is None:
+        return ""
+    error = estimate["standard_error"]
+    return f"{100 * estimate['value']:.1f}" + (f" ({100 * error:.1f})" if error is not None else "")

@@ -1,0 +1,240 @@
+"""Settings of `qarl eval`, and the checked job that is made from them."""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from qarl_nemo.data.benchmark_fields import Problem
+from qarl_nemo.data.benchmark_problems import read_problems
+from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
+from qarl_nemo.files import read_text
+from qarl_nemo.measure.eval.models import EvalModel, find_model
+from qarl_nemo.train.config import TokenizerConfig
+from qarl_nemo.train.setup import resolve_device
+from qarl_nemo.train.vllm.host import vllm_problem
+
+T = TypeVar("T")
+ENGINES = ("auto", "vllm", "packed")
+PRECISIONS = ("bfloat16", "float32")
+_BATCH_SIZES = {"packed": 32, "vllm": 256}
+# vLLM is asked for several batches at once: short answers make room for others while long ones go on.
+_BATCHES_A_CHUNK = {"packed": 1, "vllm": 4}
+# Settings that may differ when an evaluation goes on: the other answers stay as they are.
+_FREE = (
+    *("models", "benchmarks", "output", "data", "gpu_memory_utilization", "tensor_parallel_size", "device"),
+    # Every prompt is compared, so that settings of prompts need not be.
+    *("prompt_file", "system_prompt", "prompts"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSettings:
+    """One evaluation; None stands for what each benchmark's record, or the model, says.
+
+    Attributes:
+        models: Hugging Face checkpoints, quantized or not, or runs.
+        benchmarks: names of benchmarks.
+        output: JSON file of the results; the answers are kept beside it.
+        data: benchmark name -> local copy; the others come from the hub.
+        engine: `vllm`, `packed`, or `auto` for vLLM where it runs.
+        device: `cpu`, `cuda` or `auto`.
+        precision: dtype of activations and unquantized parameters in the built-in sampler.
+        limit: most problems of each benchmark, a fixed sample.
+        num_samples: answers to each problem.
+        temperature: sampling temperature; 0 decodes greedily.
+        top_p: smallest probability mass that is kept.
+        max_new_tokens: longest answer.
+        seed: seeds sampling.
+        batch_size: answers decoded at once.
+        prompt_file: NeMo-RL's prompt file in the place of the records' prompts.
+        system_prompt: system message.
+        prompts: how prompts are written for all models.
+        gpu_memory_utilization: share of each GPU that vLLM takes.
+        tensor_parallel_size: GPUs that share a model in vLLM.
+    """
+
+    models: tuple[Path, ...]
+    benchmarks: tuple[str, ...]
+    output: Path
+    data: dict[str, Path] = dataclasses.field(default_factory=dict)
+    engine: str = "auto"
+    device: str = "auto"
+    precision: str | None = None
+    limit: int | None = None
+    num_samples: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_new_tokens: int | None = None
+    seed: int = 0
+    batch_size: int | None = None
+    prompt_file: Path | None = None
+    system_prompt: str | None = None
+    prompts: TokenizerConfig | None = None
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The problems of one benchmark that are asked.
+
+    Attributes:
+        benchmark: its record, sampled as asked for.
+        problems: index in the whole set -> problem.
+        num_total: problems of the whole set.
+    """
+
+    benchmark: Benchmark
+    problems: dict[int, Problem]
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvalJob:
+    """An evaluation whose settings have all been checked.
+
+    Attributes:
+        settings: what was asked for.
+        models: what is evaluated.
+        questions: what is asked, one entry for each benchmark.
+        engine: `vllm` or `packed`.
+        device: where it computes.
+        batch_size: answers decoded at once.
+    """
+
+    settings: EvalSettings
+    models: tuple[EvalModel, ...]
+    questions: tuple[Questions, ...]
+    engine: str
+    device: torch.device
+    batch_size: int
+
+    @property
+    def chunk_size(self) -> int:
+        """How many answers are asked for, and kept, at once."""
+        return _BATCHES_A_CHUNK[self.engine] * self.batch_size
+
+    def fixed_settings(self) -> dict[str, Any]:
+        """Return what decides the answers to a benchmark, as JSON holds it."""
+        values = dataclasses.asdict(self.settings) | {"engine": self.engine, "batch_size": self.batch_size}
+        return {key: value for key, value in values.items() if key not in _FREE}
+
+    def dtype(self, model: EvalModel) -> torch.dtype:
+        """Return the built-in sampler's dtype: the one asked for, else the checkpoint's; quantized ones are BF16."""
+        config = model.checkpoint.config
+        stored = config.get("dtype", config.get("torch_dtype"))
+        return getattr(torch, self.settings.precision or (stored if stored in PRECISIONS else "bfloat16"))
+
+
+def prepare(settings: EvalSettings) -> EvalJob:
+    """Check everything and read the problems, before a weight is read.
+
+    Args:
+        settings: what was asked for.
+
+    Returns:
+        The job.
+
+    Raises:
+        ValueError: settings, models or data are wrong; all that is wrong is listed.
+    """
+    problems = _number_problems(settings) + _choice_problems(settings)
+    device = _attempt(problems, resolve_device, settings.device)
+    engine = _engine(settings, device, problems) if device else settings.engine
+    models = [_attempt(problems, find_model, path) for path in settings.models]
+    problems += _model_problems(settings, [model for model in models if model], engine)
+    found = _attempt(problems, find_benchmarks, list(settings.benchmarks)) or []
+    template = _attempt(problems, read_text, settings.prompt_file, "a prompt file") if settings.prompt_file else None
+    records = [_attempt(problems, _sampled_as, settings, one, template) for one in found]
+    questions = [_attempt(problems, _ask, settings, one) for one in records if one and not problems]
+    if problems:
+        raise ValueError(f"{len(problems)} problem(s) with this evaluation:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    assert device
+    batch_size = settings.batch_size or _BATCH_SIZES[engine]
+    return EvalJob(settings, tuple(filter(None, models)), tuple(filter(None, questions)), engine, device, batch_size)
+
+
+def _number_problems(settings: EvalSettings) -> list[str]:
+    counts = ("limit", "num_samples", "max_new_tokens", "batch_size", "tensor_parallel_size")
+    values = {name: getattr(settings, name) for name in counts}
+    problems = [
+        f"{name}={value} must be at least 1" for name, value in values.items() if value is not None and value < 1
+    ]
+    if settings.temperature is not None and not 0 <= settings.temperature <= 100:
+        problems.append(f"temperature={settings.temperature} must lie in [0, 100]")
+    for name in ("top_p", "gpu_memory_utilization"):
+        value = getattr(settings, name)
+        if value is not None and not 0 < value <= 1:
+            problems.append(f"{name}={value} must lie in (0, 1]")
+    if settings.temperature == 0 and (settings.num_samples or 2) > 1:
+        problems.append("temperature=0 gives the same answer every time; set num_samples=1")
+    return problems
+
+
+def _choice_problems(settings: EvalSettings) -> list[str]:
+    problems = []
+    for name, legal in (("engine", ENGINES), ("precision", (None, *PRECISIONS))):
+        if getattr(settings, name) not in legal:
+            problems.append(f"unknown {name} {getattr(settings, name)!r}; legal: {', '.join(filter(None, legal))}")
+    unknown = [name for name in settings.data if name not in BENCHMARKS]
+    if unknown:
+        problems.append(f"no benchmark for the data of {', '.join(unknown)}; legal: {', '.join(BENCHMARKS)}")
+    if not settings.models:
+        problems.append("no model is named")
+    return problems
+
+
+def _engine(settings: EvalSettings, device: torch.device, problems: list[str]) -> str:
+    missing = vllm_problem(device.type, quantized=False)
+    if settings.engine == "auto":
+        return "vllm" if device.type == "cuda" and missing is None else "packed"
+    if settings.engine == "vllm" and missing:
+        problems.append(f"engine vllm does not run here: {missing}; or use engine packed")
+    return settings.engine
+
+
+def _model_problems(settings: EvalSettings, models: list[EvalModel], engine: str) -> list[str]:
+    twice = [label for label, count in Counter(model.label for model in models).items() if count > 1]
+    problems = [f"{label} is named more than once" for label in twice]
+    for model in models:
+        if model.served is None and engine == "packed":
+            problems.append(
+                f"{model.folder}: the built-in sampler does not know its quantization_config; set --engine vllm"
+            )
+        if engine == "vllm" and model.served is not None and model.served.vllm is None:
+            problems.append(f"{model.label}: vLLM has no kernel for {model.format_name}; set --engine packed")
+    if engine == "vllm" and settings.precision == "float32":
+        problems.append("engine vllm computes in bfloat16; leave precision out, or set --engine packed")
+    if engine == "packed" and settings.tensor_parallel_size > 1:
+        problems.append("the built-in sampler takes one device; leave tensor_parallel_size out")
+    return problems
+
+
+def _sampled_as(settings: EvalSettings, benchmark: Benchmark, template: str | None) -> Benchmark:
+    names = ("num_samples", "temperature", "top_p", "max_new_tokens")
+    chosen: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    benchmark = dataclasses.replace(benchmark, **{name: value for name, value in chosen.items() if value is not None})
+    return benchmark if template is None else with_prompt(benchmark, template)
+
+
+def _ask(settings: EvalSettings, benchmark: Benchmark) -> Questions:
+    whole = read_problems(benchmark, settings.data.get(benchmark.name))
+    chosen = range(len(whole))
+    if settings.limit is not None and settings.limit < len(whole):
+        # The same sample for every model and seed, and not the head: some sets are sorted by subject.
+        chosen = sorted(random.Random(benchmark.name).sample(chosen, settings.limit))
+    return Questions(benchmark, {index: whole[index] for index in chosen}, len(whole))
+
+
+def _attempt(problems: list[str], function: Callable[..., T], *arguments: Any) -> T | None:
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        problems.append(str(error))
+        return None

@@ -1,0 +1,98 @@
+"""The file of all answers: a killed evaluation goes on after the last whole chunk, and nothing of it is asked twice."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl_nemo.files import FileError, os_reason, write_atomic
+from qarl_nemo.metrics.recorded import read_lines
+
+Row = dict[str, Any]
+_KEYS = ("model", "benchmark", "chunk", "chunk_size", "problem", "prompt", "num_tokens", "truncated", "right")
+# Of one chunk of one benchmark and model.
+Key = tuple[str, str, int]
+
+
+class AnswerStore:
+    """One JSON object a line: first the settings, then an object for each answer.
+
+    Args:
+        path: the file; created if missing.
+        settings: what decides the answers.
+
+    Raises:
+        FileError: it holds answers of another evaluation, or is damaged; every setting that differs is listed.
+    """
+
+    def __init__(self, path: Path, settings: Row) -> None:
+        self.path = path
+        self._chunks: dict[Key, list[Row]] = defaultdict(list)
+        lines = read_lines(path) if path.exists() else []
+        if lines:
+            self._require_same(lines[0], settings)
+        for row in lines[1:]:
+            self._chunks[self._key(row)].append(row)
+        # A kill can only have cut the last one short.
+        for key in [key for key, rows in self._chunks.items() if len(rows) != rows[0]["chunk_size"]]:
+            del self._chunks[key]
+        kept = [{"settings": settings}, *(row for rows in self._chunks.values() for row in rows)]
+        if kept != lines:
+            write_atomic(path, "".join(map(_line, kept)))
+
+    def chunk(self, model: str, benchmark: str, number: int) -> list[Row] | None:
+        """Return the answers of a whole chunk, None if it is still to be asked.
+
+        Args:
+            model: its label.
+            benchmark: its name.
+            number: the chunk's.
+        """
+        return self._chunks.get((model, benchmark, number))
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Append a chunk.
+
+        Args:
+            rows: its answers, whole.
+
+        Raises:
+            FileError: the disk is full or failed; what was there stays.
+        """
+        self._chunks[self._key(rows[0])] = list(rows)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(map(_line, rows)))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise FileError(
+                f"{self.path} cannot be written: {os_reason(error)}; then the same command goes on"
+            ) from error
+
+    def _key(self, row: Row) -> Key:
+        lacking = [key for key in _KEYS if key not in row]
+        if lacking:
+            raise FileError(f"{self.path} is damaged: an answer lacks {', '.join(lacking)}")
+        return row["model"], row["benchmark"], row["chunk"]
+
+    def _require_same(self, header: Row, settings: Row) -> None:
+        found = header.get("settings")
+        if not isinstance(found, dict):
+            raise FileError(f"{self.path} is not a file of answers of qarl eval; choose another --output")
+        differing = [
+            f"{key}: there {found.get(key)!r}, now {settings.get(key)!r}"
+            for key in dict.fromkeys([*found, *settings])
+            if found.get(key) != settings.get(key)
+        ]
+        if differing:
+            raise FileError(
+                f"{self.path} holds the answers of another evaluation; go on with the same settings, or choose another "
+                "--output. Differing:\n  " + "\n  ".join(differing)
+            )
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"

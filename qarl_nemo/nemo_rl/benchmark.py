@@ -1,0 +1,79 @@
+"""A benchmark as a NeMo-RL data set, so that validation asks what `qarl eval` asks, in the same words."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from nemo_rl.data.datasets.raw_dataset import RawDataset
+from nemo_rl.data.processors import math_hf_data_processor
+
+from qarl_nemo.data.benchmark_problems import read_problems
+from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmarks
+
+
+class Benchmark(RawDataset):
+    """One benchmark of `qarl_nemo.data.benchmarks`; its answers are checked in the environment `qarl_benchmark`.
+
+    Without a `prompt_file` it is asked in its record's words, else in the file's, as training is.
+
+    Args:
+        benchmark: its name.
+        data_path: a local copy in the set's own fields; None reads the hub.
+        repeat: how often each problem comes.
+        unread: NeMo-RL's other keys of a dataset.
+
+    Raises:
+        ValueError: there is no such benchmark, or its problems cannot be read.
+    """
+
+    def __init__(
+        self,
+        benchmark: str,
+        data_path: str | None = None,
+        repeat: int = 1,
+        **unread: Any,  # noqa: ARG002
+    ) -> None:
+        found = find_benchmarks([benchmark])
+        if len(found) > 1:
+            raise ValueError(f"benchmark {benchmark!r} stands for several; write an entry of data.validation for each")
+        self.record = found[0]
+        self.task_name = self.record.name
+        problems = read_problems(self.record, Path(data_path) if data_path else None)
+        self.dataset = Dataset.from_list(
+            [
+                {
+                    "messages": [
+                        {"role": "user", "content": problem.question},
+                        {"role": "assistant", "content": problem.answer},
+                    ],
+                    "task_name": self.task_name,
+                }
+                for problem in problems
+            ]
+        ).repeat(repeat)
+        self.val_dataset = None
+
+    def set_task_spec(self, data_config: Any) -> None:
+        """Take NeMo-RL's settings of the data set, and the record's prompt where they have none."""
+        super().set_task_spec(data_config)
+        self.task_spec.prompt = self.task_spec.prompt or self.record.prompt
+
+    def set_processor(self) -> None:
+        """Use the processor that tells the environment which benchmark an answer belongs to."""
+        self.processor = benchmark_processor
+
+
+def benchmark_processor(datum: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+    """Make a prompt as NeMo-RL does for math, and name the benchmark to the environment.
+
+    Args:
+        datum: a record of `Benchmark.dataset`.
+        arguments: NeMo-RL's other arguments of a processor.
+        named: the same, by name.
+
+    Returns:
+        NeMo-RL's `DatumSpec`.
+    """
+    output = math_hf_data_processor(datum, *arguments, **named)
+    output["extra_env_info"] |= {"benchmark": BENCHMARKS[datum["task_name"]].name}
+    return output

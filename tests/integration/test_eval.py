@@ -1,0 +1,307 @@
+"""`qarl eval` on tiny random models: what is served, what is kept, what goes on after a kill, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from qarl_kernels import get_format
+from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
+from qarl_nemo.cli.evaluate import evaluate
+from qarl_nemo.files import FileError
+from qarl_nemo.layers.install import install
+from qarl_nemo.measure.eval.models import find_model, stored_format
+from qarl_nemo.measure.eval.output import answers_path, notes, results_table
+from qarl_nemo.measure.eval.packed import PackedEngine, stored_layers
+from qarl_nemo.measure.eval.run import averages, plan, run
+from qarl_nemo.measure.eval.settings import EvalSettings, prepare
+from qarl_nemo.measure.eval.store import AnswerStore
+from qarl_nemo.refit.publish import publish
+from qarl_nemo.train.file_list import write_file_list
+from qarl_nemo.train.model import load_checkpoint
+from qarl_nemo.train.tokenizer import character_tokenizer
+
+TARGETS = ("experts", "attention")
+FORMATS = ("w4a16", "w4a8", "fp8_block", "fp8_channel")
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("eval") / "tiny", character_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        initializer_range=0.06,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(checkpoint, tmp_path_factory):
+    """Format -> a checkpoint in it."""
+    folder = tmp_path_factory.mktemp("quantized")
+    for name in FORMATS:
+        quantize_checkpoint(checkpoint, folder / name, get_format(name), TARGETS)
+    return {name: folder / name for name in FORMATS}
+
+
+@pytest.fixture
+def sums(tmp_path) -> Path:
+    path = tmp_path / "gsm8k.jsonl"
+    problems = [{"question": f"{a}+{b}=", "answer": f"It is\n#### {a + b}"} for a in range(3) for b in range(3)]
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    return path
+
+
+def settings(tmp_path, sums, *models, **options) -> EvalSettings:
+    sizes = {"max_new_tokens": 6, "num_samples": 2, "batch_size": 5, "device": "cpu", "precision": "float32"}
+    return EvalSettings(models, ("gsm8k",), tmp_path / "out" / "r.json", {"gsm8k": sums}, **sizes | options)
+
+
+def kept(chosen: EvalSettings) -> list[dict]:
+    return [json.loads(line) for line in answers_path(chosen.output).read_text().splitlines()][1:]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_checkpoint_is_served_from_the_tensors_that_a_refit_would_bring(name, checkpoint, quantized):
+    learner, tokenizer = load_checkpoint(checkpoint, torch.bfloat16)
+    report = install(learner, TARGETS, get_format(name))
+    expected = publish(report.weights, learner.named_parameters(), get_format(name), version=0).tensors
+    model = find_model(quantized[name])
+    assert (model.served, model.targets, model.quantized) == (get_format(name), TARGETS, True)
+    engine = PackedEngine(model, tokenizer, [0], device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert engine._sampler.version == 0
+    layout = engine._sampler.layout
+    found = {key: tensor for layer in stored_layers(model.checkpoint, layout) for key, tensor in layer.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in expected)
+
+
+def test_tensors_that_are_not_the_models_are_all_named(checkpoint, quantized, tmp_path):
+    model = find_model(quantized["w4a16"])
+    tokenizer = load_checkpoint(checkpoint, torch.float32)[1]
+    lacking = tuple(info for info in model.checkpoint.tensors if "experts.2.up_proj.weight_packed" not in info.name)
+    model = replace(model, checkpoint=replace(model.checkpoint, tensors=lacking))
+    with pytest.raises(ValueError, match=r"the update lacks .*gate_up_proj.weight_packed"):
+        PackedEngine(model, tokenizer, [0], device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_a_run_is_served_in_the_format_of_its_rollouts(checkpoint, tmp_path):
+    step = tmp_path / "run" / "checkpoints" / "step_000004"
+    shutil.copytree(checkpoint, step / "model")
+    write_file_list(step)
+    (tmp_path / "run" / "config.yaml").write_text("qarl: {format: w2a16, group_size: 64, targets: [experts]}\n")
+    model = find_model(tmp_path / "run")
+    assert model.label == f"{tmp_path / 'run'}, step 4"
+    assert (model.format_name, model.served.group_size, model.targets) == ("w2a16", 64, ("experts",))
+    learner, tokenizer = load_checkpoint(checkpoint, torch.float32)
+    engine = PackedEngine(model, tokenizer, [0], device=torch.device("cpu"), dtype=torch.float32)
+    report = install(learner, model.targets, model.served)
+    assert {slot.weight.format for slot in engine._sampler.slots.values()} == {model.served}
+    assert engine._sampler.slots.keys() == {weight.name for weight in report.weights.values()}
+    (step / "model" / "config.json").write_text("{}")
+    with pytest.raises(FileError, match="not a whole checkpoint"):
+        find_model(tmp_path / "run")
+
+
+def always_seven(checkpoint, folder) -> Path:
+    """A copy of the model whose residual stream holds a constant, which its head reads as the token 7."""
+    weights = load_file(shutil.copytree(checkpoint, folder) / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 10.0
+    weights["lm_head.weight"][:, 0] = 0.0
+    weights["lm_head.weight"][character_tokenizer().convert_tokens_to_ids("7"), 0] = 10.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_right_answers_are_counted(checkpoint, tmp_path, sums):
+    answers = [7, 8, 7, 9]
+    problems = [{"question": f"{n}+{n}=", "answer": f"#### {answer}"} for n, answer in enumerate(answers)]
+    sums.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    chosen = settings(tmp_path, sums, always_seven(checkpoint, tmp_path / "seven"), max_new_tokens=1)
+    evaluate(chosen)
+    assert [(row["response"], row["right"]) for row in kept(chosen)] == [
+        ("7", answer == 7) for answer in answers for _ in range(2)
+    ]
+    results = json.loads(chosen.output.read_text())
+    assert results["complete"]
+    # Shares 1, 0, 1, 0: mean 1/2, error sqrt(4 / 4 / 3 / 4)
+    assert results["results"][0]["avg"] == {"value": 0.5, "standard_error": pytest.approx((1 / 12) ** 0.5)}
+    assert results["results"][0]["pass_at"]["2"]["value"] == 0.5
+
+
+def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(checkpoint, tmp_path, sums):
+    whole = settings(tmp_path / "whole", sums, checkpoint)
+    evaluate(whole)
+    chosen = settings(tmp_path, sums, checkpoint)
+    job = prepare(chosen)
+    chosen.output.parent.mkdir()
+    asked = []
+
+    def kill(_: str, num_new: int) -> None:
+        asked.append(num_new)
+        if sum(asked) >= 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan(job, AnswerStore(answers_path(chosen.output), job.fixed_settings())), kill, lambda rows: None)
+    path = answers_path(chosen.output)
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 10
+    # The kill could also have cut a line short, and left a part of a chunk.
+    path.write_text("".join(lines[:8]) + lines[8][:20])
+    evaluations = plan(job, AnswerStore(path, job.fixed_settings()))
+    assert [(one.num_kept, one.num_answers) for one in evaluations] == [(5, 18)]
+    asked.clear()
+    run(evaluations, lambda _, num_new: asked.append(num_new), lambda rows: None)
+    assert sum(asked) == 13
+    # Seeds belong to answers, not to the order in which processes ask.
+    assert [row["response"] for row in kept(chosen)] == [row["response"] for row in kept(whole)]
+
+
+def test_kept_answers_of_something_else_are_not_taken(checkpoint, tmp_path, sums):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    chosen = settings(tmp_path, sums, model, limit=3)
+    evaluate(chosen)
+    with pytest.raises(FileError, match=r"(?s)another evaluation.*seed: there 0, now 1") as error:
+        evaluate(replace(chosen, seed=1, max_new_tokens=7))
+    assert "max_new_tokens: there 6, now 7" in str(error.value)
+    sums.write_text(sums.read_text().replace("+", "*"))
+    with pytest.raises(FileError, match="answered with another prompt"):
+        evaluate(chosen)
+    sums.write_text(sums.read_text().replace("*", "+"))
+    evaluate(chosen)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    with pytest.raises(FileError, match="answered with another weights"):
+        evaluate(chosen)
+
+
+def test_models_stand_side_by_side_and_a_sample_is_said(checkpoint, quantized, tmp_path, sums, capsys):
+    chosen = settings(tmp_path, sums, checkpoint, quantized["w4a16"], limit=4)
+    evaluate(chosen)
+    shown = capsys.readouterr().out
+    assert "engine packed on cpu: 16 answers" in shown
+    assert "gsm8k: a sample of 4 of 9 problems" in shown
+    rows = kept(chosen)
+    by_model = [[row["problem"] for row in rows if row["model"] == str(path)] for path in chosen.models]
+    assert by_model[0] == by_model[1]
+    assert len(set(by_model[0])) == 4
+    results = json.loads(chosen.output.read_text())
+    assert [model["format"] for model in results["models"]] == ["bf16", "w4a16"]
+    assert set(results["results"][0]["pass_at"]) == {"1", "2"}
+
+
+def test_prompts_go_through_the_chat_template(checkpoint, tmp_path, sums):
+    model = shutil.copytree(checkpoint, tmp_path / "chat")
+    template = "{% for m in messages %}0{{ m['role'] | length }}{{ m['content'] }}{% endfor %}="
+    (model / "chat_template.jinja").write_text(template)
+    prompt_file = tmp_path / "as_trained.txt"
+    prompt_file.write_text("{}*")
+    chosen = settings(tmp_path, sums, model, checkpoint, prompt_file=prompt_file, system_prompt="1-1")
+    job = prepare(chosen)
+    asked = plan(job, AnswerStore(tmp_path / "answers.jsonl", {}))
+    # `system` has six letters, `user` four.
+    assert asked[0].asked[0].texts[0] == "061-1040+0=*="
+    assert asked[1].asked[0].texts[0].endswith("0+0=*")
+
+
+def test_the_models_context_bounds_answers(checkpoint, tmp_path, sums):
+    job = prepare(settings(tmp_path, sums, checkpoint, max_new_tokens=None))
+    (evaluation,) = plan(job, AnswerStore(tmp_path / "answers.jsonl", {}))
+    longest = max(map(len, evaluation.asked[0].prompts.values()))
+    assert evaluation.asked[0].params.max_new_tokens == CONTEXT - longest
+    problems = [{"question": "1+" * 1200, "answer": "#### 3"}, {"question": "1+2=", "answer": "#### 3"}]
+    sums.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    job = prepare(settings(tmp_path, sums, checkpoint))
+    evaluations = plan(job, AnswerStore(tmp_path / "answers.jsonl", {}))
+    rows = run(evaluations, lambda *_: None, lambda rows: None)
+    assert (rows[0]["num_overlong"], rows[0]["num_problems"]) == (1, 2)
+    assert rows[0]["avg"]["value"] <= 0.5
+    assert "1 prompts were too long" in " ".join(notes(rows))
+
+
+def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
+    wrong = EvalSettings(
+        (checkpoint, checkpoint, tmp_path / "none"),
+        ("gsm8k", "livecodebench", "gsm"),
+        tmp_path / "r.json",
+        {"gsm9k": sums},
+        engine="sglang",
+        device="cpu",
+        limit=0,
+        temperature=0.0,
+        top_p=2.0,
+        prompt_file=tmp_path / "no.txt",
+    )
+    with pytest.raises(ValueError, match="problem") as error:
+        prepare(wrong)
+    for expected in (
+        "named more than once",
+        "none is neither a Hugging Face checkpoint",
+        "livecodebench is not supported",
+        "unknown benchmark 'gsm'",
+        "no benchmark for the data of gsm9k",
+        "unknown engine 'sglang'; legal: auto, vllm, packed",
+        "limit=0 must be at least 1",
+        "temperature=0 gives the same answer every time",
+        "top_p=2.0 must lie in (0, 1]",
+        "no.txt: expected a prompt file",
+    ):
+        assert expected in str(error.value), expected
+
+
+def test_the_format_of_a_checkpoint_is_read_from_its_config(quantized):
+    config = open_checkpoint(quantized["w4a8"]).config["quantization_config"]
+    assert stored_format(config) == get_format("w4a8")
+    # As llm-compressor writes it, with more keys.
+    config["config_groups"]["group_0"]["weights"]["observer_kwargs"] = {}
+    assert stored_format(config | {"sparsity_config": {}}) == get_format("w4a8")
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    assert stored_format(config) is None
+    assert stored_format({"quant_method": "gptq", "bits": 4}) is None
+
+
+def test_a_format_of_others_needs_vllm(quantized, tmp_path, sums):
+    model = shutil.copytree(quantized["w4a16"], tmp_path / "gptq")
+    config = json.loads((model / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="built-in sampler does not know its quantization_config; set --engine vllm"):
+        prepare(settings(tmp_path, sums, model))
+
+
+def test_averages_need_all_of_their_benchmarks():
+    names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench", "gsm8k")
+    shared = {"num_samples": 1, "num_problems": 1, "num_total": 1, "pass_at": {}, "truncated": 0, "num_overlong": 0}
+    rows = [
+        {"model": "a", "benchmark": name, "avg": {"value": 0.1 * place, "standard_error": 0.1}, **shared}
+        for place, name in enumerate(names)
+    ]
+    (mean,) = averages(rows)
+    # (0 + 0.1 + ... + 0.5) / 6 = 0.25, sqrt(6) * 0.1 / 6
+    assert (mean["group"], mean["value"]) == ("math", pytest.approx(0.25))
+    assert mean["standard_error"] == pytest.approx(0.1 / 6**0.5)
+    assert averages(rows[1:]) == []
+    assert results_table(rows).row_count == 8

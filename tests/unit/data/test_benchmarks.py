@@ -1,0 +1,183 @@
+"""Benchmarks: every set's own format is read, answers are checked as each set asks, and names lead to records."""
+
+import json
+
+import pytest
+
+from qarl_nemo.data.benchmark_problems import chosen_letter, is_right, read_problems
+from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmarks, with_prompt
+from qarl_nemo.files import FileError
+
+# Made-up problems, in the fields of each set.
+OLYMPIAD = {
+    "id": 1,
+    "question": "Which?",
+    "solution": ["s"],
+    "context": None,
+    "is_multiple_answer": False,
+    "unit": None,
+}
+ARC = {"id": "a", "question": "What is wet?", "choices": {"text": ["sand", "water"], "label": ["A", "B"]}}
+GPQA = {"Question": "Which is even?", "Correct Answer": "4", "Subdomain": "numbers"} | {
+    f"Incorrect Answer {number}": str(wrong) for number, wrong in enumerate((1, 3, 5), start=1)
+}
+RECORDS = {
+    "aime24": ({"id": 60, "problem": "What is 2+2?", "solution": "It is 4.", "answer": "004", "year": "2024"}, "004"),
+    "aime25": ({"question": "What is 2+3?", "answer": "5"}, "5"),
+    "amc23": ({"id": 0, "question": "What is 9*3?", "answer": 27.0, "url": "none"}, "27.0"),
+    "math500": ({"problem": "Half of 3?", "solution": "s", "answer": r"\frac{3}{2}", "level": 1}, r"\frac{3}{2}"),
+    "minerva": ({"question": "How many?", "answer": "1.5e3"}, r"1.5 \times 10^{3}"),
+    "olympiadbench": (OLYMPIAD | {"final_answer": ["$1$", "$3$"]}, "$1$, $3$"),
+    "arc_c": (ARC | {"answerKey": "B"}, "B"),
+    "gpqa": (GPQA, None),
+    "mmlu_pro": ({"question": "Third?", "options": ["x", "y", "z"], "answer": "C", "answer_index": 2}, "C"),
+    "gsm8k": ({"question": "3 and 4?", "answer": "It is <<3+4=7>>7.\n#### 1,007"}, "1007"),
+}
+
+
+def write(path, records):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records))
+    else:
+        import datasets
+
+        datasets.Dataset.from_list(records).to_parquet(path)
+    return path
+
+
+def test_every_benchmark_of_the_table_has_a_made_up_record():
+    assert set(RECORDS) == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_each_set_is_read_in_its_own_fields(name, suffix, tmp_path):
+    record, answer = RECORDS[name]
+    (problem,) = read_problems(BENCHMARKS[name], write(tmp_path / f"local{suffix}", [record]))
+    question = record.get("question") or record.get("problem") or record["Question"]
+    assert problem.question.startswith(question)
+    assert answer in (None, problem.answer)
+
+
+def test_options_stand_below_the_question_and_the_right_one_keeps_its_letter(tmp_path):
+    arc = write(tmp_path / "arc.jsonl", [ARC | {"answerKey": "B"}])
+    (problem,) = read_problems(BENCHMARKS["arc_c"], arc)
+    assert problem.question == "What is wet?\n\nA. sand\nB. water"
+    # Some records of ARC number their options.
+    digits = ARC | {"choices": {"text": ["sand", "water"], "label": ["1", "2"]}, "answerKey": "2"}
+    assert read_problems(BENCHMARKS["arc_c"], write(tmp_path / "digits.jsonl", [digits])) == [problem]
+
+
+def test_the_options_of_gpqa_are_shuffled_alike_for_every_model(tmp_path):
+    records = [GPQA | {"Question": f"Which is even, number {n}?"} for n in range(40)]
+    path = write(tmp_path / "gpqa.jsonl", records)
+    problems = read_problems(BENCHMARKS["gpqa"], path)
+    assert read_problems(BENCHMARKS["gpqa"], path) == problems
+    assert {problem.answer for problem in problems} == set("ABCD")
+    assert all(f"{problem.answer}. 4" in problem.question for problem in problems)
+
+
+def test_the_question_of_olympiadbench_comes_after_its_context(tmp_path):
+    path = write(tmp_path / "o.jsonl", [OLYMPIAD | {"context": "Let n be 3.", "final_answer": ["3"]}])
+    assert read_problems(BENCHMARKS["olympiadbench"], path)[0].question == "Let n be 3.\n\nWhich?"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("math500", {"answer": None}, "TypeError answer is 'None'"),
+        ("aime25", {"answer": " "}, "answer is ' '"),
+        ("gsm8k", {"answer": "It is 7."}, "####"),
+        ("arc_c", {"answerKey": "E"}, "'E' is not in list"),
+        ("mmlu_pro", {"answer": "D"}, "the right option is number 4 of 3"),
+        ("olympiadbench", {"final_answer": "3"}, "not a list of texts"),
+    ],
+)
+def test_records_of_another_kind_are_all_named(name, change, expected, tmp_path):
+    record = RECORDS[name][0]
+    path = write(tmp_path / "bad.jsonl", [record, record | change, {"foreign": 1}])
+    with pytest.raises(FileError) as error:
+        read_problems(BENCHMARKS[name], path)
+    assert f"{name}: {path} is not {BENCHMARKS[name].title}" in str(error.value)
+    assert f"line 2: {expected}" in str(error.value) or expected in str(error.value)
+    assert "line 3: KeyError" in str(error.value)
+    assert "(its fields: foreign)" in str(error.value)
+
+
+def test_a_missing_copy_says_how_one_is_named(tmp_path):
+    with pytest.raises(FileError, match=r"gsm8k: .*does not exist.*--data gsm8k=PATH"):
+        read_problems(BENCHMARKS["gsm8k"], tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        (r"So \boxed{B}.", "B"),
+        (r"First \boxed{A}, no: $\boxed{\text{(C)}}$", "C"),
+        (r"\boxed{D. water}", "D"),
+        ("The answer is (B).", "B"),
+        ("**Answer: C**", "C"),
+        ("answer is **D**", "D"),
+        ("B", "B"),
+        (" (A). ", "A"),
+        (r"The answer is A, I thought, but \boxed{B}", "B"),
+        ("The answer is Apples.", None),
+        (r"\boxed{water}", None),
+        ("A sunny day", None),
+        ("", None),
+    ],
+)
+def test_the_chosen_letter(response, letter):
+    assert chosen_letter(response) == letter
+
+
+def test_answers_are_checked_as_each_set_asks():
+    assert is_right(BENCHMARKS["amc23"], r"It is \boxed{27}", "27.0")
+    assert not is_right(BENCHMARKS["amc23"], r"It is \boxed{28}", "27.0")
+    assert is_right(BENCHMARKS["minerva"], r"\boxed{1500}", r"1.5 \times 10^{3}")
+    assert is_right(BENCHMARKS["olympiadbench"], r"\boxed{3, 1}", "$1$, $3$")
+    assert is_right(BENCHMARKS["gpqa"], r"\boxed{B}", "B")
+    # For math-verify B is the same as b; among letters it is not, and a right value is not a right letter.
+    assert not is_right(BENCHMARKS["gpqa"], r"\boxed{b}", "B")
+
+
+def test_sampling_is_the_papers():
+    for benchmark in BENCHMARKS.values():
+        assert (benchmark.temperature, benchmark.top_p) == (0.6, 1.0)
+        assert (benchmark.max_prompt_tokens, benchmark.max_new_tokens) == (2048, 16_384)
+        assert benchmark.num_samples == (32 if benchmark.num_problems <= 40 else 1)
+
+
+def test_names_lead_to_records():
+    assert [one.name for one in find_benchmarks(["gsm8k", "MATH500"])] == ["gsm8k", "math500"]
+    assert [one.name for one in find_benchmarks(["ood"])] == ["arc_c", "gpqa", "mmlu_pro"]
+    assert len(find_benchmarks(["math"])) == 6
+    assert len(find_benchmarks(["all"])) == len(BENCHMARKS)
+    assert [one.name for one in find_benchmarks(["MATH-500", "ARC-c", "MMLU-Pro"])] == ["math500", "arc_c", "mmlu_pro"]
+
+
+def test_all_names_that_cannot_be_asked_are_named():
+    with pytest.raises(ValueError, match="benchmark") as error:
+        find_benchmarks(["gsm8k", "gsm", "LiveCodeBench", "gsm8k"])
+    for expected in (
+        "unknown benchmark 'gsm'",
+        "LiveCodeBench is not supported: its answers are programs",
+        "named more than once: gsm8k",
+        "legal: aime24,",
+    ):
+        assert expected in str(error.value)
+    with pytest.raises(ValueError, match="no benchmark is named"):
+        find_benchmarks([])
+
+
+def test_prompts_ask_for_a_box_and_can_be_those_of_training():
+    gsm8k = BENCHMARKS["gsm8k"]
+    assert gsm8k.ask("3 {and} 4?").startswith("3 {and} 4?\n\n")
+    assert gsm8k.ask("").endswith(r"\boxed{}.")
+    asked = with_prompt(gsm8k, "Answer in \\boxed{{}}:\n{}\n").ask("{x}?")
+    assert asked == "Answer in \\boxed{}:\n{x}?\n"
+    for wrong in ("no place", "{} and {}", "{name}", "{"):
+        with pytest.raises(ValueError, match="template"):
+            with_prompt(gsm8k, wrong)
