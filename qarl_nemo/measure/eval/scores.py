@@ -11,7 +11,7 @@ class Estimate:
 
     Attributes:
         value: between 0 and 1.
-        standard_error: of the mean, over problems; None with a single problem.
+        standard_error: the mean's, over problems; None with a single problem.
     """
 
     value: float
