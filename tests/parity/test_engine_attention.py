@@ -8,6 +8,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qarl_nemo.train.engine_attention import engine_attention_problem
+from qarl_nemo.train.packing import Packing
 from support.asserts import assert_bitwise_equal, assert_snr
 
 pytestmark = [
@@ -19,9 +20,9 @@ MODULE = SimpleNamespace(scaling=128**-0.5)
 LENGTH = 300
 
 
-def attend(query, key, value):
+def attend(query, key, value, *, kernel="packed_engine", **options):
     """Each [B, heads, S, D] -> [B, S, heads, D]."""
-    return ALL_ATTENTION_FUNCTIONS["packed_engine"](MODULE, query, key, value, None)[0]
+    return ALL_ATTENTION_FUNCTIONS[kernel](MODULE, query, key, value, None, **options)[0]
 
 
 @pytest.fixture
@@ -71,3 +72,23 @@ def test_gradients_are_those_of_the_exact_attention(inputs):
         assert_snr(grad, heads, 35)
         with pytest.raises(AssertionError, match="SNR"):
             assert_snr(grad, heads.roll(1, 2), 35)
+
+
+LENGTHS = [70, 1, 229]
+
+
+@pytest.mark.parametrize("kernel", ["packed_engine", "packed_torch"])
+def test_packed_sequences_read_themselves_alone(inputs, kernel):
+    row = [tensor[:1] for tensor in inputs]
+    packing = Packing.of(torch.tensor(LENGTHS, device="cuda"))
+    packed = attend(*row, kernel=kernel, packing=packing)
+    alone = [attend(*parts, kernel=kernel) for parts in zip(*(tensor.split(LENGTHS, 2) for tensor in row), strict=True)]
+    if kernel == "packed_engine":
+        assert_bitwise_equal(packed, torch.cat(alone, 1))
+    assert_snr(packed, torch.cat(alone, 1), 45)
+    grad_out = torch.randn_like(packed)
+    expected = torch.autograd.grad(torch.cat(alone, 1), inputs, grad_out)
+    for grad, reference in zip(torch.autograd.grad(packed, inputs, grad_out), expected, strict=True):
+        assert_snr(grad[:1], reference[:1], 45)
+    with pytest.raises(AssertionError, match="SNR"):
+        assert_snr(attend(*row, kernel=kernel), torch.cat(alone, 1), 45)

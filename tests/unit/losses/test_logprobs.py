@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl_nemo.losses.logprobs import head_logprobs, score, score_in_chunks
-from support.asserts import FP32_NATS
+from support.asserts import FP32_NATS, assert_snr
 
 TOKENS, HIDDEN, VOCABULARY = 23, 16, 50
 TEMPERATURE = 0.7
@@ -117,3 +117,34 @@ def test_only_one_chunk_of_logits_exists_at_a_time(inputs):
     with LargestOfVocabulary() as whole:
         score(nn.functional.linear(hidden, weight), tokens, TEMPERATURE)[0].backward(grad)
     assert whole.rows == TOKENS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_real_vocabulary_takes_the_memory_of_one_chunk_on_a_gpu():
+    num_tokens, hidden_size, vocabulary, chunk_size = 8192, 896, 151_936, 512
+    hidden = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16().requires_grad_()
+    weight = (0.02 * torch.randn(vocabulary, hidden_size, device="cuda")).bfloat16().requires_grad_()
+    tokens = torch.randint(vocabulary, (num_tokens,), device="cuda")
+
+    def peak_bytes(logprobs_of):
+        hidden.grad = weight.grad = None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        logprobs = logprobs_of()
+        logprobs.sum().backward()
+        return torch.cuda.max_memory_allocated() - before, logprobs.detach(), weight.grad.clone()
+
+    lean, found, gradient = peak_bytes(lambda: head_logprobs(hidden, weight, tokens, 1.0, chunk_size=chunk_size)[0])
+    full, expected, other = peak_bytes(lambda: score(nn.functional.linear(hidden, weight), tokens, 1.0)[0])
+    chunk, head = 4 * chunk_size * vocabulary, 4 * weight.numel()
+    # Five tensors of a chunk at most, the head's gradient in FP32 and a chunk's in BF16, and the result.
+    bound = 5 * chunk + 3 * head
+    assert lean < bound
+    # All logits at once: at least two FP32 tensors of them.
+    assert full > 8 * num_tokens * vocabulary > 3 * bound
+    # BF16 logits of this model are within 2^-8 of a few nats, and kernels may differ by such a rounding.
+    assert (found - expected).abs().max() < 0.1
+    assert_snr(gradient.float(), other.float(), 30)
+    with pytest.raises(AssertionError, match="SNR"):
+        assert_snr(gradient.float().roll(1, 0), other.float(), 30)
