@@ -55,7 +55,7 @@ class PromptEncoder:
                 "policy.tokenizer.chat_template to one, or to null, which joins the messages' texts"
             )
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False, **self.settings.chat_template_kwargs
             )
         except TemplateError as error:
@@ -63,6 +63,8 @@ class PromptEncoder:
                 f"the chat template refuses the messages {str(messages)[:_MAX_QUOTED]}: {error}; "
                 "policy.tokenizer.chat_template sets another one, null none"
             ) from error
+        assert isinstance(text, str), "without tokenize, templates give text"
+        return text
 
     def __call__(self, tasks: Sequence[Task]) -> list[list[int]]:
         """Tokenize the tasks' prompts.
