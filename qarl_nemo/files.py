@@ -222,7 +222,7 @@ def exclusive(lock: Path, what: str) -> Iterator[None]:
         what: what it guards, for the error: "run folder runs/a".
 
     Raises:
-        FileError: another process holds it, or it cannot be made.
+        FileError: another process holds it, it cannot be written, or its file system has no locks.
     """
     while True:
         try:
@@ -231,20 +231,27 @@ def exclusive(lock: Path, what: str) -> Iterator[None]:
             raise FileError(f"{lock} cannot be written: {os_reason(error)}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             holder = file.read(200).strip() or "another process"
             file.close()
             raise FileError(f"{what} is in use by {holder}; wait for it or stop it") from None
+        except OSError as error:
+            file.close()
+            raise FileError(
+                f"{lock} cannot be locked: {os_reason(error)}; {what} must lie on a file system with locks: choose one "
+                "of this machine, or mount it with them (Lustre: -o flock; NFS: a server that runs lockd)"
+            ) from error
         # The holder may have ended and removed the file between our open and our lock; a lock on it guards nothing.
         if _same_file(lock, file.fileno()):
             break
         file.close()
     with file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
         try:
+            # Only for another process's message: a full disk does not keep anybody from locking.
+            with contextlib.suppress(OSError):
+                file.truncate(0)
+                os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename}".encode())
             yield
         finally:
             with contextlib.suppress(OSError):

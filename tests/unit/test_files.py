@@ -1,5 +1,7 @@
 """Files a user names: every failure names the file and what was expected of it."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -79,3 +81,22 @@ def test_a_lock_is_held_by_one_process_and_freed_by_a_kill(tmp_path):
     with exclusive(lock, "folder x"):
         assert lock.exists()
     assert not lock.exists()
+
+
+def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch):
+    def unsupported(file, operation):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(FileError, match="cannot be locked: operation not supported; folder x must lie") as error:
+        exclusive(tmp_path / ".lock", "folder x").__enter__()
+    assert str(tmp_path / ".lock") in str(error.value)
+
+
+def test_a_full_disk_keeps_nobody_from_locking(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with exclusive(tmp_path / ".lock", "folder x"):
+        assert (tmp_path / ".lock").read_text() == ""
