@@ -1,20 +1,10 @@
 """Secrets of a cluster run: the config names them and never holds their values, which are refused there."""
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 
 from qarl_nemo.config import ConfigError
-
-_SECRET = r"(?:[A-Z0-9]+_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+)*"
-# Variables that end like this say where a secret is stored, and are no secrets.
-_PLACES = ("_FILE", "_PATH", "_DIR", "_HOME")
-_ASSIGNED = re.compile(rf"(?<![A-Z0-9_])({_SECRET})=(?![\"']?\$)[\"']?[^\s\"']", re.IGNORECASE)
-
-
-def is_secret(name: str) -> bool:
-    """Say whether an environment variable of this name is likely to hold a secret, as WANDB_API_KEY does."""
-    return re.fullmatch(_SECRET, name.upper()) is not None and not name.upper().endswith(_PLACES)
+from qarl_nemo.secrets import assigned_secrets, is_secret
 
 
 def plain_secrets(env: Iterable[str], texts: Mapping[str, str]) -> list[str]:
@@ -29,7 +19,7 @@ def plain_secrets(env: Iterable[str], texts: Mapping[str, str]) -> list[str]:
     """
     places = [f"env.{name}" for name in env if is_secret(name)]
     for key, text in texts.items():
-        places += [f"{key} ({name}=...)" for name in _ASSIGNED.findall(text) if is_secret(name)]
+        places += [f"{key} ({name}=...)" for name in assigned_secrets(text)]
     return [
         f"{place} looks like a secret, which job files and manifests would hold in plain text; name it in env_from"
         for place in places

@@ -6,6 +6,7 @@ from typing import Any
 from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo_rl.layout_memory import budget_of
 from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.secrets import secret_variables
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
@@ -14,15 +15,19 @@ _EAGER = "policy.generation.vllm_cfg.enforce_eager"
 
 
 def find_hints(config: Mapping[str, Any]) -> list[str]:
-    """Say which settings cost time for nothing, and which make Muon step differently from all other learners here.
+    """Say which settings cost time for nothing, show a secret, or make Muon step differently from other learners here.
 
     Args:
         config: the whole config, as nested dictionaries.
 
     Returns:
-        One line for each such setting: key, value, what it costs, and what to set.
+        One line for each such setting: key, value unless it is a secret, what it costs, and what to set.
     """
-    hints = []
+    hints = [
+        f"{key} looks like a secret, and NeMo-RL prints and logs its config: remove it, and export it in the shell "
+        "that starts the run, whose environment NeMo-RL hands to every worker"
+        for key in secret_variables(config)
+    ]
     if look_up(config, f"{_PACKING}.enabled", False) and not look_up(config, f"{_PACKING}.fuse_loss", False):
         hints.append(
             f"{_PACKING}.fuse_loss=false: the loss is called once a response, about 10 ms each; set true, and it is "

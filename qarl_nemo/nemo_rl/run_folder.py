@@ -14,12 +14,15 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.files import write_atomic
 from qarl_nemo.metrics.nemo_rl_logs import CONFIG_FILE, FACTS_FILE
+from qarl_nemo.secrets import without_secrets, word_without_secrets
 
 _PACKAGES = ("torch", "vllm", "megatron-core", "transformer-engine", "ray", "transformers")
 
 
 def describe_run(log_dir: Path, config: Mapping[str, Any]) -> None:
     """Write `config.yaml` and `run.json`: command, hardware, and versions of the packages that this process sees.
+
+    Secrets in `env_vars` are left out of both.
 
     Args:
         log_dir: NeMo-RL's folder of this start.
@@ -28,12 +31,12 @@ def describe_run(log_dir: Path, config: Mapping[str, Any]) -> None:
     cluster = config["cluster"]
     gpus = cluster["gpus_per_node"] * cluster["num_nodes"]
     facts = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *map(word_without_secrets, sys.argv)]),
         "hardware": f"{gpus}x {_gpu_name()}",
         "versions": {"nemo-rl": nemo_rl_version} | {name: found for name in _PACKAGES if (found := _version(name))},
     }
     write_atomic(log_dir / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
-    write_atomic(log_dir / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+    write_atomic(log_dir / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(without_secrets(config))))
 
 
 def _gpu_name() -> str:

@@ -209,13 +209,15 @@ def test_types_that_the_optimizer_does_not_keep_are_refused():
 def test_a_checked_config_says_what_will_run():
     values = launch()
     qarl = apply_qarl(values)
-    text = launch_summary(values, qarl, ["examples/run_qarl_grpo.py", "--config", "a b.yaml"], None)
+    secret = "policy.megatron_cfg.env_vars.HF_TOKEN="
+    words = ["examples/run_qarl_grpo.py", "--config", "a b.yaml", f"{secret}hf_abc"]
+    text = launch_summary(values, qarl, words, None)
     assert "8 (1 node(s) of 8), shared by learner and engines" in text
     assert "8 ranks: TP2 EP8, 4 data parallel" in text
     assert "8 of 1 GPU(s) each" in text
     assert "64 prompts x 8 responses each, 4 optimizer step(s) of 128; objective tbpo" in text
     assert "GiB a learner rank between steps" in text
-    assert text.endswith("command: python examples/run_qarl_grpo.py --config 'a b.yaml'")
+    assert text.endswith(f"command: python examples/run_qarl_grpo.py --config 'a b.yaml' '{secret}***'")
 
 
 def test_without_the_models_config_shapes_are_said_to_be_unchecked(monkeypatch, tmp_path):

@@ -215,6 +215,13 @@ def test_slow_settings_are_hints():
     assert find_hints(config(**packed, **{"policy.sequence_packing.fuse_loss": True})) == []
 
 
+def test_a_secret_that_nemo_rl_would_print_is_a_hint_without_its_value():
+    variables = {"policy.megatron_cfg.env_vars": {"HF_TOKEN": "hf_abc", "NCCL_DEBUG": "INFO"}}
+    (hint,) = find_hints(config(**variables))
+    assert hint.startswith("policy.megatron_cfg.env_vars.HF_TOKEN looks like a secret")
+    assert "hf_abc" not in hint
+
+
 def test_another_muon_than_all_learners_have_is_a_hint_with_what_to_set():
     block = {"optimizer": "dist_muon", "use_distributed_optimizer": False}
     (hint,) = find_hints(config(**{"policy.megatron_cfg.optimizer": block}))

@@ -1,0 +1,89 @@
+"""Environment variables that look like secrets: found in configs and commands, and hidden where those are shown."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+# NeMo-RL's key for the variables that it sets in its workers.
+_VARIABLES = "env_vars"
+_SECRET = r"(?:[A-Z0-9]+_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+)*"
+# Variables that end like this say where a secret is stored, and are no secrets.
+_PLACES = ("_FILE", "_PATH", "_DIR", "_HOME")
+# NAME=value as in a shell or an override, or NAME: value as in a block of them.
+_ASSIGNED = re.compile(
+    rf"(?<![A-Z0-9_])({_SECRET})(?:=|[\"']?:\s*)(?![\"']?\$)[\"']?[^\s\"']",
+    re.IGNORECASE,
+)
+
+
+def is_secret(name: str) -> bool:
+    """Say whether an environment variable of this name is likely to hold a secret, as WANDB_API_KEY does."""
+    return re.fullmatch(_SECRET, name.upper()) is not None and not name.upper().endswith(_PLACES)
+
+
+def assigned_secrets(text: str) -> list[str]:
+    """Return the names of secrets to which a text assigns values; references to other variables are none.
+
+    Args:
+        text: shell words or overrides.
+
+    Returns:
+        The names, in order.
+    """
+    return [name for name in _ASSIGNED.findall(text) if is_secret(name)]
+
+
+def secret_variables(config: Any, place: str = "") -> list[str]:
+    """Return where the `env_vars` blocks of a config hold secrets.
+
+    Args:
+        config: nested dictionaries and lists.
+        place: its own key, with a dot at the end.
+
+    Returns:
+        Dotted keys, in order.
+    """
+    if not isinstance(config, Mapping):
+        return []
+    found = []
+    for key, value in config.items():
+        if key == _VARIABLES and isinstance(value, Mapping):
+            found += [f"{place}{key}.{name}" for name in value if is_secret(str(name))]
+        else:
+            found += secret_variables(value, f"{place}{key}.")
+    return found
+
+
+def without_secrets(config: Any) -> Any:
+    """Return a config whose `env_vars` blocks show no secret.
+
+    Args:
+        config: nested dictionaries and lists.
+
+    Returns:
+        A copy, with `***` for every value that `secret_variables` would name.
+    """
+    if not isinstance(config, Mapping):
+        return config
+    shown = {key: without_secrets(value) for key, value in config.items()}
+    if isinstance(variables := shown.get(_VARIABLES), Mapping):
+        shown[_VARIABLES] = {name: HIDDEN if is_secret(str(name)) else value for name, value in variables.items()}
+    return shown
+
+
+def word_without_secrets(word: str) -> str:
+    """Return a word of a command line that shows no secret which it puts into an `env_vars` block.
+
+    Args:
+        word: e.g. `policy.megatron_cfg.env_vars.HF_TOKEN=abc`, or a whole block in braces.
+
+    Returns:
+        The word, with `***` for its value if that is or holds a secret.
+    """
+    key, assigned, value = word.partition("=")
+    path = key.split(".")
+    if not assigned or _VARIABLES not in path:
+        return word
+    hidden = is_secret(path[-1]) or any(is_secret(name) for name in re.findall(r"\w+(?=[\"']?\s*:)", value))
+    return f"{key}={HIDDEN}" if hidden else word

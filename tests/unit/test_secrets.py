@@ -1,0 +1,66 @@
+"""Which variables are secrets, and that NeMo-RL's `env_vars` blocks and overrides of them never show one."""
+
+import pytest
+
+from qarl_nemo.secrets import is_secret, secret_variables, without_secrets, word_without_secrets
+
+VALUE = "do-not-print-me"
+NAME = "WANDB_API_KEY"
+CONFIG = {
+    "policy": {
+        "megatron_cfg": {"env_vars": {NAME: VALUE, "NCCL_DEBUG": "INFO"}},
+        "generation": {"vllm_cfg": {"env_vars": {"HF_TOKEN": VALUE}}, "stop_token_ids": [1]},
+        "dtensor_cfg": {"env_vars": None},
+    },
+    "env": {"math": {"num_workers": 8, "pad_token": "<pad>"}},
+}
+
+
+@pytest.mark.parametrize("name", [NAME, "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "wandb_api_key", "APIKEY"])
+def test_names_of_secrets(name):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_TOKEN_PATH", "HF_HOME", "MONKEY", "KEYS"])
+def test_names_of_other_things(name):
+    assert not is_secret(name)
+
+
+def test_secrets_of_a_config_are_named_and_hidden_and_nothing_else():
+    assert secret_variables(CONFIG) == [
+        f"policy.megatron_cfg.env_vars.{NAME}",
+        "policy.generation.vllm_cfg.env_vars.HF_TOKEN",
+    ]
+    shown = without_secrets(CONFIG)
+    assert VALUE not in str(shown)
+    assert shown["policy"]["megatron_cfg"]["env_vars"] == {NAME: "***", "NCCL_DEBUG": "INFO"}
+    shown["policy"]["megatron_cfg"]["env_vars"][NAME] = shown["policy"]["generation"]["vllm_cfg"]["env_vars"][
+        "HF_TOKEN"
+    ] = VALUE
+    assert shown == CONFIG
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"policy.megatron_cfg.env_vars.{NAME}={VALUE}",
+        f"++policy.generation.vllm_cfg.env_vars.HF_TOKEN={VALUE} with, {VALUE}",
+        f"policy.megatron_cfg.env_vars={{A: 1, {NAME}: {VALUE}}}",
+        f"policy.megatron_cfg.env_vars={{'{NAME}': '{VALUE}'}}",
+    ],
+)
+def test_an_override_with_a_secret_shows_its_key_alone(word):
+    assert word_without_secrets(word) == word.partition("=")[0] + "=***"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "examples/run_qarl_grpo.py",
+        "policy.tokenizer.pad_token=<pad>",
+        "policy.megatron_cfg.env_vars.NCCL_DEBUG=INFO",
+        "policy.megatron_cfg.env_vars={NCCL_DEBUG: INFO}",
+    ],
+)
+def test_other_words_stay(word):
+    assert word_without_secrets(word) == word
