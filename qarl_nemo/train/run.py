@@ -1,10 +1,11 @@
 """One run from start to end: is anything left to do, lock the folder, train, and end well when interrupted."""
 
+import torch
 from rich.console import Console
 
 from qarl_nemo.files import exclusive, make_folder
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps
-from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.run_dir import RunStoppedError, is_complete, where_it_stands
 from qarl_nemo.train.setup import MakeLearner, transformers_learner
@@ -26,6 +27,7 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
     Raises:
         ValueError: something in config, data or run folder cannot be used, or another process uses the folder.
         RunStoppedError: it was interrupted from the keyboard.
+        RuntimeError: the GPU has too little memory for it.
     """
     if is_complete(config):
         recorded = recorded_steps(config.run_dir / METRICS_FILE)
@@ -39,4 +41,35 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
             trainer.train()
         except KeyboardInterrupt:
             raise RunStoppedError(where_it_stands(config)) from None
+        except torch.OutOfMemoryError as error:
+            problem = ". ".join(str(error).split(". ")[:2])
+            raise RuntimeError(f"{problem}. To need less: {'; '.join(ways_to_need_less(config))}") from error
     return trainer
+
+
+def ways_to_need_less(config: LocalConfig) -> list[str]:
+    """List the settings that lower a run's memory on a GPU, from what costs least to what costs most time.
+
+    Args:
+        config: the resolved config.
+
+    Returns:
+        Overrides, each with its value now.
+    """
+    policy, rollout, ways = config.policy, config.rollout, []
+    packing, ours = policy.sequence_packing, policy.megatron_cfg is None
+    if packing.enabled:
+        budgets = {"train_mb_tokens": packing.train_mb_tokens, "logprob_mb_tokens": packing.logprob_mb_tokens}
+        ways += [f"policy.sequence_packing.{key} below {value}" for key, value in budgets.items()]
+    else:
+        sizes = {
+            "train_micro_batch_size": policy.train_micro_batch_size,
+            "logprob_batch_size": policy.logprob_batch_size,
+        }
+        ways += [f"policy.{key} below {value}" for key, value in sizes.items()]
+        ways += ["policy.sequence_packing.enabled=true, which bounds tokens and not responses"] if ours else []
+    if isinstance(rollout, VllmRolloutConfig) and not rollout.own_gpu:
+        ways.append(f"rollout.kv_cache_gib below {rollout.kv_cache_gib:g}")
+    if ours and not policy.activation_checkpointing:
+        ways.append("policy.activation_checkpointing=true")
+    return ways

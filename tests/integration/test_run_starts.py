@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 
 from qarl_nemo.files import FileError, exclusive
 from qarl_nemo.train.run import LOCK_FILE, train_run
@@ -70,3 +71,27 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(precision, optim
     written = sum(path.stat().st_size for path in (tmp_path / "checkpoints" / "step_000001").rglob("*"))
     # Beside them lie a tokenizer and the headers of each tensor.
     assert 0.9 * written < trainer.prepared.checkpoint_bytes < written
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (
+            {},
+            "policy.train_micro_batch_size below 8; policy.logprob_batch_size below 16; "
+            "policy.sequence_packing.enabled=true, which bounds tokens and not responses; "
+            "policy.activation_checkpointing=true",
+        ),
+        (
+            {"sequence_packing": {"enabled": True, "train_mb_tokens": 100}, "activation_checkpointing": True},
+            "policy.sequence_packing.train_mb_tokens below 100; policy.sequence_packing.logprob_mb_tokens below 32768",
+        ),
+    ],
+)
+def test_a_gpu_without_memory_is_an_error_that_says_what_needs_less(policy, said, tmp_path):
+    def too_large(config, model):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 1")
+
+    with pytest.raises(RuntimeError) as raised:
+        train_run(make_config(tmp_path, policy=policy | {"warm_start": {"steps": 0}}), too_large)
+    assert str(raised.value) == f"CUDA out of memory. Tried to allocate 2.50 GiB. To need less: {said}"
