@@ -153,7 +153,7 @@ class PolicyConfig(StrictModel):
     logprob_batch_size: int = Field(512, ge=1, le=65_536, description="Sequences of one forward without gradient.")
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward, which computes the rest again: less memory, a third slower."""
+    """Keep only each layer's input for the backward, which runs its forward once more."""
     logprob_chunk_size: int = Field(1024, ge=1, le=2**31 - 1, description="Positions whose logits exist at a time.")
     max_grad_norm: float = Field(1.0, gt=0, le=1e6)
     max_skipped_steps: int = Field(3, ge=1, le=1000, description="Non-finite steps in a row before the run stops.")
