@@ -29,12 +29,13 @@ from qarl_nemo.nemo_rl.hints import budget_hints, find_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.loss import QarlLossFn
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
+from qarl_nemo.nemo_rl.recording import Recorder
 from qarl_nemo.nemo_rl.run_folder import describe_run
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
-# The position of the loss in what `setup` returns.
-_LOSS = 6
+# Positions in what `setup` returns.
+_LOSS, _STATE = 6, 9
 
 
 def main() -> None:
@@ -88,10 +89,12 @@ class _Run:
         """Set up NeMo-RL with our workers, then put our refit and our loss in place."""
         assert policy_factory is None, "data_plane.enabled is refused with the config"
         assert self.qarl is not None
-        describe_run(Path(config.logger["log_dir"]), as_mapping(config))
+        log_dir = Path(config.logger["log_dir"])
+        describe_run(log_dir, as_mapping(config))
         parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
         policy, policy_generation = parts[:2]
         self.synchronizer = plugin.install_refit(policy, policy_generation)
+        policy.recorder = Recorder(log_dir.absolute(), self.qarl.diagnostics_period, parts[_STATE]["total_steps"])
         parts[_LOSS] = QarlLossFn(self.qarl.objective, parts[_LOSS], token_metrics)
         return tuple(parts)
 

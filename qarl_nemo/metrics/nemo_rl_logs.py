@@ -4,6 +4,7 @@
     LOG_DIR/exp_001/run.json                    what it ran on, written by the same program
     LOG_DIR/exp_001/tensorboard/events...       scalars by step
     LOG_DIR/exp_001/train_data_step7.jsonl      the responses of a step, one a line
+    LOG_DIR/exp_001/diagnostics/step_000020.npz ratios and log-probabilities of a step, from our loss
 A run that was resumed has one `exp_...` folder for each start; later ones win where steps overlap.
 """
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from qarl_nemo.files import FileError, read_json, require_file
-from qarl_nemo.metrics.diagnostics import StepDiagnostics
+from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
 from qarl_nemo.metrics.recorded import read_lines
 
 CONFIG_FILE = "config.yaml"
@@ -162,14 +163,22 @@ def read_console(file: Path) -> list[dict[str, Any]]:
 
 
 def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
-    """Read the newest dump of a batch: mismatch weights of its responses and log-probabilities of some tokens."""
-    dumps = {}
+    """Read the newest recorded step, with examples from the newest dump of a batch; without one, the dump alone.
+
+    A dump has the mismatch weights of its responses and log-probabilities of some tokens, but none of the update.
+    """
+    dumps, recorded = {}, {}
     for start in _starts(path):
+        recorded |= dict.fromkeys(diagnostic_steps(start), start)
         for file in start.glob("train_data_step*.jsonl"):
             found = re.fullmatch(r"train_data_step(\d+)\.jsonl", file.name)
             if found:
                 dumps[int(found[1])] = file
-    return _diagnostics(max(dumps), dumps[max(dumps)]) if dumps else None
+    dumped = _diagnostics(max(dumps), dumps[max(dumps)]) if dumps else None
+    if not recorded:
+        return dumped
+    step = max(recorded)
+    return StepDiagnostics(step, read_diagnostics(recorded[step], step).arrays, dumped.examples if dumped else [])
 
 
 def _starts(path: Path) -> list[Path]:

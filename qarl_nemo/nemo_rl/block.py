@@ -24,6 +24,8 @@ class NemoQarlConfig(QarlConfig):
     is about to wake moves its state to the host from then on."""
     gpu_memory_gib: float | None = Field(None, gt=0, le=4096)
     """Memory of one GPU, with which the run's needs are compared; None: this machine's first GPU's, else 79 (80 GB)."""
+    diagnostics_period: int = Field(20, ge=1, le=10_000_000)
+    """Steps between two whose ratios and log-probabilities are kept for reports; the first of each start is, too."""
     max_skipped_steps: int = Field(3, ge=1, le=1_000_000)
     """How many optimizer steps in a row may be skipped for a non-finite loss or gradient before the run stops."""
     engine_rounding: bool = False

@@ -18,6 +18,7 @@ from qarl_nemo.losses.nemo_metrics import nemo_metrics
 from qarl_nemo.losses.nonfinite import NonFinite, first_nonfinite
 from qarl_nemo.losses.ratios import LogRatios, LossData
 from qarl_nemo.losses.reference_kl import ReferenceKL
+from qarl_nemo.nemo_rl.recording import Recording
 
 PREFIX = "qarl/"
 """Prefix of our metrics' names; NeMo-RL's loggers put `train/` in front of it."""
@@ -64,6 +65,7 @@ class QarlLossFn:
 
     Attributes:
         nonfinite: for each call whose loss was not finite, the first value that was not; None if all were.
+        recording: collects what reports draw, in a step that is recorded.
     """
 
     def __init__(self, objective: LossConfig, replaced: ClippedLoss, token_metrics: TokenMetrics | None = None) -> None:
@@ -74,6 +76,7 @@ class QarlLossFn:
         self.reference_policy_kl_penalty = replaced.reference_policy_kl_penalty
         self.use_fused_linear_logprobs = replaced.use_fused_linear_logprobs
         self.nonfinite: list[NonFinite | None] = []
+        self.recording: Recording | None = None
         self._loss = build_loss(objective)
         self._token_metrics = token_metrics
         self._by_response = by_response
@@ -124,9 +127,22 @@ class QarlLossFn:
         # A single transfer from the device for all metrics.
         numbers = torch.stack([value.detach().to(zero.dtype) for value in values.values()]).tolist()
         metrics = dict(zip(values, numbers, strict=True))
+        if self.recording is not None:
+            self._record(self.recording, output.sequences, next_token_logprobs.detach(), batch)
         if not math.isfinite(metrics["loss"]):
             self.nonfinite.append(self._first_nonfinite(next_token_logprobs, data, batch, logs))
         return loss, metrics
+
+    @staticmethod
+    def _record(recording: Recording, sequences: Mapping[str, Tensor], curr: Tensor, batch: LossData) -> None:
+        recording.collector.add(
+            sequences,
+            prev_logprobs=batch.prev_logprobs,
+            curr_logprobs=curr,
+            generation_logprobs=batch.generation_logprobs,
+            advantages=batch.advantages,
+            token_mask=batch.token_mask,
+        )
 
     def _batch(
         self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor

@@ -75,7 +75,12 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             RuntimeError: `qarl.max_skipped_steps` steps in a row were skipped.
         """
         before, self._guard.nonfinite = self._guard.num_skipped, getattr(loss_fn, "nonfinite", [])
+        recording = getattr(loss_fn, "recording", None)
+        if recording is not None and not _records():
+            loss_fn.recording = recording = None
         results = super().train(data, loss_fn, *arguments, **named)
+        if recording is not None:
+            recording.write()
         # NeMo-RL adds up what the data-parallel ranks return, so only the first one returns the count.
         first = parallel_state.get_data_parallel_rank() == 0
         skipped = float(self._guard.num_skipped - before) if first else 0.0
@@ -193,6 +198,15 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
 
     def _hf_vocab_size(self) -> int:
         return self.megatron_bridge.hf_pretrained.config.vocab_size
+
+
+def _records() -> bool:
+    # Of the ranks that compute the loss, one.
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

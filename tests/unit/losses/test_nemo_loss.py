@@ -6,9 +6,12 @@ import pickle
 import pytest
 import torch
 
+from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, read_diagnostics
 from qarl_nemo.nemo_rl.loss import PREFIX, RESPONSE_KEY
+from qarl_nemo.nemo_rl.recording import Recorder, Recording
 from support.loss_batches import NAMES, SEQUENCE_LEVEL
 from support.nemo_batches import (
+    DRIFT,
     EXTREMES,
     INDEXED,
     LENGTHS,
@@ -271,3 +274,32 @@ def test_the_learners_own_log_probability_is_named_and_the_first_response_wins()
     assert math.isnan(run(loss_fn, broken, data)[0])
     # row 5 is response 2, row 2 response 5; column 8 predicts token 9, the sixth after a prompt of 4
     assert [str(found) for found in loss_fn.nonfinite] == ["response 2, response token 5: curr_logprobs is nan"]
+
+
+def test_a_recorded_step_keeps_the_ratios_and_log_probabilities_that_the_loss_saw(tmp_path):
+    curr, data = make_batch()
+    loss_fn = make_loss()
+    expected = run_parts(loss_fn, curr, data)
+    loss_fn.recording = Recording(tmp_path, DiagnosticsCollector(7))
+    # As a worker gets it.
+    loss_fn = pickle.loads(pickle.dumps(loss_fn))
+    assert run_parts(loss_fn, curr, data)[:2] == expected[:2]
+    loss_fn.recording.write()
+    arrays = read_diagnostics(tmp_path, 7).arrays
+    counted = data["sample_mask"].bool()
+    torch.testing.assert_close(torch.from_numpy(arrays["seq_prox_ratio"]), DRIFT[counted].exp(), rtol=1e-4, atol=0)
+    drift = torch.from_numpy(arrays["token_curr_logprob"] - arrays["token_prev_logprob"])
+    assert len(drift) == int(data["token_mask"][counted][:, 1:].sum())
+    assert drift.abs().max() <= DRIFT.abs().max() + 1e-5
+    assert set(arrays["seq_kept"].tolist()) == {True, False}
+
+
+def test_the_first_step_of_a_start_and_every_period_are_recorded(tmp_path):
+    recorder = Recorder(tmp_path, period=4, step=2)
+    assert [step for step in range(3, 13) if recorder.begin_step()] == [3, 4, 8, 12]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line(tmp_path, capsys):
+    (tmp_path / "diagnostics").write_text("in the way")
+    Recording(tmp_path, DiagnosticsCollector(1)).write()
+    assert "every node needs logger.log_dir" in capsys.readouterr().out

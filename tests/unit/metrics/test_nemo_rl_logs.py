@@ -11,6 +11,7 @@ import pytest
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
+from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.report import write_report
 from qarl_nemo.metrics.results import read_results
 from qarl_nemo.metrics.runs import load_run, load_runs
@@ -121,6 +122,21 @@ def test_the_newest_dump_gives_weights_and_tokens_of_responses_that_count(tmp_pa
     assert diagnostics.arrays["seq_mismatch_weight"] == pytest.approx([math.exp(0.1)] * 2)
     assert diagnostics.arrays["seq_advantage"].tolist() == [1.0, -1.0]
     assert diagnostics.arrays["token_prev_logprob"].tolist() == [-1.0, -2.0, -1.0, -2.0]
+
+
+def test_a_step_that_the_loss_recorded_comes_with_examples_of_the_newest_dump(tmp_path):
+    first, second = write_start(tmp_path / "exp_001", range(1, 9)), write_start(tmp_path / "exp_002", range(7, 11))
+    write_dump(second, 10, 0.1)
+    for start, step, ratio in ((first, 4, 1.5), (first, 8, 2.0), (second, 8, 3.0)):
+        collector = DiagnosticsCollector(step)
+        values = {"prox_ratio": [ratio], "mismatch_weight": [1.0], "advantage": [1.0], "kept": [True], "valid": [True]}
+        tokens = {"prev_logprobs": [[-1.0]], "curr_logprobs": [[-0.5]], "generation_logprobs": [[-1.1]]}
+        collector.add(values, **tokens, advantages=[[1.0]], token_mask=[[True]])
+        collector.write(start)
+    diagnostics = load_run(tmp_path).diagnostics
+    assert (diagnostics.step, len(diagnostics.examples)) == (8, 2)
+    assert diagnostics.arrays["seq_prox_ratio"].tolist() == [3.0]
+    assert diagnostics.arrays["token_curr_logprob"].tolist() == [-0.5]
 
 
 def test_the_report_shows_it_beside_a_run_of_nemo_rl_alone(tmp_path):
