@@ -26,6 +26,7 @@ if missing:
 # isort: split
 import pynvml  # noqa: E402
 
+from qarl_nemo.metrics.diagnostics import diagnostic_steps  # noqa: E402
 from qarl_nemo.metrics.nemo_rl_logs import find_config  # noqa: E402
 from qarl_nemo.metrics.runs import Run, load_run  # noqa: E402
 from support.nemo_rl.cases import CASES, Case, Start  # noqa: E402
@@ -112,6 +113,7 @@ def require_steps(case: Case, start: Start, ended: Ended, finished: int) -> None
         return
     assert find_config(ended.logs), "the launcher describes its run"
     require_versions(case, run)
+    assert diagnostic_steps(ended.logs)[0] == finished + 1
     assert (run.column("mismatch/nonfinite_tokens") == 0).all()
     gaps = run.column("mismatch/abs_gap_mean")
     smallest, largest = start.gap
