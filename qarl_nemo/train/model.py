@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -125,7 +126,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     vocab_size = _checkpoint_config(path).vocab_size
     with _named_errors(path, "its tokenizer cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= vocab_size:
         raise FileError(f"{path}: its tokenizer has token {largest}, its model only {vocab_size} tokens")

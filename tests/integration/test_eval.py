@@ -108,14 +108,22 @@ def test_tensors_that_are_not_the_models_are_all_named(checkpoint, quantized, tm
         PackedEngine(model, tokenizer, [0], device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_a_run_is_served_in_the_format_of_its_rollouts(checkpoint, tmp_path):
-    step = tmp_path / "run" / "checkpoints" / "step_000004"
+def make_run(checkpoint, folder, config) -> Path:
+    """Return the checkpoint's folder of a run at step 4."""
+    step = folder / "checkpoints" / "step_000004"
     shutil.copytree(checkpoint, step / "model")
     write_file_list(step)
-    (tmp_path / "run" / "config.yaml").write_text("qarl: {format: w2a16, group_size: 64, targets: [experts]}\n")
+    (folder / "config.yaml").write_text(config)
+    return step
+
+
+def test_a_run_is_served_in_the_format_of_its_rollouts_and_asked_as_in_training(checkpoint, tmp_path):
+    qarl = "qarl: {format: w2a16, group_size: 64, targets: [experts]}\n"
+    step = make_run(checkpoint, tmp_path / "run", qarl + "policy: {tokenizer: {chat_template: null}}\n")
     model = find_model(tmp_path / "run")
     assert model.label == f"{tmp_path / 'run'}, step 4"
     assert (model.format_name, model.served.group_size, model.targets) == ("w2a16", 64, ("experts",))
+    assert model.prompts.chat_template is None
     learner, tokenizer = load_checkpoint(checkpoint, torch.float32)
     engine = PackedEngine(model, tokenizer, [0], device=torch.device("cpu"), dtype=torch.float32)
     report = install(learner, model.targets, model.served)
@@ -150,6 +158,24 @@ def test_right_answers_are_counted(checkpoint, tmp_path, sums):
     # Shares 1, 0, 1, 0: mean 1/2, error sqrt(4 / 4 / 3 / 4)
     assert results["results"][0]["avg"] == {"value": 0.5, "standard_error": pytest.approx((1 / 12) ** 0.5)}
     assert results["results"][0]["pass_at"]["2"]["value"] == 0.5
+
+
+@pytest.mark.gpu
+def test_vllm_serves_bf16_and_quantized_checkpoints_and_runs(checkpoint, tmp_path, sums):
+    pytest.importorskip("vllm")
+    seven = always_seven(checkpoint, tmp_path / "seven")
+    quantize_checkpoint(seven, tmp_path / "w4a16", get_format("w4a16"), TARGETS)
+    make_run(seven, tmp_path / "run", "qarl: {format: fp8_block, targets: [experts]}\n")
+    models = (seven, tmp_path / "w4a16", tmp_path / "run", checkpoint)
+    options = {"engine": "vllm", "device": "cuda", "precision": None, "gpu_memory_utilization": 0.3}
+    chosen = settings(tmp_path, sums, *models, **options, max_new_tokens=4)
+    evaluate(chosen)
+    says_seven = [
+        [row["response"] == "7777" for row in kept(chosen) if row["model"].startswith(str(m))] for m in models
+    ]
+    assert [all(said) for said in says_seven] == [True, True, True, False]
+    formats = [model["format"] for model in json.loads(chosen.output.read_text())["models"]]
+    assert formats == ["bf16", "w4a16", "fp8_block", "bf16"]
 
 
 def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(checkpoint, tmp_path, sums):
