@@ -13,7 +13,7 @@ _POSITIVE = ("rope_theta", "rms_norm_eps")
 
 
 def require_loadable(config: Mapping[str, Any], place: str) -> None:
-    """Require that transformers can build the model that a config describes, without weights.
+    """Require that transformers can read a config and could build the model that it describes.
 
     Args:
         config: content of config.json.
@@ -26,16 +26,38 @@ def require_loadable(config: Mapping[str, Any], place: str) -> None:
     wrong += [f"{key}={value}" for key, value in _numbers(config, "") if key.endswith(_POSITIVE) and value <= 0]
     if wrong:
         raise FileError(f"{place}: no model has {', '.join(wrong)}")
-    # Importing it takes seconds, and only a conversion needs it.
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
+    # Importing it takes a second, and only a conversion needs it. Its models would take three more.
+    from transformers import CONFIG_MAPPING, GenerationConfig, __version__
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(dict(config)))
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(settings)
+        GenerationConfig.from_model_config(settings)
+        rope = settings.rope_parameters
+        if rope["rope_type"] == "default":
+            # As the models do, which takes neither text nor an integer beyond 64 bits.
+            rope["rope_theta"] ** torch.ones(1)
+        else:
+            ROPE_INIT_FUNCTIONS[rope["rope_type"]](settings)
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise FileError(f"{place}: transformers {__version__} cannot build a model of it ({reason})") from error
+    wrong = _model_problems(settings)
+    if wrong:
+        raise FileError(f"{place}: no engine loads {', '.join(wrong)}")
+
+
+def _model_problems(settings: Any) -> list[str]:
+    """Say what transformers leaves to its models, or to vLLM's, to find."""
+    wrong = []
+    if settings.hidden_act != "silu":
+        wrong.append(f"hidden_act={settings.hidden_act} (silu)")
+    if not isinstance(settings.dtype, torch.dtype | None):
+        wrong.append(f"dtype={settings.dtype} (bfloat16)")
+    pad, size = settings.pad_token_id, settings.vocab_size
+    if pad is not None and not -size <= pad < size:
+        wrong.append(f"pad_token_id={pad} (below vocab_size={size})")
+    return wrong
 
 
 def _numbers(tree: Any, key: str) -> Iterator[tuple[str, float]]:
