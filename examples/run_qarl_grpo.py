@@ -2,13 +2,15 @@
 
     python examples/run_qarl_grpo.py --config examples/configs/qarl-....yaml [a.b=c ...] [--check]
 
-This is NeMo-RL's own examples/run_grpo.py with two of its names bound to ours: `MasterConfig`, which also checks the
-`qarl:` block against everything it depends on, and `setup`, which gets our policy workers, our refit and our loss.
+This is NeMo-RL's own examples/run_grpo.py with three of its names bound to ours: `MasterConfig`, which also checks the
+`qarl:` block against everything it depends on, `setup_response_data`, which also looks at the prompts' lengths and at
+reward functions, and `setup`, which gets our policy workers, our refit and our loss.
 `--check` stops once the config is checked, before Ray starts, and says what would run.
 """
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ class _Run:
     def bind(self) -> None:
         """Bind our names in NeMo-RL's launcher."""
         self.launcher.MasterConfig, self.launcher.setup = self.checked_config, self.aligned_setup
+        self.launcher.setup_response_data = partial(plugin.setup_data, self.launcher.setup_response_data)
 
     def checked_config(self, **values: Any) -> Any:
         """Make NeMo-RL's config, checked together with its `qarl:` block."""

@@ -13,6 +13,7 @@ from qarl_nemo.verify import reward, rewards
 Messages = tuple[dict[str, str], ...]
 _NUM_SHOWN = 20
 _MAX_QUOTED = 200
+_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +85,18 @@ def read_tasks(config: DatasetConfig) -> list[Task]:
             something else in it; all are listed, with the fields they have.
     """
     judge = RewardFunction(config.reward_function) if config.reward_function else None
-    tasks, problems, lacking = [], [], set()
+    tasks, problems, fix = [], [], ""
     for place, record in read_records(config):
         try:
             tasks.append(_task(record, config, judge))
         except _MissingFieldError as error:
-            lacking.add(error.args[0])
             problems.append(f"{place}: {error}")
+            fix = "; set input_key and output_key to the fields of problem and answer"
         except (ValueError, TypeError, RecursionError) as error:
             problems.append(f"{place}: {type(error).__name__} {str(error)[:_MAX_QUOTED]}")
     if problems or not tasks:
         source, (input_key, output_key, _) = config.data_path or config.dataset_name, config.fields
         more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
-        fix = "; set input_key and output_key to the fields of problem and answer" if lacking else ""
         raise ValueError(
             f"{source}: every record needs the fields `{input_key}` (text or messages) and `{output_key}` (text or a "
             f"number); " + ("; ".join(problems[:_NUM_SHOWN]) + more + fix or f"split {config.split!r} is empty")
@@ -105,11 +105,7 @@ def read_tasks(config: DatasetConfig) -> list[Task]:
 
 
 class _MissingFieldError(ValueError):
-    """The name of a field, and those that there are."""
-
-    def __str__(self) -> str:
-        key, fields = self.args
-        return f"no field {key!r} (its fields: {', '.join(map(str, fields))[:_MAX_QUOTED] or 'none'})"
+    """A record lacks a field."""
 
 
 def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> Task:
@@ -118,22 +114,21 @@ def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> T
     if not isinstance(record, Mapping):
         raise TypeError(f"a {type(record).__name__} and no object")
     input_key, output_key, answer_format = config.fields
-    answer = _look_up(record, output_key)
+    problem, answer = _look_up(record, input_key), _look_up(record, output_key)
+    missing = [key for key, value in ((input_key, problem), (output_key, answer)) if value is _ABSENT]
+    if missing:
+        fields = ", ".join(map(str, record))[:_MAX_QUOTED] or "none"
+        raise _MissingFieldError(f"no field {' and no '.join(map(repr, missing))} (its fields: {fields})")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(f"the answer is {answer!r}, neither text nor a number")
-    return Task(
-        _prompt(_look_up(record, input_key), config),
-        final_answer(str(answer), answer_format),
-        judge,
-        record if judge else {},
-    )
+    return Task(_prompt(problem, config), final_answer(str(answer), answer_format), judge, record if judge else {})
 
 
 def _look_up(record: Mapping[str, Any], key: str) -> Any:
     found: Any = record
     for part in (key,) if key in record else key.split("."):
         if not isinstance(found, Mapping) or part not in found:
-            raise _MissingFieldError(key, list(record))
+            return _ABSENT
         found = found[part]
     return found
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from qarl_formats import FORMAT_NAMES, get_format
 from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.nemo_rl.data_checks import data_conflicts
 from qarl_nemo.nemo_rl.engine_checks import (
     argument_problems,
     environment_problems,
@@ -93,6 +94,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_loop_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *_optimizer_conflicts(config),
+        *data_conflicts(config),
         *dtype_conflicts(config),
         *shape_conflicts(config, qarl),
         *(layout := layout_conflicts(config, read_model_config(str(look_up(config, "policy.model_name", ""))))),

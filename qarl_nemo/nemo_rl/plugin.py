@@ -1,6 +1,10 @@
-"""The calls with which a launcher runs NeMo-RL with this package: `register`, `policy_factory`, `install_refit`."""
+"""The calls with which a launcher runs NeMo-RL with this package, in the order in which it makes them."""
 
+from collections.abc import Callable
 from typing import Any
+
+from qarl_nemo.nemo_rl.data_checks import overlong_prompts, use_reward_functions
+from qarl_nemo.nemo_rl.prompt_lengths import limit_prompts, show_prompt
 
 _HERE = "qarl_nemo.nemo_rl"
 POLICY_WORKER = f"{_HERE}.policy_worker.QarlMegatronPolicyWorker"
@@ -12,6 +16,7 @@ GENERATION_WORKERS = {
 # The name under which `env:` configures it and data sets ask for it.
 ENVIRONMENT = "qarl_benchmark"
 _ENVIRONMENT_ACTOR = f"{_HERE}.benchmark_environment.BenchmarkEnvironment"
+_REWARD_ACTOR = f"{_HERE}.reward_environment.RewardFunctionEnvironment"
 # Actors that NeMo-RL starts through uv even if told to use the system's Python.
 _UV_ALWAYS = (
     "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector",
@@ -23,7 +28,7 @@ SENTINEL = "qarl"
 
 
 def register() -> None:
-    """Register this package's workers and environment with NeMo-RL; calling it again changes nothing.
+    """Register this package's workers and environments with NeMo-RL; calling it again changes nothing.
 
     Data sets that name the environment are set up after this.
 
@@ -39,10 +44,45 @@ def register() -> None:
     for own in GENERATION_WORKERS.values():
         registry.ACTOR_ENVIRONMENT_REGISTRY[own] = registry.VLLM_EXECUTABLE
     utils.GENERATION_WORKER_OVERRIDES.update(GENERATION_WORKERS)
-    registry.ACTOR_ENVIRONMENT_REGISTRY[_ENVIRONMENT_ACTOR] = PY_EXECUTABLES.SYSTEM
+    for actor in (_ENVIRONMENT_ACTOR, _REWARD_ACTOR):
+        registry.ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
     ENV_REGISTRY[ENVIRONMENT] = {"actor_class_fqn": _ENVIRONMENT_ACTOR}
     if registry.USE_SYSTEM_EXECUTABLE:
         registry.ACTOR_ENVIRONMENT_REGISTRY.update(dict.fromkeys(_UV_ALWAYS, PY_EXECUTABLES.SYSTEM))
+
+
+def setup_data(setup: Callable[..., Any], tokenizer: Any, data: Any, env: Any) -> Any:
+    """Call NeMo-RL's `setup_response_data`, with what this package adds to the `data:` block.
+
+    Data sets with a `reward_function` get an environment that calls it; prompts that are too long are an error, or left
+    out, as `data.overlong_prompts` says; and the first prompt is printed as the model sees it.
+
+    Args:
+        setup: NeMo-RL's function.
+        tokenizer: the model's.
+        data: the `data:` block.
+        env: the `env:` block.
+
+    Returns:
+        What NeMo-RL's function returns.
+
+    Raises:
+        ConfigError: prompts are too long.
+    """
+    from nemo_rl.environments.utils import ENV_REGISTRY
+
+    for name in use_reward_functions(data, env):
+        ENV_REGISTRY[name] = {"actor_class_fqn": _REWARD_ACTOR}
+    parts = setup(tokenizer, data, env)
+    several = parts[0] if isinstance(parts[0], dict) else {"": parts[0]}
+    datasets = [("train", dataset) for dataset in several.values()]
+    datasets += [("validation", parts[1])] if parts[1] is not None else []
+    overlong = overlong_prompts({"data": data})
+    if overlong != "mask":
+        told = [limit_prompts(dataset, key, skip=overlong == "skip") for key, dataset in datasets]
+        print(f"qarl: data: {'; '.join(told)}")
+    print(f"qarl: {show_prompt(datasets[0][1])}", flush=True)
+    return parts
 
 
 def policy_factory(**arguments: Any) -> Any:

@@ -231,3 +231,17 @@ def test_another_muon_than_all_learners_have_is_a_hint_with_what_to_set():
     assert find_hints(config(**{"policy.megatron_cfg.optimizer": whole})) == []
     (hint,) = find_hints(config(**{"policy.megatron_cfg.optimizer": whole | {"muon_momentum": 0.9}}))
     assert hint.endswith("for that one set muon_momentum=0.95")
+
+
+def test_what_this_package_adds_to_the_data_block_is_checked():
+    datasets = [{"reward_function": "os:getcwd"}, {"reward_function": "no_such_rewards:score"}]
+    changes = {"data.overlong_prompts": "drop", "data.train": datasets, "env.reward_function": {"num_workers": 0}}
+    found = problems(config(**changes))
+    assert [line.partition(": ")[0] for line in found] == [
+        "data.overlong_prompts=drop",
+        "data.train.0.reward_function=os:getcwd",
+        "data.train.1.reward_function=no_such_rewards:score",
+        "env.reward_function.num_workers=0",
+    ]
+    assert "set error or skip or mask" in found[0]
+    assert "module no_such_rewards cannot be imported" in found[2]

@@ -1,4 +1,4 @@
-"""Recipes and data sets, read by NeMo-RL itself."""
+"""Recipes, read by NeMo-RL itself."""
 
 import json
 import math
@@ -16,7 +16,6 @@ from support.nemo_rl import installed  # noqa: F401
 # isort: split
 import nemo_rl
 from nemo_rl.algorithms.grpo import MasterConfig
-from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from nemo_rl.utils.logger import Logger
 
@@ -77,27 +76,6 @@ def test_a_recipe_that_quantizes_twice_is_refused(read):
     config.policy["generation"]["vllm_cfg"]["precision"] = "fp8"
     with pytest.raises(ConfigError, match=r"vllm_cfg\.precision=fp8"):
         apply_qarl(config)
-
-
-def test_openr1_math_is_a_dataset_of_nemo_rl(tmp_path):
-    record = {
-        "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}],
-        "reward_model": {"ground_truth": "2", "style": "rule"},
-    }
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    dataset = load_response_dataset(
-        {
-            "dataset_name": "qarl_nemo.nemo_rl.openr1_math.OpenR1Math46K",
-            "data_path": str(path),
-            "prompt_file": None,
-            "system_prompt_file": None,
-            "processor": "math_hf_data_processor",
-            "env_name": "math",
-        }
-    )
-    (row,) = dataset.dataset
-    assert [message["content"] for message in row["messages"]] == ["1+1?", "2"]
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:

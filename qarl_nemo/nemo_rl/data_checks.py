@@ -1,0 +1,78 @@
+"""Checks and readings of NeMo-RL's `data:` block, as far as this package adds to it. Does not import NeMo-RL."""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+from qarl_nemo.data.reward_function import RewardFunction
+from qarl_nemo.nemo_rl.lookup import look_up
+
+OVERLONG = ("error", "skip", "mask")
+_DEFAULT_WORKERS = 8
+
+
+def overlong_prompts(config: Mapping[str, Any]) -> str:
+    """Return `data.overlong_prompts`: what happens to prompts of `data.max_input_seq_length` tokens or more."""
+    return str(look_up(config, "data.overlong_prompts", OVERLONG[0]))
+
+
+def data_conflicts(config: Mapping[str, Any]) -> list[str]:
+    """Say which keys of this package in the `data:` block cannot be used.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        One line for each.
+    """
+    problems = []
+    if overlong_prompts(config) not in OVERLONG:
+        problems.append(f"data.overlong_prompts={overlong_prompts(config)}: set {' or '.join(OVERLONG)}")
+    for place, path in _reward_functions(config):
+        try:
+            RewardFunction(str(path))
+        except ValueError as error:
+            problems.append(f"{place}.reward_function={path}: {error}")
+    workers = look_up(config, "env.reward_function.num_workers", _DEFAULT_WORKERS)
+    if not isinstance(workers, int) or workers < 1:
+        problems.append(f"env.reward_function.num_workers={workers}: set a whole number from 1")
+    return problems
+
+
+def use_reward_functions(data: Mapping[str, Any], env: MutableMapping[str, Any]) -> list[str]:
+    """Give every data set with a `reward_function` an environment that calls it.
+
+    Args:
+        data: the `data:` block; `env_name` of these data sets is set.
+        env: the `env:` block; the environments' settings are added.
+
+    Returns:
+        The environments' names.
+    """
+    names = []
+    for dataset in _datasets(data):
+        path = dataset.get("reward_function")
+        if path:
+            name = f"reward_function {path}"
+            workers = look_up(env, "reward_function.num_workers", _DEFAULT_WORKERS)
+            env[name] = {"reward_function": path, "num_workers": workers}
+            dataset["env_name"] = name
+            names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def _reward_functions(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    data = config.get("data") or {}
+    for key in ("train", "validation", "default"):
+        found = data.get(key)
+        several = isinstance(found, list)
+        for number, dataset in enumerate(found if several else [found]):
+            if isinstance(dataset, Mapping) and dataset.get("reward_function"):
+                yield f"data.{key}.{number}" if several else f"data.{key}", dataset["reward_function"]
+
+
+def _datasets(data: Mapping[str, Any]) -> Iterator[MutableMapping[str, Any]]:
+    for key in ("train", "validation", "default"):
+        found = data.get(key)
+        for dataset in found if isinstance(found, list) else [found]:
+            if isinstance(dataset, MutableMapping):
+                yield dataset

@@ -1,0 +1,151 @@
+"""Our data sets, read by NeMo-RL itself: fields, prompts that are too long, and rewards of one's own."""
+
+import json
+import sys
+
+import pytest
+
+from support.nemo_rl import installed  # noqa: F401
+
+# isort: split
+import datasets
+from nemo_rl.data.datasets import AllTaskProcessedDataset
+from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.utils import setup_response_data
+from nemo_rl.environments.utils import ENV_REGISTRY
+
+from qarl_nemo.config import ConfigError
+from qarl_nemo.nemo_rl import plugin
+from qarl_nemo.train.tokenizer import character_tokenizer
+
+HERE = "qarl_nemo.nemo_rl.problems"
+TEMPLATE = "{% for message in messages %}*{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture(autouse=True)
+def tidy(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr("nemo_rl.environments.utils.ENV_REGISTRY", dict(ENV_REGISTRY))
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def tokenizer():
+    made = character_tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def load(name, path, **keys):
+    values = {"dataset_name": f"{HERE}.{name}", "data_path": path, "prompt_file": None, "system_prompt_file": None}
+    return load_response_dataset(values | {"processor": "math_hf_data_processor", "env_name": "math"} | keys)
+
+
+def contents(dataset):
+    return [tuple(message["content"] for message in row["messages"]) for row in dataset.dataset]
+
+
+def test_named_sets_and_fields_of_ones_own_are_data_sets_of_nemo_rl(tmp_path):
+    openr1 = {
+        "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}],
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+    }
+    assert contents(load("OpenR1Math46K", write(tmp_path / "a.jsonl", openr1))) == [("1+1?", "2")]
+    gsm8k = {"question": "q", "answer": "so\n#### 1,000"}
+    assert contents(load("GSM8K", write(tmp_path / "b.jsonl", gsm8k))) == [("q", "1000")]
+    math = {"problem": "q", "solution": r"so \boxed{x}"}
+    assert contents(load("MATH", write(tmp_path / "c.jsonl", math))) == [("q", "x")]
+    own = write(tmp_path / "d.jsonl", {"input": "q", "output": "#### 5"}, {"input": "r", "output": "#### 6"})
+    keys = {"input_key": "input", "output_key": "output", "answer_format": "hash"}
+    assert contents(load("Problems", own, **keys)) == [("q", "5"), ("r", "6")]
+    assert contents(load("Problems", own, **keys, split="train[1:]")) == [("r", "6")]
+    with pytest.raises(
+        ValueError, match=r"no field 'problem' and no 'answer' \(its fields: input, output\); set input_key"
+    ):
+        load("Problems", own)
+    with pytest.raises(ValueError, match=r"answer_format: Input should be"):
+        load("Problems", own, answer_format="hsah")
+
+
+def test_the_processor_hands_on_the_record_for_a_reward_function(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "nemo_rewards.py").write_text("def score(response, answer, record):\n    return record['level']\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    path = write(tmp_path / "a.jsonl", {"problem": "1+1", "answer": "2", "level": 5})
+    for keys, record in (({}, {}), ({"reward_function": "nemo_rewards:score"}, {"level": 5})):
+        data = load("Problems", path, **keys)
+        dataset = AllTaskProcessedDataset(data.dataset, tokenizer, data.task_spec, data.processor, max_seq_length=9)
+        datum = dataset[0]
+        assert datum["extra_env_info"]["ground_truth"] == "2"
+        assert datum["extra_env_info"]["record"].items() >= record.items()
+        assert datum["message_log"][0]["content"] == "*1+1="
+
+
+def data_block(path, **keys):
+    return {"max_input_seq_length": 5, "train": {"dataset_name": f"{HERE}.Problems", "data_path": path}} | keys
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    """Prompts of 3, 4 and 9 tokens with the template's two; NeMo-RL cuts 5 and more."""
+    return write(tmp_path / "a.jsonl", *({"problem": "1" * length, "answer": length} for length in (1, 7, 2)))
+
+
+def set_up(tokenizer, data):
+    return plugin.setup_data(lambda *parts: (*setup_response_data(parts[0], parts[1]), {}, {}), tokenizer, data, {})
+
+
+def test_long_prompts_are_an_error_that_counts_them(lengths, tokenizer):
+    said = r"1 of the 3 prompts of data.train have 5 tokens or more, the longest 9; .*, or data.overlong_prompts to"
+    with pytest.raises(ConfigError, match=said):
+        set_up(tokenizer, data_block(lengths))
+
+
+def test_long_prompts_are_skipped_and_counted_or_left_to_nemo_rl(lengths, tokenizer, capsys):
+    train, validation, *_ = set_up(tokenizer, data_block(lengths, overlong_prompts="skip", validation=None))
+    assert [train[place]["loss_multiplier"] for place in range(len(train))] == [1.0, 1.0]
+    assert validation is None
+    printed = capsys.readouterr().out
+    assert "qarl: data: train: 2 problems, 1 with 5 tokens or more (at most 9) skipped" in printed
+    assert "qarl: a prompt\n*1=\nits answer\n1\n" in printed
+    train, *_ = set_up(tokenizer, data_block(lengths, overlong_prompts="mask"))
+    assert [train[place]["loss_multiplier"] for place in range(len(train))] == [1.0, 0.0, 1.0]
+
+
+def test_validation_prompts_are_looked_at_too(lengths, tokenizer):
+    data = data_block(lengths, validation={"dataset_name": f"{HERE}.Problems", "data_path": lengths})
+    data["train"]["split"] = "train[:1]"
+    with pytest.raises(ConfigError, match=r"1 of the 3 prompts of data.validation"):
+        set_up(tokenizer, data)
+
+
+@pytest.mark.slow
+def test_rewards_of_ones_own_reach_nemo_rl(tmp_path, tokenizer, monkeypatch):
+    ray = pytest.importorskip("ray")
+    (tmp_path / "nemo_rewards.py").write_text(
+        "def score(response, answer, record):\n    return len(response) + record['level']\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
+    path = write(tmp_path / "a.jsonl", *({"problem": "1", "answer": "2", "level": 10 * n} for n in range(3)))
+    data = data_block(path)
+    data["train"]["reward_function"] = "nemo_rewards:score"
+    env = {"reward_function": {"num_workers": 2}}
+    plugin.register()
+    ray.init(num_cpus=4, include_dashboard=False)
+    try:
+        train, _, task_to_env, _ = plugin.setup_data(setup_response_data, tokenizer, data, env)
+        (environment,) = task_to_env.values()
+        logs = [[{"role": "user", "content": "1"}, {"role": "assistant", "content": "x" * n}] for n in range(3)]
+        metadata = [train[place]["extra_env_info"] for place in range(3)]
+        answered = ray.get(environment.step.remote(logs, metadata))
+        assert answered.rewards.tolist() == [0.0, 11.0, 22.0]
+        assert answered.terminateds.tolist() == [1.0] * 3
+        with pytest.raises(ray.exceptions.RayTaskError, match=r"reward function nemo_rewards:score failed .* KeyError"):
+            ray.get(environment.step.remote(logs[:1], [{"ground_truth": "2"}]))
+    finally:
+        ray.shutdown()
