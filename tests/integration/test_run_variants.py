@@ -23,6 +23,7 @@ def test_bfloat16_keeps_the_sides_together(tmp_path):
 SAME_NUMBERS = {
     "repacked at each use": {"rollout": {"keep_operand": False}},
     "unpacked at each use by the learner": {"qarl": {"keep_operand": False}},
+    "activations computed twice": {"policy": {"activation_checkpointing": True}},
     "checkpoints at other steps": {"checkpointing": {"save_period": 1, "keep_last": 1}},
     "no checkpoints": {"checkpointing": {"enabled": False}},
 }
@@ -42,8 +43,15 @@ def test_what_only_saves_or_moves_changes_no_number(blocks, reference, tmp_path)
     assert (tmp_path / "checkpoints").exists() == (blocks != SAME_NUMBERS["no checkpoints"])
 
 
-def test_micro_batches_change_roundings_only(reference, tmp_path):
-    train(tmp_path, policy={"train_micro_batch_size": 3, "logprob_batch_size": 7})
+ROUNDINGS = {
+    "other rows": {"train_micro_batch_size": 3, "logprob_batch_size": 7},
+    "tokens": {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 33}},
+}
+
+
+@pytest.mark.parametrize("policy", ROUNDINGS.values(), ids=ROUNDINGS)
+def test_micro_batches_change_roundings_only(policy, reference, tmp_path):
+    train(tmp_path, policy=policy)
     # the first step's update; later ones start from weights that differ in their last bits
     first = without_clocks(read_metrics(tmp_path))[0]
     for key in ("reward/mean", "loss/entropy", "loss/kl_k3", "optim/grad_norm", "prox_ratio/p99"):
