@@ -113,6 +113,9 @@ def evaluate(settings: "EvalSettings") -> None:
 
     Args:
         settings: what was asked for.
+
+    Raises:
+        RunStoppedError: it was interrupted from the keyboard.
     """
     from rich.console import Console
 
@@ -122,6 +125,7 @@ def evaluate(settings: "EvalSettings") -> None:
     from qarl_nemo.measure.eval.settings import prepare
     from qarl_nemo.measure.eval.store import AnswerStore
     from qarl_nemo.train.progress import LiveProgress
+    from qarl_nemo.train.run_dir import RunStoppedError
 
     job = prepare(settings)
     output, answers = settings.output, answers_path(settings.output)
@@ -142,7 +146,10 @@ def evaluate(settings: "EvalSettings") -> None:
                 progress.phase(doing)
                 progress.update(done)
 
-            rows = run(evaluations, show, lambda found: write_results(job, found))
+            try:
+                rows = run(evaluations, show, lambda found: write_results(job, found))
+            except KeyboardInterrupt:
+                raise RunStoppedError(f"stopped with {done} of {total} answers; the same command goes on") from None
     console = Console()
     console.print(results_table(rows))
     for note in notes(rows):

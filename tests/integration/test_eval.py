@@ -215,13 +215,16 @@ def test_kept_answers_of_something_else_are_not_taken(checkpoint, tmp_path, sums
         evaluate(replace(chosen, seed=1, max_new_tokens=7))
     assert "max_new_tokens: there 6, now 7" in str(error.value)
     sums.write_text(sums.read_text().replace("+", "*"))
-    with pytest.raises(FileError, match="answered with another prompt"):
+    with pytest.raises(FileError, match="differs from now in prompt;"):
         evaluate(chosen)
-    sums.write_text(sums.read_text().replace("*", "+"))
+    sums.write_text(sums.read_text().replace("*", "+").replace("#### ", "#### 1"))
+    with pytest.raises(FileError, match="differs from now in answer;"):
+        evaluate(chosen)
+    sums.write_text(sums.read_text().replace("#### 1", "#### "))
     evaluate(chosen)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes())
-    with pytest.raises(FileError, match="answered with another weights"):
+    with pytest.raises(FileError, match="differs from now in weights;"):
         evaluate(chosen)
 
 

@@ -114,9 +114,9 @@ class ModelEvaluation:
         return chunk
 
     def _chunks(self, asked: Asked) -> Iterator[list[tuple[int, int]]]:
-        size = self.job.chunk_size
-        for start in range(0, len(asked.pairs), size):
-            yield asked.pairs[start : start + size]
+        pairs, size = asked.pairs, self.job.chunk_size
+        for start in range(0, len(pairs), size):
+            yield pairs[start : start + size]
 
     def _new_chunk(self, asked: Asked, number: int, pairs: list[tuple[int, int]]) -> list[Row]:
         benchmark = asked.benchmark
@@ -133,13 +133,14 @@ class ModelEvaluation:
 
     def _require_same(self, asked: Asked, chunk: list[Row]) -> None:
         for row in chunk:
-            differing = [key for key, value in self._identity.items() if row.get(key) != value]
-            if row["prompt"] != asked.texts.get(row["problem"]):
-                differing.append("prompt")
+            index = row["problem"]
+            problem = asked.questions.problems.get(index)
+            expected = self._identity | {"prompt": asked.texts.get(index), "answer": problem and problem.answer}
+            differing = [key for key, value in expected.items() if row.get(key) != value]
             if differing:
                 raise FileError(
-                    f"{self.store.path}: {asked.benchmark.name}, problem {row['problem']}: {self.model.label} has "
-                    f"answered with another {', '.join(differing)}; choose another --output, or delete that file"
+                    f"{self.store.path}: {self.model.label}, {asked.benchmark.name}, problem {index} differs from now "
+                    f"in {', '.join(differing)}; choose another --output, or delete that file"
                 )
 
     def _ask(self, questions: Questions) -> Asked:

@@ -28,7 +28,7 @@ def write_results(job: EvalJob, rows: Sequence[Row]) -> None:
         rows: results.
     """
     content = {
-        "settings": job.fixed_settings(),
+        "settings": job.record(),
         "models": [
             {
                 "label": model.label,

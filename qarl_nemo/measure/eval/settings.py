@@ -28,7 +28,7 @@ _BATCHES_A_CHUNK = {"packed": 1, "vllm": 4}
 # Settings that may differ when an evaluation goes on: the other answers stay as they are.
 _FREE = (
     *("models", "benchmarks", "output", "data", "gpu_memory_utilization", "tensor_parallel_size", "device"),
-    # Every prompt is compared, so that settings of prompts need not be.
+    # What they decide is compared answer by answer.
     *("prompt_file", "system_prompt", "prompts"),
 )
 
@@ -120,10 +120,16 @@ class EvalJob:
         """How many answers are asked for, and kept, at once."""
         return _BATCHES_A_CHUNK[self.engine] * self.batch_size
 
+    def record(self) -> dict[str, Any]:
+        """Return all settings, with what `auto` and None stand for where it is the same for all."""
+        resolved: dict[str, Any] = {"engine": self.engine, "device": self.device.type, "batch_size": self.batch_size}
+        if self.settings.prompts is not None:
+            resolved["prompts"] = self.settings.prompts.model_dump()
+        return dataclasses.asdict(self.settings) | resolved
+
     def fixed_settings(self) -> dict[str, Any]:
-        """Return what decides the answers to a benchmark, as JSON holds it."""
-        values = dataclasses.asdict(self.settings) | {"engine": self.engine, "batch_size": self.batch_size}
-        return {key: value for key, value in values.items() if key not in _FREE}
+        """Return what decides the answers to a benchmark and is not compared answer by answer."""
+        return {key: value for key, value in self.record().items() if key not in _FREE}
 
     def dtype(self, model: EvalModel) -> torch.dtype:
         """Return the built-in sampler's dtype: the one asked for, else the checkpoint's; quantized ones are BF16."""
