@@ -209,8 +209,13 @@ def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(checkpoint, tmp_path
 
 def test_kept_answers_of_something_else_are_not_taken(checkpoint, tmp_path, sums):
     model = shutil.copytree(checkpoint, tmp_path / "model")
-    chosen = settings(tmp_path, sums, model, limit=3)
+    chosen = settings(tmp_path, sums, model)
     evaluate(chosen)
+    whole = sums.read_text()
+    sums.write_text(whole + whole.splitlines()[0] + "\n")
+    with pytest.raises(FileError, match="gsm8k: other problems are asked now"):
+        evaluate(chosen)
+    sums.write_text(whole)
     with pytest.raises(FileError, match=r"(?s)another evaluation.*seed: there 0, now 1") as error:
         evaluate(replace(chosen, seed=1, max_new_tokens=7))
     assert "max_new_tokens: there 6, now 7" in str(error.value)
@@ -222,6 +227,12 @@ def test_kept_answers_of_something_else_are_not_taken(checkpoint, tmp_path, sums
         evaluate(chosen)
     sums.write_text(sums.read_text().replace("#### 1", "#### "))
     evaluate(chosen)
+    answers = answers_path(chosen.output)
+    kept_text = answers.read_text()
+    answers.write_text(kept_text.replace('"chunk": 1,', '"chunk": [1],'))
+    with pytest.raises(FileError, match="line 7 is damaged, or not a run's: chunk: "):
+        evaluate(chosen)
+    answers.write_text(kept_text)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes())
     with pytest.raises(FileError, match="differs from now in weights;"):

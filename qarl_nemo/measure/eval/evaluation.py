@@ -77,7 +77,7 @@ class ModelEvaluation:
             len(pairs)
             for asked in self.asked
             for number, pairs in enumerate(self._chunks(asked))
-            if self._kept(asked, number) is not None
+            if self._kept(asked, number, pairs) is not None
         )
 
     def answers(self, asked: Asked, show: Callable[[int], None]) -> list[Row]:
@@ -95,7 +95,7 @@ class ModelEvaluation:
         """
         rows: list[Row] = []
         for number, pairs in enumerate(self._chunks(asked)):
-            chunk = self._kept(asked, number)
+            chunk = self._kept(asked, number, pairs)
             if chunk is None:
                 chunk = self._new_chunk(asked, number, pairs)
                 show(len(chunk))
@@ -108,9 +108,10 @@ class ModelEvaluation:
             self.engine.close()
             self.engine = None
 
-    def _kept(self, asked: Asked, number: int) -> list[Row] | None:
+    def _kept(self, asked: Asked, number: int, pairs: list[tuple[int, int]]) -> list[Row] | None:
         chunk = self.store.chunk(self.model.label, asked.benchmark.name, number)
-        self._require_same(asked, chunk or [])
+        if chunk is not None:
+            self._require_same(asked, chunk, pairs)
         return chunk
 
     def _chunks(self, asked: Asked) -> Iterator[list[tuple[int, int]]]:
@@ -131,7 +132,10 @@ class ModelEvaluation:
         self.store.add(chunk)
         return chunk
 
-    def _require_same(self, asked: Asked, chunk: list[Row]) -> None:
+    def _require_same(self, asked: Asked, chunk: list[Row], pairs: list[tuple[int, int]]) -> None:
+        place = f"{self.store.path}: {self.model.label}, {asked.benchmark.name}"
+        if [(row["problem"], row["sample"]) for row in chunk] != pairs:
+            raise FileError(f"{place}: other problems are asked now; choose another --output, or delete that file")
         for row in chunk:
             index = row["problem"]
             problem = asked.questions.problems.get(index)
@@ -139,8 +143,8 @@ class ModelEvaluation:
             differing = [key for key, value in expected.items() if row.get(key) != value]
             if differing:
                 raise FileError(
-                    f"{self.store.path}: {self.model.label}, {asked.benchmark.name}, problem {index} differs from now "
-                    f"in {', '.join(differing)}; choose another --output, or delete that file"
+                    f"{place}, problem {index} differs from now in {', '.join(differing)}; choose another --output, or "
+                    "delete that file"
                 )
 
     def _ask(self, questions: Questions) -> Asked:

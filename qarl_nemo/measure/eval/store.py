@@ -5,15 +5,32 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from qarl_nemo.files import FileError, os_reason, write_atomic
-from qarl_nemo.metrics.recorded import read_lines
+from qarl_nemo.metrics.recorded import read_lines, require_kind
 
 Row = dict[str, Any]
-_KEYS = ("model", "benchmark", "chunk", "chunk_size", "problem", "prompt", "num_tokens", "truncated", "right")
+_Count = Annotated[int, Field(ge=0)]
 # Of one chunk of one benchmark and model.
 Key = tuple[str, str, int]
+
+
+class _KeptAnswer(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str
+    benchmark: str
+    chunk: _Count
+    chunk_size: Annotated[int, Field(ge=1)]
+    problem: _Count
+    sample: _Count
+    prompt: str
+    num_tokens: _Count
+    truncated: bool
+    right: bool
 
 
 class AnswerStore:
@@ -33,8 +50,9 @@ class AnswerStore:
         lines = read_lines(path) if path.exists() else []
         if lines:
             self._require_same(lines[0], settings)
-        for row in lines[1:]:
-            self._chunks[self._key(row)].append(row)
+        for number, row in enumerate(lines[1:], start=2):
+            require_kind(row, _KeptAnswer, f"{path}, line {number}")
+            self._chunks[_key(row)].append(row)
         # A kill can only have cut the last one short.
         for key in [key for key, rows in self._chunks.items() if len(rows) != rows[0]["chunk_size"]]:
             del self._chunks[key]
@@ -61,7 +79,7 @@ class AnswerStore:
         Raises:
             FileError: the disk is full or failed; what was there stays.
         """
-        self._chunks[self._key(rows[0])] = list(rows)
+        self._chunks[_key(rows[0])] = list(rows)
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_line, rows)))
@@ -71,12 +89,6 @@ class AnswerStore:
             raise FileError(
                 f"{self.path} cannot be written: {os_reason(error)}; then the same command goes on"
             ) from error
-
-    def _key(self, row: Row) -> Key:
-        lacking = [key for key in _KEYS if key not in row]
-        if lacking:
-            raise FileError(f"{self.path} is damaged: an answer lacks {', '.join(lacking)}")
-        return row["model"], row["benchmark"], row["chunk"]
 
     def _require_same(self, header: Row, settings: Row) -> None:
         found = header.get("settings")
@@ -92,6 +104,10 @@ class AnswerStore:
                 f"{self.path} holds the answers of another evaluation; go on with the same settings, or choose another "
                 "--output. Differing:\n  " + "\n  ".join(differing)
             )
+
+
+def _key(row: Row) -> Key:
+    return row["model"], row["benchmark"], row["chunk"]
 
 
 def _line(row: Row) -> str:

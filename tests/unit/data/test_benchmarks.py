@@ -1,6 +1,7 @@
 """Benchmarks: every set's own format is read, answers are checked as each set asks, and names lead to records."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from qarl_nemo.data.benchmark_problems import chosen_letter, is_right, read_prob
 from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmarks, with_prompt
 from qarl_nemo.files import FileError
 
+GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "after_training.md"
 # Made-up problems, in the fields of each set.
 OLYMPIAD = {
     "id": 1,
@@ -181,3 +183,12 @@ def test_prompts_ask_for_a_box_and_can_be_those_of_training():
     for wrong in ("no place", "{} and {}", "{name}", "{"):
         with pytest.raises(ValueError, match="template"):
             with_prompt(gsm8k, wrong)
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda one: one.name)
+def test_the_guide_lists_each_benchmark_as_its_record_has_it(benchmark):
+    (line,) = [line for line in GUIDE.read_text().splitlines() if line.startswith(f"| `{benchmark.name}` |")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1].split(",")[0] == benchmark.hub_path
+    assert [int(cell) for cell in cells[2:4]] == [benchmark.num_problems, benchmark.num_samples]
+    assert cells[4] == {"math": "math-verify", "letter": "letter"}[benchmark.check]
