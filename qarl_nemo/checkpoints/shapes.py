@@ -73,6 +73,25 @@ def width_problems(fmt: QuantFormat, hidden: int, inner: int) -> list[str]:
     ]
 
 
+def engine_shard(name: str, shape: tuple[int, ...], parts: int, head_dim: int) -> tuple[int, int]:
+    """Return the shape of the part of a weight that each of vLLM's ranks holds.
+
+    Args:
+        name: parameter name; `o_proj` and `down_proj` are split along K, all others along N.
+        shape: [N, K].
+        parts: ranks that share it.
+        head_dim: width of a head; where there are fewer key-value heads than ranks, each rank has a whole one.
+
+    Returns:
+        [N, K] of a part.
+    """
+    rows, columns = shape
+    if "o_proj" in name or "down_proj" in name:
+        return rows, math.ceil(columns / parts)
+    least = head_dim if "k_proj" in name or "v_proj" in name else 1
+    return max(math.ceil(rows / parts), least), columns
+
+
 def stored_bytes(shape: tuple[int, ...], fmt: QuantFormat) -> int:
     """Return the size of a weight as a checkpoint stores it, scales and `weight_shape` included.
 

@@ -10,15 +10,15 @@ import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
 from qarl_formats import QuantFormat
-from qarl_nemo.checkpoints.shapes import shape_problems
+from qarl_nemo.architecture import CONFIG_FILE, MEGATRON_FAMILIES, Architecture
+from qarl_nemo.checkpoints.shapes import engine_shard, shape_problems
 from qarl_nemo.config import ConfigError
-from qarl_nemo.files import read_json
+from qarl_nemo.files import FileError, read_json
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
+from qarl_nemo.names import target_of
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_MOE = "qwen3_moe"
-_MODEL_TYPES = (_MOE, "qwen3", "qwen2")
 # What NeMo-RL and Bridge set for these models if a config does not.
 _DEFAULTS = {
     "gated_linear_unit": True,
@@ -49,14 +49,17 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     except ValueError as error:
         return [f"qarl.format={qarl.format}: {error}"]
     policy = config.get("policy") or {}
-    model = read_model_config(str(policy.get("model_name", "")))
-    if model is None:
+    name = str(policy.get("model_name", ""))
+    raw = read_model_config(name)
+    if raw is None:
         return []
-    if model.get("model_type") not in _MODEL_TYPES:
-        return [f"policy.model_name: a {model.get('model_type')} model; legal are {', '.join(_MODEL_TYPES)}"]
-    present, absent = ("experts", "mlp") if model["model_type"] == _MOE else ("mlp", "experts")
+    try:
+        model = Architecture.parse(raw, f"policy.model_name={name}", MEGATRON_FAMILIES)
+    except FileError as error:
+        return [str(error)]
+    present, absent = ("experts", "mlp") if model.num_experts else ("mlp", "experts")
     if absent in qarl.targets:
-        return [f"qarl.targets={list(qarl.targets)}: a {model['model_type']} model has no {absent}; set [{present}]"]
+        return [f"qarl.targets={list(qarl.targets)}: a {model.model_type} model has no {absent}; set [{present}]"]
     alignment = Alignment(fmt, qarl.targets, engine_rounding=qarl.engine_rounding)
     return _learner_problems(policy, model, alignment) + _engine_problems(policy, model, fmt, qarl.targets)
 
@@ -78,7 +81,7 @@ def fetch_model_config(name: str) -> str | None:
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"policy.model_name={name}: no such folder, nor a name on the Hugging Face hub (owner/model)")
     try:
-        hf_hub_download(name, "config.json")
+        hf_hub_download(name, CONFIG_FILE)
     # Without a network, an account or such a model, the hub's client raises errors of both types.
     except (OSError, ValueError) as error:
         return f"{name}: its config.json is not on this machine, and the hub did not give it: {_first_line(error)}"
@@ -87,10 +90,10 @@ def fetch_model_config(name: str) -> str | None:
 
 def model_config_file(name: str) -> Path | None:
     """Return the path of config.json in a folder or in Hugging Face's cache; None if there is neither."""
-    path = Path(name) / "config.json"
+    path = Path(name) / CONFIG_FILE
     if path.is_file():
         return path
-    cached = try_to_load_from_cache(name, "config.json") if _HUB_NAME.fullmatch(name) else None
+    cached = try_to_load_from_cache(name, CONFIG_FILE) if _HUB_NAME.fullmatch(name) else None
     return Path(cached) if isinstance(cached, str) else None
 
 
@@ -114,16 +117,16 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _learner_problems(policy: Mapping[str, Any], model: Mapping[str, Any], alignment: Alignment) -> list[str]:
+def _learner_problems(policy: Mapping[str, Any], model: Architecture, alignment: Alignment) -> list[str]:
     given = policy.get("megatron_cfg") or {}
     shapes = {
-        "hidden_size": model["hidden_size"],
-        "ffn_hidden_size": model["intermediate_size"],
-        "moe_ffn_hidden_size": model.get("moe_intermediate_size"),
-        "num_moe_experts": model.get("num_experts", model.get("num_local_experts")),
-        "num_attention_heads": model["num_attention_heads"],
-        "num_query_groups": model["num_key_value_heads"],
-        "kv_channels": _head_dim(model),
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.intermediate_size,
+        "moe_ffn_hidden_size": model.moe_intermediate_size or None,
+        "num_moe_experts": model.num_experts or None,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_dim,
     }
     settings = SimpleNamespace(**_DEFAULTS | dict(given) | (given.get("model_overrides") or {}) | shapes)
     try:
@@ -134,33 +137,19 @@ def _learner_problems(policy: Mapping[str, Any], model: Mapping[str, Any], align
 
 
 def _engine_problems(
-    policy: Mapping[str, Any], model: Mapping[str, Any], fmt: QuantFormat, targets: tuple[str, ...]
+    policy: Mapping[str, Any], model: Architecture, fmt: QuantFormat, targets: tuple[str, ...]
 ) -> list[str]:
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     tensor_parallel, expert_parallel = vllm.get("tensor_parallel_size", 1), vllm.get("expert_parallel_size", 1)
     problems: dict[str, None] = {}
-    for target in targets:
+    for name, shape in model.parameters():
+        target, linear = target_of(name), name.split(".")[-2]
+        # Values are cut as keys are, and up as gate.
+        if target not in targets or linear in ("v_proj", "up_proj"):
+            continue
         whole = target == "experts" and expert_parallel > 1
-        parts = 1 if whole else tensor_parallel
+        shard = engine_shard(name, shape, 1 if whole else tensor_parallel, model.head_dim)
         where = f"qarl.targets {target}, policy.generation.vllm_cfg.tensor_parallel_size={tensor_parallel}"
-        for name, shape in _shards(model, target, parts).items():
-            for problem in shape_problems(f"{name}.weight", target, shape, fmt):
-                problems[f"{where}: {name}: {problem}"] = None
+        for problem in shape_problems(name, target, shard, fmt):
+            problems[f"{where}: {linear}: {problem}"] = None
     return list(problems)
-
-
-def _shards(model: Mapping[str, Any], target: str, parts: int) -> dict[str, tuple[int, int]]:
-    hidden, head_dim = model["hidden_size"], _head_dim(model)
-    if target == "attention":
-        query, key = (model[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
-        return {
-            "q_proj": (query // parts, hidden),
-            "k_proj": (max(key // parts, head_dim), hidden),
-            "o_proj": (hidden, query // parts),
-        }
-    inner = model["moe_intermediate_size" if target == "experts" else "intermediate_size"] // parts
-    return {"gate_proj": (inner, hidden), "down_proj": (hidden, inner)}
-
-
-def _head_dim(model: Mapping[str, Any]) -> int:
-    return model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]

@@ -1,7 +1,6 @@
 """A model's parameter names and shapes, from config.json only, and the formats in which vLLM's kernels take them."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
-from qarl_nemo.checkpoints.shapes import shape_problems
+from qarl_nemo.checkpoints.shapes import engine_shard, shape_problems
 from qarl_nemo.files import read_json
 from qarl_nemo.names import TARGETS, target_of
 
@@ -23,12 +22,14 @@ class ModelShapes:
         parameters: name -> shape, with one entry per expert.
         max_position_embeddings: longest context, tokens.
         num_attention_heads: query heads.
+        head_dim: width of a head.
     """
 
     config: dict[str, Any]
     parameters: dict[str, tuple[int, ...]]
     max_position_embeddings: int
     num_attention_heads: int
+    head_dim: int
 
     @property
     def targets(self) -> list[str]:
@@ -57,7 +58,7 @@ def read_shapes(path: Path) -> ModelShapes:
     context = raw.get("max_position_embeddings")
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise ValueError(f"{file}: max_position_embeddings={json.dumps(context)} is not a whole number from 1")
-    return ModelShapes(raw, dict(model.parameters()), context, model.num_attention_heads)
+    return ModelShapes(raw, dict(model.parameters()), context, model.num_attention_heads, model.head_dim)
 
 
 def shape_refusals(
@@ -87,13 +88,6 @@ def shape_refusals(
             continue
         parts = 1 if target == "experts" and enable_expert_parallel else tensor_parallel_size
         split = f", on each of {parts} GPUs" if parts > 1 else ""
-        for problem in shape_problems(name, target, _shard(name, shape, parts), fmt):
+        for problem in shape_problems(name, target, engine_shard(name, shape, parts, model.head_dim), fmt):
             reasons[f"{target}: {problem}{split}"] = None
     return list(reasons)
-
-
-def _shard(name: str, shape: tuple[int, ...], parts: int) -> tuple[int, int]:
-    rows, columns = shape
-    if "o_proj" in name or "down_proj" in name:
-        return rows, math.ceil(columns / parts)
-    return math.ceil(rows / parts), columns

@@ -30,6 +30,11 @@ def model() -> ModelShapes:
     return read_shapes(MODEL)
 
 
+def test_key_value_heads_are_repeated_on_more_ranks_than_there_are(model):
+    # Four heads of 128 on eight ranks are 128 rows each, not 64, which fp8_block's kernel would not take.
+    assert shape_refusals(model, get_format("fp8_block"), ["attention"], tensor_parallel_size=8) == []
+
+
 def test_the_example_has_the_size_of_qwen3_30b_a3b(model):
     # 30.5 billion, says its model card
     assert sum(math.prod(shape) for shape in model.parameters.values()) == 30_532_122_624
