@@ -292,7 +292,7 @@ def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
         engine="sglang",
         device="cpu",
         limit=0,
-        temperature=0.0,
+        temperature=-1.0,
         top_p=2.0,
         prompt_file=tmp_path / "no.txt",
     )
@@ -306,11 +306,18 @@ def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
         "no benchmark for the data of gsm9k",
         "unknown engine 'sglang'; legal: auto, vllm, packed",
         "limit=0 must be at least 1",
-        "temperature=0 gives the same answer every time",
+        "temperature=-1.0 must lie in [0, 100]",
         "top_p=2.0 must lie in (0, 1]",
         "no.txt: expected a prompt file",
     ):
         assert expected in str(error.value), expected
+
+
+def test_greedy_answers_are_not_counted_several_times(checkpoint, tmp_path, sums):
+    with pytest.raises(ValueError, match="gsm8k: 3 answers at temperature 0 are one; set num_samples=1"):
+        prepare(settings(tmp_path, sums, checkpoint, temperature=0.0, num_samples=3))
+    (questions,) = prepare(settings(tmp_path, sums, checkpoint, temperature=0.0, num_samples=None)).questions
+    assert questions.benchmark.num_samples == 1
 
 
 def test_the_format_of_a_checkpoint_is_read_from_its_config(quantized):

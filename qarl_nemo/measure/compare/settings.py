@@ -207,11 +207,20 @@ def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], confi
             _attempt(problems, plan_quantization, checkpoint, fmt, settings.targets)
         on_cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
         if settings.engine == "vllm" and on_cpu:
-            problems += _cpu_problems(fmt, settings.targets)
+            problems += cpu_problems(fmt, settings.targets)
     return problems
 
 
-def _cpu_problems(fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
+def cpu_problems(fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
+    """Say whether vLLM on a CPU serves a format.
+
+    Args:
+        fmt: the format.
+        targets: which layers are in it.
+
+    Returns:
+        One sentence that names what it serves, or nothing.
+    """
     served = fmt.served_on("cpu")
     if served and served.serves(fmt.group_size, targets):
         return []

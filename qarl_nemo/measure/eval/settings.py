@@ -14,6 +14,7 @@ from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
 from qarl_nemo.files import read_text
+from qarl_nemo.measure.compare.settings import cpu_problems
 from qarl_nemo.measure.eval.models import EvalModel, find_model
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.setup import resolve_device
@@ -152,9 +153,9 @@ def prepare(settings: EvalSettings) -> EvalJob:
     """
     problems = _number_problems(settings) + _choice_problems(settings)
     device = _attempt(problems, resolve_device, settings.device)
-    engine = _engine(settings, device, problems) if device else settings.engine
-    models = [_attempt(problems, find_model, path) for path in settings.models]
-    problems += _model_problems(settings, [model for model in models if model], engine)
+    models = [model for path in settings.models if (model := _attempt(problems, find_model, path)) is not None]
+    engine = _engine(settings, models, device, problems) if device else settings.engine
+    problems += _model_problems(settings, models, engine)
     found = _attempt(problems, find_benchmarks, list(settings.benchmarks)) or []
     template = _attempt(problems, read_text, settings.prompt_file, "a prompt file") if settings.prompt_file else None
     records = [_attempt(problems, _sampled_as, settings, one, template) for one in found]
@@ -163,7 +164,7 @@ def prepare(settings: EvalSettings) -> EvalJob:
         raise ValueError(f"{len(problems)} problem(s) with this evaluation:\n  " + "\n  ".join(dict.fromkeys(problems)))
     assert device
     batch_size = settings.batch_size or _BATCH_SIZES[engine]
-    return EvalJob(settings, tuple(filter(None, models)), tuple(filter(None, questions)), engine, device, batch_size)
+    return EvalJob(settings, tuple(models), tuple(filter(None, questions)), engine, device, batch_size)
 
 
 def _number_problems(settings: EvalSettings) -> list[str]:
@@ -178,8 +179,6 @@ def _number_problems(settings: EvalSettings) -> list[str]:
         value = getattr(settings, name)
         if value is not None and not 0 < value <= 1:
             problems.append(f"{name}={value} must lie in (0, 1]")
-    if settings.temperature == 0 and (settings.num_samples or 2) > 1:
-        problems.append("temperature=0 gives the same answer every time; set num_samples=1")
     return problems
 
 
@@ -196,12 +195,15 @@ def _choice_problems(settings: EvalSettings) -> list[str]:
     return problems
 
 
-def _engine(settings: EvalSettings, device: torch.device, problems: list[str]) -> str:
-    missing = vllm_problem(device.type, quantized=False)
+def _engine(settings: EvalSettings, models: list[EvalModel], device: torch.device, problems: list[str]) -> str:
+    missing = vllm_problem(device.type, quantized=any(model.targets for model in models))
     if settings.engine == "auto":
         return "vllm" if device.type == "cuda" and missing is None else "packed"
     if settings.engine == "vllm" and missing:
         problems.append(f"engine vllm does not run here: {missing}; or use engine packed")
+    if settings.engine == "vllm" and device.type == "cpu":
+        for model in models:
+            problems += cpu_problems(model.served, model.targets) if model.served and model.targets else []
     return settings.engine
 
 
@@ -226,6 +228,10 @@ def _sampled_as(settings: EvalSettings, benchmark: Benchmark, template: str | No
     names = ("num_samples", "temperature", "top_p", "max_new_tokens")
     chosen: dict[str, Any] = {name: getattr(settings, name) for name in names}
     benchmark = dataclasses.replace(benchmark, **{name: value for name, value in chosen.items() if value is not None})
+    if benchmark.temperature == 0 and benchmark.num_samples > 1:
+        raise ValueError(
+            f"{benchmark.name}: {benchmark.num_samples} answers at temperature 0 are one; set num_samples=1"
+        )
     return benchmark if template is None else with_prompt(benchmark, template)
 
 
