@@ -113,18 +113,7 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     after_swiglu: bool = False,
 ) -> Tensor:
-    """Multiply rows sorted by expert, each by its expert's weight; experts may have no row.
-
-    Args:
-        x: [M, K] rows, sorted by expert.
-        weight: operand [E, N, K].
-        offsets: [E + 1] int32; expert e owns rows offsets[e] to offsets[e+1].
-        out_dtype: see `gemm`.
-        after_swiglu: see `gemm`.
-
-    Returns:
-        [M, N] in out_dtype.
-    """
+    """Multiply rows sorted by expert, each by its expert's weight; see `qarl_kernels.dispatch.grouped_gemm`."""
     bounds = offsets.tolist()
     assert bounds[-1] == len(x), f"{len(x)} rows, but the experts' offsets end at {bounds[-1]}"
     out = x.new_empty(x.shape[0], weight.values.shape[-2], dtype=x.dtype if out_dtype is None else out_dtype)
@@ -135,16 +124,7 @@ def grouped_gemm(
 
 
 def grouped_input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Return dX = dY @ W for rows sorted by expert.
-
-    Args:
-        grad_out: [M, N].
-        weight: [E, N, K] of the same dtype.
-        offsets: [E + 1] int32.
-
-    Returns:
-        [M, K] in grad_out's dtype.
-    """
+    """Return dX = dY @ W for rows sorted by expert; see `qarl_kernels.dispatch.grouped_input_grad`."""
     grad = grad_out.new_empty(len(grad_out), weight.shape[-1])
     for index, (start, stop) in enumerate(pairwise(offsets.tolist())):
         grad[start:stop] = grad_out[start:stop] @ weight[index]
@@ -152,15 +132,6 @@ def grouped_input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Ten
 
 
 def grouped_weight_grad(grad_out: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """Return dW = dY^T @ X of every expert; zero for an expert without rows.
-
-    Args:
-        grad_out: [M, N].
-        x: [M, K], cast to grad_out's dtype.
-        offsets: [E + 1] int32.
-
-    Returns:
-        [E, N, K] in grad_out's dtype.
-    """
+    """Return dW = dY^T @ X of every expert; see `qarl_kernels.dispatch.grouped_weight_grad`."""
     bounds = list(pairwise(offsets.tolist()))
     return torch.stack([grad_out[start:stop].mT @ x[start:stop].to(grad_out.dtype) for start, stop in bounds])

@@ -108,22 +108,7 @@ def mlp_rows_backward(
     fmt: QuantFormat,
     into: WeightGradients | None = None,
 ) -> tuple[Tensor, Tensor, Weights, Weights]:
-    """Differentiate `mlp_rows` with its weighted output rows, quantization counting as the identity.
-
-    Args:
-        grad_rows: [M, H] BF16, the gradient of each weighted output row.
-        rows: [M, H] BF16, not quantized.
-        hidden: [M, 2 I] BF16, fc1's output.
-        offsets: [E + 1] int32.
-        row_weight: [M] FP32.
-        gate_up: [E, 2 I, H] BF16 for the input gradient.
-        down: [E, H, I] BF16 for the input gradient.
-        fmt: what the forward ran.
-        into: E tensors [2 I, H] and E tensors [H, I], BF16 or FP32, to add the weight gradients to.
-
-    Returns:
-        gradients of rows [M, H] BF16, row_weight [M] FP32, gate_up and down BF16, or what they were added to.
-    """
+    """Differentiate `mlp_rows` in BF16, its quantization as the identity; see `dispatch_rows.expert_rows_backward`."""
     into_gate_up, into_down = into or (None, None)
     grad_activation = input_grad(grad_rows, down, offsets)
     grad_hidden, weighted, grad_weight = swiglu_backward(hidden, grad_activation, row_weight, fmt.activation_kind)

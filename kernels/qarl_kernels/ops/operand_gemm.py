@@ -154,16 +154,7 @@ def quantize_and_multiply(
 
 
 def input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Return dX = dY @ W for rows sorted by expert.
-
-    Args:
-        grad_out: [M, N] BF16.
-        weight: [E, N, K] BF16.
-        offsets: [E + 1] int32.
-
-    Returns:
-        [M, K] BF16.
-    """
+    """Return dX = dY @ W in BF16 for rows sorted by expert; see `qarl_kernels.dispatch.grouped_input_grad`."""
     if len(weight) == 1:
         return grad_out @ weight[0]
     return grouped_gemm_bf16(grad_out, weight, offsets, transposed=True)
