@@ -1,0 +1,88 @@
+"""The notebook: its commands can be given, its cells call what is there, and all of them run, with a tiny model."""
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+import torch
+from test_documents import problems
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from qarl_nemo.train.tokenizer import CHARACTERS, character_tokenizer
+
+CELLS = [
+    "".join(cell["source"])
+    for cell in json.loads((Path(__file__).parents[2] / "examples" / "real_model.ipynb").read_text())["cells"]
+    if cell["cell_type"] == "code"
+]
+PYTHON = [cell for cell in CELLS if not cell.startswith("!")]
+COMMANDS = [cell[1:] for cell in CELLS if cell.startswith("!")]
+
+
+def test_it_holds_no_outputs():
+    cells = json.loads((Path(__file__).parents[2] / "examples" / "real_model.ipynb").read_text())["cells"]
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
+
+
+@pytest.mark.parametrize("cell", PYTHON, ids=lambda cell: cell.splitlines()[0][:40])
+def test_cells_parse_and_import_what_is_there(cell):
+    for node in ast.walk(ast.parse(cell)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[:2]))
+def test_commands_can_be_given(command):
+    assert problems(shlex.split(re.sub(r"\{[^}]*\}", "1", command))) == []
+    assert problems(shlex.split(command.replace("--", "--no-such-", 1).replace("train", "trian")))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A random model that speaks in digits, and data in GSM8K's fields."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}="
+    tokenizer.save_pretrained("model")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(**sizes, num_key_value_heads=1, vocab_size=len(tokenizer), eos_token_id=2, pad_token_id=0)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    for name in ("train", "test"):
+        lines = [{"question": CHARACTERS[n % 9] + "+1", "answer": f"one more\n#### {n % 9 + 1}"} for n in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    more = (
+        "device=cpu rollout.engine=packed policy.precision=float32 rollout.max_new_tokens=4 grpo.max_num_steps=2 "
+        "grpo.num_prompts_per_step=2 grpo.num_generations_per_prompt=2 grpo.train_global_batch_size=4"
+    )
+    return f'MODEL, TRAIN, TEST, RUN, MORE = "model", "train.jsonl", "test.jsonl", "run", {more!r}'
+
+
+@pytest.mark.slow
+def test_every_cell_runs(files, capsys, monkeypatch):
+    mpl.use("agg")
+    names: dict = {}
+    exec(files, names)
+    for cell in CELLS[1:]:
+        if not cell.startswith("!"):
+            exec(cell, names)
+            continue
+        # As IPython fills in what stands in braces.
+        filled = re.sub(r"\{([^}]*)\}", lambda match: str(eval(match[1], names)), cell[1:])
+        words = shlex.split(filled)
+        small = ["--device", "cpu", "--engine", "packed", "--max-new-tokens", "4"] if words[1] == "eval" else []
+        done = subprocess.run(
+            [sys.executable, "-m", "qarl_nemo", *words[1:], *small], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+    assert "its answer" in capsys.readouterr().out
+    assert Path("run", "served", "config.json").is_file()
+    assert json.loads(Path("run", "eval.json").read_text())
