@@ -23,13 +23,7 @@ class Answer:
 
 
 class AnswerEngine(Protocol):
-    """Serves one model.
-
-    Attributes:
-        name: the engine's name and version.
-    """
-
-    name: str
+    """Serves one model."""
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """Sample one answer to each prompt.

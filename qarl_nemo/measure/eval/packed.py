@@ -45,7 +45,6 @@ class PackedEngine:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.name = "packed"
         self._tokenizer, self._device = tokenizer, device
         config = AutoConfig.from_pretrained(model.folder, local_files_only=True)
         config.quantization_config = None

