@@ -10,11 +10,11 @@ _VARIABLES = "env_vars"
 _SECRET = r"(?:[A-Z0-9]+_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+)*"
 # Variables that end like this say where a secret is stored, and are no secrets.
 _PLACES = ("_FILE", "_PATH", "_DIR", "_HOME")
-# NAME=value as in a shell or an override, or NAME: value as in a block of them.
-_ASSIGNED = re.compile(
-    rf"(?<![A-Z0-9_])({_SECRET})(?:=|[\"']?:\s*)(?![\"']?\$)[\"']?[^\s\"']",
-    re.IGNORECASE,
-)
+# Any but a reference to another variable.
+_VALUE = r"(?![\"']?\$)[\"']?[^\s\"']"
+# NAME=value as in a shell or an override, and NAME: value in braces; /x/token:/token is a volume.
+_ASSIGNED = re.compile(rf"(?<![A-Z0-9_])({_SECRET})={_VALUE}", re.IGNORECASE)
+_IN_BRACES = re.compile(rf"[{{,]\s*[\"']?({_SECRET})[\"']?\s*:\s*{_VALUE}", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
@@ -29,9 +29,9 @@ def assigned_secrets(text: str) -> list[str]:
         text: shell words or overrides.
 
     Returns:
-        The names, in order.
+        The names.
     """
-    return [name for name in _ASSIGNED.findall(text) if is_secret(name)]
+    return [name for name in (*_ASSIGNED.findall(text), *_IN_BRACES.findall(text)) if is_secret(name)]
 
 
 def secret_variables(config: Any, place: str = "") -> list[str]:

@@ -37,7 +37,9 @@ def test_a_secret_in_plain_text_is_refused_without_showing_it(base, override, ca
     assert VALUE not in printed
 
 
-def test_a_reference_to_a_variable_is_no_secret():
+def test_a_reference_to_a_variable_is_no_secret_nor_is_a_volume():
+    example("slurm", "command='python run.py x.env_vars={HF_TOKEN: $HF_TOKEN}'")
+    example("hosts_container", "container.args=['--volume=/home/me/token:/token']")
     example("slurm", f"setup='export {NAME}=$OTHER HF_TOKEN=\"$X\"'")
 
 
