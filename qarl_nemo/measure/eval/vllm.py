@@ -1,5 +1,6 @@
 """vLLM as an engine of evaluations, with the kernels of rollouts: it serves a quantized checkpoint as it is."""
 
+import contextlib
 import multiprocessing
 import tempfile
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE, get_format
@@ -61,7 +63,7 @@ class VllmEngine:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         folder = _served_folder(model, Path(self._scratch.name), device)
-        self._process = context.Process(target=serve, args=(theirs, str(folder), device, options, stop_ids))
+        self._process = context.Process(target=serve, args=(theirs, str(folder.resolve()), device, options, stop_ids))
         self._process.start()
         theirs.close()
         try:
@@ -74,7 +76,9 @@ class VllmEngine:
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """Sample one answer to each prompt, each from its own seed."""
-        self._connection.send((list(prompts), params, list(seeds)))
+        # If the process has ended, `_receive` says how.
+        with contextlib.suppress(BrokenPipeError):
+            self._connection.send((list(prompts), params, list(seeds)))
         received = self._receive()
         texts = self._tokenizer.batch_decode([tokens for tokens, _ in received], skip_special_tokens=True)
         return [Answer(text, len(tokens), truncated) for text, (tokens, truncated) in zip(texts, received, strict=True)]
@@ -110,6 +114,9 @@ def _served_folder(model: EvalModel, scratch: Path, device: str) -> Path:
         return model.folder
     assert model.served
     quantize_checkpoint(model.checkpoint, scratch / "quantized", model.served, model.targets, device=device)
+    if device == "cuda":
+        # What this process keeps of the GPU, the engine's cannot have.
+        torch.cuda.empty_cache()
     return scratch / "quantized"
 
 
