@@ -215,6 +215,8 @@ def test_exactly_one_model_source(sources):
         ({"megatron_cfg": {"num_gpus": 4, "expert_model_parallel_size": 3}}, "must both divide num_gpus=4"),
         ({"megatron_cfg": {"num_gpus": 3}}, "not a multiple of the 3 data parallel ranks"),
         ({"megatron_cfg": {}, "attention": "engine"}, "Megatron attends with its own kernels"),
+        ({"megatron_cfg": {}, "sequence_packing": {"enabled": True}}, "are the transformers learner's"),
+        ({"megatron_cfg": {}, "activation_checkpointing": True}, "are the transformers learner's"),
         ({"megatron_cfg": {}, "optimizer": {"name": "muon"}}, "set megatron_cfg.use_distributed_optimizer=false"),
         ({"megatron_cfg": {"use_fsdp": True}}, "unknown key 'policy.megatron_cfg.use_fsdp'"),
     ],
