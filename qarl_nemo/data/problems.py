@@ -93,7 +93,9 @@ def read_tasks(config: DatasetConfig) -> list[Task]:
             problems.append(f"{place}: {error}")
             fix = "; set input_key and output_key to the fields of problem and answer"
         except (ValueError, TypeError, RecursionError) as error:
-            problems.append(f"{place}: {type(error).__name__} {str(error)[:_MAX_QUOTED]}")
+            # Ours say it in words; a parser's are clearer with their name.
+            name = "" if type(error) in (ValueError, TypeError) else f"{type(error).__name__} "
+            problems.append(f"{place}: {name}{str(error)[:_MAX_QUOTED]}")
     if problems or not tasks:
         source, (input_key, output_key, _) = config.data_path or config.dataset_name, config.fields
         more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""

@@ -1,6 +1,7 @@
 """Records of a local file, a folder or the Hugging Face hub, each with its place for errors."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,10 @@ def _part(split: str, num_records: int) -> slice:
 def _load_dataset(config: DatasetConfig, file: Path | None) -> Any:
     datasets, named = _datasets(), NAMED.get(config.dataset_name)
     source = str(file or config.data_path or (named and named.hub_path))
+    # Of a machine without a network, the hub's client tells each attempt.
+    client = logging.getLogger("huggingface_hub")
+    level = client.level
+    client.setLevel(logging.ERROR)
     try:
         if file is not None:
             files = {config.split.partition("[")[0]: source}
@@ -91,6 +96,8 @@ def _load_dataset(config: DatasetConfig, file: Path | None) -> Any:
             f"dataset {source}, split {config.split!r}, cannot be loaded: {lines[0][:_MAX_QUOTED]}; without a network, "
             f"set its data_path to a local file or folder{copies}"
         ) from error
+    finally:
+        client.setLevel(level)
 
 
 def _subset(config: DatasetConfig) -> str | None:

@@ -63,9 +63,9 @@ def _load(path: str) -> Any:
     module_name, colon, name = path.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
         raise ValueError(f"reward function {path!r} must be module:function, my_rewards:score for example")
-    # `qarl` is a program, whose own folder comes first, not the user's.
+    # Python looks into the current folder for its own programs only. Last, so that no folder there hides a package.
     if "" not in sys.path:
-        sys.path.insert(0, "")
+        sys.path.append("")
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # the module is the user's, and importing runs it
