@@ -11,7 +11,7 @@ from qarl_kernels import gemm_operand, quantize_weight, stored_layout
 from qarl_nemo.architecture import Architecture
 from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, shape_problems, stored_bytes
 from qarl_nemo.config import QarlConfig
-from qarl_nemo.measure.compare.settings import _cpu_problems
+from qarl_nemo.measure.compare.settings import cpu_problems
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.memory import Learner, ModelSize, Parallelism, rank_memory, served_bytes
@@ -66,7 +66,7 @@ def test_what_a_device_serves(fmt, targets, device):
     problems = config_problems(SimpleNamespace(qarl=qarl, rollout=rollout, policy=policy), device)
     assert (problems == []) == legal
     if device == "cpu" and fmt.is_quantized:
-        assert (_cpu_problems(fmt, targets) == []) == legal
+        assert (cpu_problems(fmt, targets) == []) == legal
     if device == "cuda":
         asked = NemoQarlConfig.model_validate(qarl.model_dump(exclude={"router_replay"}))
         lines = find_conflicts({}, asked)
