@@ -11,22 +11,25 @@ if TYPE_CHECKING:
     from qarl_nemo.measure.eval.settings import EvalSettings
     from qarl_nemo.train.config import TokenizerConfig
 
+Models = Annotated[
+    list[Path],
+    typer.Argument(
+        help="BF16 or quantized Hugging Face folders, or runs: the newest checkpoint, served as its rollouts were."
+    ),
+]
+Benchmarks = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated: aime24, aime25, amc23, math500, minerva, olympiadbench (all six: math), arc_c, "
+        "gpqa, mmlu_pro (all three: ood), gsm8k; or all."
+    ),
+]
+
 
 @command
 def eval_(
-    models: Annotated[
-        list[Path],
-        typer.Argument(
-            help="BF16 or quantized Hugging Face folders, or runs: the newest checkpoint, served as its rollouts were."
-        ),
-    ],
-    benchmarks: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: aime24, aime25, amc23, math500, minerva, olympiadbench (all six: math), arc_c, "
-            "gpqa, mmlu_pro (all three: ood), gsm8k; or all."
-        ),
-    ] = "math",
+    models: Models,
+    benchmarks: Benchmarks = "math",
     output: Annotated[
         Path, typer.Option(help="Results; every answer is kept beside it, and the same command goes on.")
     ] = Path("runs/eval/results.json"),
