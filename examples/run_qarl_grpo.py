@@ -97,7 +97,7 @@ class _Run:
         parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
         policy, policy_generation = parts[:2]
         self.synchronizer = plugin.install_refit(policy, policy_generation)
-        policy.recorder = Recorder(log_dir.absolute(), self.qarl.diagnostics_period, parts[_STATE]["total_steps"])
+        policy.recorder = Recorder(log_dir.absolute(), self.qarl.diagnostics_period, parts[_STATE].total_steps)
         parts[_LOSS] = QarlLossFn(self.qarl.objective, parts[_LOSS], token_metrics)
         return tuple(parts)
 
