@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from qarl_formats import BASELINE, DEFAULT_FORMAT, FORMAT_NAMES, QuantFormat, find_format, get_format
+from qarl_formats import BASELINE, DEFAULT_FORMAT, QuantFormat, find_format, get_format, served_formats
 from qarl_nemo.architecture import MEGATRON_FAMILIES, read_architecture
 from qarl_nemo.files import FileError
 from qarl_nemo.parallelism import Parallelism
@@ -151,8 +151,8 @@ class Learner:
                 problems.append(f"{name}={count} is not from 1 to {MAX_TOKENS}")
         if problems:
             raise ValueError("; ".join(problems))
-        if self.format not in (None, *FORMAT_NAMES):
-            raise ValueError(f"unknown format {self.format!r}; legal: {', '.join(FORMAT_NAMES)}")
+        if self.format not in (None, *(legal := served_formats("cuda"))):
+            raise ValueError(f"unknown format {self.format!r}; legal: {', '.join(legal)}")
 
     @property
     def record(self) -> QuantFormat | None:

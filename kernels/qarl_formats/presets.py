@@ -8,8 +8,8 @@
 | `fp8_channel` | E4M3, FP32 scale per row         | FP8 per token | `weighted_sum`       |
 | `bf16`        | BF16                             | BF16          | `on_accumulator`     |
 
-`w2a16`, `w3a16`, `w5a16` .. `w8a16` share the integer arithmetic for experiments; no rollout kernel of vLLM 0.25.1
-serves them.
+`w3a16` and `w2a16` are `w4a16` with codes on a grid of 3 or 2 bits: stored, served and multiplied as int4. `w5a16` ..
+`w8a16` share the integer arithmetic for experiments; no record here says which kernel of vLLM 0.25.1 serves them.
 """
 
 from dataclasses import replace
@@ -26,6 +26,7 @@ def _weight_only(num_bits: int) -> QuantFormat:
         weight_kind="int",
         activation_kind="none",
         num_bits=num_bits,
+        grid_bits=num_bits,
         router_weight="rounded_product",
         storage="pack-quantized",
         group_size=128,
@@ -119,8 +120,13 @@ _BF16 = QuantFormat(
 )
 
 _SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _BF16)}
-_KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(2, 9))} | _SERVED
+# Every code of a narrower grid is an int4 code, so that what serves w4a16 serves it, too.
+_NARROW = {name: replace(_W4A16, name=name, grid_bits=bits) for name, bits in (("w3a16", 3), ("w2a16", 2))}
+_KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(5, 9))} | _SERVED | _NARROW
 FORMAT_NAMES = tuple(_SERVED)
+NARROW_NAMES = tuple(_NARROW)
+# What messages say of the names beside `FORMAT_NAMES`.
+OTHER_NAMES = f"{', '.join(NARROW_NAMES)} (fewer levels in w4a16's storage); experimental: w5a16 .. w8a16"
 DEFAULT_FORMAT = _W4A16.name
 # The unquantized format: the other side of every comparison, and what stays BF16 in a quantized model.
 BASELINE = _BF16.name
@@ -130,7 +136,7 @@ def find_format(name: str) -> QuantFormat | None:
     """Return the record of a name with its defaults; None if there is none.
 
     Args:
-        name: one of `FORMAT_NAMES`, or an experimental `w{2..8}a16`.
+        name: one of `FORMAT_NAMES` or of `OTHER_NAMES`.
 
     Returns:
         The record.
@@ -140,12 +146,12 @@ def find_format(name: str) -> QuantFormat | None:
 
 def served_formats(device: str) -> tuple[str, ...]:
     """Return the formats that vLLM serves on `cpu` or `cuda`."""
-    return tuple(name for name, fmt in _SERVED.items() if fmt.served_on(device))
+    return tuple(name for name, fmt in (_SERVED | _NARROW).items() if fmt.served_on(device))
 
 
 def formats_with_groups() -> tuple[str, ...]:
     """Return the served formats that have a choice of group sizes."""
-    return tuple(name for name, fmt in _SERVED.items() if fmt.group_sizes)
+    return tuple(name for name, fmt in (_SERVED | _NARROW).items() if fmt.group_sizes)
 
 
 def get_format(
@@ -154,7 +160,7 @@ def get_format(
     """Return the format called `name`, its options filled with the format's defaults.
 
     Args:
-        name: one of `FORMAT_NAMES`, or an experimental `w{2..8}a16`.
+        name: one of `FORMAT_NAMES` or of `OTHER_NAMES`.
         group_size: elements per scale along K; integer formats only, None = 128.
         scale_convention: integer formats only, None = `full_range`.
 
@@ -166,9 +172,7 @@ def get_format(
     """
     fmt = find_format(name)
     if fmt is None:
-        raise ValueError(
-            f"unknown format {name!r}; legal: {', '.join(FORMAT_NAMES)} (experimental: w2a16 .. w8a16 with any bits)"
-        )
+        raise ValueError(f"unknown format {name!r}; legal: {', '.join(FORMAT_NAMES)}; {OTHER_NAMES}")
     options = {"group_size": group_size, "scale_convention": scale_convention}
     given = {key: value for key, value in options.items() if value is not None}
     if not fmt.group_sizes and given:

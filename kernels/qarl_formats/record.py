@@ -102,6 +102,7 @@ class QuantFormat:
         scale_rows: rows that share a scale.
         scale_bits: bits of a group's or block's scale; 0 where a whole row has one.
         row_scaled: a scale that GEMMs apply spans a whole row of K: a shard of the row would get another scale.
+        grid_bits: integer grids only: bits of the grid that codes lie on, `num_bits` or fewer of them.
         scale_convention: integer grids only: `narrow_range` is amax/(2^(b-1)-1) on the symmetric grid, `full_range`
             amax/((2^b-1)/2) on the whole two's-complement grid.
         operand_bytes: bytes a weight of what GEMMs multiply, where that is not the stored tensors; 0 where it is.
@@ -119,6 +120,7 @@ class QuantFormat:
     scale_rows: int = 1
     scale_bits: int = 0
     row_scaled: bool = False
+    grid_bits: int = 0
     scale_convention: ScaleConvention | None = None
     operand_bytes: int = 0
     vllm: VllmKernels | None = field(default=None, repr=False)

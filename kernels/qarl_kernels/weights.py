@@ -133,7 +133,7 @@ def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) ->
 def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
     if fmt.weight_kind == "int":
         assert fmt.scale_convention is not None
-        codes, scale = integer.quantize_integer(weight, fmt.num_bits, fmt.group_size, fmt.scale_convention)
+        codes, scale = integer.quantize_integer(weight, fmt.grid_bits, fmt.group_size, fmt.scale_convention)
         return {"weight_packed": integer.pack_int32(codes, fmt.num_bits), "weight_scale": scale}
     if fmt.weight_kind == "fp8_rows":
         values, scale = fp8.quantize_channel(weight)

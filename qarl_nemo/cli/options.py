@@ -4,9 +4,10 @@ from typing import Annotated
 
 import typer
 
-from qarl_formats import FORMAT_NAMES
+from qarl_formats import FORMAT_NAMES, NARROW_NAMES
 
-Format = Annotated[str, typer.Option("--format", help=f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}.")]
+_NAMES = f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}; {', '.join(NARROW_NAMES)}: fewer levels, in int4."
+Format = Annotated[str, typer.Option("--format", help=_NAMES)]
 GroupSize = Annotated[int | None, typer.Option(help="Elements per scale along K (w4a16: 128, 64, 32).")]
 ScaleConvention = Annotated[str | None, typer.Option(help="narrow_range or full_range.")]
 Targets = Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")]

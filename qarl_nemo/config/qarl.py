@@ -5,7 +5,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from qarl_formats import BASELINE, DEFAULT_FORMAT, FORMAT_NAMES, QuantFormat, ScaleConvention, find_format, get_format
+from qarl_formats import (
+    BASELINE,
+    DEFAULT_FORMAT,
+    FORMAT_NAMES,
+    OTHER_NAMES,
+    QuantFormat,
+    ScaleConvention,
+    find_format,
+    get_format,
+)
 from qarl_nemo.config.problems import hint
 from qarl_nemo.config.strict import StrictModel
 from qarl_nemo.names import Backward
@@ -20,7 +29,8 @@ class QarlConfig(StrictModel):
     """`aligned`: the learner executes what it publishes (QaRL); `rollout_only`: quantized rollouts, BF16 learner;
     `none`: BF16 on both sides."""
     format: str = DEFAULT_FORMAT
-    """w4a16 | w4a8 | fp8_block | fp8_channel | bf16, or an experimental w{2..8}a16."""
+    """w4a16 | w4a8 | fp8_block | fp8_channel | bf16; w3a16 | w2a16 use fewer levels in w4a16's storage; w5a16 .. w8a16
+    are experimental, for the built-in sampler."""
     group_size: int | None = Field(None, ge=1, le=1 << 16)
     """Elements per scale along K: 128, 64, 32; integer formats only, null = the format's default."""
     scale_convention: ScaleConvention | None = None
@@ -41,7 +51,7 @@ class QarlConfig(StrictModel):
         """Refuse an unknown name and suggest the nearest legal one."""
         if find_format(name) is None:
             legal = hint(name, list(FORMAT_NAMES))
-            raise ValueError(f"unknown format {name[:80]!r}: {legal}, and w2a16 .. w8a16 to experiment")
+            raise ValueError(f"unknown format {name[:80]!r}: {legal}; {OTHER_NAMES}")
         return name
 
     @field_validator("targets", mode="before")

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from qarl_formats import FORMAT_NAMES, get_format
+from qarl_formats import get_format, served_formats
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.nemo_rl.data_checks import data_conflicts
 from qarl_nemo.nemo_rl.engine_checks import (
@@ -185,7 +185,10 @@ def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
             _line("qarl.group_size", qarl.group_size, f"vLLM's {qarl.format}", " or ".join(map(str, sizes)))
         )
     if served is None:
-        return [*problems, _line("qarl.format", qarl.format, "vLLM does not serve it", " or ".join(FORMAT_NAMES))]
+        return [
+            *problems,
+            _line("qarl.format", qarl.format, "vLLM does not serve it", " or ".join(served_formats("cuda"))),
+        ]
     generation = look_up(config, "policy.generation", {})
     arguments, places = given_arguments(generation)
     problems += repeated_arguments(generation)

@@ -41,6 +41,8 @@ MODEL = {
 }
 FORMATS = {
     "w4a16": {"format": "w4a16", "group_size": 128},
+    "w3a16": {"format": "w3a16", "group_size": 128},
+    "w2a16": {"format": "w2a16", "group_size": 32},
     "w4a8": {"format": "w4a8"},
     "fp8_block": {"format": "fp8_block"},
     "fp8_channel": {"format": "fp8_channel"},

@@ -24,10 +24,17 @@ def test_every_name_has_its_record():
         assert fmt.vllm
 
 
-@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("bits", [5, 6, 7, 8])
 def test_experimental_bits_are_w4a16_with_other_bits(bits):
     assert get_format(f"w{bits}a16", group_size=64) == dataclasses.replace(
-        get_format("w4a16", group_size=64), name=f"w{bits}a16", num_bits=bits, vllm=None
+        get_format("w4a16", group_size=64), name=f"w{bits}a16", num_bits=bits, grid_bits=bits, vllm=None
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_narrow_grids_are_stored_and_served_as_w4a16(bits):
+    assert get_format(f"w{bits}a16", group_size=64) == dataclasses.replace(
+        get_format("w4a16", group_size=64), name=f"w{bits}a16", grid_bits=bits
     )
 
 
@@ -41,7 +48,7 @@ def test_options_of_integer_formats():
 def test_unknown_name_lists_the_legal_ones(name):
     with pytest.raises(ValueError, match=re.escape(repr(name))) as error:
         get_format(name)
-    for legal in (*FORMAT_NAMES, "w2a16 .. w8a16"):
+    for legal in (*FORMAT_NAMES, "w3a16, w2a16", "w5a16 .. w8a16"):
         assert legal in str(error.value)
 
 
@@ -69,7 +76,7 @@ def test_formats_without_groups_refuse_integer_options(name):
 
 
 # Integer: an int32 word holds 32 // bits codes, and a group shares 16 bits of scale.
-#   w4, g128: 32 / 8 + 16 / 128 = 4.125;  w4, g32: 4 + 0.5 = 4.5;  w3, g64: 32 / 10 + 16 / 64 = 3.2 + 0.25
+#   w4, g128: 32 / 8 + 16 / 128 = 4.125;  w4, g32: 4 + 0.5 = 4.5;  w3 and w2 are stored as w4, g64: 4 + 0.25
 #   w5, g128: 32 / 6 + 0.125 = 5.45833..;  w8, g128: 32 / 4 + 0.125
 # fp8_block: 32 bits of scale for 16384 weights = 0.001953125.
 @pytest.mark.parametrize(
@@ -78,8 +85,8 @@ def test_formats_without_groups_refuse_integer_options(name):
         ("w4a16", None, 4.125),
         ("w4a8", None, 4.125),
         ("w4a16", 32, 4.5),
-        ("w2a16", None, 2.125),
-        ("w3a16", 64, 3.45),
+        ("w2a16", None, 4.125),
+        ("w3a16", 64, 4.25),
         ("w5a16", None, 16 / 3 + 0.125),
         ("w8a16", None, 8.125),
         ("fp8_block", None, 8.001953125),

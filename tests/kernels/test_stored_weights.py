@@ -2,8 +2,10 @@ import math
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-from qarl_kernels import QuantizedWeight, get_format, quantize_weight, stored_layout, weight_problems
+from qarl_kernels import QuantizedWeight, gemm_operand, get_format, quantize_weight, stored_layout, weight_problems
+from qarl_kernels.integer import dequantize_integer, quantize_integer
 from support.asserts import assert_bitwise_equal
 from support.formats import FORMATS, uneven_weight
 
@@ -33,8 +35,26 @@ def test_the_layout_of_every_bit_width(num_bits):
     assert stored_layout((4, 96), fmt) == real
 
 
+@pytest.mark.parametrize("convention", ["narrow_range", "full_range"])
+@pytest.mark.parametrize("bits", [2, 3])
+def test_a_narrow_grid_is_stored_in_int4(bits, convention):
+    options = {"group_size": 32, "scale_convention": convention}
+    fmt, weight = get_format(f"w{bits}a16", **options), uneven_weight(3, 5, 96)
+    stored = quantize_weight(weight, fmt)
+    codes, scale = quantize_integer(weight, bits, 32, convention)
+    # Eight codes a word with int4's offset of 8, as compressed-tensors packs them.
+    assert_bitwise_equal(stored.tensors["weight_packed"], pack_to_int32(codes, 4))
+    assert_bitwise_equal(stored.tensors["weight_scale"], scale)
+    assert_bitwise_equal(stored.codes(), codes)
+    assert_bitwise_equal(stored.dequantize(), dequantize_integer(codes, scale))
+    # An engine of w4a16 multiplies the same weight; on int4's own grid it is another one.
+    engine = QuantizedWeight(get_format("w4a16", group_size=32), stored.shape, stored.tensors)
+    assert_bitwise_equal(gemm_operand(engine, torch.float32).values, gemm_operand(stored, torch.float32).values)
+    assert not torch.equal(quantize_weight(weight, get_format("w4a16", **options)).dequantize(), stored.dequantize())
+
+
 def test_stored_bytes_are_bits_per_weight(fmt):
-    # 256 x 1920: 1920 is a multiple of 128 and of 10 (codes of w3 in a word); a row has one FP32 scale in fp8_channel.
+    # A row has one FP32 scale in fp8_channel.
     stored = quantize_weight(uneven_weight(256, 1920), fmt)
     row_scales = 256 * 4 if fmt.weight_kind == "fp8_rows" else 0
     assert stored.num_bytes == fmt.bits_per_weight * 256 * 1920 / 8 + row_scales

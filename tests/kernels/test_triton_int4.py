@@ -14,9 +14,9 @@ SHAPES = [(1, 128), (5, 768), (3, 7, 384)] if INTERPRETED else [(1, 128), (2, 1,
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-def check(quantized, weight, group_size, convention):
+def check(quantized, weight, group_size, convention, grid_bits=4):
     """Everything that was written is what the reference computes."""
-    codes, scale = integer.quantize_integer(weight, 4, group_size, convention)
+    codes, scale = integer.quantize_integer(weight, grid_bits, group_size, convention)
     assert_bitwise_equal(quantized.packed, integer.pack_int32(codes, 4))
     assert_bitwise_equal(quantized.scale, scale)
     largest = weight.float().unflatten(-1, (-1, group_size)).abs().amax(-1)
@@ -40,6 +40,17 @@ def test_quantizes_as_the_reference(make, shape, convention, group_size, emit):
     quantized = int4_quantize_pack(weight, group_size, convention, emit=emit)
     assert (quantized.dequantized is not None, quantized.w8 is not None) == (emit == "bf16", emit == "fp8")
     check(quantized, weight, group_size, convention)
+
+
+@pytest.mark.parametrize("grid_bits", [2, 3])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("emit", ["bf16", "fp8"])
+def test_narrow_grids_are_quantized_as_the_reference(grid_bits, convention, emit):
+    weight = significand_pairs(128, octaves=1).bfloat16().to(DEVICE)
+    quantized = int4_quantize_pack(weight, 128, convention, grid_bits=grid_bits, emit=emit)
+    check(quantized, weight, 128, convention, grid_bits)
+    with pytest.raises(AssertionError, match="elements differ"):
+        check(quantized, weight, 128, convention)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -80,7 +91,7 @@ def test_snapped_quotients_round_as_exact_ones(fused, reciprocal_error):
     assert not torch.equal(unsnapped, torch.round(weights / scales))
 
 
-@pytest.mark.parametrize("divisor", [7.0, 7.5])
+@pytest.mark.parametrize("divisor", [7.0, 7.5, 3.0, 3.5, 1.5])
 def test_scales_may_be_multiplied_by_a_rounded_reciprocal(divisor):
     amax = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
     exact = (amax / divisor).bfloat16()
@@ -136,7 +147,7 @@ def test_registered_operators_have_faithful_fakes():
     tests = ("test_schema", "test_faketensor")
     for emit in ("packed", "bf16", "fp8"):
         torch.library.opcheck(
-            torch.ops.qarl.int4_quantize_pack.default, ([weight], 128, "full_range", emit), test_utils=tests
+            torch.ops.qarl.int4_quantize_pack.default, ([weight], 128, "full_range", 4, emit), test_utils=tests
         )
     quantized = int4_quantize_pack(weight, 128, "full_range")
     for op in (torch.ops.qarl.int4_dequantize.default, torch.ops.qarl.int4_encode_fp8.default):
@@ -188,8 +199,9 @@ def test_all_pairs_of_bf16_numbers(convention):
 
 
 def test_errors_name_everything_wrong():
-    with pytest.raises(ValueError, match=r"group_size=48 .*32, 64, 128.*'both'.*narrow_range.*'int8'.*packed, bf16"):
-        int4_quantize_pack(torch.zeros(2, 96), 48, "both", emit="int8")
+    message = r"group_size=48 .*32, 64, 128.*'both'.*narrow_range.*grid_bits=5 .*2, 3, 4.*'int8'.*packed, bf16"
+    with pytest.raises(ValueError, match=message):
+        int4_quantize_pack(torch.zeros(2, 96), 48, "both", grid_bits=5, emit="int8")
     with pytest.raises(ValueError, match=r"group_size=64 with emit='fp8' \(legal: 128\)"):
         int4_quantize_pack(torch.zeros(2, 128), 64, "full_range", emit="fp8")
     weights = [torch.zeros(2, 96, device=DEVICE), torch.zeros(2, 3, device=DEVICE).bfloat16().t()]

@@ -1,12 +1,21 @@
 """Whoever asks about a format gets its record's answer: all formats, targets and devices, reader by reader."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qarl_formats import BASELINE, DEFAULT_FORMAT, FORMAT_NAMES, find_format, get_format, quantization_config
+from qarl_formats import (
+    BASELINE,
+    DEFAULT_FORMAT,
+    FORMAT_NAMES,
+    NARROW_NAMES,
+    find_format,
+    get_format,
+    quantization_config,
+)
 from qarl_kernels import gemm_operand, quantize_weight, stored_layout
 from qarl_nemo.architecture import Architecture
 from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, shape_problems, stored_bytes
@@ -26,7 +35,7 @@ from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.train.vllm.shapes import gpu_problems
 
 # The last is served by nobody.
-NAMES = (*FORMAT_NAMES, "w3a16")
+NAMES = (*FORMAT_NAMES, *NARROW_NAMES, "w8a16")
 RECORDS = [
     pytest.param(get_format(name, group_size=size), id=name if size is None else f"{name}_g{size}")
     for name in NAMES
@@ -206,12 +215,23 @@ def supported(fmt, **shapes) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", [*FORMAT_NAMES, *NARROW_NAMES])
 def test_what_vllm_reads_in_config_json(name):
     fmt, found = get_format(name), quantization_config(get_format(name), ignore=[])
     said = None if found is None else found.get("format", found["quant_method"])
     assert said == fmt.storage
     assert (found is None) != fmt.is_quantized
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+def test_a_narrow_grid_is_w4a16_to_whoever_serves_it(name):
+    fmt, whole = get_format(name), get_format("w4a16")
+    assert (fmt.grid_bits, whole.grid_bits) == (int(name[1]), 4)
+    assert dataclasses.replace(fmt, name="w4a16", grid_bits=4) == whole
+    assert quantization_config(fmt, ignore=[]) == quantization_config(whole, ignore=[])
+    assert method_problems(methods(whole, ["experts"], "CUDA"), fmt, ["experts"]) == []
+    assert kernel_options(fmt, TARGETS) == kernel_options(whole, TARGETS)
+    assert stored_layout((256, 256), fmt) == stored_layout((256, 256), whole)
 
 
 def test_every_format_has_a_color_and_the_default_is_served():

@@ -4,7 +4,7 @@ For each group of 32, 64 or 128 weights along K, exactly as `integer.quantize_in
     scale = max(bf16(amax / divisor), 2^-126), code = clamp(round(w / scale)), word = sum_lane (code + 8) << 4 lane
 and in the same pass, on request, the BF16 weight bf16(code * scale) or `fp8.encode_int4_as_fp8`: fp8(code * s8) and a
 channel scale. The FP8 encoding needs a row's largest scale before it writes the row and therefore keeps rows in
-registers, which limits K.
+registers, which limits K. Codes may be kept to a grid of 3 or 2 bits; only its divisor and its largest code differ.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from qarl_kernels.ops.stacks import Weights, address_table, device_problems, exp
 Emit = Literal["packed", "bf16", "fp8"]
 
 GROUP_SIZES = (32, 64, 128)
+GRID_BITS = (2, 3, 4)
 EMITS = ("packed", "bf16", "fp8")
 FP8_GROUP_SIZE = 128
 MAX_COLUMNS = 16384
@@ -56,7 +57,12 @@ class Int4Weights:
 
 
 def int4_quantize_pack(
-    weights: Weights, group_size: int, scale_convention: ScaleConvention, *, emit: Emit = "packed"
+    weights: Weights,
+    group_size: int,
+    scale_convention: ScaleConvention,
+    *,
+    grid_bits: int = 4,
+    emit: Emit = "packed",
 ) -> Int4Weights:
     """Quantize to int4 along K and pack: scale = max(bf16(amax / divisor), 2^-126), code = clamp(round(w / scale)).
 
@@ -64,6 +70,7 @@ def int4_quantize_pack(
         weights: BF16 [N, K], [E, N, K] with any stride between experts, or E tensors [N, K]; each expert contiguous.
         group_size: weights per scale, 32, 64 or 128.
         scale_convention: the grid, `narrow_range` or `full_range`.
+        grid_bits: bits of the grid that codes lie on, 2 to 4; they are stored in 4.
         emit: what the same pass writes besides: nothing, the dequantized BF16 weight, or its FP8 encoding.
 
     Returns:
@@ -79,6 +86,8 @@ def int4_quantize_pack(
         problems.append(f"group_size={group_size} (legal: 32, 64, 128)")
     if scale_convention not in SCALE_CONVENTIONS:
         problems.append(f"scale_convention={scale_convention!r} (legal: {', '.join(SCALE_CONVENTIONS)})")
+    if grid_bits not in GRID_BITS:
+        problems.append(f"grid_bits={grid_bits} (legal: {', '.join(map(str, GRID_BITS))})")
     if emit not in EMITS:
         problems.append(f"emit={emit!r} (legal: {', '.join(EMITS)})")
     if emit == "fp8" and group_size != FP8_GROUP_SIZE:
@@ -87,7 +96,7 @@ def int4_quantize_pack(
         raise ValueError("int4_quantize_pack: " + "; ".join(problems))
     tensors, stacked = expert_weights("int4_quantize_pack", weights, group_size, MAX_COLUMNS if emit == "fp8" else None)
     with torch.no_grad():
-        results = torch.ops.qarl.int4_quantize_pack(tensors, group_size, scale_convention, emit)
+        results = torch.ops.qarl.int4_quantize_pack(tensors, group_size, scale_convention, grid_bits, emit)
     packed, scale, *extra = results[:-1] if stacked else [result[0] for result in results[:-1]]
     names = {"packed": (), "bf16": ("dequantized",), "fp8": ("w8", "channel_scale")}[emit]
     return Int4Weights(packed, scale, results[-1], **dict(zip(names, extra, strict=True)))
@@ -107,12 +116,14 @@ def _empty_results(tensors: list[Tensor], group_size: int, emit: str) -> list[Te
 
 
 @torch.library.custom_op("qarl::int4_quantize_pack", mutates_args=())
-def _int4_quantize_pack(weights: list[Tensor], group_size: int, scale_convention: str, emit: str) -> list[Tensor]:
+def _int4_quantize_pack(
+    weights: list[Tensor], group_size: int, scale_convention: str, grid_bits: int, emit: str
+) -> list[Tensor]:
     results = _empty_results(weights, group_size, emit)
     experts, rows, columns = stack_shape(weights)
     with torch.cuda.device_of(weights[0]):
         table, alignment = address_table(weights)
-        _, code_max, divisor = integer_grid(4, scale_convention)
+        _, code_max, divisor = integer_grid(grid_bits, scale_convention)
         grid = {"INVERSE_DIVISOR": 1 / divisor, "CODE_MAX": code_max, "ALIGNMENT": alignment}
         if emit == "fp8":
             groups = columns // group_size
@@ -132,7 +143,13 @@ def _int4_quantize_pack(weights: list[Tensor], group_size: int, scale_convention
 
 
 @_int4_quantize_pack.register_fake
-def _(weights: list[Tensor], group_size: int, scale_convention: str, emit: str) -> list[Tensor]:  # noqa: ARG001
+def _(
+    weights: list[Tensor],
+    group_size: int,
+    scale_convention: str,  # noqa: ARG001
+    grid_bits: int,  # noqa: ARG001
+    emit: str,
+) -> list[Tensor]:
     return _empty_results(weights, group_size, emit)
 
 

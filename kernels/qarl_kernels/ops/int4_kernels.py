@@ -47,7 +47,8 @@ def _group_scale(amax_bits, INVERSE_DIVISOR: tl.constexpr):
 
 @triton.jit
 def _round_to_codes(weights, inverse_scale, CODE_MAX: tl.constexpr):
-    # |w / scale| < code_max + 1 on both grids: only +8 can leave the grid, and -8 occurs only on the grid that has it.
+    # |w / scale| rounds to code_max + 1 at most: only that code can leave a grid, and its negative occurs only on the
+    # grids that have it.
     snapped = tl.minimum(tl.fma(weights, inverse_scale, _SNAP), _SNAP + CODE_MAX)
     return snapped + _TO_CODE
 

@@ -20,7 +20,7 @@ def quantize_weight_kernel(weight: Weights, fmt: QuantFormat) -> QuantizedWeight
 
     Args:
         weight: [..., N, K] BF16, or E tensors [N, K].
-        fmt: FP8 or 4-bit integers.
+        fmt: FP8, or integers stored in 4 bits.
 
     Returns:
         The stored form.
@@ -33,7 +33,7 @@ def quantize_with_operand(weight: Weights, fmt: QuantFormat) -> tuple[QuantizedW
 
     Args:
         weight: [..., N, K] BF16, or E tensors [N, K].
-        fmt: FP8 or 4-bit integers.
+        fmt: FP8, or integers stored in 4 bits.
 
     Returns:
         The stored form and the operand.
@@ -45,7 +45,7 @@ def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[Quantize
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else (len(weight), *weight[0].shape)
     if fmt.weight_kind == "int":
         assert fmt.scale_convention is not None
-        done = int4_quantize_pack(weight, fmt.group_size, fmt.scale_convention, emit=emit)
+        done = int4_quantize_pack(weight, fmt.group_size, fmt.scale_convention, grid_bits=fmt.grid_bits, emit=emit)
         tensors = {"weight_packed": done.packed, "weight_scale": done.scale}
         values, scale = {
             "packed": (done.packed, done.scale),

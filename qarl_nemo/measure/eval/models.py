@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qarl_formats import BASELINE, FORMAT_NAMES, QuantFormat, get_format, quantization_config
+from qarl_formats import BASELINE, FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format, quantization_config
 from qarl_nemo.architecture import CONFIG_FILE
 from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.checkpoints.hf_config import RECORD_FILE
 from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.reader import Checkpoint
 from qarl_nemo.config import QarlConfig, read_yaml, validate
-from qarl_nemo.files import FileError
+from qarl_nemo.files import FileError, read_json
 from qarl_nemo.names import TARGETS, module_kind
 from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
 from qarl_nemo.train.config import TokenizerConfig
@@ -84,7 +85,7 @@ def _checkpoint_model(path: Path) -> EvalModel:
     quantization = checkpoint.config.get("quantization_config")
     if not quantization:
         return EvalModel(str(path), checkpoint, get_format(BASELINE), (), quantized=False)
-    served = stored_format(quantization)
+    served = stored_format(quantization, _recorded_name(path))
     scaled = {info.name.rpartition(".")[0] for info in checkpoint.tensors if "scale" in info.name.rpartition(".")[2]}
     targets = {module_kind(module) for module in scaled}
     return EvalModel(str(path), checkpoint, served, tuple(one for one in TARGETS if one in targets), quantized=True)
@@ -107,16 +108,22 @@ def _run_model(path: Path) -> EvalModel:
     return EvalModel(f"{path}, step {step}", checkpoint, served, targets, quantized=False, prompts=prompts)
 
 
-def stored_format(quantization: dict[str, Any]) -> QuantFormat | None:
+def _recorded_name(folder: Path) -> object:
+    path = folder / RECORD_FILE
+    return read_json(path, "the record of a quantized checkpoint").get("format") if path.is_file() else None
+
+
+def stored_format(quantization: dict[str, Any], recorded: object = None) -> QuantFormat | None:
     """Return the format in which a checkpoint's tensors are stored.
 
     Args:
         quantization: config.json's `quantization_config`.
+        recorded: what `qarl quantize` called it; config.json does not tell a narrow grid from the one of `w4a16`.
 
     Returns:
         The record with its group size; None if it is none of ours.
     """
-    for name in FORMAT_NAMES:
+    for name in sorted((*FORMAT_NAMES, *NARROW_NAMES), key=lambda name: name != recorded):
         sizes = get_format(name).group_sizes or (None,)
         for fmt in (get_format(name, group_size=size) for size in sizes):
             own = quantization_config(fmt, ignore=[])

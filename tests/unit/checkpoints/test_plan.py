@@ -196,5 +196,5 @@ def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
 
 
 def test_experimental_formats_have_no_engine(source):
-    with pytest.raises(ValueError, match="w3a16 is experimental"):
-        plan_quantization(open_checkpoint(source), get_format("w3a16"), ["experts"])
+    with pytest.raises(ValueError, match="w8a16 is experimental"):
+        plan_quantization(open_checkpoint(source), get_format("w8a16"), ["experts"])

@@ -146,7 +146,7 @@ def test_every_problem_is_listed_at_once():
         ("fp8_block", 4, "a 128-row block would hold gate and up"),
         ("fp8_channel", 2, "scales whole rows"),
         ("w4a8", 2, "scales whole rows"),
-        ("w3a16", 2, "do not fill int32 words of 10"),
+        ("w5a16", 2, "do not fill int32 words of 6"),
         ("bf16", 3, "does not divide"),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_norm_of_its_own_has_no_extra_state_in_checkpoints():
     assert list(torch.nn.Sequential(Stateful(2, 2)).state_dict()) != list(plain.state_dict())
 
 
-@pytest.mark.parametrize("name", [*FORMAT_NAMES, "w3a16"])
+@pytest.mark.parametrize("name", [*FORMAT_NAMES, "w3a16", "w5a16"])
 def test_ranks_of_a_learner_can_send_each_other_a_format(name, tmp_path):
     fmt = get_format(name)
     torch.save(fmt, tmp_path / "call")

@@ -161,7 +161,7 @@ def test_all_conflicts_come_in_one_error():
 @pytest.mark.parametrize(
     ("qarl", "line"),
     [
-        ({"format": "w3a16"}, "qarl.format=w3a16: vLLM does not serve it; set w4a16 or"),
+        ({"format": "w8a16"}, "qarl.format=w8a16: vLLM does not serve it; set w4a16 or"),
         ({"format": "w4a8", "group_size": 64}, "qarl.group_size=64"),
         ({"format": "fp8_block", "group_size": 128}, "takes no group_size=128"),
         ({"targets": ["mlp"]}, "a qwen3_moe model has no mlp"),
