@@ -6,7 +6,7 @@ from math import lcm
 from typing import Literal
 
 WeightKind = Literal["int", "fp8_rows", "fp8_blocks", "plain"]
-ActivationKind = Literal["none", "fp8_token", "fp8_group"]
+ActivationKind = Literal["none", "fp8_token", "fp8_group", "int8_token"]
 ScaleConvention = Literal["narrow_range", "full_range"]
 RouterWeight = Literal["rounded_product", "weighted_sum", "on_accumulator"]
 Storage = Literal["pack-quantized", "float-quantized", "fp8"]

@@ -1,4 +1,4 @@
-"""Division by a constant that rounds the same on every device."""
+"""Scales from magnitudes, rounded the same on every device."""
 
 import torch
 from torch import Tensor
@@ -18,3 +18,15 @@ def divide(values: Tensor, divisor: float) -> Tensor:
         The same shape and dtype.
     """
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
+
+
+def nonzero_scale(scale: Tensor) -> Tensor:
+    """Return scales with 1 in the place of 0, so that a row of zeros can be divided by its own.
+
+    Args:
+        scale: any shape, float.
+
+    Returns:
+        The same shape and dtype.
+    """
+    return torch.where(scale == 0, torch.ones_like(scale), scale)

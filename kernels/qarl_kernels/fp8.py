@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qarl_formats import FP8_BLOCK
-from qarl_kernels.division import divide
+from qarl_kernels.division import divide, nonzero_scale
 
 FP8_MAX = 448.0
 # vLLM's floor of per-token and fused SwiGLU scales: csrc/quantization/w8a8/fp8/common.cu.
@@ -38,7 +38,7 @@ def quantize_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
         w8: [..., N, K] float8_e4m3fn; scale: [..., N, 1] FP32.
     """
     weight = weight.float()
-    scale = _nonzero(divide(weight.abs().amax(-1, keepdim=True), FP8_MAX))
+    scale = nonzero_scale(divide(weight.abs().amax(-1, keepdim=True), FP8_MAX))
     return cast_fp8(weight / scale), scale
 
 
@@ -55,7 +55,7 @@ def quantize_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape[-2:]
     padded = torch.nn.functional.pad(weight, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     blocks = padded.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))
-    scale = _nonzero(divide(blocks.abs().amax((-3, -1)), FP8_MAX))
+    scale = nonzero_scale(divide(blocks.abs().amax((-3, -1)), FP8_MAX))
     return cast_fp8(weight / expand_block_scale(scale, rows, columns)), scale
 
 
@@ -131,7 +131,3 @@ def encode_int4_as_fp8(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     scale8 = cast_fp8(cast_fp8(scale / channel_scale).float() / 8.0)
     groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
     return cast_fp8(groups * scale8.float().unsqueeze(-1)).flatten(-2), channel_scale * 8.0
-
-
-def _nonzero(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, torch.ones_like(scale), scale)

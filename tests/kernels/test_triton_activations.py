@@ -104,12 +104,14 @@ def test_errors_name_everything_wrong():
         quantize_group(torch.zeros(4, 100, device=DEVICE))
     with pytest.raises(ValueError, match=r"x has 32769 columns"):
         quantize_token(torch.zeros(1, 32769, device=DEVICE))
+    with pytest.raises(ValueError, match=r"kind='fp8_group' \(legal: fp8_token, int8_token\)"):
+        quantize_token(torch.zeros(4, 128, device=DEVICE), "fp8_group")
 
 
 def test_operators_are_registered_for_tracing():
     x = torch.randn(3, 256, dtype=torch.bfloat16, device=DEVICE)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.qarl.quantize_token, (x,), test_utils=checks)
+    torch.library.opcheck(torch.ops.qarl.quantize_token, (x, "fp8_token", False), test_utils=checks)
     torch.library.opcheck(torch.ops.qarl.quantize_group, (x, True), test_utils=checks)
     with FakeTensorMode():
         x = torch.empty(7, 512, dtype=torch.bfloat16, device=DEVICE)

@@ -119,7 +119,8 @@ def test_operators_are_registered_for_tracing():
     hidden = hidden_rows(3, 128)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.qarl
-    for operator in (ops.swiglu, ops.swiglu_quantize_token, ops.swiglu_quantize_group):
+    torch.library.opcheck(ops.swiglu_quantize_token, (hidden, "fp8_token"), test_utils=checks)
+    for operator in (ops.swiglu, ops.swiglu_quantize_group):
         torch.library.opcheck(operator, (hidden,), test_utils=checks)
     with FakeTensorMode():
         hidden = torch.empty(7, 512, dtype=torch.bfloat16, device=DEVICE)

@@ -1,13 +1,14 @@
 import pytest
 import torch
 
+from qarl_kernels import int8
 from qarl_kernels.fp8 import quantize_group, quantize_token
 from qarl_kernels.ops.swiglu_backward import swiglu_backward
 from support.asserts import assert_snr
 from support.triton_interpreter import DEVICE, INTERPRETED
 
 SHAPES = [(3, 128), (5, 384)] if INTERPRETED else [(3, 128), (257, 768), (4096, 768), (64, 1536)]
-KINDS = ["none", "fp8_token", "fp8_group"]
+KINDS = ["none", "fp8_token", "fp8_group", "int8_token"]
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
@@ -22,6 +23,9 @@ def executed(activation, kind):
         return activation.double()
     if kind == "fp8_token":
         values, scale = quantize_token(activation)
+        return values.double() * scale.double()
+    if kind == "int8_token":
+        values, scale = int8.quantize_token(activation, dense=False)
         return values.double() * scale.double()
     values, scale = quantize_group(activation, after_swiglu=True)
     return values.double() * scale.double().repeat_interleave(128, -1)
@@ -54,7 +58,10 @@ def test_it_is_autograds_gradient(kind, shape):
         assert_snr(swapped[0], expected[0], 45)
 
 
-@pytest.mark.parametrize(("kind", "mistaken"), [("fp8_token", "none"), ("fp8_group", "none"), ("none", "fp8_token")])
+@pytest.mark.parametrize(
+    ("kind", "mistaken"),
+    [("fp8_token", "none"), ("fp8_group", "none"), ("none", "fp8_token"), ("int8_token", "fp8_token")],
+)
 def test_the_router_weights_gradient_sees_what_fc2_multiplied(kind, mistaken):
     hidden, grad, weight = make_case(8, 256)
     expected = by_autograd(hidden, grad, weight, kind)[2]
@@ -73,6 +80,6 @@ def test_every_problem_is_named():
     with pytest.raises(ValueError, match=r"grad has 96 columns \(legal: multiples of 128") as error:
         swiglu_backward(hidden[:, :-2].contiguous(), grad, weight, "fp8_group")
     assert "hidden [2, 190], row_weight [2] (legal for grad [2, 96]: [2, 192], [2])" in str(error.value)
-    with pytest.raises(ValueError, match="activation_kind='int8'") as error:
-        swiglu_backward(hidden.float(), grad, weight, "int8")
+    with pytest.raises(ValueError, match="activation_kind='int4'") as error:
+        swiglu_backward(hidden.float(), grad, weight, "int4")
     assert "hidden is torch.float32" in str(error.value)

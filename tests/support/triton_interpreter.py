@@ -46,10 +46,15 @@ def _cast(self, src, dst_type, rounding_mode=None):
         if target == tl.float8e4nv:
             values = values.clamp(-448.0, 448.0)  # the hardware's cast saturates
         return interpreter.TensorHandle(_to_numpy(values.to(_TYPES[target][0]), target), target)
-    return interpreter.TensorHandle(src.data.astype(interpreter._get_np_dtype(dst_type)), target)
+    # A GPU turns NaN into an integer without a word.
+    with np.errstate(invalid="ignore"):
+        return interpreter.TensorHandle(src.data.astype(interpreter._get_np_dtype(dst_type)), target)
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    if a.dtype.scalar == tl.int8:
+        product = np.matmul(a.data.astype(np.int32), b.data.astype(np.int32))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
     left, right = (_to_torch(operand.data, operand.dtype.scalar).float().numpy() for operand in (a, b))
     return interpreter.TensorHandle(np.matmul(left, right, dtype=np.float32) + d.data, d.dtype.scalar)
 

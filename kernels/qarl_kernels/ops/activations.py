@@ -1,8 +1,8 @@
-"""Quantize activations to FP8 (E4M3) per token or per 1x128 group: bit-equal to `qarl_kernels.fp8`.
+"""Quantize activations to 8 bits per token (FP8 or INT8) or per 1x128 group (FP8), as `fp8.py` and `int8.py` do.
 
-scale = max(amax / 448, floor) and a8 = fp8_rn(x / scale) with correctly rounded divisions; x is BF16 or FP32
-[M, K], contiguous; the scales are FP32. One program holds a whole row (or 16 groups) in registers, so that memory is
-read once; this limits a row to 32768 columns. Saturation needs no clamp: |x / scale| <= 448 (1 + 2^-23).
+`token_rounding.py` has the formulas of tokens. A group's are scale = max(amax / 448, floor) and a8 = fp8(x / scale),
+with correctly rounded divisions. x is BF16 or FP32 [M, K], contiguous; the scales are FP32. One program holds a whole
+row (or 16 groups) in registers, so that memory is read once; this limits a row to 32768 columns.
 """
 
 import torch
@@ -10,18 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_formats import FP8_BLOCK
-from qarl_kernels.fp8 import FP8_MAX, MIN_GROUP_AMAX, MIN_TOKEN_SCALE
+from qarl_formats import FP8_BLOCK, ActivationKind
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.exact_math import divide, largest_magnitude
+from qarl_kernels.ops.token_rounding import TOKEN_DTYPES, floored_scale, kind_problems, token_scale, token_values
 
 MAX_COLUMNS = 32768
 FLOATS = (torch.bfloat16, torch.float32)
 _COLUMNS_PER_WARP = 1024  # 32 elements, four 16-byte BF16 loads, in flight per thread
 _GROUPS_PER_PROGRAM = 16
-_FP8_MAX = tl.constexpr(FP8_MAX)
-_MIN_GROUP_AMAX = tl.constexpr(MIN_GROUP_AMAX)
-_MIN_TOKEN_SCALE = tl.constexpr(MIN_TOKEN_SCALE)
 
 
 def row_tiles(columns: int) -> tuple[int, int, int]:
@@ -39,18 +36,6 @@ def row_tiles(columns: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def floored_scale(amax, BEFORE: tl.constexpr) -> tl.tensor:
-    """Scale max(amax / 448, 1/(448*512)), or with BEFORE max(amax, 1e-10) / 448; NaN stays NaN."""
-    if BEFORE:
-        floored = tl.maximum(amax, _MIN_GROUP_AMAX, propagate_nan=tl.PropagateNan.ALL)
-        scale = tl.math.div_rn(floored, _FP8_MAX)
-    else:
-        scale = tl.math.div_rn(amax, _FP8_MAX)
-        scale = tl.maximum(scale, _MIN_TOKEN_SCALE, propagate_nan=tl.PropagateNan.ALL)
-    return scale
-
-
-@triton.jit
 def _quantize_token_kernel(
     x_ptr,  # [M, K]
     a8_ptr,  # [M, K]
@@ -58,6 +43,8 @@ def _quantize_token_kernel(
     K: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    KIND: tl.constexpr,
+    DENSE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([TILE], tl.float32)
@@ -68,11 +55,11 @@ def _quantize_token_kernel(
         magnitude = tl.abs(values.to(tl.float32))
         largest = tl.maximum(largest, magnitude, propagate_nan=tl.PropagateNan.ALL)
         tiles = tiles + (values,)  # noqa: RUF005
-    scale = floored_scale(largest_magnitude(largest, 0), False)
+    scale, factor = token_scale(largest_magnitude(largest, 0), KIND, DENSE)
     tl.store(scale_ptr + row, scale)
     for tile in tl.static_range(TILES):
         column = tile * TILE + tl.arange(0, TILE)
-        a8 = divide(tiles[tile].to(tl.float32), scale).to(tl.float8e4nv)
+        a8 = token_values(tiles[tile].to(tl.float32), factor, KIND, DENSE)
         tl.store(a8_ptr + row * K + column, a8, mask=column < K)
 
 
@@ -95,25 +82,27 @@ def _quantize_group_kernel(
     tl.store(a8_ptr + offsets, divide(values, scale[:, None]).to(tl.float8e4nv), mask=exists[:, None])
 
 
-def quantize_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each token: scale = max(amax / 448, 1/(448*512)), a8 = fp8(x / scale).
+def quantize_token(x: Tensor, kind: ActivationKind = "fp8_token", *, dense: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize each token to FP8 or INT8 with the formulas of `token_rounding.py`.
 
     Args:
         x: [M, K] BF16 or FP32, contiguous.
+        kind: `fp8_token` or `int8_token`.
+        dense: whether a dense layer multiplies them, and not a routed expert; `fp8_token` is the same for both.
 
     Returns:
-        a8: [M, K] float8_e4m3fn; scale: [M, 1] FP32.
+        a8: [M, K] float8_e4m3fn or int8; scale: [M, 1] FP32.
 
     Raises:
-        ValueError: shape, dtype or device is not supported.
+        ValueError: shape, dtype, device or kind is not supported.
 
-    Source: `qarl_kernels.fp8.quantize_token`.
+    Source: `qarl_kernels.fp8.quantize_token`, `qarl_kernels.int8.quantize_token`.
     """
-    problems = tensor_problems("x", x, FLOATS)
+    problems = tensor_problems("x", x, FLOATS) + kind_problems(kind)
     if x.dim() == 2 and not 1 <= x.shape[1] <= MAX_COLUMNS:
         problems.append(f"x has {x.shape[1]} columns (legal: 1 .. {MAX_COLUMNS})")
     refuse("quantize_token", problems)
-    return _quantize_token(x)
+    return _quantize_token(x, kind, dense)
 
 
 def quantize_group(x: Tensor, *, after_swiglu: bool = False) -> tuple[Tensor, Tensor]:
@@ -139,16 +128,16 @@ def quantize_group(x: Tensor, *, after_swiglu: bool = False) -> tuple[Tensor, Te
 
 
 @torch.library.custom_op("qarl::quantize_token", mutates_args=())
-def _quantize_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    a8, scale = _quantize_token_fake(x)
+def _quantize_token(x: Tensor, kind: str, dense: bool) -> tuple[Tensor, Tensor]:
+    a8, scale = _quantize_token_fake(x, kind, dense)
     tile, tiles, num_warps = row_tiles(x.shape[1])
-    _quantize_token_kernel[(x.shape[0],)](x, a8, scale, x.shape[1], tile, tiles, num_warps=num_warps)
+    _quantize_token_kernel[(x.shape[0],)](x, a8, scale, x.shape[1], tile, tiles, kind, dense, num_warps=num_warps)
     return a8, scale
 
 
 @_quantize_token.register_fake
-def _quantize_token_fake(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+def _quantize_token_fake(x: Tensor, kind: str, dense: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(x, dtype=TOKEN_DTYPES[kind]), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
 @torch.library.custom_op("qarl::quantize_group", mutates_args=())

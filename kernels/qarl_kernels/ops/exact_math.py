@@ -1,8 +1,8 @@
 """Arithmetic that rounds the same on a GPU and in Triton's interpreter.
 
-Triton's `/` and `tl.exp` are approximations on a GPU, while torch and the rollout engine divide and exponentiate with
-CUDA's correctly rounded division and `expf`. A correctly rounded division costs about a dozen instructions; where many
-numbers share a divisor, `divide` needs three, and no special-function unit.
+Triton's `/` and `tl.exp` are approximations on a GPU, while torch and the rollout engine's CUDA kernels divide and
+exponentiate with CUDA's correctly rounded division and `expf`. A correctly rounded division costs about a dozen
+instructions; where many numbers share a divisor, `divide` needs three, and no special-function unit.
 """
 
 import triton
@@ -33,6 +33,30 @@ def silu(gate) -> tl.tensor:
 def silu_by_sigmoid(gate):
     """FP32 g * (1 / (1 + exp(-g))), as vLLM's kernel that fuses SwiGLU with the 1x128 quantization computes it."""
     return gate * tl.math.div_rn(1.0, 1.0 + exp(-gate))
+
+
+@triton.jit
+def round_half_even(x) -> tl.tensor:
+    """FP32 rounded to a whole number, ties to even, for |x| below 2^22."""
+    if _INTERPRETED:
+        # Here FP32 has steps of one. A GPU might fuse the addition with the product that x is.
+        whole = (x + 12582912.0) - 12582912.0
+    else:
+        whole = libdevice.rint(x)
+    return whole
+
+
+@triton.jit
+def round_half_away(x) -> tl.tensor:
+    """FP32 rounded to a whole number, ties away from zero."""
+    if _INTERPRETED:
+        size = tl.abs(x)
+        whole = tl.floor(size)
+        whole += tl.where(size - whole >= 0.5, 1.0, 0.0)
+        whole = tl.where(x < 0, -whole, whole)
+    else:
+        whole = libdevice.round(x)
+    return whole
 
 
 @triton.jit

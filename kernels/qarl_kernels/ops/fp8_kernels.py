@@ -1,4 +1,4 @@
-"""Triton kernels of `ops/fp8_weights.py`.
+"""Triton kernels of `ops/fp8_weights.py`, and what `ops/int8_weights.py` shares with them.
 
 A row or a 128x128 block stays in registers between finding its largest magnitude and writing FP8: one pass over
 memory. Quotients come from `split_reciprocal`, which leaves the same FP8 values as a correctly rounded division. If a
@@ -16,8 +16,8 @@ from qarl_kernels.ops.split_reciprocal import split_multiply, split_reciprocal
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _INF_BITS = tl.constexpr(0x7F800000)
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
-_SMALL = tl.constexpr(2.0**-64)
-_LARGE = tl.constexpr(2.0**64)
+SMALL = tl.constexpr(2.0**-64)
+LARGE = tl.constexpr(2.0**64)
 
 
 @triton.jit
@@ -27,10 +27,49 @@ def _abs_bits(weights):
 
 
 @triton.jit
+def load_whole_rows(
+    table_ptr,
+    num_rows,
+    WORDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Read a program's rows: FP32 weights, bits of each row's largest magnitude, where weights and rows are stored.
+
+    Returns weights and their offsets [SPREAD, TILE_ROWS, DEPTH, 8], which of them exist, the magnitudes' bits, rows and
+    which of them exist [TILE_ROWS], the first weight's and the first row's place in the whole stack.
+    """
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * TILE_ROWS
+    weights_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(tl.bfloat16))
+    weights_ptr = tl.multiple_of(weights_ptr, ALIGNMENT)
+    # A row's words: SPREAD side by side in the threads of one or more warps, DEPTH one after another in a thread.
+    word = tl.arange(0, SPREAD)[:, None, None] + tl.arange(0, DEPTH)[None, None, :] * SPREAD
+    row = tl.arange(0, TILE_ROWS)
+    valid_rows = row < num_rows - first
+    valid = (valid_rows[None, :, None] & (word < WORDS))[:, :, :, None]
+    offsets = (row[None, :, None] * WORDS + word)[:, :, :, None] * 8 + tl.arange(0, 8)[None, None, None, :]
+    start = first.to(tl.int64) * WORDS * 8
+    weights = tl.load(weights_ptr + start + offsets, mask=valid, other=0.0).to(tl.float32)
+    amax_bits = tl.max(tl.max(tl.max(_abs_bits(weights), 3), 2), 0)
+    first_row = expert * num_rows + first
+    return weights, offsets, valid, amax_bits, row, valid_rows, first_row * WORDS * 8, first_row
+
+
+@triton.jit
+def count_nonfinite(amax_bits, valid_rows, nonfinite_ptr):
+    """Add the number of a program's rows that hold NaN or Inf."""
+    bad = valid_rows & (amax_bits >= _INF_BITS)
+    tl.atomic_add(nonfinite_ptr + amax_bits * 0, 1, mask=bad, sem="relaxed")
+
+
+@triton.jit
 def _scale_and_inverse(amax_bits):
     scale = tl.math.div_rn(amax_bits.to(tl.float32, bitcast=True), _FP8_MAX)
     scale = tl.where(scale == 0.0, 1.0, scale)
-    factor = tl.where(scale < _SMALL, _LARGE, 1.0)
+    factor = tl.where(scale < SMALL, LARGE, 1.0)
     high, low = split_reciprocal(scale * factor)
     return scale, factor, high, low
 
@@ -48,26 +87,15 @@ def _fp8_channel_quantize_kernel(
     DEPTH: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    expert = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * TILE_ROWS
-    weights_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(tl.bfloat16))
-    weights_ptr = tl.multiple_of(weights_ptr, ALIGNMENT)
-    # A row's words: SPREAD side by side in the threads of one or more warps, DEPTH one after another in a thread.
-    word = tl.arange(0, SPREAD)[:, None, None] + tl.arange(0, DEPTH)[None, None, :] * SPREAD
-    row = tl.arange(0, TILE_ROWS)
-    valid_rows = row < num_rows - first
-    valid = (valid_rows[None, :, None] & (word < WORDS))[:, :, :, None]
-    offsets = (row[None, :, None] * WORDS + word)[:, :, :, None] * 8 + tl.arange(0, 8)[None, None, None, :]
-    start = first.to(tl.int64) * WORDS * 8
-
-    weights = tl.load(weights_ptr + start + offsets, mask=valid, other=0.0).to(tl.float32)
-    amax_bits = tl.max(tl.max(tl.max(_abs_bits(weights), 3), 2), 0)
+    weights, offsets, valid, amax_bits, row, valid_rows, start, first_row = load_whole_rows(
+        table_ptr, num_rows, WORDS, TILE_ROWS, SPREAD, DEPTH, ALIGNMENT
+    )
     scale, factor, high, low = _scale_and_inverse(amax_bits)
     weights *= factor[None, :, None, None]
     w8 = split_multiply(weights, high[None, :, None, None], low[None, :, None, None]).to(tl.float8e4nv)
-    tl.store(w8_ptr + expert * num_rows * WORDS * 8 + start + offsets, w8, mask=valid)
-    tl.store(scale_ptr + expert * num_rows + first + row, scale, mask=valid_rows)
-    tl.atomic_add(nonfinite_ptr + row * 0, 1, mask=valid_rows & (amax_bits >= _INF_BITS), sem="relaxed")
+    tl.store(w8_ptr + start + offsets, w8, mask=valid)
+    tl.store(scale_ptr + first_row + row, scale, mask=valid_rows)
+    count_nonfinite(amax_bits, valid_rows, nonfinite_ptr)
 
 
 @triton.jit
@@ -102,7 +130,7 @@ def _fp8_block_quantize_kernel(
 
 
 @triton.jit
-def _fp8_dequantize_kernel(
+def _dequantize_kernel(
     w8_ptr,  # [E, N, K]
     scale_ptr,  # [E, ceil(N / SCALE_ROWS), 1 or ceil(K / 128)]
     weight_ptr,  # [E, N, K] BF16

@@ -5,20 +5,22 @@ exactly as `fp8.quantize_channel` and `fp8.quantize_block`, and back: bf16(w8 * 
 row is kept in registers, which limits K; blocks have no limit.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
 from qarl_formats import FP8_BLOCK
 from qarl_kernels.ops.fp8_kernels import (
+    _dequantize_kernel,
     _fp8_block_quantize_kernel,
     _fp8_channel_quantize_kernel,
-    _fp8_dequantize_kernel,
 )
 from qarl_kernels.ops.stacks import Weights, address_table, device_problems, expert_weights, row_tile, stack_shape
 
 MAX_COLUMNS = 16384
-_VECTOR = 8
+VECTOR = 8
 _BLOCK_WARPS = 8
 _DEQUANTIZE_ROWS = 32
 
@@ -38,7 +40,7 @@ def fp8_channel_quantize(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
 
     Source: `fp8.quantize_channel`.
     """
-    tensors, stacked = expert_weights("fp8_channel_quantize", weights, _VECTOR, MAX_COLUMNS)
+    tensors, stacked = expert_weights("fp8_channel_quantize", weights, VECTOR, MAX_COLUMNS)
     with torch.no_grad():
         w8, scale, nonfinite = torch.ops.qarl.fp8_channel_quantize(tensors)
     return (w8, scale, nonfinite) if stacked else (w8[0], scale[0], nonfinite)
@@ -46,22 +48,36 @@ def fp8_channel_quantize(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("qarl::fp8_channel_quantize", mutates_args=())
 def _fp8_channel_quantize(weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    results = _empty_results(weights, block=False)
-    experts, rows, columns = stack_shape(weights)
-    words = columns // _VECTOR
-    tile_rows, spread, depth, num_warps = row_tile(words, width=1)
-    with torch.cuda.device_of(weights[0]):
-        table, alignment = address_table(weights)
-        _fp8_channel_quantize_kernel[triton.cdiv(rows, tile_rows), experts](
-            table, *results, rows, WORDS=words, TILE_ROWS=tile_rows, SPREAD=spread, DEPTH=depth, ALIGNMENT=alignment,
-            num_warps=num_warps,
-        )  # fmt: skip
-    return results
+    return launch_row_quantizer(_fp8_channel_quantize_kernel, weights, torch.float8_e4m3fn)
 
 
 @_fp8_channel_quantize.register_fake
 def _(weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(weights, block=False)
+    return empty_results(weights, torch.float8_e4m3fn)
+
+
+def launch_row_quantizer(kernel: Any, weights: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a kernel that finds one scale for each output row.
+
+    Args:
+        kernel: a kernel that starts with `load_whole_rows`.
+        weights: what `expert_weights` returned.
+        dtype: that of the 8-bit weights.
+
+    Returns:
+        As `empty_results`, filled.
+    """
+    results = empty_results(weights, dtype)
+    experts, rows, columns = stack_shape(weights)
+    words = columns // VECTOR
+    tile_rows, spread, depth, num_warps = row_tile(words, width=1)
+    with torch.cuda.device_of(weights[0]):
+        table, alignment = address_table(weights)
+        kernel[triton.cdiv(rows, tile_rows), experts](
+            table, *results, rows, WORDS=words, TILE_ROWS=tile_rows, SPREAD=spread, DEPTH=depth, ALIGNMENT=alignment,
+            num_warps=num_warps,
+        )  # fmt: skip
+    return results
 
 
 def fp8_block_quantize(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +95,7 @@ def fp8_block_quantize(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
 
     Source: `fp8.quantize_block`.
     """
-    tensors, stacked = expert_weights("fp8_block_quantize", weights, _VECTOR)
+    tensors, stacked = expert_weights("fp8_block_quantize", weights, VECTOR)
     with torch.no_grad():
         w8, scale, nonfinite = torch.ops.qarl.fp8_block_quantize(tensors)
     return (w8, scale, nonfinite) if stacked else (w8[0], scale[0], nonfinite)
@@ -87,27 +103,37 @@ def fp8_block_quantize(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("qarl::fp8_block_quantize", mutates_args=())
 def _fp8_block_quantize(weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    results = _empty_results(weights, block=True)
+    results = empty_results(weights, torch.float8_e4m3fn, block=True)
     experts, rows, columns = stack_shape(weights)
     with torch.cuda.device_of(weights[0]):
         table, alignment = address_table(weights)
         _fp8_block_quantize_kernel[results[1][0].numel(), experts](
-            table, *results, rows, columns // _VECTOR, ALIGNMENT=alignment, num_warps=_BLOCK_WARPS
+            table, *results, rows, columns // VECTOR, ALIGNMENT=alignment, num_warps=_BLOCK_WARPS
         )
     return results
 
 
 @_fp8_block_quantize.register_fake
 def _(weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(weights, block=True)
+    return empty_results(weights, torch.float8_e4m3fn, block=True)
 
 
-def _empty_results(tensors: list[Tensor], *, block: bool) -> tuple[Tensor, Tensor, Tensor]:
+def empty_results(tensors: list[Tensor], dtype: torch.dtype, *, block: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for 8-bit weights, their scales and the count of rows or blocks that are not finite.
+
+    Args:
+        tensors: what `expert_weights` returned.
+        dtype: that of the 8-bit weights.
+        block: one scale for each 128x128 block, and not for each row.
+
+    Returns:
+        w8: [E, N, K]; scale: FP32; nonfinite: [1] int32, zero.
+    """
     experts, rows, columns = stack_shape(tensors)
     device = tensors[0].device
     scales = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)) if block else (rows, 1)
     return (
-        torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(experts, rows, columns, dtype=dtype, device=device),
         torch.empty(experts, *scales, dtype=torch.float32, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
     )
@@ -128,9 +154,27 @@ def fp8_channel_dequantize(w8: Tensor, scale: Tensor) -> Tensor:
 
     Source: `weights.QuantizedWeight.dequantize`.
     """
-    _check_stored("fp8_channel_dequantize", w8, scale, (*w8.shape[:-1], 1))
+    return dequantize_rows("fp8_channel_dequantize", w8, scale, torch.float8_e4m3fn)
+
+
+def dequantize_rows(op: str, w8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bf16(w8 * scale) of 8-bit weights with one scale for each row.
+
+    Args:
+        op: the operator's name in messages.
+        w8: [..., N, K], contiguous, K a multiple of 8.
+        scale: [..., N, 1] FP32, contiguous.
+        dtype: the legal dtype of w8.
+
+    Returns:
+        [..., N, K] BF16.
+
+    Raises:
+        ValueError: a shape, dtype or device is not legal; everything wrong is named.
+    """
+    _check_stored(op, w8, scale, (*w8.shape[:-1], 1), dtype)
     with torch.no_grad():
-        return torch.ops.qarl.fp8_dequantize(w8, scale, False)
+        return torch.ops.qarl.dequantize_bytes(w8, scale, False)
 
 
 def fp8_block_dequantize(w8: Tensor, scale: Tensor) -> Tensor:
@@ -149,35 +193,35 @@ def fp8_block_dequantize(w8: Tensor, scale: Tensor) -> Tensor:
     Source: `weights.QuantizedWeight.dequantize`.
     """
     blocks = tuple(-(-size // FP8_BLOCK) for size in w8.shape[-2:])
-    _check_stored("fp8_block_dequantize", w8, scale, (*w8.shape[:-2], *blocks))
+    _check_stored("fp8_block_dequantize", w8, scale, (*w8.shape[:-2], *blocks), torch.float8_e4m3fn)
     with torch.no_grad():
-        return torch.ops.qarl.fp8_dequantize(w8, scale, True)
+        return torch.ops.qarl.dequantize_bytes(w8, scale, True)
 
 
-@torch.library.custom_op("qarl::fp8_dequantize", mutates_args=())
-def _fp8_dequantize(w8: Tensor, scale: Tensor, block: bool) -> Tensor:
+@torch.library.custom_op("qarl::dequantize_bytes", mutates_args=())
+def _dequantize_bytes(w8: Tensor, scale: Tensor, block: bool) -> Tensor:
     weight = torch.empty_like(w8, dtype=torch.bfloat16)
     rows, columns = w8.shape[-2:]
     grid = triton.cdiv(rows, _DEQUANTIZE_ROWS) * triton.cdiv(columns, FP8_BLOCK), w8.numel() // (rows * columns)
     with torch.cuda.device_of(w8):
-        _fp8_dequantize_kernel[grid](
-            w8, scale, weight, rows, columns // _VECTOR, SCALE_ROWS=FP8_BLOCK if block else 1, COLUMN_SCALES=block,
+        _dequantize_kernel[grid](
+            w8, scale, weight, rows, columns // VECTOR, SCALE_ROWS=FP8_BLOCK if block else 1, COLUMN_SCALES=block,
             TILE_ROWS=_DEQUANTIZE_ROWS,
         )  # fmt: skip
     return weight
 
 
-@_fp8_dequantize.register_fake
+@_dequantize_bytes.register_fake
 def _(w8: Tensor, scale: Tensor, block: bool) -> Tensor:  # noqa: ARG001
     return torch.empty_like(w8, dtype=torch.bfloat16)
 
 
-def _check_stored(op: str, w8: Tensor, scale: Tensor, scale_shape: tuple[int, ...]) -> None:
+def _check_stored(op: str, w8: Tensor, scale: Tensor, scale_shape: tuple[int, ...], dtype: torch.dtype) -> None:
     problems = device_problems([w8, scale])
-    if (w8.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float32):
-        problems.append(f"w8 is {w8.dtype} and scale {scale.dtype} (legal: torch.float8_e4m3fn, torch.float32)")
-    if w8.ndim < 2 or w8.numel() == 0 or w8.shape[-1] % _VECTOR:
-        problems.append(f"w8 is {list(w8.shape)} (legal: [..., N, K], not empty, K a multiple of {_VECTOR})")
+    if (w8.dtype, scale.dtype) != (dtype, torch.float32):
+        problems.append(f"w8 is {w8.dtype} and scale {scale.dtype} (legal: {dtype}, torch.float32)")
+    if w8.ndim < 2 or w8.numel() == 0 or w8.shape[-1] % VECTOR:
+        problems.append(f"w8 is {list(w8.shape)} (legal: [..., N, K], not empty, K a multiple of {VECTOR})")
     if tuple(scale.shape) != scale_shape:
         problems.append(f"scale is {list(scale.shape)} (legal: {list(scale_shape)})")
     if not (w8.is_contiguous() and scale.is_contiguous()):

@@ -50,6 +50,7 @@ DEFAULTS = {
     "bf16_transposed_fp32": TileConfig(epilogue_split=4),
     "fp8_channel": TileConfig(block_k=128),
     "fp8_block": TileConfig(64, 128, 128, num_warps=4, num_stages=4, programs_per_sm=2, epilogue_split=2),
+    "int8": TileConfig(block_k=128),
     "int4": TileConfig(block_n=128, programs_per_sm=2, epilogue_split=2),
     "wgrad": TileConfig(),
     "wgrad_fp32": TileConfig(epilogue_split=4),

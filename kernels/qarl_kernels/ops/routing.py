@@ -42,7 +42,7 @@ def spread_rows(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     Its backward is `combine_rows` without weights.
 
     Args:
-        x: [T, H] BF16, FP32 or float8_e4m3fn, contiguous, a row's bytes a multiple of 4.
+        x: [T, H] BF16, FP32, float8_e4m3fn or int8, contiguous, a row's bytes a multiple of 4.
         inverse: [T * top_k] int64 from `RoutedRows`.
         top_k: choices per token.
 
@@ -77,7 +77,7 @@ def permutation_problems(name: str, permutation: Tensor, num_tokens: int, top_k:
 
 
 def _copy_problems(x: Tensor, inverse: Tensor, top_k: int) -> list[str]:
-    problems = tensor_problems("x", x, (torch.bfloat16, torch.float32, torch.float8_e4m3fn))
+    problems = tensor_problems("x", x, (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8))
     if x.dim() == 2:
         problems += permutation_problems("inverse", inverse, x.shape[0], top_k)
         if not x.shape[1] or x.shape[1] * x.element_size() % _WORD_BYTES:

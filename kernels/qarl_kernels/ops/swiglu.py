@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_formats import FP8_BLOCK
-from qarl_kernels.ops.activations import MAX_COLUMNS, floored_scale, row_tiles
+from qarl_formats import FP8_BLOCK, ActivationKind
+from qarl_kernels.ops.activations import MAX_COLUMNS, row_tiles
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.exact_math import divide, largest_magnitude, silu, silu_by_sigmoid
+from qarl_kernels.ops.token_rounding import TOKEN_DTYPES, floored_scale, kind_problems, token_scale, token_values
 
 _ROWS, _COLUMNS = 8, 256  # one program's elements in the kernels without a reduction
 _GROUPS_PER_PROGRAM = 8
@@ -52,6 +53,7 @@ def _swiglu_quantize_token_kernel(
     INNER: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([TILE], tl.float32)
@@ -64,11 +66,11 @@ def _swiglu_quantize_token_kernel(
         product = _rounded_swiglu(gate, up)
         largest = tl.maximum(largest, tl.abs(product.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
         tiles = tiles + (product,)  # noqa: RUF005
-    scale = floored_scale(largest_magnitude(largest, 0), False)
+    scale, factor = token_scale(largest_magnitude(largest, 0), KIND, False)
     tl.store(scale_ptr + row, scale)
     for tile in tl.static_range(TILES):
         column = tile * TILE + tl.arange(0, TILE)
-        a8 = divide(tiles[tile].to(tl.float32), scale).to(tl.float8e4nv)
+        a8 = token_values(tiles[tile].to(tl.float32), factor, KIND, False)
         tl.store(a8_ptr + row * INNER + column, a8, mask=column < INNER)
 
 
@@ -114,25 +116,26 @@ def swiglu(hidden: Tensor) -> Tensor:
     return _swiglu(hidden)
 
 
-def swiglu_quantize_token(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize A = bf16(bf16(silu(gate)) * up) per token: scale = max(amax / 448, 1/(448*512)), a8 = fp8(A / scale).
+def swiglu_quantize_token(hidden: Tensor, kind: ActivationKind = "fp8_token") -> tuple[Tensor, Tensor]:
+    """Quantize A = bf16(bf16(silu(gate)) * up) per token with the formulas of `token_rounding.py`.
 
     Args:
         hidden: [M, 2 I] BF16, contiguous, gate columns before up columns.
+        kind: `fp8_token` or `int8_token`.
 
     Returns:
-        a8: [M, I] float8_e4m3fn; scale: [M, 1] FP32.
+        a8: [M, I] float8_e4m3fn or int8; scale: [M, 1] FP32.
 
     Raises:
-        ValueError: shape, dtype or device is not supported.
+        ValueError: shape, dtype, device or kind is not supported.
 
-    Source: `qarl_kernels.fp8.quantize_token` of `qarl_kernels.expert_mlp.swiglu`.
+    Source: `quantize_token` in `qarl_kernels.fp8` and `qarl_kernels.int8`, of `qarl_kernels.expert_mlp.swiglu`.
     """
-    problems = _hidden_problems(hidden)
+    problems = _hidden_problems(hidden) + kind_problems(kind)
     if hidden.dim() == 2 and hidden.shape[1] > 2 * MAX_COLUMNS:
         problems.append(f"hidden has {hidden.shape[1]} columns (legal: at most {2 * MAX_COLUMNS})")
     refuse("swiglu_quantize_token", problems)
-    return _swiglu_quantize_token(hidden)
+    return _swiglu_quantize_token(hidden, kind)
 
 
 def swiglu_quantize_group(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,17 +184,17 @@ def _swiglu_fake(hidden: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("qarl::swiglu_quantize_token", mutates_args=())
-def _swiglu_quantize_token(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    a8, scale = _swiglu_quantize_token_fake(hidden)
+def _swiglu_quantize_token(hidden: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    a8, scale = _swiglu_quantize_token_fake(hidden, kind)
     rows, inner = a8.shape
     tile, tiles, num_warps = row_tiles(inner)
-    _swiglu_quantize_token_kernel[(rows,)](hidden, a8, scale, inner, tile, tiles, num_warps=num_warps)
+    _swiglu_quantize_token_kernel[(rows,)](hidden, a8, scale, inner, tile, tiles, kind, num_warps=num_warps)
     return a8, scale
 
 
 @_swiglu_quantize_token.register_fake
-def _swiglu_quantize_token_fake(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    a8 = hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2, dtype=torch.float8_e4m3fn)
+def _swiglu_quantize_token_fake(hidden: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    a8 = hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2, dtype=TOKEN_DTYPES[kind])
     return a8, hidden.new_empty(hidden.shape[0], 1, dtype=torch.float32)
 
 

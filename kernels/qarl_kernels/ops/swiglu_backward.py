@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_formats import FP8_BLOCK, ActivationKind
-from qarl_kernels.ops.activations import MAX_COLUMNS, floored_scale, row_tiles
+from qarl_kernels.ops.activations import MAX_COLUMNS, row_tiles
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.exact_math import divide, exp, largest_magnitude, silu, silu_by_sigmoid
+from qarl_kernels.ops.token_rounding import TOKEN_DTYPES, floored_scale, token_scale, token_values
 
 ACTIVATION_KINDS = get_args(ActivationKind)
 
@@ -44,6 +45,7 @@ def _swiglu_backward_kernel(
     TILES: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weight_ptr + row)
@@ -68,7 +70,7 @@ def _swiglu_backward_kernel(
         else:
             activation = (silu(gate).to(tl.bfloat16).to(tl.float32) * up).to(tl.bfloat16).to(tl.float32)
         tl.store(weighted_ptr + row * INNER + column, (weight * activation).to(tl.bfloat16), mask=mask)
-        if KIND == "fp8_token":
+        if PER_TOKEN:
             largest = tl.maximum(largest, tl.abs(activation), propagate_nan=tl.PropagateNan.ALL)
             activations = activations + (activation,)  # noqa: RUF005
             grads = grads + (grad,)  # noqa: RUF005
@@ -78,10 +80,10 @@ def _swiglu_backward_kernel(
             partial += grad * tl.reshape(_rounded_fp8(groups, scale[:, None]), [TILE])
         else:
             partial += grad * activation
-    if KIND == "fp8_token":
-        scale = floored_scale(largest_magnitude(largest, 0), False)
+    if PER_TOKEN:
+        scale, factor = token_scale(largest_magnitude(largest, 0), KIND, False)
         for tile in tl.static_range(TILES):
-            partial += grads[tile] * _rounded_fp8(activations[tile], scale)
+            partial += grads[tile] * (token_values(activations[tile], factor, KIND, False).to(tl.float32) * scale)
     tl.store(grad_weight_ptr + row, tl.sum(partial, axis=0))
 
 
@@ -126,9 +128,11 @@ def _swiglu_backward(
     rows, inner = grad.shape
     if rows:
         tile, tiles, num_warps = row_tiles(inner)
+        per_token = activation_kind in TOKEN_DTYPES
         _swiglu_backward_kernel[(rows,)](
-            hidden, grad, row_weight, *outputs, inner, tile, tiles, FP8_BLOCK, activation_kind, num_warps=num_warps
-        )
+            hidden, grad, row_weight, *outputs, inner, tile, tiles, FP8_BLOCK, activation_kind, per_token,
+            num_warps=num_warps,
+        )  # fmt: skip
     return outputs
 
 
