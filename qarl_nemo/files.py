@@ -8,12 +8,14 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 # A config, an index or a tokenizer takes megabytes; a larger file is something else under this name.
 MAX_TEXT_BYTES = 1 << 30
+_MAX_DEPTH = 100
+_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep"
 
 
 class FileError(ValueError):
@@ -97,13 +99,41 @@ def parse_json(text: str, place: str, what: str, kind: type = dict) -> Any:
         FileError: it is not JSON, or another kind of value.
     """
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = load_json(text)
+    except ValueError as error:
         raise FileError(f"{place}: expected {what}, but it is not JSON: {error}") from error
     if not isinstance(value, kind):
         names = {dict: "an object", list: "a list"}
         raise FileError(f"{place}: expected {what}, {names[kind]}, but it holds {json.dumps(value)[:80]}")
     return value
+
+
+def load_json(text: str) -> Any:
+    """Parse JSON text whose depth is bounded, so that no later walk through it exceeds Python's stack.
+
+    Args:
+        text: the JSON.
+
+    Returns:
+        The content.
+
+    Raises:
+        ValueError: it is not JSON, or nested deeper than any file of models, data or runs.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [child for node in level if isinstance(node, dict | list) for child in _children(node)]
+        if not level:
+            return value
+    raise ValueError(_TOO_DEEP)
+
+
+def _children(node: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

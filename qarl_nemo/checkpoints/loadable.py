@@ -10,6 +10,8 @@ import torch
 from qarl_nemo.files import FileError
 
 _POSITIVE = ("rope_theta", "rms_norm_eps")
+# Some versions of transformers draw initial weights before they load the file's.
+_NOT_NEGATIVE = ("initializer_range",)
 
 
 def require_loadable(config: Mapping[str, Any], place: str) -> None:
@@ -24,6 +26,7 @@ def require_loadable(config: Mapping[str, Any], place: str) -> None:
     """
     wrong = [f"{key}={value}" for key, value in _numbers(config, "") if not _is_finite(value)]
     wrong += [f"{key}={value}" for key, value in _numbers(config, "") if key.endswith(_POSITIVE) and value <= 0]
+    wrong += [f"{key}={value}" for key, value in _numbers(config, "") if key.endswith(_NOT_NEGATIVE) and value < 0]
     if wrong:
         raise FileError(f"{place}: no model has {', '.join(wrong)}")
     # Importing it takes a second, and only a conversion needs it. Its models would take three more.

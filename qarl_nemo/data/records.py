@@ -1,6 +1,5 @@
 """Records of a local file, a folder or the Hugging Face hub, each with its place for errors."""
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import NAMED
-from qarl_nemo.files import FileError, read_text
+from qarl_nemo.files import FileError, load_json, read_text
 from qarl_nemo.installation import pip_command
 
 # What `datasets` calls the readers of single files.
@@ -59,8 +58,8 @@ def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     for number, line in lines[_part(split, len(lines))]:
         record: Any
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            record = load_json(line)
+        except ValueError as error:
             record = error
         yield f"line {number}", record
 

@@ -116,8 +116,7 @@ def save_checkpoint(
             _delete(final)
         partial.rename(final)
         _sync(final.parent)
-        for old in saved_steps(run_dir)[:-keep_last]:
-            _delete(checkpoint_dir(run_dir, old))
+        remove_leftovers(run_dir, keep_last)
     return final
 
 
@@ -147,16 +146,34 @@ def _disk_reason(error: Exception) -> str | None:
     return None
 
 
-def remove_leftovers(run_dir: Path) -> None:
-    """Delete what killed saves and deletions left behind.
+def leftovers(run_dir: Path, keep_last: int | None = None) -> list[Path]:
+    """List what killed saves and deletions left behind.
+
+    Args:
+        run_dir: the run's folder.
+        keep_last: checkpoints older than this many are listed, too; None: none are.
+
+    Returns:
+        Folders.
+    """
+    folder = run_dir / "checkpoints"
+    halves = [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
+    old = saved_steps(run_dir)[:-keep_last] if keep_last else []
+    return halves + [checkpoint_dir(run_dir, step) for step in old]
+
+
+def remove_leftovers(run_dir: Path, keep_last: int | None = None) -> None:
+    """Delete what `leftovers` lists.
 
     Args:
         run_dir: the run's folder, which no other process uses.
+        keep_last: as for `leftovers`.
     """
-    folder = run_dir / "checkpoints"
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in leftovers(run_dir, keep_last):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)
+        else:
+            _delete(path)
 
 
 def read_state(run_dir: Path, step: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ from rich.console import Console
 
 from qarl_nemo.files import exclusive, make_folder
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps
+from qarl_nemo.train.checkpoint import leftovers, remove_leftovers
 from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.run_dir import RunStoppedError, is_complete, where_it_stands
@@ -30,6 +31,7 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
         RuntimeError: the GPU has too little memory for it.
     """
     if is_complete(config):
+        _finish_deleting(config)
         recorded = recorded_steps(config.run_dir / METRICS_FILE)
         Console().print(f"{config.run.name}: already complete, {recorded} steps in {config.run_dir}", soft_wrap=True)
         return None
@@ -45,6 +47,14 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
             problem = ". ".join(str(error).split(". ")[:2])
             raise RuntimeError(f"{problem}. To need less: {'; '.join(ways_to_need_less(config))}") from error
     return trainer
+
+
+def _finish_deleting(config: LocalConfig) -> None:
+    """Delete what the run had not deleted yet when it was killed after its last checkpoint."""
+    keep_last = config.checkpointing.keep_last if config.checkpointing.enabled else None
+    if leftovers(config.run_dir, keep_last):
+        with exclusive(config.run_dir / LOCK_FILE, f"run folder {config.run_dir}"):
+            remove_leftovers(config.run_dir, keep_last)
 
 
 def ways_to_need_less(config: LocalConfig) -> list[str]:

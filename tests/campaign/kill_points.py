@@ -76,7 +76,7 @@ class QarlServer:
         Args:
             preload: modules that every command needs; imported once, before the first fork.
         """
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, *preload],

@@ -14,6 +14,7 @@ Nothing is left behind if a refused call changed no file that it was given and, 
 inputs give what undamaged ones give.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -62,7 +63,7 @@ class _Train(Command):
 
     def wrongly_accepted(self, folder: Path, edits: Sequence[Edit]) -> str | None:
         """Judge a success as the module says."""
-        run_dir = folder / _run_dir(edits)
+        run_dir = folder / _run_dir(folder, edits)
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
         problem = _lost_setting(folder, edits, config) or _data_problem(folder, config)
         if problem:
@@ -203,10 +204,10 @@ class Report(Command):
         return "a report was written" if any((folder / "run" / name).exists() for name in _REPORTS) else None
 
 
-def _run_dir(edits: Sequence[Edit]) -> str:
+def _run_dir(folder: Path, edits: Sequence[Edit]) -> str:
     """Return the run's folder; any text but an empty one is the name of one."""
     said = [text.partition("=")[2] for edit in edits for text in edit.arguments if text.startswith("run_dir=")]
-    return said[-1] if said else "run"
+    return said[-1] if said else str(yaml.safe_load((folder / "run.yaml").read_text())["run_dir"])
 
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
@@ -234,7 +235,8 @@ def _lost_setting(folder: Path, edits: Sequence[Edit], resolved: dict[str, Any])
         for text in edit.arguments:
             key, _, value = text.partition("=")
             given = {name: old for name, old in given.items() if not (name + ".").startswith(key + ".")}
-            given |= _leaves(yaml.safe_load(value), key)
+            with contextlib.suppress(yaml.YAMLError):
+                given |= _leaves(yaml.safe_load(value), key)
     found = _leaves(resolved, "")
     # Text for a key that holds text is not read as YAML.
     overrides = dict(text.partition("=")[::2] for edit in edits for text in edit.arguments)
@@ -266,6 +268,10 @@ def _same_value(found: Any, given: Any) -> bool:
     if isinstance(found, list) and isinstance(given, str | int | float):
         # Lists may be written as text with commas.
         return ",".join(map(str, found)).replace(" ", "") == str(given).replace(" ", "")
+    if isinstance(found, list) and isinstance(given, list):
+        return len(found) == len(given) and all(map(_same_value, found, given))
+    if isinstance(found, dict) and isinstance(given, dict):
+        return all(key in found and _same_value(found[key], value) for key, value in given.items())
     try:
         return found == given or math.isclose(float(found), float(given))
     except (TypeError, ValueError):
@@ -273,8 +279,8 @@ def _same_value(found: Any, given: Any) -> bool:
 
 
 def _data_problem(folder: Path, config: dict[str, Any]) -> str | None:
-    for key in ("train", "validation"):
-        dataset = config["data"].get(key) or {}
+    of_key = [config["data"].get(key) or [] for key in ("train", "validation")]
+    for dataset in [one for found in of_key for one in (found if isinstance(found, list) else [found])]:
         name, undamaged = dataset.get("data_path"), DatasetConfig(data_path=dataset.get("data_path", ""))
         if dataset != undamaged.model_dump(mode="json"):
             continue

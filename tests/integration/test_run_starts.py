@@ -24,6 +24,17 @@ def test_a_complete_run_is_left_alone(checkpointing, tmp_path, capsys):
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+def test_a_complete_run_deletes_what_it_had_not_when_it_was_killed(tmp_path):
+    """A kill after the last checkpoint's rename left older ones, or half of one, for good."""
+    blocks = {"grpo": {"max_num_steps": 2}, "checkpointing": {"save_period": 1, "keep_last": 1}}
+    train_run(make_config(tmp_path, **blocks))
+    last = tmp_path / "checkpoints" / "step_000002"
+    shutil.copytree(last, last.with_name("step_000001"))
+    last.with_name("step_000000.deleted").mkdir()
+    assert train_run(make_config(tmp_path, **blocks)) is None
+    assert list(last.parent.iterdir()) == [last]
+
+
 def test_a_longer_run_without_checkpoints_is_refused_and_keeps_its_metrics(tmp_path):
     train(tmp_path, grpo={"max_num_steps": 1}, checkpointing=OFF)
     with pytest.raises(FileError, match=r"holds steps 1 to 1 of a run and no checkpoint"):

@@ -27,7 +27,8 @@ with exclusive(pathlib.Path(sys.argv[1]), "folder x"):
         ("pipe", "not a regular file"),
         (b"\xff\xfe", "utf-8"),
         (b"{", "not JSON"),
-        (b"[" * 200_000, "not JSON"),
+        (b"[" * 200_000, "nested more than 100 levels deep"),
+        (b'{"a":' + b"[" * 99 + b"0" + b"]" * 99 + b"}", "nested more than 100 levels deep"),
         (b"1" * 5000, "not JSON"),
         (b"[]", "an object, but it holds []"),
         (b'""', 'an object, but it holds ""'),
@@ -45,6 +46,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
         read_json(path, "a model's config")
     assert str(path) in str(error.value)
     assert message in str(error.value)
+
+
+def test_a_file_of_the_greatest_depth_is_read(tmp_path):
+    (tmp_path / "deep.json").write_bytes(b'{"a":' + b"[" * 98 + b"0" + b"]" * 98 + b"}")
+    assert read_json(tmp_path / "deep.json", "a model's config")
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):

@@ -22,6 +22,7 @@ def test_a_config_that_transformers_wrote_is_loadable(config):
         ({"rms_norm_eps": ""}, "rms_norm_eps"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
+        ({"initializer_range": -0.02}, "initializer_range=-0.02"),
         ({"attention_dropout": "none"}, "attention_dropout"),
         ({"eos_token_id": [None]}, "eos_token_id"),
         ({"rope_parameters": {"rope_type": {}, "rope_theta": 1e4}}, "config.json: transformers"),

@@ -145,6 +145,15 @@ def test_half_of_a_deleted_checkpoint_does_not_count(engine, tmp_path, monkeypat
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000010"]
 
 
+def test_checkpoints_beyond_the_newest_are_leftovers_too(engine, tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step, engine, keep_last=3)
+    for name in ("step_000020.partial", "step_000005.deleted"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    remove_leftovers(tmp_path, keep_last=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000015"]
+
+
 def test_only_what_a_save_left_is_removed(engine, tmp_path):
     save(tmp_path, 5, engine)
     mine = tmp_path / "checkpoints" / "step_000005.mine"
