@@ -1,6 +1,6 @@
 """NeMo-RL's Megatron policy worker with an aligned forward and packed refits.
 
-Everything is in an undecorated class, because Ray pickles the methods of a decorated class by value.
+Everything is in undecorated classes, because Ray pickles the methods of a decorated class by value.
 """
 
 import time
@@ -15,15 +15,15 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker
 
 from qarl_formats import BASELINE, get_format
-from qarl_nemo.megatron.alignment import Alignment, bump_on_step, release
+from qarl_nemo.megatron.alignment import Alignment, bump_on_step
 from qarl_nemo.megatron.publish import publish_layers, publish_update
 from qarl_nemo.megatron.step_guard import StepGuard
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require_aligned
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
+from qarl_nemo.nemo_rl.gpu_sharing import SharesGpu, freeze_heap
 from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
-from qarl_nemo.nemo_rl.residency import short_of_room
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
 from qarl_nemo.refit.publish import Layer, RefitUpdate, StreamedUpdate
@@ -33,7 +33,7 @@ from qarl_nemo.refit.send import CollectiveSender
 _WHOLE_SHARE = 0.5
 
 
-class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerImpl):
+class QarlMegatronPolicyWorkerImpl(SharesGpu):
     """A policy worker whose training and log-probability forwards execute what its rollout engine executes.
 
     Args:
@@ -49,8 +49,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         )
         self._collective_sender: CollectiveSender | None = None
         self._layerwise: bool | None = qarl.layerwise_refit
-        self._weights_leave = False
-        self._parameters_stay: bool | None = None
+        self._first_update = True
         with aligned_provider(megatron_policy_worker, self.alignment):
             super().__init__(with_torch_dtypes(config), *arguments, **named)
         aligned = require_aligned([self.model], self.alignment)
@@ -58,6 +57,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         if self.optimizer is not None:
             bump_on_step(self.optimizer, self.alignment.changes)
             self._guard = StepGuard([self.model], self.optimizer, qarl.max_skipped_steps)
+        freeze_heap()
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Train as NeMo-RL does, but skip and count steps that are not finite.
@@ -81,6 +81,10 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
         results = super().train(data, loss_fn, *arguments, **named)
         if recording is not None:
             recording.write()
+        if self._first_update:
+            # It has made the optimizer's state, and imported what compiles kernels.
+            freeze_heap()
+            self._first_update = False
         # NeMo-RL adds up what the data-parallel ranks return, so only the first one returns the count.
         first = parallel_state.get_data_parallel_rank() == 0
         skipped = float(self._guard.num_skipped - before) if first else 0.0
@@ -111,6 +115,7 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
             update = self._lent(version, sender) if self._is_layerwise() else self._shared(version, sender)
         publish_s = time.perf_counter() - started
         figures = push_from_all(update, RayEngines(engines), sender)
+        self.refitted = True
         return figures | {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
 
     def prepare_refit_info(self) -> dict[str, Any]:
@@ -119,47 +124,6 @@ class QarlMegatronPolicyWorkerImpl(megatron_policy_worker.MegatronPolicyWorkerIm
 
     def init_collective(self, *_: Any, **__: Any) -> None:
         """Open no connection for NeMo-RL's own refit; packed refits bring theirs."""
-
-    def offload_before_refit(self) -> None:
-        """Make room for the engine; an optimizer that was meant to stay but leaves too little room is offloaded."""
-        super().offload_before_refit()
-        if self._weights_leave or self.offload_optimizer_for_refit:
-            return
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
-        reason = short_of_room(self._engine_share(), weights)
-        if reason is not None:
-            print(f"qarl: rank {self.rank}: {reason}; from now on it goes to the host", flush=True)
-            self.offload_optimizer_for_refit = True
-            super().offload_before_refit()
-
-    def offload_after_refit(self) -> None:
-        """Leave the GPU to the engine; where both have room beside an optimizer that stays, parameters stay as well.
-
-        Quantized weights are dropped either way, and made again from the masters.
-        """
-        release([self.model])
-        # Free the memory that engines have read through CUDA IPC.
-        torch.cuda.ipc_collect()
-        stay = not self.offload_optimizer_for_refit and self._has_room_for_engine()
-        if stay != self._parameters_stay:
-            print(f"qarl: rank {self.rank}: parameters {'stay' if stay else 'leave'} while the engine runs", flush=True)
-        self._parameters_stay = stay
-        if stay:
-            self.finalize_async_save()
-            self.model.eval()
-            return
-        # NeMo-RL's method calls `offload_before_refit`.
-        self._weights_leave = True
-        super().offload_after_refit()
-        self._weights_leave = False
-
-    def _has_room_for_engine(self) -> bool:
-        self.model = self.move_model(self.model, "cpu", move_params=False, move_grads=True)
-        torch.cuda.empty_cache()
-        return short_of_room(self._engine_share(), 0) is None
-
-    def _engine_share(self) -> float:
-        return self.cfg["generation"]["vllm_cfg"]["gpu_memory_utilization"]
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:

@@ -57,7 +57,8 @@ class ColocatedSender:
         """
         self._held = {name: _apart(tensor) for layer in layers for name, tensor in layer.items()}
         mine = {name: export_tensor(tensor) for name, tensor in self._held.items()}
-        torch.cuda.synchronize()
+        # Not the whole device, where an optimizer may be leaving meanwhile.
+        torch.cuda.current_stream().synchronize()
         self._descriptions = dict(gather_plain((gpu_id(torch.cuda.current_device()), mine), waiting_group()))
 
     def send(self, update: Update, engine: RolloutEngine) -> None:

@@ -90,6 +90,8 @@ def require_executed(case: Case, start: Start, ended: Ended) -> None:
     for text in said.values():
         assert text.startswith(start.executes), text
         assert text.endswith(f"rollouts are {start.rollouts}"), text
+    told = re.findall(rf"qarl: rank (\d+): {start.says}", ended.text) if start.says else said
+    assert set(told) == set(said), ended.text[-5000:]
 
 
 def require_clear_end(start: Start, ended: Ended, finished: int) -> None:

@@ -25,6 +25,7 @@ class Start:
         kills: the Ray actor that is killed in the middle of the step after `kills_after`; empty for none.
         kills_after: how many steps this start finishes before.
         learns: the mean reward of the last ten steps exceeds that of the first ten by this much.
+        says: what every learner rank says when it shares its GPU with an engine.
     """
 
     steps: int
@@ -35,6 +36,7 @@ class Start:
     kills: str = ""
     kills_after: int = 0
     learns: float | None = None
+    says: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +89,18 @@ def _checkpoints(period: int) -> tuple[str, ...]:
     return ("checkpointing.enabled=true", f"checkpointing.save_period={period}", schedule)
 
 
-def _residency(resident: str) -> Case:
+def _residency(resident: str, says: str) -> Case:
     # Killed and resumed in between, it must learn like the run that nobody kills.
     again = (f"++qarl.resident={resident}", *_checkpoints(30))
-    killed = Start(steps=100, overrides=again, kills="QarlMegatronPolicyWorker", kills_after=60)
-    return Case(starts=(killed, Start(steps=100, overrides=again, learns=0.1)))
+    killed = Start(steps=100, overrides=again, kills="QarlMegatronPolicyWorker", kills_after=60, says=says)
+    return Case(starts=(killed, Start(steps=100, overrides=again, learns=0.1, says=says)))
 
 
 _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 _ATTENTION = "++qarl.targets=[experts,attention]"
 _BF16 = ("qarl.format=bf16", "++qarl.alignment=none")
 _RUNS_BF16 = {"executes": "bf16 in experts", "rollouts": "bf16"}
+_OFFLOADED = "++qarl.resident=false"
 _ROUNDING = ("++qarl.engine_rounding=true",)
 _GRAPHS = (f"{_VLLM}.enforce_eager=false",)
 _LARGE = ("policy.train_micro_batch_size=32", *_GRAPHS)
@@ -122,8 +125,8 @@ _REPLAY = (
 
 CASES = {
     "w4a16": Case(starts=(Start(steps=100, learns=0.1),)),
-    "resident": _residency("true"),
-    "offloaded": _residency("false"),
+    "resident": _residency("true", "parameters stay while the engine runs"),
+    "offloaded": _residency("false", "the optimizer leaves beside the refit"),
     "bf16": Case(starts=(Start(steps=30, overrides=_BF16, **_RUNS_BF16),)),
     "engine_rounding": Case(starts=(Start(steps=12, overrides=_ROUNDING),)),
     "engine_rounding_bf16": Case(starts=(Start(steps=8, overrides=(*_BF16, *_ROUNDING), **_RUNS_BF16),)),
@@ -152,7 +155,7 @@ CASES = {
         starts=(
             Start(
                 steps=5,
-                overrides=(_ATTENTION, *_MUON),
+                overrides=(_ATTENTION, *_MUON, _OFFLOADED),
                 executes="w4a16 in experts of 4 layers, attention",
             ),
         ),
@@ -162,7 +165,7 @@ CASES = {
         starts=(
             Start(
                 steps=4,
-                overrides=(*_REPLAY, "loss_fn.reference_policy_kl_penalty=0.01", "grpo.val_period=2"),
+                overrides=(*_REPLAY, _OFFLOADED, "loss_fn.reference_policy_kl_penalty=0.01", "grpo.val_period=2"),
             ),
         ),
         validates=2,

@@ -102,16 +102,13 @@ def test_norms_and_rotation_round_where_the_engine_does(megatron):
         assert from_other > 0, operator
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", ["w4a16", "fp8_block"])
-def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wrapper):
+def wrapped(megatron, name, wrapper):
+    """A small model as NeMo-RL wraps it, its core, alignment, shape and optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
     from qarl_nemo.megatron.alignment import bump_on_step
-    from support.megatron.compare import published
-    from support.megatron.whole import requantized
 
     settings, options, fused = WRAPPERS[wrapper]
     if "muon" in wrapper and importlib.util.find_spec("emerging_optimizers") is None:
@@ -128,6 +125,16 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
     config = OptimizerConfig(**adam | {"lr": 0.01, "bf16": True, "params_dtype": torch.bfloat16} | options)
     optimizer = get_megatron_optimizer(config, [model])
     bump_on_step(optimizer, alignment.changes)
+    return model, core, alignment, shape, optimizer
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", ["w4a16", "fp8_block"])
+def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wrapper):
+    from support.megatron.compare import published
+    from support.megatron.whole import requantized
+
+    model, core, alignment, shape, optimizer = wrapped(megatron, name, wrapper)
     losses = []
     for _ in range(6):
         optimizer.zero_grad()
@@ -138,6 +145,34 @@ def test_wrapped_as_nemo_rl_wraps_it_it_learns_and_publishes(megatron, name, wra
     tensors = dict(published([model], vocab_size=shape.vocab))
     for key, tensor in requantized([core], alignment.format):
         assert_bitwise_equal(tensors[key], tensor)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_optimizer_that_leaves_between_steps_comes_back_whole_and_learns(megatron, wrapper):
+    from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update
+
+    model, _, _, shape, optimizer = wrapped(megatron, "w4a16", wrapper)
+    carrier = Offload(2**20)
+    reload_for_update(optimizer, carrier)
+    losses, carried = [], []
+    for _ in range(6):
+        tensors = optimizer_tensors(optimizer, model)
+        expected = [tensor.cpu() for tensor in tensors]
+        carrier.start_offload(tensors)
+        carrier.finish_offload()
+        assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+        carried.append(sum(tensor.nbytes for tensor in tensors))
+        optimizer.zero_grad()
+        losses.append(megatron.forward_backward([model], shape))
+        carrier.finish_reload()
+        for tensor, one in zip(tensors, expected, strict=True):
+            assert_bitwise_equal(tensor.cpu(), one)
+        optimizer.step()
+    assert losses[-1] < 0.8 * losses[0]
+    # Of each trainable parameter at least what BF16 states take: two moments and the other half of the master.
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    small = sum(parameter.numel() for parameter in model.parameters() if parameter.numel() < 512)
+    assert carried[-1] >= (4 if "muon" in wrapper else 6) * (trainable - small)
 
 
 def test_transformer_engines_block_recipe_is_close_to_the_kernels(megatron):
