@@ -26,6 +26,7 @@ from qarl_nemo.train.tokenizer import character_tokenizer
 from qarl_nemo.train.trainer import Trainer
 
 WARM_UP_STEPS = 2
+GOALS = {"tokens_s": 10_000.0}
 PHASES = ("rollout", "reward", "prev_logprobs", "update", "refit")
 PROBLEM = (
     "A shop sells {a} boxes of apples a day, with {b} apples in each box. Every third day it sells twice as many. "
@@ -143,7 +144,7 @@ def main() -> None:
         table.add_row(name, f"{value:,.4g}")
         unit = "tokens/s" if name.endswith("tokens_s") else name.rpartition("_")[2]
         suffix = f"_{options.label}" if options.label else ""
-        found.append(Figure(f"real_{name}{suffix}", value, unit, ">=" if unit == "tokens/s" else "<="))
+        found.append(Figure(f"real_{name}{suffix}", value, unit, ">=" if unit == "tokens/s" else "<=", GOALS.get(name)))
     Console(width=100).print(table)
     if options.record:
         shown = options.model.name if options.model else options.config_json

@@ -1,0 +1,106 @@
+"""Turn the arms of a comparison on a real model into rows: reward, accuracy, gap and error tokens of every run.
+
+    qarl train examples/configs/local_gsm8k_arms.yaml --parallel 3
+    python tools/record/real_model_runs.py runs/local_gsm8k_arms --model qwen2.5-coder-0.5b --data gsm8k
+
+Arms are called BF16, `rollout-only FORMAT` and `QaRL FORMAT`; what follows a comma is another objective. A format's
+recovery, (QaRL - rollout-only) / (BF16 - rollout-only) of the paired seeds' mean accuracies, is a row only where
+rollout-only is behind BF16 by more than two standard errors of the paired difference.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from train_runs import slug, vllm_version
+
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.runs import Run, load_run
+from qarl_nemo.metrics.summary import summarize_run
+
+COMMAND = "qarl train examples/configs/local_gsm8k_arms.yaml"
+_BASELINE, _ROLLOUT_ONLY, _QARL = "BF16", "rollout-only ", "QaRL "
+_STANDARD_ERRORS = 2.0
+
+
+def run_figures(run: Run, prefix: str) -> list[Figure]:
+    """Return a run's figures; `reward_final` is the mean of its last ten steps.
+
+    Args:
+        run: the run.
+        prefix: begins the names, `real_<model>_<data>`.
+
+    Returns:
+        The figures.
+    """
+    name, summary = f"{prefix}_{slug(run.setting('run.arm'))}_seed{run.seed}", summarize_run(run)
+    accuracies = _accuracies(run)
+    return [
+        Figure(f"{name}_steps", summary["num_steps"], "", ">="),
+        Figure(f"{name}_reward_first", summary["reward_first"], "", ">="),
+        Figure(f"{name}_reward_final", summary["reward_final"], "", ">="),
+        Figure(f"{name}_test_accuracy_first", accuracies[0], "", ">="),
+        Figure(f"{name}_test_accuracy", accuracies[-1], "", ">="),
+        Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<="),
+        Figure(f"{name}_error_tokens", summary["error_token_rate"], "fraction", "<="),
+    ]
+
+
+def recoveries(runs: list[Run], prefix: str) -> list[Figure]:
+    """Return each format's recovery, where there is something to recover, and print the paired differences.
+
+    Args:
+        runs: all runs, of one length.
+        prefix: begins the names.
+
+    Returns:
+        The figures.
+    """
+    accuracy = {(run.setting("run.arm"), run.seed): _accuracies(run)[-1] for run in runs}
+    arms = {arm for arm, _ in accuracy}
+    figures = []
+    for fmt in sorted(arm.removeprefix(_QARL) for arm in arms if arm.startswith(_QARL) and "," not in arm):
+        names = (_BASELINE, _ROLLOUT_ONLY + fmt, _QARL + fmt)
+        seeds = sorted(seed for arm, seed in accuracy if arm == _BASELINE)
+        seeds = [seed for seed in seeds if all((name, seed) in accuracy for name in names)]
+        bf16, rollout_only, qarl = (np.array([accuracy[name, seed] for seed in seeds]) for name in names)
+        lost, gained = bf16 - rollout_only, qarl - rollout_only
+        error = float(np.std(lost, ddof=1) / np.sqrt(len(seeds))) if len(seeds) > 1 else float("nan")
+        print(f"{fmt}, seeds {seeds}: BF16 - rollout-only {lost.round(4)}, QaRL - rollout-only {gained.round(4)}")
+        if lost.mean() > _STANDARD_ERRORS * error:
+            figures.append(Figure(f"{prefix}_recovery_{fmt}", float(gained.mean() / lost.mean()), "", ">=", 0.8))
+    return figures
+
+
+def _accuracies(run: Run) -> np.ndarray:
+    values = run.column("validation/reward")
+    return values[np.isfinite(values)]
+
+
+def main() -> None:
+    """Read the run directories, append rows, print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="holds the arms' run directories")
+    parser.add_argument("--model", required=True, help="for the rows' names, e.g. qwen2.5-coder-0.5b")
+    parser.add_argument("--data", required=True, help="for the rows' names, e.g. gsm8k")
+    parser.add_argument("--record", type=Path, default=Path("docs/results/real_model.json"))
+    arguments = parser.parse_args()
+    runs = [load_run(path.parent) for path in sorted(arguments.folder.glob("*/metrics.jsonl"))]
+    whole = []
+    for run in runs:
+        if len(run.steps) == run.setting("grpo.max_num_steps"):
+            whole.append(run)
+        else:
+            print(f"{run.name}: left out, {len(run.steps)} of {run.setting('grpo.max_num_steps')} steps")
+    prefix = f"real_{arguments.model}_{arguments.data}"
+    figures = [figure for run in whole for figure in run_figures(run, prefix)] + recoveries(whole, prefix)
+    engines = versions() | vllm_version("cuda")
+    rows = result_rows(figures, hardware=hardware("cuda"), versions=engines, command=COMMAND)
+    append_results(arguments.record, rows)
+    for row in rows:
+        print(f"{row['name']:70s} {row['value']:>10g} {row['unit']}")
+
+
+if __name__ == "__main__":
+    main()
