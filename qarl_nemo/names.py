@@ -28,6 +28,7 @@ _KIND_PATTERNS = tuple(
 _STACKED = re.compile(rf"(?P<block>{_LAYER}mlp\.experts)\.(?P<projection>gate_up|down)_proj\.(?P<suffix>.+)")
 _STACKED_PARAMETER = re.compile(rf"{_LAYER}mlp\.experts\.(?:gate_up|down)_proj")
 _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
+_AFTER_NORM = tuple(f".{name}_proj" for name in ("q", "k", "v", "gate", "up", "gate_up"))
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -94,6 +95,18 @@ def target_of(name: str) -> str | None:
     module, _, suffix = name.rpartition(".")
     kind = module_kind(module)
     return kind if suffix == "weight" and kind in TARGETS else None
+
+
+def reads_norm(module: str) -> bool:
+    """Return whether a projection multiplies a norm's output: q, k, v, gate and up; o and down do not.
+
+    Args:
+        module: module name, e.g. `model.layers.3.self_attn.q_proj`.
+
+    Returns:
+        Whether it does.
+    """
+    return module.endswith(_AFTER_NORM)
 
 
 def layer_of(name: str) -> str:

@@ -74,6 +74,7 @@ def publish_update(
     version: int,
     rehearsed: bool = False,
     lend: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
+    watch: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
 ) -> StreamedUpdate:
     """Wrap the published layers in the update that `refit.push.push` takes; every rank holds one whole layer at a time.
 
@@ -84,6 +85,7 @@ def publish_update(
         version: the number by which engines will know these weights.
         rehearsed: see `StreamedUpdate`; so is `lend`.
         lend: what layers go through.
+        watch: see `StreamedUpdate`.
 
     Returns:
         The update: every rank enters it, one pushes it.
@@ -92,7 +94,7 @@ def publish_update(
         ValueError: see `publish_layers`.
     """
     stream = partial(publish_layers, model, vocab_size=vocab_size, fmt=fmt)
-    return StreamedUpdate(stream, fmt, version=version, rehearsed=rehearsed, lend=lend)
+    return StreamedUpdate(stream, fmt, version=version, rehearsed=rehearsed, lend=lend, watch=watch)
 
 
 def _finish_parameters(model: Sequence[nn.Module]) -> None:

@@ -4,7 +4,7 @@ Everything is in undecorated classes, because Ray pickles the methods of a decor
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
+from qarl_nemo.refit.flips import FlippedCodes
 from qarl_nemo.refit.publish import Layer, RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender
 
@@ -48,6 +49,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             qarl.executed_format, qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=qarl.engine_rounding
         )
         self._collective_sender: CollectiveSender | None = None
+        self._flips, self._watched_at = FlippedCodes(self.served), -1
         self._layerwise: bool | None = qarl.layerwise_refit
         self._first_update = True
         with aligned_provider(megatron_policy_worker, self.alignment):
@@ -101,7 +103,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             version: the version number of these weights.
 
         Returns:
-            Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`.
+            Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`; the first rank adds its `FlippedCodes`.
 
         Raises:
             ValueError: weights hold NaN or Inf.
@@ -116,7 +118,8 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         publish_s = time.perf_counter() - started
         figures = push_from_all(update, RayEngines(engines), sender)
         self.refitted = True
-        return figures | {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
+        figures |= {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
+        return figures | self._flips.figures()
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """Give NeMo-RL's own refit no information: the engines know what they take."""
@@ -133,7 +136,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
 
     def _shared(self, version: int, sender: ColocatedSender) -> RefitUpdate:
         # Engines convert from the learner's memory, which must therefore hold everything until they are done.
-        update = RefitUpdate.of(self._layers(), self.served, version=version)
+        update = RefitUpdate.of(self._watch(self._layers()), self.served, version=version)
         sender.share(update.layers)
         return update
 
@@ -141,7 +144,21 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         return self._streamed(version, rehearsed=True, lend=sender.lend)
 
     def _streamed(self, version: int, **options: Any) -> StreamedUpdate:
-        return publish_update([self.model], self.served, vocab_size=self._hf_vocab_size(), version=version, **options)
+        return publish_update(
+            [self.model],
+            self.served,
+            vocab_size=self._hf_vocab_size(),
+            version=version,
+            watch=self._watch,
+            **options,
+        )
+
+    def _watch(self, layers: Iterable[Layer]) -> Iterator[Layer]:
+        # Every rank sees every layer; the first one reports. A refit before a validation changes nothing again.
+        if self.rank or self._watched_at == self.alignment.changes.count:
+            return iter(layers)
+        self._watched_at = self.alignment.changes.count
+        return self._flips.watch(layers)
 
     def _is_layerwise(self) -> bool:
         if self._layerwise is None:

@@ -52,8 +52,9 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             kv_scales: scales of an FP8 cache, which packed refits do not carry.
 
         Returns:
-            Seconds of each phase as `<phase>_s`, `num_bytes` and the `version` served now. Colocated engines add
-            what comes before (`make_room`, `wake_weights`) and after (`leave`, `wake_cache`).
+            Seconds of each phase as `<phase>_s`, `num_bytes`, the shares of `FlippedCodes`, and the `version` served
+            now. Colocated engines add what comes before (`make_room`, `wake_weights`) and after (`leave`,
+            `wake_cache`).
 
         Raises:
             ValueError: `kv_scales` are given.

@@ -100,6 +100,7 @@ class StreamedUpdate:
         rehearsed: send everything twice, first to be verified and then to be served, so that receivers hold one layer
             at a time, too. Otherwise they hold their whole part until it is verified.
         lend: wraps layers on their way to the sender, such as `ColocatedSender.lend`.
+        watch: wraps them once, on their way to the manifest, such as `FlippedCodes.watch`.
     """
 
     stays = False
@@ -112,8 +113,9 @@ class StreamedUpdate:
         version: int,
         rehearsed: bool = False,
         lend: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
+        watch: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
     ) -> None:
-        self.manifest = Manifest.of(stream(), version=version, fmt=fmt.name)
+        self.manifest = Manifest.of(watch(stream()), version=version, fmt=fmt.name)
         self.rehearsed = rehearsed
         self._passes = [lend(stream()) for _ in range(2 if rehearsed else 1)]
         self._num_begun = 0

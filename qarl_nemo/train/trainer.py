@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from qarl_nemo.files import write_atomic
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
 from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
+from qarl_nemo.refit.flips import FlippedCodes
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.train.advantages import group_advantages
 from qarl_nemo.train.banner import show_banner
@@ -60,6 +62,7 @@ class Trainer:
             version = int(read_state(config.run_dir, self.step)["weight_version"])
             self.learner.resume(checkpoint_dir(config.run_dir, self.step), version)
         self.sampler = build_sampler(config, self.model, self.tokenizer, self.device)
+        self.flips = FlippedCodes(self.format)
         self.last_skip = ""
 
     def train(self) -> None:
@@ -123,6 +126,7 @@ class Trainer:
         metrics = step_metrics(rollouts, rewards, prev, advantages, result)
         metrics |= timer.finish_step({"rollout": tokens, "prev_logprobs": tokens, "update": tokens}) | peak_memory()
         metrics |= {"weight_version": self.learner.weight_version, "refit/bytes": update.num_bytes}
+        metrics |= {f"refit/{name}": share for name, share in self.flips.figures().items()}
         if step % self.config.logger.diagnostics_period == 0 or step == 1:
             self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
         if grpo.val_period and (step % grpo.val_period == 0 or step == 1):
@@ -132,6 +136,7 @@ class Trainer:
 
     def _refit(self) -> RefitUpdate:
         update = self.learner.publish(self.format)
+        deque(self.flips.watch(update.layers), maxlen=0)
         # If all updates of a step were skipped, the engine serves these weights already.
         if update.manifest.version != self.sampler.version:
             self.sampler.load(update)

@@ -121,6 +121,10 @@ def require_steps(case: Case, start: Start, ended: Ended, finished: int) -> None
     smallest, largest = start.gap
     assert np.isfinite(gaps).all(), gaps
     assert smallest < gaps.mean() < largest, gaps
+    shares = run.column("refit/flipped_codes")
+    if len(run.steps) > 2:
+        # The first refit of a start has nothing to be compared with.
+        assert np.isfinite(shares).any() == (start.rollouts != "bf16"), shares
     if start.learns is not None:
         rewards = run.column("reward/mean")
         assert rewards[-10:].mean() - rewards[:10].mean() > start.learns, rewards

@@ -31,6 +31,7 @@ PER_STEP = {
     "refit/": "bytes",
     "memory/": "process_peak_bytes",
 }
+FLIPS = [f"refit/flipped_{name}" for name in ("codes", "codes_in", "codes_out", "scales")]
 KEYS = [prefix + name for prefix, names in PER_STEP.items() for name in names.split()]
 DIAGNOSTICS = {
     "seq_prox_ratio",
@@ -49,6 +50,7 @@ def test_every_file_of_a_run_is_written(qarl, tmp_path):
     train(tmp_path, qarl=qarl)
     records = read_metrics(tmp_path)
     check_metrics(records)
+    check_flips(records, qarl["format"])
     check_gap(records, qarl["alignment"])
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == make_config(
         tmp_path, qarl=qarl
@@ -73,6 +75,12 @@ def check_metrics(records):
     assert {record["loss/num_valid_seqs"] for record in records} == {32}
     assert any(record["optim/grad_norm"] > 0 for record in records)
     assert any(0 < record["reward/mean"] < 1 for record in records)
+
+
+def check_flips(records, name):
+    for key in FLIPS:
+        shares = [record.get(key) for record in records]
+        assert shares == [None] * STEPS if name == "bf16" else 0 < max(shares) < 1
 
 
 def check_gap(records, alignment):

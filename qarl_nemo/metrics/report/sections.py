@@ -158,6 +158,14 @@ def _optimizer(arms: Sequence[Arm]) -> Section:
     panels = (
         curve_panel(arms, "Gradient norm", "optim/grad_norm", "gradient norm", "Before clipping.", log=True),
         curve_panel(arms, "Learning rate", "optim/lr", "learning rate", "As scheduled.", smooth=False),
+        *_flips(arms),
     )
     intro = "Updates with a non-finite loss or gradient are skipped and counted."
     return Section("optimizer", "Optimizer", intro, panels)
+
+
+def _flips(arms: Sequence[Arm]) -> list[Panel]:
+    """Show how much of the served policy each step changed, if some run has codes."""
+    figure = curves.curve_figure(arms, "refit/flipped_codes", "share of codes", log=True)
+    caption = "Published weights that got another code in a step; masters may move without."
+    return [] if figure is None else [figure_panel("Flipped codes", caption, figure, "")]

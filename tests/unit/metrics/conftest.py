@@ -58,6 +58,7 @@ def step_metrics(step, *, alignment, rng):
         "optim/grad_norm": 0.4 * rng.lognormal(0, 0.25),
         "optim/lr": 5e-4 * min(1, step / 10),
         "optim/skipped_steps": 0,
+        "refit/flipped_codes": 0.01 / step,
         "timing/step_s": sum(timing.values()) + 0.01,
         "throughput/rollout_tokens_s": 5200 * rng.uniform(0.9, 1.1),
         "throughput/update_tokens_s": 3900 * rng.uniform(0.9, 1.1),

@@ -36,6 +36,7 @@ PANELS = [
     "Tokens per second",
     "Gradient norm",
     "Learning rate",
+    "Flipped codes",
 ]
 
 

@@ -1,0 +1,93 @@
+"""How much of the served policy an update changes: the share of its codes and scales that were published otherwise.
+
+An optimizer step that moves no code and no scale leaves the quantized policy as it was, however far it moved the
+masters. Of every tensor evenly spaced rows are remembered and compared, so that memory and time do not grow with the
+model, and small models are counted whole.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import QuantFormat
+from qarl_nemo.names import reads_norm
+from qarl_nemo.refit.publish import Layer
+
+_SAMPLE_BYTES = 1 << 18
+_SCALES = ("weight_scale", "weight_scale_inv")
+
+
+class FlippedCodes:
+    """Compares every update with the one before.
+
+    Args:
+        fmt: the rollout engine's format.
+    """
+
+    def __init__(self, fmt: QuantFormat) -> None:
+        self._format = fmt
+        self._rows: dict[str, Tensor] = {}
+        self._changed: list[tuple[tuple[str, ...], int, Tensor]] = []
+
+    def watch(self, layers: Iterable[Layer]) -> Iterator[Layer]:
+        """Pass an update's layers on, and compare them on the way.
+
+        Args:
+            layers: tensors by published name.
+
+        Yields:
+            The same layers.
+        """
+        self._changed = []
+        for layer in layers:
+            for name, tensor in layer.items():
+                self._compare(name, tensor, layer)
+            yield layer
+
+    def figures(self) -> dict[str, float]:
+        """Return what the last update changed; reads the device once.
+
+        Returns:
+            Shares of codes and of scales, each weight counted by its size: `flipped_codes`, its parts `_in` (q, k, v,
+            gate and up, which read a norm's output) and `_out` (o and down), and `flipped_scales`. Nothing after the
+            first update, and for a format without codes.
+        """
+        shares = torch.stack([share for *_, share in self._changed]).tolist() if self._changed else []
+        sums: dict[str, tuple[float, int]] = {}
+        for (kinds, size, _), share in zip(self._changed, shares, strict=True):
+            for kind in kinds:
+                differing, total = sums.get(kind, (0.0, 0))
+                sums[kind] = differing + share * size, total + size
+        return {f"flipped_{kind}": differing / total for kind, (differing, total) in sums.items()}
+
+    def _compare(self, name: str, tensor: Tensor, layer: Layer) -> None:
+        owner, _, suffix = name.rpartition(".")
+        is_codes = suffix == "weight_packed" or (suffix == "weight" and tensor.element_size() == 1)
+        if not is_codes and suffix not in _SCALES:
+            return
+        rows, before = _sample(tensor), self._rows.get(name)
+        self._rows[name] = rows
+        if before is None or before.shape != rows.shape:
+            return
+        if suffix == "weight_packed":
+            differ = self._lanes(rows ^ before)[
+                ..., : layer[f"{owner}.weight_scale"].shape[-1] * self._format.group_size
+            ]
+        else:
+            # FP8 is compared as bytes, because not every device compares its values.
+            differ = rows.view(torch.uint8) != before.view(torch.uint8) if is_codes else rows != before
+        kinds = ("codes", "codes_in" if reads_norm(owner) else "codes_out") if is_codes else ("scales",)
+        size = tensor[..., 0].numel() * differ.shape[-1]
+        self._changed.append((kinds, size, differ.mean(dtype=torch.float64)))
+
+    def _lanes(self, words: Tensor) -> Tensor:
+        bits = self._format.num_bits
+        shifts = torch.arange(0, bits * self._format.codes_per_word, bits, device=words.device)
+        return ((words[..., None] >> shifts.int()) & (2**bits - 1)).flatten(-2) != 0
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    # A copy, because the tensor may be the learner's own. An odd step meets other rows in every expert.
+    step = -(-tensor.nbytes // _SAMPLE_BYTES) | 1
+    return tensor.detach().flatten(0, -2)[::step].clone()

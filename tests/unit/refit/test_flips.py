@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from qarl_kernels import get_format, quantize_weight
+from qarl_kernels.integer import pack_int32
+from qarl_nemo.refit.flips import _SAMPLE_BYTES, FlippedCodes
+
+UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+
+
+def published(codes, scale, owner=UP, num_bits=4):
+    return {f"{owner}.weight_packed": pack_int32(codes, num_bits), f"{owner}.weight_scale": scale}
+
+
+def figures(flips, *layers):
+    assert list(flips.watch(iter(layers))) == list(layers)
+    return flips.figures()
+
+
+@pytest.fixture
+def codes():
+    return torch.randint(-8, 8, (2, 16, 64), dtype=torch.int8)
+
+
+@pytest.mark.parametrize(("name", "num_bits"), [("w4a16", 4), ("w2a16", 4), ("w8a16", 8), ("w5a16", 5)])
+def test_flips_by_hand(codes, name, num_bits):
+    # 2 x 16 x 64 = 2048 codes and 64 scales in gate and up, 16 x 64 = 1024 and 32 in down. Three of the former move,
+    # one of the latter, and one scale: (3 + 1) / 3072, 3 / 2048, 1 / 1024, 1 / 96. The last code of a row is the tail
+    # of a word of w5a16, in which only four of six lanes are used.
+    flips, scale = FlippedCodes(get_format(name, group_size=32)), torch.ones(2, 16, 2).bfloat16()
+    down, down_scale = codes[0].clone(), scale[0].clone()
+    before = published(codes, scale, UP, num_bits) | published(down, down_scale, DOWN, num_bits)
+    assert figures(flips, before) == {}
+    for place in ((0, 0, 0), (0, 0, 1), (1, 15, 63)):
+        codes[place] = -codes[place] - 1
+    down[3, 5] = -down[3, 5] - 1
+    down_scale[3, 1] = 2
+    after = published(codes, scale, UP, num_bits) | published(down, down_scale, DOWN, num_bits)
+    expected = {"codes": 4 / 3072, "codes_in": 3 / 2048, "codes_out": 1 / 1024, "scales": 1 / 96}
+    assert figures(flips, after) == pytest.approx({f"flipped_{kind}": share for kind, share in expected.items()})
+    assert set(figures(flips, after).values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block"])
+def test_fp8_values_are_codes(name):
+    fmt, weight = get_format(name), torch.randn(128, 256)
+    flips = FlippedCodes(fmt)
+    layers = []
+    for sign in (1, -1):
+        weight[7, 9] *= sign
+        stored = quantize_weight(weight, fmt).tensors
+        layers.append({f"{UP}.{suffix}": tensor for suffix, tensor in stored.items()})
+    norm = {"model.layers.0.input_layernorm.weight": torch.ones(4)}
+    assert figures(flips, layers[0] | norm) == {}
+    share = 1 / (128 * 256)
+    assert figures(flips, layers[1] | norm) == {"flipped_codes": share, "flipped_codes_in": share, "flipped_scales": 0}
+
+
+def test_bf16_has_no_codes():
+    flips, layer = FlippedCodes(get_format("bf16")), {f"{UP}.weight": torch.ones(4, 32).bfloat16()}
+    assert [figures(flips, layer), figures(flips, layer)] == [{}, {}]
+
+
+def test_of_a_large_weight_a_part_is_remembered_that_stands_for_all():
+    # 24 experts of 768 rows: whole experts flip, and in the others the first row.
+    codes, scale = torch.zeros(24, 768, 256, dtype=torch.int8), torch.ones(24, 768, 2).bfloat16()
+    flips = FlippedCodes(get_format("w4a16"))
+    figures(flips, published(codes, scale))
+    remembered = flips._rows[f"{UP}.weight_packed"]
+    assert remembered.nbytes <= _SAMPLE_BYTES < 24 * 768 * 128
+    codes[:, 0] = 1
+    codes[::4] = 1
+    share = figures(flips, published(codes, scale))["flipped_codes"]
+    # 6 of 24 experts, and one row in 768 of the others: 0.251. One row more or less in a sample of 2042 is 0.0005.
+    assert share == pytest.approx(0.25 + 0.75 / 768, abs=0.003)
+
+
+def test_a_copy_is_remembered(codes):
+    flips, layer = FlippedCodes(get_format("w4a16", group_size=32)), published(codes, torch.ones(2, 16, 2).bfloat16())
+    figures(flips, layer)
+    layer[f"{UP}.weight_packed"].zero_()
+    assert figures(flips, layer)["flipped_codes"] > 0.5
+
+
+def test_weights_of_another_shape_are_not_compared(codes):
+    flips = FlippedCodes(get_format("w4a16", group_size=32))
+    figures(flips, published(codes, torch.ones(2, 16, 2).bfloat16()))
+    assert figures(flips, published(codes[:1], torch.ones(1, 16, 2).bfloat16())) == {}
