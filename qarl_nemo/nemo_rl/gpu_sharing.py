@@ -41,6 +41,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         # What the largest refit took of the GPU, the engine's weights included; None before the first.
         self._refit_bytes: int | None = None
         self._free_before_refit = 0
+        self._heap_frozen = False
 
     def offload_before_refit(self) -> None:
         """Make room for the engine; an optimizer that was meant to stay but leaves too little room is offloaded."""
@@ -86,6 +87,22 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
             self.model = self.move_model(self.model, "cpu")
             torch.cuda.empty_cache()
         self.model.eval()
+
+    def prepare_for_training(self, *arguments: Any, **named: Any) -> None:
+        """Make room for gradients; the first time, also exempt what lives by now from garbage collections.
+
+        NeMo-RL collects in each phase, which takes long with the objects of a whole model, its libraries and compiler.
+
+        Args:
+            arguments: passed to NeMo-RL's worker.
+            named: passed likewise.
+        """
+        super().prepare_for_training(*arguments, **named)
+        if not self._heap_frozen:
+            # Not after a backward: layers keep the last batch's graph in a cycle, which would be exempt as well.
+            gc.collect()
+            gc.freeze()
+        self._heap_frozen = True
 
     def move_optimizer(self, device: str) -> None:
         """Move the optimizer to the host at once; it comes back by itself, in `train` or `save_checkpoint`.
@@ -138,9 +155,3 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         # Those that have left already free nothing more.
         here = (parameter for parameter in self.model.parameters() if parameter.untyped_storage().nbytes())
         return sum(parameter.nbytes for parameter in here)
-
-
-def freeze_heap() -> None:
-    """Exempt every object that lives now from garbage collections, of which NeMo-RL does several in each step."""
-    gc.collect()
-    gc.freeze()

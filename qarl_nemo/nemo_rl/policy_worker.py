@@ -21,7 +21,7 @@ from qarl_nemo.megatron.step_guard import StepGuard
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require_aligned
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
-from qarl_nemo.nemo_rl.gpu_sharing import SharesGpu, freeze_heap
+from qarl_nemo.nemo_rl.gpu_sharing import SharesGpu
 from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
@@ -51,7 +51,6 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         self._collective_sender: CollectiveSender | None = None
         self._flips, self._watched_at = FlippedCodes(self.served), -1
         self._layerwise: bool | None = qarl.layerwise_refit
-        self._first_update = True
         with aligned_provider(megatron_policy_worker, self.alignment):
             super().__init__(with_torch_dtypes(config), *arguments, **named)
         aligned = require_aligned([self.model], self.alignment)
@@ -59,7 +58,6 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         if self.optimizer is not None:
             bump_on_step(self.optimizer, self.alignment.changes)
             self._guard = StepGuard([self.model], self.optimizer, qarl.max_skipped_steps)
-        freeze_heap()
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Train as NeMo-RL does, but skip and count steps that are not finite.
@@ -83,10 +81,6 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         results = super().train(data, loss_fn, *arguments, **named)
         if recording is not None:
             recording.write()
-        if self._first_update:
-            # It has made the optimizer's state, and imported what compiles kernels.
-            freeze_heap()
-            self._first_update = False
         # NeMo-RL adds up what the data-parallel ranks return, so only the first one returns the count.
         first = parallel_state.get_data_parallel_rank() == 0
         skipped = float(self._guard.num_skipped - before) if first else 0.0
