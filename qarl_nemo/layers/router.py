@@ -118,7 +118,8 @@ def route_tokens(
     """
     probabilities = engine_softmax(logits)
     # A stable sort keeps the lower expert first among equal probabilities, as the engine does; `topk` promises nothing.
-    experts = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    # A copy, because whoever keeps the choices would keep the order of all experts with them.
+    experts = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].contiguous()
     if routes is not None:
         experts = torch.where(routes == NO_ROUTE, experts, routes.to(experts))
     weights = probabilities.gather(-1, experts)

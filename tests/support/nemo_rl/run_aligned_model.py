@@ -34,12 +34,17 @@ FMT, BF16 = get_format("w4a16", group_size=32), get_format("bf16")
 TOKENS = 12
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
+def answer(model: torch.nn.Module) -> torch.Tensor:
     """The model's answer to fixed tokens."""
     tokens = torch.arange(TOKENS, device=DEVICE).unsqueeze(0) % TINY.vocab
     mask = torch.ones(1, 1, TOKENS, TOKENS, device=DEVICE).triu(1).bool()
-    with torch.no_grad():
-        return model(tokens, tokens, mask)
+    return model(tokens, tokens, mask)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """The same without a graph."""
+    return answer(model)
 
 
 def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -125,12 +130,30 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def batches_kept() -> dict[str, int]:
+    """How many layers still hold a graph of the batch after a recomputed forward and its backward."""
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    models = {
+        kind: megatron_model(Layout(), Alignment(FMT), moe_token_dispatcher_type=kind, **options)
+        for kind in ("alltoall", "allgather")
+    }
+    models["megatron"] = gpt_model(transformer_config(Layout(), torch.float32, **options), plain_spec())
+    found = {}
+    for name, model in models.items():
+        answer(model).float().sum().backward()
+        dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers]
+        kept = [[v for v in vars(one).values() if isinstance(v, torch.Tensor) and v.grad_fn] for one in dispatchers]
+        found[name] = sum(map(bool, kept))
+    return found
+
+
 def main(folder: str) -> None:
     """Write this rank's results."""
     dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     with parallel(Layout()):
         assert callable(aligned_spec(plain_spec(), Alignment(FMT)))
         results = {"formats": other_formats(), "built": built_by_a_worker(), "refusals": refusals()}
+        results["batches_kept"] = batches_kept()
     torch.save(results, Path(folder) / "rank0.pt")
 
 

@@ -41,3 +41,7 @@ def test_a_model_that_would_not_execute_the_format_is_refused_by_layer(facts):
     assert "layer 2: SelfAttention rounds where Megatron does" in refusals["plain"]
     assert "model.layers.0.mlp.experts.gate_up_proj executes bf16" in refusals["other format"]
     assert refusals["attention"].count("layer 2: ") == 2
+
+
+def test_a_recomputed_layer_forgets_its_batch_where_megatrons_own_keeps_it(facts):
+    assert facts["batches_kept"] == {"alltoall": 0, "allgather": 0, "megatron": 2}
