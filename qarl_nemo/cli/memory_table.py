@@ -4,7 +4,17 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from qarl_nemo.memory import GIB, OVERHEAD_BYTES, PARTS, Learner, ModelSize, Parallelism, rank_memory, refit_bytes
+from qarl_nemo.memory import (
+    ASLEEP_BYTES,
+    GIB,
+    OVERHEAD_BYTES,
+    PARTS,
+    Learner,
+    ModelSize,
+    Parallelism,
+    rank_memory,
+    refit_bytes,
+)
 
 
 def memory_table(
@@ -22,21 +32,22 @@ def memory_table(
         learners: the learners to compute in each layout.
         gpu_bytes: memory of a GPU.
         engine_tp: GPUs that share one rollout engine on the learner's GPUs. Adds two columns, a refit's peak as a whole
-            and layer by layer, which must fit as well, with the overhead of two processes.
+            and layer by layer, which must fit as well; everything must, beside what the engine keeps asleep.
     """
-    title = f"GiB of each rank; with {OVERHEAD_BYTES / GIB:g} more it must fit in {gpu_bytes / GIB:g}"
+    beside = OVERHEAD_BYTES + (0 if engine_tp is None else ASLEEP_BYTES)
+    title = f"GiB of each rank; with {beside / GIB:g} beside its tensors it must fit in {gpu_bytes / GIB:g}"
     refits = () if engine_tp is None else ("refit", "layerwise")
     table = Table("layout", "optimizer", "recompute", *PARTS, "peak", "fits", *refits, title=title)
 
     def marked(size: float) -> str:
-        color = "green" if size + 2 * OVERHEAD_BYTES <= gpu_bytes else "red"
+        color = "green" if size + beside <= gpu_bytes else "red"
         return f"[{color}]{size / GIB:.1f}[/]"
 
     for ranks in layouts:
         for learner in learners:
             needed = rank_memory(model, ranks, learner)
             sizes = [f"{size / GIB:.1f}" for size in (*(needed.parts[name] for name in PARTS), needed.peak_bytes)]
-            fits = "[green]yes[/]" if needed.fits(gpu_bytes) else "[red]no[/]"
+            fits = "[green]yes[/]" if needed.peak_bytes + beside <= gpu_bytes else "[red]no[/]"
             peaks = (
                 []
                 if engine_tp is None

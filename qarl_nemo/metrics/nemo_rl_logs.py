@@ -213,7 +213,8 @@ def _record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[str,
     record |= {key: value for key, value in values.items() if key.startswith("refit/")}
     for key, value in values.items():
         if key.startswith(_OURS) and key not in _RENAMED:
-            record[f"loss/{key.removeprefix(_OURS)}"] = value
+            name = key.removeprefix(_OURS)
+            record[name if name.startswith("memory/") else f"loss/{name}"] = value
     for sign in ("positive", "negative"):
         tokens = values.get(f"{_OURS}tokens_{sign}")
         if tokens:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qarl_nemo.memory import GIB
+from qarl_nemo.memory import GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.layout import Layout, read_layout
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
@@ -83,7 +83,8 @@ def _memory(config: Mapping[str, Any], qarl: Any) -> str:
     refit = "" if needed.refit is None else f", {needed.refit / GIB:.1f} in a refit"
     return (
         f"{needed.learner.static_bytes / GIB:.1f} GiB a learner rank between steps, "
-        f"{needed.learner.peak_bytes / GIB:.1f} at the peak{refit}; weights of an engine "
+        f"{needed.learner.peak_bytes / GIB:.1f} at the peak{refit}, "
+        f"and {(OVERHEAD_BYTES + needed.asleep) / GIB:g} beside its tensors; weights of an engine "
         f"{needed.engine / GIB:.1f} a GPU; {_optimizer(needed, qarl)}computed, of {gpu.gib:.0f} ({gpu.source})"
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl_nemo.memory import (
+    ASLEEP_BYTES,
     GIB,
     Learner,
     Memory,
@@ -21,8 +22,6 @@ from qarl_nemo.nemo_rl.optimizer_dtypes import has_bf16_moments
 from qarl_nemo.nemo_rl.token_budget import largest_budget
 
 _MEGATRON = "policy.megatron_cfg"
-# What an engine keeps while it sleeps: its context, CUDA graphs, and the kernels' buffers.
-_ASLEEP_BYTES = 5 * GIB
 # What the driver shows of 80 GB, the size of the paper's GPUs.
 DEFAULT_GIB = 79.0
 
@@ -48,11 +47,13 @@ class Needed:
         learner: what the fullest learner rank holds.
         refit: what a GPU holds during a refit beside its engine; None if engines have GPUs of their own.
         engine: an engine's weights on each of its GPUs.
+        asleep: what an engine on the learner's GPU keeps while it sleeps.
     """
 
     learner: Memory
     refit: float | None
     engine: float
+    asleep: float
 
 
 def card(qarl: Any) -> Card:
@@ -102,7 +103,8 @@ def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
             served=served,
             optimizer_stays=optimizer_stays,
         )
-    return Needed(rank_memory(model, layout.ranks, learner), refit, _engine_bytes(model, layout, served))
+    asleep = ASLEEP_BYTES if layout.colocated else 0.0
+    return Needed(rank_memory(model, layout.ranks, learner), refit, _engine_bytes(model, layout, served), asleep)
 
 
 def budget_of(config: Mapping[str, Any], qarl: Any) -> int | None:
@@ -119,7 +121,7 @@ def budget_of(config: Mapping[str, Any], qarl: Any) -> int | None:
     layout, path = read_layout(config), model_config_file(str(look_up(config, "policy.model_name", "")))
     if layout is None or path is None:
         return None
-    room = card(qarl).gib * GIB - (_ASLEEP_BYTES if layout.colocated else 0)
+    room = card(qarl).gib * GIB - (ASLEEP_BYTES if layout.colocated else 0)
     found = largest_budget(ModelSize.read(path), layout.ranks, learner_of(config, qarl), room)
     responses = look_up(config, "policy.train_global_batch_size", 0) // layout.data_parallel
     share = responses * look_up(config, "policy.max_total_sequence_length", 0)
@@ -150,7 +152,8 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
     """
     policy, megatron = config.get("policy") or {}, look_up(config, _MEGATRON, {})
     return Learner(
-        format=qarl.format if qarl.alignment == "aligned" else None,
+        # BF16 runs through the same code, which stacks the experts' weights as it does packed ones.
+        format=qarl.executed_format.name,
         group_size=qarl.group_size or 128,
         attention="attention" in qarl.targets,
         keep_operand=qarl.keep_operand,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qarl_nemo.memory import GIB, OVERHEAD_BYTES
+from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.layout_memory import budget_of, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, fits_beside_engine, optimizer_stays, residency_conflicts
@@ -30,17 +30,21 @@ def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     if needed is None:
         return []
     gpu, problems = card(qarl), residency_conflicts(config, qarl)
-    of, spare = f"where it has {gpu.gib:.0f} ({gpu.source})", OVERHEAD_BYTES / GIB
-    if not needed.learner.fits(gpu.gib * GIB):
+    of = f"where it has {gpu.gib:.0f} ({gpu.source})"
+    if not needed.learner.fits(gpu.gib * GIB - needed.asleep):
         most = budget_of(config, qarl)
         smaller = f"at most {most} tokens a micro-batch" if most else "a layout with less a rank"
         problems.append(
-            f"memory: a learner rank needs {needed.learner.peak_bytes / GIB:.0f} GiB and {spare:g} more, {of}; set "
+            f"memory: a learner rank needs {needed.learner.peak_bytes / GIB:.0f} GiB and "
+            f"{(OVERHEAD_BYTES + needed.asleep) / GIB:g} beside its tensors, {of}; set "
             f"qarl.keep_operand=false, {_MEGATRON}.activation_checkpointing=true, {smaller}, or more GPUs"
         )
-    if needed.refit is not None and needed.refit + 2 * OVERHEAD_BYTES > gpu.gib * GIB:
+    beside = OVERHEAD_BYTES + ASLEEP_BYTES
+    # Whether the optimizer fits beside it is asked below.
+    refit = (needed.refit or 0.0) - (needed.learner.parts["optimizer"] if stays else 0.0)
+    if refit + beside > gpu.gib * GIB:
         problems.append(
-            f"memory: a refit needs {needed.refit / GIB:.0f} GiB a GPU and {2 * spare:g} more, {of}; set "
+            f"memory: a refit needs {refit / GIB:.0f} GiB a GPU and {beside / GIB:g} beside its tensors, {of}; set "
             f"qarl.layerwise_refit=true, a larger {_ENGINE}.tensor_parallel_size, or more GPUs"
         )
     share = look_up(config, UTILIZATION, None)

@@ -23,6 +23,7 @@ from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
 from qarl_nemo.nemo_rl.gpu_sharing import SharesGpu
 from qarl_nemo.nemo_rl.loss import PREFIX
+from qarl_nemo.nemo_rl.memory_metrics import PhaseMemory, fullest
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
@@ -51,6 +52,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         self._collective_sender: CollectiveSender | None = None
         self._flips, self._watched_at = FlippedCodes(self.served), -1
         self._layerwise: bool | None = qarl.layerwise_refit
+        self._memory = PhaseMemory()
         with aligned_provider(megatron_policy_worker, self.alignment):
             super().__init__(with_torch_dtypes(config), *arguments, **named)
         aligned = require_aligned([self.model], self.alignment)
@@ -69,7 +71,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             named: passed likewise.
 
         Returns:
-            NeMo-RL's results, with the count as one more metric.
+            NeMo-RL's results, with the count and what each phase of the step held as further metrics.
 
         Raises:
             RuntimeError: `qarl.max_skipped_steps` steps in a row were skipped.
@@ -78,14 +80,27 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         recording = getattr(loss_fn, "recording", None)
         if recording is not None and not _records():
             loss_fn.recording = recording = None
-        results = super().train(data, loss_fn, *arguments, **named)
+        with self._memory.phase("update"):
+            results = super().train(data, loss_fn, *arguments, **named)
         if recording is not None:
             recording.write()
-        # NeMo-RL adds up what the data-parallel ranks return, so only the first one returns the count.
+        metrics = {"skipped_steps": float(self._guard.num_skipped - before)}
+        metrics |= fullest(gather_plain(self._memory.take(), waiting_group()))
+        # NeMo-RL adds up what the data-parallel ranks return, so only the first one returns them.
         first = parallel_state.get_data_parallel_rank() == 0
-        skipped = float(self._guard.num_skipped - before) if first else 0.0
-        results["all_mb_metrics"][f"{PREFIX}skipped_steps"] = [skipped]
+        results["all_mb_metrics"] |= {PREFIX + key: [value if first else 0.0] for key, value in metrics.items()}
         return results
+
+    def prepare_for_lp_inference(self, *arguments: Any, **named: Any) -> None:
+        """Prepare as NeMo-RL does, and note what was held during the rollouts before."""
+        with self._memory.phase("rollout"):
+            pass  # A learner allocates nothing while engines generate.
+        super().prepare_for_lp_inference(*arguments, **named)
+
+    def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
+        """Compute log-probabilities as NeMo-RL does, and note what that takes."""
+        with self._memory.phase("prev_logprobs"):
+            return super().get_logprobs(*arguments, **named)
 
     @torch.no_grad()
     def qarl_refit(self, engines: list[Any], num_ranks: int, version: int) -> dict[str, float]:
@@ -103,17 +118,18 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             ValueError: weights hold NaN or Inf.
             RuntimeError: the engines refused the update, or one broke off.
         """
-        started = time.perf_counter()
-        if not self.is_generation_colocated:
-            update, sender = self._streamed(version), self._collective(num_ranks)
-        else:
-            sender = ColocatedSender(timeout_s=TIMEOUT_S)
-            update = self._lent(version, sender) if self._is_layerwise() else self._shared(version, sender)
-        publish_s = time.perf_counter() - started
-        figures = push_from_all(update, RayEngines(engines), sender)
-        self.refitted = True
-        figures |= {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
-        return figures | self._flips.figures()
+        with self._memory.phase("refit"):
+            started = time.perf_counter()
+            if not self.is_generation_colocated:
+                update, sender = self._streamed(version), self._collective(num_ranks)
+            else:
+                sender = ColocatedSender(timeout_s=TIMEOUT_S)
+                update = self._lent(version, sender) if self._is_layerwise() else self._shared(version, sender)
+            publish_s = time.perf_counter() - started
+            figures = push_from_all(update, RayEngines(engines), sender)
+            self.refitted = True
+            figures |= {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
+            return figures | self._flips.figures()
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """Give NeMo-RL's own refit no information: the engines know what they take."""

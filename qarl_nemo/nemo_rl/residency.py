@@ -7,7 +7,7 @@ rank, which took 75 of a step's 143 s. Beside an int4 engine it can stay on a GP
 from collections.abc import Mapping
 from typing import Any
 
-from qarl_nemo.memory import GIB, OVERHEAD_BYTES
+from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
@@ -57,7 +57,8 @@ def fits_beside_engine(needed: Needed, share: float | None, gpu_bytes: float) ->
     if share is None:
         return False
     generating = needed.learner.parts["optimizer"] + share * gpu_bytes
-    return generating + OVERHEAD_BYTES <= gpu_bytes and needed.refit + 2 * OVERHEAD_BYTES <= gpu_bytes
+    refit = needed.refit + OVERHEAD_BYTES + ASLEEP_BYTES
+    return generating + OVERHEAD_BYTES <= gpu_bytes and refit <= gpu_bytes
 
 
 def residency_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:

@@ -42,6 +42,7 @@ def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFI
             "train/gen_kl_error": 1e-4,
             "train/approx_entropy": 0.7,
             "train/qarl/skipped_steps": 1.0,
+            "train/qarl/memory/update_allocated_gib": 90.0,
             "train/qarl/abs_gap": gap,
             "train/qarl/kept_fraction": 0.9,
             "train/qarl/fraction_positive": 0.5,
@@ -94,6 +95,7 @@ def test_columns_carry_the_embedded_engines_names(tmp_path):
     assert run.column("loss/approx_entropy") == pytest.approx([0.7] * 5)
     assert np.isnan(run.column("loss/entropy")).all(), "an estimate is not under the exact one's name"
     assert run.column("optim/skipped_steps") == pytest.approx([1.0] * 5)
+    assert run.column("memory/update_allocated_gib") == pytest.approx([90.0] * 5)
     assert run.column("error_tokens/rate_negative") == pytest.approx([0.02] * 5)
     assert np.isnan(run.column("error_tokens/rate_positive")).all(), "no token has a positive advantage"
     assert run.column("band_share/in_band_positive") == pytest.approx([0.5] * 5)

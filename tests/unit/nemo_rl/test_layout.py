@@ -6,11 +6,12 @@ import pytest
 import torch
 from test_nemo_rl_config import config, problems
 
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.hints import budget_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.layout import read_layout
-from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB
+from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB, needed_memory
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 
@@ -126,6 +127,13 @@ def test_engines_of_their_own_leave_the_learner_the_rest():
 def test_what_does_not_fit_is_refused(qarl, changes, named):
     values = launch(qarl, **{"policy.generation.vllm_kwargs": {}} | changes)
     assert any(named in line for line in problems(values)), problems(values)
+
+
+def test_a_bf16_learner_keeps_a_copy_of_its_experts_as_others_keep_packed_ones():
+    values = launch({"format": "bf16", "alignment": "none"})
+    qarl = NemoQarlConfig.model_validate(values["qarl"])
+    # Experts of 48 layers on eight ranks, 2 bytes each.
+    assert needed_memory(values, qarl, optimizer_stays=False).learner.parts["packed"] == 48 * 128 * 3 * 768 * 2048 / 4
 
 
 def test_a_larger_card_takes_more():

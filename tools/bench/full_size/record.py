@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+from phase_memory import Figures, memory_figures
 
 from qarl_nemo.metrics.nemo_rl_logs import read_facts
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
@@ -20,10 +21,12 @@ GOALS = {
     "full_other_share": 0.12,
     "full_update_tokens_s_gpu": 8000.0,
     "full_logprob_tokens_s_gpu": 20000.0,
+    "full_memory_error": 0.05,
 }
+MODEL = Path(__file__).parents[3] / "examples/models/qwen3-30b-a3b/config.json"
 
 
-def figures(run: Run, steps: list[int], *, tokens: float, gpus: int) -> dict[str, tuple[float, str, str]]:
+def figures(run: Run, steps: list[int], *, tokens: float, gpus: int) -> Figures:
     """Return an arm's figures: name without the arm -> value, unit, direction.
 
     Args:
@@ -65,6 +68,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=243)
     parser.add_argument("--responses", type=int, default=128)
     parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--config", type=Path, default=MODEL, help="the model's config.json that run.py was given")
     parser.add_argument("--options", default="", help="what else run.py was given")
     arguments = parser.parse_args()
     run, facts = load_run(arguments.folder / "logs"), read_facts(arguments.folder / "logs")
@@ -72,7 +76,9 @@ def main() -> None:
     answers = float(np.median(run.column("response_length_tokens/mean")[np.isin(run.steps, steps)]))
     tokens = arguments.responses * (arguments.prompt_tokens + answers)
     found = []
-    for name, (value, unit, op) in figures(run, steps, tokens=tokens, gpus=arguments.gpus).items():
+    measured = figures(run, steps, tokens=tokens, gpus=arguments.gpus)
+    measured |= memory_figures(arguments.folder, run, steps, arguments.config)
+    for name, (value, unit, op) in measured.items():
         arm = f"{name}_{arguments.arm}_{arguments.workload}"
         # Goals are those of the whole model.
         goal = GOALS.get(arm, GOALS.get(name)) if arguments.workload in ("a", "b") else None

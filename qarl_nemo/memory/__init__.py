@@ -1,0 +1,32 @@
+"""GPU memory, computed: which model fits on which GPUs, before anything is started.
+
+All sizes are bytes of tensors. What tensors do not account for is `OVERHEAD_BYTES` of a learner, and `ASLEEP_BYTES` of
+an engine that shares its GPU; what the allocator reserves and cannot use comes on top and is not computed.
+"""
+
+from qarl_nemo.memory.engine import refit_bytes, served_bytes
+from qarl_nemo.memory.layouts import layouts, require_layout, require_targets
+from qarl_nemo.memory.learner import MAX_TOKENS, OPTIMIZERS, PARTS, Learner, Memory, Recompute, rank_memory
+from qarl_nemo.memory.model_size import ModelSize
+from qarl_nemo.memory.units import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.parallelism import Parallelism
+
+__all__ = [
+    "ASLEEP_BYTES",
+    "GIB",
+    "MAX_TOKENS",
+    "OPTIMIZERS",
+    "OVERHEAD_BYTES",
+    "PARTS",
+    "Learner",
+    "Memory",
+    "ModelSize",
+    "Parallelism",
+    "Recompute",
+    "layouts",
+    "rank_memory",
+    "refit_bytes",
+    "require_layout",
+    "require_targets",
+    "served_bytes",
+]

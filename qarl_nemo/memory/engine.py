@@ -1,0 +1,56 @@
+"""GPU memory of rollout engines, and of a refit of those that share the learner's GPUs."""
+
+from qarl_formats import BASELINE, get_format
+from qarl_nemo.memory.learner import Learner, rank_memory, stored_bytes
+from qarl_nemo.memory.model_size import ModelSize
+from qarl_nemo.memory.units import BF16
+from qarl_nemo.parallelism import Parallelism
+
+
+def served_bytes(model: ModelSize, served: Learner) -> float:
+    """Compute the weights of one rollout engine.
+
+    Args:
+        model: its sizes.
+        served: the engine's format, group size and targets.
+
+    Returns:
+        Bytes, on all of the engine's GPUs together.
+    """
+    per_layer = model.expert_parameters + model.mlp_parameters
+    per_layer += model.attention_parameters if served.attention else 0
+    quantized = model.num_layers * per_layer
+    packed = stored_bytes(served.record or get_format(BASELINE))
+    return packed * quantized + BF16 * (model.num_parameters - quantized)
+
+
+def refit_bytes(
+    model: ModelSize,
+    ranks: Parallelism,
+    learner: Learner,
+    engine_tp: int,
+    *,
+    layerwise: bool,
+    served: Learner | None = None,
+    optimizer_stays: bool = False,
+) -> float:
+    """Compute what a GPU holds during a refit of the engine beside the learner, whose gradients are gone.
+
+    Args:
+        model: its sizes.
+        ranks: how GPUs share the learner.
+        learner: what it executes.
+        engine_tp: GPUs that share one engine.
+        layerwise: one layer of the update is held at a time; else all of it.
+        served: what the engine serves, if it is not what the learner executes.
+        optimizer_stays: whether the optimizer is not offloaded.
+
+    Returns:
+        Bytes of the learner's BF16 and packed weights, of its optimizer if that stays, of the engine's weights and of
+        the update; the engine's KV cache is asleep.
+    """
+    whole = served_bytes(model, served or learner)
+    held = rank_memory(model, ranks, learner).parts
+    update = max(whole / model.num_layers, BF16 * model.vocab_size * model.hidden) if layerwise else whole
+    optimizer = held["optimizer"] if optimizer_stays else 0.0
+    return held["weights"] + held["packed"] + optimizer + whole / engine_tp + update

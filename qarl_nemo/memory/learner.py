@@ -1,0 +1,187 @@
+"""GPU memory of a Megatron learner's rank, computed: bytes of tensors on the fullest one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from qarl_formats import DEFAULT_FORMAT, QuantFormat, find_format, get_format, served_formats
+from qarl_nemo.memory.model_size import ModelSize
+from qarl_nemo.memory.units import BF16, FP32, OVERHEAD_BYTES
+from qarl_nemo.parallelism import Parallelism
+
+PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
+MAX_TOKENS = 2**24
+Recompute = Literal["none", "full"]
+# Bytes per parameter beside its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
+# and two BF16 moments; master and momentum; nothing, because the state is in the host's memory.
+OPTIMIZERS = {"adam": 12.0, "adam_bf16": 6.0, "muon": 8.0, "offloaded": 0.0}
+_CHUNK_BYTES = 28  # of a logit while its chunk is computed: NeMo-RL 7ea279ab, nemo_rl/distributed/model_utils.py
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a learner holds and computes.
+
+    Attributes:
+        format: the executed format, such as `w4a16`; None for Megatron's own BF16.
+        group_size: elements per scale of integer formats.
+        attention: whether attention is quantized, too.
+        keep_operand: whether it keeps what GEMMs multiply.
+        optimizer: one of `OPTIMIZERS`.
+        gradient_bytes: bytes of one gradient element: 4 (FP32) or 2.
+        tokens: tokens of a microbatch, before tensor- and context-parallel ranks share them.
+        recompute: `full` keeps only a layer's input.
+        logits: whether to count them: `tokens` x vocabulary in BF16, FP32 and FP32 gradient.
+        logprob_chunk: tokens whose logits are FP32 at a time (NeMo-RL's `logprob_chunk_size`); None: all at once.
+        busiest: rows that the busiest rank's experts get, over the mean.
+    """
+
+    format: str | None = DEFAULT_FORMAT
+    group_size: int = 128
+    attention: bool = False
+    keep_operand: bool = False
+    optimizer: str = "adam"
+    gradient_bytes: int = FP32
+    tokens: int = 8192
+    recompute: Recompute = "none"
+    logits: bool = True
+    busiest: float = 1.0
+    logprob_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        fmt = find_format(self.format or "")
+        group_sizes = fmt.group_sizes if fmt and fmt.group_sizes else (self.group_size,)
+        problems = [
+            f"unknown {name} {value!r}; legal: {', '.join(map(str, legal))}"
+            for name, value, legal in (
+                ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+                ("recompute", self.recompute, get_args(Recompute)),
+                ("gradient_bytes", self.gradient_bytes, (FP32, BF16)),
+                ("group_size", self.group_size, group_sizes),
+            )
+            if value not in legal
+        ]
+        for name, count in (("tokens", self.tokens), ("logprob_chunk", self.logprob_chunk)):
+            if count is not None and not 1 <= count <= MAX_TOKENS:
+                problems.append(f"{name}={count} is not from 1 to {MAX_TOKENS}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        if self.format not in (None, *(legal := served_formats("cuda"))):
+            raise ValueError(f"unknown format {self.format!r}; legal: {', '.join(legal)}")
+
+    @property
+    def record(self) -> QuantFormat | None:
+        """What is known of the format; None for Megatron's own BF16."""
+        if self.format is None:
+            return None
+        fmt = get_format(self.format)
+        return replace(fmt, group_size=self.group_size) if fmt.group_sizes else fmt
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank by purpose.
+
+    Attributes:
+        parts: `weights`, `gradients`, `optimizer`, `packed`, `activations`, `working`, `logits`.
+    """
+
+    parts: Mapping[str, float]
+
+    @property
+    def static_bytes(self) -> float:
+        """What is held between steps."""
+        return sum(self.parts[name] for name in ("weights", "gradients", "optimizer", "packed"))
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that is held in a step: logits are freed before a layer's backward needs its working memory."""
+        return self.static_bytes + self.parts["activations"] + max(self.parts["working"], self.parts["logits"])
+
+    def fits(self, gpu_bytes: float) -> bool:
+        """Return whether it fits into so much of a GPU, with `OVERHEAD_BYTES` to spare."""
+        return self.peak_bytes + OVERHEAD_BYTES <= gpu_bytes
+
+
+def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memory:
+    """Compute the memory of the fullest rank.
+
+    Args:
+        model: its sizes.
+        ranks: how GPUs share it.
+        learner: what it holds and computes.
+
+    Returns:
+        Bytes by purpose.
+    """
+    layers = -(-model.num_layers // ranks.pp)
+    experts = layers * model.expert_parameters / (ranks.ep * ranks.etp)
+    targeted_attention = layers * model.attention_parameters / ranks.tp
+    # The first stage has the embedding, the last one the head; without pipelines one rank has both.
+    tables = 1 if model.tied_head or ranks.pp > 1 else 2
+    mlp = layers * model.mlp_parameters / ranks.tp
+    dense = targeted_attention + mlp + layers * model.small_parameters
+    dense += tables * model.vocab_size * model.hidden / ranks.tp + model.hidden
+    state = OPTIMIZERS[learner.optimizer]
+    activations, working = _activations(model, ranks, learner, layers)
+    return Memory(
+        {
+            "weights": BF16 * (experts + dense),
+            "gradients": learner.gradient_bytes * (experts + dense),
+            "optimizer": state * (experts / ranks.expert_optimizer_shards + dense / ranks.optimizer_shards),
+            "packed": _cache_bytes(learner) * (experts + mlp + (targeted_attention if learner.attention else 0)),
+            "activations": activations,
+            "working": working,
+            "logits": _logits_bytes(model, ranks, learner) if learner.logits else 0.0,
+        }
+    )
+
+
+def _cache_bytes(learner: Learner) -> float:
+    fmt = learner.record
+    if fmt is None:
+        return 0.0
+    return stored_bytes(fmt) + (fmt.operand_bytes if learner.keep_operand else 0)
+
+
+def stored_bytes(fmt: QuantFormat) -> float:
+    """Return the bytes of one quantized parameter, its share of scales included."""
+    return fmt.bits_per_weight / 8
+
+
+def _logits_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> float:
+    vocabulary, tokens = model.vocab_size / ranks.tp, learner.tokens / ranks.cp
+    if learner.logprob_chunk is None:
+        return (BF16 + 2 * FP32) * tokens * vocabulary
+    # BF16 logits and their gradient; of a chunk also FP32 logits, probabilities and gradient, and an int64 one-hot.
+    return 2 * BF16 * tokens * vocabulary + _CHUNK_BYTES * min(learner.logprob_chunk, tokens) * vocabulary
+
+
+def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers: int) -> tuple[float, float]:
+    # Sequence-parallel ranks share the activations between attention and MLP.
+    tokens = learner.tokens / ranks.cp / ranks.tp
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # What is saved: the layer's input and its norm; q, k and v before and after norm and rotation; attention's output;
+    # the second norm's input and output.
+    attention = BF16 * (4 * model.hidden + 2 * (queries + keys) + keys + queries)
+    layer = tokens * (attention + FP32 * 2 * model.num_experts)
+    # Gradients of the layer's output, input and residuals.
+    working = BF16 * tokens * 4 * model.hidden
+    if model.num_experts:
+        rows = tokens * model.top_k * ranks.etp * learner.busiest
+        inner = model.inner / ranks.etp
+        # Rows and fc1's output; Megatron's own layer keeps fc2's input, too.
+        layer += BF16 * rows * (model.hidden + (2 if learner.format else 3) * inner)
+        # Gradients of the output rows and of SwiGLU's output and input, its weighted output, gradients of the rows.
+        working += BF16 * rows * (2 * model.hidden + 4 * inner)
+        fmt = learner.record
+        if fmt and fmt.is_quantized and not (learner.keep_operand and fmt.operand_bytes == BF16):
+            # The backward multiplies by the weight that ran, unpacked to BF16.
+            working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)
+    else:
+        layer += BF16 * tokens * ranks.tp * 3 * model.inner / ranks.tp
+    # The first pipeline stage has run as many microbatches ahead as there are stages.
+    if learner.recompute == "none":
+        return ranks.pp * layers * layer, working
+    # A layer is computed again when the logits are gone.
+    return ranks.pp * layers * BF16 * tokens * model.hidden, layer + working

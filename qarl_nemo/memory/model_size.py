@@ -1,0 +1,82 @@
+"""The sizes of a model that memory and time depend on, read from its config.json."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qarl_nemo.architecture import MEGATRON_FAMILIES, read_architecture
+from qarl_nemo.files import FileError
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a Qwen3, Qwen3-MoE or Qwen2 model that memory depends on; a model without experts is dense."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    inner: int
+    num_experts: int = 0
+    top_k: int = 0
+    tied_head: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> "ModelSize":
+        """Read a Hugging Face folder, or its config.json.
+
+        Args:
+            path: folder or file.
+
+        Returns:
+            The model's sizes.
+
+        Raises:
+            FileError: no readable config.json of a supported model, or its layers are not alike.
+        """
+        model = read_architecture(path, MEGATRON_FAMILIES)
+        dense = model.num_hidden_layers - len(model.sparse_layers)
+        if model.num_experts and dense:
+            raise FileError(
+                f"{path}: {dense} of {model.num_hidden_layers} layers have no experts (mlp_only_layers, "
+                "decoder_sparse_step); memory is computed for layers that are alike"
+            )
+        return cls(
+            num_layers=model.num_hidden_layers,
+            hidden=model.hidden_size,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            vocab_size=model.vocab_size,
+            inner=model.moe_intermediate_size or model.intermediate_size,
+            num_experts=model.num_experts,
+            top_k=model.num_experts_per_tok,
+            tied_head=model.tie_word_embeddings,
+        )
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one layer's experts."""
+        return self.num_experts * 3 * self.inner * self.hidden
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's four projections."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of a dense layer's MLP."""
+        return 0 if self.num_experts else 3 * self.inner * self.hidden
+
+    @property
+    def small_parameters(self) -> int:
+        """Parameters of one layer that no rank splits: norms and router."""
+        return 2 * self.hidden + 2 * self.head_dim + self.num_experts * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters."""
+        layer = self.expert_parameters + self.attention_parameters + self.mlp_parameters + self.small_parameters
+        return self.num_layers * layer + (1 if self.tied_head else 2) * self.vocab_size * self.hidden + self.hidden

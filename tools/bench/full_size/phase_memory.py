@@ -1,0 +1,97 @@
+"""What GPUs, learner ranks and host held in each phase of a full-size run, and what was computed of it."""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+from qarl_nemo.config import read_yaml
+from qarl_nemo.memory import GIB, ModelSize, rank_memory
+from qarl_nemo.metrics.nemo_rl_logs import find_config
+from qarl_nemo.metrics.runs import Run
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.layout import read_layout
+from qarl_nemo.nemo_rl.layout_memory import learner_of
+
+# Phases of a step in the order in which they follow each other, and those whose memory is recorded.
+ORDER = ("refit", "rollout", "reward", "logprob_prep", "prev_logprobs", "training_prep", "update")
+RECORDED = ("rollout", "prev_logprobs", "update", "refit")
+_ENDS = "timing/train/total_step_time"
+Figures = dict[str, tuple[float, str, str]]
+
+
+def memory_figures(folder: Path, run: Run, steps: Sequence[int], model: Path) -> Figures:
+    """Return an arm's memory: name without the arm -> value, unit, direction.
+
+    Args:
+        folder: the arm's, with memory.csv and logs.
+        run: its logs.
+        steps: which count.
+        model: the model's config.json.
+
+    Returns:
+        GiB at the largest: `full_memory_gib_<phase>` of the fullest GPU as nvidia-smi counts it every second,
+        `full_memory_host_gib_<phase>`, and of runs with our workers, whose fullest learner rank says them,
+        `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`; the computed peak, and how wrong it is.
+    """
+    found: Figures = {}
+    watched = _watched(folder / "memory.csv", list(_windows(folder / "logs", run, steps)))
+    for phase in RECORDED:
+        rows = watched.get(phase)
+        if rows:
+            found[f"full_memory_gib_{phase}"] = _gib(max(max(gpus) for _, gpus in rows))
+            found[f"full_memory_host_gib_{phase}"] = _gib(max(host for host, _ in rows))
+        for kind in ("allocated", "reserved", "others"):
+            values = run.column(f"memory/{phase}_{kind}_gib")[np.isin(run.steps, steps)]
+            if np.isfinite(values).any():
+                found[f"full_memory_{kind}_gib_{phase}"] = _gib(float(np.nanmax(values)))
+    measured = found.get("full_memory_allocated_gib_update")
+    if measured is not None:
+        computed = _computed_gib(folder / "logs", model)
+        found["full_memory_computed_gib"] = _gib(computed)
+        found["full_memory_error"] = (abs(computed - measured[0]) / measured[0], "", "<=")
+    return found
+
+
+def _gib(value: float) -> tuple[float, str, str]:
+    return value, "GiB", "<="
+
+
+def _windows(logs: Path, run: Run, steps: Sequence[int]) -> Iterator[tuple[str, float, float]]:
+    """Yield phase, begin and end as seconds of the clock; a step's phases end when it is logged."""
+    ends = {}
+    for file in sorted(logs.glob("exp_*/tensorboard/events.out.tfevents.*")):
+        for event in LegacyEventFileLoader(str(file)).Load():
+            if any(value.tag == _ENDS for value in event.summary.value):
+                ends[event.step] = event.wall_time
+    for step in steps:
+        end = ends[step]
+        for phase in reversed(ORDER):
+            begin = end - float(run.column(f"timing/{phase}_s")[run.steps == step][0])
+            yield phase, begin, end
+            end = begin
+
+
+def _watched(file: Path, windows: Sequence[tuple[str, float, float]]) -> dict[str, list[tuple[float, list[float]]]]:
+    """Return the seconds of each phase: GiB of the host, and of each GPU."""
+    found: dict[str, list[tuple[float, list[float]]]] = {}
+    with file.open(encoding="utf-8", newline="") as rows:
+        for row in csv.DictReader(rows):
+            gpus = [float(value) for name, value in row.items() if name.startswith("gpu")]
+            for phase, begin, end in windows:
+                if begin <= float(row["time_s"]) < end:
+                    found.setdefault(phase, []).append((float(row["host_gib"]), gpus))
+    return found
+
+
+def _computed_gib(logs: Path, model: Path) -> float:
+    file = find_config(logs)
+    assert file is not None, "a run whose ranks say what they hold wrote its config"
+    config: Mapping[str, Any] = read_yaml(file)
+    qarl = NemoQarlConfig.model_validate(config["policy"]["qarl"])
+    layout = read_layout(config)
+    assert layout is not None, "a run that ended had a cluster block"
+    return rank_memory(ModelSize.read(model), layout.ranks, learner_of(config, qarl)).peak_bytes / GIB
