@@ -28,7 +28,7 @@ _CONFIGS = REPOSITORY / "examples" / "configs"
 _RECIPE = _CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-w4a16.yaml"
 _BF16_RECIPE = _CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-bf16.yaml"
 _VLLM = "policy.generation.vllm_cfg"
-# Nothing is offloaded, and micro-batches fill the GPU: a GPU of 141 GB has room for this.
+# The optimizer stays, and micro-batches fill the GPU: a GPU of 141 GB has room for this.
 _RESIDENT = (
     "++policy.offload_optimizer_for_refit=false",
     "policy.megatron_cfg.tensor_model_parallel_size=1",
@@ -48,6 +48,8 @@ _EXPERTS = ("qarl.targets=[experts]",)
 # Arm -> (recipe; None is NeMo-RL's own launcher and recipe, overrides)
 ARMS: dict[str, tuple[Path | None, tuple[str, ...]]] = {
     "w4a16": (_RECIPE, (*_RESIDENT, *_SMALL)),
+    # As on GPUs that the optimizer does not fit beside an engine.
+    "w4a16_offloaded": (_RECIPE, (*_RESIDENT, *_SMALL, "++policy.offload_optimizer_for_refit=true")),
     "w4a16_experts": (_RECIPE, (*_RESIDENT, *_SMALL, *_EXPERTS)),
     "w4a8": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-w4a8.yaml", (*_RESIDENT, *_SMALL)),
     "fp8_block": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-fp8-block.yaml", (*_RESIDENT, *_LARGE)),
