@@ -99,7 +99,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         """
         super().prepare_for_training(*arguments, **named)
         if not self._heap_frozen:
-            # Not after a backward: layers keep the last batch's graph in a cycle, which would be exempt as well.
+            # Not after a backward, whose graph would be exempt as well where layers keep it in a cycle.
             gc.collect()
             gc.freeze()
         self._heap_frozen = True
