@@ -8,8 +8,11 @@ from nemo_rl.models.policy.workers import megatron_policy_worker
 
 from qarl_nemo.megatron.alignment import release
 from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update
-from qarl_nemo.memory import GIB, OVERHEAD_BYTES
+from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.residency import short_of_room
+
+# What a refit may take beyond the largest one so far.
+_SPARE_BYTES = 4 * GIB
 
 
 class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
@@ -54,7 +57,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         if self._optimizer_leaves:
             self._start_offload()
             free = torch.cuda.mem_get_info()[0]
-            beside = self._refit_bytes is not None and self._refit_bytes + OVERHEAD_BYTES <= free
+            beside = self._refit_bytes is not None and self._refit_bytes + _SPARE_BYTES <= free
             if beside != self._beside_refit:
                 self._say(f"the optimizer leaves {'beside' if beside else 'before'} the refit")
             self._beside_refit = beside
