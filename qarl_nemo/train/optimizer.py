@@ -4,7 +4,7 @@ Muon orthogonalizes matrices, so a stacked expert parameter [E, N, K] is stepped
 embeddings, lm_head, routers, norms and biases go to AdamW.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from qarl_nemo import muon
 from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.config import AdamWConfig, MuonConfig
+from qarl_nemo.train.update_aware import lr_factors
 
 
 class MasterOptimizer:
@@ -23,10 +24,15 @@ class MasterOptimizer:
         parameters: the model's named parameters; FP32 ones are their own masters.
         config: which optimizer.
         max_grad_norm: gradient clipping, global L2 norm.
+        targets: what is quantized, for `update_aware_scale`.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWConfig | MuonConfig, max_grad_norm: float
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: AdamWConfig | MuonConfig,
+        max_grad_norm: float,
+        targets: Sequence[str] = (),
     ) -> None:
         self.parameters = dict(parameters)
         self.config = config
@@ -44,25 +50,31 @@ class MasterOptimizer:
                 for name, master in self.masters.items()
                 if master.ndim >= 2 and tensor_kind(name) in TARGETS
             }
+        self._factors = lr_factors(self.parameters, targets, config.update_aware_scale)
+        # Of each group of each optimizer; a checkpoint's groups do not have them.
+        self._group_factors: list[list[float]] = []
         self.optimizers = list(self._build())
 
     def _build(self) -> Iterable[torch.optim.Optimizer]:
         config = self.config
-        plain = [master for name, master in self.masters.items() if name not in self._matrices]
+        plain = {name: [master] for name, master in self.masters.items() if name not in self._matrices}
         # One kernel in place of a dozen passes over masters and moments; None is torch's choice.
-        fused = True if any(master.is_cuda for master in plain) else None
+        fused = True if any(master.is_cuda for master in self.masters.values()) else None
         if isinstance(config, MuonConfig):
-            yield torch.optim.Muon(
-                [matrix for matrices in self._matrices.values() for matrix in matrices],
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.momentum,
-                **muon.TORCH,
-            )
+            groups = self._groups(self._matrices)
+            yield torch.optim.Muon(groups, lr=config.lr, momentum=config.momentum, **muon.TORCH)
             betas = muon.ADAM_BETAS
         else:
             betas = config.betas
-        yield torch.optim.AdamW(plain, lr=config.lr, weight_decay=config.weight_decay, betas=betas, fused=fused)
+        yield torch.optim.AdamW(self._groups(plain), lr=config.lr, betas=betas, fused=fused)
+
+    def _groups(self, masters: Mapping[str, list[nn.Parameter]]) -> list[dict[str, Any]]:
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, parts in masters.items():
+            groups.setdefault(self._factors.get(name, 1.0), []).extend(parts)
+        self._group_factors.append(list(groups))
+        decay = self.config.weight_decay
+        return [{"params": params, "weight_decay": decay / factor} for factor, params in groups.items()]
 
     @torch.no_grad()
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
@@ -96,9 +108,9 @@ class MasterOptimizer:
         return self.config.lr * (min(1.0, (self.num_steps + 1) / warmup) if warmup else 1.0)
 
     def _set_lr(self) -> None:
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.lr
+        for optimizer, factors in zip(self.optimizers, self._group_factors, strict=True):
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                group["lr"] = self.lr * factor
 
     def _hand_gradients_to_masters(self) -> None:
         for name, parameter in self.parameters.items():

@@ -156,7 +156,7 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
     """
     qarl, settings = config.qarl, config.policy
     report = install(model, qarl.targets, qarl.executed_format, backward=qarl.backward, keep_operand=qarl.keep_operand)
-    optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm)
+    optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm, qarl.targets)
     policy = TransformersPolicy(
         model,
         report,

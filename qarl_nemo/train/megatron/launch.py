@@ -111,6 +111,8 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
         _optimizer_settings(settings.optimizer),
         lr=settings.optimizer.lr,
         weight_decay=settings.optimizer.weight_decay,
+        update_aware_scale=settings.optimizer.update_aware_scale,
+        targets=qarl.targets,
         warmup_steps=settings.optimizer.warmup_steps,
         max_grad_norm=settings.max_grad_norm,
         distributed=settings.megatron_cfg.use_distributed_optimizer,

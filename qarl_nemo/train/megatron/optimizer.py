@@ -2,14 +2,17 @@
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from qarl_nemo.muon import MEGATRON
+from qarl_nemo.train.update_aware import lr_factors
 
 
 def adam(betas: tuple[float, float]) -> dict[str, Any]:
@@ -48,6 +51,8 @@ class MegatronStepper:
         weight_decay: decoupled weight decay.
         warmup_steps: optimizer steps of linear warm-up.
         max_grad_norm: gradient clipping, global L2 norm.
+        update_aware_scale: see `train.update_aware`.
+        targets: what is quantized.
         distributed: shard masters and moments over data-parallel ranks; Adam only.
 
     Attributes:
@@ -64,6 +69,8 @@ class MegatronStepper:
         weight_decay: float,
         warmup_steps: int,
         max_grad_norm: float,
+        update_aware_scale: float,
+        targets: Sequence[str],
         distributed: bool,
     ) -> None:
         reduction = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
@@ -80,7 +87,9 @@ class MegatronStepper:
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=distributed,
         )
-        self._optimizer = get_megatron_optimizer(config, [self.model])
+        factors = lr_factors((name for name, _ in self.model.named_parameters()), targets, update_aware_scale)
+        self._optimizer = get_megatron_optimizer(config, [self.model], **_overrides(config, factors))
+        _require_factors(self._optimizer.param_groups, factors)
         self._full_lr, self._warmup_steps = lr, warmup_steps
         self.num_steps = self.skipped_in_a_row = 0
 
@@ -105,7 +114,7 @@ class MegatronStepper:
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if applied:
             for group in self._optimizer.param_groups:
-                group["lr"] = self.lr
+                group["lr"] = self.lr * group.get("lr_mult", 1.0)
             self._optimizer.step()
             self.num_steps += 1
         self.model.zero_grad_buffer()
@@ -132,6 +141,28 @@ class MegatronStepper:
     def _inner(self) -> list[torch.optim.Optimizer]:
         # One for dense parameters, one for experts.
         return [one.optimizer for one in self._optimizer.chained_optimizers if one.optimizer is not None]
+
+
+def _overrides(config: OptimizerConfig, factors: dict[str, float]) -> dict[str, Any]:
+    if not factors:
+        return {}
+    # Overrides take the place of Megatron's own.
+    overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(config))
+    for factor in sorted(set(factors.values())):
+        chosen = ParamWithNamePredicate(
+            name=f"update_aware_{factor}", fn=lambda _, name, factor=factor: factors.get(name) == factor
+        )
+        overrides[ParamKey(with_name_predicate=chosen)] = {"lr_mult": factor}
+    return {"config_overrides": overrides}
+
+
+def _require_factors(groups: list[dict[str, Any]], factors: dict[str, float]) -> None:
+    for group in groups:
+        if "weight_decay" in group:
+            group["weight_decay"] /= group.get("lr_mult", 1.0)
+    absent = set(factors.values()) - {group.get("lr_mult") for group in groups}
+    if absent:
+        raise RuntimeError(f"this Megatron-core gave no parameter the learning rate factors {sorted(absent)}")
 
 
 def _masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
