@@ -6,13 +6,23 @@ an engine that shares its GPU; what the allocator reserves and cannot use comes 
 
 from qarl_nemo.memory.engine import refit_bytes, served_bytes
 from qarl_nemo.memory.layouts import layouts, require_layout, require_targets
-from qarl_nemo.memory.learner import MAX_TOKENS, OPTIMIZERS, PARTS, Learner, Memory, Recompute, rank_memory
+from qarl_nemo.memory.learner import (
+    MAX_TOKENS,
+    OPTIMIZERS,
+    PARTS,
+    Learner,
+    Memory,
+    Recompute,
+    logprob_bytes,
+    rank_memory,
+)
 from qarl_nemo.memory.model_size import ModelSize
-from qarl_nemo.memory.units import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.memory.units import ASLEEP_BYTES, ENGINE_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.parallelism import Parallelism
 
 __all__ = [
     "ASLEEP_BYTES",
+    "ENGINE_BYTES",
     "GIB",
     "MAX_TOKENS",
     "OPTIMIZERS",
@@ -24,6 +34,7 @@ __all__ = [
     "Parallelism",
     "Recompute",
     "layouts",
+    "logprob_bytes",
     "rank_memory",
     "refit_bytes",
     "require_layout",

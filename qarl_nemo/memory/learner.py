@@ -137,6 +137,29 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
     )
 
 
+def logprob_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, *, optimizer: bool) -> float:
+    """Compute what the fullest rank holds while it computes log-probabilities, when its gradients are gone.
+
+    Args:
+        model: its sizes.
+        ranks: how GPUs share it.
+        learner: what it holds and computes; `tokens` are those of this phase's micro-batches.
+        optimizer: whether the optimizer's state is on the GPU.
+
+    Returns:
+        Bytes of tensors at the peak.
+    """
+    held = rank_memory(model, ranks, learner).parts
+    static = held["weights"] + held["packed"] + (held["optimizer"] if optimizer else 0.0)
+    vocabulary, tokens = model.vocab_size / ranks.tp, learner.tokens / ranks.cp
+    # BF16 logits; in FP32 the logits, what their maximum leaves, and its exponentials.
+    chunk = min(learner.logprob_chunk or tokens, tokens)
+    logits = (BF16 * tokens + 3 * FP32 * chunk) * vocabulary
+    # One layer runs at a time, and keeps no more than it does for a backward.
+    layer, _ = _layer_bytes(model, ranks, learner)
+    return static + max(logits if learner.logits else 0.0, layer)
+
+
 def _cache_bytes(learner: Learner) -> float:
     fmt = learner.record
     if fmt is None:
@@ -158,6 +181,17 @@ def _logits_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> flo
 
 
 def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers: int) -> tuple[float, float]:
+    layer, working = _layer_bytes(model, ranks, learner)
+    # The first pipeline stage has run as many microbatches ahead as there are stages.
+    if learner.recompute == "none":
+        return ranks.pp * layers * layer, working
+    # A layer is computed again when the logits are gone.
+    inputs = BF16 * learner.tokens / ranks.cp / ranks.tp * model.hidden
+    return ranks.pp * layers * inputs, layer + working
+
+
+def _layer_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> tuple[float, float]:
+    """Return what a layer saves for its backward, and what that needs beside it."""
     # Sequence-parallel ranks share the activations between attention and MLP.
     tokens = learner.tokens / ranks.cp / ranks.tp
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -180,8 +214,4 @@ def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers:
             working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)
     else:
         layer += BF16 * tokens * ranks.tp * 3 * model.inner / ranks.tp
-    # The first pipeline stage has run as many microbatches ahead as there are stages.
-    if learner.recompute == "none":
-        return ranks.pp * layers * layer, working
-    # A layer is computed again when the logits are gone.
-    return ranks.pp * layers * BF16 * tokens * model.hidden, layer + working
+    return layer, working

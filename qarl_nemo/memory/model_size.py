@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qarl_nemo.architecture import MEGATRON_FAMILIES, read_architecture
 from qarl_nemo.files import FileError
+from qarl_nemo.memory.units import BF16
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class ModelSize:
     def small_parameters(self) -> int:
         """Parameters of one layer that no rank splits: norms and router."""
         return 2 * self.hidden + 2 * self.head_dim + self.num_experts * self.hidden
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of one token in an engine's cache, BF16."""
+        return 2 * BF16 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
     def num_parameters(self) -> int:

@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
-from qarl_nemo.nemo_rl.layout_memory import budget_of
+from qarl_nemo.nemo_rl.budgets import largest_share, token_budgets, waiting_answers
+from qarl_nemo.nemo_rl.layout_memory import card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.residency import UTILIZATION
 from qarl_nemo.secrets import secret_variables
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
-_BUDGET = f"{_PACKING}.train_mb_tokens"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
+# vLLM's own default.
+_USUAL_SHARE = 0.9
 
 
 def find_hints(config: Mapping[str, Any]) -> list[str]:
@@ -48,23 +52,37 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
 
 
 def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    """Say when micro-batches could be at least twice as large.
+    """Say which budgets of GPU memory could be at least twice as large.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
-        qarl: its checked `NemoQarlConfig`.
+        qarl: its checked `NemoQarlConfig`, `resident` resolved.
 
     Returns:
-        No line, or one: key, value, what it costs, and what to set.
+        One line each: key, value, what it costs, and what to set.
     """
-    if not look_up(config, f"{_PACKING}.enabled", False):
-        return []
-    now, most = look_up(config, _BUDGET, 0), budget_of(config, qarl)
-    if not now or most is None or most < 2 * now:
-        return []
     chunk = look_up(config, "policy.logprob_chunk_size", None)
     more = "" if chunk else "; more with policy.logprob_chunk_size=1024 and policy.megatron_cfg.defer_fp32_logits=true"
+    hints = [
+        f"{budget.key}={budget.value}: small micro-batches spend their time launching kernels; {budget.proposed} fit "
+        f"by computation{more}. Take half of it first, and look at train/qarl/memory in the run's metrics"
+        for budget in token_budgets(config, qarl, optimizer_stays=qarl.resident)
+        if budget.proposed >= 2 * budget.value
+    ]
+    return hints + _share_hints(config, qarl)
+
+
+def _share_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
+    needed, share = needed_memory(config, qarl, optimizer_stays=qarl.resident), look_up(config, UTILIZATION, None)
+    if needed is None or not isinstance(share, float):
+        return []
+    gpu_bytes = card(qarl).gib * GIB
+    most = min(largest_share(needed, gpu_bytes, optimizer_stays=qarl.resident), _USUAL_SHARE)
+    now, wanted = waiting_answers(needed, share, gpu_bytes, config)
+    then, _ = waiting_answers(needed, most, gpu_bytes, config)
+    if now >= wanted or then < 2 * now:
+        return []
     return [
-        f"{_BUDGET}={now}: small micro-batches spend their time launching kernels; {most} fit by computation{more}. "
-        "Take half of it first, and look at the memory of a step"
+        f"{UTILIZATION}={share}: an engine's cache holds {now} answer(s) of the largest length at once, of the "
+        f"{wanted} that it gets; with {most} it holds {then}"
     ]

@@ -19,7 +19,6 @@ from qarl_nemo.nemo_rl.layout import Layout, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.model_shapes import model_config_file
 from qarl_nemo.nemo_rl.optimizer_dtypes import has_bf16_moments
-from qarl_nemo.nemo_rl.token_budget import largest_budget
 
 _MEGATRON = "policy.megatron_cfg"
 # What the driver shows of 80 GB, the size of the paper's GPUs.
@@ -48,12 +47,14 @@ class Needed:
         refit: what a GPU holds during a refit beside its engine; None if engines have GPUs of their own.
         engine: an engine's weights on each of its GPUs.
         asleep: what an engine on the learner's GPU keeps while it sleeps.
+        token: an engine's cache of one token on each of its GPUs.
     """
 
     learner: Memory
     refit: float | None
     engine: float
     asleep: float
+    token: float
 
 
 def card(qarl: Any) -> Card:
@@ -104,28 +105,9 @@ def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
             optimizer_stays=optimizer_stays,
         )
     asleep = ASLEEP_BYTES if layout.colocated else 0.0
-    return Needed(rank_memory(model, layout.ranks, learner), refit, _engine_bytes(model, layout, served), asleep)
-
-
-def budget_of(config: Mapping[str, Any], qarl: Any) -> int | None:
-    """Find the largest `policy.sequence_packing.train_mb_tokens` that a run can use.
-
-    Args:
-        config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
-        qarl: its checked `NemoQarlConfig`.
-
-    Returns:
-        Tokens, at most a data-parallel rank's whole share of an optimizer step; None if nothing fits, or the `cluster`
-        block or the model's config.json is missing.
-    """
-    layout, path = read_layout(config), model_config_file(str(look_up(config, "policy.model_name", "")))
-    if layout is None or path is None:
-        return None
-    room = card(qarl).gib * GIB - (ASLEEP_BYTES if layout.colocated else 0)
-    found = largest_budget(ModelSize.read(path), layout.ranks, learner_of(config, qarl), room)
-    responses = look_up(config, "policy.train_global_batch_size", 0) // layout.data_parallel
-    share = responses * look_up(config, "policy.max_total_sequence_length", 0)
-    return min(found, share) if found and share else found
+    # More ranks than heads hold copies.
+    token = model.cache_bytes / min(layout.engine_tp, model.num_kv_heads)
+    return Needed(rank_memory(model, layout.ranks, learner), refit, _engine_bytes(model, layout, served), asleep, token)
 
 
 def _first_gpu_gib() -> float | None:

@@ -1,15 +1,19 @@
 """Computes which parts of a run do not fit on its GPUs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
-from qarl_nemo.nemo_rl.layout_memory import budget_of, card, needed_memory
+from qarl_nemo.nemo_rl.budgets import Budget, largest_share, smallest_engine, smallest_share, token_budgets
+from qarl_nemo.nemo_rl.layout_memory import Card, Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, fits_beside_engine, optimizer_stays, residency_conflicts
+from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, optimizer_stays, residency_conflicts
 
 _MEGATRON = "policy.megatron_cfg"
 _ENGINE = "policy.generation.vllm_cfg"
+_CHUNK = "policy.logprob_chunk_size"
+_RECOMPUTE = f"{_MEGATRON}.activation_checkpointing"
+_LET_IT_LEAVE = f"qarl.resident=auto and no {OFFLOAD}"
 
 
 def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
@@ -20,42 +24,82 @@ def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         qarl: its checked `NemoQarlConfig`.
 
     Returns:
-        One line each: what is needed, what there is, and which keys reduce it.
+        One line each: what is needed, what there is, and the largest value that fits, or which keys reduce it.
     """
     try:
         stays = optimizer_stays(config, qarl)
         needed = needed_memory(config, qarl, optimizer_stays=stays)
+        budgets = token_budgets(config, qarl, optimizer_stays=stays)
     except ValueError as error:
         return [f"memory: {error}"]
     if needed is None:
         return []
     gpu, problems = card(qarl), residency_conflicts(config, qarl)
-    of = f"where it has {gpu.gib:.0f} ({gpu.source})"
-    if not needed.learner.fits(gpu.gib * GIB - needed.asleep):
-        most = budget_of(config, qarl)
-        smaller = f"at most {most} tokens a micro-batch" if most else "a layout with less a rank"
-        problems.append(
-            f"memory: a learner rank needs {needed.learner.peak_bytes / GIB:.0f} GiB and "
-            f"{(OVERHEAD_BYTES + needed.asleep) / GIB:g} beside its tensors, {of}; set "
-            f"qarl.keep_operand=false, {_MEGATRON}.activation_checkpointing=true, {smaller}, or more GPUs"
-        )
-    beside = OVERHEAD_BYTES + ASLEEP_BYTES
-    # Whether the optimizer fits beside it is asked below.
-    refit = (needed.refit or 0.0) - (needed.learner.parts["optimizer"] if stays else 0.0)
-    if refit + beside > gpu.gib * GIB:
-        problems.append(
-            f"memory: a refit needs {refit / GIB:.0f} GiB a GPU and {beside / GIB:g} beside its tensors, {of}; set "
-            f"qarl.layerwise_refit=true, a larger {_ENGINE}.tensor_parallel_size, or more GPUs"
-        )
+    problems += [_over(budget, needed, gpu, config, qarl) for budget in budgets if not budget.fits]
+    held = _kept_by(config) if stays else None
+    problems += _refit_problems(needed, gpu, held, whole=qarl.layerwise_refit is False)
     share = look_up(config, UTILIZATION, None)
-    if stays and not fits_beside_engine(needed, share, gpu.gib * GIB):
-        problems.append(
-            f"{OFFLOAD}=false: the optimizer's {needed.learner.parts['optimizer'] / GIB:.0f} GiB stay beside an engine "
-            f"of {share} of the GPU, {of}; set a smaller {UTILIZATION}, or qarl.resident=auto without this key"
-        )
-    if isinstance(share, float) and needed.engine > share * gpu.gib * GIB:
-        problems.append(
-            f"{UTILIZATION}={share}: an engine's weights alone are {needed.engine / GIB:.0f} GiB a GPU, {of}; set a "
-            f"larger share, or a larger {_ENGINE}.tensor_parallel_size"
-        )
+    if isinstance(share, float):
+        problems += _share_problems(needed, gpu, share, config, held)
     return problems
+
+
+def _of(gpu: Card) -> str:
+    return f"where it has {gpu.gib:.0f} ({gpu.source})"
+
+
+def _kept_by(config: Mapping[str, Any]) -> str:
+    """Return the key because of which the optimizer stays on the GPU; by itself it does only where it fits."""
+    return "qarl.resident=true" if look_up(config, OFFLOAD, None) is None else f"{OFFLOAD}=false"
+
+
+def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], qarl: Any) -> str:
+    beside = (OVERHEAD_BYTES + needed.asleep) / GIB
+    fixes = [f"at most {budget.proposed}" if budget.proposed else "a layout with less a rank"]
+    if not look_up(config, _CHUNK, None):
+        fixes.append(f"{_CHUNK}=1024 with {_MEGATRON}.defer_fp32_logits=true")
+    if qarl.keep_operand:
+        fixes.append("qarl.keep_operand=false")
+    if not look_up(config, _RECOMPUTE, False):
+        fixes.append(f"{_RECOMPUTE}=true")
+    return (
+        f"memory: {budget.key}={budget.value}: a learner rank needs {budget.needed / GIB:.0f} GiB and {beside:g} "
+        f"beside its tensors, {_of(gpu)}; set {', '.join(fixes)}, or more GPUs"
+    )
+
+
+def _refit_problems(needed: Needed, gpu: Card, stays: str | None, *, whole: bool) -> Iterator[str]:
+    if needed.refit is None:
+        return
+    beside, optimizer = OVERHEAD_BYTES + ASLEEP_BYTES, needed.learner.parts["optimizer"] if stays else 0.0
+    says = f"GiB a GPU and {beside / GIB:g} beside its tensors, {_of(gpu)}; set"
+    if needed.refit - optimizer + beside > gpu.gib * GIB:
+        parts = "qarl.layerwise_refit=true, " if whole else ""
+        yield (
+            f"memory: a refit needs {(needed.refit - optimizer) / GIB:.0f} {says} {parts}a larger "
+            f"{_ENGINE}.tensor_parallel_size, or more GPUs"
+        )
+    elif needed.refit + beside > gpu.gib * GIB:
+        yield (
+            f"{stays}: a refit beside the optimizer's {optimizer / GIB:.0f} GiB needs {needed.refit / GIB:.0f} {says} "
+            f"{_LET_IT_LEAVE}"
+        )
+
+
+def _share_problems(
+    needed: Needed, gpu: Card, share: float, config: Mapping[str, Any], stays: str | None
+) -> Iterator[str]:
+    least = smallest_share(needed, gpu.gib * GIB, config)
+    most = largest_share(needed, gpu.gib * GIB, optimizer_stays=stays is not None)
+    if share * gpu.gib * GIB < smallest_engine(needed, config):
+        fix = f"at least {least}, or " if least <= most else ""
+        yield (
+            f"{UTILIZATION}={share}: an engine's weights are {needed.engine / GIB:.0f} GiB a GPU, {_of(gpu)}, and a "
+            f"response needs room beside them; set {fix}a larger {_ENGINE}.tensor_parallel_size"
+        )
+    if stays and share > most:
+        fix = f"{UTILIZATION} to at most {most}, or " if most >= least else ""
+        yield (
+            f"{stays}: the optimizer's {needed.learner.parts['optimizer'] / GIB:.0f} GiB stay beside an engine of "
+            f"{share} of the GPU, {_of(gpu)}; set {fix}{_LET_IT_LEAVE}"
+        )

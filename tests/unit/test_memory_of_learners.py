@@ -15,8 +15,8 @@ from qarl_kernels import FORMAT_NAMES, get_format, stored_layout
 from qarl_nemo.architecture import read_architecture
 from qarl_nemo.cli import app, main
 from qarl_nemo.files import FileError
-from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, rank_memory, refit_bytes
-from qarl_nemo.nemo_rl.token_budget import largest_budget
+from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, logprob_bytes, rank_memory, refit_bytes
+from qarl_nemo.nemo_rl.budgets import largest_budget
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
@@ -108,12 +108,24 @@ def test_logits_in_chunks_keep_their_bf16(model):
 
 
 def test_the_largest_budget_fits_and_the_next_does_not(model):
-    ranks, gpu_bytes = Parallelism(4, ep=4), 134 * 2**30
     learner = Learner(optimizer="adam_bf16", gradient_bytes=2, recompute="full", logprob_chunk=1024)
-    most = largest_budget(model, ranks, learner, gpu_bytes)
-    assert rank_memory(model, ranks, replace(learner, tokens=most)).fits(gpu_bytes)
-    assert not rank_memory(model, ranks, replace(learner, tokens=most + 1024)).fits(gpu_bytes)
-    assert largest_budget(model, ranks, learner, 40 * 2**30) is None
+
+    def peak(tokens):
+        return rank_memory(model, Parallelism(4, ep=4), replace(learner, tokens=tokens)).peak_bytes
+
+    most = largest_budget(peak, 120 * 2**30)
+    assert peak(most) <= 120 * 2**30 < peak(most + 1024)
+    assert largest_budget(peak, 40 * 2**30) is None
+
+
+def test_log_probabilities_hold_no_gradients(model):
+    ranks, learner = Parallelism(4, ep=4), Learner(tokens=8192, logprob_chunk=1024, optimizer="adam_bf16")
+    held = rank_memory(model, ranks, learner).parts
+    there, gone = (logprob_bytes(model, ranks, learner, optimizer=kind) for kind in (True, False))
+    assert there - gone == held["optimizer"]
+    # BF16 logits of all tokens; of a chunk, three copies in FP32.
+    logits = (2 * 8192 + 12 * 1024) * model.vocab_size
+    assert gone == pytest.approx(held["weights"] + held["packed"] + logits)
 
 
 def test_layouts_put_every_expert_somewhere(model):

@@ -114,13 +114,14 @@ def test_engines_of_their_own_leave_the_learner_the_rest():
 @pytest.mark.parametrize(
     ("qarl", "changes", "named"),
     [
-        ({"gpu_memory_gib": 40}, {}, "memory: a learner rank needs"),
+        ({"gpu_memory_gib": 40}, {}, "policy.train_micro_batch_size=1: a learner rank needs 53 GiB and 10 beside"),
+        ({"gpu_memory_gib": 40}, {}, "policy.logprob_batch_size=4: a learner rank needs"),
         ({"gpu_memory_gib": 40}, {}, "(qarl.gpu_memory_gib)"),
         ({"layerwise_refit": False, "format": "bf16", "alignment": "none"}, {}, "memory: a refit needs"),
         (
             {"format": "bf16", "alignment": "none"},
             {"policy.generation.vllm_cfg.gpu_memory_utilization": 0.6},
-            "an engine's weights alone are 57 GiB",
+            "an engine's weights are 57 GiB",
         ),
     ],
 )
@@ -146,13 +147,19 @@ OPTIMIZER = "policy.megatron_cfg.optimizer"
 
 
 def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
-    stays = {"policy.offload_optimizer_for_refit": False, OPTIMIZER: ADAM}
-    (line,) = problems(launch(**stays))
-    assert line.startswith(
+    stays = {"policy.offload_optimizer_for_refit": False, OPTIMIZER: ADAM, "policy.logprob_batch_size": 1}
+    refit, share = problems(launch(**stays))
+    assert refit.startswith("policy.offload_optimizer_for_refit=false: a refit beside the optimizer's 43 GiB needs 70")
+    assert share.startswith(
         "policy.offload_optimizer_for_refit=false: the optimizer's 43 GiB stay beside an engine of 0.6"
     )
-    apply_qarl(launch(**stays | {OPTIMIZER: BF16_MOMENTS}))
-    (line,) = problems(launch({"resident": False}, **stays | {OPTIMIZER: BF16_MOMENTS}))
+    # 79 GiB without 43 of the optimizer and 6 of the learner's process.
+    assert "gpu_memory_utilization to at most 0.38, or" in share
+    _, said = problems(launch({"resident": True}, **{OPTIMIZER: ADAM, "policy.logprob_batch_size": 1}))
+    assert said.startswith("qarl.resident=true: the optimizer's 43 GiB stay")
+    fits = stays | {OPTIMIZER: BF16_MOMENTS}
+    apply_qarl(launch(**fits))
+    (line,) = problems(launch({"resident": False}, **fits))
     assert line.endswith("qarl.resident=false says the opposite; remove one of them")
 
 
@@ -175,21 +182,55 @@ def test_the_optimizer_stays_where_it_fits_beside_the_engine(block, changes, sta
     assert values["policy"]["offload_optimizer_for_refit"] is not stays
 
 
+def packed(train: int, logprob: int) -> dict:
+    return {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": train, "logprob_mb_tokens": logprob}}
+
+
 def test_a_micro_batch_that_does_not_fit_is_refused_with_the_largest_that_does():
-    packed = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 2**20}}
-    (line,) = problems(launch(**packed))
-    largest = int(line.partition("at most ")[2].split()[0])
-    assert largest % 1024 == 0
-    packed["policy.sequence_packing"]["train_mb_tokens"] = largest
-    values = launch(**packed)
+    keys = ("train_mb_tokens", "logprob_mb_tokens")
+    lines = problems(launch(**packed(*[2**20] * 2)))
+    assert [line.split("=")[0] for line in lines] == [f"memory: policy.sequence_packing.{key}" for key in keys]
+    largest = [int(line.partition("at most ")[2].split(",")[0]) for line in lines]
+    assert all(tokens % 1024 == 0 for tokens in largest)
+    # A token of log-probabilities has no gradient.
+    assert largest[1] > largest[0]
+    values = launch(**packed(*largest))
+    assert budget_hints(values, apply_qarl(values)) == []
+    assert len(problems(launch(**packed(*[tokens + 1024 for tokens in largest])))) == 2
+
+
+def test_a_budget_beyond_what_a_rank_has_is_what_it_has():
+    # 128 responses of an optimizer step and 512 of a rollout batch, on four data-parallel ranks.
+    values = launch(**packed(2**20, 2**20), **{"policy.max_total_sequence_length": 512})
+    assert [problem.partition("=")[0] for problem in problems(values)] == [
+        "memory: policy.sequence_packing.logprob_mb_tokens"
+    ]
+    values = launch(**packed(2**20, 32768), **{"policy.max_total_sequence_length": 512})
     assert budget_hints(values, apply_qarl(values)) == []
 
 
-def test_a_small_micro_batch_is_a_hint():
-    values = launch(**{"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 4096}})
-    (hint,) = budget_hints(values, apply_qarl(values))
-    assert hint.startswith("policy.sequence_packing.train_mb_tokens=4096: small micro-batches")
-    assert "policy.logprob_chunk_size=1024" in hint
+def test_an_engine_has_room_for_a_response_at_least():
+    share = "policy.generation.vllm_cfg.gpu_memory_utilization"
+    small = {share: 0.2, "policy.logprob_batch_size": 1, "policy.max_total_sequence_length": 8192}
+    (line,) = problems(launch(**small))
+    # 16.8 GiB of weights, 5 of the engine's own, and 0.75 of the cache are 22.5 of 79.
+    assert line.startswith(f"{share}=0.2: an engine's weights are 17 GiB a GPU, where it has 79")
+    assert "set at least 0.29, or" in line
+    values = launch(**small | {share: 0.29})
+    (hint,) = [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(share)]
+    # 28.4 GiB of Muon's state stay, and 6 of the learner's process: 0.56 of 79 are left, 22.4 of them for the cache.
+    assert hint == (
+        f"{share}=0.29: an engine's cache holds 1 answer(s) of the largest length at once, of the 64 that it gets; "
+        "with 0.56 it holds 29"
+    )
+
+
+def test_small_micro_batches_are_a_hint():
+    values = launch(**packed(4096, 4096))
+    train, logprob = budget_hints(values, apply_qarl(values))
+    assert train.startswith("policy.sequence_packing.train_mb_tokens=4096: small micro-batches")
+    assert logprob.startswith("policy.sequence_packing.logprob_mb_tokens=4096: small micro-batches")
+    assert "policy.logprob_chunk_size=1024" in train
 
 
 def test_types_of_the_optimizers_state_are_named_as_torch_names_them():

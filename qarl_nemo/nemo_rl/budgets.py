@@ -1,0 +1,192 @@
+"""The largest budgets that fit a run's GPUs: tokens of a micro-batch, and the engine's share of a GPU."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, floor
+from typing import Any
+
+from qarl_nemo.memory import (
+    ASLEEP_BYTES,
+    ENGINE_BYTES,
+    GIB,
+    MAX_TOKENS,
+    OVERHEAD_BYTES,
+    ModelSize,
+    logprob_bytes,
+    rank_memory,
+)
+from qarl_nemo.nemo_rl.layout import read_layout
+from qarl_nemo.nemo_rl.layout_memory import Needed, card, learner_of
+from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.model_shapes import model_config_file
+
+_STEP = 1024
+_LONGEST = "policy.max_total_sequence_length"
+# Phase -> its keys: tokens of a micro-batch, or responses if a run neither packs nor batches dynamically.
+_KEYS = {
+    "update": ("train_mb_tokens", "train_micro_batch_size"),
+    "logprobs": ("logprob_mb_tokens", "logprob_batch_size"),
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A key that bounds micro-batches.
+
+    Attributes:
+        key: its dotted name.
+        value: what the config says, tokens or responses.
+        needed: bytes of tensors that a learner rank holds at the phase's peak.
+        room: bytes that it may hold.
+        largest: the largest value that fits, if it can hold a response; else 0.
+        useful: the value that takes all that a rank has; a larger one changes nothing.
+    """
+
+    key: str
+    value: int
+    needed: float
+    room: float
+    largest: int
+    useful: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the config's value fits."""
+        return self.needed <= self.room
+
+    @property
+    def proposed(self) -> int:
+        """The largest value that fits and is of use."""
+        return min(self.largest, self.useful) if self.useful else self.largest
+
+
+def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool) -> list[Budget]:
+    """Compute which micro-batches fit.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
+        qarl: its checked `NemoQarlConfig`.
+        optimizer_stays: whether the optimizer stays on the GPU while engines generate and until the update.
+
+    Returns:
+        The update's budget and that of log-probabilities; none if the `cluster` block or the model's config.json is
+        missing.
+    """
+    layout, path = read_layout(config), model_config_file(str(look_up(config, "policy.model_name", "")))
+    if layout is None or path is None:
+        return []
+    model, learner = ModelSize.read(path), learner_of(config, qarl)
+    held = optimizer_stays and not look_up(config, "policy.offload_optimizer_for_logprob", False)
+    peaks: dict[str, Callable[[int], float]] = {
+        "update": lambda tokens: rank_memory(model, layout.ranks, replace(learner, tokens=tokens)).peak_bytes,
+        "logprobs": lambda tokens: logprob_bytes(model, layout.ranks, replace(learner, tokens=tokens), optimizer=held),
+    }
+    responses = {"update": look_up(config, "policy.train_global_batch_size", 0), "logprobs": _responses(config)}
+    room = card(qarl).gib * GIB - OVERHEAD_BYTES - (ASLEEP_BYTES if layout.colocated else 0)
+    longest, found = look_up(config, _LONGEST, None) or _STEP, []
+    for phase, peak in peaks.items():
+        key, unit = _key(config, phase)
+        value = look_up(config, key, None)
+        if isinstance(value, int) and 0 < value * unit <= MAX_TOKENS:
+            useful = responses[phase] // layout.data_parallel * longest
+            tokens = largest_budget(peak, room) or 0
+            largest = tokens // unit if tokens >= longest else 0
+            needed = peak(min(value * unit, useful) if useful else value * unit)
+            found.append(Budget(key, value, needed, room, largest, useful // unit))
+    return found
+
+
+def largest_budget(peak_bytes: Callable[[int], float], room: float) -> int | None:
+    """Find the largest micro-batch that fits.
+
+    Args:
+        peak_bytes: bytes that a rank holds at the peak, by the tokens of a micro-batch; grows with them.
+        room: bytes that it may hold.
+
+    Returns:
+        Tokens, a multiple of 1024; None if not even 1024 fit.
+    """
+    low, high = 0, MAX_TOKENS // _STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if peak_bytes(middle * _STEP) <= room else (low, middle - 1)
+    return low * _STEP or None
+
+
+def smallest_engine(needed: Needed, config: Mapping[str, Any]) -> float:
+    """Compute an engine's weights and its cache of one response of the largest length.
+
+    Args:
+        needed: what GPUs will hold.
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        Bytes on each of its GPUs, less than it can run with.
+    """
+    return needed.engine + needed.token * (look_up(config, _LONGEST, None) or _STEP)
+
+
+def smallest_share(needed: Needed, gpu_bytes: float, config: Mapping[str, Any]) -> float:
+    """Compute the smallest `gpu_memory_utilization` with which an engine has room for one response.
+
+    Args:
+        needed: what GPUs will hold.
+        gpu_bytes: one GPU's memory.
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        A share with two decimals, rounded up; above 1 if the GPU is too small.
+    """
+    return ceil((smallest_engine(needed, config) + ENGINE_BYTES) / gpu_bytes * 100) / 100
+
+
+def largest_share(needed: Needed, gpu_bytes: float, *, optimizer_stays: bool) -> float:
+    """Compute the largest `gpu_memory_utilization` beside what the learner leaves on the GPU.
+
+    Args:
+        needed: what GPUs will hold.
+        gpu_bytes: one GPU's memory.
+        optimizer_stays: whether the optimizer stays there; parameters leave if they have to.
+
+    Returns:
+        A share with two decimals, rounded down; negative if the learner alone is too large.
+    """
+    held = 0.0
+    if needed.refit is not None:
+        held = OVERHEAD_BYTES + (needed.learner.parts["optimizer"] if optimizer_stays else 0.0)
+    return floor((1 - held / gpu_bytes) * 100) / 100
+
+
+def waiting_answers(needed: Needed, share: float, gpu_bytes: float, config: Mapping[str, Any]) -> tuple[int, int]:
+    """Compute how many answers an engine's cache holds at once, of how many it gets.
+
+    Args:
+        needed: what GPUs will hold.
+        share: the engine's `gpu_memory_utilization`.
+        gpu_bytes: one GPU's memory.
+        config: the whole NeMo-RL config, as nested dictionaries, with a `cluster` block.
+
+    Returns:
+        Answers of the largest length that fit; answers of a step for each engine.
+    """
+    layout = read_layout(config)
+    assert layout is not None, "without a cluster block nothing is needed"
+    cache = share * gpu_bytes - needed.engine - ENGINE_BYTES
+    longest = look_up(config, _LONGEST, None) or _STEP
+    return max(0, int(cache // (needed.token * longest))), _responses(config) // layout.engines
+
+
+def _key(config: Mapping[str, Any], phase: str) -> tuple[str, int]:
+    """Return a phase's key, and how many tokens one of its units is."""
+    tokens, responses = _KEYS[phase]
+    for kind in ("sequence_packing", "dynamic_batching"):
+        if look_up(config, f"policy.{kind}.enabled", False):
+            return f"policy.{kind}.{tokens}", 1
+    return f"policy.{responses}", look_up(config, _LONGEST, None) or 8192
+
+
+def _responses(config: Mapping[str, Any]) -> int:
+    prompts, each = (
+        look_up(config, f"grpo.{key}", 0) for key in ("num_prompts_per_step", "num_generations_per_prompt")
+    )
+    return prompts * each
