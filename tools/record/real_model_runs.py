@@ -62,7 +62,7 @@ def recoveries(runs: list[Run], prefix: str) -> list[Figure]:
     figures = []
     for fmt in sorted(arm.removeprefix(_QARL) for arm in arms if arm.startswith(_QARL) and "," not in arm):
         names = (_BASELINE, _ROLLOUT_ONLY + fmt, _QARL + fmt)
-        seeds = sorted(seed for arm, seed in accuracy if arm == _BASELINE)
+        seeds = sorted({run.seed or 0 for run in runs})
         seeds = [seed for seed in seeds if all((name, seed) in accuracy for name in names)]
         bf16, rollout_only, qarl = (np.array([accuracy[name, seed] for seed in seeds]) for name in names)
         lost, gained = bf16 - rollout_only, qarl - rollout_only
