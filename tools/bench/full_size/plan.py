@@ -1,0 +1,75 @@
+"""Compute steps that nobody has run from what was measured of their parts, and how wrong that is for those that ran.
+
+python tools/bench/full_size/plan.py docs/results/full_plan.json
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from step_time import Rates, Workload, phases
+
+from qarl_nemo.memory import GIB, Learner, ModelSize, rank_memory
+from qarl_nemo.metrics.results import Figure, append_results, read_results, result_rows
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "docs" / "results"
+MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
+_A = Workload(4, 4, 128, 243, 2048, 2048, 2, 18432, 36864)
+# Those that were measured, with their layers.
+MEASURED = {"a": (48, _A), "a24": (24, replace(_A, gpus=2, ep=2, responses=64))}
+# Eight nodes: the load of each GPU as in `a`, and as in NeMo-RL's own published run (mean 3203, longest 4096).
+PLANNED = {
+    "a_8n8g": replace(_A, gpus=64, ep=8, responses=2048),
+    "b_8n8g": Workload(64, 8, 4096, 243, 2310, 4096, 1, 18432, 36864),
+}
+ARMS = ("w4a16", "bf16")
+
+
+def planned(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, float, str]]:
+    """Yield a workload's figures: name without arm and workload, value, unit."""
+    found = phases(model, Rates.read(RESULTS, arm, work.ep), work)
+    step = sum(found.values())
+    yield from ((f"phase_s_{phase}", seconds, "s") for phase, seconds in found.items())
+    yield "step_s", step, "s"
+    yield "tokens_s_gpu", work.tokens / work.gpus / step, "tokens/s"
+    learner = Learner(arm, 128, True, False, "adam_bf16", 2, work.train_tokens, "full", logprob_chunk=1024)
+    yield "memory_gib", rank_memory(model, work.ranks, learner).peak_bytes / GIB, "GiB"
+
+
+def errors(name: str, work: Workload, layers: int) -> Iterator[tuple[str, float, str]]:
+    """Yield how much longer each phase was computed to take than it took; what calibrates the model is left out."""
+    rows = {row.name: row.value for row in read_results(RESULTS / "full_size.json")}
+    found = phases(replace(ModelSize.read(MODEL), num_layers=layers), Rates.read(RESULTS, "w4a16", work.ep), work)
+    measured = {phase: rows[f"full_phase_s_{phase}_w4a16_{name}"] for phase in ("rollout", "prev_logprobs", "update")}
+    measured |= {"refit": rows[f"full_refit_s_w4a16_{name}"], "step": rows[f"full_step_s_w4a16_{name}"]}
+    for phase, seconds in measured.items():
+        computed = sum(found.values()) if phase == "step" else found[phase]
+        yield f"plan_s_{phase}_w4a16_{name}", computed, "s"
+        yield f"plan_error_{phase}_w4a16_{name}", computed / seconds - 1, ""
+
+
+def main() -> None:
+    """Write what is computed to the file that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, help="file of docs/results")
+    arguments = parser.parse_args()
+    model = ModelSize.read(MODEL)
+    found = [figure for name, (layers, work) in MEASURED.items() for figure in errors(name, work, layers)]
+    for name, work in PLANNED.items():
+        steps = {}
+        for arm in ARMS:
+            figures = list(planned(model, work, arm))
+            found += [(f"plan_{kind}_{arm}_{name}", value, unit) for kind, value, unit in figures]
+            steps[arm] = next(value for kind, value, _ in figures if kind == "step_s")
+        found += [(f"plan_speedup_{arm}_{name}", steps["bf16"] / seconds, "") for arm, seconds in steps.items()]
+    rows = [Figure(name, value, unit, ">=" if unit == "tokens/s" else "<=") for name, value, unit in found]
+    command = "python tools/bench/full_size/plan.py docs/results/full_plan.json"
+    append_results(arguments.output, result_rows(rows, hardware="computed for H200s", versions={}, command=command))
+    for name, value, unit in found:
+        print(f"{name:40} {value:10.4g} {unit}")
+
+
+if __name__ == "__main__":
+    main()
