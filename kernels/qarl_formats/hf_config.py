@@ -42,7 +42,8 @@ def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any
         "actorder": None,
         "observer": "minmax",
     }
-    token_wise = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    token_type = {"fp8_token": "float", "int8_token": "int"}.get(fmt.activation_kind)
+    token_wise = {"num_bits": 8, "type": token_type, "strategy": "token", "symmetric": True, "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
         "format": fmt.storage,
@@ -53,7 +54,7 @@ def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any
             "group_0": {
                 "targets": ["Linear"],
                 "weights": weights,
-                "input_activations": token_wise if fmt.activation_kind == "fp8_token" else None,
+                "input_activations": token_wise if token_type else None,
                 "output_activations": None,
             }
         },

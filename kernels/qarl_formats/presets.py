@@ -1,12 +1,13 @@
 """The formats, one record each, and the lookup of a record by its name.
 
-| name          | weights                          | activations   | router weight        |
-|---------------|----------------------------------|---------------|----------------------|
-| `w4a16`       | int4, BF16 scale per group       | BF16          | `rounded_product`    |
-| `w4a8`        | the same checkpoint              | FP8 per token | `weighted_sum`       |
-| `fp8_block`   | E4M3, FP32 scale per 128x128     | FP8 per 1x128 | `on_accumulator`     |
-| `fp8_channel` | E4M3, FP32 scale per row         | FP8 per token | `weighted_sum`       |
-| `bf16`        | BF16                             | BF16          | `on_accumulator`     |
+| name          | weights                      | activations    | router weight     |
+|---------------|------------------------------|----------------|-------------------|
+| `w4a16`       | int4, BF16 scale per group   | BF16           | `rounded_product` |
+| `w4a8`        | the same checkpoint          | FP8 per token  | `weighted_sum`    |
+| `fp8_block`   | E4M3, FP32 scale per 128x128 | FP8 per 1x128  | `on_accumulator`  |
+| `fp8_channel` | E4M3, FP32 scale per row     | FP8 per token  | `weighted_sum`    |
+| `int8`        | INT8, FP32 scale per row     | INT8 per token | `on_accumulator`  |
+| `bf16`        | BF16                         | BF16           | `on_accumulator`  |
 
 `w3a16` and `w2a16` are `w4a16` with codes on a grid of 3 or 2 bits: stored, served and multiplied as int4. `w5a16` ..
 `w8a16` share the integer arithmetic for experiments; no record here says which kernel of vLLM 0.25.1 serves them.
@@ -65,7 +66,7 @@ _W4A8 = replace(
         experts_in=(256, 256),
         experts_out=(256, 256),
         linear_shape=(128, 128),
-        capability=(9, 0),
+        capabilities=((9, 0), (9, 0)),
         # A reciprocal would round the experts' FP8 scales differently from the learner's division.
         custom_op="+quant_fp8",
     ),
@@ -105,6 +106,24 @@ _FP8_CHANNEL = QuantFormat(
         linear_shape=(16, 16),
     ),
 )
+_INT8 = QuantFormat(
+    name="int8",
+    weight_kind="int8_rows",
+    activation_kind="int8_token",
+    num_bits=8,
+    router_weight="on_accumulator",
+    storage="int-quantized",
+    row_scaled=True,
+    vllm=VllmKernels(
+        experts=Kernel("CompressedTensorsW8A8Int8MoEMethod", backend="triton", followed=("TRITON",)),
+        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8", backend="cutlass"),
+        experts_in=(16, 16),
+        experts_out=(16, 16),
+        linear_shape=(16, 16),
+        # Turing to Hopper: Blackwell's tensor cores have no INT8 for CUTLASS.
+        capabilities=((7, 5), (9, 0)),
+    ),
+)
 _BF16 = QuantFormat(
     name="bf16",
     weight_kind="plain",
@@ -119,7 +138,7 @@ _BF16 = QuantFormat(
     ),
 )
 
-_SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _BF16)}
+_SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _INT8, _BF16)}
 # Every code of a narrower grid is an int4 code, so that what serves w4a16 serves it, too.
 _NARROW = {name: replace(_W4A16, name=name, grid_bits=bits) for name, bits in (("w3a16", 3), ("w2a16", 2))}
 _KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(5, 9))} | _SERVED | _NARROW
@@ -180,8 +199,8 @@ def get_format(
             ", ".join(pattern.format(*item) for item in given.items()) for pattern in ("{}={}", "qarl.{}=null")
         )
         raise ValueError(
-            f"format {name!r} takes no {wrong}: only integer formats ({', '.join(formats_with_groups())}) have these; "
-            f"leave it out, in a config {fix}"
+            f"format {name!r} takes no {wrong}: only formats with groups ({', '.join(formats_with_groups())}) have "
+            f"these; leave it out, in a config {fix}"
         )
     problems = []
     if group_size is not None and group_size not in fmt.group_sizes:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import Literal
 
-WeightKind = Literal["int", "fp8_rows", "fp8_blocks", "plain"]
+WeightKind = Literal["int", "int8_rows", "fp8_rows", "fp8_blocks", "plain"]
 ActivationKind = Literal["none", "fp8_token", "fp8_group", "int8_token"]
 ScaleConvention = Literal["narrow_range", "full_range"]
 RouterWeight = Literal["rounded_product", "weighted_sum", "on_accumulator"]
-Storage = Literal["pack-quantized", "float-quantized", "fp8"]
+Storage = Literal["pack-quantized", "int-quantized", "float-quantized", "fp8"]
 Role = Literal["experts_in", "experts_out", "linear"]
 
 BF16_BYTES = 2
@@ -64,7 +64,7 @@ class VllmKernels:
         experts_in: multiples [N, K] of an expert's gate and up projections.
         experts_out: multiples of its down projection.
         linear_shape: multiples of other linears.
-        capability: the only compute capability of a GPU that serves it; None: those that vLLM runs on.
+        capabilities: the first and the last compute capability of GPUs that serve it; None: those that vLLM runs on.
         custom_op: operator that has to be enabled for the learner's roundings; None: none.
         several_groups: whether experts no wider than one group are refused where the hidden size has several groups.
         cpu: what its CPU kernels serve; None: nothing.
@@ -75,7 +75,7 @@ class VllmKernels:
     experts_in: tuple[int, int] = (1, 1)
     experts_out: tuple[int, int] = (1, 1)
     linear_shape: tuple[int, int] = (1, 1)
-    capability: tuple[int, int] | None = None
+    capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
     custom_op: str | None = None
     several_groups: bool = False
     cpu: OnDevice | None = None

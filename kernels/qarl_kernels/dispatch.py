@@ -107,7 +107,7 @@ def quantize_with_operand(
 
 
 def _has_quantizer(fmt: QuantFormat) -> bool:
-    return fmt.weight_kind.startswith("fp8") or (fmt.weight_kind == "int" and fmt.num_bits == 4)
+    return fmt.num_bits == 4 if fmt.weight_kind == "int" else fmt.is_quantized
 
 
 def require_finite(weights: Mapping[str, QuantizedWeight]) -> None:
@@ -137,7 +137,7 @@ def gemm_operand(weight: QuantizedWeight, dtype: torch.dtype, *, packed: bool = 
         packed: let the kernels' GEMM dequantize w4a16 itself; the reference unpacks all the same.
 
     Returns:
-        The operand: FP8 values and scales, or a BF16 weight; on a CPU FP32 holding the same values.
+        The operand: 8-bit values and scales, or a BF16 weight; on a CPU FP32 holding the same values.
     """
     stored = next(iter(weight.tensors.values()))
     if dtype == torch.bfloat16 and runs_kernels(stored.new_empty(0, dtype=dtype)):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qarl_formats import FP8_BLOCK, QuantFormat
-from qarl_kernels import fp8
+from qarl_kernels import fp8, int8
 from qarl_kernels.expert_mlp import combine_choices, sum_in_order, swiglu
 from qarl_kernels.gemm import GemmOperand, grouped_gemm, grouped_input_grad, grouped_weight_grad
 
@@ -55,6 +55,9 @@ def _multiplied(activation: Tensor, fmt: QuantFormat) -> Tensor:
         return activation.float()
     if fmt.activation_kind == "fp8_token":
         values, scale = fp8.quantize_token(activation)
+        return values.float() * scale
+    if fmt.activation_kind == "int8_token":
+        values, scale = int8.quantize_token(activation, dense=False)
         return values.float() * scale
     values, scale = fp8.quantize_group(activation, after_swiglu=True)
     return values.float() * scale.repeat_interleave(FP8_BLOCK, -1)

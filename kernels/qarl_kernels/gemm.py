@@ -4,6 +4,8 @@
 `w4a8`: activations to FP8 per token; y = round(channel_scale * (token_scale * acc)).
 `fp8_channel`: activations to FP8 per token; y = round(token_scale * (channel_scale * acc)).
 `fp8_block`: activations to FP8 per 1x128; per K-block acc += (a8 @ w8^T) * token_scale * block_scale in FP32.
+`int8`: activations to INT8 per token, sums of integers; y = round(channel_scale * (token_scale * acc)) in experts, the
+other way round in dense layers.
 
 Activations may be BF16 (the engine's dtype) or FP32 (CPU experiments); rounding is to the activation dtype.
 Shape letters: M rows, N out-features, K in-features, E experts.
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qarl_formats import FP8_BLOCK, QuantFormat
-from qarl_kernels import fp8
+from qarl_kernels import fp8, int8
 from qarl_kernels.weights import QuantizedWeight
 
 
@@ -26,14 +28,21 @@ class GemmOperand:
 
     Attributes:
         format: the format.
-        values: [..., N, K] in the compute dtype (16-bit activations) or E4M3 values (FP8 activations), which the
+        values: [..., N, K] in the compute dtype (16-bit activations), or E4M3 values or INT8 codes, which the
             reference holds in FP32; for kernels that dequantize themselves, packed int32 [..., N, K / 8].
         scale: [..., N, 1] channel scales, [..., ceil(N/128), K/128] block scales, packed values' group scales, or None.
+        dense: whether it is a dense layer's weight and not a routed expert's, for which the engine may have another
+            kernel; by default a weight [N, K] is and a stack is not.
     """
 
     format: QuantFormat
     values: Tensor
     scale: Tensor | None
+    dense: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.dense is None:
+            object.__setattr__(self, "dense", self.values.ndim == 2)
 
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, dtype: torch.dtype) -> "GemmOperand":
@@ -42,11 +51,17 @@ class GemmOperand:
         if fmt.weight_kind == "int" and fmt.activation_kind == "fp8_token":
             values, scale = fp8.encode_int4_as_fp8(weight.codes(), weight.tensors["weight_scale"])
             return cls(fmt, values.float(), scale)
-        if fmt.weight_kind == "fp8_rows":
+        if fmt.weight_kind in ("fp8_rows", "int8_rows"):
             return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale"])
         if fmt.weight_kind == "fp8_blocks":
             return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale_inv"])
         return cls(fmt, weight.dequantize().to(dtype), None)
+
+    @property
+    def channel_first(self) -> bool:
+        """Whether channel scales are multiplied before token scales, which differs in the last bit."""
+        kind = self.format.weight_kind
+        return kind == "fp8_rows" or (kind == "int8_rows" and bool(self.dense))
 
     @property
     def is_packed(self) -> bool:
@@ -64,11 +79,15 @@ class GemmOperand:
 
     def expert(self, index: int) -> "GemmOperand":
         """Return one expert of a stacked operand."""
-        return GemmOperand(self.format, self.values[index], None if self.scale is None else self.scale[index])
+        return GemmOperand(
+            self.format, self.values[index], self.scale if self.scale is None else self.scale[index], self.dense
+        )
 
     def stacked(self) -> "GemmOperand":
         """Return a dense operand as a stack of one expert."""
-        return GemmOperand(self.format, self.values[None], None if self.scale is None else self.scale[None])
+        return GemmOperand(
+            self.format, self.values[None], self.scale if self.scale is None else self.scale[None], self.dense
+        )
 
 
 def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None, after_swiglu: bool = False) -> Tensor:
@@ -90,10 +109,9 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
             return x @ weight.values.to(x.dtype).mT
         return (x.float() @ weight.values.float().mT).to(out_dtype)
     assert weight.scale is not None
-    if activation_kind == "fp8_token":
-        a8, token_scale = fp8.quantize_token(x)
-        accumulator = a8.float() @ weight.values.mT
-        if weight.format.weight_kind == "fp8_rows":
+    if activation_kind != "fp8_group":
+        token_scale, accumulator = _token_product(x, weight)
+        if weight.channel_first:
             return (token_scale * (weight.scale.mT * accumulator)).to(out_dtype)
         return (weight.scale.mT * (token_scale * accumulator)).to(out_dtype)
     a8, group_scale = fp8.quantize_group(x, after_swiglu=after_swiglu)
@@ -103,6 +121,14 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
     for block, (a_block, w_block) in enumerate(blocks):
         accumulator += (a_block @ w_block.mT) * group_scale[:, block, None] * row_scale[None, :, block]
     return accumulator.to(out_dtype)
+
+
+def _token_product(x: Tensor, weight: GemmOperand) -> tuple[Tensor, Tensor]:
+    if weight.format.activation_kind == "fp8_token":
+        a8, token_scale = fp8.quantize_token(x)
+        return token_scale, a8.float() @ weight.values.mT
+    a8, token_scale = int8.quantize_token(x, dense=bool(weight.dense))
+    return token_scale, int8.exact_product(a8.float(), weight.values)
 
 
 def grouped_gemm(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qarl_formats import FP8_BLOCK, QuantFormat
-from qarl_kernels import fp8, integer
+from qarl_kernels import fp8, int8, integer
 from qarl_kernels.integer import OVERFLOW
 
 
@@ -18,7 +18,7 @@ class QuantizedWeight:
         format: the format that produced it.
         shape: logical shape [..., N, K].
         tensors: stored tensors by checkpoint suffix: `weight_packed` + `weight_scale` (integer), `weight` +
-            `weight_scale_inv` (fp8_block), `weight` + `weight_scale` (fp8_channel), `weight` (bf16).
+            `weight_scale_inv` (fp8_block), `weight` + `weight_scale` (fp8_channel, int8), `weight` (bf16).
         nonfinite: int32 count of `unfit_values` on the device, not yet read (`require_finite` does); None if they were
             refused at once.
     """
@@ -39,10 +39,10 @@ class QuantizedWeight:
         return integer.unpack_int32(self.tensors["weight_packed"], self.format.num_bits, self.shape[-1])
 
     def dequantize(self) -> Tensor:
-        """Return the stored weight as numbers: code * scale (integer, in BF16) or bf16(w8 * scale) (FP8).
+        """Return the stored weight as numbers: code * scale (integer, in BF16) or bf16(w8 * scale) (FP8, INT8).
 
         A GEMM multiplies `GemmOperand.effective_weight`: the same numbers, except that w4a8's engine re-encodes the
-        stored int4 weight to FP8 (`fp8.encode_int4_as_fp8`) and FP8 products are not rounded to BF16.
+        stored int4 weight to FP8 (`fp8.encode_int4_as_fp8`) and products of 8-bit numbers are not rounded to BF16.
 
         Returns:
             [..., N, K] BF16.
@@ -53,7 +53,7 @@ class QuantizedWeight:
         if kind == "plain":
             return self.tensors["weight"]
         values = self.tensors["weight"].float()
-        if kind == "fp8_rows":
+        if kind in ("fp8_rows", "int8_rows"):
             return (values * self.tensors["weight_scale"]).to(torch.bfloat16)
         scale = fp8.expand_block_scale(self.tensors["weight_scale_inv"], *self.shape[-2:])
         return (values * scale).to(torch.bfloat16)
@@ -78,8 +78,8 @@ def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[t
         }
     if fmt.weight_kind == "plain":
         return {"weight": (shape, torch.bfloat16)}
-    values = {"weight": (shape, torch.float8_e4m3fn)}
-    if fmt.weight_kind == "fp8_rows":
+    values = {"weight": (shape, torch.int8 if fmt.weight_kind == "int8_rows" else torch.float8_e4m3fn)}
+    if fmt.weight_kind in ("fp8_rows", "int8_rows"):
         return values | {"weight_scale": ((*batch, rows, 1), torch.float32)}
     blocks = (*batch, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     return values | {"weight_scale_inv": (blocks, torch.float32)}
@@ -135,8 +135,9 @@ def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
         assert fmt.scale_convention is not None
         codes, scale = integer.quantize_integer(weight, fmt.grid_bits, fmt.group_size, fmt.scale_convention)
         return {"weight_packed": integer.pack_int32(codes, fmt.num_bits), "weight_scale": scale}
-    if fmt.weight_kind == "fp8_rows":
-        values, scale = fp8.quantize_channel(weight)
+    if fmt.weight_kind in ("fp8_rows", "int8_rows"):
+        quantize = int8.quantize_channel if fmt.weight_kind == "int8_rows" else fp8.quantize_channel
+        values, scale = quantize(weight)
         return {"weight": values, "weight_scale": scale}
     if fmt.weight_kind == "fp8_blocks":
         values, scale = fp8.quantize_block(weight)

@@ -8,8 +8,13 @@ from typing import Any
 from qarl_formats import BASELINE, QuantFormat, get_format
 
 _KERNEL = re.compile(r"Backend\.(\w+)")
+_WIDE_ROWS = " on 16-bit activations"
 # method -> why vLLM falls back to it on a GPU, silently
-_FALL_BACKS = {"CompressedTensorsWNA16MoEMethod": "; Marlin needs H to be a multiple of 128"}
+_FALL_BACKS = {
+    "CompressedTensorsWNA16MoEMethod": "; Marlin needs H to be a multiple of 128",
+    f"CompressedTensorsW8A8Int8MoEMethod{_WIDE_ROWS}": "; vLLM 0.25.1 quantizes them with "
+    "worker_extension_cls='qarl_nemo.refit.load.PackedRefit' only",
+}
 _CACHE = re.compile(r".*\.self_attn\.attn")
 # vLLM fuses q, k and v, and a dense MLP's gate and up.
 _KINDS = (
@@ -26,7 +31,7 @@ class ChosenMethod:
 
     Attributes:
         layer: module name in vLLM.
-        method: class of its quantization method, with `/` and its scheme's class if there is one.
+        method: `method_label` of its quantization method.
         backend: vLLM's name for the method's kernels; empty if it has none.
         shape: shape of a rank's experts; empty for other layers.
     """
@@ -51,14 +56,28 @@ def chosen_methods(model: Any) -> list[ChosenMethod]:
         method = getattr(module, "quant_method", None)
         if method is None or _kind(name) is None:
             continue
-        scheme = getattr(module, "scheme", None)
-        label = type(method).__name__ + ("" if scheme is None else f"/{type(scheme).__name__}")
         backends = [str(value) for key, value in vars(method).items() if key.endswith("_backend")]
         shape = ""
         if _kind(name) == "experts" and hasattr(module, "intermediate_size_per_partition"):
             shape = f"H={module.hidden_size}, I={module.intermediate_size_per_partition} on a rank"
-        found.append(ChosenMethod(name, label, ", ".join(backends), shape))
+        found.append(ChosenMethod(name, method_label(module), ", ".join(backends), shape))
     return found
+
+
+def method_label(module: Any) -> str:
+    """Name what multiplies a layer's weights.
+
+    Args:
+        module: a layer of vLLM's model that has a quantization method.
+
+    Returns:
+        The method's class, `/` and its scheme's class if there is one, and a note where a method that says W8A8 leaves
+        activations as they are.
+    """
+    method, scheme = module.quant_method, getattr(module, "scheme", None)
+    label = type(method).__name__ + ("" if scheme is None else f"/{type(scheme).__name__}")
+    weight_only = getattr(getattr(method, "moe_quant_config", None), "use_int8_w8a16", False)
+    return label + (_WIDE_ROWS if weight_only and "W8A8" in label else "")
 
 
 def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> list[str]:

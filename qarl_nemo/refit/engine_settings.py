@@ -5,6 +5,8 @@ from typing import Any
 
 from qarl_kernels import QuantFormat
 
+# Receives refits, and mends vLLM's INT8 experts.
+WORKER_EXTENSION = "qarl_nemo.refit.load.PackedRefit"
 # vLLM reads these when it starts, in every process of an engine.
 ENVIRONMENT = {
     # DeepGEMM would round activation scales to powers of two, for other kernels as well.
@@ -38,3 +40,16 @@ def kernel_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
         "linear_backend": fmt.vllm.linear.backend if set(targets) != {"experts"} else None,
     }
     return {name: backend for name, backend in options.items() if backend}
+
+
+def serving_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
+    """Return the engine arguments with which a GPU serves a checkpoint as its format says.
+
+    Args:
+        fmt: what is served.
+        targets: which layers are quantized.
+
+    Returns:
+        `kernel_options` and the workers' extension.
+    """
+    return {"worker_extension_cls": WORKER_EXTENSION} | kernel_options(fmt, targets)

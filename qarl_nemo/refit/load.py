@@ -4,12 +4,19 @@ Each rank checks the announced update against its own layers, takes tensors in, 
 converts layer by layer into the tensors its kernels and captured CUDA graphs already read (`rank.py`).
 """
 
+import sys
+
 import torch
 
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.calls import RankCalls
+from qarl_nemo.refit.engine_mends import mend_int8_experts
 from qarl_nemo.refit.manifest import checksums
 from qarl_nemo.refit.rank import RankRefit
+
+# vLLM imports this module in every worker, before it builds the model.
+if "vllm" in sys.modules:
+    mend_int8_experts()
 
 
 @answering

@@ -27,6 +27,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "w4a8": {"format": "w4a8"},
     "fp8_block": {"format": "fp8_block"},
     "fp8_channel": {"format": "fp8_channel"},
+    "int8": {"format": "int8"},
     "bf16": {"alignment": "none", "format": "bf16"},
 }
 _CLOCKS = ("time_s", "timing/", "throughput/", "memory/")

@@ -115,7 +115,7 @@ def test_a_gpu_trains_aligned(name, precision, tmp_path):
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cuda"}
     records = read_metrics(tmp_path)
     # FP8 and BF16 round: batches of other shapes may put a value on the other side of a rounding boundary
-    exact = precision == "float32" and QARL[name]["format"] not in ("w4a8", "fp8_block", "fp8_channel")
+    exact = precision == "float32" and QARL[name]["format"] not in ("w4a8", "fp8_block", "fp8_channel", "int8")
     assert max(record["mismatch/abs_gap_mean"] for record in records) < (FP32_NATS if exact else 2e-2)
     assert any(record["optim/grad_norm"] > 0 for record in records)
     assert records[-1]["memory/device_peak_bytes"] > 0

@@ -41,6 +41,11 @@ def one_token_gemm(x, weight, scale, fmt, *, after_swiglu=False):
         token_scale = torch.maximum(x.abs().max() / 448, torch.tensor(1 / (448 * 512)))
         a8 = (x / token_scale).to(E4M3)
         return scale[:, 0] * (token_scale * (weight.double() @ a8.double()).float())
+    if fmt.activation_kind == "int8_token":
+        amax = torch.maximum(x.abs().max(), torch.tensor(1e-10))
+        factor = x * (torch.tensor(127.0) / amax)
+        codes = torch.sign(factor) * torch.floor(factor.abs().double() + 0.5)
+        return scale[:, 0] * (amax / torch.tensor(127.0) * (weight.double() @ codes.double()).float())
     total = torch.zeros(len(weight))
     for block in range(len(x) // 128):
         columns = slice(128 * block, 128 * (block + 1))
@@ -136,6 +141,10 @@ ROUNDING_MISTAKES = [
     ("fp8_channel", "router weight at the rounded product"),
     ("fp8_channel", "router weight at the accumulator"),
     ("fp8_block", "router weight at the sum"),
+    ("int8", "router weight before fc2"),
+    ("int8", "router weight at the sum"),
+    ("int8", "router weight at the rounded product"),
+    ("int8", "swiglu rounded elsewhere"),
     ("fp8_block", "router weight at the rounded product"),
     ("bf16", "router weight at the sum"),
     ("w4a16", "swiglu rounded elsewhere"),

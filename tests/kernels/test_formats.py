@@ -11,6 +11,7 @@ EXPECTED = {
     "w4a8": ("int", "fp8_token", 4, 128, "full_range", "weighted_sum"),
     "fp8_block": ("fp8_blocks", "fp8_group", 8, 128, None, "on_accumulator"),
     "fp8_channel": ("fp8_rows", "fp8_token", 8, 0, None, "weighted_sum"),
+    "int8": ("int8_rows", "int8_token", 8, 0, None, "on_accumulator"),
     "bf16": ("plain", "none", 16, 0, None, "on_accumulator"),
 }
 
@@ -66,7 +67,7 @@ def test_w4a8_takes_only_groups_of_128(group_size):
         get_format("w4a8", group_size=group_size)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "bf16"])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8", "bf16"])
 def test_formats_without_groups_refuse_integer_options(name):
     with pytest.raises(ValueError, match="takes no group_size=128, scale_convention=full_range") as error:
         get_format(name, group_size=128, scale_convention="full_range")
@@ -91,6 +92,7 @@ def test_formats_without_groups_refuse_integer_options(name):
         ("w8a16", None, 8.125),
         ("fp8_block", None, 8.001953125),
         ("fp8_channel", None, 8.0),
+        ("int8", None, 8.0),
         ("bf16", None, 16.0),
     ],
 )

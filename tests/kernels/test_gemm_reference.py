@@ -20,7 +20,7 @@ def expected_product(x, weight, fmt):
 def swapped_scale_axis(stored):
     """The weight as it would be if the scale were laid out along the other axis."""
     scale, kind = stored.tensors.get("weight_scale", stored.tensors.get("weight_scale_inv")), stored.format.weight_kind
-    if kind == "fp8_rows":
+    if kind.endswith("_rows"):
         return stored.tensors["weight"].float() * scale.mT
     suffix = "weight_scale" if kind == "int" else "weight_scale_inv"
     swapped = scale.mT.reshape(scale.shape).contiguous()
@@ -119,6 +119,26 @@ def test_per_token_scales_by_hand():
     x[0, :2], weight[0, :2] = torch.tensor([2.0, 0.3]), torch.tensor([1.0, 0.5])
     operand = GemmOperand.from_weight(quantize_weight(weight, get_format("fp8_channel")), torch.float32)
     assert gemm(x, operand).item() == pytest.approx(15 / 7, rel=1e-6)
+
+
+def test_int8_scales_by_hand():
+    # Row 0 of x: amax 2: 2 -> 127, 0.3 -> 19.05 -> 19, so x8 = [2, 38/127]. Channel 0: amax 1: 127, and 0.5 -> 63.5,
+    # a tie: 64. Sum 2 * 1 + 38/127 * 64/127.
+    x, weight = torch.zeros(1, 128), torch.zeros(1, 128)
+    x[0, :2], weight[0, :2] = torch.tensor([2.0, 0.3]), torch.tensor([1.0, 0.5])
+    operand = GemmOperand.from_weight(quantize_weight(weight, get_format("int8")), torch.float32)
+    assert gemm(x, operand).item() == pytest.approx(2 + 38 * 64 / 127**2, rel=1e-6)
+
+
+def test_int8_activations_are_rounded_as_the_layers_own_kernel_rounds_them():
+    # amax 127, so that 0.5 is a tie: to even in a dense layer, away from zero in an expert.
+    operand = GemmOperand.from_weight(quantize_weight(torch.eye(128), get_format("int8")), torch.float32)
+    x = torch.full((1, 128), 0.5)
+    x[0, 0] = 127.0
+    stack = GemmOperand(operand.format, operand.values[None], operand.scale[None])
+    assert gemm(x, operand)[0, :2].tolist() == pytest.approx([127, 0])
+    assert gemm(x, stack.expert(0))[0, :2].tolist() == pytest.approx([127, 1])
+    assert grouped_gemm(x, operand.stacked(), one_group(x))[0, :2].tolist() == pytest.approx([127, 0])
 
 
 def test_block_scales_by_hand():

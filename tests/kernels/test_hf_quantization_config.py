@@ -67,6 +67,14 @@ def test_fp8_channel_is_float_quantized():
     assert config == compressed_tensors_config("float-quantized", weights, PER_TOKEN)
 
 
+def test_int8_is_int_quantized():
+    config = quantization_config(get_format("int8"), ignore=IGNORE)
+    weights = config["config_groups"]["group_0"]["weights"]
+    stated = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+    assert {key: weights[key] for key in stated} == stated
+    assert config == compressed_tensors_config("int-quantized", weights, PER_TOKEN | {"type": "int"})
+
+
 def test_fp8_block_is_vllms_own_method():
     kept = ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj"]
     assert quantization_config(get_format("fp8_block"), ignore=kept) == {
@@ -88,14 +96,14 @@ def test_experimental_formats_have_no_kernel_to_load_them(bits):
         quantization_config(get_format(f"w{bits}a16"), ignore=IGNORE)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w3a16", "w2a16", "w4a8", "fp8_channel"])
+@pytest.mark.parametrize("name", ["w4a16", "w3a16", "w2a16", "w4a8", "fp8_channel", "int8"])
 def test_compressed_tensors_reads_what_was_written(name):
     fmt = get_format(name)
     written = json.loads(json.dumps(quantization_config(fmt, ignore=IGNORE)))
     scheme = QuantizationConfig.model_validate(written).config_groups["group_0"]
     assert (scheme.weights.num_bits, scheme.weights.symmetric) == (fmt.num_bits, True)
     assert scheme.weights.group_size == (fmt.group_size or None)
-    assert (scheme.input_activations is not None) == (fmt.activation_kind == "fp8_token")
+    assert (scheme.input_activations is not None) == (fmt.activation_kind != "none")
 
 
 def test_the_ignore_list_is_a_copy():

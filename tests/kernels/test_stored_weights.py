@@ -11,6 +11,7 @@ from support.formats import FORMATS, uneven_weight
 
 SUFFIXES = {
     "int": ["weight_packed", "weight_scale"],
+    "int8_rows": ["weight", "weight_scale"],
     "fp8_rows": ["weight", "weight_scale"],
     "fp8_blocks": ["weight", "weight_scale_inv"],
     "plain": ["weight"],
@@ -56,7 +57,7 @@ def test_a_narrow_grid_is_stored_in_int4(bits, convention):
 def test_stored_bytes_are_bits_per_weight(fmt):
     # A row has one FP32 scale in fp8_channel.
     stored = quantize_weight(uneven_weight(256, 1920), fmt)
-    row_scales = 256 * 4 if fmt.weight_kind == "fp8_rows" else 0
+    row_scales = 256 * 4 if fmt.weight_kind.endswith("_rows") else 0
     assert stored.num_bytes == fmt.bits_per_weight * 256 * 1920 / 8 + row_scales
 
 
@@ -66,6 +67,8 @@ def largest_error(stored, weight):
     scale = stored.tensors[SUFFIXES[stored.format.weight_kind][1]].double()
     if stored.format.weight_kind == "int":
         return scale.repeat_interleave(stored.format.group_size, -1) / 2 + bf16_error
+    if stored.format.weight_kind == "int8_rows":
+        return scale / 2 + bf16_error
     if stored.format.weight_kind == "fp8_blocks":
         scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     # E4M3: half of 2^-3 of the number's power of two, or half of 2^-9 below 2^-6.

@@ -19,10 +19,21 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportEr
 
 import vllm._custom_ops as ops  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8  # noqa: E402
+from vllm.model_executor.layers.quantization.utils.int8_utils import per_token_quant_int8  # noqa: E402
 
-from qarl_kernels import QuantizedWeight, fp8, gemm_operand, get_format, quantize_weight  # noqa: E402
+from qarl_kernels import (  # noqa: E402
+    QuantizedWeight,
+    fp8,
+    gemm_operand,
+    get_format,
+    grouped_gemm,
+    int8,
+    one_group,
+    quantize_weight,
+)
 from qarl_kernels.expert_mlp import swiglu  # noqa: E402
 from qarl_kernels.gemm import GemmOperand  # noqa: E402
+from qarl_kernels.gemm import grouped_gemm as reference_grouped_gemm  # noqa: E402
 from qarl_kernels.integer import pack_int32  # noqa: E402
 from qarl_kernels.ops import activations as kernels  # noqa: E402
 from qarl_kernels.ops.swiglu import swiglu as swiglu_kernel  # noqa: E402
@@ -150,6 +161,44 @@ def test_activations_quantize_to_the_same_bits(origin, figures):
     by_reciprocal = (x.float() * (1 / by_token[1])).to(torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match="elements differ"):
         assert_bitwise_equal(by_reciprocal, by_token[0])
+
+
+def test_int8_activations_quantize_to_the_same_bits(figures):
+    """Dense layers: CUDA's kernel. Experts: Triton's, whose divisions our kernel repeats and the reference rounds."""
+    x = tokens()
+    by_dense, by_experts = ops.scaled_int8_quant(x)[:2], per_token_quant_int8(x)
+    for origin, ours in (
+        ("reference", int8.quantize_token(x, dense=True)),
+        ("kernels", kernels.quantize_token(x, "int8_token", dense=True)),
+    ):
+        assert_same_quantization(figures, f"quantize_token_int8_dense_{origin}", ours, by_dense)
+    ours = kernels.quantize_token(x, "int8_token", dense=False)
+    assert_same_quantization(figures, "quantize_token_int8_experts_kernels", ours, by_experts)
+    reference = int8.quantize_token(x, dense=False)
+    torch.testing.assert_close(reference[1], by_experts[1], rtol=2**-22, atol=0)
+    assert (reference[0].int() - by_experts[0].int()).abs().max() <= 1
+    # Each has its own ties.
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(by_dense[0], by_experts[0])
+
+
+def test_int8_gemms_are_the_same_bits():
+    """CUTLASS in dense layers, Triton in experts: sums of integers leave nothing to the order of a sum."""
+    parts = case("int8_triton")
+    assert_bitwise_equal(parts.kernels_fc1(), parts.stages.fc1)
+    assert_bitwise_equal(parts.kernels_fc2(), parts.stages.fc2)
+    x, fmt = tokens(), get_format("int8")
+    stored = quantize_weight(parts.masters[0][0], fmt)
+    rows, token_scale = ops.scaled_int8_quant(x)[:2]
+    weight, scale = stored.tensors["weight"], stored.tensors["weight_scale"]
+    theirs = ops.cutlass_scaled_mm(rows, weight.t(), scale_a=token_scale, scale_b=scale, out_dtype=torch.bfloat16)
+    for operand in (gemm_operand(stored, torch.bfloat16), GemmOperand.from_weight(stored, torch.bfloat16)):
+        on_kernels = operand.values.dtype == torch.int8
+        multiply = grouped_gemm if on_kernels else reference_grouped_gemm
+        assert_bitwise_equal(multiply(x, operand.stacked(), one_group(x)), theirs)
+        as_expert = GemmOperand(fmt, operand.values[None], operand.scale[None])
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_bitwise_equal(multiply(x, as_expert, one_group(x)), theirs)
 
 
 @pytest.mark.parametrize("origin", ["reference", "kernels"])

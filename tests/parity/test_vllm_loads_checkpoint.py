@@ -1,5 +1,7 @@
 """Stock vLLM loads what `quantize_checkpoint` writes, runs it by the format's methods, and says what the learner says.
 
+INT8 experts take our extension of its workers, without which it runs them on BF16 activations.
+
 The learner's aligned forward on the BF16 source must agree with vLLM on the quantized checkpoint about the logprobs of
 vLLM's own greedy tokens; the unquantized forward on the same tokens is the deliberately wrong input.
 """
@@ -29,7 +31,7 @@ from transformers import (  # noqa: E402
 from qarl_nemo.checkpoints import quantize_checkpoint  # noqa: E402
 from qarl_nemo.layers.install import install  # noqa: E402
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa: E402
-from qarl_nemo.refit.engine_settings import kernel_options  # noqa: E402
+from qarl_nemo.refit.engine_settings import WORKER_EXTENSION, kernel_options  # noqa: E402
 from support.programs import run_program  # noqa: E402
 
 TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
@@ -106,8 +108,8 @@ def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str,
         assert unaligned > 2 * aligned
 
 
-def vllm_generate(folder: Path, moe_backend: str) -> dict:
-    printed = run_program("vllm.run_generate", folder, moe_backend, 8, 24, timeout_s=400)
+def vllm_generate(folder: Path, moe_backend: str, extension: str = "") -> dict:
+    printed = run_program("vllm.run_generate", folder, moe_backend, 8, 24, extension, timeout_s=400)
     return json.loads(next(line for line in printed.splitlines() if line.startswith("RESULT "))[7:])
 
 
@@ -130,9 +132,8 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
 ) -> None:
     fmt, names = get_format(format_name), TARGETS[targets]
     quantize_checkpoint(source, tmp_path / "quantized", fmt, names)
-    result = vllm_generate(
-        tmp_path / "quantized", kernel_options(get_format(format_name), ["experts"]).get("moe_backend", "")
-    )
+    backend = kernel_options(get_format(format_name), ["experts"]).get("moe_backend", "")
+    result = vllm_generate(tmp_path / "quantized", backend, WORKER_EXTENSION if format_name == "int8" else "")
     chosen = [ChosenMethod(**record) for record in result["methods"]]
     aligned = learner_gap(source, format_name, names, result["responses"])
     unaligned = learner_gap(source, "bf16", names, result["responses"])
@@ -142,6 +143,14 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
     assert aligned < BOUNDS[targets]
     if get_format(format_name).weight_kind == "int":
         assert unaligned > 2 * aligned
+
+
+def test_stock_vllm_is_refused_because_it_runs_int8_experts_on_16_bit_activations(source: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "quantized", get_format("int8"), ["experts"])
+    chosen = [ChosenMethod(**record) for record in vllm_generate(tmp_path / "quantized", "triton")["methods"]]
+    with pytest.raises(ValueError, match=r"W8A8Int8MoEMethod on 16-bit activations .* in place of") as raised:
+        require_methods(chosen, get_format("int8"), ["experts"])
+    assert WORKER_EXTENSION in str(raised.value)
 
 
 def assert_wrong_expectations_fail(chosen: list[ChosenMethod], format_name: str, targets: str) -> None:

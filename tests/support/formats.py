@@ -12,6 +12,7 @@ FORMATS = {
     "w4a8": get_format("w4a8"),
     "fp8_block": get_format("fp8_block"),
     "fp8_channel": get_format("fp8_channel"),
+    "int8": get_format("int8"),
     "bf16": get_format("bf16"),
 }
 
@@ -26,9 +27,12 @@ def uneven_weight(*shape: int) -> Tensor:
 
 
 def quantized_activations(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False) -> Tensor:
-    """x as float64 after the format's activation quantization, written down again from the engine's formulas."""
+    """x as float64 after a dense layer's activation quantization, written down again from the engine's formulas."""
     if fmt.activation_kind == "none":
         return x.double()
+    if fmt.activation_kind == "int8_token":
+        amax = x.float().abs().amax(-1, keepdim=True)
+        return torch.round(x.float() * (torch.full_like(amax, 127) / amax)).double() * (amax / 127).double()
     rows = x.float() if fmt.activation_kind == "fp8_token" else x.float().unflatten(-1, (-1, 128))
     amax = rows.abs().amax(-1, keepdim=True)
     if fmt.activation_kind == "fp8_token" or after_swiglu:

@@ -42,6 +42,7 @@ QARL = {
     "w4a8": {"_override_": True, "format": "w4a8"},
     "fp8_block": {"_override_": True, "format": "fp8_block"},
     "fp8_channel": {"_override_": True, "format": "fp8_channel"},
+    "int8": {"_override_": True, "format": "int8"},
     "w2a16": {"format": "w2a16", "group_size": 32},
     "attention too": {"targets": ["experts", "attention"], "format": "w4a16", "group_size": 32},
     "bf16": {"_override_": True, "alignment": "none", "format": "bf16"},

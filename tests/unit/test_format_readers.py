@@ -125,7 +125,7 @@ def test_bytes_a_weight(fmt):
     stored = sum(torch.Size(part).numel() * dtype.itemsize for part, dtype in layout.values())
     assert stored_bytes(shape, fmt) == stored + WEIGHT_SHAPE_BYTES * fmt.stores_shape
     # A row's own scale counts for nothing in a row of thousands.
-    assert stored - 4 * 256 * (fmt.weight_kind == "fp8_rows") == fmt.bits_per_weight / 8 * 256 * 1920
+    assert stored - 4 * 256 * fmt.weight_kind.endswith("_rows") == fmt.bits_per_weight / 8 * 256 * 1920
     if fmt.vllm is None:
         return
     model = ModelSize(2, 256, 4, 4, 64, 512, 256, num_experts=4, top_k=2)
@@ -193,8 +193,10 @@ def model_config(sizes, model_type) -> dict:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_only_its_gpus_serve_it(name):
     fmt, model = get_format(name), SimpleNamespace(**model_config(SIZES[-1], "qwen3_moe"))
-    others = [problem for problem in gpu_problems(fmt, ["experts"], model, (8, 0)) if "this GPU is SM80" in problem]
-    assert bool(others) == (fmt.vllm.capability not in (None, (8, 0)))
+    for capability in ((7, 0), (8, 0), (9, 0), (10, 0)):
+        problems = gpu_problems(fmt, ["experts"], model, capability)
+        first, last = fmt.vllm.capabilities or (capability, capability)
+        assert any("this GPU is SM" in problem for problem in problems) != (first <= capability <= last)
 
 
 @pytest.mark.parametrize("fmt", RECORDS)

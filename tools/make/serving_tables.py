@@ -16,7 +16,15 @@ from qarl_nemo.measure.speed.shapes import read_shapes, shape_refusals
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide" / "serving.md"
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
-FORMATS = (("w4a16", 128), ("w4a16", 64), ("w4a16", 32), ("w4a8", None), ("fp8_block", None), ("fp8_channel", None))
+FORMATS = (
+    ("w4a16", 128),
+    ("w4a16", 64),
+    ("w4a16", 32),
+    ("w4a8", None),
+    ("fp8_block", None),
+    ("fp8_channel", None),
+    ("int8", None),
+)
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 

@@ -2,7 +2,8 @@
 
 Measured on an H200 (docs/evidence/kernels.md): cuBLAS is fastest for one expert in BF16, our grouped GEMM for several;
 FP8 is fastest in the warp-specialised kernels wherever shapes allow. Packed int4 is dequantized inside the GEMM while
-experts have few rows: there the time goes into reading weights, of which it reads a quarter of the bytes.
+experts have few rows: there the time goes into reading weights, of which it reads a quarter of the bytes. INT8 has one
+grouped GEMM, for one expert and for several.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from qarl_kernels.ops.hopper_fp8 import (
 )
 from qarl_kernels.ops.int4 import int4_dequantize
 from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
+from qarl_kernels.ops.int8_gemm import grouped_gemm_int8
 from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
+from qarl_kernels.ops.token_rounding import TOKEN_DTYPES
 from qarl_kernels.ops.wgrad import grouped_wgrad
 
 # Rows per expert up to which reading a quarter of the weight bytes saves more time than dequantizing per tile costs.
@@ -34,7 +37,7 @@ class QuantizedRows:
     """A GEMM's input as its format multiplies it.
 
     Attributes:
-        values: [M, K] BF16, or E4M3.
+        values: [M, K] BF16, E4M3 or INT8.
         scale: [M, 1] per token or [M, K / 128] per group, FP32; None for BF16.
     """
 
@@ -42,13 +45,14 @@ class QuantizedRows:
     scale: Tensor | None
 
 
-def quantize_rows(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False) -> QuantizedRows:
+def quantize_rows(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False, dense: bool = False) -> QuantizedRows:
     """Quantize activations as the format says.
 
     Args:
         x: [M, K] BF16.
         fmt: the format.
         after_swiglu: x is a SwiGLU output.
+        dense: a dense layer multiplies them, and not a routed expert.
 
     Returns:
         The rows; x itself for 16-bit activations.
@@ -56,8 +60,8 @@ def quantize_rows(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False) ->
     x = x.contiguous()
     if fmt.activation_kind == "none":
         return QuantizedRows(x, None)
-    if fmt.activation_kind == "fp8_token":
-        return QuantizedRows(*quantize_token(x))
+    if fmt.activation_kind in TOKEN_DTYPES:
+        return QuantizedRows(*quantize_token(x, fmt.activation_kind, dense=dense))
     return QuantizedRows(*quantize_group(x, after_swiglu=after_swiglu))
 
 
@@ -80,12 +84,15 @@ def multiply_rows(
         if weight.is_packed:
             return _multiply_packed(rows.values, weight, offsets, row_weight, rounding)
         return _multiply_bf16(rows.values, weight.values, offsets, row_weight, rounding)
+    assert weight.scale is not None
     operands = (rows.values, rows.scale, weight.values, weight.scale, offsets)
+    if weight.format.activation_kind == "int8_token":
+        return grouped_gemm_int8(*operands, row_weight=row_weight, channel_first=weight.channel_first)
     on_hopper = _fits_hopper(rows, weight)
     if weight.format.activation_kind == "fp8_token":
         assert row_weight is None
         multiply = hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_fp8_channel
-        return multiply(*operands, channel_first=weight.format.weight_kind == "fp8_rows")
+        return multiply(*operands, channel_first=weight.channel_first)
     return (hopper_grouped_gemm_fp8_block if on_hopper else grouped_gemm_fp8_block)(*operands, row_weight=row_weight)
 
 
@@ -101,8 +108,9 @@ def swiglu_rows(hidden: Tensor, fmt: QuantFormat) -> QuantizedRows:
     """
     if fmt.activation_kind == "none":
         return QuantizedRows(swiglu(hidden), None)
-    quantize = swiglu_quantize_token if fmt.activation_kind == "fp8_token" else swiglu_quantize_group
-    return QuantizedRows(*quantize(hidden))
+    if fmt.activation_kind in TOKEN_DTYPES:
+        return QuantizedRows(*swiglu_quantize_token(hidden, fmt.activation_kind))
+    return QuantizedRows(*swiglu_quantize_group(hidden))
 
 
 def _fits_hopper(rows: QuantizedRows, weight: GemmOperand) -> bool:
@@ -150,7 +158,8 @@ def quantize_and_multiply(
     """
     if out_dtype != torch.bfloat16:
         raise ValueError(f"out_dtype={out_dtype}: the kernels return torch.bfloat16; pass row weights to multiply_rows")
-    return multiply_rows(quantize_rows(x, weight.format, after_swiglu=after_swiglu), weight, offsets)
+    rows = quantize_rows(x, weight.format, after_swiglu=after_swiglu, dense=bool(weight.dense))
+    return multiply_rows(rows, weight, offsets)
 
 
 def input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

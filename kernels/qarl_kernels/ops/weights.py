@@ -11,6 +11,7 @@ from qarl_kernels.ops.fp8_weights import (
     fp8_channel_quantize,
 )
 from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
+from qarl_kernels.ops.int8_weights import int8_channel_dequantize, int8_channel_quantize
 from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.weights import QuantizedWeight
 
@@ -20,7 +21,7 @@ def quantize_weight_kernel(weight: Weights, fmt: QuantFormat) -> QuantizedWeight
 
     Args:
         weight: [..., N, K] BF16, or E tensors [N, K].
-        fmt: FP8, or integers stored in 4 bits.
+        fmt: FP8, INT8, or integers stored in 4 bits.
 
     Returns:
         The stored form.
@@ -33,7 +34,7 @@ def quantize_with_operand(weight: Weights, fmt: QuantFormat) -> tuple[QuantizedW
 
     Args:
         weight: [..., N, K] BF16, or E tensors [N, K].
-        fmt: FP8, or integers stored in 4 bits.
+        fmt: FP8, INT8, or integers stored in 4 bits.
 
     Returns:
         The stored form and the operand.
@@ -56,6 +57,7 @@ def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[Quantize
     quantize, suffix = {
         "fp8_rows": (fp8_channel_quantize, "weight_scale"),
         "fp8_blocks": (fp8_block_quantize, "weight_scale_inv"),
+        "int8_rows": (int8_channel_quantize, "weight_scale"),
     }[fmt.weight_kind]
     values, scale, nonfinite = quantize(weight)
     return QuantizedWeight(fmt, shape, {"weight": values, suffix: scale}, nonfinite), GemmOperand(fmt, values, scale)
@@ -98,4 +100,6 @@ def dequantize_operand(operand: GemmOperand) -> Tensor:
         return int4_dequantize(operand.values, operand.scale)
     if operand.format.weight_kind == "fp8_blocks":
         return fp8_block_dequantize(operand.values, operand.scale)
+    if operand.format.weight_kind == "int8_rows":
+        return int8_channel_dequantize(operand.values, operand.scale)
     return fp8_channel_dequantize(operand.values, operand.scale)

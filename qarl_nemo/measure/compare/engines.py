@@ -21,7 +21,7 @@ from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.score import Response, read_tokens
 from qarl_nemo.measure.compare.settings import Job
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
-from qarl_nemo.refit.engine_settings import kernel_options
+from qarl_nemo.refit.engine_settings import serving_options
 from qarl_nemo.refit.publish import publish
 from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.sampler import PackedSampler
@@ -156,7 +156,7 @@ def _vllm_options(job: Job, fmt: QuantFormat) -> dict[str, Any]:
             # Other engines that start or end would disturb the memory measurement by which vLLM sizes its cache.
             total = torch.cuda.get_device_properties(job.device).total_memory
             options["kv_cache_memory_bytes"] = int(_CACHE_SHARE * share * total)
-        options |= kernel_options(fmt, settings.targets)
+        options |= serving_options(fmt, settings.targets)
     return options
 
 

@@ -151,12 +151,13 @@ def _likeliest(entries: list[dict[int, Any]]) -> list[int]:
 
 
 def _methods(model: Any) -> dict[str, str]:
+    from qarl_nemo.refit.engine_methods import method_label
+
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
-            scheme = getattr(module, "scheme", None)
-            found[name] = type(method).__name__ + (f"/{type(scheme).__name__}" if scheme is not None else "")
+            found[name] = method_label(module)
     return found
 
 

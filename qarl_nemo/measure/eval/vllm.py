@@ -17,7 +17,7 @@ from qarl_nemo.measure.eval.engine import Answer
 from qarl_nemo.measure.eval.models import EvalModel
 from qarl_nemo.measure.eval.vllm_server import serve
 from qarl_nemo.refit.engine_methods import require_methods
-from qarl_nemo.refit.engine_settings import COMPILATION, kernel_options
+from qarl_nemo.refit.engine_settings import COMPILATION, serving_options
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.vllm.options import capture_sizes
 
@@ -133,4 +133,4 @@ def _options(model: EvalModel, device: str, batch_size: int) -> dict[str, Any]:
         return options | {"enforce_eager": True}
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": capture_sizes(batch_size)}
     fmt, targets = model.served or get_format(BASELINE), model.targets
-    return options | {"compilation_config": COMPILATION | graphs} | (kernel_options(fmt, targets) if targets else {})
+    return options | {"compilation_config": COMPILATION | graphs} | (serving_options(fmt, targets) if targets else {})

@@ -18,7 +18,7 @@ from qarl_nemo.checkpoints import model_quantization_config
 from qarl_nemo.files import write_atomic
 from qarl_nemo.measure.speed.settings import SETTLE_TOKENS, SpeedJob
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
-from qarl_nemo.refit.engine_settings import kernel_options
+from qarl_nemo.refit.engine_settings import kernel_options, serving_options
 
 _SCRIPT = Path(__file__).with_name("vllm_speed.py")
 _EVENT = "QARL "
@@ -137,7 +137,7 @@ def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) ->
         if "experts" not in settings.targets and "num_experts" in job.model.config:
             # Experts that stay BF16 run on the kernel of the baseline.
             options |= kernel_options(get_format(BASELINE), ["experts"])
-        options |= kernel_options(fmt, settings.targets)
+        options |= serving_options(fmt, settings.targets)
     return {
         "model": str(folder),
         "device": job.device,

@@ -1,7 +1,7 @@
 """Time vLLM's decoding and prefill with dummy weights: `python -P vllm_speed.py REQUEST.json`.
 
-This is a process of its own, which imports nothing of this project: an engine keeps global state and frees its memory
-only when its process ends, and its environment must be set before it is imported.
+This is a process of its own: an engine keeps global state and frees its memory only when its process ends, and its
+environment must be set before it is imported. It imports nothing of this project but what vLLM's workers need.
 
 REQUEST holds `model` (a folder with config.json), `device`, `batch_sizes`, `prompt_tokens`, `settle_tokens`,
 `new_tokens`, `repeats`, `seed` and `options` of `vllm.LLM`. Each measurement is printed at once, on a line of its own:
@@ -206,12 +206,13 @@ def _peak_bytes(_: Any) -> int:
 
 
 def _methods(worker: Any) -> dict[str, str]:
+    from qarl_nemo.refit.engine_methods import method_label
+
     found = {}
     for name, module in worker.model_runner.get_model().named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
-            scheme = getattr(module, "scheme", None)
-            found[name] = type(method).__name__ + (f"/{type(scheme).__name__}" if scheme is not None else "")
+            found[name] = method_label(module)
     return found
 
 

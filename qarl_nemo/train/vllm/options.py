@@ -21,7 +21,6 @@ _ENVIRONMENT = {
     "cpu": _EVERYWHERE | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     "cuda": _EVERYWHERE | engine_settings.ENVIRONMENT,
 }
-_WORKER = "qarl_nemo.refit.load.PackedRefit"
 
 
 def engine_environment(device: torch.device, settings: VllmRolloutConfig) -> dict[str, str]:
@@ -74,7 +73,7 @@ def engine_options(
         "distributed_executor_backend": "uni",
         # In one process there is nothing for the next step's scheduling to overlap with.
         "async_scheduling": False,
-        "worker_extension_cls": _WORKER,
+        "worker_extension_cls": engine_settings.WORKER_EXTENSION,
         "max_model_len": settings.max_model_len or model.config.max_position_embeddings,
         "max_num_seqs": settings.batch_size,
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),

@@ -27,10 +27,11 @@ def gpu_problems(fmt: QuantFormat, targets: Sequence[str], model: Any, capabilit
     `CutlassW4A8LinearKernel.can_implement`, `validate_fp8_block_shape`, `cutlass_scaled_mm`.
     """
     problems = []
-    only = fmt.vllm.capability if fmt.vllm else None
-    if only and only != capability:
-        legal, here = (f"SM{major}{minor}" for major, minor in (only, capability))
-        problems.append(f"qarl.format={fmt.name} runs on {_GENERATIONS[only]} ({legal}) only, this GPU is {here}")
+    served = fmt.vllm.capabilities if fmt.vllm else None
+    if served and not served[0] <= capability <= served[1]:
+        first, last, here = (f"SM{major}{minor}" for major, minor in (*served, capability))
+        legal = f"{_GENERATIONS[served[1]]} ({last}) only" if first == last else f"{first} to {last}"
+        problems.append(f"qarl.format={fmt.name} runs on {legal}, this GPU is {here}")
     needed = set()
     for target in targets:
         for name, sizes in _weights(model, target):

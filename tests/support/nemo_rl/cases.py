@@ -139,6 +139,7 @@ CASES = {
     ),
     "fp8_block": _format("fp8_block"),
     "fp8_channel": _format("fp8_channel"),
+    "int8": _format("int8"),
     "w4a8": _format("w4a8"),
     # The learner's forward is BF16, so a gap as small as an aligned one would mean that nothing was quantized.
     "rollout_only": Case(

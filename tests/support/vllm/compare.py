@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from qarl_kernels import expert_mlp, expert_mlp_reference, gemm_operand, get_format, quantize_weight
+from qarl_kernels import expert_mlp, expert_mlp_reference, gemm_operand, get_format, int8, quantize_weight
 from qarl_kernels.expert_mlp import swiglu
 from qarl_kernels.fp8 import expand_block_scale, quantize_group, quantize_token
 from qarl_kernels.gemm import GemmOperand
@@ -18,6 +18,7 @@ from qarl_kernels.gemm import grouped_gemm as reference_gemm
 from qarl_kernels.ops.operand_gemm import QuantizedRows, multiply_rows
 from qarl_kernels.ops.swiglu import swiglu as swiglu_kernel
 from qarl_kernels.ops.swiglu import swiglu_quantize_group, swiglu_quantize_token
+from qarl_kernels.ops.token_rounding import TOKEN_DTYPES
 from qarl_kernels.routing import route_rows
 from support.vllm.cutlass import CutlassFp8, CutlassW4A8
 from support.vllm.experts import MarlinW4A16, TritonMoe, take_rows
@@ -31,6 +32,7 @@ ENGINES = {
     "fp8_channel_cutlass": CutlassFp8,
     "fp8_channel_triton": TritonMoe,
     "fp8_block_triton": TritonMoe,
+    "int8_triton": TritonMoe,
     "bf16_triton": TritonMoe,
 }
 
@@ -152,13 +154,15 @@ class Case:
             return activated, None
         if self.format.activation_kind == "fp8_token":
             return quantize_token(activated)
+        if self.format.activation_kind == "int8_token":
+            return int8.quantize_token(activated, dense=False)
         return quantize_group(activated, after_swiglu=True)
 
     def kernels_activation(self) -> tuple:
         if self.format.activation_kind == "none":
             return swiglu_kernel(self.stages.fc1), None
-        if self.format.activation_kind == "fp8_token":
-            return swiglu_quantize_token(self.stages.fc1)
+        if self.format.activation_kind in TOKEN_DTYPES:
+            return swiglu_quantize_token(self.stages.fc1, self.format.activation_kind)
         return swiglu_quantize_group(self.stages.fc1)
 
     def reference_fc2(self) -> Tensor:

@@ -25,6 +25,7 @@ from vllm.scalar_type import scalar_types
 from vllm.triton_utils import tl
 
 from qarl_kernels import QuantizedWeight
+from qarl_nemo.refit.engine_mends import mend_int8_experts
 
 FP8 = torch.float8_e4m3fn
 
@@ -73,6 +74,7 @@ class VllmExperts:
     """One kernel with its weights fc1 [E, 2 I, H] and fc2 [E, H, I]; layer 0 is fc1, layer 1 fc2."""
 
     kernel = ""
+    row_dtype = FP8
 
     def __init__(self, fc1: QuantizedWeight, fc2: QuantizedWeight):
         self.shapes = [fc1.shape, fc2.shape]
@@ -93,7 +95,7 @@ class VllmExperts:
         identity = torch.eye(k, device=self.device, dtype=torch.bfloat16).repeat(num_experts, 1)
         experts = torch.arange(num_experts, device=self.device, dtype=torch.int32).repeat_interleave(k)
         scale = torch.ones(len(identity), k_scales, device=self.device)
-        rows = (identity.to(FP8), scale) if k_scales else (identity, None)
+        rows = (identity.to(self.row_dtype), scale) if k_scales else (identity, None)
         return self.gemm(rows, experts, layer).view(num_experts, k, n).mT.contiguous()
 
     def empty(self, *shape):
@@ -178,19 +180,23 @@ class MarlinW4A16(VllmExperts):
 
 
 class TritonMoe(VllmExperts):
-    """Triton fused MoE: BF16, FP8 per token x per channel, or FP8 1x128 x 128x128."""
+    """Triton fused MoE: BF16, FP8 or INT8 per token x per channel, or FP8 1x128 x 128x128."""
 
     kernel = "triton"
 
     def prepare(self, fc1, fc2):
         kind = fc1.format.name
-        suffix = {"fp8_channel": "weight_scale", "fp8_block": "weight_scale_inv", "bf16": None}[kind]
+        suffix = {"fp8_block": "weight_scale_inv", "bf16": None}.get(kind, "weight_scale")
         self.weights = [weight.tensors["weight"] for weight in (fc1, fc2)]
         self.scales = [weight.tensors.get(suffix) for weight in (fc1, fc2)]
-        self.k_scales = {"fp8_channel": [1, 1], "bf16": [0, 0]}.get(kind, [self.hidden // 128, self.inner // 128])
+        self.k_scales = {"fp8_block": [self.hidden // 128, self.inner // 128], "bf16": [0, 0]}.get(kind, [1, 1])
         quant = moe_config.FUSED_MOE_UNQUANTIZED_CONFIG
         if kind == "fp8_channel":
             quant = moe_config.fp8_w8a8_moe_quant_config(*self.scales, per_act_token_quant=True, per_out_ch_quant=True)
+        elif kind == "int8":
+            mend_int8_experts()
+            self.row_dtype = torch.int8
+            quant = moe_config.int8_w8a8_moe_quant_config(*self.scales, None, None, per_act_token_quant=True)
         elif kind == "fp8_block":
             quant = moe_config.fp8_w8a8_moe_quant_config(*self.scales, block_shape=[128, 128])
         model = moe_config.FusedMoEConfig(
@@ -236,8 +242,8 @@ class TritonMoe(VllmExperts):
             1,
             config,
             compute_type=tl.bfloat16,
-            use_fp8_w8a8=scale is not None,
-            use_int8_w8a8=False,
+            use_fp8_w8a8=values.dtype == FP8,
+            use_int8_w8a8=values.dtype == torch.int8,
             use_int8_w8a16=False,
             use_int4_w4a16=False,
             per_channel_quant=self.quant.per_act_token_quant,

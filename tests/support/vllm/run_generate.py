@@ -18,7 +18,7 @@ os.environ.update(
 )
 
 
-def main(folder: str, moe_backend: str, num_prompts: int, num_tokens: int) -> None:
+def main(folder: str, moe_backend: str, num_prompts: int, num_tokens: int, extension: str) -> None:
     from vllm import LLM, SamplingParams
 
     from qarl_nemo.refit.engine_methods import chosen_methods
@@ -32,6 +32,7 @@ def main(folder: str, moe_backend: str, num_prompts: int, num_tokens: int) -> No
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=2**28,
         **({"moe_backend": moe_backend} if moe_backend else {}),
+        worker_extension_cls=extension,
     )
     token_ids = [[(7 * row + 13 * column) % 500 + 1 for column in range(16)] for row in range(num_prompts)]
     prompts = [{"prompt_token_ids": ids} for ids in token_ids]
@@ -46,4 +47,4 @@ def main(folder: str, moe_backend: str, num_prompts: int, num_tokens: int) -> No
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

@@ -20,6 +20,7 @@ SUFFIXES = {
     "int": ("weight_packed", "weight_scale"),
     "fp8_blocks": ("weight", "weight_scale_inv"),
     "fp8_rows": ("weight", "weight_scale"),
+    "int8_rows": ("weight", "weight_scale"),
     "plain": ("weight",),
 }
 

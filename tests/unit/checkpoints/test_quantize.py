@@ -4,7 +4,9 @@ import shutil
 
 import pytest
 import torch
+from compressed_tensors.compressors.naive_quantized import IntQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import match_name
 from safetensors import safe_open
@@ -21,6 +23,7 @@ FORMATS = {
     "w4a8": get_format("w4a8"),
     "fp8_block": get_format("fp8_block"),
     "fp8_channel": get_format("fp8_channel"),
+    "int8": get_format("int8"),
     "bf16": get_format("bf16"),
 }
 ALL_TARGETS = ["experts", "attention", "mlp"]
@@ -73,7 +76,25 @@ def test_compressed_tensors_decompresses_to_the_same_bits(key, source, tmp_path,
         assert not torch.equal(PackedQuantizationCompressor.decompress(stored, scheme)["weight"], ours)
 
 
-@pytest.mark.parametrize("key", ["w4a16", "fp8_block", "fp8_channel"])
+def test_compressed_tensors_reads_and_writes_int8_as_we_do(source, tmp_path, read_all, read_quantized):
+    fmt = FORMATS["int8"]
+    quantize_checkpoint(source, tmp_path / "out", fmt, ["experts"])
+    before, tensors = read_all(source), read_all(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == CompressionFormat.int_quantized.value
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    name = "model.layers.1.mlp.experts.3.down_proj"
+    stored = {key: tensors[f"{name}.{key}"] for key in ("weight", "weight_scale")}
+    # Its factors stay FP32, so the product is rounded to BF16 here.
+    theirs = IntQuantizationCompressor.decompress(dict(stored), scheme)["weight"].to(torch.bfloat16)
+    assert torch.equal(theirs, read_quantized(tensors, f"{name}.weight", fmt))
+    given = {"weight": before[f"{name}.weight"].float(), "weight_scale": stored["weight_scale"]}
+    assert torch.equal(IntQuantizationCompressor.compress(given, scheme)["weight"], stored["weight"])
+    stored["weight"] = -stored["weight"]
+    assert not torch.equal(IntQuantizationCompressor.decompress(stored, scheme)["weight"].to(torch.bfloat16), theirs)
+
+
+@pytest.mark.parametrize("key", ["w4a16", "fp8_block", "fp8_channel", "int8"])
 def test_stacked_refit_tensors_hold_the_same_bits(key, source, tmp_path, read_all):
     fmt = FORMATS[key]
     quantize_checkpoint(source, tmp_path / "out", fmt, ["experts"])
@@ -95,7 +116,7 @@ def vllm_skips(module, config):
     return any(match_name(module, pattern) for pattern in config["ignore"])
 
 
-@pytest.mark.parametrize("key", ["w4a16", "w4a8", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("key", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8"])
 @pytest.mark.parametrize("targets", [["experts"], ["attention"], ["experts", "attention"], ["mlp"]])
 def test_exactly_the_quantized_linears_are_not_ignored(key, targets, source, tmp_path):
     report = quantize_checkpoint(source, tmp_path / "out", FORMATS[key], targets)

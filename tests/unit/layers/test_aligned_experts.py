@@ -58,7 +58,8 @@ def test_gradients_are_the_straight_through_closed_form(fmt, backward, dtype):
     expected = closed_form(*inputs, weights_of(layer, "dequantized"), weights_of(layer, backward))
     for part in (field.name for field in fields(ExpertGradients)):
         assert_snr(getattr(actual, part), getattr(expected, part), min_db(fmt, dtype, part))
-    if fmt.is_quantized or dtype == torch.float32:
+    # An INT8 weight is as near to its master as BF16 results are to their exact values.
+    if dtype == torch.float32 or (fmt.is_quantized and fmt.weight_kind != "int8_rows"):
         other = "dequantized" if backward == "high_precision" else "high_precision"
         wrong = closed_form(*inputs, weights_of(layer, "dequantized"), weights_of(layer, other))
         for part in ("x", "gate_up"):

@@ -134,7 +134,7 @@ def test_quantization_changes_the_output_and_bf16_hardly(fmt):
     install(model, ["attention", "experts"], fmt)
     change = (logits_of(model).float() - before).norm() / before.norm()
     # Hugging Face rounds router weights to BF16 and sums experts in BF16: that is all the bf16 format changes.
-    assert change < 0.02 if not fmt.is_quantized else 0.02 < change < 1.0
+    assert change < 0.008 if not fmt.is_quantized else 0.008 < change < 1.0
 
 
 def test_a_saved_model_is_a_plain_checkpoint(tmp_path, fmt):

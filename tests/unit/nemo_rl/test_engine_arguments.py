@@ -34,6 +34,7 @@ def nemo_rl(model, **options):
         ("w4a16", "compressed-tensors", "marlin"),
         ("w4a8", "compressed-tensors", None),
         ("fp8_channel", "compressed-tensors", None),
+        ("int8", "compressed-tensors", "triton"),
         ("fp8_block", "fp8", "triton"),
         ("bf16", None, "triton"),
     ],

@@ -50,6 +50,17 @@ def test_what_marlin_refuses_is_named_with_the_reason():
     ]
 
 
+def test_int8_experts_on_16_bit_activations_are_named_with_what_quantizes_them():
+    fmt = get_format("int8")
+    experts = ChosenMethod(CHOSEN[3].layer, fmt.vllm.experts.method, "Int8MoeBackend.TRITON")
+    assert method_problems([*CHOSEN[:3], experts], fmt, ["experts"]) == []
+    silent = replace(experts, method=f"{experts.method} on 16-bit activations")
+    assert method_problems([*CHOSEN[:3], silent], fmt, ["experts"]) == [
+        f"{experts.layer}: {silent.method} (Int8MoeBackend.TRITON) in place of {experts.method}; "
+        "vLLM 0.25.1 quantizes them with worker_extension_cls='qarl_nemo.refit.load.PackedRefit' only"
+    ]
+
+
 def test_a_target_without_a_layer_is_named():
     with pytest.raises(ValueError, match="no layer of the engine is one of the target 'experts'"):
         require_methods(CHOSEN[:3], W4A16, ["experts"])
@@ -71,6 +82,7 @@ def test_a_quantized_head_is_named_and_a_quantized_cache_is_not():
     [
         ("fp8_block", "Fp8MoEMethod", "TRITON", "DEEPGEMM"),
         ("fp8_channel", "CompressedTensorsW8A8Fp8MoEMethod", "VLLM_CUTLASS", "FLASHINFER_CUTLASS"),
+        ("int8", "CompressedTensorsW8A8Int8MoEMethod", "TRITON", "HUMMING"),
     ],
 )
 def test_kernels_with_other_arithmetic_are_named(name, method, followed, other):
