@@ -1,11 +1,13 @@
-"""Quantization error of the two integer scale conventions, on Gaussian and heavy-tailed weights.
+"""Quantization error of the integer scale conventions, on Gaussian and heavy-tailed weights.
 
 `narrow_range`: scale = amax / (2^(b-1) - 1) on the symmetric grid; `full_range`: scale = amax / ((2^b - 1) / 2) on the
-whole two's-complement grid. Weights are BF16 and go through the quantizer that the forward and the publisher call.
+whole two's-complement grid; `clipped_range`: scale = amax / 2^(b-1) on the same. Weights are BF16 and go through the
+quantizer that the forward and the publisher call.
 
-    snr_db         = 10 log10( sum w^2 / sum (w - w_hat)^2 ), the mean over seeds; higher is better
-    mean_abs_error = mean |w - w_hat| / rms(w), the mean over seeds; lower is better
-    gain_db        = snr_db(full_range) - snr_db(narrow_range) on the same weights; above 0, full_range is better
+    snr_db          = 10 log10( sum w^2 / sum (w - w_hat)^2 ), the mean over seeds; higher is better
+    mean_abs_error  = mean |w - w_hat| / rms(w), the mean over seeds; lower is better
+    gain_db         = snr_db(full_range) - snr_db(narrow_range) on the same weights; above 0, full_range is better
+    clipped_gain_db = snr_db(clipped_range) - snr_db(full_range), likewise
 """
 
 import argparse
@@ -28,6 +30,10 @@ from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 NUM_BITS = (2, 3, 4, 8)
 GROUP_SIZES = (128, 64, 32)
+GAINS: dict[str, tuple[ScaleConvention, ScaleConvention]] = {
+    "gain_db": ("full_range", "narrow_range"),
+    "clipped_gain_db": ("clipped_range", "full_range"),
+}
 COMMAND = "python kernels/benchmarks/scale_convention.py"
 DOCS_RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -88,7 +94,7 @@ def quantization_error(weight: Tensor, case: Case, convention: ScaleConvention) 
 
 
 def measure(shape: tuple[int, int], seeds: Iterable[int]) -> dict[Case, dict[ScaleConvention, list[Error]]]:
-    """Measure every case on the same weights for both conventions.
+    """Measure every case on the same weights for every convention.
 
     Args:
         shape: N and K of each weight.
@@ -110,18 +116,21 @@ def measure(shape: tuple[int, int], seeds: Iterable[int]) -> dict[Case, dict[Sca
     return errors
 
 
-def gains_db(by_convention: dict[ScaleConvention, list[Error]]) -> list[float]:
-    """Return the signal-to-noise ratio that full_range gains over narrow_range, per seed."""
-    pairs = zip(by_convention["full_range"], by_convention["narrow_range"], strict=True)
-    return [full.snr_db - narrow.snr_db for full, narrow in pairs]
+def gains_db(
+    by_convention: dict[ScaleConvention, list[Error]], better: ScaleConvention, other: ScaleConvention
+) -> list[float]:
+    """Return the signal-to-noise ratio that one convention gains over another, per seed."""
+    pairs = zip(by_convention[better], by_convention[other], strict=True)
+    return [one.snr_db - two.snr_db for one, two in pairs]
 
 
 def figures(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> Iterator[Figure]:
     """Yield every figure, averaged over seeds."""
     for case, by_convention in errors.items():
         prefix = f"int{case.num_bits}_g{case.group_size}"
-        gain = statistics.fmean(gains_db(by_convention))
-        yield Figure(f"{prefix}_{case.distribution}_gain_db", gain, "dB", ">=")
+        for name, pair in GAINS.items():
+            gain = statistics.fmean(gains_db(by_convention, *pair))
+            yield Figure(f"{prefix}_{case.distribution}_{name}", gain, "dB", ">=")
         for convention, measured in by_convention.items():
             name = f"{prefix}_{convention}_{case.distribution}"
             snr = statistics.fmean(error.snr_db for error in measured)
@@ -131,18 +140,20 @@ def figures(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> Iterator[
 
 
 def print_table(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> None:
-    """Print both conventions side by side, with the gain's spread over seeds."""
-    table = Table(title="integer scale conventions: narrow_range | full_range")
-    for heading in ("bits", "group", "weights", "SNR dB", "mean |error| / rms", "full_range gain dB"):
+    """Print the conventions side by side, with the gains' spread over seeds."""
+    table = Table(title=f"integer scale conventions: {' | '.join(SCALE_CONVENTIONS)}")
+    for heading in ("bits", "group", "weights", "SNR dB", "mean |error| / rms", *GAINS):
         table.add_column(heading, justify="left" if heading == "weights" else "right")
     for case, by_convention in errors.items():
         cells = []
         for field in Error._fields:
             means = (statistics.fmean(getattr(e, field) for e in by_convention[c]) for c in SCALE_CONVENTIONS)
             cells.append(" | ".join(f"{mean:.4f}" if field == "mean_abs_error" else f"{mean:.2f}" for mean in means))
-        gains = gains_db(by_convention)
-        spread = f"{statistics.fmean(gains):+.3f} +- {statistics.pstdev(gains):.3f}"
-        table.add_row(str(case.num_bits), str(case.group_size), case.distribution, *cells, spread)
+        spreads = []
+        for pair in GAINS.values():
+            gains = gains_db(by_convention, *pair)
+            spreads.append(f"{statistics.fmean(gains):+.3f} +- {statistics.pstdev(gains):.3f}")
+        table.add_row(str(case.num_bits), str(case.group_size), case.distribution, *cells, *spreads)
     Console().print(table)
 
 

@@ -13,6 +13,7 @@ from qarl_formats.presets import (
     formats_with_groups,
     get_format,
     served_formats,
+    why_impossible,
 )
 from qarl_formats.record import (
     ActivationKind,
@@ -48,4 +49,5 @@ __all__ = [
     "get_format",
     "quantization_config",
     "served_formats",
+    "why_impossible",
 ]

@@ -13,11 +13,12 @@
 `w8a16` share the integer arithmetic for experiments; no record here says which kernel of vLLM 0.25.1 serves them.
 """
 
+import re
 from dataclasses import replace
 
 from qarl_formats.record import BF16_BYTES, Kernel, OnDevice, QuantFormat, ScaleConvention, VllmKernels
 
-SCALE_CONVENTIONS = ("narrow_range", "full_range")
+SCALE_CONVENTIONS = ("narrow_range", "full_range", "clipped_range")
 FP8_BLOCK = 128
 
 
@@ -143,6 +144,7 @@ _SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _I
 _NARROW = {name: replace(_W4A16, name=name, grid_bits=bits) for name, bits in (("w3a16", 3), ("w2a16", 2))}
 _KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(5, 9))} | _SERVED | _NARROW
 FORMAT_NAMES = tuple(_SERVED)
+_FEW_ACTIVATION_BITS = re.compile(r"w[1-8]a[1-7]")
 NARROW_NAMES = tuple(_NARROW)
 # What messages say of the names beside `FORMAT_NAMES`.
 OTHER_NAMES = f"{', '.join(NARROW_NAMES)} (fewer levels in w4a16's storage); experimental: w5a16 .. w8a16"
@@ -161,6 +163,13 @@ def find_format(name: str) -> QuantFormat | None:
         The record.
     """
     return _KNOWN.get(name)
+
+
+def why_impossible(name: str) -> str:
+    """Return why no engine could serve a format of such a name, in brackets; nothing if it is merely unknown."""
+    if not _FEW_ACTIVATION_BITS.fullmatch(name):
+        return ""
+    return " (activations of fewer than 8 bits have no tensor-core path on Hopper)"
 
 
 def served_formats(device: str) -> tuple[str, ...]:
@@ -191,7 +200,8 @@ def get_format(
     """
     fmt = find_format(name)
     if fmt is None:
-        raise ValueError(f"unknown format {name!r}; legal: {', '.join(FORMAT_NAMES)}; {OTHER_NAMES}")
+        legal = f"{', '.join(FORMAT_NAMES)}; {OTHER_NAMES}"
+        raise ValueError(f"unknown format {name!r}{why_impossible(name)}; legal: {legal}")
     options = {"group_size": group_size, "scale_convention": scale_convention}
     given = {key: value for key, value in options.items() if value is not None}
     if not fmt.group_sizes and given:

@@ -7,7 +7,7 @@ from typing import Literal
 
 WeightKind = Literal["int", "int8_rows", "fp8_rows", "fp8_blocks", "plain"]
 ActivationKind = Literal["none", "fp8_token", "fp8_group", "int8_token"]
-ScaleConvention = Literal["narrow_range", "full_range"]
+ScaleConvention = Literal["narrow_range", "full_range", "clipped_range"]
 RouterWeight = Literal["rounded_product", "weighted_sum", "on_accumulator"]
 Storage = Literal["pack-quantized", "int-quantized", "float-quantized", "fp8"]
 Role = Literal["experts_in", "experts_out", "linear"]
@@ -104,7 +104,8 @@ class QuantFormat:
         row_scaled: a scale that GEMMs apply spans a whole row of K: a shard of the row would get another scale.
         grid_bits: integer grids only: bits of the grid that codes lie on, `num_bits` or fewer of them.
         scale_convention: integer grids only: `narrow_range` is amax/(2^(b-1)-1) on the symmetric grid, `full_range`
-            amax/((2^b-1)/2) on the whole two's-complement grid.
+            amax/((2^b-1)/2) on the whole two's-complement grid, `clipped_range` amax/2^(b-1) on the same, where the
+            largest positive weight loses a step.
         operand_bytes: bytes a weight of what GEMMs multiply, where that is not the stored tensors; 0 where it is.
         vllm: how vLLM 0.25.1 serves it; None: it does not.
     """

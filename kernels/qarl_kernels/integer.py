@@ -23,7 +23,7 @@ def integer_grid(num_bits: int, scale_convention: ScaleConvention) -> tuple[int,
 
     Args:
         num_bits: 2 to 8.
-        scale_convention: `narrow_range` or `full_range`.
+        scale_convention: `narrow_range`, `full_range` or `clipped_range`.
 
     Returns:
         code_min, code_max and divisor, with scale = amax / divisor.
@@ -31,7 +31,8 @@ def integer_grid(num_bits: int, scale_convention: ScaleConvention) -> tuple[int,
     code_max = 2 ** (num_bits - 1) - 1
     if scale_convention == "narrow_range":
         return -code_max, code_max, float(code_max)
-    return -code_max - 1, code_max, (2**num_bits - 1) / 2
+    divisor = (2**num_bits - 1) / 2 if scale_convention == "full_range" else 2.0 ** (num_bits - 1)
+    return -code_max - 1, code_max, divisor
 
 
 def quantize_integer(

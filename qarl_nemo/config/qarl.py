@@ -1,6 +1,7 @@
 """The `qarl:` block: what is quantized, how, and whether the learner executes it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -14,12 +15,24 @@ from qarl_formats import (
     ScaleConvention,
     find_format,
     get_format,
+    why_impossible,
 )
 from qarl_nemo.config.problems import hint
 from qarl_nemo.config.strict import StrictModel
 from qarl_nemo.names import Backward
 
 Alignment = Literal["aligned", "rollout_only", "none"]
+
+
+class Stage(StrictModel):
+    """A part of a run whose integer codes lie on another grid."""
+
+    from_step: int = Field(..., ge=2, le=10_000_000)
+    """The first step that is sampled and trained on this grid."""
+    bits: int = Field(..., ge=2, le=8)
+    """Bits of the grid; codes are stored in those of `format`, so that the engine goes on as it is."""
+    reset_moments: bool = False
+    """Forget the optimizer's moments, which were gathered on the grid before."""
 
 
 class QarlConfig(StrictModel):
@@ -34,7 +47,10 @@ class QarlConfig(StrictModel):
     group_size: int | None = Field(None, ge=1, le=1 << 16)
     """Elements per scale along K: 128, 64, 32; integer formats only, null = the format's default."""
     scale_convention: ScaleConvention | None = None
-    """Integer grid: amax/7 on [-7, 7] (`narrow_range`) or amax/7.5 on [-8, 7] (`full_range`)."""
+    """Integer grid at 4 bits: amax/7 on [-7, 7] (`narrow_range`), amax/7.5 on [-8, 7] (`full_range`, the default), or
+    amax/8 on [-8, 7] (`clipped_range`)."""
+    schedule: tuple[Stage, ...] | None = Field(None, max_length=64)
+    """Progressive bits: the grids that follow the format's own in the course of a run."""
     targets: tuple[Literal["experts", "attention", "mlp"], ...] = Field(("experts",), min_length=1, max_length=3)
     """Which linears are quantized, as a list or with commas; router, norms, embeddings and lm_head never are."""
     backward: Backward = "dequantized"
@@ -51,7 +67,7 @@ class QarlConfig(StrictModel):
         """Refuse an unknown name and suggest the nearest legal one."""
         if find_format(name) is None:
             legal = hint(name, list(FORMAT_NAMES))
-            raise ValueError(f"unknown format {name[:80]!r}: {legal}; {OTHER_NAMES}")
+            raise ValueError(f"unknown format {name[:80]!r}{why_impossible(name)}: {legal}; {OTHER_NAMES}")
         return name
 
     @field_validator("targets", mode="before")
@@ -70,9 +86,45 @@ class QarlConfig(StrictModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def stages_fit_the_format(self) -> "QarlConfig":
+        """Require stages in the order of their steps, each on another grid that the format's storage holds."""
+        fmt, stages = find_format(self.format), self.schedule or ()
+        if stages and fmt and not fmt.group_sizes:
+            raise ValueError(
+                f"schedule: {self.format} has no integer grid; take format=w8a16 for 8 -> 4 -> 2 bits on the built-in "
+                "sampler, or format=w4a16 for 4 -> 3 -> 2, on vLLM as well"
+            )
+        problems, last = [], Stage(from_step=2, bits=fmt.grid_bits) if stages and fmt else None
+        for number, stage in enumerate(stages):
+            if fmt and stage.bits > fmt.num_bits:
+                problems.append(f"{stage.bits} bits are not stored in the {fmt.num_bits} of {self.format}")
+            if last and stage.bits == last.bits:
+                problems.append(f"step {stage.from_step} goes on with {stage.bits} bits")
+            if number and last and stage.from_step <= last.from_step:
+                problems.append(f"from_step={stage.from_step} is not after {last.from_step}")
+            last = stage
+        if problems:
+            raise ValueError(f"schedule: {'; '.join(problems)}")
+        return self
+
+    def stage(self, step: int) -> Stage | None:
+        """Return the stage of `schedule` that a step belongs to; None before the first."""
+        begun = [stage for stage in self.schedule or () if stage.from_step <= step]
+        return begun[-1] if begun else None
+
+    def served_at(self, step: int) -> QuantFormat:
+        """What the rollout engine serves in a step: `served_format`, on the grid of the step's stage."""
+        fmt, stage = self.served_format, self.stage(step)
+        return replace(fmt, grid_bits=stage.bits) if stage else fmt
+
+    def executed_at(self, step: int) -> QuantFormat:
+        """What the learner's forward executes in a step."""
+        return self.served_at(step) if self.alignment == "aligned" else self.executed_format
+
     @property
     def served_format(self) -> QuantFormat:
-        """What the rollout engine serves.
+        """What the rollout engine serves, on the format's own grid.
 
         Raises:
             ValueError: an option that the format does not take.
@@ -88,4 +140,4 @@ class QarlConfig(StrictModel):
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:
         """Return the options of integer formats if the command line chooses another format."""
         fmt = find_format(str(said.get("format", DEFAULT_FORMAT)))
-        return set() if fmt and fmt.group_sizes else {"group_size", "scale_convention"}
+        return set() if fmt and fmt.group_sizes else {"group_size", "scale_convention", "schedule"}

@@ -130,6 +130,11 @@ class AlignedWeight:
         quantized = self.quantized()
         return self._operand or gemm_operand(quantized, self.dtype, packed=True)
 
+    def execute(self, fmt: QuantFormat) -> None:
+        """Execute and publish another format from now on."""
+        self.format = fmt
+        self.release()
+
     def release(self) -> None:
         """Drop the caches, for example before an offload."""
         self._quantized = self._operand = None

@@ -200,6 +200,11 @@ def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         {name: os.environ[name] for name in os.environ if name not in own}, "environment: "
     )
     problems += _server_conflicts(config)
+    if qarl.schedule:
+        why = "stages are entered by the loop of `qarl train`, and NeMo-RL's knows none"
+        problems.append(
+            _line("qarl.schedule", [stage.bits for stage in qarl.schedule], why, "null, or one run a stage")
+        )
     replay = bool(look_up(config, "policy.router_replay.enabled", False))
     if qarl.router_replay is not None and qarl.router_replay != replay:
         why = f"policy.router_replay.enabled={_text(replay)}"

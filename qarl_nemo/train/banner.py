@@ -5,6 +5,7 @@ import textwrap
 
 from rich.console import Console
 
+from qarl_nemo.config import QarlConfig
 from qarl_nemo.files import readable_bytes
 from qarl_nemo.train.config import ArithmeticData, LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.preflight import Prepared
@@ -51,8 +52,8 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         "run": f"{config.run.name}, {begins}, to step {grpo.max_num_steps}; seed {config.seed}, in {config.run_dir}",
         "model": f"{config.policy.model_path or 'random weights (policy.model_init)'}, "
         f"{_readable_count(prepared.num_parameters)} parameters, {config.policy.precision} on {prepared.device}",
-        "rollouts": f"{prepared.format.name}{_groups(prepared)}, {quantized} of {len(prepared.rows)} modules "
-        f"quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}",
+        "rollouts": f"{prepared.format.name}{_groups(prepared)}{_stages(qarl)}, {quantized} of {len(prepared.rows)} "
+        f"modules quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}",
         **kv_cache,
         "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
         f"{grpo.num_generations_per_prompt} responses a step",
@@ -111,6 +112,10 @@ def _checkpoints(config: LocalConfig, prepared: Prepared) -> str:
 
 def _groups(prepared: Prepared) -> str:
     return f" in groups of {prepared.format.group_size}" if prepared.format.group_sizes else ""
+
+
+def _stages(qarl: QarlConfig) -> str:
+    return "".join(f", {stage.bits} bits from step {stage.from_step}" for stage in qarl.schedule or ())
 
 
 def _readable_count(count: int) -> str:

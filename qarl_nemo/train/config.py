@@ -88,7 +88,7 @@ class AdamWConfig(StrictModel):
     weight_decay: float = Field(0.0, ge=0, le=10)
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
-    update_aware_scale: _UpdateAwareScale = 1.0
+    update_aware_scale: _UpdateAwareScale | None = None
 
 
 class MuonConfig(StrictModel):
@@ -99,7 +99,7 @@ class MuonConfig(StrictModel):
     weight_decay: float = Field(0.01, ge=0, le=10)
     momentum: float = Field(MOMENTUM, ge=0, lt=1)
     warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
-    update_aware_scale: _UpdateAwareScale = 1.0
+    update_aware_scale: _UpdateAwareScale | None = None
 
 
 class MegatronConfig(StrictModel):

@@ -81,6 +81,18 @@ class Learner:
         """Return the policy's weights as the rollout engine will serve them in `fmt`, under their version."""
         return RefitUpdate.of(self.policy.layers(fmt), fmt, version=self.weight_version)
 
+    def enter_stage(self, fmt: QuantFormat, reset_moments: bool) -> None:
+        """Execute a format of another grid from now on, under a new version, since the engine will serve it.
+
+        Args:
+            fmt: the executed format.
+            reset_moments: forget the optimizer's moments.
+        """
+        self.policy.execute(fmt)
+        if reset_moments:
+            self.policy.optimizer.reset_moments()
+        self.policy.changes.bump()
+
     def save(self, folder: Path) -> None:
         """Write the policy and its optimizer into a checkpoint's folder."""
         self.policy.save(folder)

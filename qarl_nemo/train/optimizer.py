@@ -50,7 +50,7 @@ class MasterOptimizer:
                 for name, master in self.masters.items()
                 if master.ndim >= 2 and tensor_kind(name) in TARGETS
             }
-        self._factors = lr_factors(self.parameters, targets, config.update_aware_scale)
+        self._factors = lr_factors(self.parameters, targets, config.update_aware_scale or 1.0)
         # Of each group of each optimizer; a checkpoint's groups do not have them.
         self._group_factors: list[list[float]] = []
         self.optimizers = list(self._build())
@@ -101,6 +101,10 @@ class MasterOptimizer:
             parameter.grad = None
         return float(norm), applied
 
+    def reset_moments(self) -> None:
+        """Forget the gradients of all steps so far; masters and the warm-up stay."""
+        reset_moments(self.optimizers)
+
     @property
     def lr(self) -> float:
         """Learning rate of the next step: linear warm-up, then constant."""
@@ -147,6 +151,23 @@ class MasterOptimizer:
             self.masters[name].copy_(master)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+
+def reset_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Set moments and their counts of steps to zero, in place.
+
+    Args:
+        optimizers: torch's or Transformer-Engine's.
+    """
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                # Transformer-Engine may keep the master itself here.
+                if isinstance(value, Tensor) and name != "master_param":
+                    value.zero_()
+        for group in optimizer.param_groups:
+            if "step" in group:
+                group["step"] *= 0
 
 
 class _FP32OnCpu(TorchFunctionMode):

@@ -35,6 +35,9 @@ class PolicyOptimizer(Protocol):
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
         """Clip and apply the gradients unless they or the loss are not finite; return (norm, whether applied)."""
 
+    def reset_moments(self) -> None:
+        """Forget the gradients of all steps so far."""
+
 
 class Policy(Protocol):
     """A model in training: in this process, or on many ranks that each hold a part of it and work on part of the rows.
@@ -69,6 +72,9 @@ class Policy(Protocol):
 
     def layers(self, fmt: QuantFormat) -> Iterable[Layer]:
         """Return the weights as the rollout engine will serve them in `fmt`, layer by layer."""
+
+    def execute(self, fmt: QuantFormat) -> None:
+        """Execute `fmt` from now on, which differs from the format before in its grid alone."""
 
     def table(self) -> list[dict[str, Any]]:
         """Return one line for each module with weights: `InstallRow`'s fields."""
@@ -146,6 +152,11 @@ class TransformersPolicy:
     def layers(self, fmt: QuantFormat) -> list[Layer]:
         """See `Policy`."""
         return publish_layers(self.report.weights, self.model.named_parameters(), fmt)
+
+    def execute(self, fmt: QuantFormat) -> None:
+        """See `Policy`."""
+        for weight in self.report.weights.values():
+            weight.execute(fmt)
 
     def table(self) -> list[dict[str, Any]]:
         """See `Policy`."""

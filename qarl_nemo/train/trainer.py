@@ -57,6 +57,11 @@ class Trainer:
         show_banner(config, prepared, self.step)
         self.model, self.elapsed_s = starting_model(config, self.source, self.encode, self.device, self.step)
         self.learner = make_learner(config, self.model)
+        done = self.step or 0
+        self.stage = config.qarl.stage(done)
+        if self.stage is not None:
+            self.format = config.qarl.served_at(done)
+            self.learner.enter_stage(config.qarl.executed_at(done), False)
         write_atomic(config.run_dir / "quantized.json", json.dumps(self.learner.policy.table(), indent=1))
         if self.step is not None:
             version = int(read_state(config.run_dir, self.step)["weight_version"])
@@ -108,6 +113,7 @@ class Trainer:
         tasks = [task for task in tasks for _ in range(grpo.num_generations_per_prompt)]
         rollout = self.config.rollout
         params = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p)
+        self._enter_stage(step, timer, progress)
         with timer.phase("rollout"):
             rollouts = self.generate(tasks, params, self._generator(step))
         with timer.phase("reward"):
@@ -127,12 +133,26 @@ class Trainer:
         metrics |= timer.finish_step({"rollout": tokens, "prev_logprobs": tokens, "update": tokens}) | peak_memory()
         metrics |= {"weight_version": self.learner.weight_version, "refit/bytes": update.num_bytes}
         metrics |= {f"refit/{name}": share for name, share in self.flips.figures().items()}
+        if self.config.qarl.schedule:
+            metrics["refit/grid_bits"] = self.format.grid_bits
         if step % self.config.logger.diagnostics_period == 0 or step == 1:
             self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
         if grpo.val_period and (step % grpo.val_period == 0 or step == 1):
             progress.phase("validation")
             metrics["validation/reward"] = self.validate()
         return metrics
+
+    def _enter_stage(self, step: int, timer: PhaseTimer, progress: LiveProgress) -> None:
+        # Between two steps no batch is under way: what a stage trains on, it has sampled itself.
+        stage = self.config.qarl.stage(step)
+        if stage is None or stage == self.stage:
+            return
+        self.stage, self.format = stage, self.config.qarl.served_at(step)
+        with timer.phase("refit"):
+            self.learner.enter_stage(self.config.qarl.executed_at(step), stage.reset_moments)
+            self._refit()
+        moments = "; the optimizer's moments begin anew" if stage.reset_moments else ""
+        progress.console.print(f"step {step}: codes of {stage.bits} bits from here on{moments}", markup=False)
 
     def _refit(self) -> RefitUpdate:
         update = self.learner.publish(self.format)

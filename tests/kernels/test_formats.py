@@ -58,7 +58,7 @@ def test_every_illegal_option_is_listed_with_its_legal_values():
         get_format("w4a16", group_size=48, scale_convention="symmetric")
     message = str(error.value)
     assert "group_size=48 (legal for w4a16: 128, 64, 32)" in message
-    assert "scale_convention='symmetric' (legal: narrow_range, full_range)" in message
+    assert "scale_convention='symmetric' (legal: narrow_range, full_range, clipped_range)" in message
 
 
 @pytest.mark.parametrize("group_size", [0, -128, 64, 32, 256])

@@ -9,7 +9,7 @@ from qarl_kernels.integer import dequantize_integer, integer_grid, quantize_inte
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import uneven_weight
 
-CONVENTIONS = ("narrow_range", "full_range")
+CONVENTIONS = ("narrow_range", "full_range", "clipped_range")
 
 
 def padded_group(*values, size=32):
@@ -37,6 +37,13 @@ def test_full_range_by_hand():
     assert codes[:4] == [7, -8, 2, -6]
 
 
+def test_clipped_range_by_hand():
+    # amax 8 -> scale 8 / 8 = 1: -8 is a code, and 8 would be the code after the largest, 7.
+    codes, scale = first_codes(padded_group(8.0, -8.0, 2.5, -6.4), "clipped_range")
+    assert scale == 1.0
+    assert codes[:4] == [7, -8, 2, -6]
+
+
 def test_scale_of_the_other_convention_by_hand():
     # amax 15: narrow 15 / 7 = 2.142857, in BF16 (8 significant bits, steps of 2^-6 here) 137 / 64 = 2.140625;
     # full 15 / 7.5 = 2.
@@ -55,6 +62,8 @@ def test_scale_of_the_other_convention_by_hand():
         (2, "narrow_range", (-1, 1, 1.0)),
         (2, "full_range", (-2, 1, 1.5)),
         (3, "full_range", (-4, 3, 3.5)),
+        (4, "clipped_range", (-8, 7, 8.0)),
+        (2, "clipped_range", (-2, 1, 2.0)),
         (8, "narrow_range", (-127, 127, 127.0)),
         (8, "full_range", (-128, 127, 127.5)),
     ],

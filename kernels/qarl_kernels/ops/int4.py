@@ -69,7 +69,7 @@ def int4_quantize_pack(
     Args:
         weights: BF16 [N, K], [E, N, K] with any stride between experts, or E tensors [N, K]; each expert contiguous.
         group_size: weights per scale, 32, 64 or 128.
-        scale_convention: the grid, `narrow_range` or `full_range`.
+        scale_convention: the grid, `narrow_range`, `full_range` or `clipped_range`.
         grid_bits: bits of the grid that codes lie on, 2 to 4; they are stored in 4.
         emit: what the same pass writes besides: nothing, the dequantized BF16 weight, or its FP8 encoding.
 

@@ -102,7 +102,7 @@ def _run_model(path: Path) -> EvalModel:
     if prompts.chat_template is not None:
         # A template of the config's own was saved with the tokenizer.
         prompts = prompts.model_copy(update={"chat_template": DEFAULT_TEMPLATE})
-    served = qarl.served_format
+    served = qarl.served_at(step)
     checkpoint = open_checkpoint(checkpoint_dir(path, step) / "model")
     targets = qarl.targets if served.is_quantized else ()
     return EvalModel(f"{path}, step {step}", checkpoint, served, targets, quantized=False, prompts=prompts)

@@ -111,7 +111,7 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
         _optimizer_settings(settings.optimizer),
         lr=settings.optimizer.lr,
         weight_decay=settings.optimizer.weight_decay,
-        update_aware_scale=settings.optimizer.update_aware_scale,
+        update_aware_scale=settings.optimizer.update_aware_scale or 1.0,
         targets=qarl.targets,
         warmup_steps=settings.optimizer.warmup_steps,
         max_grad_norm=settings.max_grad_norm,

@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from qarl_nemo.muon import MEGATRON
+from qarl_nemo.train.optimizer import reset_moments
 from qarl_nemo.train.update_aware import lr_factors
 
 
@@ -120,6 +121,10 @@ class MegatronStepper:
         self.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         return norm, applied
+
+    def reset_moments(self) -> None:
+        """Forget the gradients of all steps so far; masters and the warm-up stay."""
+        reset_moments(self._inner())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that this rank needs to resume on the same layout, FP32 masters included."""

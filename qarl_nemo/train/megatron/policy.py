@@ -148,6 +148,11 @@ class MegatronPolicy:
         """Yield the weights as the rollout engine will serve them in `fmt`, each layer complete on every rank."""
         return publish_layers([self.optimizer.model], vocab_size=self._vocab_size, fmt=fmt)
 
+    def execute(self, fmt: QuantFormat) -> None:
+        """Execute `fmt` from now on, which differs from the format before in its grid alone."""
+        for weight in aligned_weights([self.model]):
+            weight.execute(fmt)
+
     def table(self) -> list[dict[str, Any]]:
         """Return one line for each aligned weight of this rank, with the fields of `layers.install.InstallRow`."""
         fmt = self.alignment.format

@@ -164,6 +164,10 @@ def test_all_conflicts_come_in_one_error():
         ({"format": "w8a16"}, "qarl.format=w8a16: vLLM does not serve it; set w4a16 or"),
         ({"format": "w4a8", "group_size": 64}, "qarl.group_size=64"),
         ({"format": "fp8_block", "group_size": 128}, "takes no group_size=128"),
+        (
+            {"schedule": [{"from_step": 9, "bits": 2}]},
+            "qarl.schedule=[2]: stages are entered by the loop of `qarl train`",
+        ),
         ({"targets": ["mlp"]}, "a qwen3_moe model has no mlp"),
         ({"router_replay": True}, "qarl.router_replay=true: policy.router_replay.enabled=false"),
         ({"objective": {"objective": "on_policy_grpo"}}, "policy.train_global_batch_size=128"),
