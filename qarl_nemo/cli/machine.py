@@ -129,7 +129,7 @@ def memory(
         for name in optimizer or OPTIMIZERS
         for kind in recompute or ("full", "none")
     ]
-    Console(width=150).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
+    Console(width=160).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
 
 
 def _require_no_options(context: typer.Context) -> None:

@@ -1,6 +1,8 @@
 """The table of `qarl memory`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from rich.table import Table
 
@@ -12,6 +14,7 @@ from qarl_nemo.memory import (
     Learner,
     ModelSize,
     Parallelism,
+    largest_budget,
     rank_memory,
     refit_bytes,
 )
@@ -35,9 +38,10 @@ def memory_table(
             and layer by layer, which must fit as well; everything must, beside what the engine keeps asleep.
     """
     beside = OVERHEAD_BYTES + (0 if engine_tp is None else ASLEEP_BYTES)
-    title = f"GiB of each rank; with {beside / GIB:g} beside its tensors it must fit in {gpu_bytes / GIB:g}"
+    room = f"{beside / GIB:g} beside its tensors it must fit in {gpu_bytes / GIB:g}"
+    title = f"GiB of each rank; with {room}; tokens: the largest micro-batch that does"
     refits = () if engine_tp is None else ("refit", "layerwise")
-    table = Table("layout", "optimizer", "recompute", *PARTS, "peak", "fits", *refits, title=title)
+    table = Table("layout", "optimizer", "recompute", *PARTS, "peak", "fits", "tokens", *refits, title=title)
 
     def marked(size: float) -> str:
         color = "green" if size + beside <= gpu_bytes else "red"
@@ -53,5 +57,10 @@ def memory_table(
                 if engine_tp is None
                 else [marked(refit_bytes(model, ranks, learner, engine_tp, layerwise=kind)) for kind in (False, True)]
             )
-            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits, *peaks)
+            most = largest_budget(partial(_peak_bytes, model, ranks, learner), gpu_bytes - beside)
+            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits, str(most or "-"), *peaks)
     return table
+
+
+def _peak_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, tokens: int) -> float:
+    return rank_memory(model, ranks, replace(learner, tokens=tokens)).peak_bytes

@@ -13,6 +13,7 @@ from qarl_nemo.memory.learner import (
     Learner,
     Memory,
     Recompute,
+    largest_budget,
     logprob_bytes,
     rank_memory,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "ModelSize",
     "Parallelism",
     "Recompute",
+    "largest_budget",
     "layouts",
     "logprob_bytes",
     "rank_memory",

@@ -1,6 +1,6 @@
 """GPU memory of a Megatron learner's rank, computed: bytes of tensors on the fullest one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -11,6 +11,7 @@ from qarl_nemo.parallelism import Parallelism
 
 PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
 MAX_TOKENS = 2**24
+_STEP = 1024
 Recompute = Literal["none", "full"]
 # Bytes per parameter beside its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
 # and two BF16 moments; master and momentum; nothing, because the state is in the host's memory.
@@ -135,6 +136,23 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
             "logits": _logits_bytes(model, ranks, learner) if learner.logits else 0.0,
         }
     )
+
+
+def largest_budget(peak_bytes: Callable[[int], float], room: float) -> int | None:
+    """Find the largest micro-batch that fits.
+
+    Args:
+        peak_bytes: bytes that a rank holds at the peak, by the tokens of a micro-batch; grows with them.
+        room: bytes that it may hold.
+
+    Returns:
+        Tokens, a multiple of 1024; None if not even 1024 fit.
+    """
+    low, high = 0, MAX_TOKENS // _STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if peak_bytes(middle * _STEP) <= room else (low, middle - 1)
+    return low * _STEP or None
 
 
 def logprob_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, *, optimizer: bool) -> float:

@@ -12,6 +12,7 @@ from qarl_nemo.memory import (
     MAX_TOKENS,
     OVERHEAD_BYTES,
     ModelSize,
+    largest_budget,
     logprob_bytes,
     rank_memory,
 )
@@ -20,8 +21,10 @@ from qarl_nemo.nemo_rl.layout_memory import Needed, card, learner_of
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.model_shapes import model_config_file
 
-_STEP = 1024
 _LONGEST = "policy.max_total_sequence_length"
+_SHORT = 1024
+# Rows of a rank: with so many, launching takes a sixth to a quarter of a layer (docs/evidence/megatron_cost.md).
+_PLENTY = 32768
 # Phase -> its keys: tokens of a micro-batch, or responses if a run neither packs nor batches dynamically.
 _KEYS = {
     "update": ("train_mb_tokens", "train_micro_batch_size"),
@@ -40,6 +43,7 @@ class Budget:
         room: bytes that it may hold.
         largest: the largest value that fits, if it can hold a response; else 0.
         useful: the value that takes all that a rank has; a larger one changes nothing.
+        plenty: the value from which a larger one saves little.
     """
 
     key: str
@@ -48,6 +52,7 @@ class Budget:
     room: float
     largest: int
     useful: int
+    plenty: int
 
     @property
     def fits(self) -> bool:
@@ -55,8 +60,8 @@ class Budget:
         return self.needed <= self.room
 
     @property
-    def proposed(self) -> int:
-        """The largest value that fits and is of use."""
+    def most(self) -> int:
+        """The largest value that fits and changes anything."""
         return min(self.largest, self.useful) if self.useful else self.largest
 
 
@@ -83,7 +88,8 @@ def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
     }
     responses = {"update": look_up(config, "policy.train_global_batch_size", 0), "logprobs": _responses(config)}
     room = card(qarl).gib * GIB - OVERHEAD_BYTES - (ASLEEP_BYTES if layout.colocated else 0)
-    longest, found = look_up(config, _LONGEST, None) or _STEP, []
+    longest, found = look_up(config, _LONGEST, None) or _SHORT, []
+    plenty = _PLENTY * layout.sizes["tp"] * layout.sizes["cp"]
     for phase, peak in peaks.items():
         key, unit = _key(config, phase)
         value = look_up(config, key, None)
@@ -92,25 +98,8 @@ def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
             tokens = largest_budget(peak, room) or 0
             largest = tokens // unit if tokens >= longest else 0
             needed = peak(min(value * unit, useful) if useful else value * unit)
-            found.append(Budget(key, value, needed, room, largest, useful // unit))
+            found.append(Budget(key, value, needed, room, largest, useful // unit, plenty // unit))
     return found
-
-
-def largest_budget(peak_bytes: Callable[[int], float], room: float) -> int | None:
-    """Find the largest micro-batch that fits.
-
-    Args:
-        peak_bytes: bytes that a rank holds at the peak, by the tokens of a micro-batch; grows with them.
-        room: bytes that it may hold.
-
-    Returns:
-        Tokens, a multiple of 1024; None if not even 1024 fit.
-    """
-    low, high = 0, MAX_TOKENS // _STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if peak_bytes(middle * _STEP) <= room else (low, middle - 1)
-    return low * _STEP or None
 
 
 def smallest_engine(needed: Needed, config: Mapping[str, Any]) -> float:
@@ -123,7 +112,7 @@ def smallest_engine(needed: Needed, config: Mapping[str, Any]) -> float:
     Returns:
         Bytes on each of its GPUs, less than it can run with.
     """
-    return needed.engine + needed.token * (look_up(config, _LONGEST, None) or _STEP)
+    return needed.engine + needed.token * (look_up(config, _LONGEST, None) or _SHORT)
 
 
 def smallest_share(needed: Needed, gpu_bytes: float, config: Mapping[str, Any]) -> float:
@@ -172,7 +161,7 @@ def waiting_answers(needed: Needed, share: float, gpu_bytes: float, config: Mapp
     layout = read_layout(config)
     assert layout is not None, "without a cluster block nothing is needed"
     cache = share * gpu_bytes - needed.engine - ENGINE_BYTES
-    longest = look_up(config, _LONGEST, None) or _STEP
+    longest = look_up(config, _LONGEST, None) or _SHORT
     return max(0, int(cache // (needed.token * longest))), _responses(config) // layout.engines
 
 

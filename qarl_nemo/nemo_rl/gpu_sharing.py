@@ -48,6 +48,8 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
 
     def offload_before_refit(self) -> None:
         """Make room for the engine; an optimizer that was meant to stay but leaves too little room is offloaded."""
+        # Quantized weights are those of the version before the update, and a refit makes them anew.
+        release([self.model])
         super().offload_before_refit()
         if self._optimizer_moves and not self._optimizer_leaves:
             reason = short_of_room(self._engine_share(), self._parameter_bytes())

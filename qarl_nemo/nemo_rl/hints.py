@@ -14,6 +14,8 @@ from qarl_nemo.secrets import secret_variables
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
+# Half of what fits is to be half as large again.
+_WORTH_SAYING = 3
 # vLLM's own default.
 _USUAL_SHARE = 0.9
 
@@ -52,7 +54,7 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
 
 
 def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    """Say which budgets of GPU memory could be at least twice as large.
+    """Say which budgets of GPU memory could be much larger.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
@@ -63,12 +65,14 @@ def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
     """
     chunk = look_up(config, "policy.logprob_chunk_size", None)
     more = "" if chunk else "; more with policy.logprob_chunk_size=1024 and policy.megatron_cfg.defer_fp32_logits=true"
-    hints = [
-        f"{budget.key}={budget.value}: small micro-batches spend their time launching kernels; {budget.proposed} fit "
-        f"by computation{more}. Take half of it first, and look at train/qarl/memory in the run's metrics"
-        for budget in token_budgets(config, qarl, optimizer_stays=qarl.resident)
-        if budget.proposed >= 2 * budget.value
-    ]
+    hints = []
+    for budget in token_budgets(config, qarl, optimizer_stays=qarl.resident):
+        proposed = min(budget.most, budget.plenty)
+        if proposed >= _WORTH_SAYING * budget.value:
+            hints.append(
+                f"{budget.key}={budget.value}: small micro-batches spend their time launching kernels; {proposed} fit "
+                f"by computation{more}. Take half of it first, and look at train/qarl/memory in the run's metrics"
+            )
     return hints + _share_hints(config, qarl)
 
 

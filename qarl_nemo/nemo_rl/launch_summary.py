@@ -93,7 +93,8 @@ def _optimizer(needed: Needed, qarl: Any) -> str:
     if needed.refit is None:
         return ""
     held = f"{needed.learner.parts['optimizer'] / GIB:.1f} of the optimizer"
-    return f"{held} stay on the GPU; " if qarl.resident else f"{held} go to the host and back in each step; "
+    moved = f"{held} stay on the GPU" if qarl.resident else f"{held} go to the host and back in each step"
+    return f"{moved}; {needed.host / GIB:.0f} of tensors in a node's host memory; "
 
 
 def _checkpoints(config: Mapping[str, Any]) -> str:

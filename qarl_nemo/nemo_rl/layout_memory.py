@@ -48,6 +48,8 @@ class Needed:
         engine: an engine's weights on each of its GPUs.
         asleep: what an engine on the learner's GPU keeps while it sleeps.
         token: an engine's cache of one token on each of its GPUs.
+        host: what lies in a node's host memory: weights of sleeping engines, and while they are awake what the learner
+            has moved there; 0 if engines have GPUs of their own.
     """
 
     learner: Memory
@@ -55,6 +57,7 @@ class Needed:
     engine: float
     asleep: float
     token: float
+    host: float
 
 
 def card(qarl: Any) -> Card:
@@ -107,7 +110,10 @@ def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
     asleep = ASLEEP_BYTES if layout.colocated else 0.0
     # More ranks than heads hold copies.
     token = model.cache_bytes / min(layout.engine_tp, model.num_kv_heads)
-    return Needed(rank_memory(model, layout.ranks, learner), refit, _engine_bytes(model, layout, served), asleep, token)
+    held, engine = rank_memory(model, layout.ranks, learner), _engine_bytes(model, layout, served)
+    moved = 0.0 if optimizer_stays else held.parts["optimizer"] + held.parts["weights"]
+    host = layout.gpus_per_node * (engine + moved) if layout.colocated else 0.0
+    return Needed(held, refit, engine, asleep, token, host)
 
 
 def _first_gpu_gib() -> float | None:

@@ -55,7 +55,7 @@ def _kept_by(config: Mapping[str, Any]) -> str:
 
 def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], qarl: Any) -> str:
     beside = (OVERHEAD_BYTES + needed.asleep) / GIB
-    fixes = [f"at most {budget.proposed}" if budget.proposed else "a layout with less a rank"]
+    fixes = [f"at most {budget.most}" if budget.most else "a layout with less a rank"]
     if not look_up(config, _CHUNK, None):
         fixes.append(f"{_CHUNK}=1024 with {_MEGATRON}.defer_fp32_logits=true")
     if qarl.keep_operand:

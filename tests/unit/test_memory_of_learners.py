@@ -15,8 +15,16 @@ from qarl_kernels import FORMAT_NAMES, get_format, stored_layout
 from qarl_nemo.architecture import read_architecture
 from qarl_nemo.cli import app, main
 from qarl_nemo.files import FileError
-from qarl_nemo.memory import Learner, ModelSize, Parallelism, layouts, logprob_bytes, rank_memory, refit_bytes
-from qarl_nemo.nemo_rl.budgets import largest_budget
+from qarl_nemo.memory import (
+    Learner,
+    ModelSize,
+    Parallelism,
+    largest_budget,
+    layouts,
+    logprob_bytes,
+    rank_memory,
+    refit_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
@@ -265,6 +273,10 @@ def test_the_command_says_what_fits():
     assert done.exit_code == 0, done.output
     lines = [line for line in done.output.splitlines() if "ep8" in line]
     assert ["yes" in line for line in lines] == [True, False]
+    # The first has room for more than the 8192 tokens that it was asked about, the second for fewer.
+    most = [line.split()[-2] for line in lines]
+    assert int(most[0]) > 8192
+    assert most[1] == "-" or int(most[1]) < 8192
 
 
 # By hand: 28,991,029,248 parameters of experts, 1,541,093,376 others in BF16; on EP8 an eighth of the experts.
