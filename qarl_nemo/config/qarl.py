@@ -92,7 +92,7 @@ class QarlConfig(StrictModel):
         fmt, stages = find_format(self.format), self.schedule or ()
         if stages and fmt and not fmt.group_sizes:
             raise ValueError(
-                f"schedule: {self.format} has no integer grid; take format=w8a16 for 8 -> 4 -> 2 bits on the built-in "
+                f"schedule: {self.format} has one grid only; take format=w8a16 for 8 -> 4 -> 2 bits on the built-in "
                 "sampler, or format=w4a16 for 4 -> 3 -> 2, on vLLM as well"
             )
         problems, last = [], Stage(from_step=2, bits=fmt.grid_bits) if stages and fmt else None

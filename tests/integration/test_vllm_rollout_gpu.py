@@ -151,6 +151,22 @@ def test_a_run_trains(name, tmp_path):
     assert any(record["optim/grad_norm"] > 0 for record in records)
 
 
+@pytest.mark.parametrize("alignment", ["aligned", "rollout_only"])
+def test_a_run_gets_narrower_grids_from_the_same_engine(alignment, tmp_path):
+    stages = [{"from_step": 2, "bits": 3}, {"from_step": 3, "bits": 2, "reset_moments": True}]
+    trainer = train(tmp_path, **blocks("w4a16", alignment=alignment, schedule=stages))
+    records = read_metrics(tmp_path)
+    assert [record["refit/grid_bits"] for record in records] == [4, 3, 2, 2]
+    assert [record["weight_version"] for record in records] == [2, 5, 8, 10]
+    assert trainer.sampler.version == 10
+    gaps = [record["mismatch/abs_gap_mean"] for record in records]
+    print(f"\nSTAGES {alignment}: gaps", [round(gap, 5) for gap in gaps])
+    if alignment == "aligned":
+        assert max(gaps) < BOUND
+    else:
+        assert gaps[0] < gaps[1] < gaps[2]
+
+
 @pytest.mark.parametrize("attention", ["torch", "engine"])
 def test_budgets_and_checkpointing_train_what_rows_do(attention, tmp_path):
     lean = {

@@ -258,7 +258,7 @@ def test_the_grid_of_every_step():
         ("w3a16", stages((10, 3)), "step 10 goes on with 3 bits"),
         ("w8a16", stages((10, 4), (10, 2)), "from_step=10 is not after 10"),
         ("w8a16", stages((20, 4), (10, 2)), "from_step=10 is not after 20"),
-        ("fp8_block", stages((10, 4)), "fp8_block has no integer grid; take format=w8a16"),
+        ("fp8_block", stages((10, 4)), "fp8_block has one grid only; take format=w8a16"),
         ("w8a16", stages((1, 4)), "greater than or equal to 2"),
         ("w8a16", [{"from_step": 3, "bit": 4}], "unknown key 'schedule.0.bit': did you mean 'bits'"),
     ],

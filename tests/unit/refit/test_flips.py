@@ -41,8 +41,8 @@ def test_flips_by_hand(codes, name, num_bits):
     assert set(figures(flips, after).values()) == {0.0}
 
 
-@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block"])
-def test_fp8_values_are_codes(name):
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "int8"])
+def test_values_of_one_byte_are_codes(name):
     fmt, weight = get_format(name), torch.randn(128, 256)
     flips = FlippedCodes(fmt)
     layers = []
