@@ -38,6 +38,7 @@ class Budget:
 
     Attributes:
         key: its dotted name.
+        trains: whether its micro-batches have a backward.
         value: what the config says, tokens or responses.
         needed: bytes of tensors that a learner rank holds at the phase's peak.
         room: bytes that it may hold.
@@ -47,6 +48,7 @@ class Budget:
     """
 
     key: str
+    trains: bool
     value: int
     needed: float
     room: float
@@ -98,7 +100,8 @@ def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
             tokens = largest_budget(peak, room) or 0
             largest = tokens // unit if tokens >= longest else 0
             needed = peak(min(value * unit, useful) if useful else value * unit)
-            found.append(Budget(key, value, needed, room, largest, useful // unit, plenty // unit))
+            trains = phase == "update"
+            found.append(Budget(key, trains, value, needed, room, largest, useful // unit, plenty // unit))
     return found
 
 

@@ -60,7 +60,7 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
         fixes.append(f"{_CHUNK}=1024 with {_MEGATRON}.defer_fp32_logits=true")
     if qarl.keep_operand:
         fixes.append("qarl.keep_operand=false")
-    if not look_up(config, _RECOMPUTE, False):
+    if budget.trains and not look_up(config, _RECOMPUTE, False):
         fixes.append(f"{_RECOMPUTE}=true")
     return (
         f"memory: {budget.key}={budget.value}: a learner rank needs {budget.needed / GIB:.0f} GiB and {beside:g} "

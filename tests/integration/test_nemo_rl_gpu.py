@@ -117,6 +117,8 @@ def require_steps(case: Case, start: Start, ended: Ended, finished: int) -> None
     require_versions(case, run)
     assert diagnostic_steps(ended.logs)[0] == finished + 1
     assert (run.column("mismatch/nonfinite_tokens") == 0).all()
+    allocated, reserved = (run.column(f"memory/update_{kind}_gib") for kind in ("allocated", "reserved"))
+    assert ((allocated > 0) & (allocated <= reserved)).all(), (allocated, reserved)
     gaps = run.column("mismatch/abs_gap_mean")
     smallest, largest = start.gap
     assert np.isfinite(gaps).all(), gaps
