@@ -21,7 +21,7 @@ GEMM_SHARE = 0.6
 NETWORK_BYTES_S = 40e9
 """One GPU's share of its node's network: 400 Gbit/s at four fifths."""
 # What NeMo-RL's log-probabilities in chunks read and write of an entry, counted in its source.
-_LOGPROB_BYTES, _LOGPROB_BACKWARD_BYTES = 40, 100
+_LOGPROB_BYTES, _LOGPROB_BACKWARD_BYTES = 38, 110
 _MEASURED_CONTEXT = 320
 _SIZES = (8192, 32768)
 _LAYERS = 48
