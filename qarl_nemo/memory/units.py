@@ -6,7 +6,7 @@ OVERHEAD_BYTES = 6 * GIB
 """What a learner's process takes beside its tensors: CUDA's context, its kernels, NCCL's buffers. 5.8 GiB were measured
 on each of four GPUs (docs/evidence/full_size.md)."""
 ENGINE_BYTES = 5 * GIB
-"""What an engine takes beside weights and cache while it runs: its context, CUDA graphs, its largest batch. There it
-was 4.5 to 4.7 GiB."""
+"""What an engine takes beside weights and cache while it runs: its context, CUDA graphs, its largest batch; there 4.5
+to 4.7 GiB."""
 ASLEEP_BYTES = 4 * GIB
-"""What the driver and a sleeping engine take: context, CUDA graphs, the kernels' buffers. There it was 3.9 GiB."""
+"""What the driver and a sleeping engine take: context, CUDA graphs, the kernels' buffers; there 3.9 GiB."""
