@@ -24,7 +24,7 @@ from qarl_kernels.weights import quantize_weight_reference
 
 EQUAL_DB = 200.0
 MIN_GEMM_DB = 45.0
-MIN_MLP_DB = {"none": 45.0, "fp8_token": 34.0, "fp8_group": 38.0}
+MIN_MLP_DB = {"none": 45.0, "fp8_token": 34.0, "fp8_group": 38.0, "int8_token": 45.0}
 NUM_TOKENS, TOP_K, NUM_EXPERTS = 1024, 8, 16
 
 

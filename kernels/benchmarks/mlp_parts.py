@@ -1,4 +1,4 @@
-"""Where the expert MLP's time goes: each operator of BF16, fp8_channel and fp8_block alone, taking turns, E = 128."""
+"""Where the expert MLP's time goes: each operator of BF16, the FP8 formats and int8 alone, taking turns, E = 128."""
 
 import argparse
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from qarl_kernels.ops.swiglu import swiglu
 from qarl_nemo.metrics.results import Figure
 
 
-def fp8_parts(name: str, data: Inputs, hidden: Tensor) -> dict[str, Callable[[], Any]]:
-    """Return an FP8 format's operators in the order they run."""
+def quantized_parts(name: str, data: Inputs, hidden: Tensor) -> dict[str, Callable[[], Any]]:
+    """Return a format's operators in the order they run."""
     fmt = get_format(name)
     fc1, fc2 = (quantize_with_operand(weight, fmt)[1] for weight in data.weights)
     rows, activation = quantize_rows(data.x, fmt), swiglu_rows(hidden, fmt)
@@ -47,8 +47,8 @@ def main() -> None:
         "bf16_swiglu": partial(swiglu, hidden),
         "bf16_fc2": partial(grouped_gemm_bf16, activation, data.weights[1], data.offsets),
     }
-    for name in ("fp8_channel", "fp8_block"):
-        parts |= fp8_parts(name, data, hidden)
+    for name in ("fp8_channel", "fp8_block", "int8"):
+        parts |= quantized_parts(name, data, hidden)
     times = interleaved_ms(parts)
     record((Figure(f"part_{name}_ms_e128", ms, "ms", "<=") for name, ms in times.items()), options.record)
 

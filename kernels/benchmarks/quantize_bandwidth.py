@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from qarl_kernels import get_format
 from qarl_kernels.ops.activations import quantize_group, quantize_token
 from qarl_kernels.ops.fp8_weights import fp8_block_quantize, fp8_channel_quantize
 from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
+from qarl_kernels.ops.int8_weights import int8_channel_quantize
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.weights import quantize_weight_reference
 from qarl_nemo.metrics.results import Figure
@@ -81,6 +83,7 @@ def weight_figures(copy: float, num_experts: int) -> Iterator[Figure]:
             ("int4_encode_fp8", int4_encode_fp8, (stored.packed, stored.scale)),
             ("fp8_channel_quantize", fp8_channel_quantize, (weight,)),
             ("fp8_block_quantize", fp8_block_quantize, (weight,)),
+            ("int8_channel_quantize", int8_channel_quantize, (weight,)),
         ):
             yield bandwidth(f"{name}{suffix}", function, *inputs, copy=copy, goal=GOAL)
 
@@ -89,14 +92,16 @@ def activation_figures(copy: float, num_rows: int) -> Iterator[Figure]:
     """Yield the figures of activation quantizers, fused and alone."""
     x = torch.randn(num_rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
     hidden = torch.randn(num_rows, 2 * INTERMEDIATE, device="cuda", dtype=torch.bfloat16)
-    for function, tensor in (
-        (quantize_token, x),
-        (quantize_group, x),
-        (swiglu, hidden),
-        (swiglu_quantize_token, hidden),
-        (swiglu_quantize_group, hidden),
+    for name, function, tensor in (
+        ("quantize_token", quantize_token, x),
+        ("quantize_group", quantize_group, x),
+        ("quantize_token_int8", partial(quantize_token, kind="int8_token"), x),
+        ("swiglu", swiglu, hidden),
+        ("swiglu_quantize_token", swiglu_quantize_token, hidden),
+        ("swiglu_quantize_group", swiglu_quantize_group, hidden),
+        ("swiglu_quantize_token_int8", partial(swiglu_quantize_token, kind="int8_token"), hidden),
     ):
-        yield bandwidth(function.__name__, function, tensor, copy=copy, goal=GOAL)
+        yield bandwidth(name, function, tensor, copy=copy, goal=GOAL)
 
 
 def main() -> None:

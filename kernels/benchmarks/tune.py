@@ -18,9 +18,10 @@ from moe_shapes import HIDDEN, INTERMEDIATE, MoeCase
 from torch import Tensor
 
 import qarl_kernels.ops
-from qarl_kernels import fp8, integer
+from qarl_kernels import fp8, int8, integer
 from qarl_kernels.ops.grouped_gemm import launch_grouped_gemm, launch_grouped_gemm_fp8_block
 from qarl_kernels.ops.int4_gemm import launch_grouped_gemm_int4
+from qarl_kernels.ops.int8_gemm import launch_grouped_gemm_int8
 from qarl_kernels.ops.launch import TileConfig, problem_key, table_name
 from qarl_kernels.ops.wgrad import launch_grouped_wgrad
 
@@ -61,6 +62,7 @@ CANDIDATES = {
     "bf16_transposed": _GEMM,
     "bf16_fp32": [replace(tile, epilogue_split=4, num_stages=3) for tile in _GEMM[1:2] + _GEMM[5:]],
     "fp8_channel": [replace(tile, block_k=128) for tile in _GEMM],
+    "int8": [replace(tile, block_k=128) for tile in _GEMM],
     "fp8_block": _FP8_BLOCK,
     "int4": _INT4,
     "wgrad": _WGRAD,
@@ -119,6 +121,13 @@ class Problem:
             scales = {"epilogue": 3, "row_scale": row_scale, "column_scale": column_scale}
             values = (a8.float() * row_scale).bfloat16(), (w8.float() * column_scale).bfloat16()
             return lambda tile: launch_grouped_gemm(a8, w8, offsets, out, tile, **scales), self._product(*values)
+        if op == "int8":
+            rows, stored = int8.quantize_token(x, dense=False), int8.quantize_channel(weight)
+            values = tuple((codes.float() * scale).bfloat16() for codes, scale in (rows, stored))
+            run = lambda tile: launch_grouped_gemm_int8(  # noqa: E731
+                *rows, *stored, offsets, None, out, tile, channel_first=False
+            )
+            return run, self._product(*values)
         a8, a_scale = fp8.quantize_group(x)
         w8, w_scale = fp8.quantize_block(weight)
         wide = fp8.expand_block_scale(w_scale, *weight.shape[1:])

@@ -116,7 +116,7 @@ _INT8 = QuantFormat(
     storage="int-quantized",
     row_scaled=True,
     vllm=VllmKernels(
-        experts=Kernel("CompressedTensorsW8A8Int8MoEMethod", backend="triton", followed=("TRITON",)),
+        experts=Kernel("CompressedTensorsW8A8Int8MoEMethod", backend="triton", followed=("TRITON",), mended=True),
         linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8", backend="cutlass"),
         experts_in=(16, 16),
         experts_out=(16, 16),

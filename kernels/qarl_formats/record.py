@@ -24,11 +24,13 @@ class Kernel:
         backend: engine argument that chooses, on a GPU, the kernel whose arithmetic the learner follows; None: vLLM
             has one kernel, or chooses a followed one by itself.
         followed: kernels, by vLLM's names, whose arithmetic the learner follows on a GPU; empty: vLLM names none.
+        mended: whether it quantizes activations only where this package extends vLLM's workers.
     """
 
     method: str
     backend: str | None = None
     followed: tuple[str, ...] = ()
+    mended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

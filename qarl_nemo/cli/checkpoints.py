@@ -1,6 +1,5 @@
 """`qarl quantize` and `qarl convert`."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,7 +76,9 @@ def _quantize(
     from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
     from qarl_nemo.files import readable_bytes
     from qarl_nemo.names import summarize_names
+    from qarl_nemo.refit.engine_settings import serve_command
 
+    chosen = [target.strip() for target in targets.split(",")]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -96,7 +97,7 @@ def _quantize(
             checkpoint,
             destination,
             fmt,
-            [target.strip() for target in targets.split(",")],
+            chosen,
             max_shard_bytes=max_shard_bytes,
             overwrite=overwrite,
             device=device,
@@ -112,4 +113,4 @@ def _quantize(
         f"{readable_bytes(report.source_bytes)} -> {readable_bytes(report.output_bytes)} "
         f"({report.output_bytes / report.source_bytes:.2f}x){again}; table in qarl_quantization.json"
     )
-    typer.echo(f"serve it: vllm serve {shlex.quote(str(report.destination))}")
+    typer.echo(f"serve it: {serve_command(report.destination, fmt, chosen)}")

@@ -1,6 +1,8 @@
 """Settings of vLLM with which its arithmetic is the one that the learner follows."""
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from qarl_kernels import QuantFormat
@@ -53,3 +55,20 @@ def serving_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
         `kernel_options` and the workers' extension.
     """
     return {"worker_extension_cls": WORKER_EXTENSION} | kernel_options(fmt, targets)
+
+
+def serve_command(folder: Path, fmt: QuantFormat, targets: Sequence[str]) -> str:
+    """Return the command with which vLLM serves a checkpoint as its format says.
+
+    Args:
+        folder: the checkpoint.
+        fmt: its format.
+        targets: which layers are quantized.
+
+    Returns:
+        The command line.
+    """
+    command = ["vllm", "serve", str(folder)]
+    if fmt.vllm and fmt.vllm.experts.mended and "experts" in targets:
+        command += ["--worker-extension-cls", WORKER_EXTENSION]
+    return shlex.join(command)

@@ -133,7 +133,7 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
     fmt, names = get_format(format_name), TARGETS[targets]
     quantize_checkpoint(source, tmp_path / "quantized", fmt, names)
     backend = kernel_options(get_format(format_name), ["experts"]).get("moe_backend", "")
-    result = vllm_generate(tmp_path / "quantized", backend, WORKER_EXTENSION if format_name == "int8" else "")
+    result = vllm_generate(tmp_path / "quantized", backend, WORKER_EXTENSION if fmt.vllm.experts.mended else "")
     chosen = [ChosenMethod(**record) for record in result["methods"]]
     aligned = learner_gap(source, format_name, names, result["responses"])
     unaligned = learner_gap(source, "bf16", names, result["responses"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.conflicts import find_conflicts
 from qarl_nemo.nemo_rl.model_shapes import _DEFAULTS
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
-from qarl_nemo.refit.engine_settings import COMPILATION, kernel_options
+from qarl_nemo.refit.engine_settings import COMPILATION, WORKER_EXTENSION, kernel_options, serve_command
 from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.train.vllm.shapes import gpu_problems
 
@@ -241,6 +242,14 @@ def test_every_format_has_a_color_and_the_default_is_served():
     assert len(set(_COLORS.values())) == len(FORMAT_NAMES)
     assert QarlConfig().format == DEFAULT_FORMAT == Learner().format
     assert find_format("w4a4") is None
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_the_command_that_serves_it_extends_workers_that_need_it(name):
+    fmt = get_format(name)
+    commands = [serve_command(Path("a model"), fmt, targets) for targets in (["experts"], ["attention"])]
+    extended = f"vllm serve 'a model' --worker-extension-cls {WORKER_EXTENSION}"
+    assert commands == [extended if fmt.vllm.experts.mended else "vllm serve 'a model'", "vllm serve 'a model'"]
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)

@@ -108,7 +108,7 @@ def tile_config(
     """
     op = f"{op}_fp32" if out_dtype == torch.float32 else op
     if x.device.type != "cuda":
-        return TileConfig(32, 32, 128 if "fp8" in op else 32, num_warps=4, num_stages=2, group_m=2)
+        return TileConfig(32, 32, 128 if "8" in op else 32, num_warps=4, num_stages=2, group_m=2)
     key = problem_key(op, n, k, num_experts, x.shape[0])
     return _nearest_tile(torch.cuda.get_device_name(x.device), key) or DEFAULTS[op]
 
