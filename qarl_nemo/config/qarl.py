@@ -89,21 +89,23 @@ class QarlConfig(StrictModel):
     @model_validator(mode="after")
     def stages_fit_the_format(self) -> "QarlConfig":
         """Require stages in the order of their steps, each on another grid that the format's storage holds."""
-        fmt, stages = find_format(self.format), self.schedule or ()
-        if stages and fmt and not fmt.group_sizes:
+        fmt = find_format(self.format)
+        if not self.schedule or fmt is None:
+            return self
+        if not fmt.group_sizes:
             raise ValueError(
                 f"schedule: {self.format} has one grid only; take format=w8a16 for 8 -> 4 -> 2 bits on the built-in "
                 "sampler, or format=w4a16 for 4 -> 3 -> 2, on vLLM as well"
             )
-        problems, last = [], Stage(from_step=2, bits=fmt.grid_bits) if stages and fmt else None
-        for number, stage in enumerate(stages):
-            if fmt and stage.bits > fmt.num_bits:
+        problems, bits, step = [], fmt.grid_bits, 1
+        for stage in self.schedule:
+            if stage.bits > fmt.num_bits:
                 problems.append(f"{stage.bits} bits are not stored in the {fmt.num_bits} of {self.format}")
-            if last and stage.bits == last.bits:
+            if stage.bits == bits:
                 problems.append(f"step {stage.from_step} goes on with {stage.bits} bits")
-            if number and last and stage.from_step <= last.from_step:
-                problems.append(f"from_step={stage.from_step} is not after {last.from_step}")
-            last = stage
+            if stage.from_step <= step:
+                problems.append(f"from_step={stage.from_step} is not after {step}")
+            bits, step = stage.bits, stage.from_step
         if problems:
             raise ValueError(f"schedule: {'; '.join(problems)}")
         return self

@@ -71,9 +71,8 @@ class FlippedCodes:
         if before is None or before.shape != rows.shape:
             return
         if suffix == "weight_packed":
-            differ = self._lanes(rows ^ before)[
-                ..., : layer[f"{owner}.weight_scale"].shape[-1] * self._format.group_size
-            ]
+            num_columns = layer[f"{owner}.weight_scale"].shape[-1] * self._format.group_size
+            differ = self._lanes(rows ^ before)[..., :num_columns]
         else:
             # FP8 is compared as bytes, because not every device compares its values.
             differ = rows.view(torch.uint8) != before.view(torch.uint8) if is_codes else rows != before

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from qarl_nemo.muon import MEGATRON
 from qarl_nemo.train.optimizer import reset_moments
@@ -90,7 +89,7 @@ class MegatronStepper:
         )
         factors = lr_factors((name for name, _ in self.model.named_parameters()), targets, update_aware_scale)
         self._optimizer = get_megatron_optimizer(config, [self.model], **_overrides(config, factors))
-        _require_factors(self._optimizer.param_groups, factors)
+        _take_factors(self._optimizer.param_groups, factors)
         self._full_lr, self._warmup_steps = lr, warmup_steps
         self.num_steps = self.skipped_in_a_row = 0
 
@@ -151,8 +150,12 @@ class MegatronStepper:
 def _overrides(config: OptimizerConfig, factors: dict[str, float]) -> dict[str, Any]:
     if not factors:
         return {}
+    # Megatron moves these; a run without factors needs none of them.
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
     # Overrides take the place of Megatron's own.
-    overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(config))
+    overrides: dict[Any, Any] = dict(get_standard_config_overrides(config))
     for factor in sorted(set(factors.values())):
         chosen = ParamWithNamePredicate(
             name=f"update_aware_{factor}", fn=lambda _, name, factor=factor: factors.get(name) == factor
@@ -161,9 +164,10 @@ def _overrides(config: OptimizerConfig, factors: dict[str, float]) -> dict[str, 
     return {"config_overrides": overrides}
 
 
-def _require_factors(groups: list[dict[str, Any]], factors: dict[str, float]) -> None:
+def _take_factors(groups: list[dict[str, Any]], factors: dict[str, float]) -> None:
     for group in groups:
         if "weight_decay" in group:
+            # The product of both rates, by which weights decay in a step, stays as it is.
             group["weight_decay"] /= group.get("lr_mult", 1.0)
     absent = set(factors.values()) - {group.get("lr_mult") for group in groups}
     if absent:
