@@ -141,6 +141,7 @@ CASES = {
     "fp8_channel": _format("fp8_channel"),
     "int8": _format("int8"),
     "w4a8": _format("w4a8"),
+    "w2a16": _format("w2a16"),
     # The learner's forward is BF16, so a gap as small as an aligned one would mean that nothing was quantized.
     "rollout_only": Case(
         starts=(
