@@ -31,18 +31,12 @@ class GemmOperand:
         values: [..., N, K] in the compute dtype (16-bit activations), or E4M3 values or INT8 codes, which the
             reference holds in FP32; for kernels that dequantize themselves, packed int32 [..., N, K / 8].
         scale: [..., N, 1] channel scales, [..., ceil(N/128), K/128] block scales, packed values' group scales, or None.
-        dense: whether it is a dense layer's weight and not a routed expert's, for which the engine may have another
-            kernel; by default a weight [N, K] is and a stack is not.
     """
 
     format: QuantFormat
     values: Tensor
     scale: Tensor | None
-    dense: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.dense is None:
-            object.__setattr__(self, "dense", self.values.ndim == 2)
+    _dense: bool | None = None
 
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, dtype: torch.dtype) -> "GemmOperand":
@@ -58,10 +52,15 @@ class GemmOperand:
         return cls(fmt, weight.dequantize().to(dtype), None)
 
     @property
+    def dense(self) -> bool:
+        """Whether it is a dense layer's weight, stacked or not, and not that of routed experts: the engine's kernel."""
+        return self.values.ndim == 2 if self._dense is None else self._dense
+
+    @property
     def channel_first(self) -> bool:
         """Whether channel scales are multiplied before token scales, which differs in the last bit."""
         kind = self.format.weight_kind
-        return kind == "fp8_rows" or (kind == "int8_rows" and bool(self.dense))
+        return kind == "fp8_rows" or (kind == "int8_rows" and self.dense)
 
     @property
     def is_packed(self) -> bool:
@@ -79,15 +78,13 @@ class GemmOperand:
 
     def expert(self, index: int) -> "GemmOperand":
         """Return one expert of a stacked operand."""
-        return GemmOperand(
-            self.format, self.values[index], self.scale if self.scale is None else self.scale[index], self.dense
-        )
+        scale = None if self.scale is None else self.scale[index]
+        return GemmOperand(self.format, self.values[index], scale, self.dense)
 
     def stacked(self) -> "GemmOperand":
         """Return a dense operand as a stack of one expert."""
-        return GemmOperand(
-            self.format, self.values[None], self.scale if self.scale is None else self.scale[None], self.dense
-        )
+        scale = None if self.scale is None else self.scale[None]
+        return GemmOperand(self.format, self.values[None], scale, self.dense)
 
 
 def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None, after_swiglu: bool = False) -> Tensor:
@@ -127,7 +124,7 @@ def _token_product(x: Tensor, weight: GemmOperand) -> tuple[Tensor, Tensor]:
     if weight.format.activation_kind == "fp8_token":
         a8, token_scale = fp8.quantize_token(x)
         return token_scale, a8.float() @ weight.values.mT
-    a8, token_scale = int8.quantize_token(x, dense=bool(weight.dense))
+    a8, token_scale = int8.quantize_token(x, dense=weight.dense)
     return token_scale, int8.exact_product(a8.float(), weight.values)
 
 

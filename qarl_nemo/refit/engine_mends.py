@@ -1,8 +1,8 @@
 """Mends vLLM 0.25.1 where it runs INT8 experts otherwise than their checkpoint says.
 
 Their method asks for activations quantized per token and gets a configuration without (vLLM's pull request 50833): the
-experts silently multiply BF16 rows. With the right one, the kernel's caller refuses INT8 rows (51411). Both were mended
-after that release. `engine_methods` refuses an engine that has not been mended.
+experts silently multiply BF16 rows. With the right one, the kernel's caller refuses INT8 rows (pull request 51411).
+vLLM mended both after that release. `engine_methods` refuses an engine that has not been mended.
 """
 
 import functools

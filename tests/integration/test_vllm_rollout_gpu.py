@@ -137,7 +137,8 @@ def test_an_unaligned_learner_is_farther_from_the_engine(name, tmp_path):
     refit(trainer)
     apart = gap(trainer, sample(trainer))
     print(f"\nGAP {name}: unaligned {apart:.5f}")
-    assert apart > 20 * BOUND
+    # INT8 is several times nearer to BF16 than the others.
+    assert apart > (5 if name == "int8" else 20) * BOUND
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,7 +6,7 @@ In BF16 on a Hopper GPU these are the Triton operators, in FP32 the reference it
 import pytest
 import torch
 
-from qarl_kernels import expert_mlp, gemm_operand, grouped_gemm, one_group, quantize_weight, require_finite
+from qarl_kernels import expert_mlp, gemm_operand, grouped_gemm, int8, one_group, quantize_weight, require_finite
 from qarl_kernels.fp8 import quantize_group, quantize_token
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import uneven_weight
@@ -80,7 +80,16 @@ def test_operands_are_the_same_bits(fmt, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantize", [quantize_token, quantize_group, lambda x: quantize_group(x, after_swiglu=True)])
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        quantize_token,
+        quantize_group,
+        lambda x: quantize_group(x, after_swiglu=True),
+        lambda x: int8.quantize_token(x, dense=True),
+        lambda x: int8.quantize_token(x, dense=False),
+    ],
+)
 def test_activations_quantize_to_the_same_bits(quantize, dtype):
     x = activations(dtype)
     for on_cuda, expected in zip(quantize(x.cuda()), quantize(x), strict=True):

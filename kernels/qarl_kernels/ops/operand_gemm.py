@@ -158,7 +158,7 @@ def quantize_and_multiply(
     """
     if out_dtype != torch.bfloat16:
         raise ValueError(f"out_dtype={out_dtype}: the kernels return torch.bfloat16; pass row weights to multiply_rows")
-    rows = quantize_rows(x, weight.format, after_swiglu=after_swiglu, dense=bool(weight.dense))
+    rows = quantize_rows(x, weight.format, after_swiglu=after_swiglu, dense=weight.dense)
     return multiply_rows(rows, weight, offsets)
 
 
