@@ -1,4 +1,4 @@
-"""Quantization error of the integer scale conventions, on Gaussian and heavy-tailed weights.
+"""Quantization error of the integer scale conventions, on Gaussian and heavy-tailed weights or on those of a model.
 
 `narrow_range`: scale = amax / (2^(b-1) - 1) on the symmetric grid; `full_range`: scale = amax / ((2^b - 1) / 2) on the
 whole two's-complement grid; `clipped_range`: scale = amax / 2^(b-1) on the same. Weights are BF16 and go through the
@@ -8,6 +8,8 @@ quantizer that the forward and the publisher call.
     mean_abs_error  = mean |w - w_hat| / rms(w), the mean over seeds; lower is better
     gain_db         = snr_db(full_range) - snr_db(narrow_range) on the same weights; above 0, full_range is better
     clipped_gain_db = snr_db(clipped_range) - snr_db(full_range), likewise
+
+With `--checkpoint` the weights are a checkpoint's own, by projection, and means and spreads are over its layers.
 """
 
 import argparse
@@ -26,7 +28,10 @@ from torch import Tensor
 from qarl_formats import SCALE_CONVENTIONS, ScaleConvention
 from qarl_kernels import get_format, quantize_weight
 from qarl_kernels.integer import dequantize_integer, quantize_integer
+from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.checkpoints.reader import TensorInfo
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.names import target_of
 
 NUM_BITS = (2, 3, 4, 8)
 GROUP_SIZES = (128, 64, 32)
@@ -93,26 +98,51 @@ def quantization_error(weight: Tensor, case: Case, convention: ScaleConvention) 
     )
 
 
-def measure(shape: tuple[int, int], seeds: Iterable[int]) -> dict[Case, dict[ScaleConvention, list[Error]]]:
-    """Measure every case on the same weights for every convention.
-
-    Args:
-        shape: N and K of each weight.
-        seeds: one weight for each.
-
-    Returns:
-        Case -> convention -> one error per seed.
-    """
-    errors: dict[Case, dict[ScaleConvention, list[Error]]] = defaultdict(lambda: defaultdict(list))
+def random_weights(shape: tuple[int, int], seeds: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield one BF16 weight [N, K] of every distribution and seed, by the distribution's name."""
     for seed in seeds:
         for distribution, sample in DISTRIBUTIONS.items():
             torch.manual_seed(seed)
-            weight = sample(shape).to(torch.bfloat16)
-            for num_bits in NUM_BITS:
-                for group_size in GROUP_SIZES:
-                    case = Case(num_bits, group_size, distribution)
-                    for convention in SCALE_CONVENTIONS:
-                        errors[case][convention].append(quantization_error(weight, case, convention))
+            yield distribution, sample(shape).to(torch.bfloat16)
+
+
+def checkpoint_weights(folder: Path, most: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield BF16 weights [N, K] of a Hugging Face checkpoint, by their projection's name.
+
+    Args:
+        folder: the checkpoint, not quantized.
+        most: how many of each projection, evenly spaced over layers and experts.
+
+    Yields:
+        `q_proj`, ..., `down_proj`, and the weight.
+    """
+    checkpoint = open_checkpoint(folder)
+    by_projection: dict[str, list[TensorInfo]] = defaultdict(list)
+    for info in checkpoint.tensors:
+        if target_of(info.name) and len(info.shape) == 2:
+            by_projection[info.name.split(".")[-2]].append(info)
+    with checkpoint.open_reader() as reader:
+        for projection, infos in by_projection.items():
+            for info in infos[:: -(-len(infos) // most)]:
+                yield projection, reader.read(info).to(torch.bfloat16)
+
+
+def measure(weights: Iterable[tuple[str, Tensor]]) -> dict[Case, dict[ScaleConvention, list[Error]]]:
+    """Measure every case on the same weights for every convention.
+
+    Args:
+        weights: BF16 weights [N, K] by what they are called; group sizes that do not divide K are left out.
+
+    Returns:
+        Case -> convention -> one error per weight of that name.
+    """
+    errors: dict[Case, dict[ScaleConvention, list[Error]]] = defaultdict(lambda: defaultdict(list))
+    for name, weight in weights:
+        for num_bits in NUM_BITS:
+            for group_size in (size for size in GROUP_SIZES if weight.shape[-1] % size == 0):
+                case = Case(num_bits, group_size, name)
+                for convention in SCALE_CONVENTIONS:
+                    errors[case][convention].append(quantization_error(weight, case, convention))
     return errors
 
 
@@ -125,7 +155,7 @@ def gains_db(
 
 
 def figures(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> Iterator[Figure]:
-    """Yield every figure, averaged over seeds."""
+    """Yield every figure, averaged over the weights of a name."""
     for case, by_convention in errors.items():
         prefix = f"int{case.num_bits}_g{case.group_size}"
         for name, pair in GAINS.items():
@@ -140,7 +170,7 @@ def figures(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> Iterator[
 
 
 def print_table(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> None:
-    """Print the conventions side by side, with the gains' spread over seeds."""
+    """Print the conventions side by side, with the gains' spread over the weights of a name."""
     table = Table(title=f"integer scale conventions: {' | '.join(SCALE_CONVENTIONS)}")
     for heading in ("bits", "group", "weights", "SNR dB", "mean |error| / rms", *GAINS):
         table.add_column(heading, justify="left" if heading == "weights" else "right")
@@ -163,16 +193,23 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512, help="N of each weight")
     parser.add_argument("--columns", type=int, default=2048, help="K of each weight")
     parser.add_argument("--seeds", type=int, default=8, help="weights per distribution")
+    parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder whose weights are measured instead")
+    parser.add_argument("--most", type=int, default=16, help="weights of each projection of the checkpoint")
     parser.add_argument("--results", type=Path, default=DOCS_RESULTS, help="folder that receives formats*.json")
     options = parser.parse_args()
-    errors = measure((options.rows, options.columns), range(options.seeds))
+    chosen = options.checkpoint
+    random = random_weights((options.rows, options.columns), range(options.seeds))
+    errors = measure(checkpoint_weights(chosen, options.most) if chosen else random)
     print_table(errors)
     rows = result_rows(
         figures(errors),
         hardware=f"{os.cpu_count()} CPU cores",
         versions={"torch": torch.__version__},
-        command=COMMAND,
+        command=f"{COMMAND} --checkpoint {chosen.name}" if chosen else COMMAND,
     )
+    if chosen:
+        append_results(options.results / "formats_checkpoint.json", rows)
+        return
     append_results(options.results / "formats.json", [row for row in rows if not row["name"].endswith("_gain_db")])
     append_results(options.results / "formats_gain.json", [row for row in rows if row["name"].endswith("_gain_db")])
 
