@@ -156,6 +156,7 @@ def test_everything_wrong_is_listed_at_once(checkpoint, tmp_path):
         checkpoint,
         formats=("w4a16", "bf16", "w9"),
         group_size=48,
+        scale_convention="wide",
         targets=("experts", "heads"),
         engine="sglang",
         max_new_tokens=0,
@@ -163,7 +164,7 @@ def test_everything_wrong_is_listed_at_once(checkpoint, tmp_path):
     )
     with pytest.raises(ValueError, match="problem") as error:
         prepare(wrong)
-    for text in ("max_new_tokens=0", "'heads'", "'sglang'", "group_size=48", "bf16 is the floor", "'w9'"):
+    for text in ("max_new_tokens=0", "'heads'", "'sglang'", "group_size=48", "'wide'", "bf16 is the floor", "'w9'"):
         assert text in str(error.value)
     assert "line 2 holds no prompt" in str(error.value)
     assert "line 3 holds no prompt" in str(error.value)
@@ -178,6 +179,14 @@ def test_prompts_outside_vocabulary_or_length_are_listed(checkpoint, tmp_path):
     assert "prompt 1 has token ids [99]" in str(error.value)
     assert "prompt 2 has 120 tokens" in str(error.value)
     assert "prompt 3" not in str(error.value)
+
+
+def test_options_of_integer_formats_reach_them_alone(checkpoint):
+    job = prepare(settings(checkpoint, formats=("w2a16", "fp8_channel"), scale_convention="clipped_range"))
+    assert [(fmt.name, fmt.group_size, fmt.scale_convention) for fmt in job.formats] == [
+        ("w2a16", 64, "clipped_range"),
+        ("fp8_channel", 0, None),
+    ]
 
 
 def test_shapes_and_targets_a_model_lacks_are_refused_before_weights_are_read(checkpoint):

@@ -33,6 +33,7 @@ class CompareSettings:
         checkpoint: Hugging Face directory of a supported model, not quantized.
         formats: formats that the engine serves, with a pair of arms each; the BF16 floor is always measured.
         group_size: elements per scale of integer formats; None = 128.
+        scale_convention: grid of integer formats; None = `full_range`.
         targets: what is quantized.
         engine: `packed` or `vllm`.
         device: `cpu`, `cuda` or `auto`.
@@ -53,6 +54,7 @@ class CompareSettings:
     checkpoint: Path
     formats: tuple[str, ...] = (DEFAULT_FORMAT,)
     group_size: int | None = None
+    scale_convention: str | None = None
     targets: tuple[str, ...] = ("experts",)
     engine: str = "packed"
     device: str = "auto"
@@ -165,18 +167,19 @@ def _formats(settings: CompareSettings, problems: list[str]) -> list[QuantFormat
             problems.append(f"{BASELINE} is the floor and always measured: leave it out of the formats")
         elif settings.formats.count(name) > 1:
             problems.append(f"format {name} is named more than once")
-        elif (fmt := _attempt(problems, get_format, name, group_size=_group_size(settings, name))) is not None:
+        elif (fmt := _attempt(problems, get_format, name, **_integer_options(settings, name))) is not None:
             formats.append(fmt)
     return formats
 
 
-def _group_size(settings: CompareSettings, name: str) -> int | None:
-    # Next to an integer format, the group size is not meant for other formats; without one, they refuse it.
-    any_integer = any(map(_takes_group_size, settings.formats))
-    return settings.group_size if _takes_group_size(name) or not any_integer else None
+def _integer_options(settings: CompareSettings, name: str) -> dict[str, Any]:
+    # Next to an integer format, these are not meant for other formats; without one, they refuse them.
+    if any(map(_takes_groups, settings.formats)) and not _takes_groups(name):
+        return {}
+    return {"group_size": settings.group_size, "scale_convention": settings.scale_convention}
 
 
-def _takes_group_size(name: str) -> bool:
+def _takes_groups(name: str) -> bool:
     fmt = find_format(name)
     return fmt is not None and bool(fmt.group_sizes)
 
