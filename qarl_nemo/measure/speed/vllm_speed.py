@@ -135,7 +135,7 @@ def _seconds(llm: Any, prompts: list[dict[str, Any]], num_tokens: int) -> float:
 
 
 def _randomize(worker: Any) -> None:
-    """Fill weights that vLLM leaves uninitialized (int4) or near zero (FP8): a GPU's clocks depend on the bits."""
+    """Fill weights that vLLM leaves uninitialized (integers) or near zero (FP8): a GPU's clocks depend on the bits."""
     import torch
 
     for name, parameter in worker.model_runner.get_model().named_parameters():
@@ -146,7 +146,7 @@ def _randomize(worker: Any) -> None:
 def _randomize_one(name: str, tensor: Any) -> None:
     import torch
 
-    if "weight_packed" in name and not tensor.is_floating_point():
+    if name.endswith(("weight", "weight_packed")) and not tensor.is_floating_point():
         bounds = torch.iinfo(tensor.dtype)
         tensor.random_(bounds.min, bounds.max + 1)
     elif name.endswith("weight") and tensor.element_size() == 1:

@@ -13,6 +13,7 @@ from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, wr
 from qarl_nemo.measure.speed.run import FormatSpeed
 from qarl_nemo.measure.speed.settings import RolloutSpeedSettings, SpeedJob, prepare_speed
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
+from qarl_nemo.measure.speed.vllm_speed import _randomize_one
 from qarl_nemo.metrics.results import append_results
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b"
@@ -191,3 +192,13 @@ def test_files_table_and_figures_hold_what_was_measured(model, tmp_path):
     assert figures["rollout_weights_gib_bf16"] == 57
     assert figures["rollout_noise_max"] == pytest.approx(0.1)
     assert not any("w4a8" in name for name in figures)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("w13_weight_packed", torch.int32), ("w13_weight", torch.int8), ("w2_weight", torch.float8_e4m3fn)],
+)
+def test_measured_weights_have_many_values(name, dtype):
+    weight = torch.zeros(64, 64).to(dtype)
+    _randomize_one(f"model.layers.0.mlp.experts.{name}", weight)
+    assert len(weight.float().unique()) > 50
