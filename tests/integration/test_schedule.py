@@ -42,6 +42,7 @@ def test_a_learner_that_stayed_on_the_old_grid_would_show(tmp_path, monkeypatch)
     assert gaps[0] < 1e-4 < 1e-2 < gaps[2]
 
 
+@pytest.mark.slow
 def test_rollouts_alone_may_change_their_grid(tmp_path):
     train(tmp_path, qarl=QARL | {"alignment": "rollout_only"})
     gaps = column(read_metrics(tmp_path), "mismatch/abs_gap_mean")

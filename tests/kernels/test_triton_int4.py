@@ -42,11 +42,11 @@ def test_quantizes_as_the_reference(make, shape, convention, group_size, emit):
     check(quantized, weight, group_size, convention)
 
 
-GRIDS = [(bits, convention) for bits in (2, 3) for convention in CONVENTIONS] + [(4, "clipped_range")]
+GRIDS = [(bits, convention, "bf16") for bits in (2, 3) for convention in CONVENTIONS]
+GRIDS += [(2, "full_range", "fp8"), (4, "clipped_range", "bf16"), (4, "clipped_range", "fp8")]
 
 
-@pytest.mark.parametrize(("grid_bits", "convention"), GRIDS)
-@pytest.mark.parametrize("emit", ["bf16", "fp8"])
+@pytest.mark.parametrize(("grid_bits", "convention", "emit"), GRIDS)
 def test_other_grids_are_quantized_as_the_reference(grid_bits, convention, emit):
     weight = significand_pairs(128, octaves=1).bfloat16().to(DEVICE)
     quantized = int4_quantize_pack(weight, 128, convention, grid_bits=grid_bits, emit=emit)
