@@ -108,9 +108,9 @@ def test_experts_may_lie_anywhere(layout):
 
 
 # 2^-120: the scale is subnormal. From 2^-8 of the maximum on all quotients round to zero.
-@pytest.mark.parametrize("exponent", [-120, 0, 127])
+@pytest.mark.parametrize("exponent", [-120, 0] if INTERPRETED else [-120, 0, 127])
 def test_all_pairs_of_significands(exponent):
-    pairs = significand_pairs(4096, octaves=10)[:: 16 if INTERPRETED else 1]
+    pairs = significand_pairs(4096, octaves=10)[:: 32 if INTERPRETED else 1]
     weight = (pairs.float() * 2.0**exponent).bfloat16().to(DEVICE)
     check_weight(int8_channel_quantize(weight), weight)
 
@@ -144,8 +144,7 @@ def reference(rows, stored, offsets, row_weight, *, channel_first):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("channel_first", [True, False])
+@pytest.mark.parametrize(("weighted", "channel_first"), [(True, False), (False, True)])
 def test_the_product_is_bit_equal(case, weighted, channel_first):
     rows, stored, offsets = problem(*case)
     row_weight = torch.rand(len(rows[0]), device=DEVICE) + 0.01 if weighted else None
