@@ -13,7 +13,9 @@ class DatasetConfig(StrictModel):
 
     dataset_name: Literal["ResponseDataset", "gsm8k", "math", "openr1_math"] = OWN
     """`ResponseDataset` reads `data_path`; the others know their place on the hub, their fields and answers."""
-    data_path: str | None = Field(None, description="Local file or folder, or a name on the hub; None = the named one.")
+    data_path: str | None = Field(
+        None, min_length=1, description="Local file or folder, or a name on the hub; None = the named one."
+    )
     subset: str | None = Field(None, description="The hub's configuration; None = the named set's, or the only one.")
     split: str = Field("train", description="Split, or a part of one: train[:100], train[90%:].")
     input_key: str | None = Field(None, description="Field of the problem, text or messages; None = the set's.")

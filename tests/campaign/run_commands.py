@@ -281,8 +281,8 @@ def _same_value(found: Any, given: Any) -> bool:
 def _data_problem(folder: Path, config: dict[str, Any]) -> str | None:
     of_key = [config["data"].get(key) or [] for key in ("train", "validation")]
     for dataset in [one for found in of_key for one in (found if isinstance(found, list) else [found])]:
-        name, undamaged = dataset.get("data_path"), DatasetConfig(data_path=dataset.get("data_path", ""))
-        if dataset != undamaged.model_dump(mode="json"):
+        name = dataset.get("data_path")
+        if not name or dataset != DatasetConfig(data_path=name).model_dump(mode="json"):
             continue
         for number, line in enumerate((folder / name).read_text("utf-8").splitlines()):
             record = json.loads(line) if line.strip() else {"problem": "", "answer": ""}

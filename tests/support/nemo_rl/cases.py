@@ -24,7 +24,7 @@ class Start:
         gap: smallest and largest legal mean of |prev - generation| over the steps, nats.
         kills: the Ray actor that is killed in the middle of the step after `kills_after`; empty for none.
         kills_after: how many steps this start finishes before.
-        learns: the mean reward of the last ten steps exceeds that of the first ten by this much.
+        learns: the mean reward of the last ten steps exceeds that of the case's first ten by this much.
         says: what every learner rank says when it shares its GPU with an engine.
     """
 

@@ -226,3 +226,8 @@ def test_what_is_quoted_of_a_bad_line_is_short(tmp_path):
     with pytest.raises(ValueError, match=r"line 1: .*field0, .*line 2: it is nested more than 100") as raised:
         read_tasks(DatasetConfig(data_path=path))
     assert len(str(raised.value)) < 2000
+
+
+def test_an_empty_path_is_not_the_current_folder():
+    with pytest.raises(ValueError, match="data_path"):
+        DatasetConfig(data_path="")
