@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 import torch
 
+from support.formats import FORMATS
 from support.megatron.results import figures, keep_figures, run_ranks_of, training_error, wrong_tensors
 
 pytestmark = [
@@ -71,7 +72,7 @@ def check_all_gradients_are_compared(ranks):
 
 def check_layers(cases):
     """In every format a layer gives the embedded engine's bits, wherever its experts live."""
-    assert len(cases) == 7 * 2 * 3
+    assert len(cases) == len(FORMATS) * 2 * 3
     for key, case in cases.items():
         assert case["same_bits"], key
         bound = SUMS_DIFFER if "float32" in key else 0.02
