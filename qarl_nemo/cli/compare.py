@@ -78,6 +78,5 @@ def compare(
     )
     result = measure(settings, typer.echo)
     Console().print(*comparison_tables(result), *operator_tables(result))
-    written = [*write_comparison(output, settings, result)]
-    written += append_comparison(settings, result, record, record_operators)
+    written = [*write_comparison(output, settings, result), *append_comparison(settings, result, record, record_operators)]
     typer.echo("written: " + ", ".join(map(str, written)))
