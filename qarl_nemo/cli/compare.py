@@ -45,8 +45,7 @@ def compare(
 
     The engine answers the prompts at temperature 1 and greedily; the learner scores the same tokens. Arms: aligned (the
     learner executes the format that the engine serves), rollout_only (BF16 learner) and bf16 (both sides, the floor).
-    Beside these: attention, the learner against itself with another attention kernel (the format's own floor), and
-    engine, which reads its own responses again.
+    Beside these: attention (another kernel in the learner: the format's own floor), engine (its responses read again).
     """
     from rich.console import Console
 
@@ -78,5 +77,6 @@ def compare(
     )
     result = measure(settings, typer.echo)
     Console().print(*comparison_tables(result), *operator_tables(result))
-    written = [*write_comparison(output, settings, result), *append_comparison(settings, result, record, record_operators)]
+    written = [*write_comparison(output, settings, result)]
+    written += append_comparison(settings, result, record, record_operators)
     typer.echo("written: " + ", ".join(map(str, written)))
