@@ -60,19 +60,38 @@ def _gib(value: float) -> tuple[float, str, str]:
     return value, "GiB", "<="
 
 
+def start_seconds(folder: Path, run: Run) -> float:
+    """Return how long an arm took from its command to its first step: the first step's end - its length - the command.
+
+    Args:
+        folder: the arm's, with memory.csv, whose first row is a second after the command.
+        run: its logs.
+    """
+    with (folder / "memory.csv").open(encoding="utf-8", newline="") as rows:
+        began = float(next(csv.DictReader(rows))["time_s"]) - 1.0
+    first = int(run.steps[0])
+    return _ends(folder / "logs")[first] - float(run.column("timing/step_s")[0]) - began
+
+
 def _windows(logs: Path, run: Run, steps: Sequence[int]) -> Iterator[tuple[str, float, float]]:
     """Yield phase, begin and end as seconds of the clock; a step's phases end when it is logged."""
-    ends = {}
-    for file in sorted(logs.glob("exp_*/tensorboard/events.out.tfevents.*")):
-        for event in LegacyEventFileLoader(str(file)).Load():
-            if any(value.tag == _ENDS for value in event.summary.value):
-                ends[event.step] = event.wall_time
+    ends = _ends(logs)
     for step in steps:
         end = ends[step]
         for phase in reversed(ORDER):
             begin = end - float(run.column(f"timing/{phase}_s")[run.steps == step][0])
             yield phase, begin, end
             end = begin
+
+
+def _ends(logs: Path) -> dict[int, float]:
+    """Return when each step was logged, in seconds of the clock."""
+    ends = {}
+    for file in sorted(logs.glob("exp_*/tensorboard/events.out.tfevents.*")):
+        for event in LegacyEventFileLoader(str(file)).Load():
+            if any(value.tag == _ENDS for value in event.summary.value):
+                ends[event.step] = event.wall_time
+    return ends
 
 
 def _watched(file: Path, windows: Sequence[tuple[str, float, float]]) -> dict[str, list[tuple[float, list[float]]]]:

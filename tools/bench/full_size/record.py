@@ -1,14 +1,19 @@
 """Turn an arm's logs into rows of docs/results/full_size.json.
 
 python tools/bench/full_size/record.py WORK/w4a16 --arm w4a16 --skip 1 docs/results/full_size.json
+
+NeMo-RL's own launcher writes no run.json: `--facts` takes that of another arm of the same host, and what only our workers
+log has no row.
 """
 
 import argparse
+import math
 from pathlib import Path
 
 import numpy as np
-from phase_memory import Figures, memory_figures
+from phase_memory import Figures, memory_figures, start_seconds
 
+from qarl_nemo.files import read_json
 from qarl_nemo.metrics.nemo_rl_logs import read_facts
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
@@ -22,6 +27,7 @@ GOALS = {
     "full_update_tokens_s_gpu": 8000.0,
     "full_logprob_tokens_s_gpu": 20000.0,
     "full_memory_error": 0.05,
+    "full_start_s": 150.0,
 }
 MODEL = Path(__file__).parents[3] / "examples/models/qwen3-30b-a3b/config.json"
 
@@ -43,7 +49,7 @@ def figures(run: Run, steps: list[int], *, tokens: float, gpus: int) -> Figures:
     step = median("timing/step_s")
     phases = {name: median(f"timing/{name}_s") for name in PHASES}
     other = step - sum(phases[name] for name in COMPUTED)
-    return {
+    found = {
         "full_step_s": (step, "s", "<="),
         "full_tokens_s_gpu": (tokens / gpus / step, "tokens/s", ">="),
         "full_update_tokens_s_gpu": (tokens / gpus / phases["update"], "tokens/s", ">="),
@@ -53,6 +59,7 @@ def figures(run: Run, steps: list[int], *, tokens: float, gpus: int) -> Figures:
         "full_gap": (median("mismatch/abs_gap_mean"), "nats", "<="),
         **{f"full_phase_s_{name}": (value, "s", "<=") for name, value in phases.items()},
     }
+    return {name: figure for name, figure in found.items() if math.isfinite(figure[0])}
 
 
 def main() -> None:
@@ -69,15 +76,18 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=128)
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--config", type=Path, default=MODEL, help="the model's config.json that run.py was given")
+    parser.add_argument("--facts", type=Path, help="run.json of another arm, where this one has none")
     parser.add_argument("--options", default="", help="what else run.py was given")
     arguments = parser.parse_args()
-    run, facts = load_run(arguments.folder / "logs"), read_facts(arguments.folder / "logs")
+    run = load_run(arguments.folder / "logs")
+    facts = read_json(arguments.facts, "facts") if arguments.facts else read_facts(arguments.folder / "logs")
     steps = [int(step) for step in run.steps if step not in arguments.skip]
     answers = float(np.median(run.column("response_length_tokens/mean")[np.isin(run.steps, steps)]))
     tokens = arguments.responses * (arguments.prompt_tokens + answers)
     found = []
     measured = figures(run, steps, tokens=tokens, gpus=arguments.gpus)
     measured |= memory_figures(arguments.folder, run, steps, arguments.config)
+    measured["full_start_s"] = (start_seconds(arguments.folder, run), "s", "<=")
     for name, (value, unit, op) in measured.items():
         arm = f"{name}_{arguments.arm}_{arguments.workload}"
         # Goals are those of the whole model.
