@@ -2,8 +2,8 @@
 
 python tools/bench/full_size/record.py WORK/w4a16 --arm w4a16 --skip 1 docs/results/full_size.json
 
-NeMo-RL's own launcher writes no run.json: `--facts` takes that of another arm of the same host, and what only our workers
-log has no row.
+NeMo-RL's own launcher writes no run.json: `--facts` takes that of another arm of the same host, and what only our
+workers log has no row.
 """
 
 import argparse
