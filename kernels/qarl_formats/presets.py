@@ -19,6 +19,8 @@ from dataclasses import replace
 from qarl_formats.record import BF16_BYTES, Kernel, OnDevice, QuantFormat, ScaleConvention, VllmKernels
 
 SCALE_CONVENTIONS = ("narrow_range", "full_range", "clipped_range")
+# The formats whose codes others may round: eight bits, of which 4 and 2 are whole parts.
+NESTING = {"w8a16": 8}
 FP8_BLOCK = 128
 
 
@@ -183,14 +185,19 @@ def formats_with_groups() -> tuple[str, ...]:
 
 
 def get_format(
-    name: str, *, group_size: int | None = None, scale_convention: ScaleConvention | None = None
+    name: str,
+    *,
+    group_size: int | None = None,
+    scale_convention: ScaleConvention | None = None,
+    nested_in: str | None = None,
 ) -> QuantFormat:
     """Return the format called `name`, its options filled with the format's defaults.
 
     Args:
         name: one of `FORMAT_NAMES` or of `OTHER_NAMES`.
         group_size: elements per scale along K; integer formats only, None = 128.
-        scale_convention: integer formats only, None = `full_range`.
+        scale_convention: integer formats only, None = `full_range`; of the grid that codes are nested in, if they are.
+        nested_in: integer formats only: the format whose codes are published, and rounded to this format's.
 
     Returns:
         The format's record.
@@ -202,7 +209,7 @@ def get_format(
     if fmt is None:
         legal = f"{', '.join(FORMAT_NAMES)}; {OTHER_NAMES}"
         raise ValueError(f"unknown format {name!r}{why_impossible(name)}; legal: {legal}")
-    options = {"group_size": group_size, "scale_convention": scale_convention}
+    options = {"group_size": group_size, "scale_convention": scale_convention, "nested_in": nested_in}
     given = {key: value for key, value in options.items() if value is not None}
     if not fmt.group_sizes and given:
         wrong, fix = (
@@ -217,8 +224,13 @@ def get_format(
         problems.append(f"group_size={group_size} (legal for {name}: {', '.join(map(str, fmt.group_sizes))})")
     if scale_convention is not None and scale_convention not in SCALE_CONVENTIONS:
         problems.append(f"scale_convention={scale_convention!r} (legal: {', '.join(SCALE_CONVENTIONS)})")
+    if nested_in is not None and (nested_in not in NESTING or 8 % fmt.num_bits):
+        problems.append(f"nested_in={nested_in!r} (legal: {', '.join(NESTING)}, for codes stored in 8, 4 or 2 bits)")
     if problems:
         raise ValueError(f"format {name!r} cannot take {'; '.join(problems)}; null, in a config, takes the default")
     return replace(
-        fmt, group_size=group_size or fmt.group_size, scale_convention=scale_convention or fmt.scale_convention
+        fmt,
+        group_size=group_size or fmt.group_size,
+        scale_convention=scale_convention or fmt.scale_convention,
+        nested_bits=NESTING[nested_in] if nested_in else 0,
     )

@@ -1,7 +1,7 @@
 """The record of one number format: its arithmetic, its storage, and how vLLM 0.25.1 serves it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Literal
 
@@ -105,6 +105,8 @@ class QuantFormat:
         scale_bits: bits of a group's or block's scale; 0 where a whole row has one.
         row_scaled: a scale that GEMMs apply spans a whole row of K: a shard of the row would get another scale.
         grid_bits: integer grids only: bits of the grid that codes lie on, `num_bits` or fewer of them.
+        nested_bits: integer grids only: bits of the finer codes that the learner stores and publishes, and that are
+            rounded to `grid_bits` where they are multiplied or served; 0 where codes are stored as they are served.
         scale_convention: integer grids only: `narrow_range` is amax/(2^(b-1)-1) on the symmetric grid, `full_range`
             amax/((2^b-1)/2) on the whole two's-complement grid, `clipped_range` amax/2^(b-1) on the same, where the
             largest positive weight loses a step.
@@ -124,6 +126,7 @@ class QuantFormat:
     scale_bits: int = 0
     row_scaled: bool = False
     grid_bits: int = 0
+    nested_bits: int = 0
     scale_convention: ScaleConvention | None = None
     operand_bytes: int = 0
     vllm: VllmKernels | None = field(default=None, repr=False)
@@ -141,7 +144,22 @@ class QuantFormat:
     @property
     def codes_per_word(self) -> int:
         """Integer codes in one stored int32 word; 1 where weights are not packed."""
-        return 32 // self.num_bits if self.weight_kind == "int" else 1
+        return 32 // self.code_bits if self.weight_kind == "int" else 1
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of one code as the learner stores and publishes it."""
+        return self.nested_bits or self.num_bits
+
+    @property
+    def published_name(self) -> str:
+        """Name of the format that published tensors are in: another one's where codes are nested."""
+        return f"w{self.nested_bits}a16" if self.nested_bits else self.name
+
+    @property
+    def narrowed(self) -> "QuantFormat":
+        """What engines and quantized checkpoints hold of it: codes that are rounded already."""
+        return replace(self, nested_bits=0)
 
     @property
     def bits_per_weight(self) -> float:

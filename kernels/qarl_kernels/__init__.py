@@ -18,6 +18,7 @@ from qarl_kernels.dispatch_norms import rms_norm, rms_norm_backward, rotate_pair
 from qarl_kernels.dispatch_rows import combine_rows, expert_rows, expert_rows_backward, spread_rows
 from qarl_kernels.expert_mlp import expert_mlp_reference
 from qarl_kernels.gemm import GemmOperand, gemm
+from qarl_kernels.nested import narrow_tensor
 from qarl_kernels.routing import RoutedRows, one_group, route_rows
 from qarl_kernels.weights import QuantizedWeight, stored_layout, unfit_values, weight_problems
 
@@ -40,6 +41,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_input_grad",
     "grouped_weight_grad",
+    "narrow_tensor",
     "one_group",
     "quantization_config",
     "quantize_weight",

@@ -107,7 +107,7 @@ def quantize_with_operand(
 
 
 def _has_quantizer(fmt: QuantFormat) -> bool:
-    return fmt.num_bits == 4 if fmt.weight_kind == "int" else fmt.is_quantized
+    return fmt.code_bits == 4 if fmt.weight_kind == "int" else fmt.is_quantized
 
 
 def require_finite(weights: Mapping[str, QuantizedWeight]) -> None:
@@ -139,6 +139,7 @@ def gemm_operand(weight: QuantizedWeight, dtype: torch.dtype, *, packed: bool = 
     Returns:
         The operand: 8-bit values and scales, or a BF16 weight; on a CPU FP32 holding the same values.
     """
+    weight = weight.narrowed()
     stored = next(iter(weight.tensors.values()))
     if dtype == torch.bfloat16 and runs_kernels(stored.new_empty(0, dtype=dtype)):
         from qarl_kernels.ops.weights import operand_from_weight

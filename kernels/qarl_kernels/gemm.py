@@ -41,6 +41,7 @@ class GemmOperand:
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, dtype: torch.dtype) -> "GemmOperand":
         """Prepare a stored weight for activations of `dtype`."""
+        weight = weight.narrowed()
         fmt = weight.format
         if fmt.weight_kind == "int" and fmt.activation_kind == "fp8_token":
             values, scale = fp8.encode_int4_as_fp8(weight.codes(), weight.tensors["weight_scale"])

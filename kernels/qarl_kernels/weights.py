@@ -8,6 +8,7 @@ from torch import Tensor
 from qarl_formats import FP8_BLOCK, QuantFormat
 from qarl_kernels import fp8, int8, integer
 from qarl_kernels.integer import OVERFLOW
+from qarl_kernels.nested import narrow_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,20 @@ class QuantizedWeight:
         """Stored size in bytes, scales included."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def narrowed(self) -> "QuantizedWeight":
+        """Return what engines hold of it: itself, or nested codes rounded to the format's grid."""
+        if not self.format.nested_bits:
+            return self
+        tensors = {suffix: narrow_tensor(suffix, tensor, self.format) for suffix, tensor in self.tensors.items()}
+        return QuantizedWeight(self.format.narrowed, self.shape, tensors, self.nonfinite)
+
     def codes(self) -> Tensor:
-        """Return the integer codes [..., N, K] int8 of an integer format."""
+        """Return the integer codes [..., N, K] int8 of an integer format, as they are stored."""
         assert self.format.weight_kind == "int"
-        return integer.unpack_int32(self.tensors["weight_packed"], self.format.num_bits, self.shape[-1])
+        return integer.unpack_int32(self.tensors["weight_packed"], self.format.code_bits, self.shape[-1])
 
     def dequantize(self) -> Tensor:
-        """Return the stored weight as numbers: code * scale (integer, in BF16) or bf16(w8 * scale) (FP8, INT8).
+        """Return the served weight as numbers: code * scale (integer, in BF16) or bf16(w8 * scale) (FP8, INT8).
 
         A GEMM multiplies `GemmOperand.effective_weight`: the same numbers, except that w4a8's engine re-encodes the
         stored int4 weight to FP8 (`fp8.encode_int4_as_fp8`) and products of 8-bit numbers are not rounded to BF16.
@@ -49,7 +57,8 @@ class QuantizedWeight:
         """
         kind = self.format.weight_kind
         if kind == "int":
-            return integer.dequantize_integer(self.codes(), self.tensors["weight_scale"])
+            served = self.narrowed()
+            return integer.dequantize_integer(served.codes(), served.tensors["weight_scale"])
         if kind == "plain":
             return self.tensors["weight"]
         values = self.tensors["weight"].float()
@@ -71,7 +80,7 @@ def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[t
     """
     *batch, rows, columns = shape
     if fmt.weight_kind == "int":
-        words = -(-columns // (32 // fmt.num_bits))
+        words = -(-columns // fmt.codes_per_word)
         return {
             "weight_packed": ((*batch, rows, words), torch.int32),
             "weight_scale": ((*batch, rows, columns // fmt.group_size), torch.bfloat16),
@@ -133,8 +142,9 @@ def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) ->
 def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
     if fmt.weight_kind == "int":
         assert fmt.scale_convention is not None
-        codes, scale = integer.quantize_integer(weight, fmt.grid_bits, fmt.group_size, fmt.scale_convention)
-        return {"weight_packed": integer.pack_int32(codes, fmt.num_bits), "weight_scale": scale}
+        grid_bits = fmt.nested_bits or fmt.grid_bits
+        codes, scale = integer.quantize_integer(weight, grid_bits, fmt.group_size, fmt.scale_convention)
+        return {"weight_packed": integer.pack_int32(codes, fmt.code_bits), "weight_scale": scale}
     if fmt.weight_kind in ("fp8_rows", "int8_rows"):
         quantize = int8.quantize_channel if fmt.weight_kind == "int8_rows" else fp8.quantize_channel
         values, scale = quantize(weight)

@@ -103,7 +103,7 @@ def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, devi
         return ConvertedTensor(tensor, {name: weight})
     module = name.removesuffix(".weight")
     blocks = weight.split(_ROWS_AT_ONCE) if device == "cpu" else (weight.to(device),)
-    parts = [quantize_weight(block, fmt, name=name).tensors for block in blocks]
+    parts = [quantize_weight(block, fmt, name=name).narrowed().tensors for block in blocks]
     stored = {f"{module}.{suffix}": torch.cat([part[suffix] for part in parts]).cpu() for suffix in parts[0]}
     if fmt.stores_shape:
         stored[f"{module}.weight_shape"] = torch.tensor(tensor.info.shape, dtype=torch.int64)

@@ -77,13 +77,14 @@ def settings_record(plan: QuantizePlan) -> dict[str, Any]:
         plan: the conversion.
 
     Returns:
-        Tool version, format, group size, scale convention and targets.
+        Tool version, format, group size, scale convention, the format that codes are nested in, and targets.
     """
     return {
         "tool": TOOL,
         "format": plan.fmt.name,
         "group_size": plan.fmt.group_size,
         "scale_convention": plan.fmt.scale_convention,
+        **({"nested_in": plan.fmt.published_name} if plan.fmt.nested_bits else {}),
         "targets": list(plan.targets),
     }
 

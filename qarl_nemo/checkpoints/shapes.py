@@ -102,5 +102,5 @@ def stored_bytes(shape: tuple[int, ...], fmt: QuantFormat) -> int:
     Returns:
         Bytes.
     """
-    tensors = sum(math.prod(part) * dtype.itemsize for part, dtype in stored_layout(shape, fmt).values())
+    tensors = sum(math.prod(part) * dtype.itemsize for part, dtype in stored_layout(shape, fmt.narrowed).values())
     return tensors + (WEIGHT_SHAPE_BYTES if fmt.stores_shape else 0)

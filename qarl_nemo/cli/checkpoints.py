@@ -5,8 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qarl_formats import DEFAULT_FORMAT
-from qarl_nemo.cli.options import Device, Format, GroupSize, MaxShardBytes, Overwrite, ScaleConvention, Targets
+from qarl_formats import DEFAULT_FORMAT, get_format
+from qarl_nemo.cli.options import (
+    Device,
+    Format,
+    GroupSize,
+    MaxShardBytes,
+    NestedIn,
+    Overwrite,
+    ScaleConvention,
+    Targets,
+)
 from qarl_nemo.cli.program import command
 
 if TYPE_CHECKING:
@@ -21,16 +30,16 @@ def quantize(
     format_name: Format = DEFAULT_FORMAT,
     group_size: GroupSize = None,
     scale_convention: ScaleConvention = None,
+    nested_in: NestedIn = None,
     targets: Targets = "experts",
     max_shard_bytes: MaxShardBytes = 1 << 30,
     device: Device = "cpu",
     overwrite: Overwrite = False,
 ) -> None:
     """Write a quantized checkpoint that stock vLLM loads; streams shard by shard and resumes after a kill."""
-    from qarl_kernels import get_format
     from qarl_nemo.checkpoints import open_checkpoint
 
-    fmt = get_format(format_name, group_size=group_size, scale_convention=scale_convention)  # type: ignore[arg-type]
+    fmt = _format(format_name, group_size, scale_convention, nested_in)
     _quantize(open_checkpoint(source), destination, fmt, targets, max_shard_bytes, overwrite, device)
 
 
@@ -42,6 +51,7 @@ def convert(
     format_name: Format = DEFAULT_FORMAT,
     group_size: GroupSize = None,
     scale_convention: ScaleConvention = None,
+    nested_in: NestedIn = None,
     targets: Targets = "experts",
     max_shard_bytes: MaxShardBytes = 1 << 30,
     device: Device = "cpu",
@@ -54,12 +64,16 @@ def convert(
 
     Streams, resumes after a kill, and unpickles nothing but torch's own table of contents.
     """
-    from qarl_kernels import get_format
     from qarl_nemo.checkpoints import open_megatron
 
-    fmt = get_format(format_name, group_size=group_size, scale_convention=scale_convention)  # type: ignore[arg-type]
+    fmt = _format(format_name, group_size, scale_convention, nested_in)
     checkpoint = open_megatron(source, hf_model, drop_vocab_padding=drop_vocab_padding)
     _quantize(checkpoint, destination, fmt, targets, max_shard_bytes, overwrite, device)
+
+
+def _format(name: str, group_size: int | None, scale_convention: str | None, nested_in: str | None) -> "QuantFormat":
+    options = {"group_size": group_size, "scale_convention": scale_convention, "nested_in": nested_in}
+    return get_format(name, **options)  # type: ignore[arg-type]
 
 
 def _quantize(

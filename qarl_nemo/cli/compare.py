@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from qarl_formats import DEFAULT_FORMAT
-from qarl_nemo.cli.options import ScaleConvention
+from qarl_nemo.cli.options import NestedIn, ScaleConvention
 from qarl_nemo.cli.program import command
 
 
@@ -19,6 +19,7 @@ def compare(
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
     scale_convention: ScaleConvention = None,
+    nested_in: NestedIn = None,
     targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
     engine: Annotated[str, typer.Option(help="packed (built in, any machine) or vllm (own process).")] = "packed",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
@@ -59,6 +60,7 @@ def compare(
         formats=tuple(formats or [DEFAULT_FORMAT]),
         group_size=group_size,
         scale_convention=scale_convention,
+        nested_in=nested_in,
         targets=tuple(target.strip() for target in targets.split(",")),
         engine=engine,
         device=device,

@@ -49,6 +49,9 @@ class QarlConfig(StrictModel):
     scale_convention: ScaleConvention | None = None
     """Integer grid at 4 bits: amax/7 on [-7, 7] (`narrow_range`), amax/7.5 on [-8, 7] (`full_range`, the default), or
     amax/8 on [-8, 7] (`clipped_range`)."""
+    nested_in: Literal["w8a16"] | None = None
+    """Publish the codes of this finer format, which learner and engines round to those of `format`; integer formats
+    only."""
     schedule: tuple[Stage, ...] | None = Field(None, max_length=64)
     """Progressive bits: the grids that follow the format's own in the course of a run."""
     targets: tuple[Literal["experts", "attention", "mlp"], ...] = Field(("experts",), min_length=1, max_length=3)
@@ -131,7 +134,12 @@ class QarlConfig(StrictModel):
         Raises:
             ValueError: an option that the format does not take.
         """
-        return get_format(self.format, group_size=self.group_size, scale_convention=self.scale_convention)
+        return get_format(
+            self.format,
+            group_size=self.group_size,
+            scale_convention=self.scale_convention,
+            nested_in=self.nested_in,
+        )
 
     @property
     def executed_format(self) -> QuantFormat:
@@ -142,4 +150,4 @@ class QarlConfig(StrictModel):
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:
         """Return the options of integer formats if the command line chooses another format."""
         fmt = find_format(str(said.get("format", DEFAULT_FORMAT)))
-        return set() if fmt and fmt.group_sizes else {"group_size", "scale_convention", "schedule"}
+        return set() if fmt and fmt.group_sizes else {"group_size", "scale_convention", "nested_in", "schedule"}

@@ -143,7 +143,7 @@ def _cut_problems(fmt: QuantFormat, name: str, setting: str, columns: int | None
     per_word = fmt.codes_per_word
     if columns % per_word:
         return [
-            f"{setting}: {columns} columns of {name} do not fill int32 words of {per_word} {fmt.num_bits}-bit codes"
+            f"{setting}: {columns} columns of {name} do not fill int32 words of {per_word} {fmt.code_bits}-bit codes"
         ]
     return []
 

@@ -7,12 +7,13 @@ from qarl_nemo.memory.units import BF16
 from qarl_nemo.parallelism import Parallelism
 
 
-def served_bytes(model: ModelSize, served: Learner) -> float:
+def served_bytes(model: ModelSize, served: Learner, *, published: bool = False) -> float:
     """Compute the weights of one rollout engine.
 
     Args:
         model: its sizes.
         served: the engine's format, group size and targets.
+        published: count the weights as they arrive, where finer codes are published than are served.
 
     Returns:
         Bytes, on all of the engine's GPUs together.
@@ -20,7 +21,8 @@ def served_bytes(model: ModelSize, served: Learner) -> float:
     per_layer = model.expert_parameters + model.mlp_parameters
     per_layer += model.attention_parameters if served.attention else 0
     quantized = model.num_layers * per_layer
-    packed = stored_bytes(served.record or get_format(BASELINE))
+    fmt = served.record or get_format(BASELINE)
+    packed = stored_bytes(fmt if published else fmt.narrowed)
     return packed * quantized + BF16 * (model.num_parameters - quantized)
 
 
@@ -50,7 +52,8 @@ def refit_bytes(
         the update; the engine's KV cache is asleep.
     """
     whole = served_bytes(model, served or learner)
+    arriving = served_bytes(model, served or learner, published=True)
     held = rank_memory(model, ranks, learner).parts
-    update = max(whole / model.num_layers, BF16 * model.vocab_size * model.hidden) if layerwise else whole
+    update = max(arriving / model.num_layers, BF16 * model.vocab_size * model.hidden) if layerwise else arriving
     optimizer = held["optimizer"] if optimizer_stays else 0.0
     return held["weights"] + held["packed"] + optimizer + whole / engine_tp + update

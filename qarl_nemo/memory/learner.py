@@ -35,6 +35,7 @@ class Learner:
         logits: whether to count them: `tokens` x vocabulary in BF16, FP32 and FP32 gradient.
         logprob_chunk: tokens whose logits are FP32 at a time (NeMo-RL's `logprob_chunk_size`); None: all at once.
         busiest: rows that the busiest rank's experts get, over the mean.
+        nested_in: the finer format whose codes it stores; None: the format's own.
     """
 
     format: str | None = DEFAULT_FORMAT
@@ -48,6 +49,7 @@ class Learner:
     logits: bool = True
     busiest: float = 1.0
     logprob_chunk: int | None = None
+    nested_in: str | None = None
 
     def __post_init__(self) -> None:
         fmt = find_format(self.format or "")
@@ -75,7 +77,7 @@ class Learner:
         """What is known of the format; None for Megatron's own BF16."""
         if self.format is None:
             return None
-        fmt = get_format(self.format)
+        fmt = get_format(self.format, nested_in=self.nested_in)
         return replace(fmt, group_size=self.group_size) if fmt.group_sizes else fmt
 
 

@@ -143,6 +143,7 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         # BF16 runs through the same code, which stacks the experts' weights as it does packed ones.
         format=qarl.executed_format.name,
         group_size=qarl.group_size or 128,
+        nested_in=qarl.nested_in if qarl.executed_format.nested_bits else None,
         attention="attention" in qarl.targets,
         keep_operand=qarl.keep_operand,
         optimizer=_optimizer(look_up(megatron, "optimizer", {})),
@@ -156,7 +157,12 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
 
 
 def _served(qarl: Any) -> Learner:
-    return Learner(format=qarl.format, group_size=qarl.group_size or 128, attention="attention" in qarl.targets)
+    return Learner(
+        format=qarl.format,
+        group_size=qarl.group_size or 128,
+        attention="attention" in qarl.targets,
+        nested_in=qarl.nested_in,
+    )
 
 
 def _engine_bytes(model: ModelSize, layout: Layout, served: Learner) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from qarl_kernels import QuantFormat
+from qarl_kernels import QuantFormat, narrow_tensor
 from qarl_nemo.names import reads_norm
 from qarl_nemo.refit.publish import Layer
 
@@ -23,10 +23,13 @@ class FlippedCodes:
 
     Args:
         fmt: the rollout engine's format.
+
+    Attributes:
+        format: the same; a stage of a run changes its grid.
     """
 
     def __init__(self, fmt: QuantFormat) -> None:
-        self._format = fmt
+        self.format = fmt
         self._rows: dict[str, Tensor] = {}
         self._changed: list[tuple[tuple[str, ...], int, Tensor]] = []
 
@@ -66,12 +69,13 @@ class FlippedCodes:
         is_codes = suffix == "weight_packed" or (suffix == "weight" and tensor.element_size() == 1)
         if not is_codes and suffix not in _SCALES:
             return
-        rows, before = _sample(tensor), self._rows.get(name)
+        # What engines serve is compared, also where finer codes are published.
+        rows, before = self._served(suffix, _sample(tensor)), self._rows.get(name)
         self._rows[name] = rows
         if before is None or before.shape != rows.shape:
             return
         if suffix == "weight_packed":
-            num_columns = layer[f"{owner}.weight_scale"].shape[-1] * self._format.group_size
+            num_columns = layer[f"{owner}.weight_scale"].shape[-1] * self.format.group_size
             differ = self._lanes(rows ^ before)[..., :num_columns]
         else:
             # FP8 is compared as bytes, because not every device compares its values.
@@ -80,9 +84,12 @@ class FlippedCodes:
         size = tensor[..., 0].numel() * differ.shape[-1]
         self._changed.append((kinds, size, differ.mean(dtype=torch.float64)))
 
+    def _served(self, suffix: str, rows: Tensor) -> Tensor:
+        return narrow_tensor(suffix, rows, self.format) if self.format.nested_bits else rows
+
     def _lanes(self, words: Tensor) -> Tensor:
-        bits = self._format.num_bits
-        shifts = torch.arange(0, bits * self._format.codes_per_word, bits, device=words.device)
+        bits = self.format.num_bits
+        shifts = torch.arange(0, bits * self.format.narrowed.codes_per_word, bits, device=words.device)
         return ((words[..., None] >> shifts.int()) & (2**bits - 1)).flatten(-2) != 0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from qarl_nemo.refit.manifest import Manifest, checksum_on_device, read_checksums
+from qarl_nemo.refit.manifest import Manifest, checksum_on_device, narrowed, read_checksums
 
 
 class IncomingUpdate:
@@ -26,12 +26,13 @@ class IncomingUpdate:
         self.layers: dict[str, dict[str, Tensor]] = {}
         self._layer_of = layer_of
         self._part = part
+        self._nested = manifest.nested
         self._checksums: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
         self._problems: list[str] = []
 
     def add(self, tensors: Mapping[str, Tensor], *, buffered: bool = False) -> None:
-        """Take whole tensors in; `problems` reports what is wrong with them.
+        """Take whole tensors in, rounded where they come nested; `problems` reports what is wrong with them.
 
         Args:
             tensors: tensors by published name; their bytes must stay until the update is done.
@@ -45,8 +46,10 @@ class IncomingUpdate:
                 self._problems.append(problem)
                 continue
             self._checksums[name] = checksum_on_device(tensor)
-            part = self._part(name, tensor)
-            kept = part.clone() if buffered and part.numel() < tensor.numel() else part
+            whole = narrowed(name, tensor, self._nested)
+            part = self._part(name, whole)
+            owned = buffered or whole is not tensor
+            kept = part.clone() if owned and part.numel() < whole.numel() else part
             self.layers.setdefault(self._layer_of(name), {})[name] = kept
 
     def refuse(self, problems: Iterable[str]) -> None:

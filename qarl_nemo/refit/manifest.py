@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qarl_kernels import QuantFormat, get_format, narrow_tensor
+
 # Odd multipliers make every byte's position count; 64-bit wrap-around is the modulus.
 _CHUNK_WORDS = 1 << 20
-_MESSAGE = {"version", "format", "records"}
+_MESSAGE = {"version", "format", "published", "grid_bits", "records"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +48,28 @@ class Manifest:
 
     Attributes:
         version: weight version the tensors come from.
-        format: name of the quantized weights' format.
+        format: name of the format that the engine serves.
         records: one record for each tensor name.
+        published: name of the format that the tensors are in; None: of `format`, and nothing is narrowed.
+        grid_bits: bits of the grid that an engine rounds codes of `published` to.
     """
 
     version: int
     format: str
     records: dict[str, TensorRecord]
+    published: str | None = None
+    grid_bits: int = 0
 
     @classmethod
-    def of(cls, layers: Iterable[Mapping[str, Tensor]], *, version: int, fmt: str) -> "Manifest":
+    def of(
+        cls,
+        layers: Iterable[Mapping[str, Tensor]],
+        *,
+        version: int,
+        fmt: str,
+        published: str | None = None,
+        grid_bits: int = 0,
+    ) -> "Manifest":
         """Describe the tensors of these layers; those of a stream are not kept."""
         layouts: dict[str, tuple[tuple[int, ...], str]] = {}
         sums = []
@@ -64,7 +78,22 @@ class Manifest:
                 layouts[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
                 sums.append(checksum_on_device(tensor))
         values = zip(layouts.items(), read_checksums(sums), strict=True)
-        return cls(version, fmt, {name: TensorRecord(*layout, value) for (name, layout), value in values})
+        records = {name: TensorRecord(*layout, value) for (name, layout), value in values}
+        return cls(version, fmt, records, published, grid_bits)
+
+    @property
+    def nested(self) -> QuantFormat | None:
+        """The engine's format, nested in the published one; None where tensors are served as they arrive.
+
+        Raises:
+            ValueError: there are no such formats, or no such grid.
+        """
+        if self.published is None:
+            return None
+        fmt = get_format(self.format, nested_in=self.published)
+        if not 2 <= self.grid_bits <= fmt.num_bits:
+            raise ValueError(f"grid_bits={self.grid_bits}: codes of {self.format} have 2 to {fmt.num_bits} bits")
+        return replace(fmt, grid_bits=self.grid_bits)
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +103,13 @@ class Manifest:
     def to_message(self) -> dict[str, Any]:
         """Return the manifest as what JSON and msgpack can hold."""
         records = {name: [list(r.shape), r.dtype, r.checksum] for name, r in self.records.items()}
-        return {"version": self.version, "format": self.format, "records": records}
+        return {
+            "version": self.version,
+            "format": self.format,
+            "published": self.published,
+            "grid_bits": self.grid_bits,
+            "records": records,
+        }
 
     @classmethod
     def from_message(cls, message: Any) -> "Manifest":
@@ -88,7 +123,13 @@ class Manifest:
         if not isinstance(message["format"], str) or not isinstance(message["records"], Mapping):
             raise ValueError("a manifest's format is a name and its records are named; this message's are not")
         records = {name: _record(name, record) for name, record in message["records"].items()}
-        return cls(message["version"], message["format"], records)
+        published, grid_bits = message["published"], message["grid_bits"]
+        if not isinstance(published, str | None) or type(grid_bits) is not int:
+            raise ValueError("a manifest's published format is a name or null and grid_bits a number; these are not")
+        manifest = cls(message["version"], message["format"], records, published, grid_bits)
+        # Asked for here, because a nesting that cannot be is no manifest.
+        _ = manifest.nested
+        return manifest
 
     def layout_problems(self, expected: "Layout") -> list[str]:
         """Compare the manifest with what the rollout engine holds.
@@ -99,6 +140,11 @@ class Manifest:
         Returns:
             One sentence for each missing, unknown or differently laid out tensor.
         """
+        nested = self.nested
+        if nested:
+            expected = {
+                name: (published_shape(name, shape, nested), dtype) for name, (shape, dtype) in expected.items()
+            }
         found = [f"the update lacks {name}, which this engine needs" for name in expected if name not in self.records]
         for name, record in self.records.items():
             if name not in expected:
@@ -106,7 +152,10 @@ class Manifest:
                 continue
             shape, dtype = expected[name][0], dtype_name(expected[name][1])
             if (record.shape, record.dtype) != (shape, dtype):
-                found.append(f"{name} is {record.dtype} {list(record.shape)}, this engine holds {dtype} {list(shape)}")
+                takes = f"takes from {nested.published_name}" if nested else "holds"
+                found.append(
+                    f"{name} is {record.dtype} {list(record.shape)}, this engine {takes} {dtype} {list(shape)}"
+                )
         return found
 
     def problem(self, name: str, tensor: Tensor) -> str | None:
@@ -117,6 +166,39 @@ class Manifest:
     def missing(self, names: Container[str]) -> list[str]:
         """Return one sentence for each tensor of the manifest that is not among `names`."""
         return [f"missing: {name}" for name in self.records if name not in names]
+
+
+def published_shape(name: str, shape: tuple[int, ...], nested: QuantFormat) -> tuple[int, ...]:
+    """Return the shape of a published tensor that narrows to one of this shape.
+
+    Args:
+        name: published name.
+        shape: what the engine holds.
+        nested: the engine's format, nested in the published one.
+
+    Returns:
+        The shape; that of packed codes has more words.
+    """
+    if not name.endswith(".weight_packed"):
+        return shape
+    return (*shape[:-1], shape[-1] * nested.code_bits // nested.num_bits)
+
+
+def narrowed(name: str, tensor: Tensor, nested: QuantFormat | None) -> Tensor:
+    """Return a published tensor as the engine holds it: codes and scales of a finer grid are rounded.
+
+    Args:
+        name: published name.
+        tensor: the whole tensor.
+        nested: `Manifest.nested`.
+
+    Returns:
+        The tensor itself where nothing is rounded.
+    """
+    suffix = name.rpartition(".")[2]
+    if nested is None or suffix not in ("weight_packed", "weight_scale"):
+        return tensor
+    return narrow_tensor(suffix, tensor, nested)
 
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

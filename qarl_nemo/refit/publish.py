@@ -62,7 +62,7 @@ class RefitUpdate:
             The update and its manifest.
         """
         held = [dict(layer) for layer in layers]
-        return cls(Manifest.of(held, version=version, fmt=fmt.name), held)
+        return cls(_manifest(held, fmt, version), held)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ class StreamedUpdate:
         lend: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
         watch: Callable[[Iterable[Layer]], Iterator[Layer]] = iter,
     ) -> None:
-        self.manifest = Manifest.of(watch(stream()), version=version, fmt=fmt.name)
+        self.manifest = _manifest(watch(stream()), fmt, version)
         self.rehearsed = rehearsed
         self._passes = [lend(stream()) for _ in range(2 if rehearsed else 1)]
         self._num_begun = 0
@@ -148,6 +148,11 @@ class StreamedUpdate:
 
 
 Update = RefitUpdate | StreamedUpdate
+
+
+def _manifest(layers: Iterable[Layer], fmt: QuantFormat, version: int) -> Manifest:
+    published, grid_bits = (fmt.published_name, fmt.grid_bits) if fmt.nested_bits else (None, 0)
+    return Manifest.of(layers, version=version, fmt=fmt.name, published=published, grid_bits=grid_bits)
 
 
 def publish(

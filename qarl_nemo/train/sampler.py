@@ -23,7 +23,7 @@ class PackedSampler:
 
     Args:
         config: the learner's model config.
-        fmt: format of the packed weights.
+        fmt: format of the packed weights; nested codes are rounded when they arrive.
         targets: which layers are packed.
         dtype: activations and unquantized parameters.
         device: where everything lives.
@@ -44,7 +44,7 @@ class PackedSampler:
         pad_id: int,
         keep_operand: bool = True,
     ) -> None:
-        self.format = fmt
+        self.format = fmt = fmt.narrowed
         self.device = device
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(stop_ids, device=device)

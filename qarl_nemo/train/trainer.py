@@ -147,7 +147,8 @@ class Trainer:
         stage = self.config.qarl.stage(step)
         if stage is None or stage == self.stage:
             return
-        self.stage, self.format = stage, self.config.qarl.served_at(step)
+        self.stage = stage
+        self.flips.format = self.format = self.config.qarl.served_at(step)
         with timer.phase("refit"):
             self.learner.enter_stage(self.config.qarl.executed_at(step), stage.reset_moments)
             self._refit()

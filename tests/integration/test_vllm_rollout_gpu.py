@@ -43,6 +43,8 @@ FORMATS = {
     "w4a16": {"format": "w4a16", "group_size": 128},
     "w3a16": {"format": "w3a16", "group_size": 128},
     "w2a16": {"format": "w2a16", "group_size": 32},
+    "nested_w4a16": {"format": "w4a16", "group_size": 128, "nested_in": "w8a16"},
+    "nested_w2a16": {"format": "w2a16", "group_size": 32, "nested_in": "w8a16"},
     "w4a8": {"format": "w4a8"},
     "fp8_block": {"format": "fp8_block"},
     "fp8_channel": {"format": "fp8_channel"},

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qarl_kernels import get_format
+from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import InstallReport, install
 from qarl_nemo.layers.router import NO_ROUTE
 from qarl_nemo.losses.build import build_loss
@@ -47,10 +47,11 @@ class Engine:
     optimizer: MasterOptimizer
     learner: Learner
     sampler: PackedSampler
+    format: QuantFormat
 
     def publish(self, fmt=None) -> RefitUpdate:
         parameters = self.model.named_parameters()
-        fmt = self.sampler.format if fmt is None else fmt
+        fmt = self.format if fmt is None else fmt
         return publish(self.report.weights, parameters, fmt, version=self.report.changes.count)
 
     def refit(self) -> None:
@@ -99,7 +100,7 @@ def make_engine(
         logprob_batch_size=64,
         packing=SequencePackingConfig(),
     )
-    engine = Engine(model, report, masters, learner, sampler)
+    engine = Engine(model, report, masters, learner, sampler, fmt)
     engine.refit()
     return engine
 

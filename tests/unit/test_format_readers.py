@@ -59,7 +59,7 @@ def test_the_config_knows_it(fmt):
     qarl = block(fmt)
     assert qarl.served_format == qarl.executed_format == fmt
     assert QarlConfig.keys_without_meaning({"format": fmt.name}) == (
-        set() if fmt.group_sizes else {"group_size", "scale_convention", "schedule"}
+        set() if fmt.group_sizes else {"group_size", "scale_convention", "nested_in", "schedule"}
     )
     if fmt.is_quantized:
         assert qarl.model_copy(update={"alignment": "rollout_only"}).executed_format == get_format(BASELINE)

@@ -34,6 +34,7 @@ class CompareSettings:
         formats: formats that the engine serves, with a pair of arms each; the BF16 floor is always measured.
         group_size: elements per scale of integer formats; None = 128.
         scale_convention: grid of integer formats; None = `full_range`.
+        nested_in: the finer format whose codes integer formats round; None = codes of their own.
         targets: what is quantized.
         engine: `packed` or `vllm`.
         device: `cpu`, `cuda` or `auto`.
@@ -55,6 +56,7 @@ class CompareSettings:
     formats: tuple[str, ...] = (DEFAULT_FORMAT,)
     group_size: int | None = None
     scale_convention: str | None = None
+    nested_in: str | None = None
     targets: tuple[str, ...] = ("experts",)
     engine: str = "packed"
     device: str = "auto"
@@ -176,7 +178,7 @@ def _integer_options(settings: CompareSettings, name: str) -> dict[str, Any]:
     # Next to an integer format, these are not meant for other formats; without one, they refuse them.
     if any(map(_takes_groups, settings.formats)) and not _takes_groups(name):
         return {}
-    return {"group_size": settings.group_size, "scale_convention": settings.scale_convention}
+    return {key: getattr(settings, key) for key in ("group_size", "scale_convention", "nested_in")}
 
 
 def _takes_groups(name: str) -> bool:

@@ -25,6 +25,7 @@ class EngineCase:
         expert_size: I, width of an expert.
         one_kernel_at_a_time: every launch waits for the one before, whatever its stream.
         rehearsed: updates come layer by layer, twice.
+        nested_in: the finer format that updates are published in.
     """
 
     format: str
@@ -41,6 +42,7 @@ class EngineCase:
     expert_size: int = 512
     one_kernel_at_a_time: bool = False
     rehearsed: bool = False
+    nested_in: str | None = None
 
     @property
     def name(self) -> str:
@@ -57,6 +59,8 @@ class EngineCase:
             parts.append("blocking")
         if self.rehearsed:
             parts.append("rehearsed")
+        if self.nested_in:
+            parts.append("nested")
         return "-".join(parts)
 
     @property
@@ -96,6 +100,9 @@ def one_gpu() -> list[EngineCase]:
         cases.append(EngineCase(name, ("methods", *_BRIEF), targets=("experts",)))
         cases.append(EngineCase(name, _BRIEF, targets=("experts",), starts_from="B", sender="file"))
         cases.append(EngineCase(name, (*_REHEARSED, "memory"), sender="ipc", rehearsed=True))
+    for name, size in (("w4a16", None), ("w2a16", 32), ("w4a8", None)):
+        cases.append(EngineCase(name, _BRIEF, size, nested_in="w8a16"))
+    cases.append(EngineCase("w4a16", _REHEARSED, sender="ipc", rehearsed=True, nested_in="w8a16"))
     # After the other checks, as its process is killed in the end.
     cases.append(EngineCase("w4a16", ("faults",), sender="ipc", targets=("experts",), rounds=100))
     return cases
@@ -119,6 +126,7 @@ def several_gpus() -> list[EngineCase]:
     cases.append(EngineCase("w4a16", _REHEARSED, sender="ipc", tensor_parallel=2, rehearsed=True))
     cases.append(EngineCase("bf16", _REHEARSED, sender="ipc", tensor_parallel=2, expert_parallel=True, rehearsed=True))
     cases.append(EngineCase("fp8_block", _REHEARSED, sender="collective", rehearsed=True))
+    cases.append(EngineCase("w4a16", _BRIEF, sender="ipc", tensor_parallel=2, nested_in="w8a16"))
     # 192 on each rank: not a multiple of the group.
     cases.append(EngineCase("w4a16", (NO_START,), sender="ipc", tensor_parallel=2, expert_size=384))
     return cases

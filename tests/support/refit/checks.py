@@ -32,7 +32,7 @@ class Rig:
 
     def __init__(self, case: EngineCase, source: Path, scratch: Path, start: Callable[[EngineCase, Path], Any]) -> None:
         self.case = case
-        self.format = get_format(case.format, group_size=case.group_size)
+        self.format = get_format(case.format, group_size=case.group_size, nested_in=case.nested_in)
         self.scratch = scratch
         checkpoint = scratch / "checkpoint"
         quantize_checkpoint(source / f"{case.starts_from}{case.expert_size}", checkpoint, self.format, case.targets)

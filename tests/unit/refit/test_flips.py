@@ -86,3 +86,15 @@ def test_weights_of_another_shape_are_not_compared(codes):
     flips = FlippedCodes(get_format("w4a16", group_size=32))
     figures(flips, published(codes, torch.ones(2, 16, 2).bfloat16()))
     assert figures(flips, published(codes[:1], torch.ones(1, 16, 2).bfloat16())) == {}
+
+
+def test_only_codes_that_flip_for_the_engine_count(codes):
+    flips = FlippedCodes(get_format("w4a16", group_size=32, nested_in="w8a16"))
+    scale = torch.ones(2, 16, 2).bfloat16()
+    fine = codes * 16
+    assert figures(flips, published(fine, scale, UP, 8)) == {}
+    # 7 steps of 256 are less than half a step of 16; 9 are more, towards zero so that no clamp is met.
+    fine[0, 0] += 7 * (1 - 2 * (fine[0, 0] > 0).to(torch.int8))
+    assert figures(flips, published(fine, scale, UP, 8))["flipped_codes"] == 0
+    fine[1, 3] += 9 * (1 - 2 * (fine[1, 3] > 0).to(torch.int8))
+    assert figures(flips, published(fine, scale, UP, 8))["flipped_codes"] == 64 / 2048

@@ -1,11 +1,15 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qarl_nemo.refit.manifest as manifest_module
+from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.manifest import Manifest, TensorRecord, checksum
+from support.asserts import assert_bitwise_equal
 
 DTYPES = [
     torch.int32,
@@ -183,3 +187,52 @@ def test_the_engines_layout_is_compared_whole(tensors):
         "the update lacks o_proj.weight, which this engine needs",
         "this engine has no place for empty",
     ]
+
+
+NESTED = get_format("w4a16", group_size=32, nested_in="w8a16")
+
+
+def nested_update(weight, grid_bits=4):
+    stored = quantize_weight(weight, NESTED)
+    tensors = {f"q_proj.{suffix}": tensor for suffix, tensor in stored.tensors.items()} | {"norm.weight": torch.ones(8)}
+    return tensors, Manifest.of([tensors], version=1, fmt="w4a16", published="w8a16", grid_bits=grid_bits)
+
+
+@pytest.mark.parametrize("grid_bits", [4, 2])
+def test_codes_that_come_nested_are_rounded_on_arrival(grid_bits):
+    tensors, manifest = nested_update(torch.randn(8, 64), grid_bits)
+    manifest = Manifest.from_message(manifest.to_message())
+    fmt = dataclasses.replace(NESTED, grid_bits=grid_bits)
+    assert manifest.nested == dataclasses.replace(fmt, group_size=128)
+    # The engine's own shapes, eight codes a word, stand for the update's, with four.
+    layout = {"q_proj.weight_packed": ((8, 8), torch.int32), "q_proj.weight_scale": ((8, 2), torch.bfloat16)}
+    layout |= {"norm.weight": ((8,), torch.float32)}
+    assert manifest.layout_problems(layout) == []
+    plain = Manifest.of([tensors], version=1, fmt="w4a16").layout_problems(layout)
+    assert plain == ["q_proj.weight_packed is int32 [8, 16], this engine holds int32 [8, 8]"]
+    layout["q_proj.weight_packed"] = ((8, 4), torch.int32)
+    assert manifest.layout_problems(layout) == [
+        "q_proj.weight_packed is int32 [8, 16], this engine takes from w8a16 int32 [8, 8]"
+    ]
+    update = IncomingUpdate(manifest, layer_of=lambda name: name.rpartition(".")[0], part=lambda _, whole: whole)
+    update.add(tensors)
+    assert update.problems() == []
+    served = quantize_weight(torch.zeros(8, 64), fmt)
+    served.tensors.update({name.rpartition(".")[2]: one for name, one in tensors.items() if "q_proj" in name})
+    for suffix, tensor in served.narrowed().tensors.items():
+        assert_bitwise_equal(update.layers["q_proj"][f"q_proj.{suffix}"], tensor)
+    assert update.layers["norm"]["norm.weight"] is tensors["norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"published": "w6a16"}, "nested_in='w6a16'"),
+        ({"format": "fp8_block"}, "takes no nested_in"),
+        ({"grid_bits": 8}, "grid_bits=8: codes of w4a16 have 2 to 4 bits"),
+    ],
+)
+def test_a_nesting_that_cannot_be_is_no_manifest(change, problem):
+    _, manifest = nested_update(torch.randn(8, 64))
+    with pytest.raises(ValueError, match=problem):
+        Manifest.from_message(manifest.to_message() | change)

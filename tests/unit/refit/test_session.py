@@ -144,6 +144,9 @@ def test_a_fresh_rank_begins_with_any_version():
     [
         (["records"], [], "records are named"),
         (["format"], 4, "format is a name"),
+        (["published"], 8, "published format is a name or null"),
+        (["published"], "w6a16", "nested_in"),
+        (["grid_bits"], None, "grid_bits a number"),
         (["records", NAMES[1]], None, NAMES[1]),
         (["records", NAMES[1], 0], 4, NAMES[1]),
         (["records", NAMES[1], 0, 0], -4, NAMES[1]),
@@ -159,7 +162,7 @@ def test_what_is_no_manifest_is_refused_by_name(session, path, value, said):
     place[path[-1]] = value
     with pytest.raises(ValueError, match=said):
         session.begin(message, False)
-    with pytest.raises(ValueError, match="a manifest holds format, records, version"):
+    with pytest.raises(ValueError, match="a manifest holds format, grid_bits, published, records, version"):
         session.begin({key: value for key, value in message.items() if key != path[0]}, False)
     assert_serves(session, update_of(1))
 

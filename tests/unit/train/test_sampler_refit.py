@@ -213,3 +213,22 @@ def served(sampler):
 def test_a_version_that_is_not_newer_is_refused(engine, version):
     step_weights(engine)
     assert_refused(engine, described(engine.publish().tensors, version=version), repr(version))
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w2a16", "w4a8"])
+def test_one_set_of_8_bit_codes_serves_engines_of_fewer(name):
+    fmt = get_format(name, nested_in="w8a16", group_size=None if name == "w4a8" else 32)
+    engine = make_engine(fmt)
+    update = engine.publish()
+    assert (update.manifest.format, update.manifest.published) == (name, "w8a16")
+    rollouts = sample(engine)
+    assert gaps(engine, rollouts).max() < 1e-4
+    for weight in engine.report.weights.values():
+        slot, stored = engine.sampler.slots[weight.name], weight.quantized()
+        for suffix, tensor in stored.tensors.items():
+            assert_bitwise_equal(update.tensors[f"{weight.name}.{suffix}"], tensor)
+        assert slot.weight.num_bytes < stored.num_bytes
+        assert_bitwise_equal(slot.operand().effective_weight(), weight.operand().effective_weight())
+    # An engine that took the 8-bit codes for its own would have to refuse their shape.
+    plain = described(update.tensors, fmt=name)
+    assert_refused(engine, plain, "int32")
