@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qarl_kernels import rms_norm, rms_norm_backward, rotate_pairs, runs_kernels
+from qarl_nemo.layers.norm_noise import add_noise
 
 
 class _EngineNorm(torch.autograd.Function):
@@ -44,7 +45,7 @@ class _EngineRotation(torch.autograd.Function):
         return rotate_pairs(grad_out, *ctx.saved_tensors, back=True), None, None
 
 
-def normalize(x: Tensor, weight: Tensor, eps: float, *, after_add: bool) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, eps: float, *, after_add: bool, noise: Tensor | None = None) -> Tensor:
     """Normalize the last dimension, y = x / sqrt(mean(x^2) + eps) * w in FP32, rounded once.
 
     Args:
@@ -52,12 +53,14 @@ def normalize(x: Tensor, weight: Tensor, eps: float, *, after_add: bool) -> Tens
         weight: [H].
         eps: added to the mean square.
         after_add: the engine adds the residual in the same kernel.
+        noise: [H] FP32, added to the weight.
 
     Returns:
         [..., H] in x's dtype, with gradients.
 
     Source: vLLM 0.25.1 csrc/libtorch_stable/layernorm_kernels.cu.
     """
+    weight = add_noise(weight, noise)
     if runs_kernels(x):
         return _EngineNorm.apply(x, weight, eps, after_add)
     return rms_norm(x, weight, eps, after_add=after_add)

@@ -26,10 +26,11 @@ _IN_TORCH = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, m
 class _Normalizing:
     after_add: bool
     engine_eps: float
+    noise: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension: [..., H] -> [..., H] in x's dtype."""
-        return normalize(x, self.weight, self.engine_eps, after_add=self.after_add)
+        return normalize(x, self.weight, self.engine_eps, after_add=self.after_add, noise=self.noise)
 
 
 class EngineNorm:

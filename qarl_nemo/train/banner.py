@@ -8,6 +8,7 @@ from rich.console import Console
 from qarl_nemo.config import QarlConfig
 from qarl_nemo.files import readable_bytes
 from qarl_nemo.train.config import ArithmeticData, LocalConfig, VllmRolloutConfig
+from qarl_nemo.train.noise import NoiseConfig
 from qarl_nemo.train.preflight import Prepared
 
 _LABEL = 12
@@ -53,7 +54,7 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         "model": f"{config.policy.model_path or 'random weights (policy.model_init)'}, "
         f"{_readable_count(prepared.num_parameters)} parameters, {config.policy.precision} on {prepared.device}",
         "rollouts": f"{prepared.format.name}{_groups(prepared)}{_stages(qarl)}, {quantized} of {len(prepared.rows)} "
-        f"modules quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}",
+        f"modules quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}{_noise(rollout.noise)}",
         **kv_cache,
         "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
         f"{grpo.num_generations_per_prompt} responses a step",
@@ -116,6 +117,13 @@ def _groups(prepared: Prepared) -> str:
 
 def _stages(qarl: QarlConfig) -> str:
     return "".join(f", {stage.bits} bits from step {stage.from_step}" for stage in qarl.schedule or ())
+
+
+def _noise(noise: NoiseConfig | None) -> str:
+    if noise is None:
+        return ""
+    unit = " of |w|" if noise.relative else ""
+    return f", noise of {noise.start:g} to {noise.end:g}{unit} on norms in {noise.stages} stages, {noise.mode}"
 
 
 def _readable_count(count: int) -> str:

@@ -9,6 +9,7 @@ from qarl_nemo.config import QarlConfig, StrictModel
 from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
+from qarl_nemo.train.noise import NoiseConfig
 from qarl_nemo.train.vllm.limits import config_problems
 
 # The largest random model; in FP32 it takes 400 GB.
@@ -201,6 +202,7 @@ class RolloutSettings(StrictModel):
     top_p: float = Field(1.0, gt=0, le=1)
     """Truncates sampling; logprobs on both sides stay those of the untruncated distribution at `temperature`."""
     batch_size: int = Field(1024, ge=1, le=65_536, description="Responses decoded at once.")
+    noise: NoiseConfig | None = Field(None, description="Exploration by noise on the engine's norms; None = none.")
 
 
 class PackedRolloutConfig(RolloutSettings):

@@ -31,10 +31,11 @@ class EngineNorm(nn.Module):
         self.weight: nn.Parameter = norm.weight
         self.eps: float = norm.variance_epsilon
         self.after_add = after_add
+        self.noise: Tensor | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension: hidden_states [..., H] -> [..., H] in their dtype."""
-        return normalize(hidden_states, self.weight, self.eps, after_add=self.after_add)
+        return normalize(hidden_states, self.weight, self.eps, after_add=self.after_add, noise=self.noise)
 
 
 class EngineAttention(nn.Module):

@@ -1,6 +1,8 @@
 """The learner: logprobs through the aligned forward, and one policy update over a rollout batch's minibatches."""
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +10,11 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.layers.norm_noise import NormNoise, add_noise, takes_noise
 from qarl_nemo.losses.build import LossFn
 from qarl_nemo.losses.nonfinite import cause_of, first_nonfinite
 from qarl_nemo.losses.ratios import LossData
-from qarl_nemo.refit.publish import RefitUpdate
+from qarl_nemo.refit.publish import Layer, RefitUpdate
 from qarl_nemo.train.config import SequencePackingConfig
 from qarl_nemo.train.packing import split_by_tokens
 from qarl_nemo.train.policy import Policy
@@ -46,6 +49,7 @@ class Learner:
         micro_batch_size: responses of one forward and backward.
         logprob_batch_size: responses of one forward without gradient.
         packing: token budgets; if enabled, they take the place of both numbers of responses.
+        replay_noise: run each batch through norms with the noise that sampled it; without it they are clean.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Learner:
         micro_batch_size: int,
         logprob_batch_size: int,
         packing: SequencePackingConfig,
+        replay_noise: bool = False,
     ) -> None:
         self.policy = policy
         self.loss_fn = loss_fn
@@ -66,10 +71,11 @@ class Learner:
         self.micro_batch_size = micro_batch_size
         self.logprob_batch_size = logprob_batch_size
         self.packing = packing
+        self.replay_noise = replay_noise
 
     @property
     def weight_version(self) -> int:
-        """The number by which the rollout engine knows the policy's weights: how often they changed."""
+        """The number by which the rollout engine knows the policy's weights: how often they or their noise changed."""
         return self.policy.changes.count
 
     @property
@@ -77,9 +83,35 @@ class Learner:
         """Number of skipped optimizer steps since the last one that was applied."""
         return self.policy.optimizer.skipped_in_a_row
 
-    def publish(self, fmt: QuantFormat) -> RefitUpdate:
-        """Return the policy's weights as the rollout engine will serve them in `fmt`, under their version."""
-        return RefitUpdate.of(self.policy.layers(fmt), fmt, version=self.weight_version)
+    def publish(self, fmt: QuantFormat, noise: NormNoise | None = None) -> RefitUpdate:
+        """Return the policy's weights as the rollout engine will serve them, under their version.
+
+        Args:
+            fmt: the engine's format.
+            noise: added to the published norms; the policy's own stay clean.
+
+        Returns:
+            The update.
+        """
+        return RefitUpdate.of(_with_noise(self.policy.layers(fmt), noise), fmt, version=self.weight_version)
+
+    def change_noise(self) -> None:
+        """Count a change of the published noise, which makes another version of the same weights."""
+        self.policy.changes.bump()
+
+    @torch.no_grad()
+    def noise_rms(self, noise: NormNoise) -> float:
+        """Return the root mean square of what a noise adds to the norms once the sums are rounded.
+
+        Args:
+            noise: the noise.
+
+        Returns:
+            The root mean square; below sigma where the norms' dtype has no number near enough.
+        """
+        weights = {name: norm.weight for name, norm in self.policy.noisy_norms().items()}
+        added = [add_noise(one, noise.draw(name, one)).float() - one.float() for name, one in weights.items()]
+        return float(torch.cat(added).square().mean().sqrt())
 
     def enter_stage(self, fmt: QuantFormat, reset_moments: bool) -> None:
         """Execute a format of another grid from now on, under a new version, since the engine will serve it.
@@ -135,8 +167,9 @@ class Learner:
         """
         logprobs = torch.zeros_like(rollouts.generation_logprobs)
         rows = torch.arange(len(logprobs), device=logprobs.device)
-        for part in self._split(rollouts, rows, self.logprob_batch_size, self.packing.logprob_mb_tokens):
-            logprobs[part] = self.token_logprobs(rollouts.select(part))[0]
+        with self._replaying(rollouts.noise):
+            for part in self._split(rollouts, rows, self.logprob_batch_size, self.packing.logprob_mb_tokens):
+                logprobs[part] = self.token_logprobs(rollouts.select(part))[0]
         self.policy.sum_over_ranks([logprobs])
         return logprobs
 
@@ -158,12 +191,13 @@ class Learner:
         curr = torch.zeros_like(prev_logprobs)
         sequences: dict[str, Tensor] = {}
         skipped = []
-        for rows in minibatches:
-            step = self._minibatch(rollouts, prev_logprobs, advantages, rows, curr, sequences)
-            for name, value in step.items():
-                totals[name] = totals.get(name, 0.0) + value
-            if step["optim/skipped_steps"]:
-                skipped.append(self._cause(rollouts, prev_logprobs, advantages, rows, curr))
+        with self._replaying(rollouts.noise):
+            for rows in minibatches:
+                step = self._minibatch(rollouts, prev_logprobs, advantages, rows, curr, sequences)
+                for name, value in step.items():
+                    totals[name] = totals.get(name, 0.0) + value
+                if step["optim/skipped_steps"]:
+                    skipped.append(self._cause(rollouts, prev_logprobs, advantages, rows, curr))
         self.policy.sum_over_ranks([curr, *sequences.values()])
         metrics = {name: value if _is_count(name) else value / len(minibatches) for name, value in totals.items()}
         return UpdateResult(metrics, sequences, curr, tuple(skipped))
@@ -209,6 +243,18 @@ class Learner:
             self.policy.changes.bump()
         return metrics | {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(not applied)}
 
+    @contextmanager
+    def _replaying(self, noise: NormNoise | None) -> Iterator[None]:
+        # Around the backward, too, which may run a checkpointed layer's forward again.
+        norms = self.policy.noisy_norms() if self.replay_noise else {}
+        for name, norm in norms.items():
+            norm.noise = noise.draw(name, norm.weight) if noise else None
+        try:
+            yield
+        finally:
+            for norm in norms.values():
+                norm.noise = None
+
     def _split(self, rollouts: Rollouts, rows: Tensor, num_responses: int, num_tokens: int) -> list[Tensor]:
         own = self.policy.own_rows(rows)
         if self.packing.enabled:
@@ -232,6 +278,14 @@ class Learner:
         loss, *values = totals.tolist()
         names = [f"loss/{name}" for name in sums if name]
         return loss, dict(zip(names, values, strict=True))
+
+
+def _with_noise(layers: Iterable[Layer], noise: NormNoise | None) -> Iterator[Layer]:
+    if noise is None:
+        yield from layers
+        return
+    for layer in layers:
+        yield layer | {name: add_noise(one, noise.draw(name, one)) for name, one in layer.items() if takes_noise(name)}
 
 
 def _is_count(metric: str) -> bool:

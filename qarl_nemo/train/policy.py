@@ -1,16 +1,17 @@
 """The interface between the loop and the model it trains, and its implementation by a transformers model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.layers.install import InstallReport
+from qarl_nemo.layers.norm_noise import takes_noise
 from qarl_nemo.layers.weight import MasterChanges
 from qarl_nemo.losses.logprobs import head_logprobs
 from qarl_nemo.refit.publish import Layer, publish_layers
@@ -37,6 +38,18 @@ class PolicyOptimizer(Protocol):
 
     def reset_moments(self) -> None:
         """Forget the gradients of all steps so far."""
+
+
+class NoisyNorm(Protocol):
+    """A norm of the model.
+
+    Attributes:
+        weight: [H].
+        noise: [H] FP32, added to the weight in the forward; None adds nothing.
+    """
+
+    weight: nn.Parameter
+    noise: Tensor | None
 
 
 class Policy(Protocol):
@@ -75,6 +88,9 @@ class Policy(Protocol):
 
     def execute(self, fmt: QuantFormat) -> None:
         """Execute `fmt` from now on, which differs from the format before in its grid alone."""
+
+    def noisy_norms(self) -> Mapping[str, NoisyNorm]:
+        """Return the norms that take noise, by the published names of their weights."""
 
     def table(self) -> list[dict[str, Any]]:
         """Return one line for each module with weights: `InstallRow`'s fields."""
@@ -157,6 +173,11 @@ class TransformersPolicy:
         """See `Policy`."""
         for weight in self.report.weights.values():
             weight.execute(fmt)
+
+    def noisy_norms(self) -> Mapping[str, NoisyNorm]:
+        """See `Policy`."""
+        named: Any = ((f"{name}.weight", module) for name, module in self.model.named_modules())
+        return {name: module for name, module in named if takes_noise(name)}
 
     def table(self) -> list[dict[str, Any]]:
         """See `Policy`."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qarl_nemo.layers.norm_noise import NormNoise
 from qarl_nemo.layers.router import NO_ROUTE
 
 
@@ -27,6 +28,7 @@ class Rollouts:
         routes: [B, S, L, k] int16 chosen experts, -1 where the engine computed none; None without routers.
         truncated: [B] bool, whether there was no stop token within the budget.
         weight_version: the version that sampled every response of the batch.
+        noise: what was added to that version's norms; None if nothing was.
     """
 
     input_ids: Tensor
@@ -36,6 +38,7 @@ class Rollouts:
     routes: Tensor | None
     truncated: Tensor
     weight_version: int
+    noise: NormNoise | None = None
 
     @property
     def num_prompt_columns(self) -> int:
@@ -45,7 +48,7 @@ class Rollouts:
     def select(self, rows: Tensor | slice) -> "Rollouts":
         """Return some of the responses."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rollouts(**{name: v[rows] if isinstance(v, Tensor) else v for name, v in values.items()})
+        return replace(self, **{name: v[rows] for name, v in values.items() if isinstance(v, Tensor)})
 
     def widen(self, num_response_columns: int, pad_id: int) -> "Rollouts":
         """Append empty response columns until there are `num_response_columns`."""

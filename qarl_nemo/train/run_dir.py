@@ -108,7 +108,9 @@ def _require_same_run(config: LocalConfig) -> None:
             f"{path} is missing, so that nothing says which run this folder holds; choose another run_dir=..."
         )
     found, wanted = read_yaml(path), config.model_dump(mode="json", exclude={"compare"})
-    differing = _differences(_flatten(found), _flatten(wanted))
+    # The stages of noise are parts of the whole run.
+    free = tuple(key for key in _FREE_KEYS if config.rollout.noise is None or key != "grpo.max_num_steps")
+    differing = _differences(_flatten(found), _flatten(wanted), free)
     if differing:
         raise ConfigError(
             f"{config.run_dir} holds a run with another config; resume it with the same one, or choose another "
@@ -116,8 +118,8 @@ def _require_same_run(config: LocalConfig) -> None:
         )
 
 
-def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    keys = sorted(key for key in {*found, *wanted} if not key.startswith(_FREE_KEYS))
+def _differences(found: dict[str, Any], wanted: dict[str, Any], free: tuple[str, ...]) -> list[str]:
+    keys = sorted(key for key in {*found, *wanted} if not key.startswith(free))
     return [
         f"{key}: there {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys if found.get(key) != wanted.get(key)
     ]

@@ -186,6 +186,7 @@ def build_learner(config: LocalConfig, policy: Policy) -> Learner:
         micro_batch_size=config.policy.train_micro_batch_size,
         logprob_batch_size=config.policy.logprob_batch_size,
         packing=config.policy.sequence_packing,
+        replay_noise=config.rollout.noise is not None and config.rollout.noise.mode == "replayed",
     )
 
 

@@ -40,6 +40,8 @@ def step_metrics(
         "reward/std": float(rewards.std()),
         "response_length_tokens/mean": float(mask.sum(-1).float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
+        # Of the policy that sampled, noise on its norms included, whatever the learner runs.
+        "rollout/entropy_estimate": -float(rollouts.generation_logprobs[mask].mean()),
         **result.metrics,
         **dict(zip(("prox_ratio/p01", "prox_ratio/p50", "prox_ratio/p99"), quantiles, strict=True)),
         **mismatch_metrics(prev_logprobs, rollouts.generation_logprobs, mask),

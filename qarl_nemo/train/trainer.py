@@ -3,12 +3,14 @@
 import json
 import time
 from collections import deque
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qarl_nemo.data.problems import task_rewards
 from qarl_nemo.files import write_atomic
+from qarl_nemo.layers.norm_noise import NormNoise
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
 from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
@@ -68,6 +70,7 @@ class Trainer:
             self.learner.resume(checkpoint_dir(config.run_dir, self.step), version)
         self.sampler = build_sampler(config, self.model, self.tokenizer, self.device)
         self.flips = FlippedCodes(self.format)
+        self.noise = self._noise(done + 1)
         self.last_skip = ""
 
     def train(self) -> None:
@@ -119,6 +122,7 @@ class Trainer:
         with timer.phase("reward"):
             rewards = self.rewards(rollouts, tasks)
             advantages = group_advantages(rewards, grpo.num_generations_per_prompt, normalize=grpo.normalize_rewards)
+        noise_metrics = self._noise_metrics(step)
         with timer.phase("prev_logprobs"):
             prev = self.learner.prev_logprobs(rollouts)
         with timer.phase("update"):
@@ -126,20 +130,25 @@ class Trainer:
         for cause in result.skipped:
             self.last_skip = cause
             progress.console.print(f"step {step}: optimizer step skipped: {cause}", markup=False)
+        validates = grpo.val_period > 0 and (step % grpo.val_period == 0 or step == 1)
         with timer.phase("refit"):
-            update = self._refit()
+            update = self._change_noise(None if validates else self._noise(step + 1))
         tokens = int(rollouts.response_mask.sum())
         metrics = step_metrics(rollouts, rewards, prev, advantages, result)
         metrics |= timer.finish_step({"rollout": tokens, "prev_logprobs": tokens, "update": tokens}) | peak_memory()
         metrics |= {"weight_version": self.learner.weight_version, "refit/bytes": update.num_bytes}
         metrics |= {f"refit/{name}": share for name, share in self.flips.figures().items()}
+        metrics |= noise_metrics
         if self.config.qarl.schedule:
             metrics["refit/grid_bits"] = self.format.grid_bits
         if step % self.config.logger.diagnostics_period == 0 or step == 1:
             self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
-        if grpo.val_period and (step % grpo.val_period == 0 or step == 1):
+        if validates:
             progress.phase("validation")
             metrics["validation/reward"] = self.validate()
+            if self.noise != self._noise(step + 1):
+                progress.phase("refit")
+                self._change_noise(self._noise(step + 1))
         return metrics
 
     def _enter_stage(self, step: int, timer: PhaseTimer, progress: LiveProgress) -> None:
@@ -155,8 +164,30 @@ class Trainer:
         moments = "; the optimizer's moments begin anew" if stage.reset_moments else ""
         progress.console.print(f"step {step}: codes of {stage.bits} bits from here on{moments}", markup=False)
 
+    def _noise(self, step: int) -> NormNoise | None:
+        settings, total = self.config.rollout.noise, self.config.grpo.max_num_steps
+        if settings is None or step > total:
+            return None
+        sigma = settings.sigma(settings.stage(step, total))
+        return NormNoise(sigma, settings.relative, self.config.seed, step) if sigma else None
+
+    def _noise_metrics(self, step: int) -> dict[str, float]:
+        settings, noise = self.config.rollout.noise, self.noise
+        if settings is None:
+            return {}
+        stage = settings.stage(step, self.config.grpo.max_num_steps)
+        rms = self.learner.noise_rms(noise) if noise else 0.0
+        return {"noise/stage": stage, "noise/sigma": settings.sigma(stage), "noise/rms": rms}
+
+    def _change_noise(self, noise: NormNoise | None) -> RefitUpdate:
+        # The same weights with other noise are another version, for the engine and for whoever reads its rollouts.
+        if noise != self.noise:
+            self.noise = noise
+            self.learner.change_noise()
+        return self._refit()
+
     def _refit(self) -> RefitUpdate:
-        update = self.learner.publish(self.format)
+        update = self.learner.publish(self.format, self.noise)
         deque(self.flips.watch(update.layers), maxlen=0)
         # If all updates of a step were skipped, the engine serves these weights already.
         if update.manifest.version != self.sampler.version:
@@ -183,7 +214,7 @@ class Trainer:
             self.sampler.generate(prompts[start : start + size], params, generator, num_prompt_columns=width)
             for start in range(0, len(prompts), size)
         ]
-        return Rollouts.concatenate(parts, pad_id=self.sampler.pad_id)
+        return replace(Rollouts.concatenate(parts, pad_id=self.sampler.pad_id), noise=self.noise)
 
     def rewards(self, rollouts: Rollouts, tasks: list[Task]) -> Tensor:
         """Verify every response.

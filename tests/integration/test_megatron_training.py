@@ -144,6 +144,20 @@ def test_stages_are_entered_on_every_rank(tmp_path):
     assert largest_difference(found, without_clocks(read_metrics(tmp_path / "kept"))) > 100 * SUMS_DIFFER
 
 
+def test_noise_is_served_and_replayed_on_every_rank(tmp_path):
+    qarl, policy = ATTENTION, {"model_init": MODEL, "optimizer": {"lr": 1e-4}}
+    noise = {"noise": {"start": 0.1, "end": 0.05, "stages": STEPS}}
+    train(tmp_path / "expected", policy=policy, qarl=qarl, rollout=noise)
+    expected = without_clocks(read_metrics(tmp_path / "expected"))
+    found = train_megatron(tmp_path / "run", ranks=2, policy=policy, qarl=qarl, rollout=noise)
+    assert largest_difference(found, expected) < SUMS_DIFFER
+    clean = train_megatron(
+        tmp_path / "clean", policy=policy, qarl=qarl, rollout={"noise": noise["noise"] | {"mode": "clean"}}
+    )
+    gaps = [max(record["mismatch/abs_gap_mean"] for record in records) for records in (found, clean)]
+    assert gaps[0] < SUMS_DIFFER < 100 * SUMS_DIFFER < gaps[1]
+
+
 def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
     whole = train_megatron(tmp_path / "run", ranks=2)
     shutil.rmtree(checkpoint_dir(tmp_path / "run", STEPS))

@@ -12,6 +12,7 @@ from qarl_nemo.metrics.report import tables
 from qarl_nemo.metrics.report.arms import group_by_arm
 from qarl_nemo.metrics.report.bands import objective_bands
 from qarl_nemo.metrics.report.examples import example_rows
+from qarl_nemo.metrics.report.noise import stage_rows
 from qarl_nemo.metrics.report.sections import build_sections
 from qarl_nemo.metrics.report.style import report_style
 from qarl_nemo.metrics.report.timings import phase_table
@@ -55,6 +56,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
         "arm_rows": tables.arm_rows(arms),
         "seeds": tables.seed_table(arms),
         "differences": tables.config_differences(arms),
+        "noise_stages": stage_rows(arms),
         "phases": phase_table(runs),
         "modules": tables.module_tables(arms),
         "examples": example_rows(arms),

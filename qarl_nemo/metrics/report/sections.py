@@ -25,7 +25,8 @@ def build_sections(arms: Sequence[Arm]) -> list[Section]:
     Args:
         arms: what is compared.
     """
-    return [_learning(arms), _mismatch(arms), _bands(arms), _errors(arms), _time(arms), _optimizer(arms)]
+    noise = [_noise(arms)] if curves.has_values(arms, "noise/sigma") else []
+    return [_learning(arms), _mismatch(arms), *noise, _bands(arms), _errors(arms), _time(arms), _optimizer(arms)]
 
 
 def _learning(arms: Sequence[Arm]) -> Section:
@@ -97,6 +98,23 @@ def _mismatch(arms: Sequence[Arm]) -> Section:
     )
     intro = "How far the learner's view of a response is from the rollout engine's that sampled it, before any update."
     return Section("mismatch", "Training-inference mismatch", intro, panels)
+
+
+def _noise(arms: Sequence[Arm]) -> Section:
+    panels = (
+        curve_panel(arms, "Noise", "noise/sigma", "standard deviation", "As scheduled.", log=True, smooth=False),
+        curve_panel(
+            arms,
+            "Noise that was served",
+            "noise/rms",
+            "root mean square",
+            "What the norms' dtype keeps of it: BF16 rounds most noise below 0.001 away where weights are near 1.",
+            log=True,
+            smooth=False,
+        ),
+    )
+    intro = "Noise on the norms of the rollout engine, drawn anew for each step and annealed stage by stage."
+    return Section("noise", "Exploration by noise", intro, panels)
 
 
 def _bands(arms: Sequence[Arm]) -> Section:

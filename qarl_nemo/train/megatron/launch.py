@@ -15,6 +15,7 @@ from qarl_formats import Kernel, OnDevice, QuantFormat, VllmKernels
 from qarl_nemo.config import load_config
 from qarl_nemo.failures import run_reported
 from qarl_nemo.files import make_folder, write_atomic
+from qarl_nemo.layers.norm_noise import NormNoise
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.megatron.gpt_model import gpt_model
@@ -31,7 +32,7 @@ from qarl_nemo.train.run_dir import is_complete
 from qarl_nemo.train.setup import build_learner, learner_device
 
 # The types of a learner's arguments, besides tensors and paths.
-_ARGUMENTS = (Rollouts, QuantFormat, VllmKernels, Kernel, OnDevice)
+_ARGUMENTS = (Rollouts, NormNoise, QuantFormat, VllmKernels, Kernel, OnDevice)
 _PARALLEL_SIZES = {"tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"}
 
 

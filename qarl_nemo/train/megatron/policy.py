@@ -153,6 +153,15 @@ class MegatronPolicy:
         for weight in aligned_weights([self.model]):
             weight.execute(fmt)
 
+    def noisy_norms(self) -> dict[str, Any]:
+        """Return the norms that take noise, by the published names of their weights."""
+        norms = {}
+        for layer in self.model.decoder.layers:
+            prefix = f"model.layers.{layer.layer_number - 1}."
+            norms[f"{prefix}input_layernorm.weight"] = layer.input_layernorm
+            norms[f"{prefix}post_attention_layernorm.weight"] = layer.pre_mlp_layernorm
+        return norms
+
     def table(self) -> list[dict[str, Any]]:
         """Return one line for each aligned weight of this rank, with the fields of `layers.install.InstallRow`."""
         fmt = self.alignment.format

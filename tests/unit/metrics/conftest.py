@@ -45,6 +45,7 @@ def step_metrics(step, *, alignment, rng):
         "reward/mean": ceiling - (ceiling - 0.3) * np.exp(-step / 40) + rng.normal(0, 0.02),
         "reward/std": 0.4,
         "response_length_tokens/mean": 9 + 4 * np.exp(-step / 60) + rng.normal(0, 0.15),
+        "rollout/entropy_estimate": 0.5,
         "truncated_fraction": max(0.0, 0.08 * np.exp(-step / 30) + rng.normal(0, 0.004)),
         "loss/total": rng.normal(0, 0.01),
         "loss/kl_k3": 2e-5 * rng.lognormal(0, 0.3),
@@ -113,12 +114,20 @@ def write_diagnostics(run_dir, step, *, alignment, rng, num_sequences=256, num_t
     collector.write(run_dir, [example])
 
 
-def write_run(run_dir: Path, *, alignment="aligned", seed=0, arm=None, num_steps=12, diagnostics=True, **extra):
+def noise_metrics(step):
+    stage = (step - 1) // 5
+    return {"noise/stage": stage, "noise/sigma": 0.01 * stage, "noise/rms": 0.009 * stage}
+
+
+def write_run(
+    run_dir: Path, *, alignment="aligned", seed=0, arm=None, num_steps=12, diagnostics=True, noise=False, **extra
+):
     rng = np.random.default_rng((seed, len(alignment)))
     write_config(run_dir, alignment=alignment, seed=seed, arm=arm, **extra)
     with EventWriter(run_dir, tensorboard=False) as writer:
         for step in range(1, num_steps + 1):
-            writer.write(step, step_metrics(step, alignment=alignment, rng=rng))
+            metrics = step_metrics(step, alignment=alignment, rng=rng)
+            writer.write(step, metrics | (noise_metrics(step) if noise else {}))
     if diagnostics:
         write_diagnostics(run_dir, num_steps, alignment=alignment, rng=rng)
     modules = [

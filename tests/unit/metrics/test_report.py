@@ -57,14 +57,15 @@ def cell_rows(page, heading):
 @pytest.fixture(scope="module")
 def single_page(tmp_path_factory, write_synthetic_run):
     folder = tmp_path_factory.mktemp("single")
-    run_dir = write_synthetic_run(folder / "demo", num_steps=10)
+    run_dir = write_synthetic_run(folder / "demo", num_steps=10, noise=True)
     (run_dir / "warm_start.jsonl").write_text('{"step": 0, "loss": 3.2, "reward": 0.0}\n{"step": 50, "loss": 1.1}\n')
     return report([run_dir], folder)
 
 
 def test_the_page_has_every_section_and_figure(single_page):
-    assert re.findall(r'<h2 id="(\w+)"', single_page) == SECTIONS
-    assert sorted(title for _, title in figures(single_page)) == sorted([*PANELS, "Warm start"])
+    assert re.findall(r'<h2 id="(\w+)"', single_page) == [*SECTIONS[:2], "noise", *SECTIONS[2:]]
+    extra = ["Warm start", "Noise", "Noise that was served"]
+    assert sorted(title for _, title in figures(single_page)) == sorted([*PANELS, *extra])
     assert "absent" not in single_page.split("</style>")[1]
     assert "Note on" not in single_page
 
@@ -89,6 +90,12 @@ def test_the_headline_tells_what_ran(single_page):
     assert cards["Objective"] == "tbpo"
     assert re.fullmatch(r"0\.\d+ to 0\.\d+", cards["Reward"])
     assert cards["Total time"] == "3.5 s"  # 10 steps of 0.35 s
+
+
+def test_stages_of_noise_have_a_row_each(single_page):
+    rows = cell_rows(single_page, "By stage of noise")
+    # stage, sigma, steps, the sampler's entropy
+    assert [[*row[1:4], row[6]] for row in rows] == [["0", "0", "1 to 5", "0.500"], ["1", "0.0100", "6 to 10", "0.500"]]
 
 
 def test_error_tokens_of_examples_are_marked_and_text_is_escaped(single_page):

@@ -42,8 +42,10 @@ def test_it_says_what_runs(tmp_path, monkeypatch):
 
 def test_it_says_what_differs(tmp_path):
     bf16 = {"alignment": "none", "format": "bf16"}
-    made = config(run_dir=str(tmp_path), qarl=bf16, checkpointing={"enabled": False})
+    noise = {"noise": {"relative": True}}
+    made = config(run_dir=str(tmp_path), qarl=bf16, checkpointing={"enabled": False}, rollout=noise)
     lines = banner_lines(made, prepare(made), None)
+    assert lines["rollouts"].endswith(", noise of 0.01 to 0.0001 of |w| on norms in 10 stages, replayed")
     assert "run, new, to step 200" in lines["run"]
     assert lines["rollouts"].startswith("bf16, 0 of ")
     assert lines["learner"].startswith("executes BF16, tbpo, 64 prompts x 8 responses")

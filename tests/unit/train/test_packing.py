@@ -23,7 +23,8 @@ NUM = 16
 def rollouts():
     # Cloned, because autograd takes no tensors that were made in inference mode.
     made = sample(make_engine(), prompts=PROMPTS * 4, tokens=8)
-    return replace(made, **{f.name: getattr(made, f.name).clone() for f in fields(made) if f.name != "weight_version"})
+    tensors = {f.name: value for f in fields(made) if isinstance(value := getattr(made, f.name), torch.Tensor)}
+    return replace(made, **{name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def plain_logprobs(model, rollouts, row):
