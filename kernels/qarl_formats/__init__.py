@@ -1,6 +1,6 @@
 """Number formats of quantized rollouts, one record each: arithmetic, storage, vLLM's kernels. Standard library only."""
 
-from qarl_formats.hf_config import quantization_config
+from qarl_formats.hf_config import quantization_config, storage_config
 from qarl_formats.presets import (
     BASELINE,
     DEFAULT_FORMAT,
@@ -51,5 +51,6 @@ __all__ = [
     "get_format",
     "quantization_config",
     "served_formats",
+    "storage_config",
     "why_impossible",
 ]

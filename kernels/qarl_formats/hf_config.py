@@ -22,6 +22,19 @@ def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any
     """
     if fmt.vllm is None:
         raise ValueError(f"format {fmt.name!r} is experimental: vLLM 0.25.1 has no kernel that serves it")
+    return storage_config(fmt, ignore=ignore)
+
+
+def storage_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | None:
+    """Return what `config.json` says about linears in this format, whether or not vLLM serves it.
+
+    Args:
+        fmt: the checkpoint's format.
+        ignore: as for `quantization_config`.
+
+    Returns:
+        The dictionary, or None for bf16.
+    """
     if fmt.storage is None:
         return None
     if fmt.storage == "fp8":

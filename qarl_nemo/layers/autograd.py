@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qarl_kernels import grouped_gemm, grouped_input_grad, grouped_weight_grad
-from qarl_nemo.layers.weight import AlignedWeight, straight_through_weight
+from qarl_nemo.layers.weight import ExecutedWeight, straight_through_weight
 from qarl_nemo.names import Backward
 
 
@@ -20,8 +20,8 @@ class _AlignedGroupedGemm(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        master: Tensor,
-        weight: AlignedWeight,
+        master: Tensor | None,
+        weight: ExecutedWeight,
         offsets: Tensor,
         out_dtype: torch.dtype,
         backward: Backward,
@@ -54,7 +54,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
 
 def aligned_grouped_gemm(
     x: Tensor,
-    weight: AlignedWeight,
+    weight: ExecutedWeight,
     offsets: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
@@ -65,7 +65,7 @@ def aligned_grouped_gemm(
 
     Args:
         x: [M, K] rows.
-        weight: [E, N, K], or [N, K] with offsets [0, M].
+        weight: [E, N, K], or [N, K] with offsets [0, M]; a frozen one has no gradient.
         offsets: [E + 1] int32.
         out_dtype: None = x's; FP32 returns the unrounded accumulator.
         backward: which weight the input gradient uses.

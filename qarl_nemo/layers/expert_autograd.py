@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from qarl_kernels import RoutedRows, expert_mlp_reference, route_rows, runs_kernels
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
-from qarl_nemo.layers.weight import AlignedWeight, straight_through_weight
+from qarl_nemo.layers.weight import ExecutedWeight, straight_through_weight
 from qarl_nemo.names import Backward
 
 
@@ -24,10 +24,10 @@ class _AlignedExpertMlp(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         topk_weight: Tensor,
-        gate_up_master: Tensor,
-        down_master: Tensor,
-        gate_up: AlignedWeight,
-        down: AlignedWeight,
+        gate_up_master: Tensor | None,
+        down_master: Tensor | None,
+        gate_up: ExecutedWeight,
+        down: ExecutedWeight,
         routed: RoutedRows,
         backward: Backward,
     ) -> Tensor:
@@ -43,21 +43,18 @@ class _AlignedExpertMlp(torch.autograd.Function):
     @once_differentiable
     # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        from qarl_kernels.ops.frozen_mlp import frozen_mlp_backward
         from qarl_kernels.ops.mlp import expert_mlp_backward
 
         x, topk_weight, hidden = ctx.saved_tensors
         gate_up, down = ctx.gate_up, ctx.down
         assert ctx.changes == gate_up.changes.count, f"{gate_up.name} changed between forward and backward"
-        grads = expert_mlp_backward(
-            grad_out,
-            x,
-            hidden,
-            ctx.routed,
-            topk_weight,
-            straight_through_weight(gate_up, ctx.backward_choice),
-            straight_through_weight(down, ctx.backward_choice),
-            gate_up.format,
-        )
+        gate_up_ran, down_ran = (straight_through_weight(one, ctx.backward_choice) for one in (gate_up, down))
+        common = (gate_up_ran, down_ran, gate_up.format)
+        if not any(ctx.needs_input_grad[2:4]):
+            inputs = frozen_mlp_backward(grad_out, hidden, ctx.routed, topk_weight, *common)
+            return *inputs, None, None, None, None, None, None
+        grads = expert_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *common)
         return grads.x, grads.topk_weight, grads.gate_up, grads.down, None, None, None, None
 
 
@@ -65,8 +62,8 @@ def aligned_expert_mlp(
     x: Tensor,
     topk_index: Tensor,
     topk_weight: Tensor,
-    gate_up: AlignedWeight,
-    down: AlignedWeight,
+    gate_up: ExecutedWeight,
+    down: ExecutedWeight,
     *,
     backward: Backward = "dequantized",
 ) -> Tensor:
@@ -76,8 +73,8 @@ def aligned_expert_mlp(
         x: [T, H].
         topk_index: [T, k] int64.
         topk_weight: [T, k] FP32 router weights.
-        gate_up: [E, 2 I, H].
-        down: [E, H, I].
+        gate_up: [E, 2 I, H]; a frozen one has no gradient.
+        down: [E, H, I], likewise.
         backward: which weights the input gradient uses.
 
     Returns:
@@ -85,7 +82,7 @@ def aligned_expert_mlp(
 
     Source: arXiv 2604.07853 section 3.1 (rollout-aligned forward, STE backward).
     """
-    num_experts = len(gate_up.master)
+    num_experts = gate_up.shape[0]
     if runs_kernels(x):
         routed = route_rows(topk_index, num_experts)
         return _AlignedExpertMlp.apply(

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.expert_autograd import aligned_expert_mlp
-from qarl_nemo.layers.weight import AlignedWeight, MasterChanges, require_backward
+from qarl_nemo.layers.weight import AlignedWeight, ExecutedWeight, MasterChanges, require_backward
 from qarl_nemo.names import Backward
 
 
@@ -40,7 +40,7 @@ class AlignedExperts(nn.Module):
         self.num_experts = self.gate_up_proj.shape[0]
         self.format = fmt
         self.backward = backward
-        self.aligned = {
+        self.aligned: dict[str, ExecutedWeight] = {
             proj: AlignedWeight(f"{name}.{proj}", getattr(self, proj), fmt, changes, keep_operand)
             for proj in ("gate_up_proj", "down_proj")
         }

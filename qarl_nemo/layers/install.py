@@ -44,7 +44,7 @@ class InstallReport:
         format: what the aligned layers execute.
         targets: what was asked for.
         rows: one line for each module with weights.
-        weights: every aligned weight by parameter name.
+        weights: every aligned weight with a master, by parameter name.
         routes: shared by all routers.
         num_routers: L, how many routers the model has.
         changes: counts the changes of the masters; shared by all aligned weights.
@@ -103,7 +103,8 @@ def _aligned(name: str, module: nn.Module, report: InstallReport, **options: Any
         aligned = AlignedLinear(module, *common, name=name, **options)
     else:
         aligned = AlignedExperts(module, *common, name=name, **options)
-    report.weights.update({f"{name}.{key}": weight for key, weight in aligned.aligned.items()})
+    weights = {f"{name}.{key}": weight for key, weight in aligned.aligned.items()}
+    report.weights.update((key, weight) for key, weight in weights.items() if isinstance(weight, AlignedWeight))
     return aligned
 
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, one_group
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
-from qarl_nemo.layers.weight import AlignedWeight, MasterChanges, require_backward
+from qarl_nemo.layers.weight import AlignedWeight, ExecutedWeight, MasterChanges, require_backward
 from qarl_nemo.names import Backward
 
 
@@ -38,7 +38,9 @@ class AlignedLinear(nn.Module):
         self.weight = linear.get_parameter("weight")
         self.bias = linear.bias
         self.backward = backward
-        self.aligned = {"weight": AlignedWeight(name, self.weight, fmt, changes, keep_operand)}
+        self.aligned: dict[str, ExecutedWeight] = {
+            "weight": AlignedWeight(name, self.weight, fmt, changes, keep_operand)
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.

@@ -1,4 +1,8 @@
-"""The receiving side: layers without parameters that execute the packed tensors a refit brought."""
+"""Weights without a master: what a refit brought to the rollout engine, or a frozen base that learner and engine share.
+
+A frozen weight is executed as an aligned one is: `AlignedLinear` and `AlignedExperts` hold either, and the built-in
+sampler serves the learner's own object, so that the base is in memory once.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +16,11 @@ from qarl_kernels import (
     grouped_gemm,
     one_group,
 )
+from qarl_nemo.layers.weight import MasterChanges
 
 
 class PackedWeight:
-    """A slot for one published weight.
+    """A slot for one published or frozen weight.
 
     Args:
         fmt: the format the slot takes.
@@ -23,10 +28,17 @@ class PackedWeight:
         dtype: activation dtype.
         keep_operand: keep what the GEMM multiplies, repacked once at refit as engines do; False repacks at each use,
             so that nothing but the packed tensors stays in memory.
+        name: module that owns the weight.
     """
 
-    def __init__(self, fmt: QuantFormat, shape: tuple[int, ...], dtype: torch.dtype, *, keep_operand: bool) -> None:
+    master = None
+
+    def __init__(
+        self, fmt: QuantFormat, shape: tuple[int, ...], dtype: torch.dtype, *, keep_operand: bool, name: str = "weight"
+    ) -> None:
+        self.name = name
         self.format = fmt
+        self.changes = MasterChanges()
         self.shape = shape
         self.dtype = dtype
         self.keep_operand = keep_operand

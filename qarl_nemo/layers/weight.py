@@ -51,7 +51,7 @@ What to know before changing this file:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,35 @@ class MasterChanges:
         self.count += 1
 
 
+class ExecutedWeight(Protocol):
+    """What a layer needs of its weight: an aligned one, or a frozen one (`qarl_nemo.layers.packed.PackedWeight`).
+
+    Attributes:
+        name: module that owns it.
+        format: what the forward executes.
+        changes: counts the changes of the master.
+    """
+
+    name: str
+    format: QuantFormat
+    changes: MasterChanges
+
+    @property
+    def master(self) -> nn.Parameter | Sequence[nn.Parameter] | None:
+        """What is trained; None where the weight is frozen."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K] or [E, N, K]."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What GEMMs round to."""
+
+    def operand(self) -> GemmOperand:
+        """Return what the GEMM multiplies now."""
+
+
 @dataclass(slots=True)
 class AlignedWeight:
     """One master weight and its caches.
@@ -109,6 +138,12 @@ class AlignedWeight:
     def masters(self) -> list[nn.Parameter]:
         """The parameter or parameters, as a list."""
         return [self.master] if isinstance(self.master, Tensor) else list(self.master)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K] or [E, N, K]."""
+        masters = self.masters
+        return tuple(masters[0].shape) if isinstance(self.master, Tensor) else (len(masters), *masters[0].shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,18 +175,18 @@ class AlignedWeight:
         self._quantized = self._operand = None
 
 
-def straight_through_weight(weight: AlignedWeight, backward: Backward) -> Tensor:
+def straight_through_weight(weight: ExecutedWeight, backward: Backward) -> Tensor:
     """Return W of dX = dY @ W: the weight that ran (`dequantized`) or the master (`high_precision`).
 
     Args:
-        weight: the aligned weight.
+        weight: the aligned weight; of a frozen one nothing but what ran is known.
         backward: Transformer-Engine's two words for it.
 
     Returns:
         [..., N, K] in the master's dtype.
     """
-    if backward == "high_precision":
-        master = weight.master
+    master = weight.master
+    if backward == "high_precision" and master is not None:
         return master.detach() if isinstance(master, Tensor) else torch.stack([one.detach() for one in master])
     return backward_weight(weight.operand(), weight.dtype)
 

@@ -151,7 +151,7 @@ class TokenizerConfig(StrictModel):
 class PolicyConfig(StrictModel):
     """The learner: which model, in which precision, trained how."""
 
-    model_path: Path | None = Field(None, description="Local Qwen3 / Qwen3-MoE checkpoint directory.")
+    model_path: Path | None = Field(None, description="Local checkpoint directory; if quantized, a frozen base.")
     model_init: ModelInit | None = Field(None, description="A tiny random model instead of a checkpoint.")
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"

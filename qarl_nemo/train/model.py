@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -42,7 +43,8 @@ def load_model(
         seed: seeds a random model's weights.
 
     Returns:
-        The model in the configured precision, and its tokenizer.
+        The model in the configured precision, and its tokenizer. Of a quantized checkpoint the model is empty, on the
+        meta device: `packed_base` reads its tensors once its layers are aligned.
 
     Raises:
         ValueError: the directory is not a checkpoint of a supported model type.
@@ -55,8 +57,41 @@ def load_model(
         model = follow_engine(AutoModelForCausalLM.from_config(tiny_config(policy.model_init, tokenizer), dtype=dtype))
     else:
         assert policy.model_path is not None
+        if is_packed(policy.model_path):
+            return empty_model(policy, dtype), load_tokenizer(policy.model_path)
         model, tokenizer = load_checkpoint(policy.model_path, dtype)
     return model.to(device), tokenizer
+
+
+def is_packed(path: Path | None) -> bool:
+    """Return whether a folder holds a quantized checkpoint.
+
+    Args:
+        path: a Hugging Face folder; None, for a random model, is none.
+
+    Returns:
+        Whether its config.json says so.
+    """
+    if path is None or not (path / CONFIG_FILE).is_file():
+        return False
+    return bool(read_json(path / CONFIG_FILE, "a model's config.json").get("quantization_config"))
+
+
+def empty_model(policy: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model without memory for its parameters.
+
+    Args:
+        policy: the policy block.
+        dtype: dtype of the parameters.
+
+    Returns:
+        The model, on the meta device.
+    """
+    with torch.device("meta"):
+        model = follow_engine(AutoModelForCausalLM.from_config(read_config(policy), dtype=dtype))
+    if policy.model_path and (policy.model_path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(policy.model_path, local_files_only=True)
+    return model
 
 
 def read_config(policy: PolicyConfig) -> PreTrainedConfig:
@@ -73,7 +108,11 @@ def read_config(policy: PolicyConfig) -> PreTrainedConfig:
     """
     if policy.model_init is not None:
         return tiny_config(policy.model_init, character_tokenizer())
-    return _checkpoint_config(policy.model_path)
+    assert policy.model_path is not None
+    config = _checkpoint_config(policy.model_path)
+    # The layers are ours; transformers would install its own.
+    config.__dict__.pop("quantization_config", None)
+    return config
 
 
 def read_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerBase:

@@ -21,7 +21,7 @@ class MasterOptimizer:
     """Clips, steps FP32 masters, and copies them back into the model.
 
     Args:
-        parameters: the model's named parameters; FP32 ones are their own masters.
+        parameters: the model's named parameters; FP32 ones are their own masters, frozen ones are left alone.
         config: which optimizer.
         max_grad_norm: gradient clipping, global L2 norm.
         targets: what is quantized, for `update_aware_scale`.
@@ -34,7 +34,7 @@ class MasterOptimizer:
         max_grad_norm: float,
         targets: Sequence[str] = (),
     ) -> None:
-        self.parameters = dict(parameters)
+        self.parameters = {name: one for name, one in parameters if one.requires_grad}
         self.config = config
         self.max_grad_norm = max_grad_norm
         self.num_steps = 0

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
+from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.layers.norm_noise import takes_noise
 from qarl_nemo.layers.weight import MasterChanges
@@ -20,6 +21,7 @@ from qarl_nemo.train.engine_forward import checkpoint_layers
 from qarl_nemo.train.optimizer import MasterOptimizer
 from qarl_nemo.train.packing import Packing
 from qarl_nemo.train.rollouts import Rollouts
+from qarl_nemo.train.trained import load_trained, save_trained, trained_parameters
 
 
 class PolicyOptimizer(Protocol):
@@ -96,10 +98,13 @@ class Policy(Protocol):
         """Return one line for each module with weights: `InstallRow`'s fields."""
 
     def save(self, folder: Path) -> None:
-        """Write the model to `folder/model`, as a Hugging Face directory, and the optimizer beside it."""
+        """Write the model to `folder/model`, as a Hugging Face directory, and the optimizer beside it.
+
+        Of a model with a frozen base what is trained is written alone.
+        """
 
     def load_optimizer(self, folder: Path) -> None:
-        """Restore the optimizer that `save` wrote; the model has been loaded."""
+        """Restore the optimizer that `save` wrote, and what is trained on a frozen base; other models were loaded."""
 
 
 class TransformersPolicy:
@@ -110,7 +115,7 @@ class TransformersPolicy:
     Args:
         model: the model with aligned layers.
         report: what `install` returned.
-        optimizer: steps the model's parameters.
+        optimizer: steps the parameters that are trained.
         attention: the kernel that attends, `torch` or `engine`.
         activation_checkpointing: keep only each layer's input for the backward, which computes the rest again.
         logprob_chunk_size: how many positions' logits exist at a time.
@@ -133,6 +138,7 @@ class TransformersPolicy:
         self.report = report
         self.optimizer = optimizer
         self.changes = report.changes
+        self.frozen = FrozenBase.of(model)
         self.logprob_chunk_size = logprob_chunk_size
         use_attention(model, attention)
         if activation_checkpointing:
@@ -167,7 +173,7 @@ class TransformersPolicy:
 
     def layers(self, fmt: QuantFormat) -> list[Layer]:
         """See `Policy`."""
-        return publish_layers(self.report.weights, self.model.named_parameters(), fmt)
+        return publish_layers(self.report.weights, trained_parameters(self.model), fmt)
 
     def execute(self, fmt: QuantFormat) -> None:
         """See `Policy`."""
@@ -185,9 +191,14 @@ class TransformersPolicy:
 
     def save(self, folder: Path) -> None:
         """See `Policy`."""
-        self.model.save_pretrained(folder / "model")
+        if self.frozen:
+            save_trained(self.model, folder / "model")
+        else:
+            self.model.save_pretrained(folder / "model")
         save_state(self.optimizer, folder / "optimizer.pt")
 
     def load_optimizer(self, folder: Path) -> None:
         """See `Policy`."""
+        if self.frozen:
+            load_trained(self.model, folder / "model")
         load_state(self.optimizer, folder / "optimizer.pt", self.model.device)

@@ -11,10 +11,12 @@ from qarl_nemo.layers.install import InstallRow, install
 from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.checkpoint import checkpoint_steps
 from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
-from qarl_nemo.train.model import read_config, read_tokenizer
+from qarl_nemo.train.model import is_packed, read_config, read_tokenizer
+from qarl_nemo.train.packed_base import PackedBase, require_packed_base
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
+from qarl_nemo.train.trained import trained_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,11 @@ def prepare(config: LocalConfig) -> Prepared:
         model = AutoModelForCausalLM.from_config(
             read_config(config.policy), dtype=getattr(torch, config.policy.precision)
         )
-    rows = install(model, config.qarl.targets, fmt).rows
+    require_packed_base(config)
+    report = install(model, config.qarl.targets, fmt)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if is_packed(config.policy.model_path):
+        PackedBase.of(model, report)
     longest = longest_prompt(config, model.config.max_position_embeddings)
     source = TaskSource(config.data, config.seed)
     encode = PromptEncoder(read_tokenizer(config.policy), config.policy.tokenizer)
@@ -72,12 +78,11 @@ def prepare(config: LocalConfig) -> Prepared:
     size = checkpoint_bytes(model, config.policy)
     if config.checkpointing.enabled:
         _require_space(config, size)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Prepared(device, fmt, source, encode, skipped, rows, num_parameters, size, _kv_bytes(model))
+    return Prepared(device, fmt, source, encode, skipped, report.rows, num_parameters, size, _kv_bytes(model))
 
 
 def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:
-    """Compute the size of a checkpoint: parameters, optimizer moments and, for BF16 parameters, FP32 masters.
+    """Compute the size of a checkpoint: trained parameters, their moments and, for BF16 ones, FP32 masters.
 
     Args:
         model: any model, also one on the meta device.
@@ -87,7 +92,7 @@ def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:
         Bytes; the tokenizer and the files' headers come on top.
     """
     total = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model):
         one_moment = isinstance(policy.optimizer, MuonConfig) and parameter.ndim >= 2 and tensor_kind(name) in TARGETS
         masters = 0 if parameter.dtype == torch.float32 else 4
         total += parameter.numel() * (parameter.element_size() + (4 if one_moment else 8) + masters)

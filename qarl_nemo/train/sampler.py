@@ -1,12 +1,14 @@
 """The built-in rollout engine: a model that holds only the packed tensors that refits have brought."""
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
 from qarl_nemo.names import module_kind
@@ -30,6 +32,7 @@ class PackedSampler:
         stop_ids: tokens that end a response.
         pad_id: filler.
         keep_operand: see `PackedWeight`.
+        frozen: what the learner holds for good; it is served from the same memory, and no refit brings it.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class PackedSampler:
         stop_ids: list[int],
         pad_id: int,
         keep_operand: bool = True,
+        frozen: FrozenBase | None = None,
     ) -> None:
+        frozen = frozen or FrozenBase()
         self.format = fmt = fmt.narrowed
         self.device = device
         self.pad_id = pad_id
@@ -55,13 +60,16 @@ class PackedSampler:
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
             model = follow_engine(AutoModelForCausalLM.from_config(config, dtype=dtype))
-        self.slots = self._empty_packed_layers(model, targets, dtype, keep_operand)
+        self.slots = self._packed_layers(model, targets, dtype, keep_operand, frozen.weights)
         model.to_empty(device=device)
+        for name, parameter in model.named_parameters():
+            if name in frozen.parameters:
+                parameter.data = frozen.parameters[name]
         # Rotary frequencies are computed, not loaded, so building on the meta device left them empty.
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
         model.tie_weights()
         self.model = model.eval().requires_grad_(False)
-        self._session = SamplerSession(self.model, self.slots, fmt, device)
+        self._session = SamplerSession(self.model, self.slots, fmt, device, frozen)
 
     @property
     def version(self) -> int | None:
@@ -73,10 +81,21 @@ class PackedSampler:
         """Shape and dtype of every tensor that an update holds, by its published name."""
         return self._session.layout()
 
-    def _empty_packed_layers(
-        self, model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, keep_operand: bool
+    def _packed_layers(
+        self,
+        model: nn.Module,
+        targets: tuple[str, ...],
+        dtype: torch.dtype,
+        keep_operand: bool,
+        frozen: Mapping[str, PackedWeight],
     ) -> dict[str, PackedWeight]:
         slots: dict[str, PackedWeight] = {}
+
+        def slot(name: str, weight: Tensor) -> PackedWeight:
+            empty = PackedWeight(self.format, tuple(weight.shape), dtype, keep_operand=keep_operand, name=name)
+            slots[name] = frozen.get(name, empty)
+            return slots[name]
+
         for name, module in list(model.named_modules()):
             kind = module_kind(name)
             replacement: nn.Module
@@ -84,15 +103,10 @@ class PackedSampler:
                 replacement = AlignedRouter(module, self.routes, self.num_routers)
                 self.num_routers += 1
             elif kind in targets and isinstance(module, nn.Linear):
-                slots[name] = PackedWeight(self.format, tuple(module.weight.shape), dtype, keep_operand=keep_operand)
-                replacement = PackedLinear(slots[name], module.bias)
+                replacement = PackedLinear(slot(name, module.weight), module.bias)
             elif kind in targets and hasattr(module, "gate_up_proj"):
-                pair = [
-                    PackedWeight(self.format, tuple(weight.shape), dtype, keep_operand=keep_operand)
-                    for weight in (module.gate_up_proj, module.down_proj)
-                ]
-                slots[f"{name}.gate_up_proj"], slots[f"{name}.down_proj"] = pair
-                replacement = PackedExperts(*pair)
+                pair = ("gate_up_proj", "down_proj")
+                replacement = PackedExperts(*(slot(f"{name}.{key}", module.get_parameter(key)) for key in pair))
             else:
                 continue
             parent, _, child = name.rpartition(".")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, QuantizedWeight, stored_layout
+from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.packed import PackedWeight
 from qarl_nemo.names import published_name
 from qarl_nemo.refit.arrive import Arrivals
@@ -21,14 +22,21 @@ class SamplerSession(RankSession):
         slots: its packed weights by module name.
         fmt: what they hold.
         device: where everything lives.
+        frozen: what no refit brings.
     """
 
     def __init__(
-        self, model: nn.Module, slots: Mapping[str, PackedWeight], fmt: QuantFormat, device: torch.device
+        self,
+        model: nn.Module,
+        slots: Mapping[str, PackedWeight],
+        fmt: QuantFormat,
+        device: torch.device,
+        frozen: FrozenBase,
     ) -> None:
         super().__init__(Arrivals(0, device))
-        self._parameters = {published_name(name): parameter for name, parameter in model.named_parameters()}
-        self._slots = slots
+        parameters = model.named_parameters()
+        self._parameters = {published_name(name): one for name, one in parameters if name not in frozen.parameters}
+        self._slots = {name: slot for name, slot in slots.items() if name not in frozen.weights}
         self._format = fmt
 
     def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:

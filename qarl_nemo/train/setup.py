@@ -7,13 +7,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE
+from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.install import install
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state
 from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.learner import Learner
-from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
+from qarl_nemo.train.model import is_packed, load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.train.optimizer import MasterOptimizer
+from qarl_nemo.train.packed_base import PackedBase
 from qarl_nemo.train.policy import Policy, TransformersPolicy
 from qarl_nemo.train.progress import LiveProgress, working
 from qarl_nemo.train.prompts import PromptEncoder
@@ -104,7 +107,7 @@ def _size_problems(config: LocalConfig, capability: tuple[int, int]) -> list[str
 def starting_model(
     config: LocalConfig, source: TaskSource, encode: PromptEncoder, device: torch.device, step: int | None
 ) -> tuple[PreTrainedModel, float]:
-    """Load the model of a checkpoint, or a new one and warm it up.
+    """Load the model of a checkpoint, or a new one and warm it up; of a frozen base, always the base.
 
     Args:
         config: the resolved config.
@@ -116,13 +119,15 @@ def starting_model(
     Returns:
         The model, and the seconds it has been trained for.
     """
-    if step is not None:
+    if step is not None and not is_packed(config.policy.model_path):
         dtype = getattr(torch, config.policy.precision)
         with working("loading the checkpoint"):
             model, _ = load_checkpoint(checkpoint_dir(config.run_dir, step) / "model", dtype)
         return model.to(device), read_state(config.run_dir, step)["elapsed_s"]
     with working("loading the model"):
         model, _ = load_model(config.policy, device, config.seed)
+    if step is not None:
+        return model, read_state(config.run_dir, step)["elapsed_s"]
     started = time.perf_counter()
     if config.policy.warm_start.steps:
         _warm_start(config, source, encode, model)
@@ -149,13 +154,17 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
 
     Args:
         config: the resolved config.
-        model: the model, on the device where it is trained; changed in place.
+        model: the model, on the device where it is trained, or an empty one that its checkpoint then fills; changed in
+            place.
 
     Returns:
         The learner.
     """
     qarl, settings = config.qarl, config.policy
     report = install(model, qarl.targets, qarl.executed_format, backward=qarl.backward, keep_operand=qarl.keep_operand)
+    if settings.model_path and is_packed(settings.model_path):
+        with working("reading the quantized checkpoint"):
+            PackedBase.of(model, report).read(open_checkpoint(settings.model_path), learner_device(config))
     optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm, qarl.targets)
     policy = TransformersPolicy(
         model,
@@ -227,4 +236,5 @@ def build_sampler(
         stop_ids=stop_ids,
         pad_id=pad_id,
         keep_operand=rollout.keep_operand,
+        frozen=FrozenBase.of(model),
     )

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
+from qarl_nemo.checkpoints.stored import stored_format, stored_layers
 from qarl_nemo.cli.evaluate import evaluate
 from qarl_nemo.files import FileError
 from qarl_nemo.layers.install import install
-from qarl_nemo.measure.eval.models import find_model, stored_format
+from qarl_nemo.measure.eval.models import find_model
 from qarl_nemo.measure.eval.output import answers_path, notes, results_table
-from qarl_nemo.measure.eval.packed import PackedEngine, stored_layers
+from qarl_nemo.measure.eval.packed import PackedEngine
 from qarl_nemo.measure.eval.run import averages, plan, run
 from qarl_nemo.measure.eval.settings import EvalSettings, prepare
 from qarl_nemo.measure.eval.store import AnswerStore

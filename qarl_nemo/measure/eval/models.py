@@ -3,20 +3,19 @@
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from qarl_formats import BASELINE, FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format, quantization_config
+from qarl_formats import BASELINE, QuantFormat, get_format
 from qarl_nemo.architecture import CONFIG_FILE
 from qarl_nemo.checkpoints import open_checkpoint
-from qarl_nemo.checkpoints.hf_config import RECORD_FILE
 from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.reader import Checkpoint
+from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.config import QarlConfig, read_yaml, validate
-from qarl_nemo.files import FileError, read_json
-from qarl_nemo.names import TARGETS, module_kind
+from qarl_nemo.files import FileError
 from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.prompts import DEFAULT_TEMPLATE
+from qarl_nemo.train.trained import TRAINED_FILE
 
 _RUN_CONFIG = "config.yaml"
 
@@ -82,13 +81,10 @@ def find_model(path: Path) -> EvalModel:
 
 def _checkpoint_model(path: Path) -> EvalModel:
     checkpoint = open_checkpoint(path)
-    quantization = checkpoint.config.get("quantization_config")
-    if not quantization:
+    stored = Stored.of(checkpoint)
+    if stored is None:
         return EvalModel(str(path), checkpoint, get_format(BASELINE), (), quantized=False)
-    served = stored_format(quantization, _recorded_name(path))
-    scaled = {info.name.rpartition(".")[0] for info in checkpoint.tensors if "scale" in info.name.rpartition(".")[2]}
-    targets = {module_kind(module) for module in scaled}
-    return EvalModel(str(path), checkpoint, served, tuple(one for one in TARGETS if one in targets), quantized=True)
+    return EvalModel(str(path), checkpoint, stored.format, stored.targets, quantized=True)
 
 
 def _run_model(path: Path) -> EvalModel:
@@ -103,43 +99,12 @@ def _run_model(path: Path) -> EvalModel:
         # A template of the config's own was saved with the tokenizer.
         prompts = prompts.model_copy(update={"chat_template": DEFAULT_TEMPLATE})
     served = qarl.served_at(step)
-    checkpoint = open_checkpoint(checkpoint_dir(path, step) / "model")
+    folder = checkpoint_dir(path, step) / "model"
+    if (folder / TRAINED_FILE).is_file():
+        raise FileError(
+            f"the run {path} trained on a frozen base, and its checkpoints hold what it trained alone; whole models "
+            "are evaluated, such as the base, policy.model_path in the run's config.yaml"
+        )
+    checkpoint = open_checkpoint(folder)
     targets = qarl.targets if served.is_quantized else ()
     return EvalModel(f"{path}, step {step}", checkpoint, served, targets, quantized=False, prompts=prompts)
-
-
-def _recorded_name(folder: Path) -> object:
-    path = folder / RECORD_FILE
-    return read_json(path, "the record of a quantized checkpoint").get("format") if path.is_file() else None
-
-
-def stored_format(quantization: dict[str, Any], recorded: object = None) -> QuantFormat | None:
-    """Return the format in which a checkpoint's tensors are stored.
-
-    Args:
-        quantization: config.json's `quantization_config`.
-        recorded: what `qarl quantize` called it; config.json does not tell a narrow grid from the one of `w4a16`.
-
-    Returns:
-        The record with its group size; None if it is none of ours.
-    """
-    for name in sorted((*FORMAT_NAMES, *NARROW_NAMES), key=lambda name: name != recorded):
-        sizes = get_format(name).group_sizes or (None,)
-        for fmt in (get_format(name, group_size=size) for size in sizes):
-            own = quantization_config(fmt, ignore=[])
-            if own is not None and _arithmetic(own) == _arithmetic(quantization):
-                return fmt
-    return None
-
-
-def _arithmetic(quantization: dict[str, Any]) -> Any:
-    """Return what decides how stored tensors are read, without lists of modules and notes of the calibration."""
-    if quantization.get("quant_method") != "compressed-tensors":
-        return [quantization.get(key) for key in ("quant_method", "fmt", "activation_scheme", "weight_block_size")]
-    keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "actorder")
-    groups = quantization.get("config_groups")
-    found = []
-    for group in groups.values() if isinstance(groups, dict) else ():
-        sides = (group.get("weights"), group.get("input_activations"))
-        found.append([side and [side.get(key) for key in keys] for side in sides])
-    return [quantization.get("format"), quantization.get("kv_cache_scheme"), found]

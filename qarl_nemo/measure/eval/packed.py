@@ -1,25 +1,20 @@
 """The built-in sampler as an engine of evaluations: it serves quantized checkpoints from their own tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints.content import require_whole
-from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
+from qarl_nemo.checkpoints.stored import stored_layers
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.eval.engine import Answer
 from qarl_nemo.measure.eval.models import EvalModel
-from qarl_nemo.names import expert_names, is_stacked_expert, layer_of
-from qarl_nemo.refit.manifest import Layout
-from qarl_nemo.refit.publish import Layer, StreamedUpdate, publish
+from qarl_nemo.refit.publish import StreamedUpdate, publish
 from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.sampler import PackedSampler
 from qarl_nemo.train.sampling import SamplingParams
-
-_PARAMETER_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class PackedEngine:
@@ -93,37 +88,3 @@ class PackedEngine:
         update = StreamedUpdate(lambda: stored_layers(model.checkpoint, layout), fmt, version=0)
         with update:
             self._sampler.load(update)
-
-
-def stored_layers(checkpoint: Checkpoint, layout: Layout) -> Iterator[Layer]:
-    """Read a checkpoint's tensors under the names that updates give them.
-
-    Args:
-        checkpoint: one tensor for each expert, quantized or not.
-        layout: what an update holds.
-
-    Yields:
-        The tensors of one decoder layer after another; a name that the checkpoint lacks is left out.
-    """
-    infos = {info.name: info for info in checkpoint.tensors}
-    by_layer: dict[str, list[str]] = {}
-    for name in layout:
-        by_layer.setdefault(layer_of(name), []).append(name)
-    with checkpoint.open_reader() as reader:
-        for names in by_layer.values():
-            found = {name: _read(reader, infos, name, layout[name]) for name in names}
-            yield {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def _read(
-    reader: TensorReader, infos: dict[str, TensorInfo], name: str, expected: tuple[tuple[int, ...], torch.dtype]
-) -> Tensor | None:
-    (num_experts, *_), dtype = expected
-    parts = expert_names(name, num_experts) if is_stacked_expert(name) else [[name]]
-    if any(part not in infos for row in parts for part in row):
-        return None
-    rows = [torch.cat([reader.read(infos[part]) for part in row]) for row in parts]
-    whole = torch.stack(rows) if is_stacked_expert(name) else rows[0]
-    # Parameters take the engine's dtype; codes and scales stay as they are stored, and others would be refused.
-    is_parameter = name.endswith((".weight", ".bias")) and {dtype, whole.dtype} <= _PARAMETER_DTYPES
-    return whole.to(dtype) if is_parameter else whole

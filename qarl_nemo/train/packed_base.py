@@ -1,0 +1,186 @@
+"""A quantized checkpoint as the learner's frozen base: checked against the config, then read layer by layer.
+
+No BF16 master ever exists: the model is built without memory, and its packed tensors go from the file to the device as
+they are stored. What is not quantized (norms, router, embeddings, layers that are no target) is read as parameters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qarl_kernels import QuantizedWeight, stored_layout
+from qarl_nemo.architecture import CONFIG_FILE, Architecture
+from qarl_nemo.checkpoints import Checkpoint, open_checkpoint
+from qarl_nemo.checkpoints.content import drop_reason
+from qarl_nemo.checkpoints.stored import Layout, Stored, stored_layers, stored_names
+from qarl_nemo.config import QarlConfig
+from qarl_nemo.layers.frozen import hold, take_master
+from qarl_nemo.layers.install import InstallReport
+from qarl_nemo.layers.packed import PackedWeight
+from qarl_nemo.names import parameter_name, published_name, summarize_names
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.model import is_packed
+
+_SHOWN = 8
+
+
+def require_packed_base(config: LocalConfig) -> None:
+    """Require that a run can train on the quantized checkpoint that it starts from, if it starts from one.
+
+    Args:
+        config: the resolved config.
+
+    Raises:
+        ValueError: the config says another format or other targets than the checkpoint, or asks for what needs masters;
+            every conflict is listed with its fix.
+    """
+    path = config.policy.model_path
+    if path is None or not is_packed(path):
+        return
+    stored = Stored.of(open_checkpoint(path))
+    assert stored is not None
+    problems = _format_problems(stored, config.qarl) + _master_problems(config)
+    if problems:
+        raise ValueError(
+            f"policy.model_path={path} is a quantized checkpoint, frozen in training: {'; '.join(problems)}"
+        )
+
+
+def _format_problems(stored: Stored, qarl: QarlConfig) -> list[str]:
+    if stored.format is None:
+        return ["its quantization_config is in none of the formats that the learner executes; see qarl doctor"]
+    own, wanted = stored.format, qarl.served_format
+    problems = []
+    if qarl.alignment != "aligned":
+        problems.append(f"qarl.alignment={qarl.alignment} needs BF16 weights; set qarl.alignment=aligned")
+    if (own.name, own.group_size) != (wanted.name, wanted.group_size):
+        sizes = f" qarl.group_size={own.group_size}" if own.group_sizes else ""
+        problems.append(f"it is stored as {own.name}; set qarl.format={own.name}{sizes}")
+    if set(stored.targets) != set(qarl.targets):
+        problems.append(f"its quantized layers are others; set qarl.targets=[{','.join(stored.targets)}]")
+    if qarl.scale_convention is not None:
+        problems.append("its scales are given; set qarl.scale_convention=null")
+    return problems
+
+
+def _master_problems(config: LocalConfig) -> list[str]:
+    needed = {
+        "qarl.backward=high_precision multiplies by masters; set qarl.backward=dequantized": (
+            config.qarl.backward == "high_precision"
+        ),
+        "qarl.nested_in publishes other codes; set qarl.nested_in=null": bool(config.qarl.nested_in),
+        "qarl.schedule quantizes masters anew; set qarl.schedule=null": bool(config.qarl.schedule),
+        "policy.warm_start trains all weights; set policy.warm_start.steps=0": config.policy.warm_start.steps > 0,
+        "Megatron's learner holds masters; set policy.megatron_cfg=null": config.policy.megatron_cfg is not None,
+        "vLLM is not started from it yet; set rollout.engine=packed": config.rollout.engine == "vllm",
+    }
+    return [problem for problem, is_so in needed.items() if is_so]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBase:
+    """What a quantized checkpoint fills.
+
+    Attributes:
+        model: a model on the meta device with aligned layers.
+        weights: its empty packed weights, by the name of the module that owns them.
+    """
+
+    model: PreTrainedModel
+    weights: Mapping[str, PackedWeight]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, report: InstallReport) -> "PackedBase":
+        """Put empty packed weights in the place of all aligned ones.
+
+        Args:
+            model: on the meta device; changed in place.
+            report: what `install` returned for it.
+
+        Returns:
+            What is to be filled.
+        """
+        slots = [take_master(model, report, key) for key in list(report.weights)]
+        return cls(model, {slot.name: slot for slot in slots})
+
+    @property
+    def layout(self) -> Layout:
+        """Name -> shape and dtype of every tensor that is needed."""
+        packed = {
+            f"{name}.{suffix}": layout
+            for name, slot in self.weights.items()
+            for suffix, layout in stored_layout(slot.shape, slot.format).items()
+        }
+        plain = {published_name(name): (tuple(one.shape), one.dtype) for name, one in self.model.named_parameters()}
+        return packed | plain
+
+    def read(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """Read every tensor and put it on the device, one decoder layer after another.
+
+        Args:
+            checkpoint: the quantized checkpoint.
+            device: where the model goes.
+
+        Raises:
+            ValueError: tensors are missing, have other shapes or dtypes, or belong to no part of the model; all are
+                listed.
+        """
+        layout, found = self.layout, set()
+        problems = _foreign(checkpoint, layout)
+        for layer in stored_layers(checkpoint, layout):
+            problems += [
+                problem for name, tensor in layer.items() if (problem := _difference(name, tensor, layout[name]))
+            ]
+            found |= layer.keys()
+            if not problems:
+                self._fill({name: tensor.to(device) for name, tensor in layer.items()})
+        missing = set(layout) - found
+        problems += [f"{len(missing)} missing: {summarize_names(missing, _SHOWN)}"] if missing else []
+        if problems:
+            more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            listed = "\n  ".join(problems[:_SHOWN])
+            raise ValueError(f"checkpoint {checkpoint.folder} is not what its config.json says:\n  {listed}{more}")
+        rotary = self.model.model.rotary_emb
+        # Rotary frequencies are computed, not loaded, so building on the meta device left them empty.
+        self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
+        self.model.tie_weights()
+
+    def _fill(self, layer: Mapping[str, Tensor]) -> None:
+        packed: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in layer.items():
+            owner, _, suffix = name.rpartition(".")
+            if owner in self.weights:
+                packed.setdefault(owner, {})[suffix] = tensor
+            else:
+                _set_parameter(self.model, parameter_name(name), tensor)
+        for owner, tensors in packed.items():
+            slot = self.weights[owner]
+            hold(slot, QuantizedWeight(slot.format, slot.shape, tensors))
+
+
+def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, child = name.rpartition(".")
+    module = model.get_submodule(owner)
+    module.register_parameter(child, nn.Parameter(tensor, requires_grad=module.get_parameter(child).requires_grad))
+
+
+def _difference(name: str, tensor: Tensor, expected: tuple[tuple[int, ...], torch.dtype]) -> str | None:
+    shape, dtype = expected
+    if (tuple(tensor.shape), tensor.dtype) == expected:
+        return None
+    return f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
+
+
+def _foreign(checkpoint: Checkpoint, layout: Layout) -> list[str]:
+    architecture = Architecture.parse(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
+    known = {part for name, (shape, _) in layout.items() for row in stored_names(name, shape) for part in row}
+    known |= {f"{name.rpartition('.')[0]}.weight_shape" for name in known if name.endswith("_packed")}
+    foreign = [
+        info.name
+        for info in checkpoint.tensors
+        if info.name not in known and drop_reason(info.name, architecture) is None
+    ]
+    return [f"{len(foreign)} of no such model: {summarize_names(foreign, _SHOWN)}"] if foreign else []

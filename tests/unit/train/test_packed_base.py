@@ -1,0 +1,148 @@
+"""Training on a quantized checkpoint: executed bit for bit as aligned layers would, in memory once, never changed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qarl_formats import storage_config
+from qarl_kernels import get_format
+from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.checkpoints.stored import stored_format
+from qarl_nemo.layers.install import install
+from qarl_nemo.layers.packed import PackedWeight
+from qarl_nemo.train.checkpoint import checkpoint_dir
+from qarl_nemo.train.model import load_checkpoint
+from qarl_nemo.train.run import train_run
+from qarl_nemo.train.trainer import Trainer
+from support.asserts import assert_bitwise_equal
+from support.engines import PROMPTS, TOKENIZER, tiny_model
+from support.runs import make_config, read_metrics, without_clocks
+
+SIZES = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 256, "hidden_size": 256, "head_dim": 64}
+TARGETS = ("experts", "attention")
+NAMES = ("w4a16", "fp8_block", "int8")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    tiny_model(dtype=torch.bfloat16, **SIZES).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    for name in NAMES:
+        quantize_checkpoint(source, folder / name, get_format(name), TARGETS)
+    return folder
+
+
+def config_of(run_dir, packed, name="w4a16", **blocks):
+    policy = {"_override_": True, "model_path": str(packed / name), "train_micro_batch_size": 8}
+    qarl = {"_override_": True, "format": name, "targets": list(TARGETS)}
+    return make_config(run_dir, **{"policy": policy, "qarl": qarl, "rollout": {"max_new_tokens": 2}} | blocks)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([PROMPTS[2]])).logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_forward_is_that_of_aligned_weights_and_gradients_go_to_the_rest(name, source, packed, tmp_path):
+    model = Trainer(config_of(tmp_path, packed, name)).model
+    masters, _ = load_checkpoint(source, torch.float32)
+    masters.config._attn_implementation = model.config._attn_implementation
+    install(masters, TARGETS, get_format(name))
+    assert_bitwise_equal(logits(model), logits(masters))
+    for one in (model, masters):
+        one(input_ids=torch.tensor([PROMPTS[2]])).logits.square().sum().backward()
+    expected = dict(masters.named_parameters())
+    trained = dict(model.named_parameters())
+    assert expected.keys() - trained.keys() == {
+        key for key in expected if key.endswith(("_proj", "_proj.weight")) and ("experts" in key or "self_attn" in key)
+    }
+    for key, parameter in trained.items():
+        assert_bitwise_equal(parameter.grad, expected[key].grad)
+    with torch.no_grad():
+        masters.model.layers[0].mlp.experts.down_proj *= 1.1
+    next(iter(masters.model.layers[0].mlp.experts.aligned.values())).changes.bump()
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(logits(model), logits(masters))
+
+
+def test_the_base_is_in_memory_once_and_no_refit_brings_it(packed, tmp_path):
+    trainer = Trainer(config_of(tmp_path, packed))
+    slots = [weight for module in trainer.model.modules() for weight in getattr(module, "aligned", {}).values()]
+    assert len(slots) == 2 * (4 + 2)
+    assert all(isinstance(slot, PackedWeight) for slot in slots)
+    assert {id(slot) for slot in trainer.sampler.slots.values()} == {id(slot) for slot in slots}
+    published = trainer.learner.publish(trainer.format).tensors
+    assert published.keys() == trainer.sampler.layout.keys()
+    assert not any("_proj" in name for name in published)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_to_the_same_numbers(packed, tmp_path, monkeypatch):
+    # A random model never answers right, and without rewards nothing would be learned.
+    monkeypatch.setattr(Trainer, "rewards", lambda _, rollouts, tasks: (rollouts.input_ids[:, -1] % 2).float())
+    grpo = {"max_num_steps": 4, "num_prompts_per_step": 4, "train_global_batch_size": 16, "val_period": 0}
+    train_run(config_of(tmp_path / "whole", packed, grpo=grpo))
+    train_run(config_of(tmp_path / "parts", packed, grpo=grpo | {"max_num_steps": 2}))
+    train_run(config_of(tmp_path / "parts", packed, grpo=grpo))
+    whole, parts = (without_clocks(read_metrics(tmp_path / run)) for run in ("whole", "parts"))
+    assert whole == parts
+    found = [
+        load_file(checkpoint_dir(tmp_path / run, 4) / "model" / "trained.safetensors") for run in ("whole", "parts")
+    ]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0] | found[1])
+    start = load_file(checkpoint_dir(tmp_path / "whole", 2) / "model" / "trained.safetensors")
+    assert any(not torch.equal(found[0][name], start[name]) for name in start)
+
+
+def test_conflicts_with_the_checkpoint_are_all_named(packed, tmp_path):
+    qarl = {"format": "w4a16", "group_size": 32, "targets": ["experts"], "backward": "high_precision"}
+    config = config_of(tmp_path, packed, "fp8_block", qarl=qarl)
+    with pytest.raises(ValueError, match="is a quantized checkpoint, frozen in training") as error:
+        train_run(config)
+    for fix in ("qarl.format=fp8_block", "qarl.targets=[experts,attention]", "qarl.backward=dequantized"):
+        assert fix in str(error.value)
+
+
+def test_foreign_missing_and_misshapen_tensors_are_all_named(packed, tmp_path):
+    folder = shutil.copytree(packed / "w4a16", tmp_path / "w4a16")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    scale = "model.layers.1.self_attn.q_proj.weight_scale"
+    tensors[scale] = tensors[scale].float()
+    tensors["model.layers.0.self_attn.q_proj.weight_zero_point"] = torch.zeros(1)
+    del tensors["model.layers.0.mlp.experts.3.up_proj.weight_packed"]
+    save_file(tensors, file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+    with pytest.raises(ValueError, match=r"is not what its config\.json says") as error:
+        Trainer(config_of(tmp_path / "run", tmp_path))
+    for part in ("weight_zero_point", "gate_up_proj.weight_packed", f"{scale} is torch.float32"):
+        assert part in str(error.value)
+
+
+def test_a_checkpoint_of_other_tools_is_read(packed, tmp_path):
+    """16-bit scales of FP8 and INT8 rows, as llm-compressor writes them, are widened exactly."""
+    folder = shutil.copytree(packed / "int8", tmp_path / "int8")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items() if name.endswith("weight_scale")}
+    save_file(tensors | narrow, file)
+    model = Trainer(config_of(tmp_path / "run", tmp_path, "int8")).model
+    held = model.model.layers[0].self_attn.q_proj.aligned["weight"].weight.tensors["weight_scale"]
+    assert_bitwise_equal(held, narrow["model.layers.0.self_attn.q_proj.weight_scale"].float())
+
+
+def test_eight_bit_groups_are_known():
+    fmt = get_format("w8a16", group_size=64)
+    assert stored_format(storage_config(fmt, ignore=[])) == fmt
