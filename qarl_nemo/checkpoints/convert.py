@@ -1,7 +1,7 @@
 """Converts source tensors to their stored form, several at a time."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,7 +13,6 @@ from torch import Tensor
 from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format, quantize_weight, unfit_values
 from qarl_nemo.checkpoints.plan import PlannedTensor
-from qarl_nemo.checkpoints.reader import TensorReader
 
 # A multiple of every block of rows that shares a scale; temporaries of this few rows stay in a core's cache.
 _ROWS_AT_ONCE = 256
@@ -38,15 +37,15 @@ class ConvertedTensor:
 class TensorConverter:
     """Reads tensors in order and converts them in as many threads as torch was given, in the same order."""
 
-    def __init__(self, reader: TensorReader, fmt: QuantFormat, device: str) -> None:
+    def __init__(self, read: Callable[[PlannedTensor], Tensor], fmt: QuantFormat, device: str) -> None:
         """Start the threads.
 
         Args:
-            reader: reads the source.
+            read: returns a tensor in its shape in the output, on the CPU.
             fmt: format of the quantized tensors.
             device: where `quantize_weight` runs.
         """
-        self._reader = reader
+        self._read = read
         self._fmt = fmt
         self._device = device
         self._torch_threads = torch.get_num_threads()
@@ -75,7 +74,7 @@ class TensorConverter:
         """
         running: deque[Future[ConvertedTensor]] = deque()
         for tensor in tensors:
-            weight = self._reader.read(tensor.info)
+            weight = self._read(tensor)
             running.append(self._pool.submit(convert_tensor, weight, tensor, self._fmt, self._device))
             if len(running) > self._num_threads:
                 yield running.popleft().result()
@@ -87,7 +86,7 @@ def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, devi
     """Return a weight as the output holds it: `quantize_weight(weight)`, or the weight itself.
 
     Args:
-        weight: the source tensor, on the CPU.
+        weight: the source tensor in its shape in the output, on the CPU.
         tensor: what the plan says about it.
         fmt: format of the quantized tensors.
         device: where `quantize_weight` runs.
@@ -106,5 +105,5 @@ def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, devi
     parts = [quantize_weight(block, fmt, name=name).narrowed().tensors for block in blocks]
     stored = {f"{module}.{suffix}": torch.cat([part[suffix] for part in parts]).cpu() for suffix in parts[0]}
     if fmt.stores_shape:
-        stored[f"{module}.weight_shape"] = torch.tensor(tensor.info.shape, dtype=torch.int64)
+        stored[f"{module}.weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
     return ConvertedTensor(tensor, stored)

@@ -77,7 +77,8 @@ def settings_record(plan: QuantizePlan) -> dict[str, Any]:
         plan: the conversion.
 
     Returns:
-        Tool version, format, group size, scale convention, the format that codes are nested in, and targets.
+        Tool version, format, group size, scale convention and targets, and, where they were given, the finer format
+        and what was split.
     """
     return {
         "tool": TOOL,
@@ -85,6 +86,7 @@ def settings_record(plan: QuantizePlan) -> dict[str, Any]:
         "group_size": plan.fmt.group_size,
         "scale_convention": plan.fmt.scale_convention,
         **({"nested_in": plan.fmt.published_name} if plan.fmt.nested_bits else {}),
+        **({"split_channels": plan.splitting.share, **plan.splitting.config} if plan.splitting else {}),
         "targets": list(plan.targets),
     }
 
@@ -167,6 +169,8 @@ def _output_config(plan: QuantizePlan) -> dict[str, Any]:
     config = dict(plan.checkpoint.config)
     dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     config.update(dict.fromkeys(dtype_keys, "bfloat16"))
+    if plan.splitting is not None:
+        config.update(plan.splitting.config)
     quantization = model_quantization_config(plan.fmt, (info.name for info in plan.checkpoint.tensors), plan.targets)
     if quantization is not None:
         config["quantization_config"] = quantization

@@ -10,6 +10,7 @@ from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.content import content_problems, drop_reason
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo
 from qarl_nemo.checkpoints.shapes import shape_problems, stored_bytes
+from qarl_nemo.checkpoints.split_channels import Splitting, plan_splitting
 
 DEFAULT_MAX_SHARD_BYTES = 2**30
 _QUANTIZED_SUFFIXES = (
@@ -41,6 +42,7 @@ class PlannedTensor:
         kind: target or other kind of the module that owns it.
         quantized: whether it is stored in the plan's format; copied bit for bit otherwise.
         reason: why.
+        shape: its shape in the output.
         num_bytes: size in the output, scales included.
     """
 
@@ -48,6 +50,7 @@ class PlannedTensor:
     kind: str
     quantized: bool
     reason: str
+    shape: tuple[int, ...]
     num_bytes: int
 
 
@@ -80,6 +83,7 @@ class QuantizePlan:
         max_shard_bytes: limit of one output file; a single larger tensor gets a file of its own.
         shards: the output files.
         dropped: source tensor that no engine reads -> why it is left out.
+        splitting: which MLPs get more channels; None: none.
     """
 
     checkpoint: Checkpoint
@@ -88,6 +92,7 @@ class QuantizePlan:
     max_shard_bytes: int
     shards: tuple[PlannedShard, ...]
     dropped: dict[str, str] = field(default_factory=dict)
+    splitting: Splitting | None = None
 
     @property
     def tensors(self) -> Iterator[PlannedTensor]:
@@ -106,7 +111,11 @@ class QuantizePlan:
 
 
 def plan_quantization(
-    checkpoint: Checkpoint, fmt: QuantFormat, targets: Sequence[str], max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    checkpoint: Checkpoint,
+    fmt: QuantFormat,
+    targets: Sequence[str],
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    split_channels: float | None = None,
 ) -> QuantizePlan:
     """Plan a conversion; the same inputs always give the same plan.
 
@@ -115,6 +124,7 @@ def plan_quantization(
         fmt: format of the quantized tensors.
         targets: what to quantize, out of `names.TARGETS`.
         max_shard_bytes: limit of one output file.
+        split_channels: least share of the inner channels of targeted MLPs that become pairs; None: none.
 
     Returns:
         The plan.
@@ -130,12 +140,25 @@ def plan_quantization(
     problems = _settings_problems(fmt, max_shard_bytes)
     quantized = _quantized_problems(checkpoint)
     problems += quantized or content_problems(checkpoint.tensors, architecture)
-    problems += _tensor_problems(checkpoint, fmt, targets) + _target_problems(checkpoint, targets)
+    splitting = None if split_channels is None else _splitting(split_channels, architecture, fmt, targets, problems)
+    problems += _tensor_problems(checkpoint, fmt, targets, splitting) + _target_problems(checkpoint, targets)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ValueError(f"cannot quantize {checkpoint.folder} to {fmt.name}:\n{listed}")
-    tensors = [_plan_tensor(info, fmt, targets) for info in checkpoint.tensors]
-    return QuantizePlan(checkpoint, fmt, targets, max_shard_bytes, _into_shards(tensors, max_shard_bytes), dropped)
+    tensors = [_plan_tensor(info, fmt, targets, splitting) for info in checkpoint.tensors]
+    shards = _into_shards(tensors, max_shard_bytes)
+    return QuantizePlan(checkpoint, fmt, targets, max_shard_bytes, shards, dropped, splitting)
+
+
+def _splitting(
+    share: float, architecture: Architecture, fmt: QuantFormat, targets: Sequence[str], problems: list[str]
+) -> Splitting | None:
+    widths = {"experts": architecture.moe_intermediate_size, "mlp": architecture.intermediate_size}
+    try:
+        return plan_splitting(share, {target: widths[target] for target in targets if widths.get(target)}, fmt)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 def _settings_problems(fmt: QuantFormat, max_shard_bytes: int) -> list[str]:
@@ -160,13 +183,19 @@ def _quantized_problems(checkpoint: Checkpoint) -> list[str]:
     return [f"the source is already quantized{where}; start from the BF16 checkpoint"]
 
 
-def _tensor_problems(checkpoint: Checkpoint, fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
+def _shape(info: TensorInfo, splitting: Splitting | None) -> tuple[int, ...]:
+    return splitting.shape(info.name, names.tensor_kind(info.name), info.shape) if splitting else info.shape
+
+
+def _tensor_problems(
+    checkpoint: Checkpoint, fmt: QuantFormat, targets: tuple[str, ...], splitting: Splitting | None
+) -> list[str]:
     by_problem: dict[str, list[str]] = {}
     for info in checkpoint.tensors:
         target = names.target_of(info.name)
         if target not in targets:
             continue
-        for problem in shape_problems(info.name, target, info.shape, fmt):
+        for problem in shape_problems(info.name, target, _shape(info, splitting), fmt):
             by_problem.setdefault(problem, []).append(info.name)
     return [f"{problem}: {names.summarize_names(offending)}" for problem, offending in by_problem.items()]
 
@@ -183,16 +212,18 @@ def _target_problems(checkpoint: Checkpoint, targets: tuple[str, ...]) -> list[s
     ]
 
 
-def _plan_tensor(info: TensorInfo, fmt: QuantFormat, targets: tuple[str, ...]) -> PlannedTensor:
+def _plan_tensor(
+    info: TensorInfo, fmt: QuantFormat, targets: tuple[str, ...], splitting: Splitting | None
+) -> PlannedTensor:
     kind = names.tensor_kind(info.name)
-    target = names.target_of(info.name)
+    target, shape = names.target_of(info.name), _shape(info, splitting)
     if target not in targets:
         reason = _KEPT.get(kind) or ("not a target" if target else "not a weight matrix")
     elif not fmt.is_quantized:
         reason = f"format {fmt.name} quantizes nothing"
     else:
-        return PlannedTensor(info, kind, True, f"target {target}", stored_bytes(info.shape, fmt))
-    return PlannedTensor(info, kind, False, reason, info.num_bytes)
+        return PlannedTensor(info, kind, True, f"target {target}", shape, stored_bytes(shape, fmt))
+    return PlannedTensor(info, kind, False, reason, shape, replace(info, shape=shape).num_bytes)
 
 
 def _into_shards(tensors: list[PlannedTensor], max_shard_bytes: int) -> tuple[PlannedShard, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.content import require_tied_copy
@@ -21,11 +22,13 @@ from qarl_nemo.checkpoints.partial import PartialFolder, open_partial, partial_p
 from qarl_nemo.checkpoints.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     PlannedShard,
+    PlannedTensor,
     QuantizePlan,
     plan_quantization,
 )
-from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, open_checkpoint
+from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, TensorReader, open_checkpoint
 from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard, shard_names
+from qarl_nemo.checkpoints.split_channels import ChannelSplitter
 from qarl_nemo.files import FileError, os_reason, require_space
 
 
@@ -80,6 +83,7 @@ def quantize_checkpoint(
     targets: Sequence[str],
     *,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    split_channels: float | None = None,
     overwrite: bool = False,
     device: str = "cpu",
     progress: Callable[[QuantizeProgress], None] | None = None,
@@ -96,6 +100,7 @@ def quantize_checkpoint(
         fmt: format of the quantized tensors; bf16 copies.
         targets: what to quantize, out of `qarl_nemo.names.TARGETS`.
         max_shard_bytes: limit of one output file.
+        split_channels: see `plan_quantization`.
         overwrite: replace a destination this tool wrote, and an unfinished conversion with other settings.
         device: where `quantize_weight` runs.
         progress: called after each tensor.
@@ -113,7 +118,7 @@ def quantize_checkpoint(
         _check_device(device)
         for folder in {checkpoint.folder, checkpoint.companions}:
             _check_apart(folder, destination)
-        plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes)
+        plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes, split_channels)
         require_loadable(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
         require_tied_copy(checkpoint)
         _check_space(plan, destination)
@@ -147,7 +152,10 @@ def _write_shards(
     done_bytes = num_resumed = 0
     buffer = ShardBuffer(plan.shards)
     settings = {f"qarl_{key}": str(value) for key, value in settings_record(plan).items() if key != "targets"}
-    with plan.checkpoint.open_reader() as reader, TensorConverter(reader, plan.fmt, device) as converter:
+    with (
+        plan.checkpoint.open_reader() as reader,
+        TensorConverter(_reading(plan, reader), plan.fmt, device) as converter,
+    ):
         for number, shard in enumerate(plan.shards, 1):
             if partial.finished(shard.file):
                 num_resumed += 1
@@ -175,6 +183,14 @@ def _write_shards(
             f"finished shards are kept:\n{listed}"
         )
     return weight_map, num_resumed
+
+
+def _reading(plan: QuantizePlan, reader: TensorReader) -> Callable[[PlannedTensor], Tensor]:
+    if plan.splitting is None:
+        return lambda tensor: reader.read(tensor.info)
+    infos = {info.name: info for info in plan.checkpoint.tensors}
+    splitter = ChannelSplitter(plan.splitting, reader, infos, plan.fmt)
+    return lambda tensor: splitter.read(tensor.info.name, tensor.kind)
 
 
 @contextlib.contextmanager

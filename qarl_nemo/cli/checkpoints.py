@@ -35,12 +35,17 @@ def quantize(
     max_shard_bytes: MaxShardBytes = 1 << 30,
     device: Device = "cpu",
     overwrite: Overwrite = False,
+    split_channels: Annotated[
+        float | None,
+        typer.Option(help="Least share of an MLP's inner channels to compute twice, for smaller scales of down_proj."),
+    ] = None,
 ) -> None:
     """Write a quantized checkpoint that stock vLLM loads; streams shard by shard and resumes after a kill."""
     from qarl_nemo.checkpoints import open_checkpoint
 
     fmt = _format(format_name, group_size, scale_convention, nested_in)
-    _quantize(open_checkpoint(source), destination, fmt, targets, max_shard_bytes, overwrite, device)
+    checkpoint = open_checkpoint(source)
+    _quantize(checkpoint, destination, fmt, targets, max_shard_bytes, overwrite, device, split_channels)
 
 
 @command
@@ -84,6 +89,7 @@ def _quantize(
     max_shard_bytes: int,
     overwrite: bool,
     device: str,
+    split_channels: float | None = None,
 ) -> None:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -113,6 +119,7 @@ def _quantize(
             fmt,
             chosen,
             max_shard_bytes=max_shard_bytes,
+            split_channels=split_channels,
             overwrite=overwrite,
             device=device,
             progress=show,

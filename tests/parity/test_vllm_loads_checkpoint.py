@@ -145,6 +145,24 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
         assert unaligned > 2 * aligned
 
 
+@pytest.mark.parametrize("format_name", ["w4a16", "w2a16", "int8"])
+def test_vllm_serves_split_channels_as_a_wider_model(format_name: str, source: Path, tmp_path: Path) -> None:
+    fmt, wide = get_format(format_name), tmp_path / "wide"
+    # Equal halves, so that the learner quantizes the weights that the engine's checkpoint was made of.
+    quantize_checkpoint(source, wide, get_format("bf16"), ["experts"], split_channels=0.2)
+    quantize_checkpoint(wide, tmp_path / "quantized", fmt, ["experts"])
+    quantize_checkpoint(source, tmp_path / "split", fmt, ["experts"], split_channels=0.2)
+    backend = kernel_options(fmt, ["experts"]).get("moe_backend", "")
+    extension = WORKER_EXTENSION if fmt.vllm.experts.mended else ""
+    equal, shifted = (vllm_generate(tmp_path / name, backend, extension) for name in ("quantized", "split"))
+    aligned = learner_gap(wide, format_name, ["experts"], equal["responses"])
+    # Both approximate the source's BF16 policy; shifted halves, whose errors cancel, do it better.
+    gaps = [learner_gap(source, "bf16", ["experts"], one["responses"]) for one in (equal, shifted)]
+    print(f"\nSPLIT {format_name}: aligned gap {aligned:.5f}, from BF16 {gaps[0]:.5f}, shifted {gaps[1]:.5f}")
+    assert aligned < BOUNDS["experts"]
+    assert gaps[0] > 2 * aligned
+
+
 def test_stock_vllm_is_refused_because_it_runs_int8_experts_on_16_bit_activations(source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(source, tmp_path / "quantized", get_format("int8"), ["experts"])
     chosen = [ChosenMethod(**record) for record in vllm_generate(tmp_path / "quantized", "triton")["methods"]]
