@@ -129,8 +129,10 @@ def published_name(parameter: str) -> str:
         parameter: its name in the model.
 
     Returns:
-        The same name; stacked experts, whose parameters have no suffix, get `.weight`.
+        The same name; stacked experts, whose parameters have no suffix, get `.weight`, and an adapter's loses `.lora`.
     """
+    if ".lora." in parameter:
+        return parameter.replace(".lora.", ".")
     return f"{parameter}.weight" if _STACKED_PARAMETER.fullmatch(parameter) else parameter
 
 

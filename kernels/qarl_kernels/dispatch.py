@@ -14,6 +14,7 @@ from qarl_formats import QuantFormat
 from qarl_kernels import gemm as reference
 from qarl_kernels.expert_mlp import expert_mlp_reference
 from qarl_kernels.gemm import GemmOperand
+from qarl_kernels.low_rank import ExpertAdapters
 from qarl_kernels.routing import route_rows
 from qarl_kernels.weights import QuantizedWeight, nonfinite_error, quantize_weight_reference, weight_problems
 
@@ -231,7 +232,14 @@ def grouped_weight_grad(grad_out: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return reference.grouped_weight_grad(grad_out, x, offsets)
 
 
-def expert_mlp(x: Tensor, topk_index: Tensor, topk_weight: Tensor, fc1: GemmOperand, fc2: GemmOperand) -> Tensor:
+def expert_mlp(
+    x: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    fc1: GemmOperand,
+    fc2: GemmOperand,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     """Run routed tokens through their experts, y = sum_k w_k fc2(SwiGLU(fc1(x))), in the engine's order of operations.
 
     Args:
@@ -240,6 +248,7 @@ def expert_mlp(x: Tensor, topk_index: Tensor, topk_weight: Tensor, fc1: GemmOper
         topk_weight: [T, k] FP32 router weights.
         fc1: [E, 2 I, H], gate rows before up rows.
         fc2: [E, H, I].
+        adapters: added beside both; None without.
 
     Returns:
         [T, H] in x's dtype.
@@ -249,9 +258,11 @@ def expert_mlp(x: Tensor, topk_index: Tensor, topk_weight: Tensor, fc1: GemmOper
     """
     num_experts = fc1.values.shape[0]
     if runs_kernels(x):
+        from qarl_kernels.ops.adapted_mlp import adapted_mlp_forward
         from qarl_kernels.ops.mlp import expert_mlp_forward
 
-        return expert_mlp_forward(x, route_rows(topk_index, num_experts), topk_weight.float(), fc1, fc2)[0]
+        common = (x, route_rows(topk_index, num_experts), topk_weight.float(), fc1, fc2)
+        return (expert_mlp_forward(*common) if adapters is None else adapted_mlp_forward(*common, adapters))[0]
     return expert_mlp_reference(
         x,
         topk_index,
@@ -260,4 +271,5 @@ def expert_mlp(x: Tensor, topk_index: Tensor, topk_weight: Tensor, fc1: GemmOper
         lambda rows, offsets, dtype: reference.grouped_gemm(rows, fc2, offsets, out_dtype=dtype, after_swiglu=True),
         fc1.format,
         num_experts,
+        adapters,
     )

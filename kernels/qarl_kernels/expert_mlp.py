@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qarl_formats import QuantFormat
+from qarl_kernels.low_rank import ExpertAdapters, low_rank, low_rank_gate_up
 from qarl_kernels.routing import route_rows
 
 GroupedGemm = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -24,6 +25,7 @@ def expert_mlp_reference(
     fc2: GroupedGemm,
     fmt: QuantFormat,
     num_experts: int,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """Run routed tokens through their experts and sum the weighted outputs.
 
@@ -35,6 +37,7 @@ def expert_mlp_reference(
         fc2: rows [M, I], offsets, out dtype -> [M, H].
         fmt: decides the rounding points.
         num_experts: E.
+        adapters: added beside both GEMMs; None without.
 
     Returns:
         [T, H] in x's dtype.
@@ -42,11 +45,22 @@ def expert_mlp_reference(
     num_tokens, top_k = topk_index.shape
     routed = route_rows(topk_index, num_experts)
     rows = x[routed.order // top_k]
-    hidden = swiglu(fc1(rows, routed.offsets, x.dtype), fmt)
+    gate_up = fc1(rows, routed.offsets, x.dtype)
+    if adapters is not None:
+        gate_up = gate_up + low_rank_gate_up(rows, adapters, routed.offsets)
+    hidden = swiglu(gate_up, fmt)
     on_accumulator = fmt.router_weight == "on_accumulator"
     out_rows = fc2(hidden, routed.offsets, torch.float32 if on_accumulator else x.dtype)
     choices = out_rows[routed.inverse].view(num_tokens, top_k, out_rows.shape[-1])
-    return combine_choices(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype)
+    added = None
+    if adapters is not None:
+        added = low_rank(hidden.to(x.dtype), adapters.down, routed.offsets, out_dtype=_accumulated(x.dtype))
+        added = added[routed.inverse].view_as(choices)
+    return combine_choices(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype, added)
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
@@ -66,7 +80,9 @@ def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def combine_choices(choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: torch.dtype) -> Tensor:
+def combine_choices(
+    choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: torch.dtype, added: Tensor | None = None
+) -> Tensor:
     """Weight each token's expert outputs as the format does, and sum them in the order of its choices.
 
     Args:
@@ -74,16 +90,20 @@ def combine_choices(choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: to
         weight: [T, k, 1] FP32.
         fmt: decides the rounding points.
         dtype: the result's dtype.
+        added: [T, k, H] unrounded outputs of fc2's adapters; None without.
 
     Returns:
         [T, H].
     """
     if fmt.router_weight == "weighted_sum":
+        choices = choices if added is None else choices + added.to(dtype)
         return _fused_sum(choices, weight).to(dtype)
     if fmt.router_weight == "rounded_product":
         weighted = (choices * weight.to(dtype)).float()
     else:
         weighted = (choices * weight).to(dtype).float()
+    if added is not None:
+        weighted = (weighted + (added * weight).to(dtype)).to(dtype).float()
     return sum_in_order(weighted).to(dtype)
 
 

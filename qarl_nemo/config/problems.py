@@ -68,8 +68,9 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
     dotted, kind = ".".join(location)[: 2 * _MAX_CHARS], problem["type"]
     if kind == "extra_forbidden":
         legal = sorted({key for held in models for key in held.model_fields})
-        meant = "" if _guess(location[-1], legal) else _elsewhere(location, model)
-        return f"unknown key {dotted!r}: {meant}{hint(location[-1], legal)}"
+        exact = any(key[-1] == location[-1] for key in all_keys([model]) if key != tuple(location))
+        meant = "" if _guess(location[-1], legal) and not exact else _elsewhere(location, model)
+        return f"unknown key {dotted!r}: {meant}{hint('' if meant else location[-1], legal)}"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         # The discriminator is a key, or a function with the key's name.
         key = problem["ctx"]["discriminator"].strip("'()")

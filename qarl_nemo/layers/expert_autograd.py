@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qarl_kernels import RoutedRows, expert_mlp_reference, route_rows, runs_kernels
+from qarl_kernels.low_rank import ExpertAdapters
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
 from qarl_nemo.layers.weight import ExecutedWeight, straight_through_weight
 from qarl_nemo.names import Backward
@@ -43,7 +44,7 @@ class _AlignedExpertMlp(torch.autograd.Function):
     @once_differentiable
     # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        from qarl_kernels.ops.frozen_mlp import frozen_mlp_backward
+        from qarl_kernels.ops.adapted_mlp import adapted_mlp_backward
         from qarl_kernels.ops.mlp import expert_mlp_backward
 
         x, topk_weight, hidden = ctx.saved_tensors
@@ -52,10 +53,42 @@ class _AlignedExpertMlp(torch.autograd.Function):
         gate_up_ran, down_ran = (straight_through_weight(one, ctx.backward_choice) for one in (gate_up, down))
         common = (gate_up_ran, down_ran, gate_up.format)
         if not any(ctx.needs_input_grad[2:4]):
-            inputs = frozen_mlp_backward(grad_out, hidden, ctx.routed, topk_weight, *common)
-            return *inputs, None, None, None, None, None, None
+            inputs = adapted_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *common, None)
+            return inputs.x, inputs.topk_weight, None, None, None, None, None, None
         grads = expert_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *common)
         return grads.x, grads.topk_weight, grads.gate_up, grads.down, None, None, None, None
+
+
+class _AdaptedExpertMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_weight: Tensor,
+        gate_up: ExecutedWeight,
+        down: ExecutedWeight,
+        routed: RoutedRows,
+        *factors: Tensor,
+    ) -> Tensor:
+        from qarl_kernels.ops.adapted_mlp import adapted_mlp_forward
+
+        adapters = ExpertAdapters.of(*factors)
+        out, hidden = adapted_mlp_forward(x, routed, topk_weight, gate_up.operand(), down.operand(), adapters)
+        ctx.save_for_backward(x, topk_weight, hidden, *factors)
+        ctx.gate_up, ctx.down, ctx.routed = gate_up, down, routed
+        return out
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        from qarl_kernels.ops.adapted_mlp import adapted_mlp_backward
+
+        x, topk_weight, hidden, *factors = ctx.saved_tensors
+        gate_up, down = (straight_through_weight(weight, "dequantized") for weight in (ctx.gate_up, ctx.down))
+        weights = (gate_up, down, ctx.gate_up.format, ExpertAdapters.of(*factors))
+        grads = adapted_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *weights)
+        return grads.x, grads.topk_weight, None, None, None, *grads.adapters
 
 
 def aligned_expert_mlp(
@@ -66,6 +99,7 @@ def aligned_expert_mlp(
     down: ExecutedWeight,
     *,
     backward: Backward = "dequantized",
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """Run routed tokens through their quantized experts, straight-through in the backward.
 
@@ -76,6 +110,7 @@ def aligned_expert_mlp(
         gate_up: [E, 2 I, H]; a frozen one has no gradient.
         down: [E, H, I], likewise.
         backward: which weights the input gradient uses.
+        adapters: trained beside frozen weights; None without.
 
     Returns:
         [T, H] in x's dtype.
@@ -85,6 +120,9 @@ def aligned_expert_mlp(
     num_experts = gate_up.shape[0]
     if runs_kernels(x):
         routed = route_rows(topk_index, num_experts)
+        if adapters is not None:
+            assert gate_up.master is None, "adapters are trained beside frozen weights"
+            return _AdaptedExpertMlp.apply(x, topk_weight.float(), gate_up, down, routed, *adapters.flat())
         return _AlignedExpertMlp.apply(
             x, topk_weight.float(), gate_up.master, down.master, gate_up, down, routed, backward
         )
@@ -95,4 +133,4 @@ def aligned_expert_mlp(
     def fc2(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return aligned_grouped_gemm(rows, down, offsets, out_dtype=dtype, backward=backward, after_swiglu=True)
 
-    return expert_mlp_reference(x, topk_index, topk_weight, fc1, fc2, gate_up.format, num_experts)
+    return expert_mlp_reference(x, topk_index, topk_weight, fc1, fc2, gate_up.format, num_experts, adapters)

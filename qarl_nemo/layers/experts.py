@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.expert_autograd import aligned_expert_mlp
+from qarl_nemo.layers.lora import AdaptersOfExperts
 from qarl_nemo.layers.weight import AlignedWeight, ExecutedWeight, MasterChanges, require_backward
 from qarl_nemo.names import Backward
 
@@ -40,6 +41,7 @@ class AlignedExperts(nn.Module):
         self.num_experts = self.gate_up_proj.shape[0]
         self.format = fmt
         self.backward = backward
+        self.lora: AdaptersOfExperts | None = None
         self.aligned: dict[str, ExecutedWeight] = {
             proj: AlignedWeight(f"{name}.{proj}", getattr(self, proj), fmt, changes, keep_operand)
             for proj in ("gate_up_proj", "down_proj")
@@ -57,4 +59,5 @@ class AlignedExperts(nn.Module):
             [T, H] in hidden_states' dtype.
         """
         gate_up, down = self.aligned["gate_up_proj"], self.aligned["down_proj"]
-        return aligned_expert_mlp(hidden_states, top_k_index, top_k_weights, gate_up, down, backward=self.backward)
+        options = {"backward": self.backward, "adapters": None if self.lora is None else self.lora.factors()}
+        return aligned_expert_mlp(hidden_states, top_k_index, top_k_weights, gate_up, down, **options)

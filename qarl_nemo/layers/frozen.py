@@ -12,6 +12,7 @@ from qarl_kernels import QuantizedWeight, require_finite
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.layers.linear import AlignedLinear
+from qarl_nemo.layers.norm_noise import takes_noise
 from qarl_nemo.layers.packed import PackedWeight
 
 
@@ -21,7 +22,8 @@ class FrozenBase:
 
     Attributes:
         weights: packed weights by the name of the module that owns them.
-        parameters: all other parameters that have no gradient, by name.
+        parameters: all other parameters that have no gradient, by name, without the norms that an engine may serve with
+            noise.
     """
 
     weights: Mapping[str, PackedWeight] = field(default_factory=dict)
@@ -32,7 +34,8 @@ class FrozenBase:
         """Collect what is frozen in a model with aligned layers."""
         executed = (weight for module in model.modules() for weight in getattr(module, "aligned", {}).values())
         weights = {weight.name: weight for weight in executed if isinstance(weight, PackedWeight)}
-        parameters = {name: one.data for name, one in model.named_parameters() if not one.requires_grad}
+        frozen = (item for item in model.named_parameters() if not item[1].requires_grad)
+        parameters = {name: one.data for name, one in frozen if not takes_noise(name)}
         return cls(weights, parameters)
 
     def __bool__(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from qarl_formats import BASELINE
+from qarl_formats import BASELINE, get_format
 from qarl_kernels import QuantFormat, weight_problems
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
@@ -66,6 +66,7 @@ def install(
     *,
     backward: Backward = "dequantized",
     keep_operand: bool = True,
+    plain: Sequence[str] = (),
 ) -> InstallReport:
     """Replace the targeted layers of a Hugging Face Qwen model by aligned ones and its routers by FP32-weight routers.
 
@@ -75,6 +76,7 @@ def install(
         fmt: format the replaced layers execute; bf16 runs the same code path unquantized.
         backward: which weight the input gradient uses.
         keep_operand: keep what the GEMMs multiply between uses; False keeps only the packed tensors.
+        plain: further targets, whose layers are replaced, too, and execute BF16.
 
     Returns:
         The table and the handles to weights, routes and changes.
@@ -85,11 +87,13 @@ def install(
     targets = check_targets(targets)
     report = InstallReport(fmt, targets)
     found = {name: module_kind(name) for name, module in model.named_modules() if _holds_weights(module)}
-    _require_present(targets, {kind for kind in found.values() if kind in TARGETS})
+    executed = dict.fromkeys(plain, get_format(BASELINE)) | dict.fromkeys(targets, fmt)
+    _require_present(tuple(executed), {kind for kind in found.values() if kind in TARGETS})
     _require_shapes(model, found, targets, fmt)
     for name, module in list(model.named_modules()):
-        if found.get(name) in targets:
-            _swap(model, name, _aligned(name, module, report, backward=backward, keep_operand=keep_operand))
+        if found.get(name) in executed:
+            own = executed[found[name]]
+            _swap(model, name, _aligned(name, module, report, own, backward=backward, keep_operand=keep_operand))
         elif found.get(name) == "router":
             _swap(model, name, AlignedRouter(module, report.routes, report.num_routers))
             report.num_routers += 1
@@ -97,8 +101,8 @@ def install(
     return report
 
 
-def _aligned(name: str, module: nn.Module, report: InstallReport, **options: Any) -> nn.Module:
-    common = (report.format, report.changes)
+def _aligned(name: str, module: nn.Module, report: InstallReport, fmt: QuantFormat, **options: Any) -> nn.Module:
+    common = (fmt, report.changes)
     if isinstance(module, nn.Linear):
         aligned = AlignedLinear(module, *common, name=name, **options)
     else:
@@ -147,7 +151,7 @@ def _require_shapes(model: nn.Module, found: dict[str, str], targets: Sequence[s
 def _fill_table(model: nn.Module, found: dict[str, str], report: InstallReport) -> None:
     for name, kind in found.items():
         module, reason = model.get_submodule(name), ""
-        if isinstance(module, AlignedLinear | AlignedExperts):
+        if kind in report.targets:
             reason = "" if report.format.is_quantized else f"format {report.format.name}"
         elif kind in TARGETS:
             reason = f"not targeted: add {kind!r} to targets to quantize it"

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from qarl_kernels import QuantFormat, one_group
 from qarl_nemo.layers.autograd import aligned_grouped_gemm
+from qarl_nemo.layers.lora import Adapter
 from qarl_nemo.layers.weight import AlignedWeight, ExecutedWeight, MasterChanges, require_backward
 from qarl_nemo.names import Backward
 
@@ -38,6 +39,7 @@ class AlignedLinear(nn.Module):
         self.weight = linear.get_parameter("weight")
         self.bias = linear.bias
         self.backward = backward
+        self.lora: Adapter | None = None
         self.aligned: dict[str, ExecutedWeight] = {
             "weight": AlignedWeight(name, self.weight, fmt, changes, keep_operand)
         }
@@ -54,4 +56,5 @@ class AlignedLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         out = aligned_grouped_gemm(rows, self.aligned["weight"], one_group(rows), backward=self.backward)
         out = out.view(*x.shape[:-1], out.shape[-1])
-        return out if self.bias is None else out + self.bias
+        out = out if self.bias is None else out + self.bias
+        return out if self.lora is None else out + self.lora(x)

@@ -16,6 +16,7 @@ from qarl_kernels import (
     grouped_gemm,
     one_group,
 )
+from qarl_nemo.layers.lora import Adapter, AdaptersOfExperts
 from qarl_nemo.layers.weight import MasterChanges
 
 
@@ -71,13 +72,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.slots = {"weight": slot}
         self.bias = bias
+        self.lora: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: x [..., K] -> [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
         out = grouped_gemm(rows, self.slots["weight"].operand().stacked(), one_group(rows))
         out = out.view(*x.shape[:-1], out.shape[-1])
-        return out if self.bias is None else out + self.bias
+        out = out if self.bias is None else out + self.bias
+        return out if self.lora is None else out + self.lora(x)
 
 
 class PackedExperts(nn.Module):
@@ -91,8 +94,10 @@ class PackedExperts(nn.Module):
     def __init__(self, gate_up: PackedWeight, down: PackedWeight) -> None:
         super().__init__()
         self.slots = {"gate_up_proj": gate_up, "down_proj": down}
+        self.lora: AdaptersOfExperts | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the routed experts: hidden_states [T, H] -> [T, H]."""
         fc1, fc2 = self.slots["gate_up_proj"].operand(), self.slots["down_proj"].operand()
-        return expert_mlp(hidden_states, top_k_index, top_k_weights, fc1, fc2)
+        adapters = None if self.lora is None else self.lora.factors()
+        return expert_mlp(hidden_states, top_k_index, top_k_weights, fc1, fc2, adapters)

@@ -85,13 +85,14 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, tokens = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # In FP32, because rounding each chunk's sum to BF16 would lose what many chunks add.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         split = (tensor.split(ctx.chunk_size) for tensor in (hidden, tokens, grad_logprobs, grad_hidden))
         for rows, chosen, grad, grad_rows in zip(*split, strict=True):
             grad_logits = _grad_logits(nn.functional.linear(rows, weight), chosen, grad, ctx.temperature)
             torch.mm(grad_logits, weight, out=grad_rows)
-            grad_weight += grad_logits.mT @ rows
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += grad_logits.mT @ rows
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _grad_logits(logits: Tensor, tokens: Tensor, grad_logprobs: Tensor, temperature: float) -> Tensor:

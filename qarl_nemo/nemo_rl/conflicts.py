@@ -29,7 +29,11 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy.quant_cfg": ((None,), "ModelOpt would quantize a second time"),
     "policy.megatron_cfg.fp8_cfg.enabled": (_OFF, "Transformer-Engine would quantize a second time"),
     "policy.megatron_cfg.optimizer.fp16": (_OFF, "FP16 with loss scaling gives NaN gradients; masters are BF16"),
-    "policy.megatron_cfg.peft.enabled": (_OFF, "adapters are not published to the rollout engine"),
+    "policy.megatron_cfg.peft.enabled": (
+        _OFF,
+        "NeMo-RL merges adapters into BF16 weights before each refit; adapters on a packed base are policy.lora of "
+        "qarl train",
+    ),
     "policy.megatron_cfg.mtp_num_layers": ((None, 0), "multi-token prediction layers are not published"),
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size": ((None, 1), "weights are published from one chunk"),
     "policy.draft.enabled": (_OFF, "draft weights are not published"),

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from qarl_nemo.config import QarlConfig
 from qarl_nemo.files import readable_bytes
+from qarl_nemo.train.aligned_model import has_frozen_base, lora_settings
 from qarl_nemo.train.config import ArithmeticData, LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.noise import NoiseConfig
 from qarl_nemo.train.preflight import Prepared
@@ -53,6 +54,7 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         "run": f"{config.run.name}, {begins}, to step {grpo.max_num_steps}; seed {config.seed}, in {config.run_dir}",
         "model": f"{config.policy.model_path or 'random weights (policy.model_init)'}, "
         f"{_readable_count(prepared.num_parameters)} parameters, {config.policy.precision} on {prepared.device}",
+        **_trained(config, prepared),
         "rollouts": f"{prepared.format.name}{_groups(prepared)}{_stages(qarl)}, {quantized} of {len(prepared.rows)} "
         f"modules quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}{_noise(rollout.noise)}",
         **kv_cache,
@@ -117,6 +119,17 @@ def _groups(prepared: Prepared) -> str:
 
 def _stages(qarl: QarlConfig) -> str:
     return "".join(f", {stage.bits} bits from step {stage.from_step}" for stage in qarl.schedule or ())
+
+
+def _trained(config: LocalConfig, prepared: Prepared) -> dict[str, str]:
+    if not has_frozen_base(config.policy):
+        return {}
+    lora = lora_settings(config.policy.lora)
+    count = f"{_readable_count(prepared.num_trained)} parameters on a frozen base"
+    if lora is None:
+        return {"trained": count}
+    others = "".join(f", {name}" for name in ("norms", "router") if getattr(config.policy.lora, name))
+    return {"trained": f"{count}: LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}{others}"}
 
 
 def _noise(noise: NoiseConfig | None) -> str:

@@ -9,6 +9,7 @@ from qarl_nemo.config import QarlConfig, StrictModel
 from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
+from qarl_nemo.train.lora import LoraConfig, lora_problems
 from qarl_nemo.train.noise import NoiseConfig
 from qarl_nemo.train.vllm.limits import config_problems
 
@@ -159,6 +160,7 @@ class PolicyConfig(StrictModel):
     attention: Literal["torch", "engine"] = "torch"
     """The learner's kernel; `engine` is vLLM's own, forward bit for bit, on a Hopper GPU with vLLM installed."""
     megatron_cfg: MegatronConfig | None = Field(None, description="Train in Megatron; None = in transformers.")
+    lora: LoraConfig | None = Field(None, description="Train adapters on a frozen base; None = all weights.")
     warm_start: WarmStart = WarmStart()
     train_micro_batch_size: int = Field(256, ge=1, le=65_536, description="Sequences of one forward and backward.")
     logprob_batch_size: int = Field(512, ge=1, le=65_536, description="Sequences of one forward without gradient.")
@@ -365,6 +367,13 @@ class LocalConfig(StrictModel):
                 f"grpo.train_global_batch_size={self.grpo.train_global_batch_size} is not a multiple of the {ranks} "
                 "data parallel ranks of policy.megatron_cfg"
             )
+        return self
+
+    @model_validator(mode="after")
+    def adapters_have_a_frozen_base(self) -> "LocalConfig":
+        """Reject what cannot be combined with `policy.lora`; every conflict is listed."""
+        if problems := lora_problems(self):
+            raise ValueError("policy.lora: " + "; ".join(problems))
         return self
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.layers.packed import PackedWeight
 from qarl_nemo.names import parameter_name, published_name, summarize_names
 from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.lora import frozen_problems
 from qarl_nemo.train.model import is_packed
 
 _SHOWN = 8
@@ -42,7 +43,7 @@ def require_packed_base(config: LocalConfig) -> None:
         return
     stored = Stored.of(open_checkpoint(path))
     assert stored is not None
-    problems = _format_problems(stored, config.qarl) + _master_problems(config)
+    problems = _format_problems(stored, config.qarl) + _other_problems(config)
     if problems:
         raise ValueError(
             f"policy.model_path={path} is a quantized checkpoint, frozen in training: {'; '.join(problems)}"
@@ -54,8 +55,8 @@ def _format_problems(stored: Stored, qarl: QarlConfig) -> list[str]:
         return ["its quantization_config is in none of the formats that the learner executes; see qarl doctor"]
     own, wanted = stored.format, qarl.served_format
     problems = []
-    if qarl.alignment != "aligned":
-        problems.append(f"qarl.alignment={qarl.alignment} needs BF16 weights; set qarl.alignment=aligned")
+    if qarl.alignment == "none":
+        problems.append("qarl.alignment=none means BF16 weights; set qarl.alignment=aligned")
     if (own.name, own.group_size) != (wanted.name, wanted.group_size):
         sizes = f" qarl.group_size={own.group_size}" if own.group_sizes else ""
         problems.append(f"it is stored as {own.name}; set qarl.format={own.name}{sizes}")
@@ -66,18 +67,13 @@ def _format_problems(stored: Stored, qarl: QarlConfig) -> list[str]:
     return problems
 
 
-def _master_problems(config: LocalConfig) -> list[str]:
-    needed = {
-        "qarl.backward=high_precision multiplies by masters; set qarl.backward=dequantized": (
-            config.qarl.backward == "high_precision"
-        ),
-        "qarl.nested_in publishes other codes; set qarl.nested_in=null": bool(config.qarl.nested_in),
-        "qarl.schedule quantizes masters anew; set qarl.schedule=null": bool(config.qarl.schedule),
-        "policy.warm_start trains all weights; set policy.warm_start.steps=0": config.policy.warm_start.steps > 0,
-        "Megatron's learner holds masters; set policy.megatron_cfg=null": config.policy.megatron_cfg is not None,
-        "vLLM is not started from it yet; set rollout.engine=packed": config.rollout.engine == "vllm",
-    }
-    return [problem for problem, is_so in needed.items() if is_so]
+def _other_problems(config: LocalConfig) -> list[str]:
+    problems = [] if config.policy.lora else frozen_problems(config)
+    if config.policy.warm_start.steps:
+        problems.append("policy.warm_start trains all weights; set policy.warm_start.steps=0")
+    if config.rollout.engine == "vllm":
+        problems.append("vLLM is not started from it yet; set rollout.engine=packed")
+    return problems
 
 
 @dataclass(frozen=True, slots=True)

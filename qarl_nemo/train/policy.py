@@ -12,6 +12,7 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.install import InstallReport
+from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.layers.norm_noise import takes_noise
 from qarl_nemo.layers.weight import MasterChanges
 from qarl_nemo.losses.logprobs import head_logprobs
@@ -21,7 +22,7 @@ from qarl_nemo.train.engine_forward import checkpoint_layers
 from qarl_nemo.train.optimizer import MasterOptimizer
 from qarl_nemo.train.packing import Packing
 from qarl_nemo.train.rollouts import Rollouts
-from qarl_nemo.train.trained import load_trained, save_trained, trained_parameters
+from qarl_nemo.train.trained import load_trained, save_trained
 
 
 class PolicyOptimizer(Protocol):
@@ -119,6 +120,8 @@ class TransformersPolicy:
         attention: the kernel that attends, `torch` or `engine`.
         activation_checkpointing: keep only each layer's input for the backward, which computes the rest again.
         logprob_chunk_size: how many positions' logits exist at a time.
+        lora: settings of the model's adapters, if it has any.
+        base: what their files say that they are made for.
 
     Raises:
         ValueError: the attention kernel does not run here.
@@ -133,7 +136,10 @@ class TransformersPolicy:
         attention: str = "torch",
         activation_checkpointing: bool = False,
         logprob_chunk_size: int = 1024,
+        lora: LoraSettings | None = None,
+        base: str = "",
     ) -> None:
+        self.lora, self.base = lora, base
         self.model = model
         self.report = report
         self.optimizer = optimizer
@@ -173,7 +179,9 @@ class TransformersPolicy:
 
     def layers(self, fmt: QuantFormat) -> list[Layer]:
         """See `Policy`."""
-        return publish_layers(self.report.weights, trained_parameters(self.model), fmt)
+        frozen = self.frozen.parameters
+        published = ((name, one) for name, one in self.model.named_parameters() if name not in frozen)
+        return publish_layers(self.report.weights, published, fmt)
 
     def execute(self, fmt: QuantFormat) -> None:
         """See `Policy`."""
@@ -192,7 +200,7 @@ class TransformersPolicy:
     def save(self, folder: Path) -> None:
         """See `Policy`."""
         if self.frozen:
-            save_trained(self.model, folder / "model")
+            save_trained(self.model, folder / "model", self.lora, self.base)
         else:
             self.model.save_pretrained(folder / "model")
         save_state(self.optimizer, folder / "optimizer.pt")

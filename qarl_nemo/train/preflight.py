@@ -9,10 +9,11 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.files import readable_bytes, require_space
 from qarl_nemo.layers.install import InstallRow, install
 from qarl_nemo.names import TARGETS, tensor_kind
+from qarl_nemo.train.aligned_model import align_model, has_frozen_base
 from qarl_nemo.train.checkpoint import checkpoint_steps
 from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
-from qarl_nemo.train.model import is_packed, read_config, read_tokenizer
-from qarl_nemo.train.packed_base import PackedBase, require_packed_base
+from qarl_nemo.train.model import read_config, read_tokenizer
+from qarl_nemo.train.packed_base import require_packed_base
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
@@ -31,6 +32,7 @@ class Prepared:
         skipped: how many tasks were left out for the length of their prompts, by the key of the data block.
         rows: what is quantized in the rollout engine, one line for each module with weights.
         num_parameters: the model's parameter count.
+        num_trained: how many parameters are trained, those of adapters included.
         checkpoint_bytes: size of one checkpoint.
         kv_bytes: size of one token's keys and values in the rollout engine.
     """
@@ -42,6 +44,7 @@ class Prepared:
     skipped: dict[str, int]
     rows: list[InstallRow]
     num_parameters: int
+    num_trained: int
     checkpoint_bytes: int
     kv_bytes: int
 
@@ -67,10 +70,10 @@ def prepare(config: LocalConfig) -> Prepared:
             read_config(config.policy), dtype=getattr(torch, config.policy.precision)
         )
     require_packed_base(config)
-    report = install(model, config.qarl.targets, fmt)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if is_packed(config.policy.model_path):
-        PackedBase.of(model, report)
+    frozen = has_frozen_base(config.policy)
+    rows = (align_model(config, model) if frozen else install(model, config.qarl.targets, fmt)).rows
+    num_trained = sum(parameter.numel() for _, parameter in trained_parameters(model))
     longest = longest_prompt(config, model.config.max_position_embeddings)
     source = TaskSource(config.data, config.seed)
     encode = PromptEncoder(read_tokenizer(config.policy), config.policy.tokenizer)
@@ -78,7 +81,7 @@ def prepare(config: LocalConfig) -> Prepared:
     size = checkpoint_bytes(model, config.policy)
     if config.checkpointing.enabled:
         _require_space(config, size)
-    return Prepared(device, fmt, source, encode, skipped, report.rows, num_parameters, size, _kv_bytes(model))
+    return Prepared(device, fmt, source, encode, skipped, rows, num_parameters, num_trained, size, _kv_bytes(model))
 
 
 def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.frozen import FrozenBase
+from qarl_nemo.layers.lora import LoraSettings, add_adapters
 from qarl_nemo.layers.packed import PackedExperts, PackedLinear, PackedWeight
 from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl
 from qarl_nemo.names import module_kind
@@ -33,6 +34,7 @@ class PackedSampler:
         pad_id: filler.
         keep_operand: see `PackedWeight`.
         frozen: what the learner holds for good; it is served from the same memory, and no refit brings it.
+        lora: settings of the adapters that refits bring.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PackedSampler:
         pad_id: int,
         keep_operand: bool = True,
         frozen: FrozenBase | None = None,
+        lora: LoraSettings | None = None,
     ) -> None:
         frozen = frozen or FrozenBase()
         self.format = fmt = fmt.narrowed
@@ -61,6 +64,8 @@ class PackedSampler:
         with torch.device("meta"):
             model = follow_engine(AutoModelForCausalLM.from_config(config, dtype=dtype))
         self.slots = self._packed_layers(model, targets, dtype, keep_operand, frozen.weights)
+        if lora is not None:
+            add_adapters(model, lora)
         model.to_empty(device=device)
         for name, parameter in model.named_parameters():
             if name in frozen.parameters:
@@ -102,9 +107,9 @@ class PackedSampler:
             if kind == "router":
                 replacement = AlignedRouter(module, self.routes, self.num_routers)
                 self.num_routers += 1
-            elif kind in targets and isinstance(module, nn.Linear):
+            elif isinstance(module, nn.Linear) and (kind in targets or name in frozen):
                 replacement = PackedLinear(slot(name, module.weight), module.bias)
-            elif kind in targets and hasattr(module, "gate_up_proj"):
+            elif hasattr(module, "gate_up_proj") and (kind in targets or f"{name}.gate_up_proj" in frozen):
                 pair = ("gate_up_proj", "down_proj")
                 replacement = PackedExperts(*(slot(f"{name}.{key}", module.get_parameter(key)) for key in pair))
             else:

@@ -1,22 +1,22 @@
 """Builds what a run works with from its config: the model at its starting point, the learner, the rollout engine."""
 
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE
-from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.layers.frozen import FrozenBase
-from qarl_nemo.layers.install import install
 from qarl_nemo.losses.build import build_loss
+from qarl_nemo.train.aligned_model import align_model, has_frozen_base, lora_settings
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state
 from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.learner import Learner
-from qarl_nemo.train.model import is_packed, load_checkpoint, load_model, read_config, stop_token_ids
+from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.train.optimizer import MasterOptimizer
-from qarl_nemo.train.packed_base import PackedBase
 from qarl_nemo.train.policy import Policy, TransformersPolicy
 from qarl_nemo.train.progress import LiveProgress, working
 from qarl_nemo.train.prompts import PromptEncoder
@@ -28,6 +28,8 @@ from qarl_nemo.train.vllm.rollout import VllmRollout
 from qarl_nemo.train.vllm.shapes import gpu_problems
 from qarl_nemo.train.warm_start import greedy_answers, warm_start
 
+# Where a run keeps a random model that adapters are trained on.
+BASE_FOLDER = "base"
 # Makes the learner of a run from its config and its starting model.
 MakeLearner = Callable[[LocalConfig, PreTrainedModel], Learner]
 
@@ -119,19 +121,37 @@ def starting_model(
     Returns:
         The model, and the seconds it has been trained for.
     """
-    if step is not None and not is_packed(config.policy.model_path):
+    frozen = has_frozen_base(config.policy)
+    if step is not None and not frozen:
         dtype = getattr(torch, config.policy.precision)
         with working("loading the checkpoint"):
             model, _ = load_checkpoint(checkpoint_dir(config.run_dir, step) / "model", dtype)
         return model.to(device), read_state(config.run_dir, step)["elapsed_s"]
     with working("loading the model"):
-        model, _ = load_model(config.policy, device, config.seed)
+        if step is not None and config.policy.model_init:
+            model, _ = load_checkpoint(config.run_dir / BASE_FOLDER, getattr(torch, config.policy.precision))
+            model = model.to(device)
+        else:
+            model, _ = load_model(config.policy, device, config.seed)
     if step is not None:
         return model, read_state(config.run_dir, step)["elapsed_s"]
     started = time.perf_counter()
     if config.policy.warm_start.steps:
         _warm_start(config, source, encode, model)
-    return model, time.perf_counter() - started
+    elapsed_s = time.perf_counter() - started
+    if frozen and config.policy.model_init:
+        _keep_base(model, encode.tokenizer, config.run_dir / BASE_FOLDER)
+    return model, elapsed_s
+
+
+def _keep_base(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the base of a run whose checkpoints do not hold it and that no file gave it."""
+    partial = folder.with_suffix(".partial")
+    for old in (partial, folder):
+        shutil.rmtree(old, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(folder)
 
 
 def _warm_start(config: LocalConfig, source: TaskSource, encode: PromptEncoder, model: PreTrainedModel) -> None:
@@ -160,12 +180,11 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
     Returns:
         The learner.
     """
-    qarl, settings = config.qarl, config.policy
-    report = install(model, qarl.targets, qarl.executed_format, backward=qarl.backward, keep_operand=qarl.keep_operand)
-    if settings.model_path and is_packed(settings.model_path):
-        with working("reading the quantized checkpoint"):
-            PackedBase.of(model, report).read(open_checkpoint(settings.model_path), learner_device(config))
-    optimizer = MasterOptimizer(model.named_parameters(), settings.optimizer, settings.max_grad_norm, qarl.targets)
+    settings = config.policy
+    with working("aligning the layers"):
+        report = align_model(config, model, learner_device(config))
+    trained = model.named_parameters()
+    optimizer = MasterOptimizer(trained, settings.optimizer, settings.max_grad_norm, config.qarl.targets)
     policy = TransformersPolicy(
         model,
         report,
@@ -173,6 +192,8 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
         attention=settings.attention,
         activation_checkpointing=settings.activation_checkpointing,
         logprob_chunk_size=settings.logprob_chunk_size,
+        lora=lora_settings(settings.lora),
+        base=str(settings.model_path or config.run_dir / BASE_FOLDER),
     )
     return build_learner(config, policy)
 
@@ -237,4 +258,5 @@ def build_sampler(
         pad_id=pad_id,
         keep_operand=rollout.keep_operand,
         frozen=FrozenBase.of(model),
+        lora=lora_settings(config.policy.lora),
     )

@@ -1,17 +1,26 @@
-"""What is trained on a frozen base, as files of a checkpoint: the base itself stays where the run found it."""
+"""What is trained on a frozen base, as files of a checkpoint: the base itself stays where the run found it.
 
-from collections.abc import Iterator
+Adapters are a PEFT folder, adapter_config.json and adapter_model.safetensors with one pair of factors for each module,
+each expert its own, which `peft` and vLLM load. Other trained parameters (norms, routers, or all that a quantized
+checkpoint does not hold packed) are beside them in trained.safetensors, because vLLM takes adapters without any.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from qarl_nemo.files import FileError, require_file
+from qarl_nemo.layers.lora import LoraSettings, adapters, peft_tensors
 from qarl_nemo.names import published_name, summarize_names
 
 TRAINED_FILE = "trained.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 _SHOWN = 8
 
 
@@ -20,16 +29,28 @@ def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def save_trained(model: nn.Module, folder: Path) -> None:
-    """Write every trained parameter, under the name by which refits publish it.
+def is_trained_alone(folder: Path) -> bool:
+    """Return whether a checkpoint's model folder holds what was trained, without the base."""
+    return any((folder / name).is_file() for name in (TRAINED_FILE, ADAPTER_FILE))
+
+
+def save_trained(model: nn.Module, folder: Path, settings: LoraSettings | None = None, base: str = "") -> None:
+    """Write every trained parameter.
 
     Args:
         model: any.
         folder: made if it does not exist.
+        settings: those of the adapters, if there are any.
+        base: the model that they are made for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {published_name(name): parameter.detach().contiguous() for name, parameter in trained_parameters(model)}
-    save_file(tensors, folder / TRAINED_FILE)
+    for file, tensors in _files(model).items():
+        if tensors:
+            contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, folder / file, metadata={"format": "pt"})
+    if settings is not None:
+        text = json.dumps(_peft_config(model, settings, base), indent=2)
+        (folder / ADAPTER_CONFIG).write_text(text + "\n")
 
 
 @torch.no_grad()
@@ -41,19 +62,63 @@ def load_trained(model: nn.Module, folder: Path) -> None:
         folder: the checkpoint's model folder.
 
     Raises:
-        FileError: there is no such file, or it holds other parameters.
+        FileError: a file is missing or unreadable, or holds other parameters.
     """
-    path = folder / TRAINED_FILE
+    for file, wanted in _files(model).items():
+        if not wanted:
+            continue
+        found = read_trained(folder / file)
+        wrong = {name for name in found | wanted if name not in wanted or not _same_shape(found, wanted, name)}
+        if wrong:
+            raise FileError(f"{folder / file}: not what this run trains: {summarize_names(wrong, _SHOWN)}")
+        for name, tensor in wanted.items():
+            tensor.copy_(found[name])
+
+
+def read_trained(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that `save_trained` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        FileError: it is missing or unreadable.
+    """
     require_file(path, "the trained parameters of a run with a frozen base")
     try:
-        found = load_file(path)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise FileError(f"{path} is not a readable safetensors file: {error}") from error
-    wanted = {published_name(name): parameter for name, parameter in trained_parameters(model)}
-    wrong = set(found) ^ set(wanted) | {
-        name for name in set(found) & set(wanted) if found[name].shape != wanted[name].shape
+
+
+def _files(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    others = {
+        published_name(name): parameter.data for name, parameter in trained_parameters(model) if ".lora." not in name
     }
-    if wrong:
-        raise FileError(f"{path}: not what this run trains: {summarize_names(wrong, _SHOWN)}")
-    for name, parameter in wanted.items():
-        parameter.copy_(found[name])
+    return {ADAPTER_FILE: peft_tensors(model), TRAINED_FILE: others}
+
+
+def _same_shape(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> bool:
+    return name in found and found[name].shape == wanted[name].shape
+
+
+def _peft_config(model: nn.Module, settings: LoraSettings, base: str) -> dict[str, object]:
+    projections = {name.rpartition(".")[2] for name, *_ in adapters(model)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(projections),
+        "bias": "none",
+        "modules_to_save": None,
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }

@@ -6,7 +6,7 @@ import torch
 from qarl_kernels import GemmOperand, expert_mlp_reference, get_format, route_rows
 from qarl_kernels.fp8 import encode_int4_as_fp8
 from qarl_kernels.gemm import grouped_gemm
-from qarl_kernels.ops.frozen_mlp import frozen_mlp_backward
+from qarl_kernels.ops.adapted_mlp import adapted_mlp_backward
 from qarl_kernels.ops.mlp import expert_mlp_backward, expert_mlp_forward
 from qarl_kernels.ops.weights import dequantize_operand, operand_from_weight, quantize_with_operand
 from qarl_kernels.weights import quantize_weight_reference
@@ -120,9 +120,9 @@ def test_the_backward_is_straight_through(fmt):
         assert actual.shape == reference_grad.shape
         assert_snr(actual, reference_grad, min_db)
     if fmt.activation_kind == "none":
-        grad_x, grad_weight = frozen_mlp_backward(grad_out, hidden, routed, weight, *weights, fmt)
-        assert_bitwise_equal(grad_x, grads.x)
-        assert_bitwise_equal(grad_weight, grads.topk_weight)
+        frozen = adapted_mlp_backward(grad_out, x, hidden, routed, weight, *weights, fmt, None)
+        assert_bitwise_equal(frozen.x, grads.x)
+        assert_bitwise_equal(frozen.topk_weight, grads.topk_weight)
         with pytest.raises(AssertionError, match="SNR"):
             assert_snr(actual.roll(1, 0), reference_grad, min_db)
     assert not grads.gate_up[2].any()

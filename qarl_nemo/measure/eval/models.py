@@ -15,7 +15,7 @@ from qarl_nemo.files import FileError
 from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.prompts import DEFAULT_TEMPLATE
-from qarl_nemo.train.trained import TRAINED_FILE
+from qarl_nemo.train.trained import is_trained_alone
 
 _RUN_CONFIG = "config.yaml"
 
@@ -100,7 +100,7 @@ def _run_model(path: Path) -> EvalModel:
         prompts = prompts.model_copy(update={"chat_template": DEFAULT_TEMPLATE})
     served = qarl.served_at(step)
     folder = checkpoint_dir(path, step) / "model"
-    if (folder / TRAINED_FILE).is_file():
+    if is_trained_alone(folder):
         raise FileError(
             f"the run {path} trained on a frozen base, and its checkpoints hold what it trained alone; whole models "
             "are evaluated, such as the base, policy.model_path in the run's config.yaml"

@@ -33,4 +33,6 @@ def config_problems(config: Any, device: str) -> list[str]:
         problems.append("on a CPU it shares the learner's process; set rollout.own_gpu=false")
     if config.rollout.top_p < 1:
         problems.append("its logprobs would be of the truncated distribution; set rollout.top_p=1")
+    if config.policy.lora is not None:
+        problems.append("it does not take adapters from the learner yet; set rollout.engine=packed")
     return problems
