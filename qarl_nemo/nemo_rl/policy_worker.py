@@ -51,7 +51,9 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         )
         self._collective_sender: CollectiveSender | None = None
         self._flips, self._watched_at = FlippedCodes(self.served), -1
-        self._layerwise: bool | None = qarl.layerwise_refit
+        self._always_layerwise = qarl.layerwise_refit
+        self._layerwise: bool | None = None
+        self._refit_bytes = 0
         self._memory = PhaseMemory()
         with aligned_provider(megatron_policy_worker, self.alignment):
             super().__init__(with_torch_dtypes(config), *arguments, **named)
@@ -171,12 +173,17 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         return self._flips.watch(layers)
 
     def _is_layerwise(self) -> bool:
-        if self._layerwise is None:
-            num_bytes = sum(tensor.nbytes for layer in self._layers() for tensor in layer.values())
-            free = min(gather_plain(torch.cuda.mem_get_info()[0], waiting_group()))
-            self._layerwise = num_bytes > _WHOLE_SHARE * free
-            print(f"qarl: rank {self.rank} refits {'layer by layer' if self._layerwise else 'as a whole'}", flush=True)
-        return self._layerwise
+        if self._always_layerwise is not None:
+            return self._always_layerwise
+        if not self._refit_bytes:
+            self._refit_bytes = sum(tensor.nbytes for layer in self._layers() for tensor in layer.values())
+        # Asked anew each time: before the first update there is no optimizer yet, and later it may stay.
+        free = min(gather_plain(torch.cuda.mem_get_info()[0], waiting_group()))
+        layerwise = self._refit_bytes > _WHOLE_SHARE * free
+        if layerwise != self._layerwise:
+            print(f"qarl: rank {self.rank} refits {'layer by layer' if layerwise else 'as a whole'}", flush=True)
+        self._layerwise = layerwise
+        return layerwise
 
     def _collective(self, num_ranks: int) -> CollectiveSender:
         if self._collective_sender is None:

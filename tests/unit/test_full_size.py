@@ -35,8 +35,8 @@ def harness(monkeypatch):
     import step_time
 
     yield phase_memory, plan, step_time
-    for name in ("phase_memory", "plan", "step_time"):
-        sys.modules.pop(name)
+    for name in ("phase_memory", "plan", "step_time", "record", "phase_bars"):
+        sys.modules.pop(name, None)
 
 
 def write_run(folder, *, ends):
@@ -95,6 +95,27 @@ def test_answers_of_unequal_length_run_at_the_speed_of_those_that_are_left(harne
     # Two answers of 100 and 300 tokens are as slow as 32 sequences.
     two = replace(work, responses=2, longest=300)
     assert step_time.phases(model, rates(step_time), two)["rollout"] == pytest.approx(300 * 0.01, rel=1e-6)
+
+
+def test_arms_are_compared_by_their_median_step(harness, tmp_path):
+    import phase_bars
+    import record
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, ends=(100.0, 122.0, 144.0))
+    run = load_run(tmp_path / "one" / "logs")
+    assert record.ratios(run, [f"two={tmp_path / 'two'}"], skip=[1]) == {"full_step_over_two": (1.0, "", "<=")}
+    phase_memory, _, _ = harness
+    # The first row of memory.csv is written a second after the command, 22 s before the first step's end.
+    assert phase_memory.start_seconds(tmp_path / "one", run) == pytest.approx(1.0)
+    figures = record.figures(run, [2, 3], tokens=1.0, gpus=1)
+    # A run of NeMo-RL's own launcher says nothing of our gap, so that it has no such row.
+    assert "full_gap" not in figures
+    rows = {f"{name}_w4a16_a": value for name, (value, _, _) in figures.items()}
+    assert phase_bars.phase_bars(rows, "a") == {
+        "w4a16": {"refit": 2.0, "rollout": 10.0, "prev_logprobs": 3.0, "update": 6.0, "rest": 1.0}
+    }
 
 
 def test_an_update_launches_each_layer_of_each_micro_batch(harness):

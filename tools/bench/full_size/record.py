@@ -28,6 +28,9 @@ GOALS = {
     "full_logprob_tokens_s_gpu": 20000.0,
     "full_memory_error": 0.05,
     "full_start_s": 150.0,
+    "full_step_over_nemo_rl": 0.40,
+    "full_step_over_nemo_rl_best": 0.67,
+    "full_step_over_bf16": 0.67,
 }
 MODEL = Path(__file__).parents[3] / "examples/models/qwen3-30b-a3b/config.json"
 
@@ -62,6 +65,23 @@ def figures(run: Run, steps: list[int], *, tokens: float, gpus: int) -> Figures:
     return {name: figure for name, figure in found.items() if math.isfinite(figure[0])}
 
 
+def ratios(run: Run, others: list[str], skip: list[int]) -> Figures:
+    """Return an arm's step time over that of other arms of the same host.
+
+    Args:
+        run: the arm's logs.
+        others: `NAME=FOLDER` each.
+        skip: steps that do not count.
+    """
+
+    def step_seconds(read: Run) -> float:
+        return float(np.median(read.column("timing/step_s")[~np.isin(read.steps, skip)]))
+
+    named = dict(other.split("=", 1) for other in others)
+    seconds = {name: step_seconds(load_run(Path(folder) / "logs")) for name, folder in named.items()}
+    return {f"full_step_over_{name}": (step_seconds(run) / other, "", "<=") for name, other in seconds.items()}
+
+
 def main() -> None:
     """Record what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,6 +97,9 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--config", type=Path, default=MODEL, help="the model's config.json that run.py was given")
     parser.add_argument("--facts", type=Path, help="run.json of another arm, where this one has none")
+    parser.add_argument(
+        "--over", action="append", default=[], metavar="ARM=FOLDER", help="an arm to compare with; repeat"
+    )
     parser.add_argument("--options", default="", help="what else run.py was given")
     arguments = parser.parse_args()
     run = load_run(arguments.folder / "logs")
@@ -88,6 +111,7 @@ def main() -> None:
     measured = figures(run, steps, tokens=tokens, gpus=arguments.gpus)
     measured |= memory_figures(arguments.folder, run, steps, arguments.config)
     measured["full_start_s"] = (start_seconds(arguments.folder, run), "s", "<=")
+    measured |= ratios(run, arguments.over, arguments.skip)
     for name, (value, unit, op) in measured.items():
         arm = f"{name}_{arguments.arm}_{arguments.workload}"
         # Goals are those of the whole model.

@@ -1,0 +1,82 @@
+"""Draw where the time of whole steps goes, a bar an arm, from rows of docs/results/full_size.json.
+
+python tools/bench/full_size/phase_bars.py docs/results/full_size.json docs/images/full_size.png --workload a24
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from phase_memory import ORDER
+
+from qarl_nemo.metrics.report.style import INK, OTHER_COLOR, PHASE_COLORS, new_figure, report_style
+from qarl_nemo.metrics.results import read_results
+
+# What is computed for its own sake, by the name that readers know; every other phase only moves from one to the next.
+_COMPUTED = {"rollout": "rollouts", "prev_logprobs": "log-probabilities", "update": "update", "refit": "refit, wake"}
+_NAMES = {"nemo_rl_best": "NeMo-RL, BF16", "nemo_rl": "NeMo-RL, BF16, its own recipe", "bf16": "qarl_nemo, BF16"}
+
+
+def phase_bars(values: Mapping[str, float], workload: str) -> dict[str, dict[str, float]]:
+    """Return seconds of each phase and of the rest: arm -> phase -> s, the longest step first.
+
+    Args:
+        values: name of a row -> value.
+        workload: `a24` for rows called `full_step_s_<arm>_a24`.
+    """
+    prefix, suffix = "full_step_s_", f"_{workload}"
+    steps = {
+        name.removeprefix(prefix).removesuffix(suffix): value
+        for name, value in values.items()
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+    bars = {}
+    for arm in sorted(steps, key=lambda arm: -steps[arm]):
+        phases = {phase: values[f"full_phase_s_{phase}_{arm}{suffix}"] for phase in ORDER if phase in _COMPUTED}
+        bars[arm] = phases | {"rest": steps[arm] - sum(phases.values())}
+    return bars
+
+
+def draw(bars: Mapping[str, Mapping[str, float]], file: Path) -> None:
+    """Write the figure.
+
+    Args:
+        bars: as `phase_bars` returns them.
+        file: the PNG.
+    """
+    with report_style():
+        figure = new_figure(8.0, 1.3 + 0.5 * len(bars))
+        axes = figure.subplots()
+        labels = [_NAMES.get(arm, f"qarl_nemo, {arm}") for arm in bars]
+        left = np.zeros(len(bars))
+        for phase in (*_COMPUTED, "rest"):
+            seconds = np.array([phases[phase] for phases in bars.values()])
+            color = PHASE_COLORS.get(phase, OTHER_COLOR)
+            axes.barh(labels, seconds, left=left, color=color, label=_COMPUTED.get(phase, phase), height=0.62)
+            left += seconds
+        for place, total in enumerate(left):
+            axes.text(total, place, f" {total:.1f} s", va="center", color=INK)
+        axes.set_xlabel("time of a step (s)")
+        axes.set_xlim(0, 1.1 * left.max())
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5, borderaxespad=0.3, handlelength=1.2)
+        figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    """Draw what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="file of docs/results")
+    parser.add_argument("figure", type=Path, help="PNG to write")
+    parser.add_argument("--workload", default="a")
+    arguments = parser.parse_args()
+    bars = phase_bars({row.name: row.value for row in read_results(arguments.results)}, arguments.workload)
+    if not bars:
+        parser.error(f"{arguments.results} has no full_step_s_..._{arguments.workload}")
+    draw(bars, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()
