@@ -133,17 +133,30 @@ def executing(model: Sequence[nn.Module], fmt: QuantFormat) -> Iterator[None]:
     Yields:
         Nothing; a forward inside the block must have its backward there, too.
     """
-    weights = aligned_weights(model)
-    dispatchers = [
-        module.token_dispatcher for chunk in model for module in chunk.modules() if isinstance(module, AlignedMoELayer)
-    ]
-    own = [(one, one.format) for one in (*weights, *dispatchers)]
-    release(model)
-    for one, _ in own:
-        one.format = fmt
+    own = [(one, one.format) for one in _formatted(model)]
+    execute(model, fmt)
     try:
         yield
     finally:
         release(model)
         for one, its_own in own:
             one.format = its_own
+
+
+def execute(model: Sequence[nn.Module], fmt: QuantFormat) -> None:
+    """Make an aligned model execute and publish another format from now on.
+
+    Args:
+        model: this rank's chunks.
+        fmt: the other format.
+    """
+    release(model)
+    for one in _formatted(model):
+        one.format = fmt
+
+
+def _formatted(model: Sequence[nn.Module]) -> list[Any]:
+    dispatchers = [
+        module.token_dispatcher for chunk in model for module in chunk.modules() if isinstance(module, AlignedMoELayer)
+    ]
+    return [*aligned_weights(model), *dispatchers]

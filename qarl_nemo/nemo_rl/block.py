@@ -6,6 +6,7 @@ from pydantic import Field
 
 from qarl_nemo.config import QarlConfig
 from qarl_nemo.losses.config import LossConfig, TBPOConfig
+from qarl_nemo.update_aware import UpdateAwareScale
 
 
 class NemoQarlConfig(QarlConfig):
@@ -28,5 +29,6 @@ class NemoQarlConfig(QarlConfig):
     """Steps between two whose ratios and log-probabilities are kept for reports; the first of each start is, too."""
     max_skipped_steps: int = Field(3, ge=1, le=1_000_000)
     """How many optimizer steps in a row may be skipped for a non-finite loss or gradient before the run stops."""
+    update_aware_scale: UpdateAwareScale | None = None
     engine_rounding: bool = False
     """The learner's norms and rotary embedding round where vLLM's do; false leaves both to Megatron."""

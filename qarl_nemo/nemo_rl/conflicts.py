@@ -74,6 +74,7 @@ _MUON = {
     "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False,
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
 _UNCORRECTED = ("gspo", "sapo")
 
 
@@ -98,6 +99,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_loop_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *_optimizer_conflicts(config),
+        *_stage_conflicts(config, qarl),
         *data_conflicts(config),
         *dtype_conflicts(config),
         *shape_conflicts(config, qarl),
@@ -204,11 +206,6 @@ def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         {name: os.environ[name] for name in os.environ if name not in own}, "environment: "
     )
     problems += _server_conflicts(config)
-    if qarl.schedule:
-        why = "stages are entered by the loop of `qarl train`, and NeMo-RL's knows none"
-        problems.append(
-            _line("qarl.schedule", [stage.bits for stage in qarl.schedule], why, "null, or one run a stage")
-        )
     replay = bool(look_up(config, "policy.router_replay.enabled", False))
     if qarl.router_replay is not None and qarl.router_replay != replay:
         why = f"policy.router_replay.enabled={_text(replay)}"
@@ -233,6 +230,20 @@ def _optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
         for key, legal in _MUON.items()
         if (value := look_up(config, key, legal)) != legal
     ]
+
+
+def _stage_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
+    problems, optimizer = [], look_up(config, "policy.megatron_cfg.optimizer", {})
+    if qarl.schedule and look_up(config, "grpo.async_grpo.enabled", False):
+        why = "qarl.schedule would train responses of older weights on another grid than theirs"
+        problems.append(_line("grpo.async_grpo.enabled", True, why, "false, or qarl.schedule=null"))
+    if look_up(optimizer, "optimizer_cpu_offload", False) and any(one.reset_moments for one in qarl.schedule or ()):
+        why = "qarl.schedule forgets moments, which are kept in several places then"
+        problems.append(_line(f"{_OPTIMIZER}.optimizer_cpu_offload", True, why, "false, or reset_moments: false"))
+    if qarl.update_aware_scale is not None and look_up(optimizer, "optimizer", "") == "sgd":
+        why = "SGD's steps grow with its gradients, so that rates mean something else"
+        problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, f"{_OPTIMIZER}.optimizer=adam"))
+    return problems
 
 
 def _line(key: str, value: Any, why: str, legal: str) -> str:

@@ -13,10 +13,15 @@ class QarlPolicy(Policy):
     """NeMo-RL's policy. Sharding and packing move rows around, so each row carries the number of its response.
 
     Attributes:
-        recorder: says which steps leave diagnostics behind; None: no step.
+        recorder: counts steps and says which leave diagnostics behind; None: no step.
     """
 
     recorder: Recorder | None = None
+
+    @property
+    def next_step(self) -> int:
+        """The step that samples with the weights of the next refit."""
+        return 1 if self.recorder is None else self.recorder.step + 1
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Train as NeMo-RL does.

@@ -11,13 +11,16 @@ from typing import Any
 import ray
 import torch
 from megatron.core import parallel_state
+from nemo_rl.models.megatron import setup as megatron_setup
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker
 
-from qarl_formats import BASELINE, get_format
+from qarl_formats import BASELINE, QuantFormat, get_format
 from qarl_nemo.megatron.alignment import Alignment, bump_on_step
+from qarl_nemo.megatron.param_groups import inner_optimizers
 from qarl_nemo.megatron.publish import publish_layers, publish_update
 from qarl_nemo.megatron.step_guard import StepGuard
+from qarl_nemo.moments import reset_moments
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require_aligned
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
@@ -25,6 +28,8 @@ from qarl_nemo.nemo_rl.gpu_sharing import SharesGpu
 from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.memory_metrics import PhaseMemory, fullest
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
+from qarl_nemo.nemo_rl.stages import Stages
+from qarl_nemo.nemo_rl.update_aware import update_aware_optimizer
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
 from qarl_nemo.refit.flips import FlippedCodes
@@ -45,23 +50,29 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
 
     def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
         qarl = NemoQarlConfig.model_validate(config["qarl"])
-        self.served = qarl.served_format
         self.alignment = Alignment(
             qarl.executed_format, qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=qarl.engine_rounding
         )
+        self._stages, self._logs_grid = Stages(qarl, self.alignment), qarl.schedule is not None
         self._collective_sender: CollectiveSender | None = None
         self._flips, self._watched_at = FlippedCodes(self.served), -1
         self._always_layerwise = qarl.layerwise_refit
         self._layerwise: bool | None = None
         self._refit_bytes = 0
         self._memory = PhaseMemory()
-        with aligned_provider(megatron_policy_worker, self.alignment):
+        update_aware = update_aware_optimizer(megatron_setup, qarl.update_aware_scale, qarl.targets)
+        with aligned_provider(megatron_policy_worker, self.alignment), update_aware:
             super().__init__(with_torch_dtypes(config), *arguments, **named)
         aligned = require_aligned([self.model], self.alignment)
         print(f"qarl: rank {self.rank} executes {aligned}; rollouts are {self.served.name}", flush=True)
         if self.optimizer is not None:
             bump_on_step(self.optimizer, self.alignment.changes)
             self._guard = StepGuard([self.model], self.optimizer, qarl.max_skipped_steps)
+
+    @property
+    def served(self) -> QuantFormat:
+        """What the engines are sent."""
+        return self._stages.served
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Train as NeMo-RL does, but skip and count steps that are not finite.
@@ -82,6 +93,11 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         recording = getattr(loss_fn, "recording", None)
         if recording is not None and not _records():
             loss_fn.recording = recording = None
+        if self._stages.reset_is_due:
+            # Only now, because moments that are on their way to the host may not change.
+            self._carrier.finish_reload()
+            reset_moments(inner_optimizers(self.optimizer))
+            self._stages.reset_is_due = False
         with self._memory.phase("update"):
             results = super().train(data, loss_fn, *arguments, **named)
         if recording is not None:
@@ -105,16 +121,18 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             return super().get_logprobs(*arguments, **named)
 
     @torch.no_grad()
-    def qarl_refit(self, engines: list[Any], num_ranks: int, version: int) -> dict[str, float]:
+    def qarl_refit(self, engines: list[Any], num_ranks: int, version: int, step: int) -> dict[str, float]:
         """Make all engines serve this policy's weights; called on every rank.
 
         Args:
             engines: handles of the vLLM workers that own an engine.
             num_ranks: ranks of all engines together.
             version: the version number of these weights.
+            step: the step that samples with them.
 
         Returns:
-            Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`; the first rank adds its `FlippedCodes`.
+            Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`; with a schedule `grid_bits`; the first rank
+            adds its `FlippedCodes`.
 
         Raises:
             ValueError: weights hold NaN or Inf.
@@ -122,6 +140,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         """
         with self._memory.phase("refit"):
             started = time.perf_counter()
+            self._enter_stage(step)
             if not self.is_generation_colocated:
                 update, sender = self._streamed(version), self._collective(num_ranks)
             else:
@@ -131,6 +150,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             figures = push_from_all(update, RayEngines(engines), sender)
             self.refitted = True
             figures |= {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
+            figures |= {"grid_bits": float(self.served.grid_bits)} if self._logs_grid else {}
             return figures | self._flips.figures()
 
     def prepare_refit_info(self) -> dict[str, Any]:
@@ -145,6 +165,12 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         """Swap the reference model in, unquantized."""
         with executing([self.model], get_format(BASELINE)), super().use_reference_model():
             yield
+
+    def _enter_stage(self, step: int) -> None:
+        entered = self._stages.enter([self.model], step)
+        if entered is not None:
+            self._flips.format = self.served
+            print(f"qarl: rank {self.rank}: {entered}", flush=True)
 
     def _shared(self, version: int, sender: ColocatedSender) -> RefitUpdate:
         # Engines convert from the learner's memory, which must therefore hold everything until they are done.

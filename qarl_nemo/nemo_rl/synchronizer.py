@@ -85,7 +85,11 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         with timer.time(_TIMED) if timer is not None else nullcontext():
             figures = _results(
                 self._policy.worker_group.run_all_workers_single_data(
-                    "qarl_refit", engines=self._engines, num_ranks=self._num_ranks, version=self._attempted
+                    "qarl_refit",
+                    engines=self._engines,
+                    num_ranks=self._num_ranks,
+                    version=self._attempted,
+                    step=self._policy.next_step,
                 )
             )
         self.version = self._attempted

@@ -12,20 +12,13 @@ from qarl_nemo.muon import MOMENTUM
 from qarl_nemo.train.lora import LoraConfig, lora_problems
 from qarl_nemo.train.noise import NoiseConfig
 from qarl_nemo.train.vllm.limits import config_problems
+from qarl_nemo.update_aware import UpdateAwareScale
 
 # The largest random model; in FP32 it takes 400 GB.
 _MAX_BILLIONS = 100
 _MAX_RESPONSES = 1 << 20
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Seed = Annotated[int, Field(ge=0, lt=2**32)]
-_UpdateAwareScale = Annotated[
-    float,
-    Field(
-        ge=1,
-        le=16,
-        description="QuRL's s: quantized q, k, v, gate, up learn s times as fast, norms before them 1 / s times.",
-    ),
-]
 
 
 class ModelInit(StrictModel):
@@ -90,7 +83,7 @@ class AdamWConfig(StrictModel):
     weight_decay: float = Field(0.0, ge=0, le=10)
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
-    update_aware_scale: _UpdateAwareScale | None = None
+    update_aware_scale: UpdateAwareScale | None = None
 
 
 class MuonConfig(StrictModel):
@@ -101,7 +94,7 @@ class MuonConfig(StrictModel):
     weight_decay: float = Field(0.01, ge=0, le=10)
     momentum: float = Field(MOMENTUM, ge=0, lt=1)
     warmup_steps: int = Field(0, ge=0, le=1_000_000, description="Optimizer steps of linear warm-up.")
-    update_aware_scale: _UpdateAwareScale | None = None
+    update_aware_scale: UpdateAwareScale | None = None
 
 
 class MegatronConfig(StrictModel):

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qarl_nemo import muon
+from qarl_nemo.moments import reset_moments
 from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.config import AdamWConfig, MuonConfig
-from qarl_nemo.train.update_aware import lr_factors
+from qarl_nemo.update_aware import lr_factors
 
 
 class MasterOptimizer:
@@ -151,23 +152,6 @@ class MasterOptimizer:
             self.masters[name].copy_(master)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-
-
-def reset_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Set moments and their counts of steps to zero, in place.
-
-    Args:
-        optimizers: torch's or Transformer-Engine's.
-    """
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                # Transformer-Engine may keep the master itself here.
-                if isinstance(value, Tensor) and name != "master_param":
-                    value.zero_()
-        for group in optimizer.param_groups:
-            if "step" in group:
-                group["step"] *= 0
 
 
 class _FP32OnCpu(TorchFunctionMode):

@@ -54,7 +54,7 @@ def run(request):
     """A policy, engines and the synchronizer between them."""
     (learner, learners), (engines, others) = group("Learner", {"dies_at": request.param}), group("Engine", {})
     generation = SimpleNamespace(cfg={"colocated": {"enabled": False}}, worker_group=engines)
-    synchronizer = PackedWeightSynchronizer(SimpleNamespace(worker_group=learner), generation)
+    synchronizer = PackedWeightSynchronizer(SimpleNamespace(worker_group=learner, next_step=1), generation)
     synchronizer.init_communicator()
     yield SimpleNamespace(learner=learner, engines=engines, synchronizer=synchronizer)
     for workers in (learner, engines):

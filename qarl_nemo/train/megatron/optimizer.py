@@ -10,9 +10,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from qarl_nemo.megatron.param_groups import factor_overrides, inner_optimizers, require_factors
+from qarl_nemo.moments import reset_moments
 from qarl_nemo.muon import MEGATRON
-from qarl_nemo.train.optimizer import reset_moments
-from qarl_nemo.train.update_aware import lr_factors
+from qarl_nemo.update_aware import lr_factors
 
 
 def adam(betas: tuple[float, float]) -> dict[str, Any]:
@@ -51,7 +52,7 @@ class MegatronStepper:
         weight_decay: decoupled weight decay.
         warmup_steps: optimizer steps of linear warm-up.
         max_grad_norm: gradient clipping, global L2 norm.
-        update_aware_scale: see `train.update_aware`.
+        update_aware_scale: see `qarl_nemo.update_aware`.
         targets: what is quantized.
         distributed: shard masters and moments over data-parallel ranks; Adam only.
 
@@ -88,7 +89,8 @@ class MegatronStepper:
             use_distributed_optimizer=distributed,
         )
         factors = lr_factors((name for name, _ in self.model.named_parameters()), targets, update_aware_scale)
-        self._optimizer = get_megatron_optimizer(config, [self.model], **_overrides(config, factors))
+        overrides = factor_overrides(config, factors, lambda factor: {"lr_mult": factor})
+        self._optimizer = get_megatron_optimizer(config, [self.model], **overrides)
         _take_factors(self._optimizer.param_groups, factors)
         self._full_lr, self._warmup_steps = lr, warmup_steps
         self.num_steps = self.skipped_in_a_row = 0
@@ -143,25 +145,7 @@ class MegatronStepper:
                 master.copy_(value)
 
     def _inner(self) -> list[torch.optim.Optimizer]:
-        # One for dense parameters, one for experts.
-        return [one.optimizer for one in self._optimizer.chained_optimizers if one.optimizer is not None]
-
-
-def _overrides(config: OptimizerConfig, factors: dict[str, float]) -> dict[str, Any]:
-    if not factors:
-        return {}
-    # Megatron moves these; a run without factors needs none of them.
-    from megatron.core.optimizer import get_standard_config_overrides
-    from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
-
-    # Overrides take the place of Megatron's own.
-    overrides: dict[Any, Any] = dict(get_standard_config_overrides(config))
-    for factor in sorted(set(factors.values())):
-        chosen = ParamWithNamePredicate(
-            name=f"update_aware_{factor}", fn=lambda _, name, factor=factor: factors.get(name) == factor
-        )
-        overrides[ParamKey(with_name_predicate=chosen)] = {"lr_mult": factor}
-    return {"config_overrides": overrides}
+        return inner_optimizers(self._optimizer)
 
 
 def _take_factors(groups: list[dict[str, Any]], factors: dict[str, float]) -> None:
@@ -169,9 +153,7 @@ def _take_factors(groups: list[dict[str, Any]], factors: dict[str, float]) -> No
         if "weight_decay" in group:
             # The product of both rates, by which weights decay in a step, stays as it is.
             group["weight_decay"] /= group.get("lr_mult", 1.0)
-    absent = set(factors.values()) - {group.get("lr_mult") for group in groups}
-    if absent:
-        raise RuntimeError(f"this Megatron-core gave no parameter the learning rate factors {sorted(absent)}")
+    require_factors(set(factors.values()), {group.get("lr_mult") for group in groups})
 
 
 def _masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ class LearnerImpl:
         """Make this an asynchronous actor."""
         return True
 
-    def qarl_refit(self, engines: list[Any], num_ranks: int, version: int) -> dict[str, float]:
+    def qarl_refit(self, engines: list[Any], num_ranks: int, version: int, step: int) -> dict[str, float]:
         """Refit all engines from all ranks; the last rank may die on the way."""
         if version == self.dies_at and dist.get_rank() == dist.get_world_size() - 1:
             os._exit(1)

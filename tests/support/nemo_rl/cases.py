@@ -116,6 +116,10 @@ _MUON = (
     f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false",
     *(f"++{_MEGATRON}.optimizer.{key}={str(value).lower()}" for key, value in MEGATRON.items()),
 )
+_STAGES = (
+    "++qarl.group_size=32",
+    "++qarl.schedule=[{from_step:3,bits:3},{from_step:5,bits:2,reset_moments:true}]",
+)
 _TRITON = "policy.generation.vllm_kwargs.moe_backend=triton"
 _REPLAY = (
     "++policy.router_replay.enabled=true",
@@ -142,6 +146,24 @@ CASES = {
     "int8": _format("int8"),
     "w4a8": _format("w4a8"),
     "w2a16": _format("w2a16"),
+    # The published 8-bit codes are rounded by the engine's worker.
+    "nested": Case(starts=(Start(steps=12, overrides=("++qarl.nested_in=w8a16",)),)),
+    # Killed in its last stage, which it goes on in.
+    "progressive": Case(
+        starts=(
+            Start(steps=9, overrides=(*_STAGES, *_checkpoints(2)), kills="QarlGenerationWorker", kills_after=6),
+            Start(steps=9, overrides=(*_STAGES, *_checkpoints(2)), says="step 7: codes of 2 bits from here on"),
+        )
+    ),
+    "update_aware": Case(
+        starts=(
+            Start(
+                steps=8,
+                overrides=("++qarl.update_aware_scale=1.5", _ATTENTION),
+                executes="w4a16 in experts of 4 layers, attention",
+            ),
+        )
+    ),
     # The learner's forward is BF16, so a gap as small as an aligned one would mean that nothing was quantized.
     "rollout_only": Case(
         starts=(

@@ -1,6 +1,7 @@
 """One rank's aligned model as NeMo-RL's worker handles it: `... FOLDER` writes FOLDER/rank0.pt."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,8 @@ from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.publish import publish_layers
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, aligned_spec, executing, require_aligned
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.stages import Stages
 
 FMT, BF16 = get_format("w4a16", group_size=32), get_format("bf16")
 TOKENS = 12
@@ -147,6 +150,26 @@ def batches_kept() -> dict[str, int]:
     return found
 
 
+def stages() -> dict[str, Any]:
+    """A model that goes from stage to stage, from the start and from the middle of a run."""
+    schedule = [{"from_step": 3, "bits": 3}, {"from_step": 5, "bits": 2, "reset_moments": True}]
+    qarl = NemoQarlConfig.model_validate({"format": "w4a16", "group_size": 32, "schedule": schedule})
+    alignment = Alignment(FMT)
+    model, at = megatron_model(Layout(), alignment), Stages(qarl, alignment)
+    facts: dict[str, Any] = {"said": [at.enter([model], step) for step in range(1, 6)], "due": at.reset_is_due}
+    facts["bumps"] = alignment.changes.count
+    narrow = Alignment(replace(FMT, grid_bits=2))
+    reference = megatron_model(Layout(), narrow)
+    facts["runs_the_stage"] = torch.equal(logits(model), logits(reference))
+    facts["publishes_the_stage"] = at.served == narrow.format and same(published(model), published(reference))
+    facts["is_another_grid"] = not torch.equal(logits(megatron_model(Layout(), Alignment(FMT))), logits(model))
+    resumed = {}
+    for step in (4, 5, 6):
+        at = Stages(qarl, alignment)
+        resumed[step] = [at.enter([model], step), at.served.grid_bits, at.reset_is_due]
+    return facts | {"resumed": resumed}
+
+
 def main(folder: str) -> None:
     """Write this rank's results."""
     dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -154,6 +177,7 @@ def main(folder: str) -> None:
         assert callable(aligned_spec(plain_spec(), Alignment(FMT)))
         results = {"formats": other_formats(), "built": built_by_a_worker(), "refusals": refusals()}
         results["batches_kept"] = batches_kept()
+        results["stages"] = stages()
     torch.save(results, Path(folder) / "rank0.pt")
 
 

@@ -45,3 +45,18 @@ def test_a_model_that_would_not_execute_the_format_is_refused_by_layer(facts):
 
 def test_a_recomputed_layer_forgets_its_batch_where_megatrons_own_keeps_it(facts):
     assert facts["batches_kept"] == {"alltoall": 0, "allgather": 0, "megatron": 2}
+
+
+def test_a_model_enters_every_stage_before_its_first_step(facts):
+    stages = dict(facts["stages"])
+    three, two = (f"step {step}: codes of {bits} bits from here on" for step, bits in ((3, 3), (5, 2)))
+    two += "; the optimizer's moments begin anew"
+    assert stages.pop("said") == [None, None, three, None, two]
+    # In the middle of a stage the moments are those of the stage; at its first step they are not yet.
+    assert stages.pop("resumed") == {
+        4: ["step 4: codes of 3 bits from here on", 3, False],
+        5: [two, 2, True],
+        6: ["step 6: codes of 2 bits from here on", 2, False],
+    }
+    assert stages.pop("bumps") == 2
+    assert stages == dict.fromkeys(("due", "runs_the_stage", "publishes_the_stage", "is_another_grid"), True)

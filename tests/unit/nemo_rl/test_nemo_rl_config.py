@@ -164,10 +164,8 @@ def test_all_conflicts_come_in_one_error():
         ({"format": "w8a16"}, "qarl.format=w8a16: vLLM does not serve it; set w4a16 or"),
         ({"format": "w4a8", "group_size": 64}, "qarl.group_size=64"),
         ({"format": "fp8_block", "group_size": 128}, "takes no group_size=128"),
-        (
-            {"schedule": [{"from_step": 9, "bits": 2}]},
-            "qarl.schedule=[2]: stages are entered by the loop of `qarl train`",
-        ),
+        ({"schedule": [{"from_step": 9, "bits": 8}]}, "schedule: 8 bits are not stored in the 4 of w4a16"),
+        ({"format": "fp8_block", "nested_in": "w8a16"}, "takes no nested_in=w8a16"),
         ({"targets": ["mlp"]}, "a qwen3_moe model has no mlp"),
         ({"router_replay": True}, "qarl.router_replay=true: policy.router_replay.enabled=false"),
         ({"objective": {"objective": "on_policy_grpo"}}, "policy.train_global_batch_size=128"),
@@ -176,6 +174,31 @@ def test_all_conflicts_come_in_one_error():
 def test_what_the_block_asks_for_is_held_against_the_rest(qarl, line):
     values = config(qarl, **{"policy.generation.vllm_kwargs": {}})
     assert any(line in found for found in problems(values))
+
+
+@pytest.mark.parametrize(
+    ("qarl", "changes", "line"),
+    [
+        (
+            {"schedule": [{"from_step": 9, "bits": 2}]},
+            {"grpo.async_grpo.enabled": True},
+            "grpo.async_grpo.enabled=true: qarl.schedule would train responses of older weights",
+        ),
+        (
+            {"schedule": [{"from_step": 9, "bits": 2, "reset_moments": True}]},
+            {"policy.megatron_cfg.optimizer.optimizer_cpu_offload": True},
+            "optimizer_cpu_offload=true: qarl.schedule forgets moments",
+        ),
+        (
+            {"update_aware_scale": 1.5},
+            {"policy.megatron_cfg.optimizer.optimizer": "sgd"},
+            "qarl.update_aware_scale=1.5: SGD's steps grow",
+        ),
+    ],
+)
+def test_stages_and_update_aware_rates_need_an_optimizer_and_a_loop_that_can(qarl, changes, line):
+    assert any(line in found for found in problems(config(qarl, **changes)))
+    apply_qarl(config(qarl))
 
 
 def test_an_objective_without_mismatch_weight_does_not_take_older_responses():

@@ -57,9 +57,10 @@ PAPER = own_settings(EXAMPLES / "configs" / "qarl-paper.yaml")
 def arm(path: Path) -> tuple[str, str]:
     """The alignment and the format that a recipe's name says."""
     named = path.stem.rpartition("megatron-")[2].replace("-", "_")
+    fmt = named.removeprefix("rollout_only_").removeprefix("qurl_").removeprefix("progressive_")
     if named.startswith("rollout_only_"):
-        return "rollout_only", named.removeprefix("rollout_only_")
-    return ("none" if named == "bf16" else "aligned"), named
+        return "rollout_only", fmt
+    return ("none" if fmt == "bf16" else "aligned"), fmt
 
 
 def model_folder(name: str, folder: Path) -> str:
@@ -81,7 +82,8 @@ def test_a_recipe_has_no_conflicts_with_its_qarl_block(path, tmp_path):
     qarl = apply_qarl(settings)
     alignment, named = arm(path)
     assert (qarl.alignment, qarl.format) == (alignment, named)
-    assert qarl.objective.objective == ("tbpo" if alignment == "aligned" else "gspo")
+    unaligned = "qurl_acr" if "qurl" in path.stem else "gspo"
+    assert qarl.objective.objective == ("tbpo" if alignment == "aligned" else unaligned)
     # The one-GPU recipe's responses are short: its bands say why they are others.
     if "tiny_moe" not in name:
         assert qarl.objective == type(qarl.objective)()

@@ -9,7 +9,7 @@ from qarl_nemo.layers.install import install
 from qarl_nemo.names import module_kind, reads_norm
 from qarl_nemo.train.config import AdamWConfig, MuonConfig
 from qarl_nemo.train.optimizer import MasterOptimizer
-from qarl_nemo.train.update_aware import lr_factors
+from qarl_nemo.update_aware import lr_factors
 from support.asserts import assert_bitwise_equal
 from support.engines import tiny_model
 

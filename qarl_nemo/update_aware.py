@@ -17,6 +17,18 @@ Source: arXiv 2602.13953, section on update-aware quantization.
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+UpdateAwareScale = Annotated[
+    float,
+    Field(
+        ge=1,
+        le=16,
+        description="QuRL's s: quantized q, k, v, gate, up learn s times as fast, norms before them 1 / s times.",
+    ),
+]
 
 # Target -> the projections that read a norm's output, and that norm, in Hugging Face's and in Megatron's names.
 _BEHIND_NORMS = {
