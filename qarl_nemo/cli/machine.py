@@ -3,13 +3,16 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qarl_formats import DEFAULT_FORMAT, formats_with_groups
 from qarl_nemo.cli.options import Format, GroupSize, Targets
 from qarl_nemo.cli.program import command
+
+if TYPE_CHECKING:
+    from qarl_nemo.memory import Learner, ModelSize
 
 
 @command
@@ -68,6 +71,7 @@ def doctor(
 
 @command
 def memory(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Hugging Face Qwen3, Qwen3-MoE or Qwen2 folder, or its config.json.")],
     gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 8,
     gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB: 79 for an H100, 139 for an H200.")] = 79.0,
@@ -86,8 +90,17 @@ def memory(
     engine_tp: Annotated[
         int | None, typer.Option(help="GPUs of one rollout engine on the learner's GPUs: adds a refit's peaks.")
     ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(help="Rank: compute one GPU of qarl train with adapters on a frozen base, learner and engine."),
+    ] = None,
+    lora_targets: Annotated[str, typer.Option(help="What has adapters: experts, attention, mlp.")] = "attention",
+    cache_gib: Annotated[float, typer.Option(help="With --lora: keys and values of the rollouts, in GiB.")] = 16.0,
 ) -> None:
-    """Compute what a Megatron learner needs on each GPU, and say what fits; nothing is started."""
+    """Compute what a Megatron learner needs on each GPU, and say what fits; nothing is started.
+
+    With --lora, what qarl train needs on one GPU for adapters on a frozen base.
+    """
     from rich.console import Console
 
     from qarl_nemo.cli.memory_table import memory_table
@@ -105,13 +118,27 @@ def memory(
     size = ModelSize.read(model)
     chosen = check_targets([target.strip() for target in targets.split(",")])
     require_targets(size, chosen)
-    ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
-    for one in ranks:
-        require_layout(size, one)
     if group_size is not None and format_name not in (grouped := formats_with_groups()):
         raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
     if not 0 < gpu_gib <= 2**20:
         raise ValueError(f"gpu_gib={gpu_gib} must lie between 0 and {2**20}")
+    if lora is not None:
+        _require_lora_options(context)
+        base = Learner(
+            format_name,
+            group_size or 128,
+            "attention" in chosen,
+            keep_operand,
+            tokens=tokens,
+            recompute="full",
+            logits=False,
+            logprob_chunk=logprob_chunk or 1024,
+        )
+        _show_lora_memory(size, base, (lora, lora_targets), gpu_gib, cache_gib)
+        return
+    ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
+    for one in ranks:
+        require_layout(size, one)
     if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
         raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
     learners = [
@@ -132,8 +159,39 @@ def memory(
     Console(width=160).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
 
 
-def _require_no_options(context: typer.Context) -> None:
+def _show_lora_memory(
+    size: "ModelSize", base: "Learner", lora: tuple[int, str], gpu_gib: float, cache_gib: float
+) -> None:
+    from rich.console import Console
+
+    from qarl_nemo.cli.lora_memory import lora_table
+    from qarl_nemo.memory import require_targets
+    from qarl_nemo.memory.lora import Adapters
+    from qarl_nemo.names import check_targets
+    from qarl_nemo.train.lora import RANKS
+
+    rank, targets = lora[0], check_targets([target.strip() for target in lora[1].split(",")])
+    require_targets(size, targets)
+    if rank not in RANKS:
+        raise ValueError(f"lora={rank} is a rank that no engine serves; legal: {', '.join(map(str, RANKS))}")
+    if not 0 < cache_gib <= 2**20:
+        raise ValueError(f"cache_gib={cache_gib} must lie between 0 and {2**20}")
+    Console(width=160).print(lora_table(size, base, Adapters(rank, targets), gpu_gib * 2**30, cache_gib * 2**30))
+
+
+def _require_lora_options(context: typer.Context) -> None:
+    learners = {"--gpus", "--layout", "--optimizer", "--recompute", "--gradient-bytes", "--engine-tp"}
+    wrong = sorted(learners.intersection(_given_options(context)))
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: of a Megatron learner on several GPUs; leave it out with --lora")
+
+
+def _given_options(context: typer.Context) -> list[str]:
     sources = {param.opts[0]: context.get_parameter_source(param.name or "") for param in context.command.params}
-    given = [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
+def _require_no_options(context: typer.Context) -> None:
+    given = _given_options(context)
     if given:
         raise ValueError(f"only --rollout has these options: {', '.join(given)}; name its model, or leave them out")
