@@ -9,6 +9,7 @@ import pytest
 from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.config import load_config
 from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.train.arms import expand_arms
 from qarl_nemo.train.config import LocalConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,6 +32,11 @@ def test_every_format_has_a_config(name):
 def test_on_policy_grpo_makes_one_optimizer_step_per_rollout_batch():
     grpo = CONFIGS["local_objective_on_policy_grpo"].grpo
     assert grpo.train_global_batch_size == grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+
+
+@pytest.mark.parametrize("stem", [stem for stem, config in CONFIGS.items() if config.compare])
+def test_every_arm_is_legal(stem):
+    assert expand_arms(CONFIGS[stem], stem)
 
 
 def test_no_two_configs_share_a_folder_or_a_name():
