@@ -4,6 +4,7 @@ The learner keeps the weights that Megatron draws, names of dtypes in the optimi
 micro-batch of an update is profiled if the environment asks for it.
 """
 
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -56,6 +57,7 @@ if __import__("os").environ.get("FULL_SIZE_PROFILE"):
 """
 _WORKER = "nemo_rl/models/policy/workers/megatron_policy_worker.py"
 _RAY = "@ray.remote(\n"
+_FOLDERS = ("nemo_rl", "examples", "megatron")
 
 
 def copy_tree(root: Path, copy: Path) -> Path:
@@ -63,7 +65,8 @@ def copy_tree(root: Path, copy: Path) -> Path:
 
     Args:
         root: folder with nemo_rl/, examples/ and megatron/{core,bridge}/.
-        copy: where the copy goes; an earlier one is replaced.
+        copy: where the copy goes. One of the same files is left as it is, with the bytecode and the index builder that
+            a first run compiled, because users do not compile them anew either; any other is replaced.
 
     Returns:
         `copy`.
@@ -71,14 +74,25 @@ def copy_tree(root: Path, copy: Path) -> Path:
     Raises:
         ValueError: a line to be changed is not where it is in the supported version.
     """
+    digest, written = _digest(root), copy / "digest.txt"
+    if written.is_file() and written.read_text(encoding="utf-8") == digest:
+        return copy
     shutil.rmtree(copy, ignore_errors=True)
-    for folder in ("nemo_rl", "examples", "megatron"):
+    for folder in _FOLDERS:
         shutil.copytree(root / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "pyproject.toml", copy)
     for name, (inside, old, new) in _CHANGES.items():
         _replace(copy / name, inside, old, new)
     _replace(copy / _WORKER, "", _RAY, _PROFILE.lstrip("\n") + "\n\n" + _RAY)
+    written.write_text(digest, encoding="utf-8")
     return copy
+
+
+def _digest(root: Path) -> str:
+    found = hashlib.sha256(Path(__file__).read_bytes())
+    for file in sorted(file for folder in _FOLDERS for file in (root / folder).rglob("*.py")):
+        found.update(f"{file.relative_to(root)} {file.stat().st_mtime_ns}".encode())
+    return found.hexdigest()
 
 
 def _replace(path: Path, inside: str, old: str, new: str) -> None:
