@@ -13,6 +13,7 @@ from qarl_formats.presets import (
     find_format,
     formats_with_groups,
     get_format,
+    in_own_width,
     served_formats,
     why_impossible,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "find_format",
     "formats_with_groups",
     "get_format",
+    "in_own_width",
     "quantization_config",
     "served_formats",
     "storage_config",

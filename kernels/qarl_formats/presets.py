@@ -10,7 +10,7 @@
 | `bf16`        | BF16                         | BF16           | `on_accumulator`  |
 
 `w3a16` and `w2a16` are `w4a16` with codes on a grid of 3 or 2 bits: stored, served and multiplied as int4. `w5a16` ..
-`w8a16` share the integer arithmetic for experiments; no record here says which kernel of vLLM 0.25.1 serves them.
+`w8a16` share the integer arithmetic for experiments; no kernel of vLLM 0.25.1 was seen to serve them.
 """
 
 import re
@@ -141,6 +141,15 @@ _BF16 = QuantFormat(
     ),
 )
 
+# vLLM's last resort among its kernels for integer weights of dense layers: it takes any width, and compiles itself when
+# a model is loaded. Its routed experts take 4 and 8 bits only.
+_HUMMING = VllmKernels(
+    experts=Kernel("no method of vLLM 0.25.1"),
+    linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsWNA16"),
+    linear_shape=(32, 32),
+    drops_bias=True,
+)
+
 _SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _INT8, _BF16)}
 # Every code of a narrower grid is an int4 code, so that what serves w4a16 serves it, too.
 _NARROW = {name: replace(_W4A16, name=name, grid_bits=bits) for name, bits in (("w3a16", 3), ("w2a16", 2))}
@@ -165,6 +174,20 @@ def find_format(name: str) -> QuantFormat | None:
         The record.
     """
     return _KNOWN.get(name)
+
+
+def in_own_width(fmt: QuantFormat) -> QuantFormat:
+    """Return a weight-only format stored in no more bits than its grid has, for vLLM's Humming kernels.
+
+    No name stands for it, because no run has shown yet that vLLM serves it: tests/parity/test_vllm_loads_checkpoint.py.
+
+    Args:
+        fmt: BF16 activations and a grid of 2 to 7 bits.
+
+    Returns:
+        The record, under the same name.
+    """
+    return replace(fmt, num_bits=fmt.grid_bits, vllm=_HUMMING)
 
 
 def why_impossible(name: str) -> str:

@@ -68,6 +68,7 @@ class VllmKernels:
         linear_shape: multiples of other linears.
         capabilities: the first and the last compute capability of GPUs that serve it; None: those that vLLM runs on.
         custom_op: operator that has to be enabled for the learner's roundings; None: none.
+        drops_bias: whether its kernel for other layers leaves out a bias.
         several_groups: whether experts no wider than one group are refused where the hidden size has several groups.
         cpu: what its CPU kernels serve; None: nothing.
     """
@@ -79,6 +80,7 @@ class VllmKernels:
     linear_shape: tuple[int, int] = (1, 1)
     capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
     custom_op: str | None = None
+    drops_bias: bool = False
     several_groups: bool = False
     cpu: OnDevice | None = None
 
@@ -142,11 +144,6 @@ class QuantFormat:
         return self.storage == "pack-quantized"
 
     @property
-    def codes_per_word(self) -> int:
-        """Integer codes in one stored int32 word; 1 where weights are not packed."""
-        return 32 // self.code_bits if self.weight_kind == "int" else 1
-
-    @property
     def code_bits(self) -> int:
         """Bits of one code as the learner stores and publishes it."""
         return self.nested_bits or self.num_bits
@@ -164,8 +161,7 @@ class QuantFormat:
     @property
     def bits_per_weight(self) -> float:
         """Stored bits per weight, scales of groups and blocks included."""
-        bits = 32 / self.codes_per_word if self.codes_per_word > 1 else float(self.num_bits)
-        return bits + (self.scale_bits / (self.group_size * self.scale_rows) if self.scale_bits else 0.0)
+        return self.code_bits + (self.scale_bits / (self.group_size * self.scale_rows) if self.scale_bits else 0.0)
 
     def served_on(self, device: str) -> OnDevice | None:
         """Return what vLLM serves of this format on `cpu` or `cuda`; None: nothing."""

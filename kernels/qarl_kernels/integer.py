@@ -1,9 +1,11 @@
 """Symmetric group-wise integer quantization for 2 to 8 bits: `w ~ code * scale`, one BF16 scale per group along K.
 
 The scale is rounded to BF16 before codes are computed, so that codes are the nearest points of the grid that is stored.
-Packing is compressed-tensors' `pack-quantized`: 32 // num_bits codes per int32, lowest bits first, each stored with the
-offset 2^(num_bits-1).
+Packing is `pack-quantized` as vLLM reads it: a row's codes one after another in int32 words, lowest bits first, each
+stored with the offset 2^(num_bits-1). A code of 3, 5, 6 or 7 bits may lie in two words.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -73,22 +75,26 @@ def dequantize_integer(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def pack_int32(codes: Tensor, num_bits: int) -> Tensor:
-    """Pack codes along K, 32 // num_bits per word, lowest bits first, offset 2^(num_bits-1); the tail is zero bits.
+    """Pack codes along K one after another, lowest bits first, each with the offset 2^(num_bits-1); the tail is zeros.
 
     Args:
         codes: [..., N, K] int8.
         num_bits: 2 to 8.
 
     Returns:
-        packed: [..., N, ceil(K / (32 // num_bits))] int32.
+        packed: [..., N, ceil(K * num_bits / 32)] int32.
     """
-    per_word = 32 // num_bits
+    num_codes, num_words = _period(num_bits)
+    num_columns = codes.shape[-1]
     unsigned = codes.to(torch.int32) + 2 ** (num_bits - 1)
-    unsigned = torch.nn.functional.pad(unsigned, (0, -codes.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
-    packed = unsigned[..., 0].clone()
-    for lane in range(1, per_word):
-        packed |= unsigned[..., lane] << (num_bits * lane)
-    return packed
+    unsigned = torch.nn.functional.pad(unsigned, (0, -num_columns % num_codes)).unflatten(-1, (-1, num_codes))
+    packed = unsigned.new_zeros(*unsigned.shape[:-1], num_words)
+    for place in range(num_codes):
+        word, shift = divmod(num_bits * place, 32)
+        packed[..., word] |= unsigned[..., place] << shift
+        if shift + num_bits > 32:
+            packed[..., word + 1] |= unsigned[..., place] >> (32 - shift)
+    return packed.flatten(-2)[..., : -(-num_columns * num_bits // 32)].contiguous()
 
 
 def unpack_int32(packed: Tensor, num_bits: int, num_columns: int) -> Tensor:
@@ -102,7 +108,20 @@ def unpack_int32(packed: Tensor, num_bits: int, num_columns: int) -> Tensor:
     Returns:
         codes: [..., N, K] int8.
     """
-    per_word = 32 // num_bits
-    mask = 2**num_bits - 1
-    lanes = torch.stack([(packed >> (num_bits * lane)) & mask for lane in range(per_word)], dim=-1)
-    return (lanes.flatten(-2)[..., :num_columns] - 2 ** (num_bits - 1)).to(torch.int8)
+    num_codes, num_words = _period(num_bits)
+    words = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % num_words)).unflatten(-1, (-1, num_words))
+    mask, lanes = 2**num_bits - 1, []
+    for place in range(num_codes):
+        word, shift = divmod(num_bits * place, 32)
+        lane = words[..., word] >> shift
+        if shift + num_bits > 32:
+            # The sign fills the upper bits of a shifted word; those that belong to the next one are its.
+            lane = (lane & (2 ** (32 - shift) - 1)) | (words[..., word + 1] << (32 - shift))
+        lanes.append(lane & mask)
+    return (torch.stack(lanes, dim=-1).flatten(-2)[..., :num_columns] - 2 ** (num_bits - 1)).to(torch.int8)
+
+
+def _period(num_bits: int) -> tuple[int, int]:
+    # After so many codes, in so many words, a code begins at the start of a word again.
+    shared = math.gcd(num_bits, 32)
+    return 32 // shared, num_bits // shared

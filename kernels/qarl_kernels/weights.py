@@ -80,7 +80,7 @@ def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[t
     """
     *batch, rows, columns = shape
     if fmt.weight_kind == "int":
-        words = -(-columns // fmt.codes_per_word)
+        words = -(-columns * fmt.code_bits // 32)
         return {
             "weight_packed": ((*batch, rows, words), torch.int32),
             "weight_scale": ((*batch, rows, columns // fmt.group_size), torch.bfloat16),

@@ -197,6 +197,10 @@ def _tensor_problems(
             continue
         for problem in shape_problems(info.name, target, _shape(info, splitting), fmt):
             by_problem.setdefault(problem, []).append(info.name)
+    biases = [info.name for info in checkpoint.tensors if info.name.endswith(".bias")]
+    dropped = [name for name in biases if names.tensor_kind(name) in targets]
+    if fmt.vllm and fmt.vllm.drops_bias and dropped:
+        by_problem[f"vLLM's {fmt.name} kernel leaves the bias of a quantized layer out"] = dropped
     return [f"{problem}: {names.summarize_names(offending)}" for problem, offending in by_problem.items()]
 
 

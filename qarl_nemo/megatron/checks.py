@@ -132,20 +132,14 @@ def _shape_problems(config: Any, alignment: Alignment) -> list[str]:
         problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
     if inner % fmt.scale_rows:
         problems.append(f"fc1 shard of {inner} gate rows {where}: a {fmt.scale_rows}-row block would hold gate and up")
-    return problems + _cut_problems(fmt, "fc2", f"expert_tensor_parallel_size={etp}", inner if etp > 1 else None)
+    return problems + _cut_problems(fmt, "fc2", f"expert_tensor_parallel_size={etp}", etp)
 
 
-def _cut_problems(fmt: QuantFormat, name: str, setting: str, columns: int | None) -> list[str]:
-    if columns is None:
+def _cut_problems(fmt: QuantFormat, name: str, setting: str, parts: int) -> list[str]:
+    # Packed codes of whole groups fill int32 words, so that nothing else is cut.
+    if not fmt.row_scaled or parts == 1:
         return []
-    if fmt.row_scaled:
-        return [f"{setting}: {fmt.name} scales whole rows of {name}, which it would cut"]
-    per_word = fmt.codes_per_word
-    if columns % per_word:
-        return [
-            f"{setting}: {columns} columns of {name} do not fill int32 words of {per_word} {fmt.code_bits}-bit codes"
-        ]
-    return []
+    return [f"{setting}: {fmt.name} scales whole rows of {name}, which it would cut"]
 
 
 def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
@@ -163,8 +157,7 @@ def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
         problems += [f"{where}: {problem}" for problem in weight_problems(shape, fmt)]
     if width % fmt.scale_rows:
         problems.append(f"kv_channels={width}: a {fmt.scale_rows}-row block would hold several heads of fused q, k, v")
-    columns = heads // tp * width if tp > 1 else None
-    return problems + _cut_problems(fmt, "linear_proj", f"tensor_model_parallel_size={tp}", columns)
+    return problems + _cut_problems(fmt, "linear_proj", f"tensor_model_parallel_size={tp}", tp)
 
 
 def _mlp_problems(config: Any, alignment: Alignment) -> list[str]:
@@ -178,4 +171,4 @@ def _mlp_problems(config: Any, alignment: Alignment) -> list[str]:
         problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
     if inner % fmt.scale_rows:
         problems.append(f"shard of {inner} gate rows {where}: a {fmt.scale_rows}-row block would hold gate and up")
-    return problems + _cut_problems(fmt, "linear_fc2", f"tensor_model_parallel_size={tp}", inner if tp > 1 else None)
+    return problems + _cut_problems(fmt, "linear_fc2", f"tensor_model_parallel_size={tp}", tp)

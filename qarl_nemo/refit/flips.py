@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import QuantFormat, narrow_tensor
+from qarl_kernels.integer import unpack_int32
 from qarl_nemo.names import reads_norm
 from qarl_nemo.refit.publish import Layer
 
@@ -76,7 +77,7 @@ class FlippedCodes:
             return
         if suffix == "weight_packed":
             num_columns = layer[f"{owner}.weight_scale"].shape[-1] * self.format.group_size
-            differ = self._lanes(rows ^ before)[..., :num_columns]
+            differ = torch.ne(*(unpack_int32(words, self.format.num_bits, num_columns) for words in (rows, before)))
         else:
             # FP8 is compared as bytes, because not every device compares its values.
             differ = rows.view(torch.uint8) != before.view(torch.uint8) if is_codes else rows != before
@@ -86,11 +87,6 @@ class FlippedCodes:
 
     def _served(self, suffix: str, rows: Tensor) -> Tensor:
         return narrow_tensor(suffix, rows, self.format) if self.format.nested_bits else rows
-
-    def _lanes(self, words: Tensor) -> Tensor:
-        bits = self.format.num_bits
-        shifts = torch.arange(0, bits * self.format.narrowed.codes_per_word, bits, device=words.device)
-        return ((words[..., None] >> shifts.int()) & (2**bits - 1)).flatten(-2) != 0
 
 
 def _sample(tensor: Tensor) -> Tensor:

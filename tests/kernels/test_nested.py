@@ -88,7 +88,7 @@ def test_nesting_costs_nothing(name, bits):
 
 def test_the_record_of_a_nested_format():
     fmt = nested("w2a16")
-    assert (fmt.published_name, fmt.code_bits, fmt.codes_per_word, fmt.bits_per_weight) == ("w8a16", 8, 4, 8.5)
+    assert (fmt.published_name, fmt.code_bits, fmt.bits_per_weight) == ("w8a16", 8, 8.5)
     assert fmt.narrowed == get_format("w2a16", group_size=32)
     assert (WHOLE.published_name, WHOLE.narrowed) == ("w8a16", WHOLE)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl_formats import FORMAT_NAMES, NARROW_NAMES
-from qarl_kernels import get_format
+from qarl_formats import FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format, in_own_width
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportError)
@@ -34,6 +33,7 @@ from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa
 from qarl_nemo.refit.engine_settings import WORKER_EXTENSION, kernel_options  # noqa: E402
 from support.programs import run_program  # noqa: E402
 
+BF16 = get_format("bf16")
 TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
 # Of the mean |gap|, nats, on random weights: FP8 activations of more layers.
 BOUNDS = {"experts": 0.06, "all": 0.12}
@@ -100,11 +100,30 @@ def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str,
     result = vllm_generate(tmp_path / "quantized", "")
     require_methods([ChosenMethod(**record) for record in result["methods"]], fmt, names)
     aligned, unaligned = (
-        learner_gap(tmp_path / "source", learned, names, result["responses"]) for learned in (format_name, "bf16")
+        learner_gap(tmp_path / "source", learned, names, result["responses"]) for learned in (fmt, BF16)
     )
     print(f"\nPARITY {family} {format_name}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
     assert aligned < BOUNDS["all"]
     if get_format(format_name).weight_kind == "int":
+        assert unaligned > 2 * aligned
+
+
+@pytest.mark.parametrize("group_size", [128, 32])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
+def test_vllm_serves_dense_layers_of_any_width(bits: int, group_size: int, tmp_path: Path) -> None:
+    """No name stands for these formats before this has passed: docs/design/formats.md, other widths."""
+    fmt, names = in_own_width(get_format(f"w{bits}a16", group_size=group_size)), ["mlp", "attention"]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(DENSE["qwen3"]).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "quantized", fmt, names)
+    result = vllm_generate(tmp_path / "quantized", "")
+    require_methods([ChosenMethod(**record) for record in result["methods"]], fmt, names)
+    aligned, unaligned = (
+        learner_gap(tmp_path / "source", learned, names, result["responses"]) for learned in (fmt, BF16)
+    )
+    print(f"\nHUMMING {bits} bits, groups of {group_size}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
+    assert aligned < BOUNDS["all"]
+    if bits < 5:
         assert unaligned > 2 * aligned
 
 
@@ -114,9 +133,9 @@ def vllm_generate(folder: Path, moe_backend: str, extension: str = "") -> dict:
 
 
 @torch.no_grad()
-def learner_gap(source: Path, format_name: str, targets: list[str], responses: list[dict]) -> float:
+def learner_gap(source: Path, fmt: QuantFormat, targets: list[str], responses: list[dict]) -> float:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).cuda()
-    install(model, targets, get_format(format_name))
+    install(model, targets, fmt)
     prompt = torch.tensor([response["prompt"] for response in responses]).cuda()
     tokens = torch.tensor([response["tokens"] for response in responses]).cuda()
     logits = model(torch.cat([prompt, tokens], dim=-1)).logits[:, prompt.shape[1] - 1 : -1].float()
@@ -135,8 +154,8 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
     backend = kernel_options(get_format(format_name), ["experts"]).get("moe_backend", "")
     result = vllm_generate(tmp_path / "quantized", backend, WORKER_EXTENSION if fmt.vllm.experts.mended else "")
     chosen = [ChosenMethod(**record) for record in result["methods"]]
-    aligned = learner_gap(source, format_name, names, result["responses"])
-    unaligned = learner_gap(source, "bf16", names, result["responses"])
+    aligned = learner_gap(source, fmt, names, result["responses"])
+    unaligned = learner_gap(source, BF16, names, result["responses"])
     print(f"\nPARITY {format_name} {targets}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
     require_methods(chosen, fmt, names)
     assert_wrong_expectations_fail(chosen, format_name, targets)
@@ -155,9 +174,9 @@ def test_vllm_serves_split_channels_as_a_wider_model(format_name: str, source: P
     backend = kernel_options(fmt, ["experts"]).get("moe_backend", "")
     extension = WORKER_EXTENSION if fmt.vllm.experts.mended else ""
     equal, shifted = (vllm_generate(tmp_path / name, backend, extension) for name in ("quantized", "split"))
-    aligned = learner_gap(wide, format_name, ["experts"], equal["responses"])
+    aligned = learner_gap(wide, fmt, ["experts"], equal["responses"])
     # Both approximate the source's BF16 policy; shifted halves, whose errors cancel, do it better.
-    gaps = [learner_gap(source, "bf16", ["experts"], one["responses"]) for one in (equal, shifted)]
+    gaps = [learner_gap(source, BF16, ["experts"], one["responses"]) for one in (equal, shifted)]
     print(f"\nSPLIT {format_name}: aligned gap {aligned:.5f}, from BF16 {gaps[0]:.5f}, shifted {gaps[1]:.5f}")
     assert aligned < BOUNDS["experts"]
     assert gaps[0] > 2 * aligned

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from qarl_formats import in_own_width
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints.plan import plan_quantization
 from qarl_nemo.checkpoints.reader import open_checkpoint
@@ -200,3 +201,17 @@ def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
 def test_experimental_formats_have_no_engine(source):
     with pytest.raises(ValueError, match="w8a16 is experimental"):
         plan_quantization(open_checkpoint(source), get_format("w8a16"), ["experts"])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
+def test_codes_in_their_own_width_take_no_bias(bits):
+    fmt = in_own_width(get_format(f"w{bits}a16"))
+    qwen2 = {key: value for key, value in DENSE.items() if key != "head_dim"} | {"model_type": "qwen2"}
+    with pytest.raises(ValueError, match=r"leaves the bias of a quantized layer out: .*q_proj\.bias"):
+        plan_quantization(checkpoint_of(qwen2), fmt, ["mlp", "attention"])
+    for config, targets in ((qwen2, ["mlp"]), (DENSE, ["mlp", "attention"])):
+        planned = [
+            tensor for tensor in plan_quantization(checkpoint_of(config), fmt, targets).tensors if tensor.quantized
+        ]
+        # A code of 5 bits takes 5, and a group of 128 two bytes.
+        assert all(one.num_bytes == one.shape[0] * one.shape[1] * (bits + 16 / 128) / 8 + 16 for one in planned)

@@ -146,7 +146,6 @@ def test_every_problem_is_listed_at_once():
         ("fp8_block", 4, "a 128-row block would hold gate and up"),
         ("fp8_channel", 2, "scales whole rows"),
         ("w4a8", 2, "scales whole rows"),
-        ("w5a16", 2, "do not fill int32 words of 6"),
         ("bf16", 3, "does not divide"),
     ],
 )
