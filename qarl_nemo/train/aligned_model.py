@@ -22,7 +22,9 @@ def has_frozen_base(policy: PolicyConfig) -> bool:
 
 def lora_settings(lora: LoraConfig | None) -> LoraSettings | None:
     """Return what the layers need of `policy.lora`; None without."""
-    return lora and LoraSettings(lora.rank, lora.rank if lora.alpha is None else lora.alpha, lora.targets)
+    if lora is None:
+        return None
+    return LoraSettings(lora.rank, lora.rank if lora.alpha is None else lora.alpha, lora.targets)
 
 
 def align_model(config: LocalConfig, model: PreTrainedModel, device: torch.device | None = None) -> InstallReport:

@@ -122,15 +122,15 @@ def starting_model(
         The model, and the seconds it has been trained for.
     """
     frozen = has_frozen_base(config.policy)
+    stored = None
     if step is not None and not frozen:
-        dtype = getattr(torch, config.policy.precision)
-        with working("loading the checkpoint"):
-            model, _ = load_checkpoint(checkpoint_dir(config.run_dir, step) / "model", dtype)
-        return model.to(device), read_state(config.run_dir, step)["elapsed_s"]
-    with working("loading the model"):
-        if step is not None and config.policy.model_init:
-            model, _ = load_checkpoint(config.run_dir / BASE_FOLDER, getattr(torch, config.policy.precision))
-            model = model.to(device)
+        stored = checkpoint_dir(config.run_dir, step) / "model"
+    elif step is not None and config.policy.model_init:
+        stored = config.run_dir / BASE_FOLDER
+    with working("loading the checkpoint" if stored else "loading the model"):
+        if stored:
+            model, _ = load_checkpoint(stored, getattr(torch, config.policy.precision))
+            torch.nn.Module.to(model, device)
         else:
             model, _ = load_model(config.policy, device, config.seed)
     if step is not None:

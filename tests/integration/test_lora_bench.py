@@ -1,0 +1,36 @@
+"""The benchmark of adapters on a packed base, on a model small enough for a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.whole_models import SPARSE
+
+
+@pytest.mark.slow
+def test_whole_steps_of_a_random_packed_base_are_timed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools" / "bench")
+    import lora_30b
+
+    class_name = {"architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE | class_name))
+    sizes = ["--num-prompts", "2", "--num-generations", "2", "--max-new-tokens", "3", "--steps", "1", "--rank", "8"]
+    options = lora_30b.arguments(
+        [
+            "--config",
+            str(tmp_path),
+            "--device",
+            "cpu",
+            "--targets",
+            "attention,experts",
+            "--work",
+            str(tmp_path),
+            *sizes,
+        ]
+    )
+    rows = {row.name: row for row in lora_30b.rows_of(lora_30b.bench(options), options)}
+    assert rows["lora_step_s_attention_experts"].value > 0
+    assert rows["lora_tokens_s_attention_experts"].op == ">="
+    # Two steps of warm-up with changed adapters, so that the gap says that the sampler has them.
+    assert rows["lora_gap_nats_attention_experts"].value < 1e-5

@@ -1,0 +1,298 @@
+"""Measure whole GRPO steps of adapters on a frozen packed base of 30 billion parameters, on one GPU under a memory cap.
+
+The base has random weights in the shape of a `config.json`. They are drawn and quantized one tensor at a time, so that
+no BF16 model ever exists, and written as `qarl quantize` writes them; the run then starts from that checkpoint as any
+other. Learner and engine share the GPU.
+
+python tools/bench/lora_30b.py --targets attention --rank 32 --cap-gb 80 --record docs/results/lora.json
+python tools/bench/lora_30b.py --targets attention,experts --rank 16 --cap-gb 141 --record docs/results/lora.json
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from real_size import PHASES, PROBLEM, WARM_UP_STEPS
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from qarl_kernels import get_format
+from qarl_nemo.architecture import Architecture
+from qarl_nemo.checkpoints import Checkpoint, quantize_checkpoint
+from qarl_nemo.checkpoints.reader import TensorInfo
+from qarl_nemo.config import validate
+from qarl_nemo.config.overrides import merge_overrides
+from qarl_nemo.files import read_json
+from qarl_nemo.memory import Learner, ModelSize
+from qarl_nemo.memory.lora import Adapters, adapted_memory
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.recorded import read_lines
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.preflight import prepare
+from qarl_nemo.train.rollouts import Rollouts
+from qarl_nemo.train.tasks import Task
+from qarl_nemo.train.tokenizer import character_tokenizer
+from qarl_nemo.train.trainer import Trainer
+
+MODEL = Path(__file__).parents[2] / "examples/models/qwen3-30b-a3b"
+GIB = 2**30
+# What a process takes beside the tensors that PyTorch allocates: CUDA's context and the kernels' own memory.
+CONTEXT_BYTES = 2 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """Reads tensors that are drawn as they are asked for: a matrix has variance 1 / K, a norm is one.
+
+    Attributes:
+        noise: more values than the largest tensor has; each tensor is a part of it that begins elsewhere.
+    """
+
+    noise: Tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """Return a tensor of a checkpoint."""
+        if len(info.shape) == 1:
+            return torch.ones(info.shape, dtype=torch.bfloat16)
+        size = info.num_bytes // 2
+        first = zlib.crc32(info.name.encode()) % (len(self.noise) - size)
+        return self.noise[first : first + size].view(info.shape) * info.shape[-1] ** -0.5
+
+
+def random_checkpoint(config: Path, folder: Path, options: argparse.Namespace) -> Path:
+    """Write a quantized checkpoint of random weights, one tensor at a time.
+
+    Args:
+        config: folder with a `config.json`.
+        folder: where it goes.
+        options: what the command line says.
+
+    Returns:
+        Its folder.
+    """
+    source, destination = folder / "source", folder / "base"
+    source.mkdir()
+    character_tokenizer().save_pretrained(source)
+    shutil.copy(config / "config.json", source)
+    values = read_json(source / "config.json", "a model's config.json")
+    shapes = Architecture.parse(values, str(source)).parameters()
+    infos = tuple(TensorInfo(name, shape, "BF16", ("config.json",)) for name, shape in shapes)
+    largest = max(info.num_bytes // 2 for info in infos)
+    noise = torch.randn(largest + 1_000_003, generator=torch.Generator().manual_seed(0)).bfloat16()
+    drawn = Checkpoint(source, source, values, infos, lambda: RandomWeights(noise))
+    fmt = get_format(options.format, group_size=options.group_size)
+    quantize_checkpoint(drawn, destination, fmt, options.base_targets.split(","), device=options.device)
+    return destination
+
+
+def settings(base: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the run's config.
+
+    Args:
+        base: the quantized checkpoint.
+        folder: where data and run go.
+        options: what the command line says.
+
+    Returns:
+        Values of `LocalConfig`.
+    """
+    num_responses = options.num_prompts * options.num_generations
+    lines = [{"problem": PROBLEM.format(a=n % 7 + 3, b=n % 11 + 4, c=n % 13 + 5), "answer": "1"} for n in range(256)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    qarl = {"format": options.format, "targets": options.base_targets.split(","), "keep_operand": False}
+    return {
+        "run_dir": str(folder / "run"),
+        "device": options.device,
+        "qarl": qarl | ({"group_size": options.group_size} if options.group_size else {}),
+        "policy": {
+            "model_path": str(base),
+            "precision": "bfloat16" if options.device == "cuda" else "float32",
+            "lora": {"rank": options.rank, "targets": options.targets.split(",")},
+            "optimizer": {"name": "adamw", "lr": 1e-5},
+            "sequence_packing": {
+                "enabled": True,
+                "train_mb_tokens": options.tokens,
+                "logprob_mb_tokens": options.tokens,
+            },
+            "activation_checkpointing": True,
+        },
+        "rollout": {"max_new_tokens": options.max_new_tokens, "batch_size": num_responses},
+        "loss_fn": {"objective": "tbpo"},
+        "grpo": {
+            "num_prompts_per_step": options.num_prompts,
+            "num_generations_per_prompt": options.num_generations,
+            "train_global_batch_size": num_responses // options.minibatches,
+            "max_num_steps": options.steps + WARM_UP_STEPS,
+            "val_period": 0,
+        },
+        "data": {"source": "datasets", "train": {"data_path": str(folder / "train.jsonl")}},
+        "checkpointing": {"enabled": False},
+    }
+
+
+class OddRewards(Trainer):
+    """A run that rewards odd last tokens: random weights answer nothing right, and equal rewards teach nothing."""
+
+    def rewards(self, rollouts: Rollouts, tasks: list[Task]) -> Tensor:  # noqa: ARG002 the answers are not read
+        """Return 0 or 1 by each response's last token."""
+        return (rollouts.input_ids[:, -1] % 2).float()
+
+
+def bench(options: argparse.Namespace) -> dict[str, float]:
+    """Train a few steps under the cap and return medians.
+
+    Args:
+        options: what the command line says.
+
+    Returns:
+        Figures by name, units in the names.
+    """
+    with tempfile.TemporaryDirectory(dir=options.work) as name:
+        folder = Path(name)
+        base = random_checkpoint(options.config, folder, options)
+        values = merge_overrides(settings(base, folder, options), options.overrides, LocalConfig)
+        config = validate(values, LocalConfig, source="the command line")
+        started = time.perf_counter()
+        prepared = prepare(config)
+        if options.device == "cuda":
+            total = torch.cuda.get_device_properties(prepared.device).total_memory
+            torch.cuda.set_per_process_memory_fraction((options.cap_gb * 1e9 - CONTEXT_BYTES) / total)
+        trainer = OddRewards(config, prepared=prepared)
+        figures = {"load_s": time.perf_counter() - started}
+        trainer.train()
+        records = read_lines(folder / "run" / "metrics.jsonl")[WARM_UP_STEPS:]
+    return figures | step_figures(records, options, trainer)
+
+
+def step_figures(records: list[dict[str, Any]], options: argparse.Namespace, trainer: Trainer) -> dict[str, float]:
+    """Return the medians of a run's steps, and how far its memory is from what is computed.
+
+    Args:
+        records: one for each measured step.
+        options: what the command line says.
+        trainer: the run.
+
+    Returns:
+        Figures by name.
+    """
+    num_responses = options.num_prompts * options.num_generations
+    tokens = [record["response_length_tokens/mean"] * num_responses for record in records]
+    figures: dict[str, float] = {}
+    for phase in (*PHASES, "step"):
+        figures[f"{phase}_s"] = median(record[f"timing/{phase}_s"] for record in records)
+    figures["tokens_s"] = median(tokens) / figures["step_s"]
+    figures["gap_nats"] = median(record["mismatch/abs_gap_mean"] for record in records)
+    figures["host_gib"] = max(record["memory/process_peak_bytes"] for record in records) / GIB
+    if options.device == "cuda":
+        peak = max(record["memory/device_peak_bytes"] for record in records)
+        figures["peak_gib"] = peak / GIB
+        figures["peak_gb"] = (peak + CONTEXT_BYTES) / 1e9
+        figures["memory_error"] = abs(computed_bytes(options, trainer) / peak - 1)
+    return figures
+
+
+def computed_bytes(options: argparse.Namespace, trainer: Trainer) -> float:
+    """Return the peak that `qarl memory --lora` computes for this run, without a process's own memory."""
+    model = ModelSize.read(options.config)
+    quantized = options.base_targets.split(",")
+    learner = Learner(
+        options.format,
+        options.group_size or 128,
+        "attention" in quantized,
+        tokens=options.tokens,
+        recompute="full",
+        logits=False,
+        logprob_chunk=trainer.config.policy.logprob_chunk_size,
+    )
+    longest = max(len(trainer.encode([task])[0]) for task in trainer.source.train(1, 8)) + options.max_new_tokens
+    cache = model.cache_bytes * options.num_prompts * options.num_generations * longest
+    adapters = Adapters(options.rank, tuple(options.targets.split(",")))
+    return adapted_memory(model, learner, adapters, engine="packed", cache_bytes=cache).peak_bytes
+
+
+def rows_of(figures: Mapping[str, float], options: argparse.Namespace) -> list[Figure]:
+    """Return the rows of docs/results/lora.json.
+
+    Args:
+        figures: what `bench` returned.
+        options: what the command line says.
+
+    Returns:
+        `lora_<figure>_<targets>`, the cap as the goal of the peak.
+    """
+    units = {"tokens_s": "tokens/s", "memory_error": "", "peak_gib": "GiB", "host_gib": "GiB", "peak_gb": "GB"}
+    goals = {"peak_gib": options.cap_gb * 1e9 / GIB, "peak_gb": options.cap_gb, "memory_error": 0.05}
+    label = "_".join([*options.targets.split(","), *([options.label] if options.label else [])])
+    return [
+        Figure(
+            f"lora_{name}_{label}",
+            value,
+            units.get(name, name.rpartition("_")[2]),
+            ">=" if name == "tokens_s" else "<=",
+            goals.get(name),
+        )
+        for name, value in figures.items()
+    ]
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=MODEL, help="folder with a config.json")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--format", default="w4a16", help="of the base")
+    parser.add_argument("--group-size", type=int)
+    parser.add_argument("--base-targets", default="experts", help="what is quantized in the base")
+    parser.add_argument("--targets", default="attention", help="what has adapters")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--cap-gb", type=float, default=80.0, help="GB of 10^9 bytes that the process may take")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--num-generations", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--minibatches", type=int, default=1, help="optimizer steps of a rollout batch")
+    parser.add_argument("--steps", type=int, default=3, help=f"measured, after {WARM_UP_STEPS} of warm-up")
+    parser.add_argument("--work", type=Path, help="folder with room for the base (18 GB); default: the system's")
+    parser.add_argument("--label", default="", help="put at the end of the rows' names, e.g. nvfp4")
+    parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/lora.json")
+    parser.add_argument("overrides", nargs="*", help="dotted overrides of the run's config, a.b=c")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Run, print the table, and record it on request."""
+    options = arguments()
+    figures = rows_of(bench(options), options)
+    table = Table("figure", "value", "unit", title=hardware(options.device))
+    for figure in figures:
+        table.add_row(figure.name, f"{figure.value:,.4g}", figure.unit)
+    Console(width=100).print(table)
+    if options.record:
+        chosen = f"--targets {options.targets} --rank {options.rank} --cap-gb {options.cap_gb:g}"
+        command = " ".join(["python tools/bench/lora_30b.py", chosen, *options.overrides])
+        rows = result_rows(figures, hardware=hardware(options.device), versions=versions(), command=command)
+        append_results(options.record, rows)
+
+
+if __name__ == "__main__":
+    main()
