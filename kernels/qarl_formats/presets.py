@@ -64,7 +64,7 @@ _W4A8 = replace(
     row_scaled=True,
     operand_bytes=1,
     vllm=VllmKernels(
-        experts=Kernel("CompressedTensorsW4A8Fp8MoEMethod", followed=("CUTLASS",)),
+        experts=Kernel("CompressedTensorsW4A8Fp8MoEMethod", followed=("CUTLASS",), adapters=False),
         linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW4A8Fp8"),
         experts_in=(256, 256),
         experts_out=(256, 256),
@@ -102,7 +102,8 @@ _FP8_CHANNEL = QuantFormat(
     storage="float-quantized",
     row_scaled=True,
     vllm=VllmKernels(
-        experts=Kernel("CompressedTensorsW8A8Fp8MoEMethod", followed=("VLLM_CUTLASS", "TRITON")),
+        # With adapters vLLM takes Triton in CUTLASS's place, which multiplies by the router weight elsewhere.
+        experts=Kernel("CompressedTensorsW8A8Fp8MoEMethod", followed=("VLLM_CUTLASS", "TRITON"), adapters=False),
         linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8"),
         experts_in=(16, 16),
         experts_out=(16, 16),

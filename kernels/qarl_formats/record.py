@@ -25,12 +25,14 @@ class Kernel:
             has one kernel, or chooses a followed one by itself.
         followed: kernels, by vLLM's names, whose arithmetic the learner follows on a GPU; empty: vLLM names none.
         mended: whether it quantizes activations only where this package extends vLLM's workers.
+        adapters: whether an engine with low-rank adapters, on whichever layers, runs it.
     """
 
     method: str
     backend: str | None = None
     followed: tuple[str, ...] = ()
     mended: bool = False
+    adapters: bool = True
 
 
 @dataclass(frozen=True, slots=True)

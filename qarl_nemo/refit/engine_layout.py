@@ -16,7 +16,7 @@ from qarl_nemo.refit.manifest import Layout
 # Parameters that vLLM derives from the published tensors, or never reads; no learner publishes them.
 _DERIVED = ("_shape", "_g_idx", "_g_idx_sort_indices", "_chan_scale", "_global_scale", "input_scale", "_zero_point")
 _EXPERT_PARTS = {"w13_": "gate_up_proj", "w2_": "down_proj"}
-_FUSED = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
+FUSED = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
 _PER_CHANNEL = "channel"
 
 
@@ -61,6 +61,11 @@ def layout(slots: Mapping[str, Slot]) -> Layout:
     return {name: (slot.shape, slot.dtype) for name, slot in slots.items()}
 
 
+def plain_name(name: str) -> str:
+    """Return a layer's name in vLLM without the wrapper that adds adapters to it."""
+    return name.replace(".base_layer", "")
+
+
 def is_experts(layer: Any) -> bool:
     """Say whether a vLLM layer holds routed experts."""
     return hasattr(layer, "expert_map_manager")
@@ -100,7 +105,7 @@ def _slots(name: str, layer: Any, parameter: str, tensor: Tensor) -> Iterator[tu
         yield _expert_slot(name, layer, parameter, tensor)
         return
     parent, _, leaf = name.rpartition(".")
-    shards = _FUSED.get(leaf)
+    shards = FUSED.get(leaf)
     if shards is None:
         yield f"{name}.{parameter}", Slot(name, parameter, None, _whole_shape(layer, tensor, None), tensor.dtype)
         return
@@ -132,13 +137,14 @@ def _whole_shape(layer: Any, tensor: Tensor, part: int | None) -> tuple[int, ...
     shape = list(tensor.shape)
     rows, columns = getattr(tensor, "output_dim", None), getattr(tensor, "input_dim", None)
     if rows is not None and hasattr(layer, "output_size_per_partition"):
-        shape[rows] = shape[rows] * _output_size(layer, part) // layer.output_size_per_partition
+        shape[rows] = shape[rows] * output_size(layer, part) // layer.output_size_per_partition
     if columns is not None and hasattr(layer, "input_size_per_partition"):
         shape[columns] = shape[columns] * layer.input_size // layer.input_size_per_partition
     return tuple(shape)
 
 
-def _output_size(layer: Any, part: int | None) -> int:
+def output_size(layer: Any, part: int | None) -> int:
+    """Return N of a whole linear layer of vLLM, or of one part of a fused one, over all ranks."""
     if part is None:
         return layer.output_size
     if hasattr(layer, "total_num_kv_heads"):

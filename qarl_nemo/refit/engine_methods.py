@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl_formats import BASELINE, QuantFormat, get_format
+from qarl_nemo.names import TARGETS
+from qarl_nemo.refit.engine_layout import plain_name
 
 _KERNEL = re.compile(r"Backend\.(\w+)")
 _WIDE_ROWS = " on 16-bit activations"
@@ -52,9 +54,9 @@ def chosen_methods(model: Any) -> list[ChosenMethod]:
         One record for each linear, router and expert block.
     """
     found = []
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None or _kind(name) is None:
+    for wrapped, module in model.named_modules():
+        name, method = plain_name(wrapped), own_method(module)
+        if method is None or _kind(name) is None or hasattr(module, "base_layer"):
             continue
         backends = [str(value) for key, value in vars(method).items() if key.endswith("_backend")]
         shape = ""
@@ -62,6 +64,13 @@ def chosen_methods(model: Any) -> list[ChosenMethod]:
             shape = f"H={module.hidden_size}, I={module.intermediate_size_per_partition} on a rank"
         found.append(ChosenMethod(name, method_label(module), ", ".join(backends), shape))
     return found
+
+
+def own_method(module: Any) -> Any:
+    """Return a layer's quantization method; of experts with adapters the one that vLLM has wrapped, None if none."""
+    method = getattr(module, "quant_method", None)
+    adapted = getattr(module, "lora_base_layer_prefix", "")
+    return getattr(method, "old_quant_method", method) if adapted else method
 
 
 def method_label(module: Any) -> str:
@@ -74,7 +83,7 @@ def method_label(module: Any) -> str:
         The method's class, `/` and its scheme's class if there is one, and a note where a method that says W8A8 leaves
         activations as they are.
     """
-    method, scheme = module.quant_method, getattr(module, "scheme", None)
+    method, scheme = own_method(module), getattr(module, "scheme", None)
     label = type(method).__name__ + ("" if scheme is None else f"/{type(scheme).__name__}")
     weight_only = getattr(getattr(method, "moe_quant_config", None), "use_int8_w8a16", False)
     return label + (_WIDE_ROWS if weight_only and "W8A8" in label else "")
@@ -109,6 +118,12 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
             problems += _kernel_problems(record, fmt)
     absent = [target for target in targets if target not in seen]
     return problems + [f"no layer of the engine is one of the target {target!r}" for target in absent]
+
+
+def quantized_targets(chosen: Iterable[ChosenMethod]) -> list[str]:
+    """Return the targets of which the engine runs layers quantized."""
+    kinds = {_kind(record.layer) for record in chosen if not record.method.startswith("Unquantized")}
+    return [target for target in TARGETS if target in kinds]
 
 
 def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qarl_kernels import get_format
 from qarl_nemo.names import TARGETS, module_kind
+from qarl_nemo.refit.adapters import Adapters, is_adapter, rank_of
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.convert import (
     checkpoint_parameters,
@@ -18,10 +19,13 @@ from qarl_nemo.refit.convert import (
     load_parts,
     overwrite,
 )
-from qarl_nemo.refit.engine_layout import engine_slots, expert_part, is_experts, layout
-from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
-from qarl_nemo.refit.manifest import Manifest
+from qarl_nemo.refit.engine_layout import engine_slots, expert_part, is_experts, layout, plain_name
+from qarl_nemo.refit.engine_methods import chosen_methods, method_problems, quantized_targets
+from qarl_nemo.refit.manifest import Layout, Manifest
 from qarl_nemo.refit.session import Parts, RankSession
+
+# What adapters are installed as; no layer has this name.
+_ADAPTERS = "adapters"
 
 
 class RankRefit(RankSession):
@@ -36,27 +40,37 @@ class RankRefit(RankSession):
         self.device = torch.device(worker.device)
         super().__init__(Arrivals(worker.rank, self.device))
         self.model: nn.Module = worker.model_runner.get_model()
-        self._layers = {name: layer for name, layer in self.model.named_modules() if checkpoint_parameters(layer)}
+        self._layers = {
+            plain_name(name): layer for name, layer in self.model.named_modules() if checkpoint_parameters(layer)
+        }
         own = {
             name: (layer, checkpoint_parameters(layer)) for name, layer in self._layers.items() if not _is_cache(name)
         }
         self._slots = engine_slots(own)
         self._methods = chosen_methods(self.model)
         self._checked: set[str] = set()
+        self._adapters = Adapters.of(worker)
+        # What an engine with adapters has been brought of its base, and has to be brought each time.
+        self._brought: set[str] = set()
 
     def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:
         """Return the reasons of this rank's layers, methods and settings against an update."""
-        problems = self._engine_problems(manifest) + manifest.layout_problems(layout(self._slots))
-        if rehearsed and self.device.type == "cpu":
-            problems.append("vLLM's CPU layers are reloaded as a whole; send an update that is not rehearsed")
+        problems = self._engine_problems(manifest) + manifest.layout_problems(self._layout(manifest))
+        if self._adapters is not None:
+            problems += self._adapters.problems(manifest)
+        if rehearsed and (self.device.type == "cpu" or self._adapters is not None):
+            what = "CPU layers are reloaded" if self._adapters is None else "adapters are replaced"
+            problems.append(f"vLLM's {what} as a whole; send an update that is not rehearsed")
         return problems
 
     def layer_of(self, name: str) -> str:
-        """Return vLLM's name of the layer that takes a tensor."""
-        return self._slots[name].layer
+        """Return vLLM's name of the layer that takes a tensor; adapters are installed together."""
+        return _ADAPTERS if is_adapter(name) else self._slots[name].layer
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of its experts; other tensors are kept whole, and vLLM's loaders slice them."""
+        if is_adapter(name) and self._adapters is not None:
+            return self._adapters.part(name, whole)
         slot = self._slots[name]
         layer = self._layers[slot.layer]
         if self.device.type == "cpu" or not is_experts(layer):
@@ -92,6 +106,9 @@ class RankRefit(RankSession):
             self.worker.model_runner.reload_weights(**arguments)
         else:
             with self._as_vllm_loads():
+                if self._adapters is not None:
+                    self._adapters.install(layers.pop(_ADAPTERS))
+                    self._brought = {name for layer in layers.values() for name in layer}
                 self._replace_layers(layers)
 
     def _replace_layers(self, layers: dict[str, Parts]) -> None:
@@ -106,13 +123,25 @@ class RankRefit(RankSession):
             else:
                 load_parts(layer, loads)
 
+    def _layout(self, manifest: Manifest) -> Layout:
+        if self._adapters is None:
+            return layout(self._slots)
+        # The base is frozen but for what is trained beside the adapters, such as norms: every update brings the same.
+        unconverted = {name for name, slot in self._slots.items() if not is_converted(self._layers[slot.layer])}
+        brought = self._brought | unconverted.intersection(manifest.records)
+        own = layout({name: self._slots[name] for name in brought})
+        return {**self._adapters.layout(rank_of(manifest)), **own}
+
     def _engine_problems(self, manifest: Manifest) -> list[str]:
-        targets = sorted({module_kind(name.rpartition(".")[0]) for name in manifest.records if _is_quantized(name)})
         fmt = get_format(manifest.format)
-        targets = [target for target in targets if target in TARGETS]
+        if self._adapters is None:
+            kinds = {module_kind(name.rpartition(".")[0]) for name in manifest.records if _is_quantized(name)}
+            targets, holder = [target for target in TARGETS if target in kinds], "the update"
+        else:
+            targets, holder = quantized_targets(self._methods), "this engine's base"
         problems = method_problems(self._methods, fmt, targets)
         if not targets and fmt.is_quantized:
-            problems.append(f"the update is called {fmt.name} and holds no quantized tensor")
+            problems.append(f"the update is called {fmt.name} and {holder} holds no quantized tensor")
         config = self.worker.vllm_config
         if config.parallel_config.pipeline_parallel_size > 1:
             problems.append("refits do not support pipeline_parallel_size > 1; use tensor or expert parallelism")

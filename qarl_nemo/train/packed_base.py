@@ -71,8 +71,10 @@ def _other_problems(config: LocalConfig) -> list[str]:
     problems = [] if config.policy.lora else frozen_problems(config)
     if config.policy.warm_start.steps:
         problems.append("policy.warm_start trains all weights; set policy.warm_start.steps=0")
-    if config.rollout.engine == "vllm":
-        problems.append("vLLM is not started from it yet; set rollout.engine=packed")
+    if config.rollout.engine == "vllm" and config.policy.lora is None:
+        problems.append(
+            "refits of vLLM leave weights out only beside adapters; set policy.lora or rollout.engine=packed"
+        )
     return problems
 
 

@@ -193,7 +193,7 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
         activation_checkpointing=settings.activation_checkpointing,
         logprob_chunk_size=settings.logprob_chunk_size,
         lora=lora_settings(settings.lora),
-        base=str(settings.model_path or config.run_dir / BASE_FOLDER),
+        base=str(_base(config)),
     )
     return build_learner(config, policy)
 
@@ -242,11 +242,20 @@ def build_sampler(
     """
     rollout, fmt, targets = config.rollout, config.qarl.served_format, config.qarl.targets
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
+    lora = lora_settings(config.policy.lora)
     if isinstance(rollout, VllmRolloutConfig):
-        capture = config.qarl.router_replay
         with working("starting vLLM"):
             return VllmRollout(
-                model, fmt, targets, rollout, device=device, stop_ids=stop_ids, pad_id=pad_id, capture_routes=capture
+                model,
+                fmt,
+                targets,
+                rollout,
+                device=device,
+                stop_ids=stop_ids,
+                pad_id=pad_id,
+                capture_routes=config.qarl.router_replay,
+                base=_base(config) if lora else None,
+                lora=lora,
             )
     return PackedSampler(
         model.config,
@@ -258,5 +267,9 @@ def build_sampler(
         pad_id=pad_id,
         keep_operand=rollout.keep_operand,
         frozen=FrozenBase.of(model),
-        lora=lora_settings(config.policy.lora),
+        lora=lora,
     )
+
+
+def _base(config: LocalConfig) -> Path:
+    return config.policy.model_path or config.run_dir / BASE_FOLDER

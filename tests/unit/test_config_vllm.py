@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from qarl_nemo.config import ConfigError, QarlConfig, load_config
+from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.train import setup
 from qarl_nemo.train.config import LocalConfig, PackedRolloutConfig, VllmRolloutConfig
 from qarl_nemo.train.vllm import host as vllm_host
+from qarl_nemo.train.vllm.options import adapter_options
 from qarl_nemo.train.vllm.shapes import gpu_problems
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -59,6 +61,27 @@ def test_everything_it_cannot_do_is_said_at_once():
 def test_a_gpu_serves_every_format_and_returns_routes(name):
     config = gpu_config(f"qarl.format={name}", "qarl.targets=[experts,attention]", "qarl.router_replay=true")
     assert config.device == "cuda"
+
+
+@pytest.mark.parametrize("name", ["w4a16", "fp8_block", "int8"])
+def test_a_gpu_takes_adapters_beside_kernels_that_add_them(name):
+    adapters = ("policy.lora.rank=8", "policy.lora.targets=[attention,experts]", "policy.optimizer.name=adamw")
+    assert gpu_config(f"qarl.format={name}", *adapters).policy.lora.rank == 8
+    options = adapter_options(LoraSettings(8, 16.0, ("attention", "experts")))
+    assert (options["max_lora_rank"], options["max_loras"]) == (8, 1)
+    assert options["lora_target_modules"] == ["qkv_proj", "o_proj", "experts"]
+
+
+def test_engines_that_take_no_adapters_are_named_with_those_that_do():
+    adapters = ("policy.lora.rank=8", "policy.optimizer.name=adamw")
+    for name in ("w4a8", "fp8_channel"):
+        with pytest.raises(
+            ConfigError, match=rf"kernels for {name} experts .* legal qarl\.format: w4a16, fp8_block, int8"
+        ):
+            gpu_config(f"qarl.format={name}", *adapters)
+        assert gpu_config(f"qarl.format={name}", "qarl.targets=[attention]", *adapters).policy.lora
+    with pytest.raises(ConfigError, match=r"on a CPU it takes no adapters; set rollout\.engine=packed"):
+        vllm_config(*adapters)
 
 
 def test_everything_a_gpu_cannot_do_is_said_at_once():

@@ -71,7 +71,7 @@ def test_the_config_knows_it(fmt):
 def test_what_a_device_serves(fmt, targets, device):
     served = fmt.served_on(device)
     legal = served is not None and served.serves(fmt.group_size, targets)
-    rollout, policy = SimpleNamespace(own_gpu=False, top_p=1), SimpleNamespace(precision="bfloat16")
+    rollout, policy = SimpleNamespace(own_gpu=False, top_p=1), SimpleNamespace(precision="bfloat16", lora=None)
     qarl = block(fmt, targets).model_copy(update={"router_replay": False})
     problems = config_problems(SimpleNamespace(qarl=qarl, rollout=rollout, policy=policy), device)
     assert (problems == []) == legal

@@ -34,5 +34,18 @@ def config_problems(config: Any, device: str) -> list[str]:
     if config.rollout.top_p < 1:
         problems.append("its logprobs would be of the truncated distribution; set rollout.top_p=1")
     if config.policy.lora is not None:
-        problems.append("it does not take adapters from the learner yet; set rollout.engine=packed")
+        problems += _adapter_problems(qarl, device)
     return problems
+
+
+def _adapter_problems(qarl: Any, device: str) -> list[str]:
+    if device == "cpu":
+        return ["on a CPU it takes no adapters; set rollout.engine=packed"]
+    takes = [name for name in served_formats(device) if (kernels := get_format(name).vllm) and kernels.experts.adapters]
+    if "experts" not in qarl.targets or qarl.format in takes:
+        return []
+    legal = ", ".join(takes)
+    return [
+        f"its kernels for {qarl.format} experts do not run where policy.lora has adapters, on whichever layers; legal "
+        f"qarl.format: {legal}"
+    ]

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.refit import engine_settings
 from qarl_nemo.train.config import VllmRolloutConfig
 
@@ -15,6 +16,12 @@ _EVERYWHERE = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+}
+# What vLLM's layers with a target's projections are called.
+_MODULES = {
+    "attention": ("qkv_proj", "o_proj"),
+    "mlp": ("gate_up_proj", "down_proj"),
+    "experts": ("experts",),
 }
 _ENVIRONMENT = {
     # Use the learner's threads.
@@ -48,6 +55,7 @@ def engine_options(
     *,
     device: torch.device,
     capture_routes: bool,
+    lora: LoraSettings | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of `vllm.LLM`.
 
@@ -58,6 +66,7 @@ def engine_options(
         settings: the rollout block.
         device: the engine's device, a GPU or the CPU.
         capture_routes: let the engine return the experts it chose.
+        lora: settings of the adapters that refits bring.
 
     Returns:
         Arguments by name.
@@ -82,11 +91,36 @@ def engine_options(
     }
     if capture_routes:
         options["enable_return_routed_experts"] = True
-    return options | (_gpu_options(fmt, targets, settings) if device.type == "cuda" else {})
+    if device.type == "cuda":
+        options |= _gpu_options(fmt, targets, settings, lora)
+    return options if lora is None else options | adapter_options(lora)
 
 
-def _gpu_options(fmt: QuantFormat, targets: Sequence[str], settings: VllmRolloutConfig) -> dict[str, Any]:
+def adapter_options(lora: LoraSettings) -> dict[str, Any]:
+    """Return the keyword arguments of `vllm.LLM` for one adapter; other layers than the targets stay as they are.
+
+    Args:
+        lora: rank and targets.
+
+    Returns:
+        Arguments by name.
+    """
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": [module for target in lora.targets for module in _MODULES[target]],
+    }
+
+
+def _gpu_options(
+    fmt: QuantFormat, targets: Sequence[str], settings: VllmRolloutConfig, lora: LoraSettings | None
+) -> dict[str, Any]:
     compilation = dict(engine_settings.COMPILATION)
+    if lora is not None:
+        # Every request has the adapter, so graphs without it would be captured for nothing.
+        compilation["cudagraph_specialize_lora"] = False
     if not settings.enforce_eager:
         compilation |= {
             "cudagraph_mode": "FULL_DECODE_ONLY",

@@ -12,13 +12,16 @@ from transformers import PreTrainedModel
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.names import module_kind
+from qarl_nemo.refit.adapters import ADAPTER_ID, ADAPTER_NAME, scaled
 from qarl_nemo.refit.engine import VllmEngine
 from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.refit.push import RefitReport, push, serving_version
 from qarl_nemo.refit.send import CollectiveSender, DirectSender
 from qarl_nemo.train.config import VllmRolloutConfig
+from qarl_nemo.train.model import is_packed
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.vllm.answers import make_rollouts
@@ -37,6 +40,8 @@ class VllmRollout:
         stop_ids: tokens that end a response.
         pad_id: filler.
         capture_routes: let the engine return the experts it chose.
+        base: the model whose weights stay as they are, a folder, quantized to `fmt` or not; None: refits bring all.
+        lora: settings of the adapters that refits bring.
 
     Raises:
         ValueError: vLLM cannot store the weights as `fmt`, or serves a layer by another method; every layer is listed.
@@ -53,18 +58,26 @@ class VllmRollout:
         stop_ids: list[int],
         pad_id: int,
         capture_routes: bool,
+        base: Path | None = None,
+        lora: LoraSettings | None = None,
     ) -> None:
         self.device = device
         self.pad_id = pad_id
         self.stop_ids = stop_ids
+        self._format, self._lora = fmt, lora
         self.router_layers = _router_layers(model) if capture_routes else []
         self._sender = CollectiveSender(1, device) if settings.own_gpu else DirectSender()
         capture_routes = bool(self.router_layers)
-        options = engine_options(model, fmt, targets, settings, device=device, capture_routes=capture_routes)
+        options = engine_options(model, fmt, targets, settings, device=device, capture_routes=capture_routes, lora=lora)
         with tempfile.TemporaryDirectory(prefix="qarl-vllm-") as folder:
-            checkpoint = Path(folder) / "quantized"
-            model.save_pretrained(Path(folder) / "source")
-            quantize_checkpoint(Path(folder) / "source", checkpoint, fmt, targets, device=device.type)
+            source = base
+            if source is None:
+                source = Path(folder) / "source"
+                model.save_pretrained(source)
+            checkpoint = source
+            if not is_packed(source):
+                checkpoint = Path(folder) / "quantized"
+                quantize_checkpoint(source, checkpoint, fmt, targets, device=device.type)
             self.engine = _start(model, checkpoint, options, engine_environment(device, settings))
         self._refitted = VllmEngine(self.engine)
         # Every refit checks this again; here it fails before anything is published.
@@ -94,6 +107,9 @@ class VllmRollout:
                 all are listed, and the old version keeps serving.
             RuntimeError: vLLM failed while it took the weights; it serves nothing until a whole refit.
         """
+        if self._lora is not None:
+            layers = scaled(update.layers, self._lora.alpha / self._lora.rank)
+            update = RefitUpdate.of(layers, self._format, version=update.manifest.version)
         return push(update, self._refitted, self._sender)
 
     def generate(
@@ -125,7 +141,7 @@ class VllmRollout:
         seeds = self._seeds(generator, len(prompts))
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         sampling = [self._sampling(params, seed) for seed in seeds]
-        results = self.engine.generate(requests, sampling, use_tqdm=False)
+        results = self.engine.generate(requests, sampling, use_tqdm=False, lora_request=self._adapter())
         return make_rollouts(
             prompts,
             [result.outputs[0] for result in results],
@@ -135,6 +151,14 @@ class VllmRollout:
             weight_version=version,
             device=self.device,
         )
+
+    def _adapter(self) -> Any:
+        if self._lora is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        # Nothing is read from the path, which must not be empty.
+        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "from-refits")
 
     def _seeds(self, generator: torch.Generator, num_responses: int) -> list[int | None]:
         shared = not isinstance(self._sender, CollectiveSender)
