@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 TARGETS = ("experts", "attention", "mlp")
+# NVFP4's scale of a whole weight: one for weights that engines fuse.
+GLOBAL_SCALE = "weight_global_scale"
 # The weight W of dX = dY @ W: the one that ran, or the master; Transformer-Engine's own words.
 Backward = Literal["dequantized", "high_precision"]
 
@@ -107,6 +109,24 @@ def reads_norm(module: str) -> bool:
         Whether it does.
     """
     return module.endswith(_AFTER_NORM)
+
+
+def fused_groups(weights: Iterable[str]) -> list[list[str]]:
+    """Return the weights that engines multiply as one: q, k and v of a layer, gate and up of an MLP or of an expert.
+
+    Args:
+        weights: parameter names.
+
+    Returns:
+        The groups of more than one.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in weights:
+        module, _, suffix = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        if leaf in _FUSED and target_of(name):
+            groups.setdefault(f"{parent}.{_FUSED[leaf]}.{suffix}", []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def layer_of(name: str) -> str:

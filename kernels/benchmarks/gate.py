@@ -43,6 +43,8 @@ def exact_product(rows: QuantizedRows, operand: GemmOperand, offsets: Tensor) ->
         weight = weight * expand_block_scale(operand.scale.double(), *weight.shape[-2:])
     elif rows.scale is not None:
         values, weight = values * rows.scale.double(), weight * operand.scale.double()
+    if operand.tensor_scale is not None:
+        weight = weight * operand.tensor_scale
     bounds = offsets.tolist()
     return torch.cat([values[a:b] @ weight[e].mT for e, (a, b) in enumerate(pairwise(bounds))])
 
@@ -66,14 +68,16 @@ def mlp_db(fmt: QuantFormat) -> float:
     fc1, fc2 = (gemm_operand(w, torch.bfloat16) for w in stored)
     actual, _ = expert_mlp_forward(x, route_rows(index, NUM_EXPERTS), weight, fc1, fc2)
     ref1, ref2 = (GemmOperand.from_weight(w, torch.bfloat16) for w in stored)
+    unscaled = ref2.unscaled()
     expected = expert_mlp_reference(
         x,
         index,
         weight,
         lambda rows, offsets, dtype: grouped_gemm(rows, ref1, offsets, out_dtype=dtype),
-        lambda rows, offsets, dtype: grouped_gemm(rows, ref2, offsets, out_dtype=dtype, after_swiglu=True),
+        lambda rows, offsets, dtype: grouped_gemm(rows, unscaled, offsets, out_dtype=dtype, after_swiglu=True),
         fmt,
         NUM_EXPERTS,
+        fc2_scale=ref2.tensor_scale,
     )
     return sqnr_db(actual, expected)
 

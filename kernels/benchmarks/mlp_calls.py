@@ -24,7 +24,7 @@ from qarl_kernels.ops.operand_gemm import quantize_rows
 from qarl_kernels.ops.swiglu import swiglu
 from qarl_kernels.ops.weights import dequantize_operand
 
-FORMATS = ("w4a16", "w4a8", "fp8_channel", "fp8_block", "int8")
+FORMATS = ("w4a16", "w4a8", "fp8_channel", "fp8_block", "int8", "nvfp4")
 Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
 Operands = tuple[GemmOperand, ...]
 

@@ -21,8 +21,8 @@ from record import record
 from qarl_nemo.metrics.results import Figure
 
 MICRO_BATCHES = 8
-FORWARD_GOAL = {"w4a16": 1.03, "w4a8": 0.65, "fp8_channel": 0.65, "fp8_block": 0.70, "int8": 0.70}
-STEP_GOAL = {"w4a16": 1.05, "w4a8": 0.85, "fp8_channel": 0.85, "fp8_block": 0.85, "int8": 0.85}
+FORWARD_GOAL = {"w4a16": 1.03, "w4a8": 0.65, "fp8_channel": 0.65, "fp8_block": 0.70, "int8": 0.70, "nvfp4": 1.03}
+STEP_GOAL = {"w4a16": 1.05, "w4a8": 0.85, "fp8_channel": 0.85, "fp8_block": 0.85, "int8": 0.85, "nvfp4": 1.05}
 
 
 def bf16_figures(case: MoeCase, ms: dict[str, float]) -> Iterator[Figure]:
@@ -47,7 +47,7 @@ def format_figures(name: str, case: MoeCase, ms: dict[str, float]) -> Iterator[F
     yield Figure(f"{name}_mlp_forward_tflops_{case.name}", case.flops / forward / 1e9, "TFLOP/s", ">=")
     for mode in ("", "_high_precision"):
         step = forward + ms[f"{name}/backward{mode}"]
-        ratio = f"{name}_step_ratio" if name in ("w4a16", "int8") else f"fp8_step_ratio_{name}"
+        ratio = f"{name}_step_ratio" if name in ("w4a16", "int8", "nvfp4") else f"fp8_step_ratio_{name}"
         figure = f"{ratio}{mode}_{case.name}"
         yield Figure(figure, step / (best + ms["bf16/backward"]), "", "<=", STEP_GOAL[name])
     if f"{name}/tokens" in ms:

@@ -12,7 +12,15 @@ from moe_shapes import HIDDEN, INTERMEDIATE, MoeCase
 from qarl_nemo.metrics.results import ResultRow, read_results
 
 DOCS = Path(__file__).parents[2] / "docs"
-STORED_BITS = {"bf16": 16.0, "w4a16": 4.125, "w4a8": 8.0, "fp8_channel": 8.0, "fp8_block": 8.0, "int8": 8.0}
+STORED_BITS = {
+    "bf16": 16.0,
+    "w4a16": 4.125,
+    "w4a8": 8.0,
+    "fp8_channel": 8.0,
+    "fp8_block": 8.0,
+    "int8": 8.0,
+    "nvfp4": 4.5,
+}
 COLORS = dict(zip(STORED_BITS, plt.get_cmap("tab10").colors, strict=False))
 _NAME = re.compile(r"(?P<fmt>[a-z0-9_]+)_mlp_forward_tflops_e(?P<experts>\d+)(_m(?P<rows>\d+))?(?P<zipf>_zipf)?")
 

@@ -13,10 +13,12 @@ from record import record
 from torch import Tensor
 
 from qarl_kernels import get_format
+from qarl_kernels.nvfp4 import global_divisor
 from qarl_kernels.ops.activations import quantize_group, quantize_token
 from qarl_kernels.ops.fp8_weights import fp8_block_quantize, fp8_channel_quantize
 from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
 from qarl_kernels.ops.int8_weights import int8_channel_quantize
+from qarl_kernels.ops.nvfp4 import largest_magnitudes, nvfp4_quantize, nvfp4_unscaled
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.weights import quantize_weight_reference
 from qarl_nemo.metrics.results import Figure
@@ -71,7 +73,8 @@ def weight_figures(copy: float, num_experts: int) -> Iterator[Figure]:
     for projection, weight in zip(("fc1", "fc2"), expert_weights(num_experts), strict=True):
         require_equal_codes(weight[:4])
         suffix = "" if projection == "fc1" else "_fc2"
-        stored = int4_quantize_pack(weight, 128, "full_range")
+        stored, divisor = int4_quantize_pack(weight, 128, "full_range"), global_divisor(largest_magnitudes(weight))
+        fp4 = nvfp4_quantize(weight, divisor)
         for kind, emit in (("", "packed"), ("_bf16", "bf16"), ("_fp8", "fp8")):
 
             def quantize(weight: Tensor, emit: str = emit) -> Any:
@@ -84,6 +87,9 @@ def weight_figures(copy: float, num_experts: int) -> Iterator[Figure]:
             ("fp8_channel_quantize", fp8_channel_quantize, (weight,)),
             ("fp8_block_quantize", fp8_block_quantize, (weight,)),
             ("int8_channel_quantize", int8_channel_quantize, (weight,)),
+            ("nvfp4_largest_magnitudes", largest_magnitudes, (weight,)),
+            ("nvfp4_quantize", nvfp4_quantize, (weight, divisor)),
+            ("nvfp4_unscaled", nvfp4_unscaled, (fp4.packed, fp4.scale)),
         ):
             yield bandwidth(f"{name}{suffix}", function, *inputs, copy=copy, goal=GOAL)
 

@@ -47,8 +47,8 @@ def storage_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | N
         }
     weights = {
         "num_bits": fmt.num_bits,
-        "type": "float" if fmt.storage == "float-quantized" else "int",
-        "strategy": "group" if fmt.group_size else "channel",
+        "type": "int" if fmt.weight_kind in ("int", "int8_rows") else "float",
+        "strategy": _strategy(fmt),
         "group_size": fmt.group_size or None,
         "symmetric": True,
         "dynamic": False,
@@ -72,3 +72,9 @@ def storage_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | N
             }
         },
     }
+
+
+def _strategy(fmt: QuantFormat) -> str:
+    if fmt.tensor_scaled:
+        return "tensor_group"
+    return "group" if fmt.group_size else "channel"

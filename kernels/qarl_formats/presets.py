@@ -7,6 +7,7 @@
 | `fp8_block`   | E4M3, FP32 scale per 128x128 | FP8 per 1x128  | `on_accumulator`  |
 | `fp8_channel` | E4M3, FP32 scale per row     | FP8 per token  | `weighted_sum`    |
 | `int8`        | INT8, FP32 scale per row     | INT8 per token | `on_accumulator`  |
+| `nvfp4`       | E2M1, E4M3 scale per 16      | BF16           | `scaled_product`  |
 | `bf16`        | BF16                         | BF16           | `on_accumulator`  |
 
 `w3a16` and `w2a16` are `w4a16` with codes on a grid of 3 or 2 bits: stored, served and multiplied as int4. `w5a16` ..
@@ -128,6 +129,26 @@ _INT8 = QuantFormat(
         capabilities=((7, 5), (9, 0)),
     ),
 )
+_NVFP4 = QuantFormat(
+    name="nvfp4",
+    weight_kind="nvfp4",
+    activation_kind="none",
+    num_bits=4,
+    router_weight="scaled_product",
+    storage="nvfp4-pack-quantized",
+    group_size=16,
+    scale_bits=8,
+    tensor_scaled=True,
+    operand_bytes=BF16_BYTES,
+    vllm=VllmKernels(
+        experts=Kernel("CompressedTensorsW4A4Nvfp4MoEMethod", backend="marlin", followed=("MARLIN",)),
+        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW4A4Fp4", followed=("MarlinNvFp4LinearKernel",)),
+        # Sizes that Marlin does not pad.
+        experts_in=(64, 128),
+        experts_out=(128, 64),
+        linear_shape=(64, 128),
+    ),
+)
 _BF16 = QuantFormat(
     name="bf16",
     weight_kind="plain",
@@ -151,7 +172,7 @@ _HUMMING = VllmKernels(
     drops_bias=True,
 )
 
-_SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _INT8, _BF16)}
+_SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _INT8, _NVFP4, _BF16)}
 # Every code of a narrower grid is an int4 code, so that what serves w4a16 serves it, too.
 _NARROW = {name: replace(_W4A16, name=name, grid_bits=bits) for name, bits in (("w3a16", 3), ("w2a16", 2))}
 _KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(5, 9))} | _SERVED | _NARROW

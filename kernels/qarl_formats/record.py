@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Literal
 
-WeightKind = Literal["int", "int8_rows", "fp8_rows", "fp8_blocks", "plain"]
+WeightKind = Literal["int", "nvfp4", "int8_rows", "fp8_rows", "fp8_blocks", "plain"]
 ActivationKind = Literal["none", "fp8_token", "fp8_group", "int8_token"]
 ScaleConvention = Literal["narrow_range", "full_range", "clipped_range"]
-RouterWeight = Literal["rounded_product", "weighted_sum", "on_accumulator"]
-Storage = Literal["pack-quantized", "int-quantized", "float-quantized", "fp8"]
+RouterWeight = Literal["rounded_product", "scaled_product", "weighted_sum", "on_accumulator"]
+Storage = Literal["pack-quantized", "nvfp4-pack-quantized", "int-quantized", "float-quantized", "fp8"]
 Role = Literal["experts_in", "experts_out", "linear"]
 
 BF16_BYTES = 2
@@ -23,7 +23,8 @@ class Kernel:
         method: class of the layer's quantization method, `/` and its scheme's class where there is one.
         backend: engine argument that chooses, on a GPU, the kernel whose arithmetic the learner follows; None: vLLM
             has one kernel, or chooses a followed one by itself.
-        followed: kernels, by vLLM's names, whose arithmetic the learner follows on a GPU; empty: vLLM names none.
+        followed: kernels, by vLLM's names, whose arithmetic the learner follows on a GPU; empty: vLLM names none, or
+            all have the same arithmetic.
         mended: whether it quantizes activations only where this package extends vLLM's workers.
         adapters: whether an engine with low-rank adapters, on whichever layers, runs it.
     """
@@ -101,13 +102,16 @@ class QuantFormat:
         weight_kind: the arithmetic of the stored representation.
         activation_kind: how the GEMM's input is quantized.
         num_bits: bits of one stored weight, without its share of a scale.
-        router_weight: where the engine multiplies an expert's output by its router weight.
+        router_weight: where the engine multiplies an expert's output by its router weight: `rounded_product`, both
+            rounded to BF16; `scaled_product`, the same with the weight times the expert's scale; `weighted_sum`, in the
+            sum over experts; `on_accumulator`, before the output is rounded.
         storage: what `config.json` calls the stored form; None where nothing is quantized.
         group_size: elements per scale along K; 0 where rows or nothing is scaled.
         group_sizes: those that a user may choose from; empty: there is no choice.
         scale_rows: rows that share a scale.
         scale_bits: bits of a group's or block's scale; 0 where a whole row has one.
         row_scaled: a scale that GEMMs apply spans a whole row of K: a shard of the row would get another scale.
+        tensor_scaled: a scale spans a whole weight and those that engines fuse with it (q, k and v; gate and up).
         grid_bits: integer grids only: bits of the grid that codes lie on, `num_bits` or fewer of them.
         nested_bits: integer grids only: bits of the finer codes that the learner stores and publishes, and that are
             rounded to `grid_bits` where they are multiplied or served; 0 where codes are stored as they are served.
@@ -129,6 +133,7 @@ class QuantFormat:
     scale_rows: int = 1
     scale_bits: int = 0
     row_scaled: bool = False
+    tensor_scaled: bool = False
     grid_bits: int = 0
     nested_bits: int = 0
     scale_convention: ScaleConvention | None = None
@@ -139,6 +144,11 @@ class QuantFormat:
     def is_quantized(self) -> bool:
         """Whether weights are stored in fewer bits than BF16 has."""
         return self.weight_kind != "plain"
+
+    @property
+    def weights_rows(self) -> bool:
+        """Whether router weights are multiplied where the experts are, and not where their outputs are summed."""
+        return self.router_weight in ("on_accumulator", "scaled_product")
 
     @property
     def stores_shape(self) -> bool:

@@ -9,6 +9,7 @@ from qarl_kernels.dispatch import (
     grouped_gemm,
     grouped_input_grad,
     grouped_weight_grad,
+    largest,
     quantize_weight,
     quantize_with_operand,
     require_finite,
@@ -19,11 +20,12 @@ from qarl_kernels.dispatch_rows import combine_rows, expert_rows, expert_rows_ba
 from qarl_kernels.expert_mlp import expert_mlp_reference
 from qarl_kernels.gemm import GemmOperand, gemm
 from qarl_kernels.nested import narrow_tensor
-from qarl_kernels.routing import RoutedRows, one_group, route_rows
-from qarl_kernels.weights import QuantizedWeight, stored_layout, unfit_values, weight_problems
+from qarl_kernels.routing import RoutedRows, one_group, route_rows, rows_scale
+from qarl_kernels.weights import TOO_LARGE, QuantizedWeight, stored_layout, unfit_values, weight_problems
 
 __all__ = [
     "FORMAT_NAMES",
+    "TOO_LARGE",
     "GemmOperand",
     "QuantFormat",
     "QuantizedWeight",
@@ -41,6 +43,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_input_grad",
     "grouped_weight_grad",
+    "largest",
     "narrow_tensor",
     "one_group",
     "quantization_config",
@@ -51,6 +54,7 @@ __all__ = [
     "rms_norm_backward",
     "rotate_pairs",
     "route_rows",
+    "rows_scale",
     "runs_kernels",
     "spread_rows",
     "stored_layout",

@@ -16,7 +16,13 @@ from qarl_kernels.expert_mlp import expert_mlp_reference
 from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.low_rank import ExpertAdapters
 from qarl_kernels.routing import route_rows
-from qarl_kernels.weights import QuantizedWeight, nonfinite_error, quantize_weight_reference, weight_problems
+from qarl_kernels.weights import (
+    QuantizedWeight,
+    largest_reference,
+    nonfinite_error,
+    quantize_weight_reference,
+    weight_problems,
+)
 
 _HOPPER = (9, 0)
 Weights = Tensor | Sequence[Tensor]
@@ -36,7 +42,9 @@ def _is_hopper(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) >= _HOPPER
 
 
-def quantize_weight(weight: Weights, fmt: QuantFormat, *, name: str = "weight") -> QuantizedWeight:
+def quantize_weight(
+    weight: Weights, fmt: QuantFormat, *, name: str = "weight", amax: Tensor | None = None
+) -> QuantizedWeight:
     """Quantize bf16(weight) into the tensors that are executed, stored and published.
 
     Args:
@@ -44,6 +52,7 @@ def quantize_weight(weight: Weights, fmt: QuantFormat, *, name: str = "weight") 
             rounded to BF16 first, as the learner's model weights are.
         fmt: the format.
         name: what to call the weight in errors.
+        amax: `largest` of all weights that share the scale of a `tensor_scaled` format; None: of this one.
 
     Returns:
         The stored form. On a GPU its NaN and Inf are counted, for `require_finite` to read.
@@ -60,8 +69,25 @@ def quantize_weight(weight: Weights, fmt: QuantFormat, *, name: str = "weight") 
     if runs_kernels(_first(weight)) and _has_quantizer(fmt):
         from qarl_kernels.ops.weights import quantize_weight_kernel
 
-        return quantize_weight_kernel(weight, fmt)
-    return quantize_weight_reference(_stack(weight), fmt, name=name)
+        return quantize_weight_kernel(weight, fmt, amax)
+    return quantize_weight_reference(_stack(weight), fmt, name=name, amax=amax)
+
+
+def largest(weight: Weights) -> Tensor:
+    """Return the largest magnitude of bf16(weight), from which the scale of a `tensor_scaled` format is made.
+
+    Args:
+        weight: [..., N, K] float, or E tensors [N, K].
+
+    Returns:
+        [..., 1] FP32, one for each weight [N, K].
+    """
+    weight = _detached(weight, torch.bfloat16)
+    if runs_kernels(_first(weight)):
+        from qarl_kernels.ops.nvfp4 import largest_magnitudes
+
+        return largest_magnitudes(weight)
+    return largest_reference(_stack(weight))
 
 
 def _first(weight: Weights) -> Tensor:
@@ -83,7 +109,7 @@ def _detached(weight: Weights, dtype: torch.dtype) -> Weights:
 
 
 def quantize_with_operand(
-    weight: Weights, fmt: QuantFormat, *, name: str = "weight"
+    weight: Weights, fmt: QuantFormat, *, name: str = "weight", amax: Tensor | None = None
 ) -> tuple[QuantizedWeight, GemmOperand]:
     """Quantize a weight and prepare it for GEMMs with activations of its dtype; the kernels do both in one pass.
 
@@ -91,6 +117,7 @@ def quantize_with_operand(
         weight: [..., N, K] BF16 or FP32, or E tensors [N, K].
         fmt: the format.
         name: what to call the weight in errors.
+        amax: see `quantize_weight`.
 
     Returns:
         The stored form and the operand.
@@ -102,8 +129,8 @@ def quantize_with_operand(
     if runs_kernels(first) and _has_quantizer(fmt) and not weight_problems(_stack_shape(weight), fmt):
         from qarl_kernels.ops import weights
 
-        return weights.quantize_with_operand(_detached(weight, first.dtype), fmt)
-    quantized = quantize_weight(weight, fmt, name=name)
+        return weights.quantize_with_operand(_detached(weight, first.dtype), fmt, amax)
+    quantized = quantize_weight(weight, fmt, name=name, amax=amax)
     return quantized, gemm_operand(quantized, first.dtype)
 
 
@@ -135,7 +162,7 @@ def gemm_operand(weight: QuantizedWeight, dtype: torch.dtype, *, packed: bool = 
     Args:
         weight: the stored form.
         dtype: BF16 or FP32.
-        packed: let the kernels' GEMM dequantize w4a16 itself; the reference unpacks all the same.
+        packed: let the kernels' GEMM dequantize w4a16 or nvfp4 itself; the reference unpacks all the same.
 
     Returns:
         The operand: 8-bit values and scales, or a BF16 weight; on a CPU FP32 holding the same values.
@@ -263,13 +290,17 @@ def expert_mlp(
 
         common = (x, route_rows(topk_index, num_experts), topk_weight.float(), fc1, fc2)
         return (expert_mlp_forward(*common) if adapters is None else adapted_mlp_forward(*common, adapters))[0]
+    unscaled = fc2.unscaled()
     return expert_mlp_reference(
         x,
         topk_index,
         topk_weight,
         lambda rows, offsets, dtype: reference.grouped_gemm(rows, fc1, offsets, out_dtype=dtype),
-        lambda rows, offsets, dtype: reference.grouped_gemm(rows, fc2, offsets, out_dtype=dtype, after_swiglu=True),
+        lambda rows, offsets, dtype: reference.grouped_gemm(
+            rows, unscaled, offsets, out_dtype=dtype, after_swiglu=True
+        ),
         fc1.format,
         num_experts,
         adapters,
+        fc2_scale=fc2.tensor_scale,
     )

@@ -19,7 +19,7 @@ def expert_rows(
     Args:
         rows: [M, H] BF16 or FP32.
         offsets: [E + 1] int32.
-        row_weight: [M] FP32 router weights; multiplied here only by formats that round after it (`on_accumulator`).
+        row_weight: [M] FP32 router weights; multiplied here only by formats that do (`weights_rows`).
         fc1: [E, 2 I, H], gate rows before up rows.
         fc2: [E, H, I].
 
@@ -35,7 +35,7 @@ def expert_rows(
         from qarl_kernels.ops.mlp import mlp_rows
         from qarl_kernels.ops.operand_gemm import quantize_rows
 
-        weight = row_weight if fc1.format.router_weight == "on_accumulator" else None
+        weight = row_weight if fc1.format.weights_rows else None
         return mlp_rows(quantize_rows(rows, fc1.format), offsets, weight, fc1, fc2)
     return expert_rows_reference(rows, offsets, row_weight, fc1, fc2)
 
@@ -91,7 +91,7 @@ def combine_rows(rows: Tensor, inverse: Tensor, topk_weight: Tensor, fmt: QuantF
     Args:
         rows: [T * k, H] from `expert_rows`, sorted by expert.
         inverse: [T * k] int64 from `RoutedRows`.
-        topk_weight: [T, k] FP32; unused if the rows are weighted already (`on_accumulator`).
+        topk_weight: [T, k] FP32; unused if the rows are weighted already (`weights_rows`).
         fmt: the format.
 
     Returns:
@@ -100,7 +100,7 @@ def combine_rows(rows: Tensor, inverse: Tensor, topk_weight: Tensor, fmt: QuantF
     if runs_kernels(rows):
         from qarl_kernels.ops import combine
 
-        if fmt.router_weight == "on_accumulator":
+        if fmt.weights_rows:
             return combine.combine_rows(rows, inverse, None, None, top_k=topk_weight.shape[1])
         return combine.combine_rows(rows, inverse, topk_weight, fmt.router_weight)
     return combine_rows_reference(rows, inverse, topk_weight, fmt)

@@ -26,6 +26,8 @@ def expert_mlp_reference(
     fmt: QuantFormat,
     num_experts: int,
     adapters: ExpertAdapters | None = None,
+    *,
+    fc2_scale: Tensor | None = None,
 ) -> Tensor:
     """Run routed tokens through their experts and sum the weighted outputs.
 
@@ -38,6 +40,7 @@ def expert_mlp_reference(
         fmt: decides the rounding points.
         num_experts: E.
         adapters: added beside both GEMMs; None without.
+        fc2_scale: [E, 1, 1] FP32 factors that fc2 leaves to the router weights (`scaled_product`).
 
     Returns:
         [T, H] in x's dtype.
@@ -56,7 +59,8 @@ def expert_mlp_reference(
     if adapters is not None:
         added = low_rank(hidden.to(x.dtype), adapters.down, routed.offsets, out_dtype=_accumulated(x.dtype))
         added = added[routed.inverse].view_as(choices)
-    return combine_choices(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype, added)
+    scale = None if fc2_scale is None else fc2_scale.flatten()[topk_index].unsqueeze(-1)
+    return combine_choices(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype, added, scale)
 
 
 def _accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -81,7 +85,12 @@ def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
 
 
 def combine_choices(
-    choices: Tensor, weight: Tensor, fmt: QuantFormat, dtype: torch.dtype, added: Tensor | None = None
+    choices: Tensor,
+    weight: Tensor,
+    fmt: QuantFormat,
+    dtype: torch.dtype,
+    added: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Weight each token's expert outputs as the format does, and sum them in the order of its choices.
 
@@ -91,6 +100,7 @@ def combine_choices(
         fmt: decides the rounding points.
         dtype: the result's dtype.
         added: [T, k, H] unrounded outputs of fc2's adapters; None without.
+        scale: [T, k, 1] FP32 scales that fc2 left out, multiplied with the weight at once (`scaled_product`).
 
     Returns:
         [T, H].
@@ -98,8 +108,8 @@ def combine_choices(
     if fmt.router_weight == "weighted_sum":
         choices = choices if added is None else choices + added.to(dtype)
         return _fused_sum(choices, weight).to(dtype)
-    if fmt.router_weight == "rounded_product":
-        weighted = (choices * weight.to(dtype)).float()
+    if fmt.router_weight in ("rounded_product", "scaled_product"):
+        weighted = (choices * (weight if scale is None else weight * scale).to(dtype)).float()
     else:
         weighted = (choices * weight).to(dtype).float()
     if added is not None:

@@ -10,6 +10,7 @@ from qarl_formats import FP8_BLOCK, QuantFormat
 from qarl_kernels import fp8, int8
 from qarl_kernels.expert_mlp import combine_choices, sum_in_order, swiglu
 from qarl_kernels.gemm import GemmOperand, grouped_gemm, grouped_input_grad, grouped_weight_grad
+from qarl_kernels.routing import rows_scale
 
 
 def expert_rows_reference(
@@ -19,6 +20,11 @@ def expert_rows_reference(
     fmt = fc1.format
     hidden = grouped_gemm(rows, fc1, offsets, out_dtype=rows.dtype)
     activation = swiglu(hidden, fmt)
+    if fmt.router_weight == "scaled_product":
+        assert fc2.tensor_scale is not None
+        out = grouped_gemm(activation, fc2.unscaled(), offsets, out_dtype=rows.dtype)
+        weight = row_weight * rows_scale(fc2.tensor_scale, offsets, len(rows))
+        return out * weight.to(rows.dtype).unsqueeze(-1), hidden
     if fmt.router_weight != "on_accumulator":
         return grouped_gemm(activation, fc2, offsets, out_dtype=rows.dtype, after_swiglu=True), hidden
     out = grouped_gemm(activation, fc2, offsets, out_dtype=torch.float32, after_swiglu=True)
@@ -66,6 +72,6 @@ def _multiplied(activation: Tensor, fmt: QuantFormat) -> Tensor:
 def combine_rows_reference(rows: Tensor, inverse: Tensor, topk_weight: Tensor, fmt: QuantFormat) -> Tensor:
     """Sum each token's rows in the order of its choices; see `qarl_kernels.dispatch_rows.combine_rows`."""
     choices = rows[inverse].view(*topk_weight.shape, rows.shape[-1])
-    if fmt.router_weight == "on_accumulator":
+    if fmt.weights_rows:
         return sum_in_order(choices.float()).to(rows.dtype)
     return combine_choices(choices, topk_weight.unsqueeze(-1), fmt, rows.dtype)

@@ -4,6 +4,7 @@
 `w4a8`: activations to FP8 per token; y = round(channel_scale * (token_scale * acc)).
 `fp8_channel`: activations to FP8 per token; y = round(token_scale * (channel_scale * acc)).
 `fp8_block`: activations to FP8 per 1x128; per K-block acc += (a8 @ w8^T) * token_scale * block_scale in FP32.
+`nvfp4`: the products of code * group scale, FP32 accumulation; y = round(acc / G), G the weight's global scale.
 `int8`: activations to INT8 per token, sums of integers; y = round(channel_scale * (token_scale * acc)) in experts, the
 other way round in dense layers.
 
@@ -11,14 +12,14 @@ Activations may be BF16 (the engine's dtype) or FP32 (CPU experiments); rounding
 Shape letters: M rows, N out-features, K in-features, E experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from qarl_formats import FP8_BLOCK, QuantFormat
-from qarl_kernels import fp8, int8
+from qarl_kernels import fp8, int8, nvfp4
 from qarl_kernels.weights import QuantizedWeight
 
 
@@ -31,12 +32,14 @@ class GemmOperand:
         values: [..., N, K] in the compute dtype (16-bit activations), or E4M3 values or INT8 codes, which the
             reference holds in FP32; for kernels that dequantize themselves, packed int32 [..., N, K / 8].
         scale: [..., N, 1] channel scales, [..., ceil(N/128), K/128] block scales, packed values' group scales, or None.
+        tensor_scale: [..., 1, 1] FP32 factor of a whole weight, multiplied by the FP32 sum (nvfp4), or None.
     """
 
     format: QuantFormat
     values: Tensor
     scale: Tensor | None
     _dense: bool | None = None
+    tensor_scale: Tensor | None = None
 
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, dtype: torch.dtype) -> "GemmOperand":
@@ -50,6 +53,10 @@ class GemmOperand:
             return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale"])
         if fmt.weight_kind == "fp8_blocks":
             return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale_inv"])
+        if fmt.weight_kind == "nvfp4":
+            values = nvfp4.unscaled(weight.tensors["weight_packed"], weight.tensors["weight_scale"])
+            factor = nvfp4.tensor_scale(weight.tensors["weight_global_scale"])
+            return cls(fmt, values.to(dtype), None, tensor_scale=factor)
         return cls(fmt, weight.dequantize().to(dtype), None)
 
     @property
@@ -69,7 +76,9 @@ class GemmOperand:
         return self.values.dtype == torch.int32
 
     def effective_weight(self) -> Tensor:
-        """Return the weight this GEMM multiplies by, [..., N, K]: BF16 or FP32 without scale, FP32 otherwise."""
+        """Return the weight this GEMM multiplies by, [..., N, K]: BF16 or FP32 without scales, FP32 otherwise."""
+        if self.tensor_scale is not None:
+            return self.values.float() * self.tensor_scale
         if self.scale is None:
             return self.values
         values = self.values.float()
@@ -80,12 +89,18 @@ class GemmOperand:
     def expert(self, index: int) -> "GemmOperand":
         """Return one expert of a stacked operand."""
         scale = None if self.scale is None else self.scale[index]
-        return GemmOperand(self.format, self.values[index], scale, self.dense)
+        tensor_scale = None if self.tensor_scale is None else self.tensor_scale[index]
+        return GemmOperand(self.format, self.values[index], scale, self.dense, tensor_scale)
 
     def stacked(self) -> "GemmOperand":
         """Return a dense operand as a stack of one expert."""
         scale = None if self.scale is None else self.scale[None]
-        return GemmOperand(self.format, self.values[None], scale, self.dense)
+        tensor_scale = None if self.tensor_scale is None else self.tensor_scale[None]
+        return GemmOperand(self.format, self.values[None], scale, self.dense, tensor_scale)
+
+    def unscaled(self) -> "GemmOperand":
+        """Return the operand without its `tensor_scale`, for those who multiply it into router weights."""
+        return replace(self, tensor_scale=None)
 
 
 def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None, after_swiglu: bool = False) -> Tensor:
@@ -103,6 +118,9 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
     out_dtype = x.dtype if out_dtype is None else out_dtype
     activation_kind = weight.format.activation_kind
     if activation_kind == "none":
+        if weight.tensor_scale is not None:
+            sums = gemm(x, weight.unscaled(), out_dtype=torch.promote_types(x.dtype, torch.float32))
+            return (sums * weight.tensor_scale.view(1)).to(out_dtype)
         if out_dtype == x.dtype:
             return x @ weight.values.to(x.dtype).mT
         return (x.float() @ weight.values.float().mT).to(out_dtype)

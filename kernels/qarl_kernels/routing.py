@@ -44,3 +44,19 @@ def route_rows(topk_index: Tensor, num_experts: int) -> RoutedRows:
 def one_group(x: Tensor) -> Tensor:
     """Return the offsets [0, M] of a dense layer's rows x [M, K], as int32 on x's device."""
     return torch.arange(2, dtype=torch.int32, device=x.device) * len(x)
+
+
+def rows_scale(scale: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
+    """Return each row's factor, that of its expert, without reading the device.
+
+    Args:
+        scale: [E, 1, 1] FP32.
+        offsets: [E + 1] int32; rows that belong to no expert take the last one's.
+        num_rows: M.
+
+    Returns:
+        [M] FP32.
+    """
+    rows = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
+    experts = torch.bucketize(rows, offsets[1:], right=True).clamp_(max=len(scale) - 1)
+    return scale.flatten()[experts]

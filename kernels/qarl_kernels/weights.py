@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from qarl_formats import FP8_BLOCK, QuantFormat
-from qarl_kernels import fp8, int8, integer
-from qarl_kernels.integer import OVERFLOW
+from qarl_kernels import fp8, int8, integer, nvfp4
 from qarl_kernels.nested import narrow_tensor
+
+TOO_LARGE = "or magnitudes of 2^127 and more for integer codes, of 2^20 and more for nvfp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,9 @@ class QuantizedWeight:
     Attributes:
         format: the format that produced it.
         shape: logical shape [..., N, K].
-        tensors: stored tensors by checkpoint suffix: `weight_packed` + `weight_scale` (integer), `weight` +
-            `weight_scale_inv` (fp8_block), `weight` + `weight_scale` (fp8_channel, int8), `weight` (bf16).
+        tensors: stored tensors by checkpoint suffix: `weight_packed` + `weight_scale` (integer), these and
+            `weight_global_scale` (nvfp4), `weight` + `weight_scale_inv` (fp8_block), `weight` + `weight_scale`
+            (fp8_channel, int8), `weight` (bf16).
         nonfinite: int32 count of `unfit_values` on the device, not yet read (`require_finite` does); None if they were
             refused at once.
     """
@@ -47,7 +49,7 @@ class QuantizedWeight:
         return integer.unpack_int32(self.tensors["weight_packed"], self.format.code_bits, self.shape[-1])
 
     def dequantize(self) -> Tensor:
-        """Return the served weight as numbers: code * scale (integer, in BF16) or bf16(w8 * scale) (FP8, INT8).
+        """Return the served weight as numbers: code * scale (integer, in BF16) or bf16(w * scale) (FP8, INT8, NVFP4).
 
         A GEMM multiplies `GemmOperand.effective_weight`: the same numbers, except that w4a8's engine re-encodes the
         stored int4 weight to FP8 (`fp8.encode_int4_as_fp8`) and products of 8-bit numbers are not rounded to BF16.
@@ -61,6 +63,10 @@ class QuantizedWeight:
             return integer.dequantize_integer(served.codes(), served.tensors["weight_scale"])
         if kind == "plain":
             return self.tensors["weight"]
+        if kind == "nvfp4":
+            values = nvfp4.unscaled(self.tensors["weight_packed"], self.tensors["weight_scale"])
+            factor = nvfp4.tensor_scale(self.tensors["weight_global_scale"])
+            return (values.float() * factor).to(torch.bfloat16)
         values = self.tensors["weight"].float()
         if kind in ("fp8_rows", "int8_rows"):
             return (values * self.tensors["weight_scale"]).to(torch.bfloat16)
@@ -84,6 +90,12 @@ def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[t
         return {
             "weight_packed": ((*batch, rows, words), torch.int32),
             "weight_scale": ((*batch, rows, columns // fmt.group_size), torch.bfloat16),
+        }
+    if fmt.weight_kind == "nvfp4":
+        return {
+            "weight_packed": ((*batch, rows, columns // 2), torch.uint8),
+            "weight_scale": ((*batch, rows, columns // nvfp4.GROUP), torch.float8_e4m3fn),
+            "weight_global_scale": ((*batch, 1), torch.float32),
         }
     if fmt.weight_kind == "plain":
         return {"weight": (shape, torch.bfloat16)}
@@ -110,12 +122,16 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
     if fmt.weight_kind == "int" and columns % fmt.group_size:
         legal = [size for size in (128, 64, 32) if columns % size == 0]
         return [f"K={columns} is not a multiple of group_size={fmt.group_size} (group sizes that divide it: {legal})"]
+    if fmt.weight_kind == "nvfp4" and columns % nvfp4.GROUP:
+        return [f"K={columns} is not a multiple of {nvfp4.GROUP}, the group of nvfp4"]
     if fmt.weight_kind == "fp8_blocks" and columns % FP8_BLOCK:
         return [f"K={columns} is not a multiple of {FP8_BLOCK}, the activation group of fp8_block"]
     return []
 
 
-def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) -> QuantizedWeight:
+def quantize_weight_reference(
+    weight: Tensor, fmt: QuantFormat, *, name: str, amax: Tensor | None = None
+) -> QuantizedWeight:
     """Quantize a BF16 weight in torch: what every other quantizer must equal bit for bit.
 
     On a GPU `unfit_values` are only counted, because looking at them would wait for the device.
@@ -124,6 +140,7 @@ def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) ->
         weight: [..., N, K] BF16 of a shape without `weight_problems`.
         fmt: the format.
         name: what to call the weight in errors.
+        amax: see `dispatch.quantize_weight`.
 
     Returns:
         The stored form.
@@ -136,15 +153,19 @@ def quantize_weight_reference(weight: Tensor, fmt: QuantFormat, *, name: str) ->
         nonfinite = (~(weight.abs() < _least_unfit(fmt))).sum(dtype=torch.int32)
     elif (problem := unfit_values(weight, fmt, name)) is not None:
         raise nonfinite_error([problem])
-    return QuantizedWeight(fmt, tuple(weight.shape), _stored_tensors(weight, fmt), nonfinite)
+    return QuantizedWeight(fmt, tuple(weight.shape), _stored_tensors(weight, fmt, amax), nonfinite)
 
 
-def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
+def _stored_tensors(weight: Tensor, fmt: QuantFormat, amax: Tensor | None) -> dict[str, Tensor]:
     if fmt.weight_kind == "int":
         assert fmt.scale_convention is not None
         grid_bits = fmt.nested_bits or fmt.grid_bits
         codes, scale = integer.quantize_integer(weight, grid_bits, fmt.group_size, fmt.scale_convention)
         return {"weight_packed": integer.pack_int32(codes, fmt.code_bits), "weight_scale": scale}
+    if fmt.weight_kind == "nvfp4":
+        divisor = nvfp4.global_divisor(largest_reference(weight) if amax is None else amax)
+        codes, scale = nvfp4.quantize(weight, divisor)
+        return {"weight_packed": nvfp4.pack(codes), "weight_scale": scale, "weight_global_scale": divisor}
     if fmt.weight_kind in ("fp8_rows", "int8_rows"):
         quantize = int8.quantize_channel if fmt.weight_kind == "int8_rows" else fp8.quantize_channel
         values, scale = quantize(weight)
@@ -155,11 +176,17 @@ def _stored_tensors(weight: Tensor, fmt: QuantFormat) -> dict[str, Tensor]:
     return {"weight": weight.clone()}
 
 
-def unfit_values(weight: Tensor, fmt: QuantFormat, name: str) -> str | None:
-    """Say which values of a weight a format cannot hold: NaN, Inf and, for integer formats, magnitudes from 2^127 on.
+def largest_reference(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of bf16(weight), [..., 1] FP32 for [..., N, K]; see `dispatch.largest`."""
+    return weight.abs().amax((-2, -1)).to(torch.bfloat16).float().unsqueeze(-1)
 
-    For those code * scale may overflow BF16, in the learner's forward and in the engine's alike: scales are rounded,
-    and the most negative code is further from zero than the group's largest value.
+
+def unfit_values(weight: Tensor, fmt: QuantFormat, name: str) -> str | None:
+    """Say which values of a weight a format cannot hold: NaN, Inf and magnitudes with which something overflows.
+
+    Integer formats, from 2^127 on: code * scale may overflow BF16, in the learner's forward and in the engine's alike,
+    because scales are rounded, and the most negative code is further from zero than the group's largest value.
+    nvfp4, from 2^20 on: the global scale overflows in the engine.
 
     Args:
         weight: any floating-point tensor; it is judged after rounding to BF16.
@@ -179,7 +206,7 @@ def unfit_values(weight: Tensor, fmt: QuantFormat, name: str) -> str | None:
 
 
 def _least_unfit(fmt: QuantFormat) -> float:
-    return OVERFLOW if fmt.weight_kind == "int" else float("inf")
+    return {"int": integer.OVERFLOW, "nvfp4": nvfp4.OVERFLOW}.get(fmt.weight_kind, float("inf"))
 
 
 def nonfinite_error(weights: list[str]) -> ValueError:
@@ -192,7 +219,6 @@ def nonfinite_error(weights: list[str]) -> ValueError:
         The error to raise.
     """
     return ValueError(
-        f"NaN or Inf in {len(weights)} weight(s) (for integer codes, magnitudes of 2^127 and more as well), with the "
-        f"number of such values: {', '.join(weights)}; "
+        f"NaN or Inf in {len(weights)} weight(s) ({TOO_LARGE}), with the number of such values: {', '.join(weights)}; "
         "a quantized copy would spread them over their whole groups"
     )

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qarl_formats import BASELINE
-from qarl_kernels import QuantFormat, get_format, quantize_weight, unfit_values
+from qarl_kernels import QuantFormat, get_format, largest, quantize_weight, unfit_values
 from qarl_nemo.checkpoints.plan import PlannedTensor
 
 # A multiple of every block of rows that shares a scale; temporaries of this few rows stay in a core's cache.
@@ -48,6 +48,7 @@ class TensorConverter:
         self._read = read
         self._fmt = fmt
         self._device = device
+        self._largest: dict[str, Tensor] = {}
         self._torch_threads = torch.get_num_threads()
         self._num_threads = self._torch_threads if device == "cpu" else 1
         self._pool = ThreadPoolExecutor(self._num_threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -75,14 +76,26 @@ class TensorConverter:
         running: deque[Future[ConvertedTensor]] = deque()
         for tensor in tensors:
             weight = self._read(tensor)
-            running.append(self._pool.submit(convert_tensor, weight, tensor, self._fmt, self._device))
+            amax = self._shared_amax(tensor, weight)
+            running.append(self._pool.submit(convert_tensor, weight, tensor, self._fmt, self._device, amax))
             if len(running) > self._num_threads:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
 
+    def _shared_amax(self, tensor: PlannedTensor, weight: Tensor) -> Tensor | None:
+        if not (tensor.quantized and self._fmt.tensor_scaled):
+            return None
+        self._largest[tensor.info.name] = largest(weight)
+        for info in tensor.fused:
+            if info.name not in self._largest:
+                self._largest[info.name] = largest(self._read(replace(tensor, info=info)))
+        return torch.stack([self._largest[info.name] for info in (tensor.info, *tensor.fused)]).amax(0)
 
-def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, device: str) -> ConvertedTensor:
+
+def convert_tensor(
+    weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, device: str, amax: Tensor | None = None
+) -> ConvertedTensor:
     """Return a weight as the output holds it: `quantize_weight(weight)`, or the weight itself.
 
     Args:
@@ -90,6 +103,7 @@ def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, devi
         tensor: what the plan says about it.
         fmt: format of the quantized tensors.
         device: where `quantize_weight` runs.
+        amax: see `quantize_weight`.
 
     Returns:
         The output tensors, or the problem.
@@ -102,8 +116,14 @@ def convert_tensor(weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, devi
         return ConvertedTensor(tensor, {name: weight})
     module = name.removesuffix(".weight")
     blocks = weight.split(_ROWS_AT_ONCE) if device == "cpu" else (weight.to(device),)
-    parts = [quantize_weight(block, fmt, name=name).narrowed().tensors for block in blocks]
-    stored = {f"{module}.{suffix}": torch.cat([part[suffix] for part in parts]).cpu() for suffix in parts[0]}
+    amax = None if amax is None else amax.to(device)
+    parts = [quantize_weight(block, fmt, name=name, amax=amax).narrowed().tensors for block in blocks]
+    stored = {f"{module}.{suffix}": _joined([part[suffix] for part in parts]).cpu() for suffix in parts[0]}
     if fmt.stores_shape:
         stored[f"{module}.weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
     return ConvertedTensor(tensor, stored)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    # What has no rows, every block of rows has the same.
+    return torch.cat(parts) if parts[0].ndim > 1 else parts[0]

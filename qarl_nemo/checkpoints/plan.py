@@ -17,6 +17,8 @@ _QUANTIZED_SUFFIXES = (
     ".weight_packed",
     ".weight_scale",
     ".weight_scale_inv",
+    ".weight_scale_2",
+    ".weight_global_scale",
     ".weight_zero_point",
     ".input_scale",
     ".qweight",
@@ -44,6 +46,8 @@ class PlannedTensor:
         reason: why.
         shape: its shape in the output.
         num_bytes: size in the output, scales included.
+        fused: the other source tensors with which it shares a scale, if the format has one for weights that engines
+            fuse.
     """
 
     info: TensorInfo
@@ -52,6 +56,7 @@ class PlannedTensor:
     reason: str
     shape: tuple[int, ...]
     num_bytes: int
+    fused: tuple[TensorInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,8 @@ def plan_quantization(
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ValueError(f"cannot quantize {checkpoint.folder} to {fmt.name}:\n{listed}")
-    tensors = [_plan_tensor(info, fmt, targets, splitting) for info in checkpoint.tensors]
+    fused = _fused(checkpoint) if fmt.tensor_scaled else {}
+    tensors = [_plan_tensor(info, fmt, targets, splitting, fused.get(info.name, ())) for info in checkpoint.tensors]
     shards = _into_shards(tensors, max_shard_bytes)
     return QuantizePlan(checkpoint, fmt, targets, max_shard_bytes, shards, dropped, splitting)
 
@@ -216,8 +222,18 @@ def _target_problems(checkpoint: Checkpoint, targets: tuple[str, ...]) -> list[s
     ]
 
 
+def _fused(checkpoint: Checkpoint) -> dict[str, tuple[TensorInfo, ...]]:
+    infos = {info.name: info for info in checkpoint.tensors}
+    groups = names.fused_groups(infos)
+    return {name: tuple(infos[other] for other in group if other != name) for group in groups for name in group}
+
+
 def _plan_tensor(
-    info: TensorInfo, fmt: QuantFormat, targets: tuple[str, ...], splitting: Splitting | None
+    info: TensorInfo,
+    fmt: QuantFormat,
+    targets: tuple[str, ...],
+    splitting: Splitting | None,
+    fused: tuple[TensorInfo, ...],
 ) -> PlannedTensor:
     kind = names.tensor_kind(info.name)
     target, shape = names.target_of(info.name), _shape(info, splitting)
@@ -226,7 +242,7 @@ def _plan_tensor(
     elif not fmt.is_quantized:
         reason = f"format {fmt.name} quantizes nothing"
     else:
-        return PlannedTensor(info, kind, True, f"target {target}", shape, stored_bytes(shape, fmt))
+        return PlannedTensor(info, kind, True, f"target {target}", shape, stored_bytes(shape, fmt), fused)
     return PlannedTensor(info, kind, False, reason, shape, replace(info, shape=shape).num_bytes)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl_kernels import QuantFormat
+from qarl_kernels import TOO_LARGE, QuantFormat
 from qarl_nemo.checkpoints.content import require_tied_copy
 from qarl_nemo.checkpoints.convert import TensorConverter
 from qarl_nemo.checkpoints.hf_config import companion_files, companion_names, record_rows, settings_record
@@ -178,9 +178,8 @@ def _write_shards(
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ValueError(
-            f"NaN or Inf in {len(problems)} weights (for integer codes, magnitudes of 2^127 and more too), with the "
-            f"number of such values; repair the source and run again, "
-            f"finished shards are kept:\n{listed}"
+            f"NaN or Inf in {len(problems)} weights ({TOO_LARGE}), with the number of such values; repair the source "
+            f"and run again, finished shards are kept:\n{listed}"
         )
     return weight_map, num_resumed
 

@@ -11,7 +11,7 @@ from qarl_formats import FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format, st
 from qarl_nemo.checkpoints.hf_config import RECORD_FILE
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
 from qarl_nemo.files import read_json
-from qarl_nemo.names import TARGETS, expert_names, is_stacked_expert, layer_of, module_kind
+from qarl_nemo.names import GLOBAL_SCALE, TARGETS, expert_names, is_stacked_expert, layer_of, module_kind
 
 # Name -> shape and dtype of every tensor that a model needs, stacked experts as one.
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -118,9 +118,15 @@ def _read(
     parts = stored_names(name, shape)
     if any(part not in infos for row in parts for part in row):
         return None
-    rows = [torch.cat([reader.read(infos[part]) for part in row]) for row in parts]
+    rows = [_joined(name, [reader.read(infos[part]) for part in row]) for row in parts]
     whole = torch.stack(rows) if is_stacked_expert(name) else rows[0]
     # Parameters take the engine's dtype, and FP32 scales hold those that other tools store in 16 bits; codes and all
     # other scales stay as they are stored, and would be refused if they were others.
     is_parameter = name.endswith((".weight", ".bias")) and {dtype, whole.dtype} <= _FLOATS
     return whole.to(dtype) if is_parameter or (dtype == torch.float32 and whole.dtype in _FLOATS) else whole
+
+
+def _joined(name: str, parts: list[Tensor]) -> Tensor:
+    # Gate and up of an expert share their global scale. Two of them are refused by their shape, as engines take one.
+    same = name.endswith(GLOBAL_SCALE) and all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0] if same else torch.cat(parts)

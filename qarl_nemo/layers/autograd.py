@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qarl_kernels import grouped_gemm, grouped_input_grad, grouped_weight_grad
+from qarl_kernels import grouped_gemm, grouped_input_grad, grouped_weight_grad, rows_scale
 from qarl_nemo.layers.weight import ExecutedWeight, straight_through_weight
 from qarl_nemo.names import Backward
 
@@ -26,6 +26,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
         out_dtype: torch.dtype,
         backward: Backward,
         after_swiglu: bool,
+        unscaled: bool,
     ) -> Tensor:
         operand = weight.operand()
         ctx.save_for_backward(x, offsets)
@@ -33,6 +34,8 @@ class _AlignedGroupedGemm(torch.autograd.Function):
         ctx.backward_choice = backward
         if operand.values.ndim == 2:
             operand = operand.stacked()
+        ctx.left_out = operand.tensor_scale if unscaled else None
+        operand = operand.unscaled() if unscaled else operand
         return grouped_gemm(x, operand, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu)
 
     @staticmethod
@@ -43,13 +46,16 @@ class _AlignedGroupedGemm(torch.autograd.Function):
         assert ctx.changes == ctx.weight.changes.count, f"{ctx.weight.name} changed between forward and backward"
         backward_weight = straight_through_weight(ctx.weight, ctx.backward_choice)
         stacked = backward_weight if backward_weight.ndim == 3 else backward_weight.unsqueeze(0)
+        if ctx.left_out is not None:
+            # The gradient of the scaled product, which is that of the whole weight.
+            grad_out = grad_out / rows_scale(ctx.left_out, offsets, len(grad_out)).unsqueeze(-1)
         grad_out = grad_out.to(backward_weight.dtype).contiguous()
         needs_x, needs_master = ctx.needs_input_grad[:2]
         grad_x = grouped_input_grad(grad_out, stacked, offsets).to(x.dtype) if needs_x else None
         grad_master = None
         if needs_master:
             grad_master = grouped_weight_grad(grad_out, x, offsets).view_as(backward_weight)
-        return grad_x, grad_master, None, None, None, None, None
+        return grad_x, grad_master, None, None, None, None, None, None
 
 
 def aligned_grouped_gemm(
@@ -60,6 +66,7 @@ def aligned_grouped_gemm(
     out_dtype: torch.dtype | None = None,
     backward: Backward = "dequantized",
     after_swiglu: bool = False,
+    unscaled: bool = False,
 ) -> Tensor:
     """Multiply rows sorted by expert with the quantized weight, straight-through in the backward.
 
@@ -70,6 +77,7 @@ def aligned_grouped_gemm(
         out_dtype: None = x's; FP32 returns the unrounded accumulator.
         backward: which weight the input gradient uses.
         after_swiglu: x is a SwiGLU output.
+        unscaled: leave the operand's `tensor_scale` to the caller.
 
     Returns:
         [M, N].
@@ -77,5 +85,5 @@ def aligned_grouped_gemm(
     Source: arXiv 2604.07853 section 3.1 (rollout-aligned forward, STE backward).
     """
     return _AlignedGroupedGemm.apply(
-        x, weight.master, weight, offsets, x.dtype if out_dtype is None else out_dtype, backward, after_swiglu
+        x, weight.master, weight, offsets, x.dtype if out_dtype is None else out_dtype, backward, after_swiglu, unscaled
     )

@@ -131,6 +131,11 @@ def aligned_expert_mlp(
         return aligned_grouped_gemm(rows, gate_up, offsets, out_dtype=dtype, backward=backward)
 
     def fc2(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        return aligned_grouped_gemm(rows, down, offsets, out_dtype=dtype, backward=backward, after_swiglu=True)
+        return aligned_grouped_gemm(
+            rows, down, offsets, out_dtype=dtype, backward=backward, after_swiglu=True, unscaled=True
+        )
 
-    return expert_mlp_reference(x, topk_index, topk_weight, fc1, fc2, gate_up.format, num_experts, adapters)
+    fc2_scale = down.operand().tensor_scale
+    return expert_mlp_reference(
+        x, topk_index, topk_weight, fc1, fc2, gate_up.format, num_experts, adapters, fc2_scale=fc2_scale
+    )

@@ -1,6 +1,6 @@
 """Swap a model's linears and experts for aligned ones, in place, and report what was quantized and what was not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.router import AlignedRouter, RouteControl
 from qarl_nemo.layers.weight import AlignedWeight, MasterChanges
-from qarl_nemo.names import TARGETS, Backward, check_targets, module_kind
+from qarl_nemo.names import TARGETS, Backward, check_targets, fused_groups, module_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ def install(
         elif found.get(name) == "router":
             _swap(model, name, AlignedRouter(module, report.routes, report.num_routers))
             report.num_routers += 1
+    _fuse(report.weights)
     _fill_table(model, found, report)
     return report
 
@@ -110,6 +111,12 @@ def _aligned(name: str, module: nn.Module, report: InstallReport, fmt: QuantForm
     weights = {f"{name}.{key}": weight for key, weight in aligned.aligned.items()}
     report.weights.update((key, weight) for key, weight in weights.items() if isinstance(weight, AlignedWeight))
     return aligned
+
+
+def _fuse(weights: Mapping[str, AlignedWeight]) -> None:
+    for group in fused_groups(weights):
+        for name in group:
+            weights[name].fused = [weights[other].masters[0] for other in group if other != name]
 
 
 def _holds_weights(module: nn.Module) -> bool:

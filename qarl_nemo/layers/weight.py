@@ -44,7 +44,7 @@ What to know before changing this file:
 - `master` may be E separate parameters, as Megatron's grouped linear holds them. The quantizer reads them where they
   lie and gives the bits that their stack would give; stacking first would copy every expert.
 - Beside the stored tensors the operand takes, on a GPU, nothing for FP8 and INT8, 1 byte a weight for w4a8 and 2 bytes
-  for w4a16. `keep_operand=False` saves them and unpacks at each use, inside the GEMM where that is faster.
+  for w4a16 and nvfp4. `keep_operand=False` saves them and unpacks at each use, inside the GEMM where that is faster.
 - `quantized()` never waits for the GPU. It counts NaN and Inf on the device, and `require_finite` reads all counts at
   once when the weights are published.
 """
@@ -62,6 +62,7 @@ from qarl_kernels import (
     QuantizedWeight,
     backward_weight,
     gemm_operand,
+    largest,
     quantize_weight,
     quantize_with_operand,
 )
@@ -123,6 +124,7 @@ class AlignedWeight:
         changes: counts the changes of the masters; shared by all weights of a model.
         keep_operand: keep what the GEMM multiplies, made in the quantizer's pass; False unpacks at each use, so that
             nothing but the packed tensors stays in memory.
+        fused: masters of the weights that engines fuse with this one; they share the scale of a `tensor_scaled` format.
     """
 
     name: str
@@ -130,6 +132,7 @@ class AlignedWeight:
     format: QuantFormat
     changes: MasterChanges
     keep_operand: bool = True
+    fused: Sequence[nn.Parameter] = ()
     _quantized: QuantizedWeight | None = field(default=None, init=False)
     _operand: GemmOperand | None = field(default=None, init=False)
     _cached_at: int = field(default=-1, init=False)
@@ -153,12 +156,19 @@ class AlignedWeight:
     def quantized(self) -> QuantizedWeight:
         """Return the masters' stored tensors as of now, the same objects for the forward and the publisher."""
         if self._quantized is None or self._cached_at != self.changes.count:
+            options = {"name": self.name, "amax": self.amax(self.format)}
             if self.keep_operand:
-                self._quantized, self._operand = quantize_with_operand(self.master, self.format, name=self.name)
+                self._quantized, self._operand = quantize_with_operand(self.master, self.format, **options)
             else:
-                self._quantized = quantize_weight(self.master, self.format, name=self.name)
+                self._quantized = quantize_weight(self.master, self.format, **options)
             self._cached_at = self.changes.count
         return self._quantized
+
+    def amax(self, fmt: QuantFormat) -> Tensor | None:
+        """Return the largest magnitude of all weights that share a scale of `fmt` with this one; None if none does."""
+        if not (fmt.tensor_scaled and self.fused):
+            return None
+        return torch.stack([largest(one) for one in (self.master, *self.fused)]).amax(0)
 
     def operand(self) -> GemmOperand:
         """Return what the GEMM multiplies now; FP32 compute for FP32 masters, else BF16."""

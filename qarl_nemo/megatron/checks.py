@@ -136,8 +136,12 @@ def _shape_problems(config: Any, alignment: Alignment) -> list[str]:
 
 
 def _cut_problems(fmt: QuantFormat, name: str, setting: str, parts: int) -> list[str]:
+    if parts == 1:
+        return []
+    if fmt.tensor_scaled:
+        return [f"{setting}: {fmt.name} has one scale for a whole weight, of which each rank would make its own"]
     # Packed codes of whole groups fill int32 words, so that nothing else is cut.
-    if not fmt.row_scaled or parts == 1:
+    if not fmt.row_scaled:
         return []
     return [f"{setting}: {fmt.name} scales whole rows of {name}, which it would cut"]
 

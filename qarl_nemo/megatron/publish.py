@@ -22,6 +22,7 @@ from qarl_nemo.megatron.alignment import aligned_weights
 from qarl_nemo.megatron.gather import broadcast_named, gather_sharded, gather_stacked
 from qarl_nemo.megatron.hf_parameters import layer_parameter, num_row_blocks, outer_parameter, split_qkv
 from qarl_nemo.megatron.moe_layer import AlignedMoELayer
+from qarl_nemo.names import GLOBAL_SCALE
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
 from qarl_nemo.refit.publish import Layer, StreamedUpdate, packed
 
@@ -178,7 +179,8 @@ def _attention(number: int, attention: nn.Module, config: Any, fmt: QuantFormat 
     prefix = f"model.layers.{number}.self_attn."
     for suffix, shard in _quantized(attention.linear_qkv.aligned, fmt).tensors.items():
         whole = gather_sharded(shard, group, 0)
-        for letter, part in zip("qkv", split_qkv(whole, config), strict=True):
+        parts = [whole] * 3 if suffix == GLOBAL_SCALE else split_qkv(whole, config)
+        for letter, part in zip("qkv", parts, strict=True):
             yield f"{prefix}{letter}_proj.{suffix}", part
     for suffix, shard in _quantized(attention.linear_proj.aligned, fmt).tensors.items():
         yield f"{prefix}o_proj.{suffix}", gather_sharded(shard, group, 1)
@@ -189,7 +191,8 @@ def _mlp(number: int, mlp: nn.Module, fmt: QuantFormat | None) -> Iterator[Named
     prefix = f"model.layers.{number}.mlp."
     for suffix, shard in _quantized(mlp.linear_fc1.aligned, fmt).tensors.items():
         whole = gather_sharded(shard, group, 0, num_parts=2)
-        for projection, part in zip(("gate", "up"), whole.chunk(2), strict=True):
+        parts = [whole] * 2 if suffix == GLOBAL_SCALE else whole.chunk(2)
+        for projection, part in zip(("gate", "up"), parts, strict=True):
             yield f"{prefix}{projection}_proj.{suffix}", part
     for suffix, shard in _quantized(mlp.linear_fc2.aligned, fmt).tensors.items():
         yield f"{prefix}down_proj.{suffix}", gather_sharded(shard, group, 1)

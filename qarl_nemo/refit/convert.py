@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qarl_nemo.names import expert_names
+from qarl_nemo.names import GLOBAL_SCALE, expert_names
 from qarl_nemo.refit.convert_int4 import quick_conversion
+from qarl_nemo.refit.convert_nvfp4 import PLAIN_TENSORS, nvfp4_conversion
 from qarl_nemo.refit.engine_layout import Slot, is_experts
 from qarl_nemo.refit.manifest import bytes_of
 
@@ -32,14 +33,14 @@ def checkpoint_tensors(layers: Iterable[Mapping[str, Tensor]]) -> Iterator[tuple
         layers: tensors by published name.
 
     Yields:
-        Checkpoint name and tensor (a view), and `weight_shape` beside every packed weight.
+        Checkpoint name and tensor (a view), and `weight_shape` beside every weight packed in int32 words.
     """
     for layer in layers:
         for name, tensor in layer.items():
             for single, part in _single_weights(name, tensor):
                 yield single, part
                 owner, _, suffix = single.rpartition(".")
-                if suffix == _PACKED:
+                if suffix == _PACKED and part.dtype == torch.int32:
                     # 8 codes of 4 bits per word; engines with this layout serve no other width.
                     yield f"{owner}.weight_shape", torch.tensor([part.shape[0], part.shape[1] * 8])
 
@@ -49,7 +50,9 @@ def _single_weights(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
         return
     for parts, expert in zip(expert_names(name, len(tensor)), tensor, strict=True):
-        yield from zip(parts, expert.chunk(len(parts)), strict=True)
+        # Gate and up of an expert have one global scale.
+        same = name.endswith(GLOBAL_SCALE)
+        yield from zip(parts, [expert] * len(parts) if same else expert.chunk(len(parts)), strict=True)
 
 
 def checkpoint_parameters(layer: nn.Module) -> dict[str, Tensor]:
@@ -108,7 +111,7 @@ def convert(
     """
     scratch = _blank_copy(layer, device)
     load_parts(scratch, parts)
-    quick = quick_conversion(layer)
+    quick = quick_conversion(layer) or nvfp4_conversion(layer)
     if quick is None:
         return _convert_as_vllm_does(scratch)
     tensors = quick(scratch)
@@ -185,7 +188,7 @@ def _detached(method: Any) -> Any:
 
 
 def _tensors(layer: nn.Module) -> Mapping[str, Tensor]:
-    own = layer._parameters | layer._buffers
+    own = layer._parameters | layer._buffers | {name: vars(layer).get(name) for name in PLAIN_TENSORS}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 

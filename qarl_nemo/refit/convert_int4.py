@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 _NIBBLE_SIGNS = -0x77777778  # 0x88888888 as int32: q + 8 in four bits becomes two's complement q
-_PARTS = ("w13", "w2")
+EXPERT_PARTS = ("w13", "w2")
 _STRIPE_WORDS = 4  # CUTLASS's tiles of W4A8 are 32 codes wide
 
 
@@ -45,22 +45,36 @@ def _is_plain_marlin(layer: nn.Module) -> bool:
 
 
 def _marlin(layer: nn.Module) -> dict[str, Tensor]:
-    from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_scales
 
     converted = {}
     method: Any = layer.quant_method
-    for part in _PARTS:
+    for part in EXPERT_PARTS:
         packed, scale = getattr(layer, f"{part}_weight_packed").data, getattr(layer, f"{part}_weight_scale").data
-        num_experts, words, size_n = packed.shape
-        size_k = words * 8
-        no_order = torch.empty(0, dtype=torch.int32, device=packed.device)
-        # Tiles run along K first, so experts stacked along K are repacked as they would be one by one.
-        tall = ops.gptq_marlin_repack(packed.view(-1, size_n), no_order, num_experts * size_k, size_n, 4)
-        converted[f"{part}_weight_packed"] = tall.view(num_experts, size_k // 16, -1)
-        scales = marlin_permute_scales(scale.view(-1, size_n), size_k, size_n, method.group_size)
+        _, words, size_n = packed.shape
+        converted[f"{part}_weight_packed"] = repack_experts(packed)
+        scales = marlin_permute_scales(scale.view(-1, size_n), words * 8, size_n, method.group_size)
         converted[f"{part}_weight_scale"] = scales.view_as(scale)
     return converted
+
+
+def repack_experts(packed: Tensor) -> Tensor:
+    """Return all experts' codes of 4 bits in Marlin's order, with one call of vLLM's operator.
+
+    Args:
+        packed: [E, K / 8, N] int32, contiguous.
+
+    Returns:
+        [E, K / 16, 2 N] int32.
+    """
+    from vllm import _custom_ops as ops
+
+    num_experts, words, size_n = packed.shape
+    size_k = words * 8
+    no_order = torch.empty(0, dtype=torch.int32, device=packed.device)
+    # Tiles run along K first, so experts stacked along K are repacked as they would be one by one.
+    tall = ops.gptq_marlin_repack(packed.view(-1, size_n), no_order, num_experts * size_k, size_n, 4)
+    return tall.view(num_experts, size_k // 16, -1)
 
 
 def _encode_and_reorder(packed: Tensor) -> Tensor:
@@ -74,7 +88,7 @@ def _encode_and_reorder(packed: Tensor) -> Tensor:
 
 def _w4a8_experts(layer: nn.Module) -> dict[str, Tensor]:
     converted = {}
-    for part in _PARTS:
+    for part in EXPERT_PARTS:
         packed, scale = getattr(layer, f"{part}_weight_packed").data, getattr(layer, f"{part}_weight_scale").data
         converted[f"{part}_weight_packed"] = _encode_and_reorder(packed ^ _NIBBLE_SIGNS)
         products, channel = _w4a8_scales(scale)

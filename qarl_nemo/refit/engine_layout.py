@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qarl_nemo.names import GLOBAL_SCALE
 from qarl_nemo.refit.manifest import Layout
 
 # Parameters that vLLM derives from the published tensors, or never reads; no learner publishes them.
-_DERIVED = ("_shape", "_g_idx", "_g_idx_sort_indices", "_chan_scale", "_global_scale", "input_scale", "_zero_point")
+_DERIVED = (
+    "_shape", "_g_idx", "_g_idx_sort_indices", "_chan_scale", "input_global_scale", "input_scale", "_zero_point",
+)  # fmt: skip
 _EXPERT_PARTS = {"w13_": "gate_up_proj", "w2_": "down_proj"}
 FUSED = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
 _PER_CHANNEL = "channel"
@@ -86,11 +89,13 @@ def expert_part(layer: Any, parameter: str, target: Tensor, whole: Tensor) -> Te
     Returns:
         [num_local_experts, ...], a view of `whole` if no copy is needed.
     """
+    local = _local_experts(layer, whole)
+    if parameter.endswith(GLOBAL_SCALE):
+        return local.expand(-1, target.numel() // len(target)).reshape(target.shape)
     transposed = _is_transposed(target)
     gated = parameter.startswith("w13_")
     dimension = 1 if gated else 2
     size = target.shape[3 - dimension if transposed else dimension]
-    local = _local_experts(layer, whole)
     if local.shape[dimension] != size:
         rank, halves = layer.moe_config.moe_parallel_config.tp_rank, 2 if gated else 1
         width = size // halves
@@ -110,9 +115,8 @@ def _slots(name: str, layer: Any, parameter: str, tensor: Tensor) -> Iterator[tu
         yield f"{name}.{parameter}", Slot(name, parameter, None, _whole_shape(layer, tensor, None), tensor.dtype)
         return
     for index, shard in enumerate(shards):
-        slot = Slot(
-            name, parameter, shard if leaf == "qkv_proj" else index, _whole_shape(layer, tensor, index), tensor.dtype
-        )
+        shape = (1,) if parameter == GLOBAL_SCALE else _whole_shape(layer, tensor, index)
+        slot = Slot(name, parameter, shard if leaf == "qkv_proj" else index, shape, tensor.dtype)
         yield f"{parent}.{shard}_proj.{parameter}", slot
 
 
@@ -122,7 +126,9 @@ def _expert_slot(name: str, layer: Any, parameter: str, tensor: Tensor) -> tuple
     if _is_transposed(tensor):
         shape[1:] = reversed(shape[1:])
     tp_size = layer.moe_config.moe_parallel_config.tp_size
-    if prefix == "w13_":
+    if parameter.endswith(GLOBAL_SCALE):
+        shape[1:] = [1]
+    elif prefix == "w13_":
         shape[1] *= tp_size
     elif getattr(tensor, "quant_method", None) != _PER_CHANNEL:
         shape[2] *= tp_size

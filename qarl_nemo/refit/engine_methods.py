@@ -9,7 +9,8 @@ from qarl_formats import BASELINE, QuantFormat, get_format
 from qarl_nemo.names import TARGETS
 from qarl_nemo.refit.engine_layout import plain_name
 
-_KERNEL = re.compile(r"Backend\.(\w+)")
+_BACKEND = re.compile(r"Backend\.(\w+)")
+_KERNEL = re.compile(r"(\w+Kernel)\b")
 _WIDE_ROWS = " on 16-bit activations"
 # method -> why vLLM falls back to it on a GPU, silently
 _FALL_BACKS = {
@@ -34,7 +35,7 @@ class ChosenMethod:
     Attributes:
         layer: module name in vLLM.
         method: `method_label` of its quantization method.
-        backend: vLLM's name for the method's kernels; empty if it has none.
+        backend: vLLM's name for the method's kernels, of a scheme with a kernel its class; empty if it has none.
         shape: shape of a rank's experts; empty for other layers.
     """
 
@@ -59,6 +60,8 @@ def chosen_methods(model: Any) -> list[ChosenMethod]:
         if method is None or _kind(name) is None or hasattr(module, "base_layer"):
             continue
         backends = [str(value) for key, value in vars(method).items() if key.endswith("_backend")]
+        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+        backends += [] if kernel is None else [type(kernel).__name__]
         shape = ""
         if _kind(name) == "experts" and hasattr(module, "intermediate_size_per_partition"):
             shape = f"H={module.hidden_size}, I={module.intermediate_size_per_partition} on a rank"
@@ -114,7 +117,7 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
             method = record.method + (f" ({facts})" if facts else "")
             reason = _FALL_BACKS.get(record.method, "")
             problems.append(f"{record.layer}: {method} in place of {expected}{reason}")
-        elif kind == "experts" and kind in targets:
+        elif kind in targets:
             problems += _kernel_problems(record, fmt)
     absent = [target for target in targets if target not in seen]
     return problems + [f"no layer of the engine is one of the target {target!r}" for target in absent]
@@ -154,12 +157,15 @@ def _method(record: ChosenMethod, fmt: QuantFormat) -> str:
 
 def _kernel_problems(record: ChosenMethod, fmt: QuantFormat) -> list[str]:
     assert fmt.vllm
-    wanted, found = fmt.vllm.experts.followed, _KERNEL.search(record.backend)
+    experts = _kind(record.layer) == "experts"
+    wanted = (fmt.vllm.experts if experts else fmt.vllm.linear).followed
+    found = _BACKEND.search(record.backend) if experts else _KERNEL.search(record.backend)
     if not wanted or found is None or found[1] in ("CPU", *wanted):
         return []
+    fix = "set vLLM's moe_backend" if experts else "leave vLLM's linear_backend and VLLM_BATCH_INVARIANT unset"
     return [
         f"{record.layer}: {record.method} runs on {found[1]}, whose arithmetic the learner does not follow; it follows "
-        f"{' and '.join(wanted)}: set vLLM's moe_backend"
+        f"{' and '.join(wanted)}: {fix}"
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from qarl_kernels import QuantFormat, narrow_tensor
+from qarl_kernels import QuantFormat, narrow_tensor, nvfp4
 from qarl_kernels.integer import unpack_int32
 from qarl_nemo.names import reads_norm
 from qarl_nemo.refit.publish import Layer
@@ -77,16 +77,22 @@ class FlippedCodes:
             return
         if suffix == "weight_packed":
             num_columns = layer[f"{owner}.weight_scale"].shape[-1] * self.format.group_size
-            differ = torch.ne(*(unpack_int32(words, self.format.num_bits, num_columns) for words in (rows, before)))
+            differ = torch.ne(*(self._codes(words, num_columns) for words in (rows, before)))
         else:
             # FP8 is compared as bytes, because not every device compares its values.
-            differ = rows.view(torch.uint8) != before.view(torch.uint8) if is_codes else rows != before
+            one_byte = rows.element_size() == 1
+            differ = rows.view(torch.uint8) != before.view(torch.uint8) if one_byte else rows != before
         kinds = ("codes", "codes_in" if reads_norm(owner) else "codes_out") if is_codes else ("scales",)
         size = tensor[..., 0].numel() * differ.shape[-1]
         self._changed.append((kinds, size, differ.mean(dtype=torch.float64)))
 
     def _served(self, suffix: str, rows: Tensor) -> Tensor:
         return narrow_tensor(suffix, rows, self.format) if self.format.nested_bits else rows
+
+    def _codes(self, words: Tensor, num_columns: int) -> Tensor:
+        if words.dtype == torch.uint8:
+            return nvfp4.unpack(words)
+        return unpack_int32(words, self.format.num_bits, num_columns)
 
 
 def _sample(tensor: Tensor) -> Tensor:

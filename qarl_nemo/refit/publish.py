@@ -31,6 +31,9 @@ class PublishableWeight(Protocol):
     def quantized(self) -> QuantizedWeight:
         """Return the stored tensors of the masters as they are now."""
 
+    def amax(self, fmt: QuantFormat) -> Tensor | None:
+        """Return the largest magnitude of all weights that share a scale of `fmt` with this one; None if none does."""
+
 
 @dataclass(frozen=True, slots=True)
 class RefitUpdate:
@@ -210,4 +213,6 @@ def publish_layers(
 
 def packed(weight: PublishableWeight, fmt: QuantFormat) -> QuantizedWeight:
     """Return the tensors of a learner's own forward if it executes `fmt`, else its master quantized to `fmt`."""
-    return weight.quantized() if weight.format == fmt else quantize_weight(weight.master, fmt, name=weight.name)
+    if weight.format == fmt:
+        return weight.quantized()
+    return quantize_weight(weight.master, fmt, name=weight.name, amax=weight.amax(fmt))

@@ -28,6 +28,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8_block": {"format": "fp8_block"},
     "fp8_channel": {"format": "fp8_channel"},
     "int8": {"format": "int8"},
+    "nvfp4": {"format": "nvfp4"},
     "bf16": {"alignment": "none", "format": "bf16"},
 }
 _CLOCKS = ("time_s", "timing/", "throughput/", "memory/")

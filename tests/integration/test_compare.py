@@ -197,11 +197,11 @@ def test_shapes_and_targets_a_model_lacks_are_refused_before_weights_are_read(ch
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_what_vllm_does_not_serve_on_a_cpu_is_refused_before_it_starts(checkpoint, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    formats = ("w4a16", "w4a8", "fp8_channel", "int8", "fp8_block")
+    formats = ("w4a16", "w4a8", "fp8_channel", "int8", "nvfp4", "fp8_block")
     with pytest.raises(ValueError, match="problem") as error:
         prepare(settings(checkpoint, engine="vllm", formats=formats, group_size=128, device=device))
     refused = [name for name in formats if f"CPU does not serve {name}" in str(error.value)]
-    assert refused == ["w4a8", "fp8_channel", "int8"]
+    assert refused == ["w4a8", "fp8_channel", "int8", "nvfp4"]
 
 
 def needs_cpu_vllm(test):

@@ -28,7 +28,7 @@ from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.tokenizer import character_tokenizer
 
 TARGETS = ("experts", "attention")
-FORMATS = ("w4a16", "w3a16", "w4a8", "fp8_block", "fp8_channel", "int8")
+FORMATS = ("w4a16", "w3a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4")
 CONTEXT = 256
 
 

@@ -19,10 +19,18 @@ def round_to(dtype):
 
 
 def executed_weight(stored):
-    """(W, scale): what the engine multiplies, rebuilt from the stored tensors by the formats' formulas."""
+    """(W, scale): what the engine multiplies, rebuilt from the stored tensors by the formats' formulas.
+
+    Of nvfp4 the scale is the expert's 1 / G, which Marlin multiplies by the sum or by the router weight.
+    """
     fmt = stored.format
     if not fmt.is_quantized:
         return stored.tensors["weight"].float(), None
+    if fmt.weight_kind == "nvfp4":
+        scale, packed = stored.tensors["weight_scale"].float(), stored.tensors["weight_packed"].int()
+        codes = torch.stack([packed % 16, packed // 16], -1).flatten(-2)
+        sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * torch.where(codes < 8, 1, -1)
+        return sizes * scale.repeat_interleave(16, -1), 1 / stored.tensors["weight_global_scale"]
     if fmt.weight_kind == "int":
         scale, codes = stored.tensors["weight_scale"], stored.codes().float()
         if fmt.activation_kind == "none":
@@ -36,7 +44,8 @@ def executed_weight(stored):
 def one_token_gemm(x, weight, scale, fmt, *, after_swiglu=False):
     """FP32 accumulator of one token and one expert's weight [N, K]; the caller rounds it."""
     if fmt.activation_kind == "none":
-        return (weight.double() @ x.double()).float()
+        sums = (weight.double() @ x.double()).float()
+        return sums if scale is None or after_swiglu else sums * scale
     if fmt.activation_kind == "fp8_token":
         token_scale = torch.maximum(x.abs().max() / 448, torch.tensor(1 / (448 * 512)))
         a8 = (x / token_scale).to(E4M3)
@@ -79,25 +88,29 @@ def token_by_token(x, index, router_weight, gate_up, down, mistake=""):
                 hidden = rounded(hidden * weight)
             accumulator = one_token_gemm(hidden, w2[expert], pick(s2, expert), fmt, after_swiglu=True)
             if "before" in mistake:
-                term = rounded(accumulator)
+                term = rounded(accumulator * (pick(s2, expert) if fmt.weight_kind == "nvfp4" else 1))
             else:
-                term = weighted(accumulator, weight, fmt, rounded, mistake)
+                factor = pick(s2, expert) if fmt.weight_kind == "nvfp4" else 1
+                term = weighted(accumulator, weight, factor, fmt, rounded, mistake)
             out[token] += term
     return rounded(out)
 
 
-def weighted(accumulator, weight, fmt, rounded, mistake):
+def weighted(accumulator, weight, factor, fmt, rounded, mistake):
     if mistake == "no router weight":
-        return rounded(accumulator)
-    place = {"w4a16": "rounded product", "w3a16": "rounded product", "w4a8": "sum", "fp8_channel": "sum"}
+        return rounded(accumulator * factor)
+    place = {"w4a16": "rounded product", "w3a16": "rounded product", "nvfp4": "rounded product"}
+    place |= {"w4a8": "sum", "fp8_channel": "sum"}
     where = place.get(fmt.name, "accumulator")
     if mistake.startswith("router weight at the "):
         where = mistake.removeprefix("router weight at the ")
     if where == "rounded product":
-        return rounded(rounded(accumulator) * rounded(weight))
+        return rounded(rounded(accumulator) * rounded(weight * factor))
+    if where == "product of a rounded expert":
+        return rounded(rounded(accumulator * factor) * rounded(weight))
     if where == "sum":
-        return weight * rounded(accumulator)
-    return rounded(accumulator * weight)
+        return weight * rounded(accumulator * factor)
+    return rounded(accumulator * factor * weight)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -147,6 +160,11 @@ ROUNDING_MISTAKES = [
     ("int8", "swiglu rounded elsewhere"),
     ("fp8_block", "router weight at the rounded product"),
     ("bf16", "router weight at the sum"),
+    ("nvfp4", "router weight before fc2"),
+    ("nvfp4", "router weight at the product of a rounded expert"),
+    ("nvfp4", "router weight at the sum"),
+    ("nvfp4", "router weight at the accumulator"),
+    ("nvfp4", "swiglu rounded elsewhere"),
     ("w4a16", "swiglu rounded elsewhere"),
     ("w4a8", "swiglu rounded elsewhere"),
     ("fp8_block", "swiglu rounded elsewhere"),

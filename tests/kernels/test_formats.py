@@ -12,6 +12,7 @@ EXPECTED = {
     "fp8_block": ("fp8_blocks", "fp8_group", 8, 128, None, "on_accumulator"),
     "fp8_channel": ("fp8_rows", "fp8_token", 8, 0, None, "weighted_sum"),
     "int8": ("int8_rows", "int8_token", 8, 0, None, "on_accumulator"),
+    "nvfp4": ("nvfp4", "none", 4, 16, None, "scaled_product"),
     "bf16": ("plain", "none", 16, 0, None, "on_accumulator"),
 }
 
@@ -67,7 +68,7 @@ def test_w4a8_takes_only_groups_of_128(group_size):
         get_format("w4a8", group_size=group_size)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8", "bf16"])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8", "nvfp4", "bf16"])
 def test_formats_without_groups_refuse_integer_options(name):
     with pytest.raises(ValueError, match="takes no group_size=128, scale_convention=full_range") as error:
         get_format(name, group_size=128, scale_convention="full_range")
@@ -79,7 +80,7 @@ def test_formats_without_groups_refuse_integer_options(name):
 # Integer: an int32 word holds 32 // bits codes, and a group shares 16 bits of scale.
 #   w4, g128: 32 / 8 + 16 / 128 = 4.125;  w4, g32: 4 + 0.5 = 4.5;  w3 and w2 are stored as w4, g64: 4 + 0.25
 #   w5, g128: 32 / 6 + 0.125 = 5.45833..;  w8, g128: 32 / 4 + 0.125
-# fp8_block: 32 bits of scale for 16384 weights = 0.001953125.
+# fp8_block: 32 bits of scale for 16384 weights = 0.001953125. nvfp4: 8 bits for 16 weights.
 @pytest.mark.parametrize(
     ("name", "group_size", "expected"),
     [
@@ -93,6 +94,7 @@ def test_formats_without_groups_refuse_integer_options(name):
         ("fp8_block", None, 8.001953125),
         ("fp8_channel", None, 8.0),
         ("int8", None, 8.0),
+        ("nvfp4", None, 4.5),
         ("bf16", None, 16.0),
     ],
 )

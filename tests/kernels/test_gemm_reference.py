@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def swapped_scale_axis(stored):
     scale, kind = stored.tensors.get("weight_scale", stored.tensors.get("weight_scale_inv")), stored.format.weight_kind
     if kind.endswith("_rows"):
         return stored.tensors["weight"].float() * scale.mT
-    suffix = "weight_scale" if kind == "int" else "weight_scale_inv"
+    suffix = "weight_scale_inv" if kind == "fp8_blocks" else "weight_scale"
     swapped = scale.mT.reshape(scale.shape).contiguous()
     return QuantizedWeight(stored.format, stored.shape, stored.tensors | {suffix: swapped}).dequantize()
 
@@ -96,7 +98,7 @@ def _halves(operand):
         scale = operand.scale
         if operand.format.weight_kind == "fp8_blocks":
             scale = scale[:, half.start // 128 : half.stop // 128]
-        yield half, GemmOperand(operand.format, operand.values[:, half], scale)
+        yield half, replace(operand, values=operand.values[:, half], scale=scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

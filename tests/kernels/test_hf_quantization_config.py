@@ -75,6 +75,15 @@ def test_int8_is_int_quantized():
     assert config == compressed_tensors_config("int-quantized", weights, PER_TOKEN | {"type": "int"})
 
 
+def test_nvfp4_is_its_own_format_without_activations():
+    config = quantization_config(get_format("nvfp4"), ignore=IGNORE)
+    weights = config["config_groups"]["group_0"]["weights"]
+    stated = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    # vLLM goes by these, and by the absence of activations.
+    assert {key: weights[key] for key in stated} == stated
+    assert config == compressed_tensors_config("nvfp4-pack-quantized", weights, None)
+
+
 def test_fp8_block_is_vllms_own_method():
     kept = ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj"]
     assert quantization_config(get_format("fp8_block"), ignore=kept) == {
@@ -96,7 +105,7 @@ def test_experimental_formats_have_no_kernel_to_load_them(bits):
         quantization_config(get_format(f"w{bits}a16"), ignore=IGNORE)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w3a16", "w2a16", "w4a8", "fp8_channel", "int8"])
+@pytest.mark.parametrize("name", ["w4a16", "w3a16", "w2a16", "w4a8", "fp8_channel", "int8", "nvfp4"])
 def test_compressed_tensors_reads_what_was_written(name):
     fmt = get_format(name)
     written = json.loads(json.dumps(quantization_config(fmt, ignore=IGNORE)))

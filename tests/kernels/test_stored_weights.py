@@ -11,6 +11,7 @@ from support.formats import FORMATS, uneven_weight
 
 SUFFIXES = {
     "int": ["weight_packed", "weight_scale"],
+    "nvfp4": ["weight_packed", "weight_scale", "weight_global_scale"],
     "int8_rows": ["weight", "weight_scale"],
     "fp8_rows": ["weight", "weight_scale"],
     "fp8_blocks": ["weight", "weight_scale_inv"],
@@ -55,16 +56,20 @@ def test_a_narrow_grid_is_stored_in_int4(bits, convention):
 
 
 def test_stored_bytes_are_bits_per_weight(fmt):
-    # A row has one FP32 scale in fp8_channel.
+    # A row has one FP32 scale in fp8_channel and int8, the whole weight has one in nvfp4.
     stored = quantize_weight(uneven_weight(256, 1920), fmt)
-    row_scales = 256 * 4 if fmt.weight_kind.endswith("_rows") else 0
-    assert stored.num_bytes == fmt.bits_per_weight * 256 * 1920 / 8 + row_scales
+    scales = 256 if fmt.weight_kind.endswith("_rows") else int(fmt.tensor_scaled)
+    assert stored.num_bytes == fmt.bits_per_weight * 256 * 1920 / 8 + 4 * scales
 
 
 def largest_error(stored, weight):
     """Half a step of the stored grid, plus what BF16 adds: 2^-9 of the product and, where clamped, of the scale."""
     bf16_error = 2.0**-7 * weight.double().abs()
     scale = stored.tensors[SUFFIXES[stored.format.weight_kind][1]].double()
+    if stored.format.weight_kind == "nvfp4":
+        # E2M1: half of 2^-1 of the number's power of two, or half of the smallest code.
+        step = (scale / stored.tensors["weight_global_scale"].double()).repeat_interleave(16, -1)
+        return torch.maximum(weight.double().abs() / 4, step / 4) + bf16_error
     if stored.format.weight_kind == "int":
         return scale.repeat_interleave(stored.format.group_size, -1) / 2 + bf16_error
     if stored.format.weight_kind == "int8_rows":
@@ -130,13 +135,17 @@ def test_a_non_finite_weight_names_tensor_and_index(fmt, bad):
 
 @pytest.mark.parametrize("largest", [2.0**127, 3.2e38, -3.38e38])
 def test_no_stored_weight_is_infinite(fmt, largest):
-    """Of integer formats code * scale may be: there a weight of 2^127 and more is refused, as NaN is."""
+    """Of integer formats code * scale may be: there a weight of 2^127 and more is refused, as NaN is.
+
+    For nvfp4 that is 2^20, because its global scale overflows in the engine.
+    """
     weight = uneven_weight(128, 128)
     weight[2, 5] = largest
-    if fmt.weight_kind == "int":
+    limit = {"int": 2.0**127, "nvfp4": 2.0**20}.get(fmt.weight_kind)
+    if limit is not None:
         with pytest.raises(ValueError, match=r"here \[128, 128\] \(1, the first at index \[2, 5\]: "):
             quantize_weight(weight, fmt, name="here")
-        largest = weight[2, 5] = math.copysign(2.0**127 * (1 - 2.0**-8), largest)
+        largest = weight[2, 5] = math.copysign(limit * (1 - 2.0**-8), largest)
     values = quantize_weight(weight, fmt).dequantize()
     assert values.isfinite().all()
     assert values[2, 5].item() == pytest.approx(largest, rel=0.2)
@@ -166,6 +175,11 @@ def test_a_row_that_fp8_block_activations_cannot_split_is_refused():
         quantize_weight(torch.zeros(128, 192), get_format("fp8_block"))
     assert weight_problems((192, 128), get_format("fp8_block")) == []
     assert weight_problems((8, 100), get_format("fp8_channel")) == []
+
+
+def test_a_row_that_is_no_multiple_of_nvfp4s_group_is_refused():
+    with pytest.raises(ValueError, match="K=120 is not a multiple of 16, the group of nvfp4"):
+        quantize_weight(torch.zeros(128, 120), get_format("nvfp4"))
 
 
 def test_a_vector_is_refused(fmt):

@@ -14,7 +14,9 @@ from support.formats import uneven_weight
 from support.triton_interpreter import DEVICE, INTERPRETED
 
 T, TOP_K, E, H, INNER = (6, 2, 3, 128, 128) if INTERPRETED else (300, 4, 16, 512, 384)
-FORMATS = ["w4a16", "fp8_channel"] if INTERPRETED else ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "bf16"]
+FORMATS = (
+    ["w4a16", "fp8_channel"] if INTERPRETED else ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16"]
+)
 
 
 def make_case(fmt, rank):

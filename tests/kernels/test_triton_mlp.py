@@ -44,9 +44,10 @@ def reference(x, index, weight, stored, fmt):
         index,
         weight,
         lambda rows, offsets, dtype: grouped_gemm(rows, fc1, offsets, out_dtype=dtype),
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc2, offsets, out_dtype=dtype, after_swiglu=True),
+        lambda rows, offsets, dtype: grouped_gemm(rows, fc2.unscaled(), offsets, out_dtype=dtype, after_swiglu=True),
         fmt,
         E,
+        fc2_scale=fc2.tensor_scale,
     )
 
 

@@ -13,6 +13,7 @@ FORMATS = {
     "fp8_block": get_format("fp8_block"),
     "fp8_channel": get_format("fp8_channel"),
     "int8": get_format("int8"),
+    "nvfp4": get_format("nvfp4"),
     "bf16": get_format("bf16"),
 }
 

@@ -43,6 +43,7 @@ QARL = {
     "fp8_block": {"_override_": True, "format": "fp8_block"},
     "fp8_channel": {"_override_": True, "format": "fp8_channel"},
     "int8": {"_override_": True, "format": "int8"},
+    "nvfp4": {"_override_": True, "format": "nvfp4"},
     "w2a16": {"format": "w2a16", "group_size": 32},
     "attention too": {"targets": ["experts", "attention"], "format": "w4a16", "group_size": 32},
     "bf16": {"_override_": True, "alignment": "none", "format": "bf16"},

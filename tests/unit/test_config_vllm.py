@@ -57,7 +57,7 @@ def test_everything_it_cannot_do_is_said_at_once():
         assert text in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4"])
 def test_a_gpu_serves_every_format_and_returns_routes(name):
     config = gpu_config(f"qarl.format={name}", "qarl.targets=[experts,attention]", "qarl.router_replay=true")
     assert config.device == "cuda"
@@ -107,7 +107,7 @@ def size_problems(name, capability=(9, 0), **sizes):
     return gpu_problems(qarl.served_format, qarl.targets, SimpleNamespace(**SIZES | sizes), capability)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4"])
 def test_sizes_that_every_kernel_takes(name):
     assert size_problems(name) == []
 
@@ -129,6 +129,7 @@ def test_one_group_in_both_directions_is_served():
         ("fp8_block", {"num_key_value_heads": 2}, "num_key_value_heads * head_dim=64 is not a multiple of 128"),
         ("fp8_channel", {"hidden_size": 40}, "hidden_size=40 is not a multiple of 16"),
         ("int8", {"moe_intermediate_size": 24}, "moe_intermediate_size=24 is not a multiple of 16"),
+        ("nvfp4", {"moe_intermediate_size": 96}, "moe_intermediate_size=96 is not a multiple of 64"),
         ("int8", {"capability": (10, 0)}, "runs on SM75 to SM90, this GPU is SM100"),
         ("w4a8", {"capability": (8, 9)}, "Hopper (SM90) only, this GPU is SM89"),
     ],
@@ -137,7 +138,7 @@ def test_sizes_that_a_kernel_refuses(name, sizes, said):
     assert said in "; ".join(size_problems(name, **sizes))
 
 
-@pytest.mark.parametrize("name", ["w4a8", "fp8_channel", "int8", "w8a16"])
+@pytest.mark.parametrize("name", ["w4a8", "fp8_channel", "int8", "nvfp4", "w8a16"])
 def test_formats_without_a_cpu_kernel_name_the_legal_ones(name):
     with pytest.raises(ConfigError, match=f"no CPU kernel for qarl.format={name}; legal: w4a16, fp8_block, bf16"):
         vllm_config(f"qarl.format={name}", "qarl.group_size=null")

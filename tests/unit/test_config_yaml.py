@@ -215,7 +215,9 @@ def test_alignment_none_and_bf16_go_together(alignment, number_format):
         validate({"alignment": alignment, "format": number_format}, QarlConfig, source="test")
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "w2a16", "w3a16", "w8a16"])
+@pytest.mark.parametrize(
+    "name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "w2a16", "w3a16", "w8a16"]
+)
 def test_every_format_is_legal_with_both_quantized_alignments(name):
     for alignment in ("aligned", "rollout_only"):
         assert validate({"alignment": alignment, "format": name}, QarlConfig, source="test").format == name
@@ -224,7 +226,8 @@ def test_every_format_is_legal_with_both_quantized_alignments(name):
 @pytest.mark.parametrize("name", ["w9a16", "w4a16x", "int4", "fp8"])
 def test_unknown_formats_are_refused(name):
     with pytest.raises(
-        ConfigError, match=f"unknown format '{name}': .*legal here: w4a16, w4a8, fp8_block, fp8_channel, int8, bf16"
+        ConfigError,
+        match=f"unknown format '{name}': .*legal here: w4a16, w4a8, fp8_block, fp8_channel, int8, nvfp4, bf16",
     ):
         validate({"format": name}, QarlConfig, source="test")
 

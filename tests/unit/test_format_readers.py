@@ -125,8 +125,9 @@ def test_bytes_a_weight(fmt):
     layout = stored_layout(shape, fmt)
     stored = sum(torch.Size(part).numel() * dtype.itemsize for part, dtype in layout.values())
     assert stored_bytes(shape, fmt) == stored + WEIGHT_SHAPE_BYTES * fmt.stores_shape
-    # A row's own scale counts for nothing in a row of thousands.
-    assert stored - 4 * 256 * fmt.weight_kind.endswith("_rows") == fmt.bits_per_weight / 8 * 256 * 1920
+    # A row's own scale counts for nothing in a row of thousands, a whole weight's even less.
+    scales = 256 * fmt.weight_kind.endswith("_rows") + fmt.tensor_scaled
+    assert stored - 4 * scales == fmt.bits_per_weight / 8 * 256 * 1920
     if fmt.vllm is None:
         return
     model = ModelSize(2, 256, 4, 4, 64, 512, 256, num_experts=4, top_k=2)

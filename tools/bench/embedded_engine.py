@@ -18,7 +18,7 @@ from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.trainer import Trainer
 
-FORMATS = ("bf16", "w4a16", "w4a8", "fp8_channel", "fp8_block", "int8")
+FORMATS = ("bf16", "w4a16", "w4a8", "fp8_channel", "fp8_block", "int8", "nvfp4")
 WARM_UP_STEPS = 3
 
 

@@ -48,7 +48,7 @@ RECOMPUTE = {
     "none": {},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-VARIANTS = "megatron,bf16,w4a16,fp8_block,fp8_channel,int8,w4a8"
+VARIANTS = "megatron,bf16,w4a16,fp8_block,fp8_channel,int8,nvfp4,w4a8"
 
 
 def parse_variant(name: str) -> Alignment | None:

@@ -24,6 +24,7 @@ FORMATS = (
     ("fp8_block", None),
     ("fp8_channel", None),
     ("int8", None),
+    ("nvfp4", None),
 )
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 

@@ -96,7 +96,7 @@ def median(values: np.ndarray) -> float:
 
 def baseline_of(name: str, runs: dict[str, Run]) -> Run | None:
     """Return the BF16 run with the suffix of `name`, unless `name` is it."""
-    formats = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8")
+    formats = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4")
     fmt = next((fmt for fmt in formats if name == fmt or name.startswith(f"{fmt}_")), None)
     return runs.get(BASELINE + name.removeprefix(fmt)) if fmt else None
 

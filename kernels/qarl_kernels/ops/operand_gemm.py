@@ -27,6 +27,7 @@ from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.ops.token_rounding import TOKEN_DTYPES
 from qarl_kernels.ops.wgrad import grouped_wgrad
+from qarl_kernels.routing import rows_scale
 
 # Rows per expert up to which reading a quarter of the weight bytes saves more time than dequantizing per tile costs.
 FUSED_INT4_MAX_ROWS = 256
@@ -80,6 +81,12 @@ def multiply_rows(
         [M, N] BF16.
     """
     rounding = None if row_weight is None else weight.format.router_weight
+    if weight.tensor_scale is not None:
+        # A factor of the FP32 sum where it is alone, and part of the router weight where there is one.
+        scale = rows_scale(weight.tensor_scale, offsets, len(rows.values))
+        row_weight, rounding = (
+            (scale, "on_accumulator") if row_weight is None else (row_weight * scale, "rounded_product")
+        )
     if rows.scale is None:
         if weight.is_packed:
             return _multiply_packed(rows.values, weight, offsets, row_weight, rounding)

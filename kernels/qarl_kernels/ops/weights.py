@@ -1,9 +1,11 @@
 """A whole weight through the kernels: quantized, prepared for the GEMM, and back to BF16 for the backward."""
 
+import torch
 from torch import Tensor
 
 from qarl_formats import QuantFormat
 from qarl_kernels.gemm import GemmOperand
+from qarl_kernels.nvfp4 import global_divisor, tensor_scale
 from qarl_kernels.ops.fp8_weights import (
     fp8_block_dequantize,
     fp8_block_quantize,
@@ -12,38 +14,66 @@ from qarl_kernels.ops.fp8_weights import (
 )
 from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
 from qarl_kernels.ops.int8_weights import int8_channel_dequantize, int8_channel_quantize
+from qarl_kernels.ops.nvfp4 import largest_magnitudes, nvfp4_quantize, nvfp4_unscaled
 from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.weights import QuantizedWeight
 
 
-def quantize_weight_kernel(weight: Weights, fmt: QuantFormat) -> QuantizedWeight:
-    """Quantize a BF16 weight in one pass over memory.
+def quantize_weight_kernel(weight: Weights, fmt: QuantFormat, amax: Tensor | None = None) -> QuantizedWeight:
+    """Quantize a BF16 weight in one pass over memory, or two where a global scale comes first.
 
     Args:
         weight: [..., N, K] BF16, or E tensors [N, K].
-        fmt: FP8, INT8, or integers stored in 4 bits.
+        fmt: FP8, INT8, NVFP4, or integers stored in 4 bits.
+        amax: see `dispatch.quantize_weight`.
 
     Returns:
         The stored form.
     """
+    if fmt.weight_kind == "nvfp4":
+        return _quantize_nvfp4(weight, fmt, amax, emit_unscaled=False)[0]
     return _quantize(weight, fmt, emit="packed")[0]
 
 
-def quantize_with_operand(weight: Weights, fmt: QuantFormat) -> tuple[QuantizedWeight, GemmOperand]:
+def quantize_with_operand(
+    weight: Weights, fmt: QuantFormat, amax: Tensor | None = None
+) -> tuple[QuantizedWeight, GemmOperand]:
     """Quantize and prepare a BF16 weight for the GEMM in the same pass over memory.
 
     Args:
         weight: [..., N, K] BF16, or E tensors [N, K].
-        fmt: FP8, INT8, or integers stored in 4 bits.
+        fmt: FP8, INT8, NVFP4, or integers stored in 4 bits.
+        amax: see `dispatch.quantize_weight`.
 
     Returns:
         The stored form and the operand.
     """
+    if fmt.weight_kind == "nvfp4":
+        quantized, values = _quantize_nvfp4(weight, fmt, amax, emit_unscaled=True)
+        assert values is not None
+        return quantized, _nvfp4_operand(quantized, values)
     return _quantize(weight, fmt, emit="fp8" if fmt.activation_kind == "fp8_token" else "bf16")
 
 
+def _quantize_nvfp4(
+    weight: Weights, fmt: QuantFormat, amax: Tensor | None, *, emit_unscaled: bool
+) -> tuple[QuantizedWeight, Tensor | None]:
+    divisor = global_divisor(largest_magnitudes(weight) if amax is None else amax)
+    done = nvfp4_quantize(weight, divisor, emit_unscaled=emit_unscaled)
+    tensors = {"weight_packed": done.packed, "weight_scale": done.scale, "weight_global_scale": divisor}
+    return QuantizedWeight(fmt, _shape(weight), tensors, done.nonfinite), done.unscaled
+
+
+def _nvfp4_operand(weight: QuantizedWeight, values: Tensor) -> GemmOperand:
+    return GemmOperand(weight.format, values, None, tensor_scale=tensor_scale(weight.tensors["weight_global_scale"]))
+
+
+def _shape(weight: Weights) -> tuple[int, ...]:
+    return tuple(weight.shape) if isinstance(weight, Tensor) else (len(weight), *weight[0].shape)
+
+
 def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[QuantizedWeight, GemmOperand]:
-    shape = tuple(weight.shape) if isinstance(weight, Tensor) else (len(weight), *weight[0].shape)
+    shape = _shape(weight)
     if fmt.weight_kind == "int":
         assert fmt.scale_convention is not None
         done = int4_quantize_pack(weight, fmt.group_size, fmt.scale_convention, grid_bits=fmt.grid_bits, emit=emit)
@@ -68,7 +98,7 @@ def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> Gem
 
     Args:
         weight: the stored form.
-        packed: w4a16: keep the packed tensors, a quarter of the memory, and dequantize inside the GEMM.
+        packed: w4a16, nvfp4: keep the packed tensors, a quarter of the memory, and dequantize inside the GEMM.
 
     Returns:
         The operand.
@@ -81,12 +111,15 @@ def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> Gem
         if fmt.num_bits != 4:
             return GemmOperand(fmt, weight.dequantize(), None)
         return GemmOperand(fmt, *stored) if packed else GemmOperand(fmt, int4_dequantize(*stored), None)
+    if fmt.weight_kind == "nvfp4":
+        values = nvfp4_unscaled(weight.tensors["weight_packed"], weight.tensors["weight_scale"])
+        return _nvfp4_operand(weight, values)
     scale = weight.tensors.get("weight_scale", weight.tensors.get("weight_scale_inv"))
     return GemmOperand(fmt, weight.tensors["weight"], scale)
 
 
 def dequantize_operand(operand: GemmOperand) -> Tensor:
-    """Return the weight an operand multiplies by: bf16(code * scale), bf16(w8 * scale).
+    """Return the weight an operand multiplies by: bf16(code * scale), bf16(w8 * scale), bf16(code * scale / G).
 
     Args:
         operand: [..., N, K].
@@ -94,6 +127,8 @@ def dequantize_operand(operand: GemmOperand) -> Tensor:
     Returns:
         [..., N, K] BF16.
     """
+    if operand.tensor_scale is not None:
+        return torch.mul(operand.values, operand.tensor_scale, out=torch.empty_like(operand.values))
     if operand.scale is None:
         return operand.values
     if operand.is_packed:

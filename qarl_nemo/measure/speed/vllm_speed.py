@@ -32,6 +32,8 @@ _CPU_DEFAULTS = {
 # Enough tokens that the busiest expert is due to the router's choice and not to chance.
 _ROUTED_TOKENS = 16384
 _GIB = 2**30
+# Marlin's byte of the NVFP4 scale 1, and the power of two by which it multiplies global scales.
+_MARLIN_ONE, _MARLIN_EXPONENT = 0xB0, 119
 
 
 def main(request_path: str) -> None:
@@ -138,9 +140,12 @@ def _randomize(worker: Any) -> None:
     """Fill weights that vLLM leaves uninitialized (integers) or near zero (FP8): a GPU's clocks depend on the bits."""
     import torch
 
-    for name, parameter in worker.model_runner.get_model().named_parameters():
-        with torch.inference_mode():
+    model = worker.model_runner.get_model()
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
             _randomize_one(name, parameter.data)
+        for module in model.modules():
+            _scale_nvfp4(module)
 
 
 def _randomize_one(name: str, tensor: Any) -> None:
@@ -152,6 +157,20 @@ def _randomize_one(name: str, tensor: Any) -> None:
     elif name.endswith("weight") and tensor.element_size() == 1:
         for part in tensor.chunk(16):
             part.copy_(torch.empty(part.shape, dtype=torch.bfloat16, device=part.device).uniform_(-1, 1))
+
+
+def _scale_nvfp4(module: Any) -> None:
+    """Give layers of NVFP4 scales as weights have them: Marlin's form of dummy scales is 0 times infinity."""
+    import torch
+
+    if not any(name.endswith("weight_global_scale") for name in module._parameters):
+        return
+    # vLLM keeps the experts' global scales beside the parameters.
+    for name, tensor in (vars(module) | module._parameters).items():
+        if name.endswith("weight_scale"):
+            tensor.data.view(torch.uint8).fill_(_MARLIN_ONE)
+        elif name.endswith(("weight_scale_2", "weight_global_scale")):
+            tensor.data.fill_(2.0**_MARLIN_EXPONENT / 128)
 
 
 def _require_finite(llm: Any) -> None:

@@ -144,6 +144,7 @@ CASES = {
     "fp8_block": _format("fp8_block"),
     "fp8_channel": _format("fp8_channel"),
     "int8": _format("int8"),
+    "nvfp4": _format("nvfp4"),
     "w4a8": _format("w4a8"),
     "w2a16": _format("w2a16"),
     # The published 8-bit codes are rounded by the engine's worker.

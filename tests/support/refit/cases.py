@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-FORMATS = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "bf16")
+FORMATS = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16")
 ALL = ("experts", "attention")
 NO_START = "an engine that vLLM refuses to start"
 

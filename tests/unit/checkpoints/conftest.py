@@ -21,6 +21,7 @@ SUFFIXES = {
     "fp8_blocks": ("weight", "weight_scale_inv"),
     "fp8_rows": ("weight", "weight_scale"),
     "int8_rows": ("weight", "weight_scale"),
+    "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"),
     "plain": ("weight",),
 }
 
@@ -103,7 +104,7 @@ def read_quantized():
         if fmt.weight_kind == "int":
             shape = tuple(tensors[f"{module}.weight_shape"].tolist())
         else:
-            shape = tuple(stored["weight"].shape)
+            shape = tuple(next(iter(stored.values())).shape)
         return QuantizedWeight(fmt, shape, stored).dequantize()
 
     return read

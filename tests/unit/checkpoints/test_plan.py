@@ -23,7 +23,7 @@ def test_stored_bytes_by_hand():
     assert stored_bytes((256, 256), get_format("fp8_channel")) == 65536 + 1024
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "bf16"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16"])
 def test_stored_bytes_are_the_quantizers(name):
     fmt = get_format(name)
     stored = quantize_weight(torch.randn(256, 512), fmt).num_bytes
@@ -178,6 +178,10 @@ def test_what_no_engine_reads_is_dropped_and_said():
         ("fp8_channel", "gate", (200, 2048), False),
         ("int8", "gate", (192, 2048), True),
         ("int8", "down", (2048, 200), False),
+        ("nvfp4", "gate", (192, 2048), True),
+        ("nvfp4", "gate", (96, 2048), False),
+        ("nvfp4", "down", (2048, 192), True),
+        ("nvfp4", "down", (2048, 208), False),
         ("bf16", "gate", (3, 5), True),
     ],
 )

@@ -42,7 +42,7 @@ def logits(model):
         return model(input_ids=torch.tensor([PROMPTS[2]])).logits
 
 
-@pytest.mark.parametrize("name", ["w4a16", "fp8_block", "fp8_channel", "int8", "bf16"])
+@pytest.mark.parametrize("name", ["w4a16", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16"])
 def test_adapters_that_have_learned_nothing_leave_the_base_bit_for_bit(name):
     sizes = {"moe_intermediate_size": 256, "hidden_size": 256}
     base = tiny_model(**sizes)
@@ -129,7 +129,7 @@ def test_every_expert_has_its_own_adapters_and_their_exact_gradients(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["w4a16", "fp8_block", "fp8_channel", "int8"])
+@pytest.mark.parametrize("name", ["w4a16", "fp8_block", "fp8_channel", "int8", "nvfp4"])
 def test_the_sampler_computes_the_same_bits(name, dtype):
     layer, (index, weight) = expert_layer(FORMATS[name], dtype), routing()
     packed = PackedExperts(layer.aligned["gate_up_proj"], layer.aligned["down_proj"])

@@ -16,9 +16,9 @@ def quantizer_calls(monkeypatch):
     """Names of the weights the real quantizer was called for, in order."""
     calls, quantize = [], weight_module.quantize_with_operand
 
-    def counted(*args, name):
+    def counted(*args, name, **options):
         calls.append(name)
-        return quantize(*args, name=name)
+        return quantize(*args, name=name, **options)
 
     monkeypatch.setattr(weight_module, "quantize_with_operand", counted)
     return calls

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer-Engine"),
 ]
 
-FORMATS = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "bf16")
+FORMATS = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16")
 OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 BF16_STATES = {
     "use_precision_aware_optimizer": True,

@@ -41,7 +41,7 @@ def config(**options) -> TransformerConfig:
     return made
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "bf16"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16"])
 def test_a_plain_qwen3_moe_is_supported(name):
     require_supported(config(), Alignment(get_format(name)))
 
@@ -170,7 +170,7 @@ def test_shards_of_a_dense_mlp_that_a_format_cannot_store_are_refused(name, tp, 
         require_supported(dense, Alignment(get_format(name), targets=("mlp",)))
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "bf16"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16"])
 def test_a_dense_model_is_supported_whatever_moe_settings_say(name):
     dense = config(num_moe_experts=None, ffn_hidden_size=256, kv_channels=128, moe_token_dispatcher_type="flex")
     require_supported(dense, Alignment(get_format(name), targets=("attention", "mlp")))

@@ -35,6 +35,7 @@ def nemo_rl(model, **options):
         ("w4a8", "compressed-tensors", None),
         ("fp8_channel", "compressed-tensors", None),
         ("int8", "compressed-tensors", "triton"),
+        ("nvfp4", "compressed-tensors", "marlin"),
         ("fp8_block", "fp8", "triton"),
         ("bf16", None, "triton"),
     ],

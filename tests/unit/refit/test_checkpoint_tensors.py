@@ -20,6 +20,7 @@ CASES = {
     "w4a16 attention only": ("w4a16", 128, ["attention"]),
     "w4a16 all": ("w4a16", 64, ["experts", "attention"]),
     "fp8_block": ("fp8_block", None, ["experts"]),
+    "nvfp4 all": ("nvfp4", None, ["experts", "attention"]),
     "bf16": ("bf16", None, ["experts"]),
 }
 

@@ -61,6 +61,20 @@ def test_int8_experts_on_16_bit_activations_are_named_with_what_quantizes_them()
     ]
 
 
+def test_nvfp4_runs_on_marlin_in_dense_layers_too():
+    fmt = get_format("nvfp4")
+    experts = ChosenMethod(CHOSEN[3].layer, fmt.vllm.experts.method, "NvFp4MoeBackend.MARLIN")
+    dense = [replace(one, method=fmt.vllm.linear.method, backend="MarlinNvFp4LinearKernel") for one in CHOSEN[:2]]
+    assert method_problems([*dense, CHOSEN[2], experts], fmt, ["experts", "attention"]) == []
+    emulated = replace(dense[0], backend="EmulationNvFp4LinearKernel")
+    (problem,) = method_problems([emulated, dense[1], CHOSEN[2], experts], fmt, ["experts", "attention"])
+    assert problem == (
+        f"{LAYER}.self_attn.qkv_proj: {fmt.vllm.linear.method} runs on EmulationNvFp4LinearKernel, whose arithmetic "
+        "the learner does not follow; it follows MarlinNvFp4LinearKernel: leave vLLM's linear_backend and "
+        "VLLM_BATCH_INVARIANT unset"
+    )
+
+
 def test_a_target_without_a_layer_is_named():
     with pytest.raises(ValueError, match="no layer of the engine is one of the target 'experts'"):
         require_methods(CHOSEN[:3], W4A16, ["experts"])
@@ -83,6 +97,7 @@ def test_a_quantized_head_is_named_and_a_quantized_cache_is_not():
         ("fp8_block", "Fp8MoEMethod", "TRITON", "DEEPGEMM"),
         ("fp8_channel", "CompressedTensorsW8A8Fp8MoEMethod", "VLLM_CUTLASS", "FLASHINFER_CUTLASS"),
         ("int8", "CompressedTensorsW8A8Int8MoEMethod", "TRITON", "HUMMING"),
+        ("nvfp4", "CompressedTensorsW4A4Nvfp4MoEMethod", "MARLIN", "EMULATION"),
     ],
 )
 def test_kernels_with_other_arithmetic_are_named(name, method, followed, other):

@@ -56,6 +56,22 @@ def test_values_of_one_byte_are_codes(name):
     assert figures(flips, layers[1] | norm) == {"flipped_codes": share, "flipped_codes_in": share, "flipped_scales": 0}
 
 
+def test_nvfp4_has_two_codes_a_byte_and_scales_of_one():
+    weight, layers, flips = torch.randn(64, 256), [], FlippedCodes(get_format("nvfp4"))
+    weight[0, :2] = torch.tensor([9.0, 5.0])
+    weight[1, :16] /= 2 * weight[1, :16].abs().max()
+    for change in (1, 2):
+        # A sign beside the largest weight, and a group of twice the size, whose codes stay.
+        weight[0, 1] *= -1
+        weight[1, :16] *= change
+        stored = quantize_weight(weight, get_format("nvfp4")).tensors
+        layers.append({f"{UP}.{suffix}": tensor for suffix, tensor in stored.items()})
+    assert figures(flips, layers[0]) == {}
+    share = 1 / (64 * 256)
+    expected = {"flipped_codes": share, "flipped_codes_in": share, "flipped_scales": 16 * share}
+    assert figures(flips, layers[1]) == pytest.approx(expected)
+
+
 def test_bf16_has_no_codes():
     flips, layer = FlippedCodes(get_format("bf16")), {f"{UP}.weight": torch.ones(4, 32).bfloat16()}
     assert [figures(flips, layer), figures(flips, layer)] == [{}, {}]

@@ -23,7 +23,7 @@ from support.runs import make_config, read_metrics, without_clocks
 
 SIZES = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 256, "hidden_size": 256, "head_dim": 64}
 TARGETS = ("experts", "attention")
-NAMES = ("w4a16", "fp8_block", "int8")
+NAMES = ("w4a16", "fp8_block", "int8", "nvfp4")
 
 
 @pytest.fixture(scope="module")

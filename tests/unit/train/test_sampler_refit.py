@@ -111,7 +111,7 @@ def test_an_update_that_agrees_with_its_manifest_but_not_with_the_engine(engine)
     )
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8", "bf16", "w8a16"])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8", "nvfp4", "bf16", "w8a16"])
 def test_another_format_is_refused(engine, name):
     step_weights(engine)
     other = engine.publish(get_format(name))

@@ -55,6 +55,7 @@ ARMS: dict[str, tuple[Path | None, tuple[str, ...]]] = {
     "fp8_block": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-fp8-block.yaml", (*_RESIDENT, *_LARGE)),
     "fp8_channel": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-fp8-channel.yaml", (*_RESIDENT, *_LARGE)),
     "int8": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-int8.yaml", (*_RESIDENT, *_LARGE)),
+    "nvfp4": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-nvfp4.yaml", (*_RESIDENT, *_SMALL)),
     "bf16": (_BF16_RECIPE, (*_RESIDENT, *_LARGE)),
     "nemo_rl_best": (None, (*_RESIDENT, *_LARGE)),
     # NeMo-RL's published recipe, adapted to this host: experts over its GPUs, engines that fit its memory.
