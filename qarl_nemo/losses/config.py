@@ -45,7 +45,12 @@ class GRPOTISConfig(_Objective):
     clip_high: ClipHigh = Field(
         default=0.28, description="eps_high: a token with A > 0 has no gradient above 1 + eps_high (0.28 as in DAPO)."
     )
-    mismatch_cap: MismatchCap = Field(default=2.0, description="C: token mismatch weights are min(w, C).")
+    mismatch_cap: float | None = Field(
+        default=2.0,
+        gt=1,
+        le=1000,
+        description="C: token mismatch weights are min(w, C); null: no weights, as if w were 1.",
+    )
 
 
 class GSPOConfig(_Objective):

@@ -12,6 +12,8 @@ from qarl_nemo.losses.ratios import LossData, LossOutput, capped_fraction, compa
 def grpo_tis_loss(curr_logprobs: Tensor, data: LossData, config: GRPOTISConfig) -> LossOutput:
     """Compute L = -mean over tokens of min(w, C) * min(r A, clip(r, 1-eps_low, 1+eps_high) A).
 
+    Without a cap the weights are 1: PPO that takes the engine's policy for the learner's.
+
     Args:
         curr_logprobs: [B, T] float32, with a graph.
         data: the micro-batch.

@@ -185,13 +185,17 @@ def mismatch_weight(log_mismatch: Tensor, cap: float) -> Tensor:
     return log_mismatch.detach().clamp(-math.log(cap), math.log(cap)).exp()
 
 
-def truncated_weight(log_mismatch: Tensor, cap: float) -> Tensor:
-    """Return min(w, cap), detached: truncated importance sampling caps the upper side only. Any shape."""
+def truncated_weight(log_mismatch: Tensor, cap: float | None) -> Tensor:
+    """Return min(w, cap), detached, or 1 without a cap: truncated importance sampling caps the upper side only."""
+    if cap is None:
+        return torch.ones_like(log_mismatch)
     return log_mismatch.detach().clamp(-MAX_LOG_RATIO, math.log(cap)).exp()
 
 
-def capped_fraction(log_mismatch: Tensor, cap: float, units: Units) -> dict[str, Tensor]:
+def capped_fraction(log_mismatch: Tensor, cap: float | None, units: Units) -> dict[str, Tensor]:
     """Return the share of units whose weight the cap holds back, log_mismatch > log cap, as one additive metric."""
+    if cap is None:
+        return {}
     return {"mismatch_capped_fraction": units.average(log_mismatch > math.log(cap))}
 
 

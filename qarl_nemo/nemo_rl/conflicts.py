@@ -122,7 +122,7 @@ def _loss_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
         for key in loss_fn
         if key in own
     ]
-    if objective.objective in _UNCORRECTED and loss_fn.get("use_importance_sampling_correction"):
+    if _is_uncorrected(objective) and loss_fn.get("use_importance_sampling_correction"):
         why = f"qarl.objective {objective.objective} has no mismatch weight"
         problems.append(
             _line("loss_fn.use_importance_sampling_correction", True, why, "false, or choose another objective")
@@ -153,13 +153,17 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
     return problems
 
 
+def _is_uncorrected(objective: LossConfig) -> bool:
+    return objective.objective in _UNCORRECTED or getattr(objective, "mismatch_cap", 0.0) is None
+
+
 def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
     # NeMo-RL refuses these itself, but only after all workers have started.
     wanted = {
         "policy.generation.colocated.enabled": (False, "generation needs GPUs of its own"),
         "policy.generation.vllm_cfg.async_engine": (True, "generation runs beside training"),
     }
-    if objective.objective in _UNCORRECTED:
+    if _is_uncorrected(objective):
         why = f"qarl.objective {objective.objective} has no mismatch weight for responses of older weights"
         return [_line("grpo.async_grpo.enabled", True, why, "false, or choose another objective")]
     wanted["loss_fn.use_importance_sampling_correction"] = (True, "the objective's mismatch weight is that correction")

@@ -73,6 +73,24 @@ def recoveries(runs: list[Run], prefix: str) -> list[Figure]:
     return figures
 
 
+def whole_runs(folder: Path) -> list[Run]:
+    """Return the runs of a folder that did all of their steps, and print which did not.
+
+    Args:
+        folder: holds the arms' run directories.
+
+    Returns:
+        The runs.
+    """
+    whole = []
+    for run in (load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))):
+        if len(run.steps) == run.setting("grpo.max_num_steps"):
+            whole.append(run)
+        else:
+            print(f"{run.name}: left out, {len(run.steps)} of {run.setting('grpo.max_num_steps')} steps")
+    return whole
+
+
 def _accuracies(run: Run) -> np.ndarray:
     values = run.column("validation/reward")
     return values[np.isfinite(values)]
@@ -86,13 +104,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="for the rows' names, e.g. gsm8k")
     parser.add_argument("--record", type=Path, default=Path("docs/results/real_model.json"))
     arguments = parser.parse_args()
-    runs = [load_run(path.parent) for path in sorted(arguments.folder.glob("*/metrics.jsonl"))]
-    whole = []
-    for run in runs:
-        if len(run.steps) == run.setting("grpo.max_num_steps"):
-            whole.append(run)
-        else:
-            print(f"{run.name}: left out, {len(run.steps)} of {run.setting('grpo.max_num_steps')} steps")
+    whole = whole_runs(arguments.folder)
     prefix = f"real_{arguments.model}_{arguments.data}"
     figures = [figure for run in whole for figure in run_figures(run, prefix)] + recoveries(whole, prefix)
     engines = versions() | vllm_version("cuda")

@@ -66,7 +66,7 @@ def _mis_gspo(config: losses.MISGSPOConfig) -> ObjectiveBands:
 
 def _ppo(config: losses.GRPOTISConfig | losses.QuRLACRConfig) -> ObjectiveBands:
     prox = _sign(1 + config.clip_high, (1 - config.clip_low, math.inf))
-    return ObjectiveBands("token", prox, (0.0, config.mismatch_cap))
+    return ObjectiveBands("token", prox, (0.0, config.mismatch_cap or math.inf))
 
 
 def _positive(config: losses.PositiveGRPOConfig) -> ObjectiveBands:

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -63,6 +64,17 @@ def test_band_metrics_count_tokens(name, positive, negative):
         assert metrics[f"num_in_band_{sign}"].item() == counts[0]
         assert metrics[f"fraction_{sign}"].item() == pytest.approx(0.5)
     assert metrics["mismatch_capped_fraction"].item() == pytest.approx(2 / 6)
+
+
+def test_without_a_cap_the_engines_policy_counts_as_the_learners():
+    curr, data = token_batch()
+    naive, grad = run(make_loss("grpo_tis", mismatch_cap=None), curr, data)
+    agreeing = dataclasses.replace(data, generation_logprobs=data.prev_logprobs)
+    expected, expected_grad = run(make_loss("grpo_tis"), curr, agreeing)
+    assert torch.equal(naive.loss, expected.loss)
+    assert torch.equal(grad, expected_grad)
+    assert "mismatch_capped_fraction" not in naive.metrics
+    assert not close(run(make_loss("grpo_tis"), curr, data)[0].loss.item(), naive.loss.item())
 
 
 def test_sapo_matches_numbers_derived_by_hand():

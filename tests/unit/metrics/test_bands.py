@@ -28,6 +28,7 @@ def test_tbpo_has_an_upper_line_for_both_signs_and_a_two_sided_cap():
     ("loss_fn", "unit", "positive", "negative", "mismatch"),
     [
         ({"objective": "grpo_tis", "clip_low": 0.1, "clip_high": 0.3}, "token", (0, 1.3), (0.9, math.inf), (0, 2)),
+        ({"objective": "grpo_tis", "clip_high": 0.3, "mismatch_cap": None}, "token", (0, 1.3), (0.8, math.inf), ANY),
         ({"objective": "qurl_acr", "clip_low": 0.1, "clip_high": 0.3}, "token", (0, 1.3), (0.9, math.inf), (0, 2)),
         ({"objective": "gspo", "clip_low": 0.1, "clip_high": 0.3}, "response", (0, 1.3), (0.9, math.inf), ANY),
         (

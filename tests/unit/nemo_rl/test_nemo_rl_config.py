@@ -202,8 +202,10 @@ def test_stages_and_update_aware_rates_need_an_optimizer_and_a_loop_that_can(qar
 
 
 def test_an_objective_without_mismatch_weight_does_not_take_older_responses():
-    values = config({"objective": {"objective": "gspo"}}, **{"grpo.async_grpo.enabled": True})
-    assert any("gspo has no mismatch weight" in line for line in problems(values))
+    for objective in ({"objective": "gspo"}, {"objective": "grpo_tis", "mismatch_cap": None}):
+        values = config({"objective": objective}, **{"grpo.async_grpo.enabled": True})
+        expected = f"{objective['objective']} has no mismatch weight"
+        assert any(expected in line for line in problems(values))
 
 
 def test_asynchronous_generation_needs_gpus_of_its_own():

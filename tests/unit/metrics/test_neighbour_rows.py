@@ -1,0 +1,49 @@
+"""Rows that a comparison with the paper's neighbours leaves behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qarl_nemo.metrics.results import read_results
+from qarl_nemo.metrics.runs import load_run
+
+TOOL = Path(__file__).parents[3] / "tools" / "record" / "neighbour_runs.py"
+
+
+def record(folder: Path, output: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, TOOL, folder, "--device", "cpu", "--record", output]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_every_seed_of_an_arm_has_its_rows(make_run, tmp_path):
+    folder = tmp_path / "local_progressive"
+    settings = {"num_steps": 25, "grpo": {"max_num_steps": 25}, "diagnostics": False}
+    for seed in (1, 2):
+        make_run(folder / f"narrow{seed}", arm="2 bits, clipped_range", seed=seed, **settings)
+    make_run(folder / "short", arm="4 bits", seed=1, **settings | {"num_steps": 24})
+    done = record(folder, tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    assert "short: left out, 24 of 25 steps" in done.stdout
+    rows = {row.name: row for row in read_results(tmp_path / "rows.json")}
+    assert not [name for name in rows if "4_bits" in name]
+    for seed in (1, 2):
+        run, arm = load_run(folder / f"narrow{seed}"), f"progressive_2_bits_clipped_range_seed{seed}"
+        # Rows have five digits; the final reward, which is another, differs in the first.
+        assert rows[f"{arm}_reward_mean"].value == pytest.approx(np.mean(run.column("reward/mean")), rel=1e-4)
+        assert rows[f"{arm}_reward_final"].value > 1.1 * rows[f"{arm}_reward_mean"].value
+        assert rows[f"{arm}_test_accuracy"].value == pytest.approx(run.column("validation/reward")[-1], rel=1e-4)
+        # 0.01 / step, on average over 25 steps.
+        assert rows[f"flips_{arm}_codes"].value == pytest.approx(
+            0.01 * sum(1 / step for step in range(1, 26)) / 25, rel=1e-4
+        )
+        assert f"flips_{arm}_codes_in" not in rows
+    assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_progressive.yaml"}
+
+
+def test_a_folder_that_is_no_comparison_is_refused(tmp_path):
+    done = record(tmp_path / "local_demo", tmp_path / "rows.json")
+    assert done.returncode == 2
+    assert "local_gsm8k_qurl, local_progressive, local_nested" in done.stderr

@@ -1,0 +1,72 @@
+"""Turn comparisons with the paper's neighbours into rows: reward, accuracy, gap and flipped codes of every run.
+
+    qarl train examples/configs/local_gsm8k_qurl.yaml --parallel 3
+    python tools/record/neighbour_runs.py runs/local_gsm8k_qurl
+    python tools/record/neighbour_runs.py runs/local_progressive
+    python tools/record/neighbour_runs.py runs/local_nested
+
+A row is `<comparison>_<arm>_seed<seed>_<figure>`, shares of codes that flip in a step `flips_<comparison>_<arm>_...`.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from real_model_runs import run_figures, whole_runs
+from train_runs import slug, vllm_version
+
+from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.runs import Run
+
+# Config -> what its rows begin with.
+COMPARISONS = {"local_gsm8k_qurl": "qurl", "local_progressive": "progressive", "local_nested": "nested"}
+FLIPS = ("codes", "codes_in", "codes_out")
+
+
+def figures(runs: list[Run], comparison: str) -> Iterator[Figure]:
+    """Yield the figures of every run.
+
+    Args:
+        runs: all runs, of one length.
+        comparison: begins the names.
+
+    Yields:
+        `run_figures`, the mean reward of all steps, and mean shares of flipped codes, where there are codes.
+    """
+    for run in runs:
+        name = f"{comparison}_{slug(run.setting('run.arm'))}_seed{run.seed}"
+        yield from run_figures(run, comparison)
+        yield Figure(f"{name}_reward_mean", float(np.mean(run.column("reward/mean"))), "", ">=")
+        for kind in FLIPS:
+            shares = run.column(f"refit/flipped_{kind}")
+            if np.isfinite(shares).any():
+                yield Figure(f"flips_{name}_{kind}", float(np.nanmean(shares)), "fraction", ">=")
+
+
+def main() -> None:
+    """Read the run directories, append rows, print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help=f"the arms' run directories: runs/{{{','.join(COMPARISONS)}}}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="what the runs ran on")
+    parser.add_argument("--record", type=Path, default=Path("docs/results/neighbours.json"))
+    arguments = parser.parse_args()
+    config = arguments.folder.name
+    if config not in COMPARISONS:
+        parser.error(f"{arguments.folder} is none of {', '.join(COMPARISONS)}: a folder is named like its config")
+    runs = whole_runs(arguments.folder)
+    engines = versions()
+    if any(run.setting("rollout.engine") == "vllm" for run in runs):
+        engines |= vllm_version(arguments.device)
+    command = f"qarl train examples/configs/{config}.yaml"
+    rows = result_rows(
+        figures(runs, COMPARISONS[config]), hardware=hardware(arguments.device), versions=engines, command=command
+    )
+    append_results(arguments.record, rows)
+    for row in rows:
+        print(f"{row['name']:70s} {row['value']:>10g} {row['unit']}")
+
+
+if __name__ == "__main__":
+    main()
