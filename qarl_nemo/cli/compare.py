@@ -37,6 +37,9 @@ def compare(
     batch_size: Annotated[int, typer.Option(help="Responses in one forward.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.8,
     parallel: Annotated[int, typer.Option(help="vLLM engines that run at a time and divide that share.")] = 1,
+    adapter: Annotated[
+        Path | None, typer.Option(help="PEFT folder of adapters that both sides add, as a run's checkpoints hold them.")
+    ] = None,
     layers: Annotated[bool, typer.Option(help="Compare operator by operator as well, on vLLM's own inputs.")] = False,
     output: Annotated[Path, typer.Option(help="Folder of compare.json and compare.png.")] = Path("runs/compare"),
     record: Annotated[Path | None, typer.Option(help="Results file (docs/results) to add the gaps to.")] = None,
@@ -76,6 +79,7 @@ def compare(
         gpu_memory_utilization=gpu_memory_utilization,
         parallel=parallel,
         layers=layers,
+        adapter=adapter,
     )
     result = measure(settings, typer.echo)
     Console().print(*comparison_tables(result), *operator_tables(result))

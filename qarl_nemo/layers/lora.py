@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qarl_kernels.low_rank import ExpertAdapters, LowRank
 from qarl_nemo.names import module_kind
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return what PEFT's adapter_model.safetensors holds: views of the adapters by PEFT's names."""
     return {
-        f"{_PREFIX}{name}.lora_{letter}.weight": factor
+        f"{PREFIX}{name}.lora_{letter}.weight": factor
         for name, *factors in adapters(model)
         for letter, factor in zip("AB", factors, strict=True)
     }

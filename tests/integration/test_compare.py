@@ -10,13 +10,17 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qarl_kernels import get_format
+from qarl_nemo.layers.install import install
+from qarl_nemo.layers.lora import LoraSettings, add_adapters
 from qarl_nemo.measure.compare.engines import serve
 from qarl_nemo.measure.compare.operators import PHASES, compare_operators
 from qarl_nemo.measure.compare.record import comparison_rows, gap_figures
@@ -25,7 +29,9 @@ from qarl_nemo.measure.compare.score import Response, model_scores
 from qarl_nemo.measure.compare.settings import CompareSettings, prepare
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
+from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.tokenizer import character_tokenizer
+from qarl_nemo.train.trained import save_trained
 from support.asserts import FP32_NATS
 
 DECODINGS = ("sampled", "greedy")
@@ -102,6 +108,63 @@ def test_the_aligned_learner_is_at_the_floor_and_the_other_is_not(checkpoint):
     assert rows["aligned", "w4a16", "sampled"]["num_responses"] == 8
     assert rows["aligned", "w4a16", "greedy"]["num_responses"] == 4
     assert set(comparison.methods["w4a16"].values()) == {"packed w4a16"}
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint, tmp_path_factory) -> Path:
+    folder, lora = tmp_path_factory.mktemp("adapter"), LoraSettings(8, 16.0, ("experts", "attention"))
+    model, _ = load_checkpoint(checkpoint, torch.float32)
+    install(model, ("experts",), BF16, plain=("attention",))
+    model.requires_grad_(False)
+    add_adapters(model, lora, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    norm = model.model.layers[0].input_layernorm.weight.requires_grad_(True)
+    norm.data += torch.linspace(-0.5, 0.5, len(norm))
+    save_trained(model, folder, lora, str(checkpoint))
+    return folder
+
+
+def test_both_sides_add_a_saved_adapter_and_what_was_trained_beside_it(checkpoint, adapter):
+    wanted = settings(checkpoint, precision="float32", adapter=adapter)
+    rows = rows_by_arm(compare(wanted))
+    for decoding in DECODINGS:
+        aligned, other = rows["aligned", "w4a16", decoding], rows["rollout_only", "w4a16", decoding]
+        assert aligned["gap_max"] < FP32_NATS < 1e-2 < other["gap_mean"]
+        assert rows["bf16", "bf16", decoding]["gap_max"] < FP32_NATS
+    # A learner that lacks the adapter, or the norm alone, is far from what was served with both.
+    job = prepare(wanted)
+    (fmt,), responses = job.formats, serve(job, job.formats[0]).responses["greedy"]
+    without = replace(job, adapter=None), replace(job, adapter=replace(job.adapter, others={}))
+    for lacking in without:
+        scores = model_scores(load_learner(lacking, fmt), responses, batch_size=4, pad_id=job.pad_id)
+        assert (scores.logprobs - scores.generation_logprobs)[scores.mask].abs().mean() > 1e-2
+
+
+def test_adapters_that_cannot_be_compared_are_refused_with_every_reason(checkpoint, adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "copy")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    changed = config | {"use_dora": True, "bias": "all", "r": 0}
+    (tmp_path / "copy" / "adapter_config.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="use_dora=True") as raised:
+        prepare(settings(checkpoint, adapter=tmp_path / "copy"))
+    assert "bias='all'; legal: none" in str(raised.value)
+    assert "r=0 is no rank" in str(raised.value)
+    with pytest.raises(ValueError, match="layers does not know adapters") as raised:
+        prepare(settings(checkpoint, adapter=adapter, engine="vllm", layers=True, formats=("w4a16", "fp8_channel")))
+    for text in (
+        "on a GPU; set --engine packed",
+        "input_layernorm.weight as well",
+        "experts of fp8_channel do not run",
+    ):
+        assert text in str(raised.value)
+    save_file({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(8, 256)},
+              tmp_path / "copy" / "adapter_model.safetensors")  # fmt: skip
+    (tmp_path / "copy" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"not of this model: .*layers\.7"):
+        compare(settings(checkpoint, adapter=tmp_path / "copy"))
 
 
 def test_random_prompts_need_no_tokenizer(checkpoint, tmp_path):

@@ -6,11 +6,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from qarl_kernels import get_format
 from qarl_nemo.config import ConfigError
+from qarl_nemo.layers.install import install
+from qarl_nemo.layers.lora import LoraSettings, add_adapters
+from qarl_nemo.measure.compare.run import compare
+from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.refit.adapters import is_adapter
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.train.config import ModelInit
-from qarl_nemo.train.model import tiny_config
+from qarl_nemo.train.model import load_checkpoint, tiny_config
+from qarl_nemo.train.trained import save_trained
 from qarl_nemo.train.trainer import Trainer
 from qarl_nemo.train.vllm.host import vllm_problem
 from support.asserts import assert_bitwise_equal
@@ -219,6 +225,31 @@ def test_routes_are_replayed_beside_adapters(trainer):
     rollouts = sample(trainer)
     others = torch.where(rollouts.routes < 0, rollouts.routes, (rollouts.routes + 1) % MODEL["num_experts"])
     assert gap(trainer, rollouts) < BOUND < gap(trainer, replace(rollouts, routes=others))
+
+
+@pytest.mark.parametrize("name", ["w4a16", "fp8_block"])
+def test_compare_reports_the_gap_of_an_adapter_that_vllm_reads_itself(name, base, tmp_path):
+    lora = LoraSettings(8, 16.0, ("experts", "attention"))
+    model, _ = load_checkpoint(base, torch.bfloat16)
+    install(model, ("experts", "attention"), get_format("bf16"))
+    model.requires_grad_(False)
+    add_adapters(model, lora, seed=1)
+    generator = torch.Generator().manual_seed(7)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    save_trained(model, tmp_path / "adapter", lora, str(base))
+    sizes = {"num_prompts": 32, "prompt_tokens": 8, "num_responses": 2, "max_new_tokens": 16}
+    sizes["gpu_memory_utilization"] = 0.3
+    targets = ("experts", "attention")
+    plain = CompareSettings(base, (name,), targets=targets, engine="vllm", device="cuda", **sizes)
+    gaps = []
+    for settings in (plain, replace(plain, adapter=tmp_path / "adapter")):
+        rows = compare(settings).rows
+        gaps.append({row["arm"]: row["gap_mean"] for row in rows if row["decoding"] == "sampled"})
+    print(f"\nCOMPARE {name}: plain {gaps[0]}, with an adapter {gaps[1]}")
+    assert gaps[1]["aligned"] < BOUND
+    assert gaps[1]["rollout_only"] > 2 * BOUND
 
 
 def test_experts_kernels_without_adapters_are_refused_before_anything_starts(base, tmp_path):

@@ -17,15 +17,19 @@ from torch import Tensor
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.layers.frozen import FrozenBase, freeze
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.score import Response, read_tokens
 from qarl_nemo.measure.compare.settings import Job
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
 from qarl_nemo.refit.engine_settings import serving_options
 from qarl_nemo.refit.publish import publish
+from qarl_nemo.train.lora import RANKS
 from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.sampler import PackedSampler
 from qarl_nemo.train.sampling import SamplingParams
+from qarl_nemo.train.saved_adapter import add_saved_adapter
+from qarl_nemo.train.vllm.options import adapter_options
 
 # Every engine reports a greedy response's logprobs at temperature 1.
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
@@ -78,7 +82,12 @@ def _prompts(job: Job, temperature: float) -> list[list[int]]:
 
 def _serve_packed(job: Job, fmt: QuantFormat) -> Served:
     model, _ = load_checkpoint(job.settings.checkpoint, job.dtype)
-    report = install(model.to(job.device), job.settings.targets, fmt)
+    report = install(model.to(job.device), job.settings.targets, fmt, plain=job.adapted_only)
+    if job.adapter:
+        model.requires_grad_(False)
+        freeze(model, report)
+        add_saved_adapter(model, job.adapter)
+    frozen = FrozenBase.of(model) if job.adapter else FrozenBase()
     sampler = PackedSampler(
         model.config,
         fmt,
@@ -87,8 +96,11 @@ def _serve_packed(job: Job, fmt: QuantFormat) -> Served:
         device=job.device,
         stop_ids=job.stop_ids,
         pad_id=job.pad_id,
+        frozen=frozen,
+        lora=job.adapter.settings if job.adapter else None,
     )
-    sampler.load(publish(report.weights, model.named_parameters(), fmt, version=0))
+    published = [(name, one) for name, one in model.named_parameters() if name not in frozen.parameters]
+    sampler.load(publish(report.weights, published, fmt, version=0))
     methods = dict.fromkeys(sampler.slots, f"packed {fmt.name}")
     del model, report
     generator = torch.Generator(job.device).manual_seed(job.settings.seed)
@@ -157,6 +169,9 @@ def _vllm_options(job: Job, fmt: QuantFormat) -> dict[str, Any]:
             total = torch.cuda.get_device_properties(job.device).total_memory
             options["kv_cache_memory_bytes"] = int(_CACHE_SHARE * share * total)
         options |= serving_options(fmt, settings.targets)
+    if job.adapter:
+        rank = next(rank for rank in RANKS if rank >= job.adapter.settings.rank)
+        options |= adapter_options(dataclasses.replace(job.adapter.settings, rank=rank))
     return options
 
 
@@ -174,6 +189,7 @@ def _ask_vllm(folder: Path, job: Job, fmt: QuantFormat, checkpoint: Path, record
         "stop_token_ids": job.stop_ids,
         "options": _vllm_options(job, fmt),
         "record": recorded if record else None,
+        "adapter": str(job.adapter.folder.resolve()) if job.adapter else None,
     }
     asked, answered = folder / "request.json", folder / "answer.json"
     asked.write_text(json.dumps(request), encoding="utf-8")

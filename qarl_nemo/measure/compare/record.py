@@ -56,7 +56,7 @@ def _without_options(arguments: list[str], options: tuple[str, ...]) -> list[str
 def comparison_rows(
     settings: CompareSettings, engine: str, figures: list[Figure], device: str, command: str
 ) -> list[dict[str, Any]]:
-    """Return rows of a results file; names end in the targets, unless just experts, and in the learner's attention.
+    """Return rows of a results file; names end in targets other than experts, in the learner's attention, in `adapter`.
 
     Args:
         settings: what was asked for.
@@ -70,6 +70,7 @@ def comparison_rows(
     """
     suffix = "" if settings.targets == ("experts",) else "_" + "_".join(settings.targets)
     suffix += "_engine_attention" if settings.attention == "engine" else ""
+    suffix += "_adapter" if settings.adapter else ""
     return result_rows(
         (figure._replace(name=figure.name + suffix) for figure in figures),
         hardware=hardware(device),

@@ -20,6 +20,7 @@ from qarl_nemo.measure.compare.settings import CompareSettings, Job, prepare
 from qarl_nemo.metrics.fidelity import fidelity_by_position, fidelity_metrics, gap_cdf
 from qarl_nemo.train.engine_attention import plain_attention, use_attention
 from qarl_nemo.train.model import load_checkpoint
+from qarl_nemo.train.saved_adapter import add_saved_adapter
 
 FLOOR = BASELINE
 ARMS = (FLOOR, "aligned", "rollout_only", "attention", "engine")
@@ -88,7 +89,9 @@ def load_learner(job: Job, fmt: QuantFormat) -> PreTrainedModel:
         The model on the job's device.
     """
     model, _ = load_checkpoint(job.settings.checkpoint, job.dtype)
-    install(model.to(job.device), job.settings.targets, fmt)
+    install(model.to(job.device), job.settings.targets, fmt, plain=job.adapted_only)
+    if job.adapter:
+        add_saved_adapter(model, job.adapter)
     use_attention(model, job.settings.attention)
     return model.eval().requires_grad_(False)
 

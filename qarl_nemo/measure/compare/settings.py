@@ -15,9 +15,11 @@ from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.installation import pip_command
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.prompts import make_prompts
-from qarl_nemo.names import TARGETS
+from qarl_nemo.names import TARGETS, summarize_names
 from qarl_nemo.train.engine_attention import ATTENTIONS, engine_attention_problem
+from qarl_nemo.train.lora import RANKS
 from qarl_nemo.train.model import stored_stop_ids
+from qarl_nemo.train.saved_adapter import SavedAdapter, read_adapter
 from qarl_nemo.train.setup import resolve_device
 
 T = TypeVar("T")
@@ -50,6 +52,7 @@ class CompareSettings:
         gpu_memory_utilization: share of the GPU that vLLM takes.
         parallel: vLLM engines that run at a time and divide that share.
         layers: compare operator by operator as well, on vLLM's own inputs.
+        adapter: PEFT folder of adapters that both sides add; None = none.
     """
 
     checkpoint: Path
@@ -72,6 +75,7 @@ class CompareSettings:
     gpu_memory_utilization: float = 0.8
     parallel: int = 1
     layers: bool = False
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class Job:
         prompts: token ids.
         stop_ids: tokens that end a response.
         pad_id: filler.
+        adapter: what both sides add.
     """
 
     settings: CompareSettings
@@ -93,6 +98,13 @@ class Job:
     prompts: list[list[int]]
     stop_ids: list[int]
     pad_id: int
+    adapter: SavedAdapter | None = None
+
+    @property
+    def adapted_only(self) -> tuple[str, ...]:
+        """Targets that have adapters and are not quantized."""
+        adapted = self.adapter.settings.targets if self.adapter else ()
+        return tuple(target for target in adapted if target not in self.settings.targets)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,6 +128,9 @@ def prepare(settings: CompareSettings) -> Job:
     formats = _formats(settings, problems)
     device = _attempt(problems, resolve_device, settings.device)
     found = _attempt(problems, _read_checkpoint, settings.checkpoint)
+    adapter = _attempt(problems, read_adapter, settings.adapter) if settings.adapter else None
+    if adapter:
+        problems += _adapter_problems(settings, adapter, formats, device)
     prompts: list[list[int]] | None = None
     if found:
         config, tokenizer = found
@@ -127,7 +142,8 @@ def prepare(settings: CompareSettings) -> Job:
     assert device
     assert prompts
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Job(settings, tuple(formats), device, prompts, stored_stop_ids(settings.checkpoint, tokenizer), pad_id)
+    stop_ids = stored_stop_ids(settings.checkpoint, tokenizer)
+    return Job(settings, tuple(formats), device, prompts, stop_ids, pad_id, adapter)
 
 
 def _number_problems(settings: CompareSettings) -> list[str]:
@@ -157,6 +173,31 @@ def _choice_problems(settings: CompareSettings) -> list[str]:
         problems.append(f"engine vllm needs vLLM in this environment: {pip_command('vllm')}, or use engine packed")
     if settings.precision != "bfloat16":
         problems.append(f"engine vllm serves bfloat16, not precision {settings.precision}")
+    return problems
+
+
+def _adapter_problems(
+    settings: CompareSettings, adapter: SavedAdapter, formats: list[QuantFormat], device: torch.device | None
+) -> list[str]:
+    problems = ["--layers does not know adapters; leave out one of the two"] * settings.layers
+    if settings.engine != "vllm":
+        return problems
+    if device is not None and device.type == "cpu":
+        problems.append("vLLM takes adapters on a GPU; set --engine packed")
+    if adapter.others:
+        problems.append(
+            f"{adapter.folder} holds {summarize_names(adapter.others, 4)} as well, which vLLM does not read from a "
+            "folder; set --engine packed"
+        )
+    if adapter.settings.rank > RANKS[-1]:
+        problems.append(f"the adapters have rank {adapter.settings.rank}; vLLM serves up to {RANKS[-1]}")
+    without = [
+        fmt.name for fmt in formats if "experts" in settings.targets and not (fmt.vllm and fmt.vllm.experts.adapters)
+    ]
+    if without:
+        problems.append(
+            f"vLLM's kernels for experts of {', '.join(without)} do not run beside adapters; leave them out"
+        )
     return problems
 
 

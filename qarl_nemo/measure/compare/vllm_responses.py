@@ -4,8 +4,9 @@ This is a process of its own because an engine keeps global state and frees its 
 because its environment must be set before it is imported.
 
 REQUEST holds `checkpoint`, `device`, `requests` (pairs of temperature and prompts, which are token ids),
-`max_new_tokens`, `max_model_len`, `seed`, `stop_token_ids`, `options` of `vllm.LLM`, and `record`: None, or `{prompts,
-num_tokens, path}` for a safetensors file of what every operator put out for some prompts. ANSWER holds `version`,
+`max_new_tokens`, `max_model_len`, `seed`, `stop_token_ids`, `options` of `vllm.LLM`, `adapter`: None, or a PEFT folder
+that every request names; and `record`: None, or `{prompts, num_tokens, path}` for a safetensors file of what every
+operator put out for some prompts. ANSWER holds `version`,
 `methods` (module -> the class that multiplies its weights), and `responses`: for each request a list of the fields of
 `compare_score.Response`, in the order of its prompts.
 """
@@ -43,7 +44,8 @@ def main(request_path: str, answer_path: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     llm, answer = _start(request)
     for temperature, prompts in request["requests"]:
-        answer["responses"].append(_read_again(llm, _respond(llm, request, temperature, prompts)))
+        responses = _respond(llm, request, temperature, prompts)
+        answer["responses"].append(_read_again(llm, request, responses))
     if request["record"]:
         _record(llm, **request["record"])
     Path(answer_path).write_text(json.dumps(answer), encoding="utf-8")
@@ -105,7 +107,8 @@ def _respond(llm: Any, request: dict[str, Any], temperature: float, prompts: lis
         stop_token_ids=request["stop_token_ids"],
         detokenize=False,
     )
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(requests, params, use_tqdm=False, lora_request=_adapter(request))
     return [
         {
             "prompt": prompt,
@@ -117,16 +120,25 @@ def _respond(llm: Any, request: dict[str, Any], temperature: float, prompts: lis
     ]
 
 
-def _read_again(llm: Any, responses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _read_again(llm: Any, request: dict[str, Any], responses: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
     prompts = [{"prompt_token_ids": response["prompt"] + response["tokens"]} for response in responses]
-    for response, output in zip(responses, llm.generate(prompts, params, use_tqdm=False), strict=True):
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=_adapter(request))
+    for response, output in zip(responses, outputs, strict=True):
         entries = output.prompt_logprobs[len(response["prompt"]) :]
         response["read_logprobs"] = _chosen(response["tokens"], entries)
         response["read_top_tokens"] = _likeliest(entries)
     return responses
+
+
+def _adapter(request: dict[str, Any]) -> Any:
+    if request["adapter"] is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("compared", 1, request["adapter"])
 
 
 def _record(llm: Any, prompts: list[list[int]], num_tokens: int, path: str) -> None:
@@ -151,13 +163,13 @@ def _likeliest(entries: list[dict[int, Any]]) -> list[int]:
 
 
 def _methods(model: Any) -> dict[str, str]:
-    from qarl_nemo.refit.engine_methods import method_label
+    from qarl_nemo.refit.engine_layout import plain_name
+    from qarl_nemo.refit.engine_methods import method_label, own_method
 
     found = {}
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None:
-            found[name] = method_label(module)
+        if own_method(module) is not None and not hasattr(module, "base_layer"):
+            found[plain_name(name)] = method_label(module)
     return found
 
 
