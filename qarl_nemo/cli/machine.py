@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,18 +102,7 @@ def memory(
 
     With --lora, what qarl train needs on one GPU for adapters on a frozen base.
     """
-    from rich.console import Console
-
-    from qarl_nemo.cli.memory_table import memory_table
-    from qarl_nemo.memory import (
-        OPTIMIZERS,
-        Learner,
-        ModelSize,
-        Parallelism,
-        layouts,
-        require_layout,
-        require_targets,
-    )
+    from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, require_targets
     from qarl_nemo.names import check_targets
 
     size = ModelSize.read(model)
@@ -122,40 +112,39 @@ def memory(
         raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
     if not 0 < gpu_gib <= 2**20:
         raise ValueError(f"gpu_gib={gpu_gib} must lie between 0 and {2**20}")
+    base = Learner(format_name, group_size or 128, "attention" in chosen, keep_operand, tokens=tokens)
     if lora is not None:
         _require_lora_options(context)
-        base = Learner(
-            format_name,
-            group_size or 128,
-            "attention" in chosen,
-            keep_operand,
-            tokens=tokens,
-            recompute="full",
-            logits=False,
-            logprob_chunk=logprob_chunk or 1024,
-        )
-        _show_lora_memory(size, base, (lora, lora_targets), gpu_gib, cache_gib)
+        adapted = replace(base, recompute="full", logits=False, logprob_chunk=logprob_chunk or 1024)
+        _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib)
         return
-    ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
-    for one in ranks:
-        require_layout(size, one)
     if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
         raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
+    base = replace(base, gradient_bytes=gradient_bytes, logprob_chunk=logprob_chunk)
     learners = [
-        Learner(
-            format_name,
-            group_size or 128,
-            "attention" in chosen,
-            keep_operand,
-            name,
-            gradient_bytes,
-            tokens,
-            kind,
-            logprob_chunk=logprob_chunk,
-        )
+        replace(base, optimizer=name, recompute=kind)
         for name in optimizer or OPTIMIZERS
         for kind in recompute or ("full", "none")
     ]
+    _show_memory(size, learners, layout, gpus, gpu_gib, engine_tp)
+
+
+def _show_memory(
+    size: "ModelSize",
+    learners: list["Learner"],
+    layout: list[str] | None,
+    gpus: int,
+    gpu_gib: float,
+    engine_tp: int | None,
+) -> None:
+    from rich.console import Console
+
+    from qarl_nemo.cli.memory_table import memory_table
+    from qarl_nemo.memory import Parallelism, layouts, require_layout
+
+    ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
+    for one in ranks:
+        require_layout(size, one)
     Console(width=160).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
 
 

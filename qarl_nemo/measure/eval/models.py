@@ -102,8 +102,8 @@ def _run_model(path: Path) -> EvalModel:
     folder = checkpoint_dir(path, step) / "model"
     if is_trained_alone(folder):
         raise FileError(
-            f"the run {path} trained on a frozen base, and its checkpoints hold what it trained alone; whole models "
-            "are evaluated, such as the base, policy.model_path in the run's config.yaml"
+            f"the run {path} trained on a frozen base, and its checkpoints hold what it trained alone: qarl export "
+            f"{path} OUT writes a whole model, which qarl eval takes"
         )
     checkpoint = open_checkpoint(folder)
     targets = qarl.targets if served.is_quantized else ()

@@ -1,0 +1,150 @@
+"""A frozen base and what was trained on it as one BF16 checkpoint, made tensor by tensor as it is read.
+
+W' = bf16(W + B A) with B scaled by alpha / r, summed in FP32. W is what the run executed: the base's own weight, or the
+dequantized one where the base was quantized.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight, stored_layout
+from qarl_nemo.architecture import CONFIG_FILE, Architecture
+from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
+from qarl_nemo.names import target_of
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a run trained, and what it executed beside it.
+
+    Attributes:
+        fmt: format of the frozen targets.
+        targets: which layers were executed in it.
+        adapters: A [r, K] and B [N, r] by the module that they are added to.
+        scaling: alpha / r.
+        parameters: other trained parameters, by their names in a checkpoint.
+        files: where they were read from.
+    """
+
+    fmt: QuantFormat
+    targets: tuple[str, ...]
+    adapters: Mapping[str, tuple[Tensor, Tensor]]
+    scaling: float
+    parameters: Mapping[str, Tensor]
+    files: tuple[Path, ...]
+
+    def change(self, module: str) -> Tensor | None:
+        """Return B A of a module in FP32, as it was executed: B scaled in its dtype; None without an adapter."""
+        if module not in self.adapters:
+            return None
+        a, b = self.adapters[module]
+        scaled = b if self.scaling == 1 else b * self.scaling
+        return scaled.float() @ a.float()
+
+
+class MergedReader:
+    """Reads the tensors of a merged model.
+
+    Args:
+        base: the frozen base.
+        training: what was trained on it.
+    """
+
+    def __init__(self, base: Checkpoint, training: Training) -> None:
+        self._reader: TensorReader = base.open_reader()
+        self._infos = {info.name: info for info in base.tensors}
+        self._training = training
+
+    def __enter__(self) -> Self:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.__exit__(kind, error, trace)
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """Return one tensor of the merged model in BF16."""
+        trained = self._training.parameters.get(info.name)
+        if trained is not None:
+            return trained.to(torch.bfloat16)
+        weight = self.executed(info)
+        change = self._training.change(info.name.removesuffix(".weight"))
+        return weight if change is None else (weight.float() + change).to(torch.bfloat16)
+
+    def executed(self, info: TensorInfo) -> Tensor:
+        """Return one weight of the base in BF16, dequantized where the run executed it so."""
+        return base_weight(self._reader, self._infos, info, self._training)
+
+
+def base_weight(reader: TensorReader, infos: Mapping[str, TensorInfo], info: TensorInfo, training: Training) -> Tensor:
+    """Return one weight as the run executed it.
+
+    Args:
+        reader: reads the base.
+        infos: the base's tensors by name.
+        info: the weight, as the merged model has it.
+        training: the run.
+
+    Returns:
+        The weight in BF16.
+    """
+    fmt, quantized = training.fmt, training.fmt.is_quantized and target_of(info.name) in training.targets
+    if info.name in infos and not (quantized and infos[info.name].dtype not in ("BF16", "F16", "F32")):
+        weight = reader.read(infos[info.name]).to(torch.bfloat16)
+        return quantize_weight(weight, fmt, name=info.name).dequantize() if quantized else weight
+    module = info.name.removesuffix(".weight")
+    layout = stored_layout(info.shape, fmt)
+    tensors = {suffix: reader.read(infos[f"{module}.{suffix}"]).to(dtype) for suffix, (_, dtype) in layout.items()}
+    return QuantizedWeight(fmt, info.shape, tensors).dequantize()
+
+
+def merged_checkpoint(base: Checkpoint, training: Training) -> Checkpoint:
+    """Return a BF16 checkpoint of the merged model, none of which has been read.
+
+    Args:
+        base: the frozen base, quantized or not.
+        training: what was trained on it.
+
+    Returns:
+        A source for `quantize_checkpoint`.
+    """
+    config = {key: value for key, value in base.config.items() if key != "quantization_config"}
+    architecture = Architecture.parse(config, str(base.companions / CONFIG_FILE))
+    files = {info.name: info.files for info in base.tensors}
+    trained = tuple(str(path.absolute()) for path in training.files)
+
+    def described(name: str, shape: tuple[int, ...]) -> TensorInfo:
+        module = name.removesuffix(".weight")
+        own = {file for stored, held in files.items() if stored.rpartition(".")[0] == module for file in held}
+        return TensorInfo(name, shape, "BF16", (*sorted(own), *trained))
+
+    infos = tuple(described(name, shape) for name, shape in architecture.parameters())
+    return replace(base, config=config, tensors=infos, open_reader=lambda: MergedReader(base, training))
+
+
+def rounding_loss(reader: MergedReader, info: TensorInfo, training: Training) -> tuple[float, float]:
+    """Say what would remain of an adapter if the merged weight were quantized anew.
+
+    Args:
+        reader: reads the merged model.
+        info: an adapted weight in a quantized layer.
+        training: the run.
+
+    Returns:
+        The share of weights that would move to another value of the grid, and the rounding error's norm over that of
+        the adapter's change: above 1 more is lost than was learned.
+    """
+    before = reader.executed(info).float()
+    change = training.change(info.name.removesuffix(".weight"))
+    assert change is not None, "the weight has no adapter"
+    after = quantize_weight(before + change, training.fmt, name=info.name).dequantize().float()
+    moved = float((after != before).float().mean())
+    return moved, float((after - before - change).norm() / change.norm().clamp_min(1e-30))

@@ -1,0 +1,126 @@
+"""`qarl export`: a run that trained on a frozen base, as one BF16 checkpoint that needs neither base nor adapters."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from qarl_formats import BASELINE, get_format
+from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, QuantizeReport, open_checkpoint, quantize_checkpoint
+from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
+from qarl_nemo.config import QarlConfig, read_yaml, validate
+from qarl_nemo.files import FileError, read_json
+from qarl_nemo.names import TARGETS, expert_names, is_stacked_expert, target_of
+from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
+from qarl_nemo.train.setup import BASE_FOLDER
+from qarl_nemo.train.trained import ADAPTER_CONFIG, ADAPTER_FILE, TRAINED_FILE, is_trained_alone, read_trained
+
+_RUN_CONFIG = "config.yaml"
+
+
+def export_run(
+    run: Path,
+    destination: Path,
+    *,
+    dequantize: bool,
+    overwrite: bool,
+    progress: Callable[[QuantizeProgress], None],
+) -> QuantizeReport:
+    """Merge a run's newest checkpoint into a BF16 checkpoint, tensor by tensor; a killed export goes on.
+
+    Args:
+        run: the run's folder.
+        destination: folder to create.
+        dequantize: write the weights of a quantized base as the BF16 numbers that were executed.
+        overwrite: replace an earlier output.
+        progress: called after each tensor.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: the folder holds no run with a frozen base, or the base is quantized and `dequantize` was not given;
+            the error says what quantizing the merged weights anew would change.
+    """
+    base, training = read_run(run)
+    merged = merged_checkpoint(base, training)
+    if training.fmt.is_quantized and not dequantize:
+        raise ValueError(_refusal(base, merged, training))
+    held = {target_of(info.name) for info in merged.tensors}
+    targets = [target for target in TARGETS if target in held]
+    return quantize_checkpoint(
+        merged, destination, get_format(BASELINE), targets, overwrite=overwrite, progress=progress
+    )
+
+
+def read_run(run: Path) -> tuple[Checkpoint, Training]:
+    """Read what a run trained, and find its base.
+
+    Args:
+        run: the run's folder.
+
+    Returns:
+        The base's table of contents, and the training.
+
+    Raises:
+        ValueError: it is no such run.
+    """
+    source = run / _RUN_CONFIG
+    if not source.is_file():
+        raise FileError(f"{run} is no run of qarl train: it has no {_RUN_CONFIG}")
+    config, step = read_yaml(source), newest_checkpoint(run)
+    if step is None:
+        raise FileError(f"the run {run} has no checkpoint yet; there is one after checkpointing.save_period steps")
+    folder = checkpoint_dir(run, step) / "model"
+    if not is_trained_alone(folder):
+        raise FileError(f"the run {run} trained all weights: {folder} is a whole Hugging Face checkpoint already")
+    qarl = validate(config.get("qarl") or {}, QarlConfig, source=str(source))
+    path = (config.get("policy") or {}).get("model_path")
+    files = tuple(folder / name for name in (ADAPTER_FILE, TRAINED_FILE) if (folder / name).is_file())
+    tensors = {path.name: read_trained(path) for path in files}
+    scaling, adapters = 1.0, {}
+    if ADAPTER_FILE in tensors:
+        settings = read_json(folder / ADAPTER_CONFIG, "an adapter's config")
+        scaling, adapters = settings["lora_alpha"] / settings["r"], _by_module(tensors[ADAPTER_FILE])
+    parameters = _by_checkpoint_name(tensors.get(TRAINED_FILE, {}))
+    targets = tuple(qarl.targets) if qarl.executed_format.is_quantized else ()
+    base = open_checkpoint(Path(path) if path else run / BASE_FOLDER)
+    return base, Training(qarl.executed_format, targets, adapters, scaling, parameters, files)
+
+
+def _by_module(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    names = [name for name in tensors if name.endswith(".lora_A.weight")]
+    modules = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): name for name in names}
+    return {module: (tensors[name], tensors[name.replace(".lora_A.", ".lora_B.")]) for module, name in modules.items()}
+
+
+def _by_checkpoint_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        if not is_stacked_expert(name):
+            found[name] = tensor
+            continue
+        for parts, expert in zip(expert_names(name, len(tensor)), tensor, strict=True):
+            found |= dict(zip(parts, expert.chunk(len(parts)), strict=True))
+    return found
+
+
+def _refusal(base: Checkpoint, merged: Checkpoint, training: Training) -> str:
+    adapted = (
+        info
+        for info in merged.tensors
+        if target_of(info.name) in training.targets and info.name.removesuffix(".weight") in training.adapters
+    )
+    info, effect = next(adapted, None), ""
+    if info is not None:
+        with MergedReader(base, training) as reader:
+            moved, loss = rounding_loss(reader, info, training)
+        effect = (
+            f" Quantized anew, {info.name} would have {moved:.1%} of its weights on another value of the grid, and an "
+            f"error {loss:.2g} times as large as what its adapter learned."
+        )
+    return (
+        f"the run executed a base in {training.fmt.name}, and a merged weight is none of its grid.{effect} Pass "
+        "--dequantize for a BF16 checkpoint of what was executed, or serve the quantized base with the adapter beside "
+        "it (vllm serve BASE --enable-lora --lora-modules NAME=<the checkpoint's model folder>)"
+    )
