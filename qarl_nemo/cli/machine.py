@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qarl_formats import DEFAULT_FORMAT, formats_with_groups
-from qarl_nemo.cli.options import Format, GroupSize, Targets
+from qarl_nemo.cli.options import Format, GroupSize, NestedIn, Targets
 from qarl_nemo.cli.program import command
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def memory(
     layout: Annotated[list[str] | None, typer.Option(help="E.g. tp2_ep8; repeat. Default: several.")] = None,
     format_name: Format = DEFAULT_FORMAT,
     group_size: GroupSize = None,
+    nested_in: NestedIn = None,
     targets: Targets = "experts",
     keep_operand: Annotated[bool, typer.Option(help="Keep what the learner's GEMMs multiply.")] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of a microbatch, before tp and cp ranks share it.")] = 8192,
@@ -120,7 +121,7 @@ def memory(
         return
     if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
         raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
-    base = replace(base, gradient_bytes=gradient_bytes, logprob_chunk=logprob_chunk)
+    base = replace(base, gradient_bytes=gradient_bytes, logprob_chunk=logprob_chunk, nested_in=nested_in)
     learners = [
         replace(base, optimizer=name, recompute=kind)
         for name in optimizer or OPTIMIZERS
@@ -169,7 +170,7 @@ def _show_lora_memory(
 
 
 def _require_lora_options(context: typer.Context) -> None:
-    learners = {"--gpus", "--layout", "--optimizer", "--recompute", "--gradient-bytes", "--engine-tp"}
+    learners = {"--gpus", "--layout", "--nested-in", "--optimizer", "--recompute", "--gradient-bytes", "--engine-tp"}
     wrong = sorted(learners.intersection(_given_options(context)))
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: of a Megatron learner on several GPUs; leave it out with --lora")

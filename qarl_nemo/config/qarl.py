@@ -146,6 +146,12 @@ class QarlConfig(StrictModel):
         """What the learner's forward executes: the engine's format where they are aligned, else BF16."""
         return self.served_format if self.alignment == "aligned" else get_format(BASELINE)
 
+    @property
+    def grids(self) -> str:
+        """What a start says beside the format's name: the finer codes that are published, and the stages to come."""
+        nested = f", nested in {self.nested_in}" if self.nested_in else ""
+        return nested + "".join(f", {stage.bits} bits from step {stage.from_step}" for stage in self.schedule or ())
+
     @classmethod
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:
         """Return the options of integer formats if the command line chooses another format."""

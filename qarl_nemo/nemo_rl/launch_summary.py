@@ -44,7 +44,7 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
 def _quantized(qarl: Any) -> str:
     if qarl.alignment == "none":
         return "BF16 on both sides"
-    rollouts = f"rollouts as {qarl.format} in {' and '.join(qarl.targets)}"
+    rollouts = f"rollouts as {qarl.format}{qarl.grids} in {' and '.join(qarl.targets)}"
     executed = "the learner executes the same" if qarl.alignment == "aligned" else "the learner in BF16 (rollout_only)"
     return f"{rollouts}; {executed}"
 
@@ -55,7 +55,9 @@ def _steps(config: Mapping[str, Any], qarl: Any) -> str:
     )
     batch = look_up(config, "policy.train_global_batch_size", 0)
     updates = f", {prompts * responses // batch} optimizer step(s) of {batch}" if batch else ""
-    return f"{prompts} prompts x {responses} responses each{updates}; objective {qarl.objective.objective}"
+    scale = qarl.update_aware_scale
+    aware = "" if scale is None else f", update-aware steps of {scale:g}"
+    return f"{prompts} prompts x {responses} responses each{updates}; objective {qarl.objective.objective}{aware}"
 
 
 def _gpus(layout: Layout) -> str:

@@ -1,7 +1,7 @@
 """The learner's side of a refit: publishes the packed tensors that its forward executes and all other parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from torch import Tensor, nn
@@ -66,6 +66,23 @@ class RefitUpdate:
         """
         held = [dict(layer) for layer in layers]
         return cls(_manifest(held, fmt, version), held)
+
+    def served_as(self, fmt: QuantFormat) -> Self:
+        """Return the same update for engines of another format that is nested in what was published.
+
+        Args:
+            fmt: the engines' format.
+
+        Returns:
+            An update of the same tensors, under the same version.
+
+        Raises:
+            ValueError: its engines cannot make their codes of these.
+        """
+        if fmt.published_name != self.manifest.published:
+            published = self.manifest.published or self.manifest.format
+            raise ValueError(f"what is published is {published}; {fmt.name} is not nested in it")
+        return replace(self, manifest=replace(self.manifest, format=fmt.name, grid_bits=fmt.grid_bits))
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ import textwrap
 
 from rich.console import Console
 
-from qarl_nemo.config import QarlConfig
 from qarl_nemo.files import readable_bytes
 from qarl_nemo.train.aligned_model import has_frozen_base, lora_settings
 from qarl_nemo.train.config import ArithmeticData, LocalConfig, VllmRolloutConfig
@@ -55,7 +54,7 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         "model": f"{config.policy.model_path or 'random weights (policy.model_init)'}, "
         f"{_readable_count(prepared.num_parameters)} parameters, {config.policy.precision} on {prepared.device}",
         **_trained(config, prepared),
-        "rollouts": f"{prepared.format.name}{_groups(prepared)}{_stages(qarl)}, {quantized} of {len(prepared.rows)} "
+        "rollouts": f"{prepared.format.name}{_groups(prepared)}{qarl.grids}, {quantized} of {len(prepared.rows)} "
         f"modules quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}{_noise(rollout.noise)}",
         **kv_cache,
         "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
@@ -115,10 +114,6 @@ def _checkpoints(config: LocalConfig, prepared: Prepared) -> str:
 
 def _groups(prepared: Prepared) -> str:
     return f" in groups of {prepared.format.group_size}" if prepared.format.group_sizes else ""
-
-
-def _stages(qarl: QarlConfig) -> str:
-    return "".join(f", {stage.bits} bits from step {stage.from_step}" for stage in qarl.schedule or ())
 
 
 def _trained(config: LocalConfig, prepared: Prepared) -> dict[str, str]:

@@ -64,6 +64,8 @@ def _format_problems(stored: Stored, qarl: QarlConfig) -> list[str]:
         problems.append(f"its quantized layers are others; set qarl.targets=[{','.join(stored.targets)}]")
     if qarl.scale_convention is not None:
         problems.append("its scales are given; set qarl.scale_convention=null")
+    if qarl.nested_in is not None:
+        problems.append("its codes are given; set qarl.nested_in=null")
     return problems
 
 

@@ -245,10 +245,11 @@ def test_prompts_outside_vocabulary_or_length_are_listed(checkpoint, tmp_path):
 
 
 def test_options_of_integer_formats_reach_them_alone(checkpoint):
-    job = prepare(settings(checkpoint, formats=("w2a16", "fp8_channel"), scale_convention="clipped_range"))
-    assert [(fmt.name, fmt.group_size, fmt.scale_convention) for fmt in job.formats] == [
-        ("w2a16", 64, "clipped_range"),
-        ("fp8_channel", 0, None),
+    options = {"scale_convention": "clipped_range", "nested_in": "w8a16"}
+    job = prepare(settings(checkpoint, formats=("w2a16", "fp8_channel"), **options))
+    assert [(fmt.name, fmt.group_size, fmt.scale_convention, fmt.published_name) for fmt in job.formats] == [
+        ("w2a16", 64, "clipped_range", "w8a16"),
+        ("fp8_channel", 0, None, "fp8_channel"),
     ]
 
 

@@ -24,6 +24,7 @@ from qarl_nemo.memory import (
     logprob_bytes,
     rank_memory,
     refit_bytes,
+    served_bytes,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -297,3 +298,15 @@ def test_the_command_adds_a_refits_peaks():
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert re.search(r"refit\W+layerwise", result.output)
+
+
+def test_nested_codes_take_their_eight_bits_in_the_learner_and_on_the_way():
+    model = ModelSize(2, 256, 4, 4, 64, 512, 256, num_experts=4, top_k=2)
+    plain, nested = (Learner("w4a16", nested_in=finer) for finer in (None, "w8a16"))
+    experts = model.num_layers * model.expert_parameters
+    held = [rank_memory(model, Parallelism(1), one).parts["packed"] for one in (plain, nested)]
+    assert held[1] - held[0] == experts * 4 / 8
+    assert served_bytes(model, nested) == served_bytes(model, plain)
+    assert served_bytes(model, nested, published=True) - served_bytes(model, plain) == experts * 4 / 8
+    with pytest.raises(ValueError, match="takes no nested_in=w8a16"):
+        rank_memory(model, Parallelism(1), Learner("int8", nested_in="w8a16"))

@@ -21,6 +21,7 @@ from support.whole_models import DENSE, tensors_of
 FORMATS = {
     "w4a16": get_format("w4a16"),
     "w4a16_g32": get_format("w4a16", group_size=32, scale_convention="narrow_range"),
+    "w4a16_nested": get_format("w4a16", nested_in="w8a16"),
     "w4a8": get_format("w4a8"),
     "fp8_block": get_format("fp8_block"),
     "fp8_channel": get_format("fp8_channel"),
@@ -57,12 +58,12 @@ def test_round_trip_is_the_one_quantizer(key, source, tmp_path, read_all, read_q
             assert torch.equal(after[name], weight)
             expected_names.add(name)
             continue
-        expected = quantize_weight(weight, fmt, amax=amax_of_fused(name, before))
+        expected = quantize_weight(weight, fmt, amax=amax_of_fused(name, before)).narrowed()
         stored = {f"{name.removesuffix('.weight')}.{suffix}": value for suffix, value in expected.tensors.items()}
         for suffix_name, value in stored.items():
             assert after[suffix_name].dtype == value.dtype
             assert after[suffix_name].equal(value)
-        assert torch.equal(read_quantized(after, name, fmt), expected.dequantize())
+        assert torch.equal(read_quantized(after, name, fmt.narrowed), expected.dequantize())
         assert not torch.equal(expected.dequantize(), weight)
         expected_names |= {*stored} | ({f"{name}_shape"} if fmt.weight_kind == "int" else set())
     assert set(after) == expected_names

@@ -232,3 +232,17 @@ def test_one_set_of_8_bit_codes_serves_engines_of_fewer(name):
     # An engine that took the 8-bit codes for its own would have to refuse their shape.
     plain = described(update.tensors, fmt=name)
     assert_refused(engine, plain, "int32")
+
+
+def test_one_update_serves_engines_of_different_precision():
+    fmt, draft = (get_format(name, nested_in="w8a16", group_size=32) for name in ("w4a16", "w2a16"))
+    engine = make_engine(fmt)
+    update, drafts = engine.publish(), make_sampler(engine.model, draft)
+    drafts.load(update.served_as(draft))
+    own = make_engine(draft)
+    for name, slot in drafts.slots.items():
+        narrow, wide = (one.slots[name].operand().effective_weight() for one in (own.sampler, engine.sampler))
+        assert_bitwise_equal(slot.operand().effective_weight(), narrow)
+        assert not torch.equal(narrow, wide)
+    with pytest.raises(ValueError, match="what is published is w8a16; w4a16 is not nested in it"):
+        update.served_as(W4A16_G32)
