@@ -40,6 +40,7 @@ MODEL = {
 }
 FORMATS = {
     "w4a16": {"format": "w4a16", "group_size": 128},
+    "nvfp4": {"format": "nvfp4"},
     "fp8_block": {"format": "fp8_block"},
     "int8": {"format": "int8"},
     "bf16": {"format": "bf16", "alignment": "none"},
