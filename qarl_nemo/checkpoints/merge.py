@@ -13,10 +13,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight, stored_layout
+from qarl_kernels import QuantFormat, QuantizedWeight, largest, quantize_weight, stored_layout
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
-from qarl_nemo.names import target_of
+from qarl_nemo.names import fused_groups, target_of
+
+_FLOATS = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class MergedReader:
         self._reader: TensorReader = base.open_reader()
         self._infos = {info.name: info for info in base.tensors}
         self._training = training
+        groups = fused_groups(self._infos) if training.fmt.tensor_scaled else []
+        self._fused = {name: group for group in groups for name in group}
 
     def __enter__(self) -> Self:
         self._reader.__enter__()
@@ -81,29 +85,26 @@ class MergedReader:
 
     def executed(self, info: TensorInfo) -> Tensor:
         """Return one weight of the base in BF16, dequantized where the run executed it so."""
-        return base_weight(self._reader, self._infos, info, self._training)
+        fmt, name = self._training.fmt, info.name
+        quantized = fmt.is_quantized and target_of(name) in self._training.targets
+        if name in self._infos and not (quantized and self._infos[name].dtype not in _FLOATS):
+            weight = self._reader.read(self._infos[name]).to(torch.bfloat16)
+            if not quantized:
+                return weight
+            return quantize_weight(weight, fmt, name=name, amax=self._amax(name)).dequantize()
+        module = name.removesuffix(".weight")
+        tensors = {
+            suffix: self._reader.read(self._infos[f"{module}.{suffix}"]).to(dtype)
+            for suffix, (_, dtype) in stored_layout(info.shape, fmt).items()
+        }
+        return QuantizedWeight(fmt, info.shape, tensors).dequantize()
 
-
-def base_weight(reader: TensorReader, infos: Mapping[str, TensorInfo], info: TensorInfo, training: Training) -> Tensor:
-    """Return one weight as the run executed it.
-
-    Args:
-        reader: reads the base.
-        infos: the base's tensors by name.
-        info: the weight, as the merged model has it.
-        training: the run.
-
-    Returns:
-        The weight in BF16.
-    """
-    fmt, quantized = training.fmt, training.fmt.is_quantized and target_of(info.name) in training.targets
-    if info.name in infos and not (quantized and infos[info.name].dtype not in ("BF16", "F16", "F32")):
-        weight = reader.read(infos[info.name]).to(torch.bfloat16)
-        return quantize_weight(weight, fmt, name=info.name).dequantize() if quantized else weight
-    module = info.name.removesuffix(".weight")
-    layout = stored_layout(info.shape, fmt)
-    tensors = {suffix: reader.read(infos[f"{module}.{suffix}"]).to(dtype) for suffix, (_, dtype) in layout.items()}
-    return QuantizedWeight(fmt, info.shape, tensors).dequantize()
+    def _amax(self, name: str) -> Tensor | None:
+        """Return the largest magnitude of the weights that share a format's global scale; None if none does."""
+        if name not in self._fused:
+            return None
+        weights = (self._reader.read(self._infos[one]) for one in self._fused[name])
+        return torch.stack([largest(weight) for weight in weights]).amax(0)
 
 
 def merged_checkpoint(base: Checkpoint, training: Training) -> Checkpoint:

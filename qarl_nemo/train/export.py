@@ -10,6 +10,7 @@ from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, QuantizeReport, 
 from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
 from qarl_nemo.config import QarlConfig, read_yaml, validate
 from qarl_nemo.files import FileError, read_json
+from qarl_nemo.layers.lora import PREFIX
 from qarl_nemo.names import TARGETS, expert_names, is_stacked_expert, target_of
 from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
 from qarl_nemo.train.setup import BASE_FOLDER
@@ -90,7 +91,7 @@ def read_run(run: Path) -> tuple[Checkpoint, Training]:
 
 def _by_module(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     names = [name for name in tensors if name.endswith(".lora_A.weight")]
-    modules = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): name for name in names}
+    modules = {name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): name for name in names}
     return {module: (tensors[name], tensors[name.replace(".lora_A.", ".lora_B.")]) for module, name in modules.items()}
 
 

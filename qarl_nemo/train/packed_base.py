@@ -20,7 +20,7 @@ from qarl_nemo.config import QarlConfig
 from qarl_nemo.layers.frozen import hold, take_master
 from qarl_nemo.layers.install import InstallReport
 from qarl_nemo.layers.packed import PackedWeight
-from qarl_nemo.names import parameter_name, published_name, summarize_names
+from qarl_nemo.names import GLOBAL_SCALE, fused_groups, parameter_name, published_name, summarize_names
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.lora import frozen_problems
 from qarl_nemo.train.model import is_packed
@@ -131,6 +131,7 @@ class PackedBase:
         layout, found = self.layout, set()
         problems = _foreign(checkpoint, layout)
         for layer in stored_layers(checkpoint, layout):
+            problems += _unlike_scales(layer)
             problems += [
                 problem for name, tensor in layer.items() if (problem := _difference(name, tensor, layout[name]))
             ]
@@ -172,6 +173,13 @@ def _difference(name: str, tensor: Tensor, expected: tuple[tuple[int, ...], torc
     if (tuple(tensor.shape), tensor.dtype) == expected:
         return None
     return f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
+
+
+def _unlike_scales(layer: Mapping[str, Tensor]) -> list[str]:
+    # Gate and up of experts are one tensor here, with one scale.
+    scales = {name.replace(GLOBAL_SCALE, "weight"): one for name, one in layer.items() if name.endswith(GLOBAL_SCALE)}
+    unlike = [group for group in fused_groups(scales) if any(scales[one].ne(scales[group[0]]).any() for one in group)]
+    return [f"{', '.join(group)} differ in their global scale, of which engines take the largest" for group in unlike]
 
 
 def _foreign(checkpoint: Checkpoint, layout: Layout) -> list[str]:

@@ -35,10 +35,12 @@ def runs(tmp_path_factory):
     trained = {"w4a16": train_run(make_config(folder / "w4a16", policy=policy))}
     bf16 = {"_override_": True, "alignment": "none", "format": "bf16"}
     trained["bf16"] = train_run(make_config(folder / "bf16", policy=policy, qarl=bf16))
+    nvfp4 = {"_override_": True, "format": "nvfp4", "targets": ["experts", "attention"]}
+    trained["nvfp4"] = train_run(make_config(folder / "nvfp4", policy=policy, qarl=nvfp4))
     return folder, trained
 
 
-@pytest.mark.parametrize(("name", "options"), [("bf16", []), ("w4a16", ["--dequantize"])])
+@pytest.mark.parametrize(("name", "options"), [("bf16", []), ("w4a16", ["--dequantize"]), ("nvfp4", ["--dequantize"])])
 def test_a_merged_model_computes_what_the_run_executed(runs, tmp_path, name, options):
     folder, trained = runs
     done = export(folder / name, tmp_path / "out", *options)

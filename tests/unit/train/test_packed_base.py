@@ -131,6 +131,18 @@ def test_foreign_missing_and_misshapen_tensors_are_all_named(packed, tmp_path):
         assert part in str(error.value)
 
 
+def test_projections_that_engines_fuse_must_share_their_global_scale(packed, tmp_path):
+    folder = shutil.copytree(packed / "nvfp4", tmp_path / "nvfp4")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
+    save_file(tensors, file)
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.self_attn\.q_proj\.weight, .*v_proj\.weight differ in their global"
+    ):
+        Trainer(config_of(tmp_path / "run", tmp_path, "nvfp4"))
+
+
 def test_a_checkpoint_of_other_tools_is_read(packed, tmp_path):
     """16-bit scales of FP8 and INT8 rows, as llm-compressor writes them, are widened exactly."""
     folder = shutil.copytree(packed / "int8", tmp_path / "int8")
