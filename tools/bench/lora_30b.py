@@ -6,6 +6,9 @@ other. Learner and engine share the GPU.
 
 python tools/bench/lora_30b.py --targets attention --rank 32 --cap-gb 80 --record docs/results/lora.json
 python tools/bench/lora_30b.py --targets attention,experts --rank 16 --cap-gb 141 --record docs/results/lora.json
+
+With `--engine packed` the built-in sampler shares the learner's base, so that the base is in memory once, and samples
+slower; `--format nvfp4` takes another base.
 """
 
 import argparse
@@ -119,6 +122,7 @@ def settings(base: Path, folder: Path, options: argparse.Namespace) -> dict[str,
     num_responses = options.num_prompts * options.num_generations
     lines = [{"problem": PROBLEM.format(a=n % 7 + 3, b=n % 11 + 4, c=n % 13 + 5), "answer": "1"} for n in range(256)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    vllm = {"engine": "vllm", "kv_cache_gib": options.kv_cache_gib, "max_model_len": 512 + options.max_new_tokens}
     qarl = {"format": options.format, "targets": options.base_targets.split(","), "keep_operand": False}
     return {
         "run_dir": str(folder / "run"),
@@ -136,7 +140,8 @@ def settings(base: Path, folder: Path, options: argparse.Namespace) -> dict[str,
             },
             "activation_checkpointing": True,
         },
-        "rollout": {"max_new_tokens": options.max_new_tokens, "batch_size": num_responses},
+        "rollout": {"max_new_tokens": options.max_new_tokens, "batch_size": num_responses}
+        | (vllm if options.engine == "vllm" else {}),
         "loss_fn": {"objective": "tbpo"},
         "grpo": {
             "num_prompts_per_step": options.num_prompts,
@@ -227,7 +232,9 @@ def computed_bytes(options: argparse.Namespace, trainer: Trainer) -> float:
     longest = max(len(trainer.encode([task])[0]) for task in trainer.source.train(1, 8)) + options.max_new_tokens
     cache = model.cache_bytes * options.num_prompts * options.num_generations * longest
     adapters = Adapters(options.rank, tuple(options.targets.split(",")))
-    return adapted_memory(model, learner, adapters, engine="packed", cache_bytes=cache).peak_bytes
+    if options.engine == "vllm":
+        cache = options.kv_cache_gib * GIB
+    return adapted_memory(model, learner, adapters, engine=options.engine, cache_bytes=cache).peak_bytes
 
 
 def rows_of(figures: Mapping[str, float], options: argparse.Namespace) -> list[Figure]:
@@ -260,6 +267,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=MODEL, help="folder with a config.json")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--engine", choices=("vllm", "packed"), help="default: vllm on a GPU")
+    parser.add_argument("--kv-cache-gib", type=float, default=8.0, help="vLLM's cache")
     parser.add_argument("--format", default="w4a16", help="of the base")
     parser.add_argument("--group-size", type=int)
     parser.add_argument("--base-targets", default="experts", help="what is quantized in the base")
@@ -276,7 +285,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--label", default="", help="put at the end of the rows' names, e.g. nvfp4")
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/lora.json")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the run's config, a.b=c")
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    options.engine = options.engine or ("vllm" if options.device == "cuda" else "packed")
+    return options
 
 
 def main() -> None:
@@ -289,6 +300,7 @@ def main() -> None:
     Console(width=100).print(table)
     if options.record:
         chosen = f"--targets {options.targets} --rank {options.rank} --cap-gb {options.cap_gb:g}"
+        chosen += f" --format {options.format} --engine {options.engine}"
         command = " ".join(["python tools/bench/lora_30b.py", chosen, *options.overrides])
         rows = result_rows(figures, hardware=hardware(options.device), versions=versions(), command=command)
         append_results(options.record, rows)
