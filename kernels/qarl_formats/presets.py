@@ -167,7 +167,7 @@ _BF16 = QuantFormat(
 # a model is loaded. Its routed experts take 4 and 8 bits only.
 _HUMMING = VllmKernels(
     experts=Kernel("no method of vLLM 0.25.1"),
-    linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsWNA16"),
+    linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsWNA16", followed=("HummingLinearKernel",)),
     linear_shape=(32, 32),
     drops_bias=True,
 )
