@@ -65,8 +65,10 @@ class Adapters:
         return None if manager is None else cls(manager._adapter_manager)
 
     def problems(self, manifest: Manifest) -> list[str]:
-        """Say why this rank does not take adapters of the announced rank."""
+        """Say why this rank does not take adapters of the announced rank, or none at all."""
         rank, most = rank_of(manifest), self._manager.lora_config.max_lora_rank
+        if not self.slots:
+            return ["this engine has adapters on none of its layers; start vLLM with other lora_target_modules"]
         return [f"its adapters have rank {rank}, this engine was started with max_lora_rank={most}"] * (rank > most)
 
     def layout(self, rank: int) -> Layout:

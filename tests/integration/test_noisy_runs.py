@@ -36,7 +36,7 @@ def test_a_replayed_run_has_no_gap(run, tmp_path):
     _, _, records = run
     assert column(records, "noise/stage") == [0, 1, 2, 3]
     assert column(records, "noise/sigma") == pytest.approx([0, 0.1, 0.1**1.5, 0.01])
-    # 512 draws, of one layer's two norms of 128 channels: within five standard errors of 1 / sqrt(2 * 256).
+    # 256 draws, one layer's two norms of 128 channels: within five standard errors of 1 / sqrt(2 * 256).
     assert column(records, "noise/rms") == pytest.approx(column(records, "noise/sigma"), rel=0.22)
     # Two optimizer steps a step, one version more for each other noise, and two more where none was served between.
     assert column(records, "weight_version") == [2, 6, 10, 13]
