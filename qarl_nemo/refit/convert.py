@@ -115,6 +115,10 @@ def convert(
     if quick is None:
         return _convert_as_vllm_does(scratch)
     tensors = quick(scratch)
+    bias = scratch._parameters.get("bias")
+    if bias is not None:
+        # Loaded with the weight; these layers' kernels read it as it is.
+        tensors["bias"] = bias.data
     if check:
         expected = _convert_as_vllm_does(scratch)
         differing = [name for name, tensor in tensors.items() if not _same_bytes(tensor, expected[name])]

@@ -10,6 +10,7 @@ import torch
 
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.calls import RankCalls
+from qarl_nemo.refit.convert_nvfp4 import PLAIN_TENSORS
 from qarl_nemo.refit.engine_mends import mend_int8_experts
 from qarl_nemo.refit.manifest import checksums
 from qarl_nemo.refit.rank import RankRefit
@@ -33,6 +34,10 @@ class PackedRefit(RankCalls):
         """Return the checksum of every tensor that this rank's kernels read, by name."""
         model = self._qarl_session().model
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        for layer, module in model.named_modules():
+            tensors |= {f"{layer}.{name}": vars(module)[name] for name in PLAIN_TENSORS if name in vars(module)}
+        # vLLM leaves these uninitialized where NVFP4 is of weights only, and reads none of them.
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_input_global_scale")}
         return dict(zip(tensors, checksums(tensors.values()), strict=True))
 
     def qarl_memory(self) -> dict[str, int]:

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from qarl_kernels import integer
+from qarl_kernels import integer, nvfp4
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16
-from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
+from qarl_kernels.ops.int4_gemm import grouped_gemm_int4, grouped_gemm_nvfp4
+from qarl_kernels.weights import largest_reference
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import uneven_weight
 from support.triton_interpreter import DEVICE, INTERPRETED
@@ -68,6 +69,43 @@ def test_router_weight(problem):
         expected = grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
         assert (out != expected).float().mean() < 0.05
         assert_snr(out, expected, 45)
+
+
+@pytest.fixture(params=[([0, 5, 3], 40, 96)] if INTERPRETED else CASES, ids=str)
+def nvfp4_problem(request, poisoned_empty):
+    counts, n, k = request.param
+    weight = uneven_weight(len(counts), n, k)
+    codes, scale = nvfp4.quantize(weight, nvfp4.global_divisor(largest_reference(weight)))
+    x = torch.randn(sum(counts), k).to(torch.bfloat16)
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    return x.to(DEVICE), nvfp4.pack(codes).to(DEVICE), scale.to(DEVICE), offsets.to(DEVICE)
+
+
+def test_nvfp4_product_and_its_weighted_rows(nvfp4_problem):
+    x, packed, scale, offsets = nvfp4_problem
+    weight, words = nvfp4.unscaled(packed, scale), packed.view(torch.int32)
+    plain = grouped_gemm_nvfp4(x, words, scale, offsets)
+    assert_snr(plain, product(x, weight, offsets), 45)
+    row_weight = torch.rand(len(x), device=DEVICE) + 0.01
+    for rounding in ("on_accumulator", "rounded_product"):
+        out = grouped_gemm_nvfp4(x, words, scale, offsets, row_weight=row_weight, weight_rounding=rounding)
+        expected = grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
+        assert (out != expected).float().mean() < 0.05
+        assert_snr(out, expected, 45)
+    moved = scale.view(torch.uint8).flatten().roll(1).view(scale.shape).view(scale.dtype)
+    for wrong in (nvfp4.unscaled(packed ^ 1, scale), nvfp4.unscaled(packed, moved)):
+        with pytest.raises(AssertionError, match="SNR"):
+            assert_snr(plain, product(x, wrong, offsets), 20)
+
+
+def test_every_nvfp4_weight_is_read_exactly(nvfp4_problem):
+    _, packed, scale, _ = nvfp4_problem
+    weight = nvfp4.unscaled(packed, scale)
+    eye = torch.eye(weight.shape[-1], dtype=torch.bfloat16, device=DEVICE)
+    offsets = torch.zeros(len(packed) + 1, dtype=torch.int32, device=DEVICE)
+    offsets[-1] = len(eye)
+    out = grouped_gemm_nvfp4(eye, packed.view(torch.int32), scale, offsets)
+    assert_bitwise_equal(out + 0, weight[-1].T.contiguous() + 0)
 
 
 def test_all_problems_are_named():

@@ -79,12 +79,16 @@ def test_the_forward_is_the_references(fmt):
         assert_snr(forward(x, index, weight.flip(-1), operands)[0], expected, 20)
 
 
-@pytest.mark.parametrize("group_size", [128, 32])
-def test_packed_weights_multiply_to_the_same(group_size):
-    fmt = get_format("w4a16", group_size=group_size)
+@pytest.mark.parametrize(
+    ("name", "group_size"), [("w4a16", 128), ("w4a16", 32), pytest.param("nvfp4", None, marks=pytest.mark.slow)]
+)
+def test_packed_weights_multiply_to_the_same(name, group_size):
+    fmt = get_format(name, group_size=group_size)
     x, index, weight, stored = make_case(fmt)
     expected = reference(x, index, weight, stored, fmt)
-    assert_snr(forward(x, index, weight, operands_of(stored, packed=True))[0], expected, 45)
+    operands = operands_of(stored, packed=True)
+    assert_snr(forward(x, index, weight, operands)[0], expected, 45)
+    assert_bitwise_equal(dequantize_operand(operands[1]).cpu(), stored[1].dequantize())
     stored[0].tensors["weight_packed"] ^= 1
     with pytest.raises(AssertionError, match="SNR"):
         assert_snr(forward(x, index, weight, operands_of(stored, packed=True))[0], expected, 20)

@@ -7,6 +7,7 @@ Set QARL_VLLM_RESULTS to a file to keep the figures as rows of docs/results.
 import datetime
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportEr
 import vllm._custom_ops as ops  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.int8_utils import per_token_quant_int8  # noqa: E402
+from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (  # noqa: E402
+    apply_fp4_marlin_linear,
+    prepare_fp4_layer_for_marlin,
+)
 
 from qarl_kernels import (  # noqa: E402
     QuantizedWeight,
@@ -40,6 +45,8 @@ from qarl_kernels.ops.swiglu import swiglu as swiglu_kernel  # noqa: E402
 from qarl_kernels.ops.swiglu import swiglu_quantize_group, swiglu_quantize_token  # noqa: E402
 from qarl_kernels.ops.weights import dequantize_operand  # noqa: E402
 from qarl_nemo.metrics.results import append_results  # noqa: E402
+from qarl_nemo.refit import convert_nvfp4  # noqa: E402
+from qarl_nemo.refit.convert_nvfp4 import range_factor  # noqa: E402
 from support.vllm.compare import ENGINES, case, equal_fraction, neighbours, sqnr_db  # noqa: E402
 from support.vllm.cutlass import CompiledW4A8  # noqa: E402
 
@@ -94,6 +101,8 @@ def wrong_weight(parts, layer):
     if stored.format.weight_kind == "int":
         shifted = stored.codes().to(torch.bfloat16).unflatten(-1, (-1, 128)) + 1
         return (shifted * stored.tensors["weight_scale"].unsqueeze(-1)).flatten(-2)
+    if operand.tensor_scale is not None:
+        return replace(operand, values=operand.values.roll(1, 1)).effective_weight().to(torch.bfloat16)
     if operand.scale is None:
         return operand.values.roll(operand.values.shape[1] // 2, 1)
     return GemmOperand(operand.format, operand.values, operand.scale.roll(1, 1)).effective_weight().to(torch.bfloat16)
@@ -227,6 +236,49 @@ def test_swiglu_before_groups_is_the_same_bits(origin, figures):
         assert_bitwise_equal(rounded[0], expected[0])
 
 
+def test_dense_nvfp4_layers_multiply_the_sum_by_the_global_scale(figures):
+    x, stored = tokens(), quantize_weight(case("nvfp4_marlin").masters[0][0], get_format("nvfp4"))
+    packed, scale, divisor = stored.tensors.values()
+    layer = torch.nn.Module()
+    layer.output_size_per_partition, layer.input_size_per_partition = stored.shape
+    layer.params_dtype = torch.bfloat16
+    for name, tensor in (("weight", packed), ("weight_scale", scale), ("weight_global_scale", 1.0 / divisor.max())):
+        layer.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    prepare_fp4_layer_for_marlin(layer)
+    held = layer.weight, layer.weight_scale, layer.weight_global_scale, layer.workspace
+    theirs = apply_fp4_marlin_linear(x, *held, *stored.shape)
+    for origin, multiply in (("kernels", grouped_gemm), ("reference", reference_grouped_gemm)):
+        ours = multiply(x, gemm_operand(stored, torch.bfloat16).stacked(), one_group(x))
+        assert figures.compare(f"nvfp4_vllm_marlin_dense_{origin}", ours, theirs, keep=True) >= MIN_GEMM_DB
+    early = x @ stored.dequantize().mT
+    assert figures.compare("nvfp4_vllm_marlin_dense_decompressed", early, theirs, keep=True) < MIN_GEMM_DB
+
+
+@pytest.mark.parametrize("smaller", [1.0, 0.25])
+def test_all_experts_are_converted_at_once_as_vllm_converts_each(smaller):
+    """Also where no scale is the largest, as on a tensor parallel rank: then all are moved up by a power of two."""
+    parts = case("nvfp4_marlin")
+    layer, stored = torch.nn.Module(), []
+    layer.params_dtype = torch.bfloat16
+    for part, weight in zip(("w13", "w2"), parts.stored, strict=True):
+        scale = (weight.tensors["weight_scale"].float() * smaller).clamp(min=2.0**-6).to(torch.float8_e4m3fn)
+        stored.append(QuantizedWeight(weight.format, weight.shape, weight.tensors | {"weight_scale": scale}))
+        for suffix, tensor in stored[-1].tensors.items():
+            # vLLM holds the global scales of gate and up.
+            tensor = tensor.expand(-1, 2 if part == "w13" else 1) if suffix == "weight_global_scale" else tensor
+            layer.register_buffer(f"{part}_{suffix}", tensor)
+    converted, engine = convert_nvfp4._marlin(layer), type(parts.engine)(*stored)
+    assert (range_factor(stored[0].tensors["weight_scale"]) > 1) == (smaller < 1)
+    for part, (weight, scale), global_scale in zip(("w13", "w2"), engine.weights, engine.global_scales, strict=True):
+        assert_bitwise_equal(converted[f"{part}_weight"], weight)
+        assert_bitwise_equal(converted[f"{part}_weight_scale"], scale)
+        assert_bitwise_equal(converted[f"{part}_weight_scale_2"], global_scale)
+        with pytest.raises(AssertionError, match="differ"):
+            assert_bitwise_equal(
+                converted[f"{part}_weight_scale"].view(torch.uint8).roll(1, 0), scale.view(torch.uint8)
+            )
+
+
 def note_operators(figures, name, parts, origin):
     """Compare each operator on the input that vLLM's had; returns fc1 and fc2 with their dB."""
     stages, products = parts.stages, {}
@@ -300,6 +352,8 @@ def wrong_operands(parts):
         packed = pack_int32((stored.codes() + 1).clamp(max=7), 4)
         shifted = QuantizedWeight(stored.format, stored.shape, stored.tensors | {"weight_packed": packed})
         wrong["zero_point"] = gemm_operand(shifted, torch.bfloat16)
+    elif operand.tensor_scale is not None:
+        wrong["scale"] = replace(operand, tensor_scale=operand.tensor_scale.roll(1, 0) * 2)
     elif operand.scale is not None:
         wrong["scale"] = GemmOperand(operand.format, operand.values, operand.scale.roll(1, 1).contiguous())
     return wrong

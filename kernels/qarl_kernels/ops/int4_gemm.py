@@ -1,9 +1,10 @@
-"""Grouped GEMM on packed int4 weights: y[m] = epilogue(sum_k x[m, k] * bf16(code[e, n, k] * scale[e, n, k // g])).
+"""Grouped GEMM on packed 4-bit weights: y[m] = epilogue(sum_k x[m, k] * bf16(code[e, n, k] * scale[e, n, k // g])).
 
-The weight is dequantized in registers, rounded to BF16 exactly as by `integer.dequantize_integer`, and handed to the
-tensor cores through shared memory. This reads a quarter of the weight bytes and needs no BF16 copy of the weights. But
-every row tile dequantizes its weights again, and the tensor cores wait meanwhile; with many rows per expert it is
-faster to dequantize once and run the BF16 GEMM.
+The weight is dequantized in registers, rounded to BF16 exactly as by `integer.dequantize_integer` (int4) or
+`nvfp4.unscaled` (E2M1, whose products need no rounding), and handed to the tensor cores through shared memory. This
+reads a quarter of the weight bytes and needs no BF16 copy of the weights. But every row tile dequantizes its weights
+again, and the tensor cores wait meanwhile; with many rows per expert it is faster to dequantize once and run the BF16
+GEMM.
 """
 
 import torch
@@ -11,15 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qarl_kernels.nvfp4 import GROUP
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.gemm_checks import epilogue_problems, offsets_problems
 from qarl_kernels.ops.gemm_kernels import scale_rows, store_tile
 from qarl_kernels.ops.grouped_gemm import EPILOGUES, compile_options, launch_grid, output_descriptor
 from qarl_kernels.ops.launch import TileConfig, tile_config
+from qarl_kernels.ops.nvfp4 import grid_values
 from qarl_kernels.ops.tiles import build_tile_table, descriptor, tile_position
 
 GROUP_SIZES = (32, 64, 128)
 CODES_PER_WORD = 8
+_SCALES = {
+    "grouped_gemm_int4": (torch.bfloat16, GROUP_SIZES),
+    "grouped_gemm_nvfp4": (torch.float8_e4m3fn, (GROUP,)),
+}
 
 
 @triton.jit
@@ -35,18 +42,27 @@ def _nibble(words, scale, offset, POSITION: tl.constexpr):
 
 
 @triton.jit
-def dequantize_words(words, scale):
-    """bf16((code - 8) * scale) of words [N, W], 8 codes each, and scale [N] FP32 -> [N, 8 W] BF16."""
-    factor = tl.broadcast_to(scale[:, None], words.shape)
+def _weight(words, scale, offset, POSITION: tl.constexpr, FP4: tl.constexpr):
+    if FP4:
+        weight = (grid_values((words >> (4 * POSITION)) & 15) * scale).to(tl.bfloat16)
+    else:
+        weight = _nibble(words, scale, offset, POSITION)
+    return weight
+
+
+@triton.jit
+def dequantize_words(words, scale, FP4: tl.constexpr):
+    """bf16(code * scale) of words [N, W], 8 codes each, and scale [N, 1] or [N, W] FP32 -> [N, 8 W] BF16."""
+    factor = tl.broadcast_to(scale, words.shape)
     offset = factor * -136.0
     # Joins put the first operand first in the new last axis: the chain below interleaves codes 0 to 7 in order.
     even_pairs = tl.join(
-        tl.join(_nibble(words, factor, offset, 0), _nibble(words, factor, offset, 4)),
-        tl.join(_nibble(words, factor, offset, 2), _nibble(words, factor, offset, 6)),
+        tl.join(_weight(words, factor, offset, 0, FP4), _weight(words, factor, offset, 4, FP4)),
+        tl.join(_weight(words, factor, offset, 2, FP4), _weight(words, factor, offset, 6, FP4)),
     )
     odd_pairs = tl.join(
-        tl.join(_nibble(words, factor, offset, 1), _nibble(words, factor, offset, 5)),
-        tl.join(_nibble(words, factor, offset, 3), _nibble(words, factor, offset, 7)),
+        tl.join(_weight(words, factor, offset, 1, FP4), _weight(words, factor, offset, 5, FP4)),
+        tl.join(_weight(words, factor, offset, 3, FP4), _weight(words, factor, offset, 7, FP4)),
     )
     return tl.join(even_pairs, odd_pairs).reshape(words.shape[0], words.shape[1] * 8)
 
@@ -57,12 +73,13 @@ def _grouped_gemm_int4_kernel(
     packed_desc,  # [E, N, K / 8] int32
     out_desc,  # [M, N], ragged
     tiles_ptr,  # [1 + T, 4] int32
-    scale_ptr,  # [E, N, K / g] BF16
+    scale_ptr,  # [E, N, K / g] BF16, or E4M3
     row_weight_ptr,  # [M] FP32
     N,
     K,
     EPILOGUE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    FP4: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -70,7 +87,9 @@ def _grouped_gemm_int4_kernel(
     FLATTEN: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    tl.static_assert(GROUP_SIZE % BLOCK_K == 0, "one scale per row and step")
+    # A step has one int4 scale per row; an E2M1 scale belongs to two words.
+    tl.static_assert(BLOCK_K % GROUP_SIZE == 0 if FP4 else GROUP_SIZE % BLOCK_K == 0, "steps of whole scales")
+    word = tl.arange(0, BLOCK_K // 8)
     num_m_tiles = tl.load(tiles_ptr)
     num_n_tiles = tl.cdiv(N, BLOCK_N)
     num_groups = K // GROUP_SIZE
@@ -89,8 +108,13 @@ def _grouped_gemm_int4_kernel(
         for k in tl.range(0, K, BLOCK_K):
             x = x_desc.load([row, k])
             words = packed_desc.load([expert, column, k // 8]).reshape(BLOCK_N, BLOCK_K // 8)
-            scale = tl.load(scale_row + k // GROUP_SIZE, mask=real_column, other=0.0).to(tl.float32)
-            acc = tl.dot(x, dequantize_words(words, scale).T, acc)
+            if FP4:
+                groups = (k // 8 + word) // (GROUP_SIZE // 8)
+                valid = real_column[:, None] & (groups < num_groups)[None, :]
+                scale = tl.load(scale_row[:, None] + groups[None, :], mask=valid, other=0.0).to(tl.float32)
+            else:
+                scale = tl.load(scale_row + k // GROUP_SIZE, mask=real_column, other=0.0).to(tl.float32)[:, None]
+            acc = tl.dot(x, dequantize_words(words, scale, FP4).T, acc)
         if EPILOGUE != 0:
             rows = row + tl.arange(0, BLOCK_M)
             weight = tl.load(row_weight_ptr + rows, mask=rows < stop, other=0.0)
@@ -113,12 +137,12 @@ def launch_grouped_gemm_int4(
     Args:
         x: [M, K] BF16.
         packed: [E, N, K / 8] int32.
-        scale: [E, N, K / g] BF16.
+        scale: [E, N, K / g] BF16 of int4 codes, or [E, N, K / 16] E4M3 of E2M1 codes.
         offsets: [E + 1] int32.
         row_weight: [M] FP32 or None.
         epilogue: a value of `EPILOGUES`.
         out: [M, N], written.
-        config: the tile; steps longer than a group are shortened to it.
+        config: the tile; steps longer than a group of int4 codes are shortened to it.
 
     Returns:
         out.
@@ -127,7 +151,8 @@ def launch_grouped_gemm_int4(
     if num_rows == 0:
         return out
     group_size = k // scale.shape[2]
-    block_k = min(config.block_k, group_size)
+    fp4 = scale.dtype == torch.float8_e4m3fn
+    block_k = config.block_k if fp4 else min(config.block_k, group_size)
     tiles = build_tile_table(offsets, num_rows, config.block_m)
     _grouped_gemm_int4_kernel[launch_grid(x, tiles, n, config)](
         descriptor(x, [config.block_m, block_k]),
@@ -140,6 +165,7 @@ def launch_grouped_gemm_int4(
         k,
         EPILOGUE=epilogue,
         GROUP_SIZE=group_size,
+        FP4=fp4,
         BLOCK_K=block_k,
         **compile_options(config),
     )
@@ -194,16 +220,59 @@ def grouped_gemm_int4(
 
     Source: vLLM 0.25.1 marlin_template.h (the product is rounded to BF16 before it is multiplied).
     """
+    return _multiply("grouped_gemm_int4", x, packed, scale, offsets, row_weight, weight_rounding)
+
+
+def grouped_gemm_nvfp4(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offsets: Tensor,
+    *,
+    row_weight: Tensor | None = None,
+    weight_rounding: str | None = None,
+) -> Tensor:
+    """Multiply BF16 rows by their expert's packed weight without its global scale: y = bf16(x @ (code * scale)^T).
+
+    Args:
+        x: [M, K] BF16, rows sorted by expert.
+        packed: [E, N, K / 8] int32, 8 E2M1 codes each, lowest bits first: the bytes [E, N, K / 2] that are stored.
+        scale: [E, N, K / 16] float8_e4m3fn.
+        offsets: [E + 1] int32.
+        row_weight: [M] FP32 factor of each row, in which the global scale is; or None.
+        weight_rounding: with row_weight: see `grouped_gemm_bf16`.
+
+    Returns:
+        [M, N] BF16.
+
+    Raises:
+        ValueError: an operand is not legal; everything wrong is named.
+
+    Source: vLLM 0.25.1 marlin_template.h.
+    """
+    return _multiply("grouped_gemm_nvfp4", x, packed, scale, offsets, row_weight, weight_rounding)
+
+
+def _multiply(
+    op: str,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offsets: Tensor,
+    row_weight: Tensor | None,
+    weight_rounding: str | None,
+) -> Tensor:
+    scale_dtype, sizes = _SCALES[op]
     problems = tensor_problems("x", x, (torch.bfloat16,)) + tensor_problems("packed", packed, (torch.int32,), 3)
-    problems += tensor_problems("scale", scale, (torch.bfloat16,), 3)
+    problems += tensor_problems("scale", scale, (scale_dtype,), 3)
     if not problems:
-        problems += _shape_problems(x, packed, scale) + offsets_problems(x, packed.shape[0], offsets)
+        problems += _shape_problems(x, packed, scale, sizes) + offsets_problems(x, packed.shape[0], offsets)
         problems += epilogue_problems(x, row_weight, weight_rounding)
-    refuse("grouped_gemm_int4", problems)
+    refuse(op, problems)
     return _int4_op(x, packed, scale, offsets, row_weight, EPILOGUES[weight_rounding])
 
 
-def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor) -> list[str]:
+def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor, sizes: tuple[int, ...]) -> list[str]:
     num_experts, n, words = packed.shape
     k = words * CODES_PER_WORD
     problems = []
@@ -211,7 +280,7 @@ def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor) -> list[str]:
         problems.append(f"x has {x.shape[1]} columns, packed holds {k} (legal: the same multiple of 32)")
     if n % 8 or n == 0:
         problems.append(f"packed has N={n} (legal: multiples of 8)")
-    legal = [[num_experts, n, k // size] for size in GROUP_SIZES if k % size == 0]
+    legal = [[num_experts, n, k // size] for size in sizes if k % size == 0]
     if list(scale.shape) not in legal:
         problems.append(f"scale has shape {list(scale.shape)} (legal: {legal}, for group sizes that divide K)")
     return problems

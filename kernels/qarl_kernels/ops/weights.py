@@ -64,8 +64,8 @@ def _quantize_nvfp4(
     return QuantizedWeight(fmt, _shape(weight), tensors, done.nonfinite), done.unscaled
 
 
-def _nvfp4_operand(weight: QuantizedWeight, values: Tensor) -> GemmOperand:
-    return GemmOperand(weight.format, values, None, tensor_scale=tensor_scale(weight.tensors["weight_global_scale"]))
+def _nvfp4_operand(weight: QuantizedWeight, values: Tensor, scale: Tensor | None = None) -> GemmOperand:
+    return GemmOperand(weight.format, values, scale, tensor_scale=tensor_scale(weight.tensors["weight_global_scale"]))
 
 
 def _shape(weight: Weights) -> tuple[int, ...]:
@@ -112,8 +112,10 @@ def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> Gem
             return GemmOperand(fmt, weight.dequantize(), None)
         return GemmOperand(fmt, *stored) if packed else GemmOperand(fmt, int4_dequantize(*stored), None)
     if fmt.weight_kind == "nvfp4":
-        values = nvfp4_unscaled(weight.tensors["weight_packed"], weight.tensors["weight_scale"])
-        return _nvfp4_operand(weight, values)
+        codes, scale = weight.tensors["weight_packed"], weight.tensors["weight_scale"]
+        if packed:
+            return _nvfp4_operand(weight, codes.view(torch.int32), scale)
+        return _nvfp4_operand(weight, nvfp4_unscaled(codes, scale))
     scale = weight.tensors.get("weight_scale", weight.tensors.get("weight_scale_inv"))
     return GemmOperand(fmt, weight.tensors["weight"], scale)
 
@@ -128,7 +130,11 @@ def dequantize_operand(operand: GemmOperand) -> Tensor:
         [..., N, K] BF16.
     """
     if operand.tensor_scale is not None:
-        return torch.mul(operand.values, operand.tensor_scale, out=torch.empty_like(operand.values))
+        values = operand.values
+        if operand.is_packed:
+            assert operand.scale is not None
+            values = nvfp4_unscaled(values.view(torch.uint8), operand.scale)
+        return torch.mul(values, operand.tensor_scale, out=torch.empty_like(values))
     if operand.scale is None:
         return operand.values
     if operand.is_packed:

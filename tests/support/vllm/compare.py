@@ -21,13 +21,14 @@ from qarl_kernels.ops.swiglu import swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.ops.token_rounding import TOKEN_DTYPES
 from qarl_kernels.routing import route_rows
 from support.vllm.cutlass import CutlassFp8, CutlassW4A8
-from support.vllm.experts import MarlinW4A16, TritonMoe, take_rows
+from support.vllm.experts import MarlinNvfp4, MarlinW4A16, TritonMoe, take_rows
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K, NUM_TOKENS = 16, 2048, 768, 8, 1024
 
 # Format and kernel, as vLLM 0.25.1 serves the format on Hopper; the default of fp8_channel is CUTLASS.
 ENGINES = {
     "w4a16_marlin": MarlinW4A16,
+    "nvfp4_marlin": MarlinNvfp4,
     "w4a8_cutlass": CutlassW4A8,
     "fp8_channel_cutlass": CutlassFp8,
     "fp8_channel_triton": TritonMoe,
@@ -99,9 +100,12 @@ class Case:
             self.index,
             self.weight,
             lambda rows, offsets, dtype: reference_gemm(rows, fc1, offsets, out_dtype=dtype),
-            lambda rows, offsets, dtype: reference_gemm(rows, fc2, offsets, out_dtype=dtype, after_swiglu=True),
+            lambda rows, offsets, dtype: reference_gemm(
+                rows, fc2.unscaled(), offsets, out_dtype=dtype, after_swiglu=True
+            ),
             dataclasses.replace(self.format, router_weight=self.router_weight),
             NUM_EXPERTS,
+            fc2_scale=fc2.tensor_scale,
         )
 
     def to_rows(self, choices: Tensor | None) -> Tensor | None:
@@ -119,7 +123,10 @@ class Case:
         weight = self.weight.reshape(-1, 1)
         if self.router_weight == "weighted_sum":
             return product
-        if self.router_weight == "rounded_product":
+        scale = self.reference_operands[1].tensor_scale
+        if scale is not None:
+            weight = weight * scale.flatten()[self.index].reshape(-1, 1)
+        if self.router_weight in ("rounded_product", "scaled_product"):
             return product * weight.to(torch.bfloat16)
         return (product.float() * weight).to(torch.bfloat16)
 
@@ -145,6 +152,8 @@ class Case:
                 scale = operand.scale[expert].double()
                 blocked = operand.format.weight_kind == "fp8_blocks"
                 weight = weight * (expand_block_scale(scale, *weight.shape) if blocked else scale)
+            elif operand.tensor_scale is not None:
+                weight = weight * operand.tensor_scale[expert].double()
             out.append(values[start:stop] @ weight.mT)
         return self.to_choices(torch.cat(out))
 
@@ -168,9 +177,8 @@ class Case:
     def reference_fc2(self) -> Tensor:
         rows = self.to_rows(swiglu(self.stages.fc1, self.format))
         dtype = torch.float32 if self.router_weight == "on_accumulator" else torch.bfloat16
-        product = reference_gemm(
-            rows, self.reference_operands[1], self.routed.offsets, out_dtype=dtype, after_swiglu=True
-        )
+        operand = self.reference_operands[1].unscaled()
+        product = reference_gemm(rows, operand, self.routed.offsets, out_dtype=dtype, after_swiglu=True)
         return self.weighted(self.to_choices(product))
 
     def kernels_fc2(self) -> Tensor:

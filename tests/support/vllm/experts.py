@@ -6,6 +6,7 @@ what vLLM's code passes to them, so that each operator can be compared on the sa
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import (
     marlin_make_workspace_new,
     marlin_moe_permute_scales,
 )
+from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_nvfp4_moe_layer_for_marlin
 from vllm.scalar_type import scalar_types
 from vllm.triton_utils import tl
 
@@ -107,9 +109,11 @@ class MarlinW4A16(VllmExperts):
     """Marlin MoE: int4 to BF16 in registers."""
 
     kernel = "marlin"
+    codes = scalar_types.uint4b8
 
     def prepare(self, fc1, fc2):
         self.weights = [self._repack(weight) for weight in (fc1, fc2)]
+        self.global_scales = None, None
         self.workspace = marlin_make_workspace_new(self.device, 4)
 
     def _repack(self, weight):
@@ -133,14 +137,16 @@ class MarlinW4A16(VllmExperts):
             weight,
             None,
             scale,
-            *[None] * 5,
+            None,
+            self.global_scales[layer],
+            *[None] * 3,
             self.workspace,
             *order,
             torch.ones(num_rows, 1, device=self.device),
             moe_block_size=block,
             top_k=1,
             mul_topk_weights=False,
-            b_q_type=scalar_types.uint4b8,
+            b_q_type=self.codes,
             size_m=num_rows,
             size_n=n,
             size_k=k,
@@ -169,7 +175,9 @@ class MarlinW4A16(VllmExperts):
                 s2,
                 topk_weight,
                 topk_index.int(),
-                quant_type_id=scalar_types.uint4b8.id,
+                quant_type_id=self.codes.id,
+                global_scale1=self.global_scales[0],
+                global_scale2=self.global_scales[1],
                 activation_func=activate,
                 moe_sum=ops.moe_sum,
                 output=out,
@@ -177,6 +185,27 @@ class MarlinW4A16(VllmExperts):
         num_rows = topk_index.numel()
         fc1, fc2 = products[0].view(num_rows, -1), products[1].view(num_rows, -1)
         return Stages((x, None), fc1, (activations[0], None), fc2, out)
+
+
+class MarlinNvfp4(MarlinW4A16):
+    """Marlin MoE: E2M1 codes and E4M3 scales to BF16 in registers, global scales on the sum or the router weight."""
+
+    codes = scalar_types.float4_e2m1f
+
+    def prepare(self, fc1, fc2):
+        layer = SimpleNamespace(
+            num_experts=self.num_experts,
+            hidden_size=self.hidden,
+            intermediate_size_per_partition=self.inner,
+            params_dtype=torch.bfloat16,
+        )
+        tensors = []
+        for weight in (fc1, fc2):
+            packed, scale, divisor = weight.tensors.values()
+            tensors += [packed, scale, 1.0 / divisor.flatten()]
+        w13, scale13, global13, w2, scale2, global2 = prepare_nvfp4_moe_layer_for_marlin(layer, *tensors, True)
+        self.weights, self.global_scales = [(w13, scale13), (w2, scale2)], (global13, global2)
+        self.workspace = marlin_make_workspace_new(self.device, 4)
 
 
 class TritonMoe(VllmExperts):

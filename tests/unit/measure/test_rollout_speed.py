@@ -13,7 +13,7 @@ from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, wr
 from qarl_nemo.measure.speed.run import FormatSpeed
 from qarl_nemo.measure.speed.settings import RolloutSpeedSettings, SpeedJob, prepare_speed
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
-from qarl_nemo.measure.speed.vllm_speed import _randomize_one
+from qarl_nemo.measure.speed.vllm_speed import _randomize_one, _scale_nvfp4
 from qarl_nemo.metrics.results import append_results
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b"
@@ -202,3 +202,25 @@ def test_measured_weights_have_many_values(name, dtype):
     weight = torch.zeros(64, 64).to(dtype)
     _randomize_one(f"model.layers.0.mlp.experts.{name}", weight)
     assert len(weight.float().unique()) > 50
+
+
+def test_measured_nvfp4_layers_have_scales_of_weights():
+    """The kernel's scale of a weight is byte * global scale: dummy ones are near zero and infinite."""
+    experts = torch.nn.Module()
+    for name in ("w13_weight_scale", "w2_weight_scale"):
+        scale = torch.zeros(2, 4).to(torch.float8_e4m3fn)
+        experts.register_parameter(name, torch.nn.Parameter(scale, requires_grad=False))
+    experts.w13_weight_global_scale = torch.nn.Parameter(torch.zeros(2, 2))
+    experts.w13_weight_scale_2 = torch.full((2,), torch.inf)
+    other = torch.nn.Module()
+    other.weight_scale = torch.nn.Parameter(torch.zeros(3))
+    with torch.inference_mode():
+        _scale_nvfp4(experts)
+        _scale_nvfp4(other)
+    # Five bits of exponent with a bias of 15, three of fraction, and 2^7 that Marlin takes out: 176 = 22 << 3 is 1.
+    for name in ("w13_weight_scale", "w2_weight_scale"):
+        byte = getattr(experts, name).view(torch.uint8).unique().item()
+        assert 2.0 ** ((byte >> 3) - 15) * (1 + (byte & 7) / 8) / 2**7 == 1.0
+    # Marlin's form is 2^119 times the global scale.
+    assert (experts.w13_weight_scale_2 / 2.0**119).tolist() == [2.0**-7] * 2
+    assert not other.weight_scale.any()
