@@ -28,7 +28,7 @@ from qarl_nemo.checkpoints.plan import (
 )
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, TensorReader, open_checkpoint
 from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard, shard_names
-from qarl_nemo.checkpoints.split_channels import ChannelSplitter
+from qarl_nemo.checkpoints.split_channels import ChannelSplitter, Splitting
 from qarl_nemo.files import FileError, os_reason, require_space
 
 
@@ -64,6 +64,7 @@ class QuantizeReport:
         num_shards: output files.
         num_resumed_shards: how many of them an earlier, killed run had finished.
         dropped: source tensor that no engine reads -> why it was left out.
+        splitting: which MLPs got more channels; None: none.
     """
 
     destination: Path
@@ -74,6 +75,7 @@ class QuantizeReport:
     num_shards: int
     num_resumed_shards: int
     dropped: dict[str, str]
+    splitting: Splitting | None = None
 
 
 def quantize_checkpoint(
@@ -140,6 +142,7 @@ def quantize_checkpoint(
         len(plan.shards),
         num_resumed,
         plan.dropped,
+        plan.splitting,
     )
 
 

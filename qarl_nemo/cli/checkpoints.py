@@ -127,6 +127,8 @@ def _quantize(
     for reason in dict.fromkeys(report.dropped.values()):
         dropped = [name for name, why in report.dropped.items() if why == reason]
         typer.echo(f"left out: {summarize_names(dropped, 8)} ({reason})")
+    for target, (before, after) in report.splitting.widths.items() if report.splitting else ():
+        typer.echo(f"split channels of {target}: {before} -> {after}")
     quantized = sum(row["quantized"] for row in report.rows)
     again = f", {report.num_resumed_shards} of {report.num_shards} shards from before" * bool(report.num_resumed_shards)
     typer.echo(
