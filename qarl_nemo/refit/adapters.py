@@ -104,6 +104,15 @@ class Adapters:
             whole = len(a) == 1
             self._manager.modules[module].set_lora(place, a[0] if whole else a, b[0] if whole else b)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the tensors that vLLM's kernels read, by their layer's name and their own."""
+        found = {}
+        for module, wrapper in self._manager.modules.items():
+            layers = ("w13_", "w2_") if _is_moe(wrapper) else ("",)
+            for kind in (f"{layer}lora_{factor}_stacked" for layer in layers for factor in "ab"):
+                found |= {f"{module}.{kind}.{part}": one for part, one in enumerate(getattr(wrapper, kind))}
+        return found
+
     def _place(self, rank: int) -> int:
         manager = self._manager
         if ADAPTER_ID not in manager._registered_adapters:
@@ -145,9 +154,13 @@ def _rank(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
     return next((shape[-2] for name, shape in shapes if name.endswith(_A) and len(shape) > 1), 0)
 
 
+def _is_moe(wrapper: Any) -> bool:
+    return hasattr(wrapper, "w13_lora_a_stacked")
+
+
 def _projections(module: str, wrapper: Any) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """Yield each projection's published name, number of experts, K and N, in the order in which vLLM takes them."""
-    if hasattr(wrapper, "w13_lora_a_stacked"):
+    if _is_moe(wrapper):
         config = wrapper.moe_config
         hidden, inner = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded * wrapper.tp_size
         for name in _EXPERTS:

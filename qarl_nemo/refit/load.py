@@ -32,8 +32,9 @@ class PackedRefit(RankCalls):
 
     def qarl_digests(self) -> dict[str, int]:
         """Return the checksum of every tensor that this rank's kernels read, by name."""
-        model = self._qarl_session().model
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        session = self._qarl_session()
+        model = session.model
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers()) | session.adapter_buffers()
         for layer, module in model.named_modules():
             tensors |= {f"{layer}.{name}": vars(module)[name] for name in PLAIN_TENSORS if name in vars(module)}
         # vLLM leaves these uninitialized where NVFP4 is of weights only, and reads none of them.

@@ -77,6 +77,10 @@ class RankRefit(RankSession):
             return whole
         return expert_part(layer, slot.parameter, checkpoint_parameters(layer)[slot.parameter], whole)
 
+    def adapter_buffers(self) -> dict[str, Tensor]:
+        """Return what the kernels of adapters read, by name."""
+        return {} if self._adapters is None else self._adapters.buffers()
+
     def pieces(self, layers: Mapping[str, Parts]) -> list[str]:
         """Return the layers of which a message brings only a part, because vLLM converts layers as a whole."""
         absent: dict[str, list[str]] = {}

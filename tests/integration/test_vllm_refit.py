@@ -264,6 +264,11 @@ def test_memory_returns_to_its_level(case, facts):
         assert early["allocated"] > 2**20
 
 
+@asked("saved_adapter")
+def test_an_adapter_from_a_refit_is_the_one_from_its_folder(case, facts):
+    assert facts("saved_adapter") == {"same": True, "same_buffers": True, "differ": True, "refitted_again": True}
+
+
 @asked("sleep")
 def test_a_refit_after_sleep_gives_what_it_gave_before(case, facts):
     assert facts("sleep") == {"after_night": True, "refitted": True}

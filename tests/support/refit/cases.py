@@ -26,6 +26,7 @@ class EngineCase:
         one_kernel_at_a_time: every launch waits for the one before, whatever its stream.
         rehearsed: updates come layer by layer, twice.
         nested_in: the finer format that updates are published in.
+        adapters: updates bring adapters of all targets, and norms; the base stays.
     """
 
     format: str
@@ -43,6 +44,7 @@ class EngineCase:
     one_kernel_at_a_time: bool = False
     rehearsed: bool = False
     nested_in: str | None = None
+    adapters: bool = False
 
     @property
     def name(self) -> str:
@@ -61,6 +63,8 @@ class EngineCase:
             parts.append("rehearsed")
         if self.nested_in:
             parts.append("nested")
+        if self.adapters:
+            parts.append("adapters")
         return "-".join(parts)
 
     @property
@@ -83,6 +87,9 @@ class EngineCase:
 _BRIEF = ("first_refit", "there_and_back")
 _REHEARSED = (*_BRIEF, "broken_rehearsal")
 _WHOLE = ("methods", *_BRIEF, "prefix_cache", "refusals", "cuts", "in_flight", "memory")
+_ADAPTERS = ("methods", "there_and_back", "prefix_cache", "refusals", "cuts", "in_flight", "memory", "saved_adapter")
+# The formats whose experts' kernels vLLM runs beside adapters.
+_ADAPTED = ("w4a16", "fp8_block", "int8", "nvfp4", "bf16")
 # (format, group size)
 _GROUPS = ((name, None) for name in FORMATS), (("w4a16", 64), ("w4a16", 32))
 _STORED = tuple(pair for pairs in _GROUPS for pair in pairs)
@@ -103,6 +110,9 @@ def one_gpu() -> list[EngineCase]:
     for name, size in (("w4a16", None), ("w2a16", 32), ("w4a8", None)):
         cases.append(EngineCase(name, _BRIEF, size, nested_in="w8a16"))
     cases.append(EngineCase("w4a16", _REHEARSED, sender="ipc", rehearsed=True, nested_in="w8a16"))
+    for name in _ADAPTED:
+        cases.append(EngineCase(name, _ADAPTERS, adapters=True))
+        cases.append(EngineCase(name, ("there_and_back", "sleep"), adapters=True, sender="ipc", sleeps=True))
     # After the other checks, as its process is killed in the end.
     cases.append(EngineCase("w4a16", ("faults",), sender="ipc", targets=("experts",), rounds=100))
     return cases
@@ -127,6 +137,11 @@ def several_gpus() -> list[EngineCase]:
     cases.append(EngineCase("bf16", _REHEARSED, sender="ipc", tensor_parallel=2, expert_parallel=True, rehearsed=True))
     cases.append(EngineCase("fp8_block", _REHEARSED, sender="collective", rehearsed=True))
     cases.append(EngineCase("w4a16", _BRIEF, sender="ipc", tensor_parallel=2, nested_in="w8a16"))
+    for name in ("w4a16", "bf16"):
+        for experts in (False, True):
+            layout = {"tensor_parallel": 2, "expert_parallel": experts}
+            cases.append(EngineCase(name, _ADAPTERS, adapters=True, sender="ipc", **layout))
+    cases.append(EngineCase("w4a16", _ADAPTERS, adapters=True, sender="collective"))
     # 192 on each rank: not a multiple of the group.
     cases.append(EngineCase("w4a16", (NO_START,), sender="ipc", tensor_parallel=2, expert_size=384))
     return cases

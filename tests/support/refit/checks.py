@@ -10,6 +10,7 @@ from refit_campaign import Campaign
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.refit.adapters import ADAPTER_ID, ADAPTER_NAME
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.engine import VllmEngine
 from qarl_nemo.refit.engine_methods import chosen_methods
@@ -17,7 +18,7 @@ from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, Update
 from qarl_nemo.refit.push import push
 from support.refit.cases import EngineCase
-from support.refit.learner import VOCAB_SIZE, published
+from support.refit.learner import VOCAB_SIZE, published, published_adapters
 from support.refit.senders import CutSender, RepeatingSender, make_sender, rehearsed, with_stranger
 from support.refit.vllm_target import VllmTarget
 
@@ -43,14 +44,20 @@ class Rig:
             # A collective's learner has the GPU after the engine's.
             device = f"cuda:{case.tensor_parallel if case.sender == 'collective' else 0}"
             torch.cuda.set_device(device)
-        self.updates = {
-            name: published(source / f"{name}{case.expert_size}", self.format, case.targets, device, version=0)
-            for name in "AB"
-        }
+        self.updates = {name: self._update(name, seed, source, device) for seed, name in enumerate("AB", start=1)}
+        self.request = refitted_adapter() if case.adapters else None
+        self.norm = "model.layers.0.input_layernorm.weight" if case.adapters else "model.norm.weight"
         self.version = 0
         self.other = "B" if case.starts_from == "A" else "A"
         self.device = device
         self.sender = self.new_sender()
+
+    def _update(self, name: str, seed: int, source: Path, device: str) -> RefitUpdate:
+        case = self.case
+        if case.adapters:
+            base, folder = source / f"{case.starts_from}{case.expert_size}", self.scratch / f"adapter_{name}"
+            return published_adapters(base, self.format, case.targets, device, seed, folder)
+        return published(source / f"{name}{case.expert_size}", self.format, case.targets, device, version=0)
 
     def new_sender(self, timeout_s: float | None = None) -> Any:
         """Return a sender of the case's kind, with its own limit on each wait or another."""
@@ -85,7 +92,8 @@ class Rig:
 
     def _generate(self, prompts: list[list[int]]) -> Responses:
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [answered(output) for output in self.llm.generate(requests, sampling(), use_tqdm=False)]
+        outputs = self.llm.generate(requests, sampling(), use_tqdm=False, lora_request=self.request)
+        return [answered(output) for output in outputs]
 
     def rpc(self, method: str) -> list[Any]:
         """Ask every rank."""
@@ -102,6 +110,12 @@ class Rig:
     def state(self) -> tuple[Responses, list[dict[str, int]], list[Any]]:
         """Return all that a refused refit must leave alone."""
         return *self.weights(), self.rpc("qarl_version")
+
+
+def refitted_adapter() -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "from-refits")
 
 
 def sampling() -> Any:
@@ -173,11 +187,11 @@ def refusals(rig: Rig) -> dict[str, dict[str, Any]]:
     for name, (update, offending) in broken_updates(rig).items():
         error = rig.refusal(update)
         found[name] = {"error": error, "offending": offending, "same": rig.state() == before}
-    error = rig.refusal(rig.next("B"), RepeatingSender(rig.sender, "model.norm.weight"))
-    found["sent twice"] = {"error": error, "offending": ["model.norm.weight"], "same": rig.state() == before}
-    if rig.case.device == "cpu":
+    error = rig.refusal(rig.next("B"), RepeatingSender(rig.sender, rig.norm))
+    found["sent twice"] = {"error": error, "offending": [rig.norm], "same": rig.state() == before}
+    if rig.case.device == "cpu" or rig.case.adapters:
         error = rig.refusal(rehearsed(rig.next("B"), rig.format))
-        found["rehearsed"] = {"error": error, "offending": ["reloaded as a whole"], "same": rig.state() == before}
+        found["rehearsed"] = {"error": error, "offending": ["as a whole"], "same": rig.state() == before}
     else:
         error = rig.refusal(rehearsed(rig.next("B"), rig.format, in_pieces=True))
         found["in pieces"] = {"error": error, "offending": ["comes in pieces"], "same": rig.state() == before}
@@ -191,7 +205,7 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
     update = rig.next("B")
     experts = sorted(name for name in update.tensors if "mlp.experts" in name)
     weight, scale = experts[0], experts[-1]
-    norm = "model.norm.weight"
+    norm = rig.norm
     cases: dict[str, tuple[RefitUpdate, list[str]]] = {}
 
     def add(name: str, changes: dict[str, Any], offending: list[str], *, announced: bool) -> None:
@@ -217,8 +231,8 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
     broken_norm = update.tensors[norm].clone()
     broken_norm.view(torch.uint8)[3] ^= 1
     add("bytes", {weight: flipped, norm: broken_norm}, [weight, norm], announced=False)
-    if rig.format.weight_kind == "int":
-        scales = [name for name in update.tensors if name.endswith("weight_scale")]
+    scales = [name for name in update.tensors if name.endswith("weight_scale")]
+    if rig.format.weight_kind == "int" and scales:
         halves = {name: update.tensors[name].repeat_interleave(2, dim=-1) for name in scales}
         add("group size", halves, scales, announced=True)
     served = "w4a8" if rig.format.name == "w4a16" else "w4a16"
@@ -283,7 +297,7 @@ def in_flight(rig: Rig) -> dict[str, Any]:
     whole = rig._generate(PROMPTS[:1])
     rig.llm.reset_prefix_cache()
     engine, outputs = rig.llm.llm_engine, []
-    engine.add_request("flying", {"prompt_token_ids": PROMPTS[0]}, sampling())
+    engine.add_request("flying", {"prompt_token_ids": PROMPTS[0]}, sampling(), lora_request=rig.request)
     for _ in range(3):
         outputs += engine.step()
     error = rig.refusal(rig.next("B"))
@@ -300,6 +314,22 @@ def memory(rig: Rig) -> list[list[dict[str, int]]]:
         rig.push("AB"[count % 2])
         found.append(rig.rpc("qarl_memory"))
     return found
+
+
+def saved_adapter(rig: Rig) -> dict[str, bool]:
+    """Whether vLLM answers alike with an adapter that it reads from a folder, and takes refits again after that."""
+    from vllm.lora.request import LoRARequest
+
+    rig.push("B")
+    other = rig.respond()
+    rig.push("A")
+    wanted, buffers = rig.respond(), rig.digests()
+    refitted, rig.request = rig.request, LoRARequest("saved", ADAPTER_ID + 1, str(rig.scratch / "adapter_A"))
+    read = rig.respond()
+    found = {"same": read == wanted, "same_buffers": rig.digests() == buffers, "differ": other != wanted}
+    rig.request = refitted
+    rig.push("A")
+    return found | {"refitted_again": rig.respond() == wanted}
 
 
 def sleep(rig: Rig) -> dict[str, Any]:

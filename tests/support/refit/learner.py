@@ -6,8 +6,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.layers.frozen import FrozenBase, freeze
 from qarl_nemo.layers.install import install
-from qarl_nemo.refit.publish import RefitUpdate, publish
+from qarl_nemo.layers.lora import LoraSettings, add_adapters
+from qarl_nemo.refit.adapters import scaled
+from qarl_nemo.refit.publish import RefitUpdate, publish, publish_layers
+from qarl_nemo.train.trained import save_trained
 
 # Not a multiple of 64, to which vLLM pads embeddings.
 VOCAB_SIZE = 500
@@ -45,3 +49,30 @@ def published(source: Path, fmt: QuantFormat, targets: tuple[str, ...], device: 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(device)
     report = install(model, targets, fmt)
     return publish(report.weights, model.named_parameters(), fmt, version=version)
+
+
+def lora_of(targets: tuple[str, ...]) -> LoraSettings:
+    """The settings of the tests' adapters."""
+    return LoraSettings(rank=8, alpha=16.0, targets=targets)
+
+
+def published_adapters(
+    base: Path, fmt: QuantFormat, targets: tuple[str, ...], device: str, seed: int, folder: Path
+) -> RefitUpdate:
+    """Return the update of a learner that trains adapters and norms on a frozen base; its adapters go to `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device)
+    report, lora = install(model, targets, fmt), lora_of(targets)
+    model.requires_grad_(False)
+    freeze(model, report)
+    add_adapters(model, lora, seed=seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator, device=device))
+        elif name.endswith("layernorm.weight"):
+            parameter.data.mul_(1 + seed / 8)
+    save_trained(model, folder, lora, str(base))
+    frozen = FrozenBase.of(model).parameters
+    published = ((name, one) for name, one in model.named_parameters() if name not in frozen)
+    layers = scaled(publish_layers(report.weights, published, fmt), lora.alpha / lora.rank)
+    return RefitUpdate.of(layers, fmt, version=0)

@@ -74,8 +74,14 @@ def start(case: EngineCase, checkpoint: Path) -> Any:
         options |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
         _register_in_this_process("Qwen3MoeForCausalLM")
     else:
-        options |= {"compilation_config": _GRAPHS, "gpu_memory_utilization": 0.02}
+        graphs = _GRAPHS | ({"cudagraph_specialize_lora": False} if case.adapters else {})
+        options |= {"compilation_config": graphs, "gpu_memory_utilization": 0.02}
         options |= kernel_options(get_format(case.format), ["experts"])
+    if case.adapters:
+        from qarl_nemo.train.vllm.options import adapter_options
+        from support.refit.learner import lora_of
+
+        options |= adapter_options(lora_of(case.targets))
     return LLM(
         str(checkpoint),
         skip_tokenizer_init=True,
