@@ -98,7 +98,7 @@ class PackedBase:
 
         Args:
             model: on the meta device; changed in place.
-            report: what `install` returned for it.
+            report: what `install` returned for it; changed likewise.
 
         Returns:
             What is to be filled.
