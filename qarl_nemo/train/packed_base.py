@@ -147,13 +147,14 @@ class PackedBase:
         rotary = self.model.model.rotary_emb
         # Rotary frequencies are computed, not loaded, so building on the meta device left them empty.
         self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
-        self.model.tie_weights()
+        if self.model.config.tie_word_embeddings:
+            self.model.lm_head.weight = self.model.model.embed_tokens.weight
 
     def _fill(self, layer: Mapping[str, Tensor]) -> None:
         packed: dict[str, dict[str, Tensor]] = {}
         for name, tensor in layer.items():
             owner, _, suffix = name.rpartition(".")
-            if owner in self.weights:
+            if owner in self.weights and suffix != "bias":
                 packed.setdefault(owner, {})[suffix] = tensor
             else:
                 _set_parameter(self.model, parameter_name(name), tensor)

@@ -5,13 +5,16 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from qarl_kernels import get_format
+from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.config import ConfigError
 from qarl_nemo.train.checkpoint import checkpoint_dir
 from qarl_nemo.train.run import train_run
 from qarl_nemo.train.sampling import SamplingParams
 from support.asserts import FP32_NATS, assert_bitwise_equal
+from support.engines import EOS, TOKENIZER
 from support.runs import make_config, read_metrics, without_clocks
 
 LORA = {"rank": 8, "alpha": 16, "targets": ["attention", "experts"], "norms": True, "router": True}
@@ -108,3 +111,34 @@ def test_what_cannot_be_combined_is_listed_with_its_fix(tmp_path):
         assert fix in str(error.value)
     with pytest.raises(ConfigError, match="rank=24 is served by no engine; legal: 1, 8, 16, 32"):
         config_of(tmp_path, {"rank": 24})
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_dense_model_with_biases_and_a_tied_head_is_a_base_too(tmp_path, quantized):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tokens = {"vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id, "eos_token_id": EOS}
+    config = Qwen2Config(**sizes, **tokens, num_hidden_layers=1, tie_word_embeddings=True, initializer_range=0.2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.bias)
+    model.save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    targets = ["attention", "mlp"]
+    if quantized:
+        quantize_checkpoint(tmp_path / "model", tmp_path / "packed", get_format("w4a16"), targets)
+    trainer = train_run(
+        make_config(
+            tmp_path / "run",
+            qarl={"_override_": True, "format": "w4a16", "targets": targets},
+            policy={
+                "_override_": True,
+                "model_path": str(tmp_path / ("packed" if quantized else "model")),
+                "lora": {"rank": 8, "targets": targets},
+            },
+            grpo={"max_num_steps": 2},
+        )
+    )
+    assert all(row["mismatch/abs_gap_mean"] < FP32_NATS for row in read_metrics(tmp_path / "run"))
+    for side in (trainer.model, trainer.sampler.model):
+        assert side.lm_head.weight.data_ptr() == side.model.embed_tokens.weight.data_ptr()
+    assert {name.rpartition(".")[2] for name, _ in trainer.model.named_parameters() if "bias" in name} == {"bias"}
