@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 MIN_DB = 45
 
 
-def extreme_weight():
+def extreme_weight(fmt):
     """Ordinary numbers beside an all-zero row, an all-zero group, denormals, negative zero, and +-max in one group."""
     weight = uneven_weight(2, 256, 384)
     weight[0, 3] = 0.0
@@ -25,7 +25,8 @@ def extreme_weight():
     weight[0, 5, :128] = torch.arange(128) * 2.0**-133
     weight[0, 6, :128] = torch.arange(128) * 2.0**-128
     weight[0, 7, :64] = -0.0
-    weight[1, 200, :2] = torch.tensor([1.0, -1.0]) * 2.0**100
+    largest = 2.0**19 if fmt.tensor_scaled else 2.0**100
+    weight[1, 200, :2] = torch.tensor([1.0, -1.0]) * largest
     return weight
 
 
@@ -43,7 +44,7 @@ def operands(weight, fmt, dtype):
 
 
 def test_weights_quantize_to_the_same_bits(fmt):
-    weight = extreme_weight()
+    weight = extreme_weight(fmt)
     on_cpu, on_cuda = quantize_weight(weight, fmt), quantize_weight(weight.cuda(), fmt)
     for suffix, expected in on_cpu.tensors.items():
         assert on_cuda.tensors[suffix].is_cuda
@@ -63,9 +64,9 @@ def test_the_kernels_count_what_is_not_finite(fmt):
         require_finite({"good_proj": good, "down_proj": quantize_weight(weight, fmt, name="down_proj")})
     assert "down_proj" in str(error.value)
     assert "good_proj" not in str(error.value)
-    # Integer codes times their scale may be infinite from 2^127 on; FP8 holds all of BF16.
+    # Integer codes times their scale may be infinite from 2^127 on, NVFP4's global scale from 2^20; FP8 holds all.
     large = quantize_weight(uneven_weight(128, 128).fill_(2.0**127).cuda(), fmt)
-    if fmt.weight_kind == "int":
+    if fmt.weight_kind in ("int", "nvfp4"):
         with pytest.raises(ValueError, match="large_proj"):
             require_finite({"large_proj": large})
     else:
@@ -74,7 +75,7 @@ def test_the_kernels_count_what_is_not_finite(fmt):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operands_are_the_same_bits(fmt, dtype):
-    on_cpu, on_cuda = operands(extreme_weight(), fmt, dtype)
+    on_cpu, on_cuda = operands(extreme_weight(fmt), fmt, dtype)
     assert_bitwise_equal(on_cuda.values.float().cpu(), on_cpu.values.float())
     assert_bitwise_equal(on_cuda.effective_weight().cpu(), on_cpu.effective_weight())
 

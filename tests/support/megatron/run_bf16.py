@@ -76,8 +76,8 @@ def _cases(name: str, layout: Layout, shape: Shape, formats: tuple[str, ...]) ->
     return {
         key: replace(like, fmt=FORMATS[key], documents=2 if "packed" in name else 1)
         for key in formats
-        # A row that is cut has one scale, or, at 3 bits, words that are half full.
-        if not cut or not (FORMATS[key].row_scaled or FORMATS[key].num_bits == 3)
+        # A row or a weight that is cut has one scale; at 3 bits, words are half full.
+        if not cut or not (FORMATS[key].row_scaled or FORMATS[key].tensor_scaled or FORMATS[key].num_bits == 3)
     }
 
 
