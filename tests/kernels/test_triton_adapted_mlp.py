@@ -54,6 +54,7 @@ def reference(x, index, weight, operands, factors, fmt):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_kernels_add_where_the_reference_does(name, rank):

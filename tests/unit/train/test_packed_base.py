@@ -53,7 +53,7 @@ def logits(model):
         return model(input_ids=torch.tensor([PROMPTS[2]])).logits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["w4a16", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_the_forward_is_that_of_aligned_weights_and_gradients_go_to_the_rest(name, source, packed, tmp_path):
     model = Trainer(config_of(tmp_path, packed, name)).model
     masters, _ = load_checkpoint(source, torch.float32)
