@@ -78,6 +78,7 @@ def test_the_kernels_add_where_the_reference_does(name, rank):
             assert_snr(run(wrong), expected, min_db)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 16] if not INTERPRETED else [1])
 @pytest.mark.parametrize("name", ["w4a16"])
 def test_the_backward_is_the_references_autograd(name, rank):

@@ -1,6 +1,6 @@
 """Rows that a comparison with the paper's neighbours leaves behind."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,20 +13,24 @@ from qarl_nemo.metrics.runs import load_run
 TOOL = Path(__file__).parents[3] / "tools" / "record" / "neighbour_runs.py"
 
 
-def record(folder: Path, output: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, TOOL, folder, "--device", "cpu", "--record", output]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def record(monkeypatch):
+    def run(folder: Path, output: Path) -> None:
+        monkeypatch.syspath_prepend(TOOL.parent)
+        monkeypatch.setattr(sys, "argv", [str(TOOL), str(folder), "--device", "cpu", "--record", str(output)])
+        runpy.run_path(str(TOOL), run_name="__main__")
+
+    return run
 
 
-def test_every_seed_of_an_arm_has_its_rows(make_run, tmp_path):
+def test_every_seed_of_an_arm_has_its_rows(make_run, record, tmp_path, capsys):
     folder = tmp_path / "local_progressive"
     settings = {"num_steps": 25, "grpo": {"max_num_steps": 25}, "diagnostics": False}
     for seed in (1, 2):
         make_run(folder / f"narrow{seed}", arm="2 bits, clipped_range", seed=seed, **settings)
     make_run(folder / "short", arm="4 bits", seed=1, **settings | {"num_steps": 24})
-    done = record(folder, tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    assert "short: left out, 24 of 25 steps" in done.stdout
+    record(folder, tmp_path / "rows.json")
+    assert "short: left out, 24 of 25 steps" in capsys.readouterr().out
     rows = {row.name: row for row in read_results(tmp_path / "rows.json")}
     assert not [name for name in rows if "4_bits" in name]
     for seed in (1, 2):
@@ -43,7 +47,7 @@ def test_every_seed_of_an_arm_has_its_rows(make_run, tmp_path):
     assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_progressive.yaml"}
 
 
-def test_a_folder_that_is_no_comparison_is_refused(tmp_path):
-    done = record(tmp_path / "local_demo", tmp_path / "rows.json")
-    assert done.returncode == 2
-    assert "local_gsm8k_qurl, local_progressive, local_nested" in done.stderr
+def test_a_folder_that_is_no_comparison_is_refused(record, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        record(tmp_path / "local_demo", tmp_path / "rows.json")
+    assert "local_gsm8k_qurl, local_progressive, local_nested" in capsys.readouterr().err
