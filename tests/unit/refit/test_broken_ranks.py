@@ -83,6 +83,7 @@ def test_a_rank_that_stops_within_the_transfer_is_named_in_time(engine):
     assert_heals(engine)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_before_it_connects_is_named_in_time(engine):
     sender, started = Sender(), time.monotonic()
     with engine.stopped(1), pytest.raises((RuntimeError, TimeoutError)):
