@@ -21,7 +21,7 @@ VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 # What trains no model, interprets no kernel, draws no page and imports no Megatron.
-FAST := $(filter-out $(addprefix %/test_,campaign.py containers.py documents.py examples.py installation.py kill_points.py nemo_rl_logs.py report.py update_aware_optimizer.py),$(wildcard $(addprefix tests/unit/,\
+FAST := $(filter-out $(addprefix %/test_,campaign.py containers.py documents.py examples.py installation.py kill_points.py neighbour_rows.py nemo_rl_logs.py report.py update_aware_optimizer.py),$(wildcard $(addprefix tests/unit/,\
 	cluster/test_*.py losses/test_*.py metrics/test_*.py nemo_rl/test_*.py test_*.py)))
 # What computes in floating point on a CPU, and is compared within a tolerance.
 NUMERICS := $(addprefix tests/,unit/layers unit/losses unit/train/test_engine_forward.py unit/train/test_learner.py \
