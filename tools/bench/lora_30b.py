@@ -82,21 +82,22 @@ class RandomWeights:
         return self.noise[first : first + size].view(info.shape) * info.shape[-1] ** -0.5
 
 
-def random_checkpoint(config: Path, folder: Path, options: argparse.Namespace) -> Path:
-    """Write a quantized checkpoint of random weights, one tensor at a time.
+def random_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
+    """Write a quantized checkpoint of random weights, one tensor at a time, unless `--base` holds one already.
 
     Args:
-        config: folder with a `config.json`.
-        folder: where it goes.
+        folder: where it goes unless `--base` says otherwise.
         options: what the command line says.
 
     Returns:
         Its folder.
     """
-    source, destination = folder / "source", folder / "base"
+    source, destination = folder / "source", options.base or folder / "base"
+    if destination.exists():
+        return destination
     source.mkdir()
     character_tokenizer().save_pretrained(source)
-    shutil.copy(config / "config.json", source)
+    shutil.copy(options.config / "config.json", source)
     values = read_json(source / "config.json", "a model's config.json")
     shapes = Architecture.parse(values, str(source)).parameters()
     infos = tuple(TensorInfo(name, shape, "BF16", ("config.json",)) for name, shape in shapes)
@@ -174,7 +175,7 @@ def bench(options: argparse.Namespace) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         folder = Path(name)
-        base = random_checkpoint(options.config, folder, options)
+        base = random_checkpoint(folder, options)
         values = merge_overrides(settings(base, folder, options), options.overrides, LocalConfig)
         config = validate(values, LocalConfig, source="the command line")
         started = time.perf_counter()
@@ -282,6 +283,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minibatches", type=int, default=1, help="optimizer steps of a rollout batch")
     parser.add_argument("--steps", type=int, default=3, help=f"measured, after {WARM_UP_STEPS} of warm-up")
     parser.add_argument("--work", type=Path, help="folder with room for the base (18 GB); default: the system's")
+    parser.add_argument("--base", type=Path, help="keeps the quantized base in this folder, or takes it from there")
     parser.add_argument("--label", default="", help="put at the end of the rows' names, e.g. nvfp4")
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/lora.json")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the run's config, a.b=c")
