@@ -183,6 +183,10 @@ class QuantFormat:
             return self.vllm.cpu
         return OnDevice(group_sizes=tuple(sorted(self.group_sizes)))
 
+    def runs_beside_adapters(self, targets: Sequence[str]) -> bool:
+        """Return whether vLLM runs this format's kernels of these targets in an engine with low-rank adapters."""
+        return "experts" not in targets or (self.vllm is not None and self.vllm.experts.adapters)
+
     def multiples(self, role: Role) -> tuple[int, int]:
         """Return what N and K of a weight must be multiples of on one of vLLM's GPUs.
 

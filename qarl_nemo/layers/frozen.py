@@ -3,7 +3,7 @@
 What is frozen is in memory once: the learner's `PackedWeight` is also the built-in sampler's, and refits leave it out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -40,6 +40,10 @@ class FrozenBase:
 
     def __bool__(self) -> bool:
         return bool(self.weights or self.parameters)
+
+    def refitted(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the parameter of all that refits bring: whatever is not frozen."""
+        return (item for item in model.named_parameters() if item[0] not in self.parameters)
 
 
 def freeze(model: nn.Module, report: InstallReport) -> None:

@@ -8,15 +8,13 @@ from torch import Tensor
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, QuantizeReport, open_checkpoint, quantize_checkpoint
 from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
-from qarl_nemo.config import QarlConfig, read_yaml, validate
-from qarl_nemo.files import FileError, read_json
+from qarl_nemo.files import FileError
 from qarl_nemo.layers.lora import PREFIX
-from qarl_nemo.names import TARGETS, expert_names, is_stacked_expert, target_of
+from qarl_nemo.names import TARGETS, target_of
+from qarl_nemo.train.aligned_model import lora_settings
 from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
-from qarl_nemo.train.setup import BASE_FOLDER
-from qarl_nemo.train.trained import ADAPTER_CONFIG, ADAPTER_FILE, TRAINED_FILE, is_trained_alone, read_trained
-
-_RUN_CONFIG = "config.yaml"
+from qarl_nemo.train.frozen_run import RUN_CONFIG, FrozenRun
+from qarl_nemo.train.trained import ADAPTER_FILE, TRAINED_FILE, is_trained_alone, read_trained
 
 
 def export_run(
@@ -66,44 +64,28 @@ def read_run(run: Path) -> tuple[Checkpoint, Training]:
     Raises:
         ValueError: it is no such run.
     """
-    source = run / _RUN_CONFIG
-    if not source.is_file():
-        raise FileError(f"{run} is no run of qarl train: it has no {_RUN_CONFIG}")
-    config, step = read_yaml(source), newest_checkpoint(run)
+    if not (run / RUN_CONFIG).is_file():
+        raise FileError(f"{run} is no run of qarl train: it has no {RUN_CONFIG}")
+    step = newest_checkpoint(run)
     if step is None:
         raise FileError(f"the run {run} has no checkpoint yet; there is one after checkpointing.save_period steps")
     folder = checkpoint_dir(run, step) / "model"
     if not is_trained_alone(folder):
         raise FileError(f"the run {run} trained all weights: {folder} is a whole Hugging Face checkpoint already")
-    qarl = validate(config.get("qarl") or {}, QarlConfig, source=str(source))
-    path = (config.get("policy") or {}).get("model_path")
-    files = tuple(folder / name for name in (ADAPTER_FILE, TRAINED_FILE) if (folder / name).is_file())
-    tensors = {path.name: read_trained(path) for path in files}
-    scaling, adapters = 1.0, {}
-    if ADAPTER_FILE in tensors:
-        settings = read_json(folder / ADAPTER_CONFIG, "an adapter's config")
-        scaling, adapters = settings["lora_alpha"] / settings["r"], _by_module(tensors[ADAPTER_FILE])
-    parameters = _by_checkpoint_name(tensors.get(TRAINED_FILE, {}))
+    trained = FrozenRun.read(run, step)
+    qarl, lora = trained.config.qarl, lora_settings(trained.config.policy.lora)
+    adapters = _by_module(read_trained(folder / ADAPTER_FILE)) if lora else {}
+    scaling = lora.alpha / lora.rank if lora else 1.0
     targets = tuple(qarl.targets) if qarl.executed_format.is_quantized else ()
-    base = open_checkpoint(Path(path) if path else run / BASE_FOLDER)
-    return base, Training(qarl.executed_format, targets, adapters, scaling, parameters, files)
+    files = tuple(folder / name for name in (ADAPTER_FILE, TRAINED_FILE) if (folder / name).is_file())
+    training = Training(qarl.executed_format, targets, adapters, scaling, trained.parameters(), files)
+    return open_checkpoint(trained.base), training
 
 
 def _by_module(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     names = [name for name in tensors if name.endswith(".lora_A.weight")]
     modules = {name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): name for name in names}
     return {module: (tensors[name], tensors[name.replace(".lora_A.", ".lora_B.")]) for module, name in modules.items()}
-
-
-def _by_checkpoint_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
-    for name, tensor in tensors.items():
-        if not is_stacked_expert(name):
-            found[name] = tensor
-            continue
-        for parts, expert in zip(expert_names(name, len(tensor)), tensor, strict=True):
-            found |= dict(zip(parts, expert.chunk(len(parts)), strict=True))
-    return found
 
 
 def _refusal(base: Checkpoint, merged: Checkpoint, training: Training) -> str:

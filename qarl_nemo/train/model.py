@@ -151,11 +151,12 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
     return follow_engine(model), load_tokenizer(path)
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint directory from disk.
+def load_tokenizer(path: Path, model: Path | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from disk.
 
     Args:
         path: the directory.
+        model: the checkpoint directory of its model; None: the same one.
 
     Returns:
         The tokenizer, which pads with its end token if it has no pad token.
@@ -163,7 +164,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: it cannot be loaded, has no end token, or tokens that the model does not know.
     """
-    vocab_size = _checkpoint_config(path).vocab_size
+    vocab_size = _checkpoint_config(model or path).vocab_size
     with _named_errors(path, "its tokenizer cannot be loaded"):
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     largest = max(tokenizer.get_vocab().values(), default=-1)

@@ -179,9 +179,7 @@ class TransformersPolicy:
 
     def layers(self, fmt: QuantFormat) -> list[Layer]:
         """See `Policy`."""
-        frozen = self.frozen.parameters
-        published = ((name, one) for name, one in self.model.named_parameters() if name not in frozen)
-        return publish_layers(self.report.weights, published, fmt)
+        return publish_layers(self.report.weights, self.frozen.refitted(self.model), fmt)
 
     def execute(self, fmt: QuantFormat) -> None:
         """See `Policy`."""

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qarl_kernels import QuantFormat
-from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
+from qarl_nemo.checkpoints.overlay import write_overlay
 from qarl_nemo.layers.frozen import FrozenBase, freeze
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.score import Response, read_tokens
@@ -99,8 +100,7 @@ def _serve_packed(job: Job, fmt: QuantFormat) -> Served:
         frozen=frozen,
         lora=job.adapter.settings if job.adapter else None,
     )
-    published = [(name, one) for name, one in model.named_parameters() if name not in frozen.parameters]
-    sampler.load(publish(report.weights, published, fmt, version=0))
+    sampler.load(publish(report.weights, frozen.refitted(model), fmt, version=0))
     methods = dict.fromkeys(sampler.slots, f"packed {fmt.name}")
     del model, report
     generator = torch.Generator(job.device).manual_seed(job.settings.seed)
@@ -141,12 +141,15 @@ def _serve_vllm(job: Job, fmt: QuantFormat) -> Served:
     settings = job.settings
     with tempfile.TemporaryDirectory(prefix="qarl-compare-") as name:
         folder = Path(name)
-        checkpoint = settings.checkpoint
+        source = open_checkpoint(settings.checkpoint)
+        if job.adapter and job.adapter.others:
+            source = write_overlay(source, job.adapter.others, folder / "base")
+        checkpoint = source.folder
         if fmt.is_quantized:
             checkpoint = folder / "quantized"
             # One at a time, because engines start in threads and the quantizers' kernels are compiled in this process.
             with _QUANTIZING:
-                quantize_checkpoint(settings.checkpoint, checkpoint, fmt, settings.targets, device=job.device.type)
+                quantize_checkpoint(source, checkpoint, fmt, settings.targets, device=job.device.type)
         record = folder / "record.safetensors" if settings.layers else None
         answer: dict[str, Any] = _ask_vllm(folder, job, fmt, checkpoint, record)
         tensors = load_file(record) if record else None

@@ -1,7 +1,7 @@
 """Settings of `qarl compare`, and the checked job that is made from them."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.installation import pip_command
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.prompts import make_prompts
-from qarl_nemo.names import TARGETS, summarize_names
+from qarl_nemo.names import TARGETS
 from qarl_nemo.train.engine_attention import ATTENTIONS, engine_attention_problem
 from qarl_nemo.train.lora import RANKS
 from qarl_nemo.train.model import stored_stop_ids
@@ -182,21 +182,30 @@ def _adapter_problems(
     problems = ["--layers does not know adapters; leave out one of the two"] * settings.layers
     if settings.engine != "vllm":
         return problems
-    if device is not None and device.type == "cpu":
-        problems.append("vLLM takes adapters on a GPU; set --engine packed")
-    if adapter.others:
-        problems.append(
-            f"{adapter.folder} holds {summarize_names(adapter.others, 4)} as well, which vLLM does not read from a "
-            "folder; set --engine packed"
-        )
+    if device is not None:
+        problems += adapter_problems(formats, settings.targets, device)
     if adapter.settings.rank > RANKS[-1]:
         problems.append(f"the adapters have rank {adapter.settings.rank}; vLLM serves up to {RANKS[-1]}")
-    without = [
-        fmt.name for fmt in formats if "experts" in settings.targets and not (fmt.vllm and fmt.vllm.experts.adapters)
-    ]
+    return problems
+
+
+def adapter_problems(formats: Sequence[QuantFormat], targets: Sequence[str], device: torch.device) -> list[str]:
+    """Say why vLLM does not serve these formats with adapters.
+
+    Args:
+        formats: what is served.
+        targets: which layers are in it.
+        device: the engine's.
+
+    Returns:
+        Sentences that say what to do, or nothing.
+    """
+    problems = ["vLLM takes adapters on a GPU; set --engine packed"] if device.type == "cpu" else []
+    without = [fmt.name for fmt in formats if not fmt.runs_beside_adapters(targets)]
     if without:
         problems.append(
-            f"vLLM's kernels for experts of {', '.join(without)} do not run beside adapters; leave them out"
+            f"vLLM's kernels for experts of {', '.join(without)} do not run beside adapters; leave them out, or set "
+            "--engine packed"
         )
     return problems
 

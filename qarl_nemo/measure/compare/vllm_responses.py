@@ -108,7 +108,7 @@ def _respond(llm: Any, request: dict[str, Any], temperature: float, prompts: lis
         detokenize=False,
     )
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(requests, params, use_tqdm=False, lora_request=_adapter(request))
+    outputs = llm.generate(requests, params, use_tqdm=False, lora_request=saved_adapter(request["adapter"]))
     return [
         {
             "prompt": prompt,
@@ -125,7 +125,7 @@ def _read_again(llm: Any, request: dict[str, Any], responses: list[dict[str, Any
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
     prompts = [{"prompt_token_ids": response["prompt"] + response["tokens"]} for response in responses]
-    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=_adapter(request))
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=saved_adapter(request["adapter"]))
     for response, output in zip(responses, outputs, strict=True):
         entries = output.prompt_logprobs[len(response["prompt"]) :]
         response["read_logprobs"] = _chosen(response["tokens"], entries)
@@ -133,12 +133,20 @@ def _read_again(llm: Any, request: dict[str, Any], responses: list[dict[str, Any
     return responses
 
 
-def _adapter(request: dict[str, Any]) -> Any:
-    if request["adapter"] is None:
+def saved_adapter(folder: str | None) -> Any:
+    """Return what a request names to be answered with adapters.
+
+    Args:
+        folder: their PEFT folder, or None.
+
+    Returns:
+        vLLM's `LoRARequest`; None without a folder.
+    """
+    if folder is None:
         return None
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("compared", 1, request["adapter"])
+    return LoRARequest("saved", 1, folder)
 
 
 def _record(llm: Any, prompts: list[list[int]], num_tokens: int, path: str) -> None:

@@ -60,7 +60,7 @@ class ModelEvaluation:
     def __init__(self, job: EvalJob, model: EvalModel, store: AnswerStore) -> None:
         self.job, self.model, self.store = job, model, store
         self._identity = {"model": model.label, "checkpoint": str(model.folder), "weights": model.fingerprint()}
-        self.tokenizer = load_tokenizer(model.folder)
+        self.tokenizer = load_tokenizer(model.folder, model.checkpoint.folder)
         self._encoder = PromptEncoder(self.tokenizer, job.settings.prompts or model.prompts)
         self.asked = [self._ask(questions) for questions in job.questions]
         self.engine: AnswerEngine | None = None
@@ -174,7 +174,7 @@ class ModelEvaluation:
 
     def _start(self) -> AnswerEngine:
         job, model = self.job, self.model
-        stop_ids = stored_stop_ids(model.folder, self.tokenizer)
+        stop_ids = stored_stop_ids(model.checkpoint.folder, self.tokenizer)
         if job.engine == "packed":
             return PackedEngine(model, self.tokenizer, stop_ids, device=job.device, dtype=job.dtype(model))
         return VllmEngine(

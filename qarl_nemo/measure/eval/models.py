@@ -1,4 +1,7 @@
-"""What `qarl eval` is given: a BF16 or quantized checkpoint, or a run, which is served as its rollouts were."""
+"""What `qarl eval` is given: a BF16 or quantized checkpoint, or a run, which is served as its rollouts were.
+
+A run on a frozen base is served as base and adapters beside it, which is what its rollouts were sampled from.
+"""
 
 import zlib
 from dataclasses import dataclass, field
@@ -14,10 +17,9 @@ from qarl_nemo.config import QarlConfig, read_yaml, validate
 from qarl_nemo.files import FileError
 from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
 from qarl_nemo.train.config import TokenizerConfig
+from qarl_nemo.train.frozen_run import RUN_CONFIG, FrozenRun
 from qarl_nemo.train.prompts import DEFAULT_TEMPLATE
-from qarl_nemo.train.trained import is_trained_alone
-
-_RUN_CONFIG = "config.yaml"
+from qarl_nemo.train.trained import ADAPTER_FILE, TRAINED_FILE, is_trained_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,12 @@ class EvalModel:
 
     Attributes:
         label: what tables call it.
-        checkpoint: the Hugging Face checkpoint's table of contents.
+        checkpoint: table of contents of the Hugging Face checkpoint, or of a run's frozen base.
         served: the format that an engine serves; None for a quantized checkpoint in a format that is not one of ours.
         targets: which layers are in that format.
         quantized: whether the checkpoint's tensors are quantized already.
         prompts: how prompts are written: a run's own way, else in the tokenizer's chat template if it has one.
+        run: the run that trained on `checkpoint`, which is frozen; None: the checkpoint is the whole model.
     """
 
     label: str
@@ -39,11 +42,12 @@ class EvalModel:
     targets: tuple[str, ...]
     quantized: bool
     prompts: TokenizerConfig = field(default_factory=TokenizerConfig)
+    run: FrozenRun | None = None
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder."""
-        return self.checkpoint.folder
+        """Where the model and its tokenizer are; of a frozen base what was trained on it."""
+        return self.run.folder if self.run else self.checkpoint.folder
 
     @property
     def format_name(self) -> str:
@@ -52,7 +56,10 @@ class EvalModel:
 
     def fingerprint(self) -> str:
         """Return eight hexadecimal digits that change if the folder's weights are replaced."""
-        stats = [(file, (self.folder / file).stat()) for file in self.checkpoint.files]
+        files = [self.checkpoint.folder / file for file in self.checkpoint.files]
+        if self.run:
+            files += filter(Path.is_file, (self.folder / name for name in (ADAPTER_FILE, TRAINED_FILE)))
+        stats = [(path.name, path.stat()) for path in files]
         text = repr([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats] + [self.format_name])
         return f"{zlib.crc32(text.encode()):08x}"
 
@@ -71,10 +78,10 @@ def find_model(path: Path) -> EvalModel:
     """
     if (path / CONFIG_FILE).is_file():
         return _checkpoint_model(path)
-    if (path / _RUN_CONFIG).is_file() and (path / "checkpoints").is_dir():
+    if (path / RUN_CONFIG).is_file() and (path / "checkpoints").is_dir():
         return _run_model(path)
     raise FileError(
-        f"{path} is neither a Hugging Face checkpoint ({CONFIG_FILE}) nor a run of qarl train ({_RUN_CONFIG} and "
+        f"{path} is neither a Hugging Face checkpoint ({CONFIG_FILE}) nor a run of qarl train ({RUN_CONFIG} and "
         f"checkpoints/){folder_hint(path)}; Megatron checkpoints of NeMo-RL become one by qarl convert"
     )
 
@@ -91,7 +98,7 @@ def _run_model(path: Path) -> EvalModel:
     step = newest_checkpoint(path)
     if step is None:
         raise FileError(f"the run {path} has no checkpoint yet; there is one after checkpointing.save_period steps")
-    source = path / _RUN_CONFIG
+    source = path / RUN_CONFIG
     config = read_yaml(source)
     qarl = validate(config.get("qarl") or {}, QarlConfig, source=str(source))
     prompts = validate((config.get("policy") or {}).get("tokenizer") or {}, TokenizerConfig, source=str(source))
@@ -100,11 +107,8 @@ def _run_model(path: Path) -> EvalModel:
         prompts = prompts.model_copy(update={"chat_template": DEFAULT_TEMPLATE})
     served = qarl.served_at(step)
     folder = checkpoint_dir(path, step) / "model"
-    if is_trained_alone(folder):
-        raise FileError(
-            f"the run {path} trained on a frozen base, and its checkpoints hold what it trained alone: qarl export "
-            f"{path} OUT writes a whole model, which qarl eval takes"
-        )
-    checkpoint = open_checkpoint(folder)
+    run = FrozenRun.read(path, step) if is_trained_alone(folder) else None
+    checkpoint = open_checkpoint(run.base if run else folder)
+    quantized = Stored.of(checkpoint) is not None
     targets = qarl.targets if served.is_quantized else ()
-    return EvalModel(f"{path}, step {step}", checkpoint, served, targets, quantized=False, prompts=prompts)
+    return EvalModel(f"{path}, step {step}", checkpoint, served, targets, quantized, prompts, run)

@@ -8,13 +8,19 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.checkpoints.stored import stored_layers
+from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.eval.engine import Answer
 from qarl_nemo.measure.eval.models import EvalModel
 from qarl_nemo.refit.publish import StreamedUpdate, publish
-from qarl_nemo.train.model import load_checkpoint
+from qarl_nemo.train.aligned_model import align_model
+from qarl_nemo.train.config import PackedRolloutConfig
+from qarl_nemo.train.frozen_run import FrozenRun
+from qarl_nemo.train.model import load_checkpoint, load_model
 from qarl_nemo.train.sampler import PackedSampler
 from qarl_nemo.train.sampling import SamplingParams
+from qarl_nemo.train.setup import build_sampler
+from qarl_nemo.train.trained import load_trained
 
 
 class PackedEngine:
@@ -41,6 +47,9 @@ class PackedEngine:
         dtype: torch.dtype,
     ) -> None:
         self._tokenizer, self._device = tokenizer, device
+        if model.run:
+            self._sampler = _sampler_of(model.run, tokenizer, device, dtype)
+            return
         config = AutoConfig.from_pretrained(model.folder, local_files_only=True)
         config.quantization_config = None
         self._sampler = PackedSampler(
@@ -88,3 +97,19 @@ class PackedEngine:
         update = StreamedUpdate(lambda: stored_layers(model.checkpoint, layout), fmt, version=0)
         with update:
             self._sampler.load(update)
+
+
+def _sampler_of(
+    run: FrozenRun, tokenizer: PreTrainedTokenizerBase, device: torch.device, dtype: torch.dtype
+) -> PackedSampler:
+    """Serve base and adapters as the run does: base in memory once, the rest brought by a refit."""
+    policy = run.config.policy.model_copy(update={"precision": str(dtype).removeprefix("torch.")})
+    config = run.config.model_copy(update={"policy": policy, "rollout": PackedRolloutConfig()})
+    learner, _ = load_model(policy, device, config.seed)
+    report = align_model(config, learner, device)
+    load_trained(learner, run.folder)
+    sampler = build_sampler(config, learner, tokenizer, device)
+    assert isinstance(sampler, PackedSampler)
+    published = FrozenBase.of(learner).refitted(learner)
+    sampler.load(publish(report.weights, published, config.qarl.served_format, version=0))
+    return sampler

@@ -14,7 +14,7 @@ from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
 from qarl_nemo.files import read_text
-from qarl_nemo.measure.compare.settings import cpu_problems
+from qarl_nemo.measure.compare.settings import adapter_problems, cpu_problems
 from qarl_nemo.measure.eval.models import EvalModel, find_model
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.setup import resolve_device
@@ -133,9 +133,12 @@ class EvalJob:
         return {key: value for key, value in self.record().items() if key not in _FREE}
 
     def dtype(self, model: EvalModel) -> torch.dtype:
-        """Return the built-in sampler's dtype: the one asked for, else the checkpoint's; quantized ones are BF16."""
+        """Return the built-in sampler's dtype: the one asked for, else the checkpoint's; quantized ones are BF16.
+
+        A run on a frozen base has its own precision.
+        """
         config = model.checkpoint.config
-        stored = config.get("dtype", config.get("torch_dtype"))
+        stored = model.run.config.policy.precision if model.run else config.get("dtype", config.get("torch_dtype"))
         return getattr(torch, self.settings.precision or (stored if stored in PRECISIONS else "bfloat16"))
 
 
@@ -197,14 +200,25 @@ def _choice_problems(settings: EvalSettings) -> list[str]:
 
 def _engine(settings: EvalSettings, models: list[EvalModel], device: torch.device, problems: list[str]) -> str:
     missing = vllm_problem(device.type, quantized=any(model.targets for model in models))
-    if settings.engine == "auto":
-        return "vllm" if device.type == "cuda" and missing is None else "packed"
-    if settings.engine == "vllm" and missing:
-        problems.append(f"engine vllm does not run here: {missing}; or use engine packed")
-    if settings.engine == "vllm" and device.type == "cpu":
-        for model in models:
-            problems += cpu_problems(model.served, model.targets) if model.served and model.targets else []
-    return settings.engine
+    engine = settings.engine
+    if engine == "auto":
+        engine = "vllm" if device.type == "cuda" and missing is None else "packed"
+    if engine == "vllm":
+        problems += [f"engine vllm does not run here: {missing}; or use engine packed"] if missing else []
+        problems += [f"{model.label}: {problem}" for model in models for problem in _vllm_problems(model, device)]
+    return engine
+
+
+def _vllm_problems(model: EvalModel, device: torch.device) -> list[str]:
+    fmt = model.served
+    if fmt is None:
+        return []
+    if fmt.vllm is None:
+        return [f"vLLM has no kernel for {fmt.name}; set --engine packed"]
+    problems = cpu_problems(fmt, model.targets) if device.type == "cpu" and model.targets else []
+    if model.run and model.run.config.policy.lora:
+        problems += adapter_problems([fmt], model.targets, device)
+    return problems
 
 
 def _model_problems(settings: EvalSettings, models: list[EvalModel], engine: str) -> list[str]:
@@ -215,8 +229,6 @@ def _model_problems(settings: EvalSettings, models: list[EvalModel], engine: str
             problems.append(
                 f"{model.folder}: the built-in sampler does not know its quantization_config; set --engine vllm"
             )
-        if engine == "vllm" and model.served is not None and model.served.vllm is None:
-            problems.append(f"{model.label}: vLLM has no kernel for {model.format_name}; set --engine packed")
     if engine == "vllm" and settings.precision == "float32":
         problems.append("engine vllm computes in bfloat16; leave precision out, or set --engine packed")
     if engine == "packed" and settings.tensor_parallel_size > 1:

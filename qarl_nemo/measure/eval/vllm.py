@@ -13,13 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.checkpoints.overlay import write_overlay
+from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.measure.eval.engine import Answer
 from qarl_nemo.measure.eval.models import EvalModel
 from qarl_nemo.measure.eval.vllm_server import serve
 from qarl_nemo.refit.engine_methods import require_methods
-from qarl_nemo.refit.engine_settings import COMPILATION, serving_options
+from qarl_nemo.refit.engine_settings import serving_options
+from qarl_nemo.train.aligned_model import lora_settings
 from qarl_nemo.train.sampling import SamplingParams
-from qarl_nemo.train.vllm.options import capture_sizes
+from qarl_nemo.train.vllm.options import adapter_options, compilation_options
 
 _END_TIMEOUT_S = 30
 
@@ -62,8 +65,10 @@ class VllmEngine:
             options |= {"gpu_memory_utilization": gpu_memory_utilization, "tensor_parallel_size": tensor_parallel_size}
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        folder = _served_folder(model, Path(self._scratch.name), device)
-        self._process = context.Process(target=serve, args=(theirs, str(folder.resolve()), device, options, stop_ids))
+        folder = served_folder(model, Path(self._scratch.name), device)
+        adapter = str(model.folder.resolve()) if _lora(model) else None
+        arguments = (theirs, str(folder.resolve()), adapter, device, options, stop_ids)
+        self._process = context.Process(target=serve, args=arguments)
         self._process.start()
         theirs.close()
         try:
@@ -109,11 +114,25 @@ class VllmEngine:
         return received
 
 
-def _served_folder(model: EvalModel, scratch: Path, device: str) -> Path:
+def served_folder(model: EvalModel, scratch: Path, device: str) -> Path:
+    """Return the folder that vLLM reads, without adapters; made where a model is not stored as it is served.
+
+    Args:
+        model: what is served.
+        scratch: what is made goes here.
+        device: where weights are quantized.
+
+    Returns:
+        A Hugging Face folder.
+    """
+    base = model.checkpoint
+    # vLLM reads adapters from their folder, and nothing that was trained beside them.
+    if model.run and (trained := model.run.parameters()):
+        base = write_overlay(base, trained, scratch / "base")
     if model.quantized or not model.targets:
-        return model.folder
+        return base.folder
     assert model.served
-    quantize_checkpoint(model.checkpoint, scratch / "quantized", model.served, model.targets, device=device)
+    quantize_checkpoint(base, scratch / "quantized", model.served, model.targets, device=device)
     if device == "cuda":
         # What this process keeps of the GPU, the engine's cannot have.
         torch.cuda.empty_cache()
@@ -131,6 +150,10 @@ def _options(model: EvalModel, device: str, batch_size: int) -> dict[str, Any]:
     }
     if device == "cpu":
         return options | {"enforce_eager": True}
-    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": capture_sizes(batch_size)}
-    fmt, targets = model.served or get_format(BASELINE), model.targets
-    return options | {"compilation_config": COMPILATION | graphs} | (serving_options(fmt, targets) if targets else {})
+    lora, fmt, targets = _lora(model), model.served or get_format(BASELINE), model.targets
+    options |= {"compilation_config": compilation_options(batch_size, lora)}
+    return options | (serving_options(fmt, targets) if targets else {}) | (adapter_options(lora) if lora else {})
+
+
+def _lora(model: EvalModel) -> LoraSettings | None:
+    return lora_settings(model.run.config.policy.lora) if model.run else None

@@ -4,12 +4,19 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from qarl_nemo.measure.compare.vllm_responses import start_engine
+from qarl_nemo.measure.compare.vllm_responses import saved_adapter, start_engine
 from qarl_nemo.refit.engine_methods import chosen_methods
 from qarl_nemo.train.sampling import SamplingParams
 
 
-def serve(connection: Connection, checkpoint: str, device: str, options: dict[str, Any], stop_ids: list[int]) -> None:
+def serve(
+    connection: Connection,
+    checkpoint: str,
+    adapter: str | None,
+    device: str,
+    options: dict[str, Any],
+    stop_ids: list[int],
+) -> None:
     """Answer until told to stop.
 
     Sends the chosen methods once it is ready, then for each (prompts, params, seeds) that it receives a
@@ -18,6 +25,7 @@ def serve(connection: Connection, checkpoint: str, device: str, options: dict[st
     Args:
         connection: to the process that asks.
         checkpoint: the model's folder.
+        adapter: PEFT folder of the adapters that all answers are given with; None: there are none.
         device: `cpu` or `cuda`.
         options: keyword arguments of `vllm.LLM`.
         stop_ids: tokens that end an answer.
@@ -26,7 +34,7 @@ def serve(connection: Connection, checkpoint: str, device: str, options: dict[st
         llm = start_engine(checkpoint, device, **options)
         connection.send(llm.apply_model(chosen_methods)[0])
         while (asked := connection.recv()) is not None:
-            connection.send(_answers(llm, stop_ids, *asked))
+            connection.send(_answers(llm, adapter, stop_ids, *asked))
     except KeyboardInterrupt:
         return
     except (Exception, SystemExit) as error:  # noqa: BLE001 vLLM raises unrelated types, and whoever waits must hear
@@ -34,7 +42,12 @@ def serve(connection: Connection, checkpoint: str, device: str, options: dict[st
 
 
 def _answers(
-    llm: Any, stop_ids: list[int], prompts: Sequence[list[int]], params: SamplingParams, seeds: Sequence[int]
+    llm: Any,
+    adapter: str | None,
+    stop_ids: list[int],
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    seeds: Sequence[int],
 ) -> list[tuple[list[int], bool]]:
     from vllm import SamplingParams as VllmSamplingParams
 
@@ -49,6 +62,7 @@ def _answers(
         )
         for seed in seeds
     ]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=saved_adapter(adapter))
     firsts = [output.outputs[0] for output in outputs]
     return [(list(first.token_ids), first.finish_reason == "length") for first in firsts]

@@ -41,10 +41,9 @@ def config_problems(config: Any, device: str) -> list[str]:
 def _adapter_problems(qarl: Any, device: str) -> list[str]:
     if device == "cpu":
         return ["on a CPU it takes no adapters; set rollout.engine=packed"]
-    takes = [name for name in served_formats(device) if (kernels := get_format(name).vllm) and kernels.experts.adapters]
-    if "experts" not in qarl.targets or qarl.format in takes:
+    if get_format(qarl.format).runs_beside_adapters(qarl.targets):
         return []
-    legal = ", ".join(takes)
+    legal = ", ".join(name for name in served_formats(device) if get_format(name).runs_beside_adapters(qarl.targets))
     return [
         f"its kernels for {qarl.format} experts do not run where policy.lora has adapters, on whichever layers; legal "
         f"qarl.format: {legal}"

@@ -117,18 +117,29 @@ def adapter_options(lora: LoraSettings) -> dict[str, Any]:
 def _gpu_options(
     fmt: QuantFormat, targets: Sequence[str], settings: VllmRolloutConfig, lora: LoraSettings | None
 ) -> dict[str, Any]:
-    compilation = dict(engine_settings.COMPILATION)
-    if lora is not None:
-        # Every request has the adapter, so graphs without it would be captured for nothing.
-        compilation["cudagraph_specialize_lora"] = False
-    if not settings.enforce_eager:
-        compilation |= {
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": capture_sizes(settings.batch_size),
-        }
+    compilation = compilation_options(None if settings.enforce_eager else settings.batch_size, lora)
     # The utilization only says how much must be free at the start; kv_cache_gib says how much is taken.
     options: dict[str, Any] = {"compilation_config": compilation, "gpu_memory_utilization": 0.01}
     return options | engine_settings.kernel_options(fmt, targets)
+
+
+def compilation_options(batch_size: int | None, lora: LoraSettings | None) -> dict[str, Any]:
+    """Return the `compilation_config` of an engine on a GPU.
+
+    Args:
+        batch_size: the largest batch that a CUDA graph decodes; None: no graphs.
+        lora: settings of the adapters that every request names.
+
+    Returns:
+        Its keys.
+    """
+    options = dict(engine_settings.COMPILATION)
+    if lora is not None:
+        # Every request has the adapter, so graphs without it would be captured for nothing.
+        options["cudagraph_specialize_lora"] = False
+    if batch_size is not None:
+        options |= {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": capture_sizes(batch_size)}
+    return options
 
 
 def capture_sizes(batch_size: int) -> list[int]:

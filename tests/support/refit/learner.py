@@ -72,7 +72,6 @@ def published_adapters(
         elif name.endswith("layernorm.weight"):
             parameter.data.mul_(1 + seed / 8)
     save_trained(model, folder, lora, str(base))
-    frozen = FrozenBase.of(model).parameters
-    published = ((name, one) for name, one in model.named_parameters() if name not in frozen)
-    layers = scaled(publish_layers(report.weights, published, fmt), lora.alpha / lora.rank)
+    layers = publish_layers(report.weights, FrozenBase.of(model).refitted(model), fmt)
+    layers = scaled(layers, lora.alpha / lora.rank)
     return RefitUpdate.of(layers, fmt, version=0)
