@@ -78,12 +78,15 @@ def _arithmetic(quantization: dict[str, Any]) -> Any:
     return [quantization.get("format"), quantization.get("kv_cache_scheme"), found]
 
 
-def stored_layers(checkpoint: Checkpoint, layout: Layout) -> Iterator[dict[str, Tensor]]:
+def stored_layers(
+    checkpoint: Checkpoint, layout: Layout, device: torch.device | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Read a checkpoint's tensors under the names that updates give them.
 
     Args:
         checkpoint: one tensor for each expert, quantized or not.
         layout: what an update holds.
+        device: where they go; None for the CPU.
 
     Yields:
         The tensors of one decoder layer after another; a name that the checkpoint lacks is left out.
@@ -94,7 +97,7 @@ def stored_layers(checkpoint: Checkpoint, layout: Layout) -> Iterator[dict[str, 
         by_layer.setdefault(layer_of(name), []).append(name)
     with checkpoint.open_reader() as reader:
         for names in by_layer.values():
-            found = {name: _read(reader, infos, name, layout[name]) for name in names}
+            found = {name: _read(reader, infos, name, layout[name], device) for name in names}
             yield {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -112,13 +115,18 @@ def stored_names(name: str, shape: tuple[int, ...]) -> list[list[str]]:
 
 
 def _read(
-    reader: TensorReader, infos: dict[str, TensorInfo], name: str, expected: tuple[tuple[int, ...], torch.dtype]
+    reader: TensorReader,
+    infos: dict[str, TensorInfo],
+    name: str,
+    expected: tuple[tuple[int, ...], torch.dtype],
+    device: torch.device | None,
 ) -> Tensor | None:
     shape, dtype = expected
     parts = stored_names(name, shape)
     if any(part not in infos for row in parts for part in row):
         return None
-    rows = [_joined(name, [reader.read(infos[part]) for part in row]) for row in parts]
+    # Experts are joined on the device, which spares the host two copies of each.
+    rows = [_joined(name, [reader.read(infos[part]).to(device) for part in row]) for row in parts]
     whole = torch.stack(rows) if is_stacked_expert(name) else rows[0]
     # Parameters take the engine's dtype, and FP32 scales hold those that other tools store in 16 bits; codes and all
     # other scales stay as they are stored, and would be refused if they were others.

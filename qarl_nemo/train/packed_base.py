@@ -130,14 +130,14 @@ class PackedBase:
         """
         layout, found = self.layout, set()
         problems = _foreign(checkpoint, layout)
-        for layer in stored_layers(checkpoint, layout):
+        for layer in stored_layers(checkpoint, layout, device):
             problems += _unlike_scales(layer)
             problems += [
                 problem for name, tensor in layer.items() if (problem := _difference(name, tensor, layout[name]))
             ]
             found |= layer.keys()
             if not problems:
-                self._fill({name: tensor.to(device) for name, tensor in layer.items()})
+                self._fill(layer)
         missing = set(layout) - found
         problems += [f"{len(missing)} missing: {summarize_names(missing, _SHOWN)}"] if missing else []
         if problems:

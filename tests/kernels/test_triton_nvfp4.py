@@ -14,7 +14,7 @@ from support.weights import LAYOUTS, WEIGHTS, significand_pairs
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 NVFP4 = get_format("nvfp4")
-SHAPES = [(3, 20, 96), (1, 5, 32)] if INTERPRETED else [(128, 1536, 2048), (128, 2048, 768), (1, 7, 14336), (3, 20, 32)]
+SHAPES = [(3, 20, 96), (1, 5, 32)] if INTERPRETED else [(7, 1536, 2048), (7, 2048, 768), (1, 7, 14336), (3, 20, 32)]
 
 
 def reference(weight):

@@ -44,7 +44,7 @@ def _nibble(words, scale, offset, POSITION: tl.constexpr):
 @triton.jit
 def _weight(words, scale, offset, POSITION: tl.constexpr, FP4: tl.constexpr):
     if FP4:
-        weight = (grid_values((words >> (4 * POSITION)) & 15) * scale).to(tl.bfloat16)
+        weight = grid_values((words >> (4 * POSITION)) & 15) * scale
     else:
         weight = _nibble(words, scale, offset, POSITION)
     return weight
@@ -64,7 +64,8 @@ def dequantize_words(words, scale, FP4: tl.constexpr):
         tl.join(_weight(words, factor, offset, 1, FP4), _weight(words, factor, offset, 5, FP4)),
         tl.join(_weight(words, factor, offset, 3, FP4), _weight(words, factor, offset, 7, FP4)),
     )
-    return tl.join(even_pairs, odd_pairs).reshape(words.shape[0], words.shape[1] * 8)
+    # E2M1 is rounded here: Triton would move a reshape that ends the chain into shared memory, whose layout is none.
+    return tl.join(even_pairs, odd_pairs).reshape(words.shape[0], words.shape[1] * 8).to(tl.bfloat16)
 
 
 @triton.jit
