@@ -3,6 +3,7 @@
 from qarl_formats.hf_config import quantization_config, storage_config
 from qarl_formats.presets import (
     BASELINE,
+    CODES_OF_8_BITS,
     DEFAULT_FORMAT,
     FORMAT_NAMES,
     FP8_BLOCK,
@@ -31,6 +32,7 @@ from qarl_formats.record import (
 
 __all__ = [
     "BASELINE",
+    "CODES_OF_8_BITS",
     "DEFAULT_FORMAT",
     "FORMAT_NAMES",
     "FP8_BLOCK",

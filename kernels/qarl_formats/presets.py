@@ -8,10 +8,11 @@
 | `fp8_channel` | E4M3, FP32 scale per row     | FP8 per token  | `weighted_sum`    |
 | `int8`        | INT8, FP32 scale per row     | INT8 per token | `on_accumulator`  |
 | `nvfp4`       | E2M1, E4M3 scale per 16      | BF16           | `scaled_product`  |
+| `w8a16`       | int8, BF16 scale per group   | BF16           | `rounded_product` |
 | `bf16`        | BF16                         | BF16           | `on_accumulator`  |
 
 `w3a16` and `w2a16` are `w4a16` with codes on a grid of 3 or 2 bits: stored, served and multiplied as int4. `w5a16` ..
-`w8a16` share the integer arithmetic for experiments; no kernel of vLLM 0.25.1 was seen to serve them.
+`w7a16` share the integer arithmetic for experiments; no kernel of vLLM 0.25.1 was seen to serve them.
 """
 
 import re
@@ -23,6 +24,8 @@ SCALE_CONVENTIONS = ("narrow_range", "full_range", "clipped_range")
 # The formats whose codes others may round: eight bits, of which 4 and 2 are whole parts.
 NESTING = {"w8a16": 8}
 FP8_BLOCK = 128
+# What follows the name of a method of vLLM that has one class for codes of 4 and of 8 bits.
+CODES_OF_8_BITS = " of 8-bit codes"
 
 
 def _weight_only(num_bits: int) -> QuantFormat:
@@ -43,18 +46,20 @@ def _weight_only(num_bits: int) -> QuantFormat:
     )
 
 
-_W4A16 = replace(
-    _weight_only(4),
-    vllm=VllmKernels(
-        experts=Kernel("CompressedTensorsWNA16MarlinMoEMethod", backend="marlin", followed=("MARLIN",)),
-        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsWNA16"),
+def _marlin(codes: str = "", cpu: OnDevice | None = None) -> VllmKernels:
+    return VllmKernels(
+        experts=Kernel(f"CompressedTensorsWNA16MarlinMoEMethod{codes}", backend="marlin", followed=("MARLIN",)),
+        linear=Kernel(f"CompressedTensorsLinearMethod/CompressedTensorsWNA16{codes}"),
         experts_in=(32, 128),
         experts_out=(128, 32),
         linear_shape=(64, 128),
         several_groups=True,
-        cpu=OnDevice("CompressedTensorsWNA16MoEMethod", group_sizes=(64, 128)),
-    ),
-)
+        cpu=cpu,
+    )
+
+
+_W4A16 = replace(_weight_only(4), vllm=_marlin(cpu=OnDevice("CompressedTensorsWNA16MoEMethod", group_sizes=(64, 128))))
+_W8A16 = replace(_weight_only(8), vllm=_marlin(CODES_OF_8_BITS))
 _W4A8 = replace(
     _W4A16,
     name="w4a8",
@@ -172,15 +177,15 @@ _HUMMING = VllmKernels(
     drops_bias=True,
 )
 
-_SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _INT8, _NVFP4, _BF16)}
+_SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _INT8, _NVFP4, _W8A16, _BF16)}
 # Every code of a narrower grid is an int4 code, so that what serves w4a16 serves it, too.
 _NARROW = {name: replace(_W4A16, name=name, grid_bits=bits) for name, bits in (("w3a16", 3), ("w2a16", 2))}
-_KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(5, 9))} | _SERVED | _NARROW
+_KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(5, 8))} | _SERVED | _NARROW
 FORMAT_NAMES = tuple(_SERVED)
 _FEW_ACTIVATION_BITS = re.compile(r"w[1-8]a[1-7]")
 NARROW_NAMES = tuple(_NARROW)
 # What messages say of the names beside `FORMAT_NAMES`.
-OTHER_NAMES = f"{', '.join(NARROW_NAMES)} (fewer levels in w4a16's storage); experimental: w5a16 .. w8a16"
+OTHER_NAMES = f"{', '.join(NARROW_NAMES)} (fewer levels in w4a16's storage); experimental: w5a16 .. w7a16"
 DEFAULT_FORMAT = _W4A16.name
 # The unquantized format: the other side of every comparison, and what stays BF16 in a quantized model.
 BASELINE = _BF16.name

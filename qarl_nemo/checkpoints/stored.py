@@ -15,7 +15,7 @@ from qarl_nemo.names import GLOBAL_SCALE, TARGETS, expert_names, is_stacked_expe
 
 # Name -> shape and dtype of every tensor that a model needs, stacked experts as one.
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-_READ_NAMES = (*FORMAT_NAMES, *NARROW_NAMES, "w8a16")
+_READ_NAMES = (*FORMAT_NAMES, *NARROW_NAMES)
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 

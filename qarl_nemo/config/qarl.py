@@ -42,8 +42,8 @@ class QarlConfig(StrictModel):
     """`aligned`: the learner executes what it publishes (QaRL); `rollout_only`: quantized rollouts, BF16 learner;
     `none`: BF16 on both sides."""
     format: str = DEFAULT_FORMAT
-    """w4a16 | w4a8 | fp8_block | fp8_channel | int8 | nvfp4 | bf16; w3a16 | w2a16 use fewer levels in w4a16's storage;
-    w5a16 .. w8a16 are experimental, for the built-in sampler."""
+    """w4a16 | w4a8 | fp8_block | fp8_channel | int8 | nvfp4 | w8a16 | bf16; w3a16 | w2a16 use fewer levels in w4a16's
+    storage; w5a16 .. w7a16 are experimental, for the built-in sampler."""
     group_size: int | None = Field(None, ge=1, le=1 << 16)
     """Elements per scale along K: 128, 64, 32; integer formats only, null = the format's default."""
     scale_convention: ScaleConvention | None = None
@@ -97,8 +97,8 @@ class QarlConfig(StrictModel):
             return self
         if not fmt.group_sizes:
             raise ValueError(
-                f"schedule: {self.format} has one grid only; take format=w8a16 for 8 -> 4 -> 2 bits on the built-in "
-                "sampler, or format=w4a16 for 4 -> 3 -> 2, on vLLM as well"
+                f"schedule: {self.format} has one grid only; take format=w8a16 for 8 -> 4 -> 2 bits, or format=w4a16 "
+                "for 4 -> 3 -> 2"
             )
         problems, bits, step = [], fmt.grid_bits, 1
         for stage in self.schedule:

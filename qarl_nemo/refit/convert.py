@@ -41,7 +41,7 @@ def checkpoint_tensors(layers: Iterable[Mapping[str, Tensor]]) -> Iterator[tuple
                 yield single, part
                 owner, _, suffix = single.rpartition(".")
                 if suffix == _PACKED and part.dtype == torch.int32:
-                    # 8 codes of 4 bits per word; engines with this layout serve no other width.
+                    # 8 codes of 4 bits per word: CPU engines, the only ones loaded like this, serve no other width.
                     yield f"{owner}.weight_shape", torch.tensor([part.shape[0], part.shape[1] * 8])
 
 

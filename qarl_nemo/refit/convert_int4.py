@@ -1,4 +1,4 @@
-"""vLLM's conversions of int4 weights for all experts of a layer at once; vLLM converts one by one, or on the host.
+"""vLLM's conversions of integer codes for all experts of a layer at once; vLLM converts one by one, or on the host.
 
 The operators are the same, with one call for all experts. On an H200 a layer of Qwen3-30B-A3B takes 1.5 ms instead of
 vLLM's 15 (Marlin), so that every step can afford a refit. `convert.py` compares the first layer with vLLM's conversion.
@@ -52,28 +52,30 @@ def _marlin(layer: nn.Module) -> dict[str, Tensor]:
     for part in EXPERT_PARTS:
         packed, scale = getattr(layer, f"{part}_weight_packed").data, getattr(layer, f"{part}_weight_scale").data
         _, words, size_n = packed.shape
-        converted[f"{part}_weight_packed"] = repack_experts(packed)
-        scales = marlin_permute_scales(scale.view(-1, size_n), words * 8, size_n, method.group_size)
+        converted[f"{part}_weight_packed"] = repack_experts(packed, method.num_bits)
+        size_k = words * 32 // method.num_bits
+        scales = marlin_permute_scales(scale.view(-1, size_n), size_k, size_n, method.group_size)
         converted[f"{part}_weight_scale"] = scales.view_as(scale)
     return converted
 
 
-def repack_experts(packed: Tensor) -> Tensor:
-    """Return all experts' codes of 4 bits in Marlin's order, with one call of vLLM's operator.
+def repack_experts(packed: Tensor, num_bits: int = 4) -> Tensor:
+    """Return all experts' codes in Marlin's order, with one call of vLLM's operator.
 
     Args:
-        packed: [E, K / 8, N] int32, contiguous.
+        packed: [E, K * num_bits / 32, N] int32, contiguous.
+        num_bits: bits of a code, 4 or 8.
 
     Returns:
-        [E, K / 16, 2 N] int32.
+        [E, K / 16, N * num_bits / 2] int32.
     """
     from vllm import _custom_ops as ops
 
     num_experts, words, size_n = packed.shape
-    size_k = words * 8
+    size_k = words * 32 // num_bits
     no_order = torch.empty(0, dtype=torch.int32, device=packed.device)
     # Tiles run along K first, so experts stacked along K are repacked as they would be one by one.
-    tall = ops.gptq_marlin_repack(packed.view(-1, size_n), no_order, num_experts * size_k, size_n, 4)
+    tall = ops.gptq_marlin_repack(packed.view(-1, size_n), no_order, num_experts * size_k, size_n, num_bits)
     return tall.view(num_experts, size_k // 16, -1)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qarl_formats import BASELINE, QuantFormat, get_format
+from qarl_formats import BASELINE, CODES_OF_8_BITS, QuantFormat, get_format
 from qarl_nemo.names import TARGETS
 from qarl_nemo.refit.engine_layout import plain_name
 
@@ -84,10 +84,12 @@ def method_label(module: Any) -> str:
 
     Returns:
         The method's class, `/` and its scheme's class if there is one, and a note where a method that says W8A8 leaves
-        activations as they are.
+        activations as they are, or one that serves several widths has codes of 8 bits.
     """
     method, scheme = own_method(module), getattr(module, "scheme", None)
     label = type(method).__name__ + ("" if scheme is None else f"/{type(scheme).__name__}")
+    if "WNA16" in label and getattr(method if scheme is None else scheme, "num_bits", None) == 8:
+        return label + CODES_OF_8_BITS
     weight_only = getattr(getattr(method, "moe_quant_config", None), "use_int8_w8a16", False)
     return label + (_WIDE_ROWS if weight_only and "W8A8" in label else "")
 
@@ -115,7 +117,7 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
         if not re.fullmatch(expected, record.method) and not _CACHE.fullmatch(record.layer):
             facts = ", ".join(fact for fact in (record.backend, record.shape) if fact)
             method = record.method + (f" ({facts})" if facts else "")
-            reason = _FALL_BACKS.get(record.method, "")
+            reason = _FALL_BACKS.get(record.method.removesuffix(CODES_OF_8_BITS), "")
             problems.append(f"{record.layer}: {method} in place of {expected}{reason}")
         elif kind in targets:
             problems += _kernel_problems(record, fmt)

@@ -104,7 +104,7 @@ def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str,
     )
     print(f"\nPARITY {family} {format_name}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
     assert aligned < BOUNDS["all"]
-    if get_format(format_name).weight_kind == "int":
+    if has_coarse_codes(fmt):
         assert unaligned > 2 * aligned
 
 
@@ -125,6 +125,11 @@ def test_vllm_serves_dense_layers_of_any_width(bits: int, group_size: int, tmp_p
     assert aligned < BOUNDS["all"]
     if bits < 5:
         assert unaligned > 2 * aligned
+
+
+def has_coarse_codes(fmt: QuantFormat) -> bool:
+    """Whether rounding the weights changes logprobs more than another order of summation does."""
+    return fmt.weight_kind == "int" and fmt.num_bits == 4
 
 
 def vllm_generate(folder: Path, moe_backend: str, extension: str = "") -> dict:
@@ -160,7 +165,7 @@ def test_vllm_serves_the_checkpoint_as_the_learner_computes_it(
     require_methods(chosen, fmt, names)
     assert_wrong_expectations_fail(chosen, format_name, targets)
     assert aligned < BOUNDS[targets]
-    if get_format(format_name).weight_kind == "int":
+    if has_coarse_codes(fmt):
         assert unaligned > 2 * aligned
 
 

@@ -89,8 +89,8 @@ def test_everything_a_gpu_cannot_do_is_said_at_once():
         gpu_config("qarl.format=w4a8", "qarl.group_size=64", *TRAPS)
     for text in ("qarl.group_size=64; legal: 128", "policy.precision=bfloat16", "rollout.top_p=1"):
         assert text in str(raised.value)
-    with pytest.raises(ConfigError, match=r"no GPU kernel for qarl\.format=w8a16; legal: w4a16, w4a8, fp8_block"):
-        gpu_config("qarl.format=w8a16")
+    with pytest.raises(ConfigError, match=r"no GPU kernel for qarl\.format=w7a16; legal: w4a16, w4a8, fp8_block"):
+        gpu_config("qarl.format=w7a16")
 
 
 SIZES = {
@@ -107,7 +107,7 @@ def size_problems(name, capability=(9, 0), **sizes):
     return gpu_problems(qarl.served_format, qarl.targets, SimpleNamespace(**SIZES | sizes), capability)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "w8a16"])
 def test_sizes_that_every_kernel_takes(name):
     assert size_problems(name) == []
 
@@ -122,6 +122,8 @@ def test_one_group_in_both_directions_is_served():
         ("w4a16", {"hidden_size": 64}, "hidden_size=64 is not a multiple of 128"),
         ("w4a16", {"moe_intermediate_size": 192}, "moe_intermediate_size=192 is not a multiple of 128"),
         ("w4a16", {"moe_intermediate_size": 128}, "one w4a16 group of 128: vLLM would order the scales"),
+        ("w8a16", {"hidden_size": 64}, "hidden_size=64 is not a multiple of 128"),
+        ("w8a16", {"moe_intermediate_size": 128}, "one w8a16 group of 128: vLLM would order the scales"),
         ("w4a8", {"hidden_size": 384}, "hidden_size=384 is not a multiple of 256"),
         ("w4a8", {"moe_intermediate_size": 128}, "moe_intermediate_size=128 is not a multiple of 256"),
         ("w4a8", {"num_key_value_heads": 1}, "num_key_value_heads * head_dim=32 is not a multiple of 128"),

@@ -227,7 +227,7 @@ def test_every_format_is_legal_with_both_quantized_alignments(name):
 def test_unknown_formats_are_refused(name):
     with pytest.raises(
         ConfigError,
-        match=f"unknown format '{name}': .*legal here: w4a16, w4a8, fp8_block, fp8_channel, int8, nvfp4, bf16",
+        match=f"unknown format '{name}': .*legal here: w4a16, w4a8, fp8_block, fp8_channel, int8, nvfp4, w8a16, bf16",
     ):
         validate({"format": name}, QarlConfig, source="test")
 

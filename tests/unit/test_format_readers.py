@@ -36,7 +36,7 @@ from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.train.vllm.shapes import gpu_problems
 
 # The last is served by nobody.
-NAMES = (*FORMAT_NAMES, *NARROW_NAMES, "w8a16")
+NAMES = (*FORMAT_NAMES, *NARROW_NAMES, "w7a16")
 RECORDS = [
     pytest.param(get_format(name, group_size=size), id=name if size is None else f"{name}_g{size}")
     for name in NAMES

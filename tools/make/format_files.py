@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("qarl_nemo", "kernels/qarl_formats", "kernels/qarl_kernels")
-NAMES = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16")
+NAMES = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "w8a16", "bf16")
 _NAME = re.compile(rf"\b(?:{'|'.join(NAMES)})\b")
 
 

@@ -182,6 +182,9 @@ def test_what_no_engine_reads_is_dropped_and_said():
         ("nvfp4", "gate", (96, 2048), False),
         ("nvfp4", "down", (2048, 192), True),
         ("nvfp4", "down", (2048, 208), False),
+        ("w8a16", "gate", (192, 2048), True),
+        ("w8a16", "gate", (192, 2112), False),
+        ("w8a16", "down", (2048, 192), False),
         ("bf16", "gate", (3, 5), True),
     ],
 )
@@ -203,8 +206,8 @@ def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
 
 
 def test_experimental_formats_have_no_engine(source):
-    with pytest.raises(ValueError, match="w8a16 is experimental"):
-        plan_quantization(open_checkpoint(source), get_format("w8a16"), ["experts"])
+    with pytest.raises(ValueError, match="w7a16 is experimental"):
+        plan_quantization(open_checkpoint(source), get_format("w7a16"), ["experts"])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])

@@ -50,6 +50,18 @@ def test_what_marlin_refuses_is_named_with_the_reason():
     ]
 
 
+def test_one_method_for_two_widths_is_told_apart_by_its_width():
+    wide, narrow = get_format("w8a16"), W4A16
+    for served, other in ((wide, narrow), (narrow, wide)):
+        experts = ChosenMethod(CHOSEN[3].layer, served.vllm.experts.method, "WNA16MoEBackend.MARLIN")
+        assert method_problems([*CHOSEN[:3], experts], served, ["experts"]) == []
+        assert method_problems([*CHOSEN[:3], experts], other, ["experts"]) == [
+            f"{experts.layer}: {experts.method} (WNA16MoEBackend.MARLIN) in place of {other.vllm.experts.method}"
+        ]
+    unfit = ChosenMethod(CHOSEN[3].layer, "CompressedTensorsWNA16MoEMethod of 8-bit codes", "")
+    assert method_problems([*CHOSEN[:3], unfit], wide, ["experts"])[0].endswith("H to be a multiple of 128")
+
+
 def test_int8_experts_on_16_bit_activations_are_named_with_what_quantizes_them():
     fmt = get_format("int8")
     experts = ChosenMethod(CHOSEN[3].layer, fmt.vllm.experts.method, "Int8MoeBackend.TRITON")
