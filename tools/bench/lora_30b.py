@@ -76,7 +76,7 @@ class RandomWeights:
     def read(self, info: TensorInfo) -> Tensor:
         """Return a tensor of a checkpoint."""
         if len(info.shape) == 1:
-            return torch.ones(info.shape, dtype=torch.bfloat16)
+            return torch.ones(info.shape, dtype=torch.bfloat16, device=self.noise.device)
         size = info.num_bytes // 2
         first = zlib.crc32(info.name.encode()) % (len(self.noise) - size)
         return self.noise[first : first + size].view(info.shape) * info.shape[-1] ** -0.5
@@ -102,7 +102,8 @@ def random_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
     shapes = Architecture.parse(values, str(source)).parameters()
     infos = tuple(TensorInfo(name, shape, "BF16", ("config.json",)) for name, shape in shapes)
     largest = max(info.num_bytes // 2 for info in infos)
-    noise = torch.randn(largest + 1_000_003, generator=torch.Generator().manual_seed(0)).bfloat16()
+    noise = torch.randn(largest + 1_000_003, generator=torch.Generator().manual_seed(0))
+    noise = noise.bfloat16().to(options.device)
     drawn = Checkpoint(source, source, values, infos, lambda: RandomWeights(noise))
     fmt = get_format(options.format, group_size=options.group_size)
     quantize_checkpoint(drawn, destination, fmt, options.base_targets.split(","), device=options.device)
