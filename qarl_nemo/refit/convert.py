@@ -114,17 +114,19 @@ def convert(
     quick = quick_conversion(layer) or nvfp4_conversion(layer)
     if quick is None:
         return _convert_as_vllm_does(scratch)
-    tensors = quick(scratch)
-    bias = scratch._parameters.get("bias")
-    if bias is not None:
-        # Loaded with the weight; these layers' kernels read it as it is.
-        tensors["bias"] = bias.data
+    tensors = with_bias(quick(scratch), scratch)
     if check:
         expected = _convert_as_vllm_does(scratch)
         differing = [name for name, tensor in tensors.items() if not _same_bytes(tensor, expected[name])]
         if differing:
             raise RuntimeError(f"converted otherwise than vLLM {type(layer.quant_method).__name__} does: {differing}")
     return tensors
+
+
+def with_bias(tensors: Mapping[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
+    """Return the kernel tensors of a weight and, if the layer has one, its bias, which kernels read as it is loaded."""
+    bias = layer._parameters.get("bias")
+    return dict(tensors) if bias is None else {**tensors, "bias": bias.data}
 
 
 def overwrite(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
