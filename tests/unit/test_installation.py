@@ -37,7 +37,9 @@ def test_configs_are_listed_with_their_first_line_and_printed(capsys):
         configs()
     listed = capsys.readouterr().out
     for name, path in shipped_configs().items():
-        assert path.read_text().splitlines()[0].startswith("# "), f"{name} says what it is in its first line"
+        first = path.read_text().splitlines()[0]
+        assert first.startswith("# "), f"{name} says what it is in its first line"
+        assert first.endswith((".", "?")), f"{name}: the first line is a whole sentence, as it is listed by itself"
         assert f"  {name} " in listed
     with pytest.raises(SystemExit):
         configs("demo")
