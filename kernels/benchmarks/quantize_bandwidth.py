@@ -16,8 +16,8 @@ from qarl_kernels import get_format
 from qarl_kernels.nvfp4 import global_divisor
 from qarl_kernels.ops.activations import quantize_group, quantize_token
 from qarl_kernels.ops.fp8_weights import fp8_block_quantize, fp8_channel_quantize
-from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
 from qarl_kernels.ops.int8_weights import int8_channel_quantize
+from qarl_kernels.ops.integer_weights import int4_encode_fp8, integer_dequantize, integer_quantize_pack
 from qarl_kernels.ops.nvfp4 import largest_magnitudes, nvfp4_quantize, nvfp4_unscaled
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.weights import quantize_weight_reference
@@ -30,7 +30,7 @@ def require_equal_codes(weight: Tensor) -> None:
     """Exit unless the int4 kernel's codes and scales are the reference's."""
     fmt = get_format("w4a16")
     expected = quantize_weight_reference(weight, fmt, name="weight").tensors
-    done = int4_quantize_pack(weight, fmt.group_size, fmt.scale_convention)
+    done = integer_quantize_pack(weight, fmt.group_size, fmt.scale_convention)
     for suffix, actual in (("weight_packed", done.packed), ("weight_scale", done.scale)):
         if not torch.equal(actual, expected[suffix]):
             raise SystemExit(f"nothing is reported: {suffix} differs from the reference")
@@ -73,16 +73,21 @@ def weight_figures(copy: float, num_experts: int) -> Iterator[Figure]:
     for projection, weight in zip(("fc1", "fc2"), expert_weights(num_experts), strict=True):
         require_equal_codes(weight[:4])
         suffix = "" if projection == "fc1" else "_fc2"
-        stored, divisor = int4_quantize_pack(weight, 128, "full_range"), global_divisor(largest_magnitudes(weight))
+        stored, divisor = integer_quantize_pack(weight, 128, "full_range"), global_divisor(largest_magnitudes(weight))
+        wide = integer_quantize_pack(weight, 128, "full_range", num_bits=8)
         fp4 = nvfp4_quantize(weight, divisor)
-        for kind, emit in (("", "packed"), ("_bf16", "bf16"), ("_fp8", "fp8")):
-
-            def quantize(weight: Tensor, emit: str = emit) -> Any:
-                return int4_quantize_pack(weight, 128, "full_range", emit=emit)
-
-            yield bandwidth(f"int4_quantize_pack{kind}{suffix}", quantize, weight, copy=copy, goal=GOAL)
+        for kind, options in (
+            ("int4_quantize_pack", {}),
+            ("int4_quantize_pack_bf16", {"emit": "bf16"}),
+            ("int4_quantize_pack_fp8", {"emit": "fp8"}),
+            ("int8_quantize_pack_bf16", {"num_bits": 8, "emit": "bf16"}),
+            ("nested_quantize_pack_bf16", {"num_bits": 8, "served_bits": 4, "emit": "bf16"}),
+        ):
+            quantize = partial(integer_quantize_pack, group_size=128, scale_convention="full_range", **options)
+            yield bandwidth(f"{kind}{suffix}", quantize, weight, copy=copy, goal=GOAL)
         for name, function, inputs in (
-            ("int4_dequantize", int4_dequantize, (stored.packed, stored.scale)),
+            ("int4_dequantize", integer_dequantize, (stored.packed, stored.scale)),
+            ("int8_dequantize", partial(integer_dequantize, num_bits=8), (wide.packed, wide.scale)),
             ("int4_encode_fp8", int4_encode_fp8, (stored.packed, stored.scale)),
             ("fp8_channel_quantize", fp8_channel_quantize, (weight,)),
             ("fp8_block_quantize", fp8_block_quantize, (weight,)),

@@ -135,7 +135,7 @@ def quantize_with_operand(
 
 
 def _has_quantizer(fmt: QuantFormat) -> bool:
-    return fmt.code_bits == 4 if fmt.weight_kind == "int" else fmt.is_quantized
+    return fmt.code_bits in (4, 8) if fmt.weight_kind == "int" else fmt.is_quantized
 
 
 def require_finite(weights: Mapping[str, QuantizedWeight]) -> None:
@@ -162,7 +162,7 @@ def gemm_operand(weight: QuantizedWeight, dtype: torch.dtype, *, packed: bool = 
     Args:
         weight: the stored form.
         dtype: BF16 or FP32.
-        packed: let the kernels' GEMM dequantize w4a16 or nvfp4 itself; the reference unpacks all the same.
+        packed: let the kernels' GEMM unpack w4a16, w8a16 or nvfp4 itself; the reference unpacks all the same.
 
     Returns:
         The operand: 8-bit values and scales, or a BF16 weight; on a CPU FP32 holding the same values.

@@ -30,7 +30,7 @@ class GemmOperand:
     Attributes:
         format: the format.
         values: [..., N, K] in the compute dtype (16-bit activations), or E4M3 values or INT8 codes, which the
-            reference holds in FP32; for kernels that dequantize themselves, packed int32 [..., N, K / 8].
+            reference holds in FP32; for GEMMs that unpack them, int32 words [..., N, K * num_bits / 32].
         scale: [..., N, 1] channel scales, [..., ceil(N/128), K/128] block scales, packed values' group scales, or None.
         tensor_scale: [..., 1, 1] FP32 factor of a whole weight, multiplied by the FP32 sum (nvfp4), or None.
     """
@@ -72,7 +72,7 @@ class GemmOperand:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the GEMM itself dequantizes the packed tensors."""
+        """Whether the GEMM itself unpacks the stored tensors."""
         return self.values.dtype == torch.int32
 
     def effective_weight(self) -> Tensor:

@@ -54,7 +54,7 @@ def reference(x, index, weight, stored, fmt):
 def operands_of(stored, *, packed=False):
     """The GEMMs' operands: from the kernels, but where the interpreter would take most of the test's time for them."""
     if INTERPRETED and stored[0].format.name == "w4a8":
-        # The kernels give the same bits: test_triton_int4.py.
+        # The kernels give the same bits: test_triton_integer.py.
         encoded = (encode_int4_as_fp8(one.codes(), one.tensors["weight_scale"]) for one in stored)
         return [GemmOperand(stored[0].format, *one) for one in encoded]
     return [operand_from_weight(to_device(one), packed=packed) for one in stored]

@@ -3,7 +3,8 @@
 Measured on an H200 (docs/evidence/kernels.md): cuBLAS is fastest for one expert in BF16, our grouped GEMM for several;
 FP8 is fastest in the warp-specialised kernels wherever shapes allow. Packed int4 is dequantized inside the GEMM while
 experts have few rows: there the time goes into reading weights, of which it reads a quarter of the bytes. Packed NVFP4
-is treated alike, but was not measured. INT8 has one grouped GEMM, for one expert and for several.
+is treated alike, but was not measured. Packed codes of 8 bits are always dequantized first. INT8 has one grouped GEMM,
+for one expert and for several.
 """
 
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from qarl_kernels.ops.hopper_fp8 import (
     hopper_grouped_gemm_fp8_block,
     hopper_grouped_gemm_fp8_channel,
 )
-from qarl_kernels.ops.int4 import int4_dequantize
 from qarl_kernels.ops.int4_gemm import grouped_gemm_int4, grouped_gemm_nvfp4
 from qarl_kernels.ops.int8_gemm import grouped_gemm_int8
+from qarl_kernels.ops.integer_weights import integer_dequantize
 from qarl_kernels.ops.nvfp4 import nvfp4_unscaled
 from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
@@ -140,11 +141,11 @@ def _multiply_packed(
 ) -> Tensor:
     assert weight.scale is not None
     stored = weight.values, weight.scale
-    fp4 = weight.format.weight_kind == "nvfp4"
-    if len(x) <= FUSED_INT4_MAX_ROWS * weight.values.shape[0]:
+    num_bits, fp4 = weight.format.num_bits, weight.format.weight_kind == "nvfp4"
+    if num_bits == 4 and len(x) <= FUSED_INT4_MAX_ROWS * weight.values.shape[0]:
         multiply = grouped_gemm_nvfp4 if fp4 else grouped_gemm_int4
         return multiply(x, *stored, offsets, row_weight=row_weight, weight_rounding=rounding)
-    values = nvfp4_unscaled(stored[0].view(torch.uint8), stored[1]) if fp4 else int4_dequantize(*stored)
+    values = nvfp4_unscaled(stored[0].view(torch.uint8), stored[1]) if fp4 else integer_dequantize(*stored, num_bits)
     return _multiply_bf16(x, values, offsets, row_weight, rounding)
 
 

@@ -12,8 +12,8 @@ from qarl_kernels.ops.fp8_weights import (
     fp8_channel_dequantize,
     fp8_channel_quantize,
 )
-from qarl_kernels.ops.int4 import int4_dequantize, int4_encode_fp8, int4_quantize_pack
 from qarl_kernels.ops.int8_weights import int8_channel_dequantize, int8_channel_quantize
+from qarl_kernels.ops.integer_weights import CODE_BITS, int4_encode_fp8, integer_dequantize, integer_quantize_pack
 from qarl_kernels.ops.nvfp4 import largest_magnitudes, nvfp4_quantize, nvfp4_unscaled
 from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.weights import QuantizedWeight
@@ -24,7 +24,7 @@ def quantize_weight_kernel(weight: Weights, fmt: QuantFormat, amax: Tensor | Non
 
     Args:
         weight: [..., N, K] BF16, or E tensors [N, K].
-        fmt: FP8, INT8, NVFP4, or integers stored in 4 bits.
+        fmt: FP8, INT8, NVFP4, or integers stored in 4 or 8 bits.
         amax: see `dispatch.quantize_weight`.
 
     Returns:
@@ -42,7 +42,7 @@ def quantize_with_operand(
 
     Args:
         weight: [..., N, K] BF16, or E tensors [N, K].
-        fmt: FP8, INT8, NVFP4, or integers stored in 4 bits.
+        fmt: FP8, INT8, NVFP4, or integers stored in 4 or 8 bits.
         amax: see `dispatch.quantize_weight`.
 
     Returns:
@@ -52,6 +52,10 @@ def quantize_with_operand(
         quantized, values = _quantize_nvfp4(weight, fmt, amax, emit_unscaled=True)
         assert values is not None
         return quantized, _nvfp4_operand(quantized, values)
+    if fmt.nested_bits and fmt.activation_kind == "fp8_token":
+        # FP8 is made of the rounded codes, which are int4.
+        quantized = quantize_weight_kernel(weight, fmt)
+        return quantized, operand_from_weight(quantized.narrowed())
     return _quantize(weight, fmt, emit="fp8" if fmt.activation_kind == "fp8_token" else "bf16")
 
 
@@ -76,14 +80,16 @@ def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[Quantize
     shape = _shape(weight)
     if fmt.weight_kind == "int":
         assert fmt.scale_convention is not None
-        done = int4_quantize_pack(weight, fmt.group_size, fmt.scale_convention, grid_bits=fmt.grid_bits, emit=emit)
+        grid_bits = fmt.nested_bits or fmt.grid_bits
+        bits = {"num_bits": fmt.code_bits, "grid_bits": grid_bits, "served_bits": fmt.grid_bits}
+        done = integer_quantize_pack(weight, fmt.group_size, fmt.scale_convention, **bits, emit=emit)
         tensors = {"weight_packed": done.packed, "weight_scale": done.scale}
         values, scale = {
             "packed": (done.packed, done.scale),
             "bf16": (done.dequantized, None),
             "fp8": (done.w8, done.channel_scale),
         }[emit]
-        return QuantizedWeight(fmt, shape, tensors, done.nonfinite), GemmOperand(fmt, values, scale)
+        return QuantizedWeight(fmt, shape, tensors, done.nonfinite), GemmOperand(fmt.narrowed, values, scale)
     quantize, suffix = {
         "fp8_rows": (fp8_channel_quantize, "weight_scale"),
         "fp8_blocks": (fp8_block_quantize, "weight_scale_inv"),
@@ -98,7 +104,8 @@ def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> Gem
 
     Args:
         weight: the stored form.
-        packed: w4a16, nvfp4: keep the packed tensors, a quarter of the memory, and dequantize inside the GEMM.
+        packed: keep packed 16-bit formats packed, a quarter of the memory at 4 bits and half of it at 8; the GEMM
+            unpacks them.
 
     Returns:
         The operand.
@@ -108,9 +115,11 @@ def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> Gem
         stored = weight.tensors["weight_packed"], weight.tensors["weight_scale"]
         if fmt.activation_kind == "fp8_token":
             return GemmOperand(fmt, *int4_encode_fp8(*stored))
-        if fmt.num_bits != 4:
+        if fmt.num_bits not in CODE_BITS:
             return GemmOperand(fmt, weight.dequantize(), None)
-        return GemmOperand(fmt, *stored) if packed else GemmOperand(fmt, int4_dequantize(*stored), None)
+        return (
+            GemmOperand(fmt, *stored) if packed else GemmOperand(fmt, integer_dequantize(*stored, fmt.num_bits), None)
+        )
     if fmt.weight_kind == "nvfp4":
         codes, scale = weight.tensors["weight_packed"], weight.tensors["weight_scale"]
         if packed:
@@ -138,7 +147,7 @@ def dequantize_operand(operand: GemmOperand) -> Tensor:
     if operand.scale is None:
         return operand.values
     if operand.is_packed:
-        return int4_dequantize(operand.values, operand.scale)
+        return integer_dequantize(operand.values, operand.scale, operand.format.num_bits)
     if operand.format.weight_kind == "fp8_blocks":
         return fp8_block_dequantize(operand.values, operand.scale)
     if operand.format.weight_kind == "int8_rows":

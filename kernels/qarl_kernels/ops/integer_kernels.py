@@ -1,13 +1,14 @@
-"""Triton kernels of `ops/int4.py`.
+"""Triton kernels of `ops/integer_weights.py`; BITS is how many of a word's bits a code takes, 4 or 8.
 
 Weights are rounded to codes without a division each, and get the codes that a division would give. w and scale have 8
-significant bits, so |w / scale| <= 8 either is n + 1/2 exactly or differs from it by more than 2^-11. t = w * (1 /
-scale) + 384 is rounded to multiples of 2^-15, far more than the product's error: ties stay ties and everything else
+significant bits, so |w / scale| <= 128 either is n + 1/2 exactly or differs from it by more than 2^-10. t = w * (1 /
+scale) + 3072 is rounded to multiples of 2^-12, far more than the product's error: ties stay ties and everything else
 stays on its side, whether or not multiply and add are fused. Adding 1.5 * 2^23 rounds half to even and leaves the code
 in the low bits. For the same reason amax / divisor may be amax * fl(1 / divisor): no quotient of a BF16 amax is close
 enough to a point where its rounding to BF16 flips. Both are tested over all pairs of significands.
 
-A thread holds 8 neighbouring weights: one 16-byte load, one packed word. Experts are the grid's second dimension.
+A thread holds the neighbouring weights of a packed word: of int4 eight, one 16-byte load. Experts are the grid's second
+dimension.
 """
 
 import triton
@@ -21,16 +22,23 @@ _EMPTY_SCALE = tl.constexpr(EMPTY_GROUP_SCALE)
 _MIN_TOKEN_SCALE = tl.constexpr(MIN_TOKEN_SCALE)
 _OVERFLOW_BITS = tl.constexpr(0x7F000000)  # the bits of integer.OVERFLOW; those of Inf and NaN are larger
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
-# A float in [256, 512) is a multiple of 2^-15.
-_SNAP = tl.constexpr(384.0)
-# The float that code 0 becomes, 1.5 * 2^23 with the stored offset 8, and what to add to a snapped quotient to get it.
-_CODE_ZERO = tl.constexpr(12582920.0)
-_TO_CODE = tl.constexpr(12582920.0 - 384.0)
-# What the eight floats' upper bits add to a word, modulo 2^32 and signed.
-_PACK_BIAS = tl.constexpr((sum(0x4B400000 << 4 * lane for lane in range(8)) + 2**31) % 2**32 - 2**31)
-# 2^23 as bits, and the float that a stored code 8, zero, becomes in its low bits.
+# A float in [2048, 4096) is a multiple of 2^-12.
+_SNAP = tl.constexpr(3072.0)
+# 1.5 * 2^23: a whole number that is added to it stands in the float's low bits. Codes are kept like this, with their
+# stored offset 2^(BITS-1).
+_WHOLE = tl.constexpr(12582912.0)
+
+
+def _pack_bias(bits: int) -> int:
+    """What the upper bits of a word's floats add to it, modulo 2^32 and signed."""
+    return (sum(0x4B400000 << lane for lane in range(0, 32, bits)) + 2**31) % 2**32 - 2**31
+
+
+_PACK_BIAS_4 = tl.constexpr(_pack_bias(4))
+_PACK_BIAS_8 = tl.constexpr(_pack_bias(8))
+# 2^23, as bits and as a number.
 _MANTISSA_BITS = tl.constexpr(0x4B000000)
-_STORED_ZERO = tl.constexpr(8388616.0)
+_MANTISSA = tl.constexpr(8388608.0)
 
 
 @triton.jit
@@ -46,17 +54,22 @@ def _group_scale(amax_bits, INVERSE_DIVISOR: tl.constexpr):
 
 
 @triton.jit
-def _round_to_codes(weights, inverse_scale, CODE_MAX: tl.constexpr):
+def _round_to_codes(weights, inverse_scale, BITS: tl.constexpr, CODE_MAX: tl.constexpr):
     # |w / scale| rounds to code_max + 1 at most: only that code can leave a grid, and its negative occurs only on the
     # grids that have it.
     snapped = tl.minimum(tl.fma(weights, inverse_scale, _SNAP), _SNAP + CODE_MAX)
-    return snapped + _TO_CODE
+    return snapped + (_WHOLE - _SNAP + (1 << (BITS - 1)))
 
 
 @triton.jit
-def _pack_words(codes, lane, AXIS: tl.constexpr):
-    words = tl.sum(codes.to(tl.int32, bitcast=True) << (4 * lane), AXIS)
-    return tl.sub(words, _PACK_BIAS, sanitize_overflow=False)
+def _code_values(codes, BITS: tl.constexpr):
+    return codes - (_WHOLE + (1 << (BITS - 1)))
+
+
+@triton.jit
+def _pack_words(codes, lane, BITS: tl.constexpr, AXIS: tl.constexpr):
+    words = tl.sum(codes.to(tl.int32, bitcast=True) << (BITS * lane), AXIS)
+    return tl.sub(words, _PACK_BIAS_4 if BITS == 4 else _PACK_BIAS_8, sanitize_overflow=False)
 
 
 @triton.jit
@@ -79,13 +92,23 @@ def _encode_scale(scale, high, low):
 
 
 @triton.jit
-def _int4_quantize_pack_kernel(
+def _narrow(values, scale, CODE_MAX: tl.constexpr, SHIFT: tl.constexpr):
+    """Codes and scale of a grid with SHIFT bits fewer: clamp(rn(code / 2^SHIFT)), scale * 2^SHIFT."""
+    # Only the largest code can leave the grid.
+    narrowed = tl.minimum(values * (0.5**SHIFT) + _WHOLE - _WHOLE, ((CODE_MAX + 1) >> SHIFT) - 1.0)
+    return narrowed, scale * (1 << SHIFT)
+
+
+@triton.jit
+def _quantize_pack_kernel(
     table_ptr,  # [E] addresses of BF16 [N, K]
-    packed_ptr,  # [E, N, K / 8]
+    packed_ptr,  # [E, N, K * BITS / 32]
     scale_ptr,  # [E, N, K / GROUP]
     dequantized_ptr,  # [E, N, K]
     nonfinite_ptr,  # [1]
     num_groups,
+    BITS: tl.constexpr,
+    SHIFT: tl.constexpr,  # bits that the grid of the dequantized weight has fewer
     INVERSE_DIVISOR: tl.constexpr,
     CODE_MAX: tl.constexpr,
     GROUP: tl.constexpr,
@@ -93,7 +116,8 @@ def _int4_quantize_pack_kernel(
     EMIT_BF16: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    WORDS: tl.constexpr = GROUP // 8
+    LANES: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = GROUP // LANES
     SPREAD: tl.constexpr = min(WORDS, 8)
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * TILE
@@ -103,28 +127,31 @@ def _int4_quantize_pack_kernel(
     # threads and keeps the last one (the rest of its words) in one thread.
     word = tl.arange(0, SPREAD)[:, None, None] + tl.arange(0, WORDS // SPREAD)[None, None, :] * SPREAD
     group = tl.arange(0, TILE)
-    lane = tl.arange(0, 8)[None, None, None, :]
+    lane = tl.arange(0, LANES)[None, None, None, :]
     valid = group < num_groups - first
     start = first.to(tl.int64) * GROUP
     out = expert * num_groups
     words = group[None, :, None] * WORDS + word
-    offsets = words[:, :, :, None] * 8 + lane
+    offsets = words[:, :, :, None] * LANES + lane
 
     weights = tl.load(weights_ptr + start + offsets, mask=valid[None, :, None, None], other=0.0).to(tl.float32)
     amax_bits = tl.max(tl.max(tl.max(_abs_bits(weights), 3), 2), 0)
     scale, bad = _group_scale(amax_bits, INVERSE_DIVISOR)
-    codes = _round_to_codes(weights, (1.0 / scale)[None, :, None, None], CODE_MAX)
+    codes = _round_to_codes(weights, (1.0 / scale)[None, :, None, None], BITS, CODE_MAX)
     packed_ptrs = packed_ptr + (out + first) * WORDS + _hide_order(words, num_groups)
-    tl.store(packed_ptrs, _pack_words(codes, lane, 3), mask=valid[None, :, None])
+    tl.store(packed_ptrs, _pack_words(codes, lane, BITS, 3), mask=valid[None, :, None])
     if EMIT_BF16:
-        values = ((codes - _CODE_ZERO) * scale[None, :, None, None]).to(tl.bfloat16)
-        tl.store(dequantized_ptr + out * GROUP + start + offsets, values, mask=valid[None, :, None, None])
+        values, step = _code_values(codes, BITS), scale[None, :, None, None]
+        if SHIFT > 0:
+            values, step = _narrow(values, step, CODE_MAX, SHIFT)
+        served = (values * step).to(tl.bfloat16)
+        tl.store(dequantized_ptr + out * GROUP + start + offsets, served, mask=valid[None, :, None, None])
     tl.store(scale_ptr + out + first + group, scale.to(tl.bfloat16), mask=valid)
     tl.atomic_add(nonfinite_ptr + group * 0, 1, mask=valid & bad, sem="relaxed")
 
 
 @triton.jit
-def _int4_quantize_encode_kernel(
+def _quantize_encode_kernel(
     table_ptr,  # [E] addresses of BF16 [N, K]
     packed_ptr,  # [E, N, K / 8]
     scale_ptr,  # [E, N, K / 128]
@@ -164,10 +191,10 @@ def _int4_quantize_encode_kernel(
     channel_scale = _channel_scale(largest)
     high, low = split_reciprocal(channel_scale)
     scale8 = _encode_scale(scale, high[None, :, None], low[None, :, None])
-    codes = _round_to_codes(weights, (1.0 / scale)[None, :, :, :, None], CODE_MAX)
+    codes = _round_to_codes(weights, (1.0 / scale)[None, :, :, :, None], 4, CODE_MAX)
     packed_ptrs = packed_ptr + out * 16 + _hide_order(words, num_rows)
-    tl.store(packed_ptrs, _pack_words(codes, lane, 4), mask=valid[None, :, :, :])
-    w8 = ((codes - _CODE_ZERO) * scale8[None, :, :, :, None]).to(tl.float8e4nv)
+    tl.store(packed_ptrs, _pack_words(codes, lane, 4, 4), mask=valid[None, :, :, :])
+    w8 = (_code_values(codes, 4) * scale8[None, :, :, :, None]).to(tl.float8e4nv)
     tl.store(w8_ptr + out * 128 + offsets, w8, mask=valid[None, :, :, :, None])
     tl.store(scale_ptr + out + groups, scale.to(tl.bfloat16), mask=valid)
     tl.store(channel_scale_ptr + expert * num_rows + first + row, channel_scale * 8.0, mask=valid_rows)
@@ -175,32 +202,35 @@ def _int4_quantize_encode_kernel(
 
 
 @triton.jit
-def _stored_codes(words, lane):
-    # Placing the nibble in the low bits of the float 2^23 is cheaper than converting an integer.
-    return (((words >> (4 * lane)) & 15) | _MANTISSA_BITS).to(tl.float32, bitcast=True) - _STORED_ZERO
+def _stored_codes(words, lane, BITS: tl.constexpr):
+    # Placing the code in the low bits of the float 2^23 is cheaper than converting an integer.
+    stored = ((words >> (BITS * lane)) & ((1 << BITS) - 1)) | _MANTISSA_BITS
+    return stored.to(tl.float32, bitcast=True) - (_MANTISSA + (1 << (BITS - 1)))
 
 
 @triton.jit
-def _int4_dequantize_kernel(
-    packed_ptr,  # [M, GROUP / 8]
+def _dequantize_kernel(
+    packed_ptr,  # [M, GROUP * BITS / 32]
     scale_ptr,  # [M]
     weight_ptr,  # [M, GROUP]
     num_groups,  # M = E * N * K / GROUP
+    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    WORDS: tl.constexpr = GROUP // 8
+    LANES: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = GROUP // LANES
     first = tl.program_id(0) * TILE
     word = tl.arange(0, WORDS)[:, None]
     group = tl.arange(0, TILE)
-    lane = tl.arange(0, 8)[None, None, :]
+    lane = tl.arange(0, LANES)[None, None, :]
     valid = group < num_groups - first
     start = first.to(tl.int64)
     words = group[None, :] * WORDS + word
     packed = tl.load(packed_ptr + start * WORDS + _hide_order(words, num_groups), mask=valid[None, :])
     scale = tl.load(scale_ptr + start + group, mask=valid).to(tl.float32)
-    values = (_stored_codes(packed[:, :, None], lane) * scale[None, :, None]).to(tl.bfloat16)
-    tl.store(weight_ptr + start * GROUP + words[:, :, None] * 8 + lane, values, mask=valid[None, :, None])
+    values = (_stored_codes(packed[:, :, None], lane, BITS) * scale[None, :, None]).to(tl.bfloat16)
+    tl.store(weight_ptr + start * GROUP + words[:, :, None] * LANES + lane, values, mask=valid[None, :, None])
 
 
 @triton.jit
@@ -233,5 +263,5 @@ def _int4_encode_fp8_kernel(
             packed = tl.load(packed_ptr + row * num_groups * 16 + _hide_order(words, num_groups), mask=valid[None, :])
             scale = tl.load(scale_ptr + row * num_groups + group, mask=valid, other=0.0).to(tl.float32)
             scale8 = _encode_scale(scale, high, low)
-            w8 = (_stored_codes(packed[:, :, None], lane) * scale8[None, :, None]).to(tl.float8e4nv)
+            w8 = (_stored_codes(packed[:, :, None], lane, 4) * scale8[None, :, None]).to(tl.float8e4nv)
             tl.store(w8_ptr + row * num_groups * 128 + words[:, :, None] * 8 + lane, w8, mask=valid[None, :, None])
