@@ -50,3 +50,11 @@ def poisoned_empty():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def odd_rewards(monkeypatch):
+    """Reward odd last tokens: random models never answer right, and equal rewards teach nothing."""
+    from qarl_nemo.train.trainer import Trainer
+
+    monkeypatch.setattr(Trainer, "rewards", lambda _, rollouts, tasks: (rollouts.input_ids[:, -1] % 2).float())

@@ -297,7 +297,7 @@ def expert_mlp(
         topk_weight,
         lambda rows, offsets, dtype: reference.grouped_gemm(rows, fc1, offsets, out_dtype=dtype),
         lambda rows, offsets, dtype: reference.grouped_gemm(
-            rows, unscaled, offsets, out_dtype=dtype, after_swiglu=True
+            rows, unscaled, offsets, out_dtype=dtype, after_swiglu=adapters is None
         ),
         fc1.format,
         num_experts,

@@ -51,13 +51,13 @@ def expert_mlp_reference(
     gate_up = fc1(rows, routed.offsets, x.dtype)
     if adapters is not None:
         gate_up = gate_up + low_rank_gate_up(rows, adapters, routed.offsets)
-    hidden = swiglu(gate_up, fmt)
+    hidden = swiglu(gate_up, fmt, fused=adapters is None)
     on_accumulator = fmt.router_weight == "on_accumulator"
     out_rows = fc2(hidden, routed.offsets, torch.float32 if on_accumulator else x.dtype)
     choices = out_rows[routed.inverse].view(num_tokens, top_k, out_rows.shape[-1])
     added = None
     if adapters is not None:
-        added = low_rank(hidden.to(x.dtype), adapters.down, routed.offsets, out_dtype=_accumulated(x.dtype))
+        added = low_rank(hidden, adapters.down, routed.offsets, out_dtype=_accumulated(x.dtype))
         added = added[routed.inverse].view_as(choices)
     scale = None if fc2_scale is None else fc2_scale.flatten()[topk_index].unsqueeze(-1)
     return combine_choices(choices, topk_weight.float().unsqueeze(-1), fmt, x.dtype, added, scale)
@@ -67,18 +67,19 @@ def _accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
-def swiglu(hidden: Tensor, fmt: QuantFormat) -> Tensor:
+def swiglu(hidden: Tensor, fmt: QuantFormat, *, fused: bool = True) -> Tensor:
     """Return silu(gate) * up, rounded after each factor, or in FP32 unrounded where the engine fuses it (fp8_block).
 
     Args:
         hidden: [M, 2 I], gate columns before up columns.
         fmt: the format.
+        fused: whether the engine may fuse it with fc2's quantizer; with adapters, which need it rounded, it does not.
 
     Returns:
-        [M, I] in hidden's dtype; FP32 for fp8_block.
+        [M, I] in hidden's dtype; FP32 for fused fp8_block.
     """
     gate, up = hidden.chunk(2, dim=-1)
-    if fmt.weight_kind == "fp8_blocks":
+    if fused and fmt.weight_kind == "fp8_blocks":
         # The engine's fused kernel multiplies by the sigmoid, its plain one divides: the last bits differ.
         return gate.float() * (1.0 / (1.0 + torch.exp(-gate.float()))) * up.float()
     return torch.nn.functional.silu(gate) * up

@@ -131,8 +131,9 @@ def aligned_expert_mlp(
         return aligned_grouped_gemm(rows, gate_up, offsets, out_dtype=dtype, backward=backward)
 
     def fc2(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        fused = adapters is None
         return aligned_grouped_gemm(
-            rows, down, offsets, out_dtype=dtype, backward=backward, after_swiglu=True, unscaled=True
+            rows, down, offsets, out_dtype=dtype, backward=backward, after_swiglu=fused, unscaled=True
         )
 
     fc2_scale = down.operand().tensor_scale

@@ -1,8 +1,11 @@
-"""Mends vLLM 0.25.1 where it runs INT8 experts otherwise than their checkpoint says.
+"""Mends vLLM 0.25.1 where it runs INT8 experts otherwise than their checkpoint says, and adapters otherwise each time.
 
-Their method asks for activations quantized per token and gets a configuration without (vLLM's pull request 50833): the
-experts silently multiply BF16 rows. With the right one, the kernel's caller refuses INT8 rows (pull request 51411).
-vLLM mended both after that release. `engine_methods` refuses an engine that has not been mended.
+INT8 experts ask for activations quantized per token and get a configuration without (vLLM's pull request 50833): they
+silently multiply BF16 rows. With the right one, the kernel's caller refuses INT8 rows (pull request 51411). vLLM mended
+both after that release. `engine_methods` refuses an engine that has not been mended.
+
+Adapters of dense layers multiply their rows by A in up to 64 parts, which are added in the order in which they finish:
+the same prompts and seed give other last bits, and now and then another token.
 """
 
 import functools
@@ -31,6 +34,29 @@ def mend_int8_experts() -> None:
     method.make_int8_moe_quant_config = _quantizing(method.make_int8_moe_quant_config)
     triton_moe.TritonExperts.apply = _taking_int8(triton_moe.TritonExperts.apply)
     triton_moe.invoke_fused_moe_triton_kernel = _multiplying_int8(triton_moe.invoke_fused_moe_triton_kernel)
+
+
+@functools.cache
+def mend_adapter_sums() -> None:
+    """Make adapters in this process add in one order; calling it again changes nothing.
+
+    Source: vLLM 0.25.1 lora/ops/triton_ops/utils.py, which does so itself with VLLM_BATCH_INVARIANT=1.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from vllm.lora.ops.triton_ops import lora_shrink_op
+
+    lora_shrink_op.get_lora_op_configs = _in_one_part(lora_shrink_op.get_lora_op_configs)
+
+
+def _in_one_part(choose: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(choose)
+    def one(*asked: Any, **named: Any) -> dict[str, Any]:
+        return choose(*asked, **named) | {"split_k": 1}
+
+    return one
 
 
 def _quantizing(make_config: Callable[..., Any]) -> Callable[..., Any]:

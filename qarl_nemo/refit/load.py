@@ -11,13 +11,14 @@ import torch
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.calls import RankCalls
 from qarl_nemo.refit.convert_nvfp4 import PLAIN_TENSORS
-from qarl_nemo.refit.engine_mends import mend_int8_experts
+from qarl_nemo.refit.engine_mends import mend_adapter_sums, mend_int8_experts
 from qarl_nemo.refit.manifest import checksums
 from qarl_nemo.refit.rank import RankRefit
 
 # vLLM imports this module in every worker, before it builds the model.
 if "vllm" in sys.modules:
     mend_int8_experts()
+    mend_adapter_sums()
 
 
 @answering

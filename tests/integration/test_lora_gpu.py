@@ -11,7 +11,7 @@ from qarl_nemo.train.trainer import Trainer
 from support.engines import TOKENIZER, tiny_model
 from support.runs import make_config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("odd_rewards")]
 
 SIZES = {
     "hidden_size": 1024,
@@ -34,12 +34,6 @@ def packed(tmp_path_factory):
     for name in FORMATS:
         quantize_checkpoint(folder / "source", folder / name, get_format(name), ["experts", "attention"], device="cuda")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def odd_rewards(monkeypatch):
-    # A random model never answers right, and equal rewards teach nothing.
-    monkeypatch.setattr(Trainer, "rewards", lambda _, rollouts, tasks: (rollouts.input_ids[:, -1] % 2).float())
 
 
 def config_of(run_dir, packed, name, steps=3, rank=16):

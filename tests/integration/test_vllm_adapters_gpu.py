@@ -183,7 +183,7 @@ def test_a_larger_rank_than_the_engines_is_refused(trainer):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_run_learns_and_goes_on_after_a_stop(name, base, tmp_path):
+def test_a_run_learns_and_goes_on_after_a_stop(name, base, odd_rewards, tmp_path):
     trainer = train(tmp_path / "whole", **blocks(base, name))
     records = read_metrics(tmp_path / "whole")
     gaps = [record["mismatch/abs_gap_mean"] for record in records]

@@ -25,7 +25,6 @@ from qarl_kernels.ops.operand_gemm import (
     input_grad,
     multiply_rows,
     quantize_rows,
-    swiglu_rows,
 )
 from qarl_kernels.ops.routing import spread_rows
 from qarl_kernels.ops.swiglu import swiglu
@@ -77,10 +76,10 @@ def adapted_mlp_forward(
         half += _low_rank(plain_rows, factors, offsets)
     weights_the_sum = fmt.router_weight == "weighted_sum"
     row_weight = None if weights_the_sum else topk_weight.reshape(-1)[routed.order]
-    activation = swiglu_rows(hidden, fmt)
-    out_rows = multiply_rows(activation, fc2, offsets, row_weight=row_weight)
-    plain_activation = activation.values if activation.scale is None else swiglu(hidden)
-    out_rows += _low_rank(plain_activation, adapters.down, offsets, row_weight)
+    # With adapters the engine rounds the activation before it quantizes it, also where it fuses the two without.
+    activation = swiglu(hidden)
+    out_rows = multiply_rows(quantize_rows(activation, fmt), fc2, offsets, row_weight=row_weight)
+    out_rows += _low_rank(activation, adapters.down, offsets, row_weight)
     if weights_the_sum:
         return combine_rows(out_rows, routed.inverse, topk_weight, "weighted_sum"), hidden
     return combine_rows(out_rows, routed.inverse, None, None, top_k=top_k), hidden

@@ -237,7 +237,7 @@ def broken_updates(rig: Rig) -> dict[str, tuple[RefitUpdate, list[str]]]:
         add("group size", halves, scales, announced=True)
     served = "w4a8" if rig.format.name == "w4a16" else "w4a16"
     layer = served if rig.format.name == "bf16" else "model.layers.0.mlp.experts"
-    for other, offending in ((served, layer), ("w8a16", "w8a16")):
+    for other, offending in ((served, layer), ("w9a16", "w9a16")):
         cases[f"format {other}"] = RefitUpdate(replace(update.manifest, format=other), update.layers), [offending]
     return cases
 
