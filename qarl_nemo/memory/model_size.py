@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl_nemo.architecture import MEGATRON_FAMILIES, read_architecture
+from qarl_nemo.architecture import MEGATRON_FAMILIES, Architecture, read_architecture
 from qarl_nemo.files import FileError
 from qarl_nemo.memory.units import BF16
 
@@ -36,11 +36,26 @@ class ModelSize:
         Raises:
             FileError: no readable config.json of a supported model, or its layers are not alike.
         """
-        model = read_architecture(path, MEGATRON_FAMILIES)
+        return cls.of(read_architecture(path, MEGATRON_FAMILIES), str(path))
+
+    @classmethod
+    def of(cls, model: Architecture, place: str) -> "ModelSize":
+        """Take the sizes of a model that was read already.
+
+        Args:
+            model: what its config.json says.
+            place: where that stands, for the error.
+
+        Returns:
+            The model's sizes.
+
+        Raises:
+            FileError: its layers are not alike.
+        """
         dense = model.num_hidden_layers - len(model.sparse_layers)
         if model.num_experts and dense:
             raise FileError(
-                f"{path}: {dense} of {model.num_hidden_layers} layers have no experts (mlp_only_layers, "
+                f"{place}: {dense} of {model.num_hidden_layers} layers have no experts (mlp_only_layers, "
                 "decoder_sparse_step); memory is computed for layers that are alike"
             )
         return cls(

@@ -11,7 +11,6 @@ from qarl_nemo.memory import (
     GIB,
     MAX_TOKENS,
     OVERHEAD_BYTES,
-    ModelSize,
     largest_budget,
     logprob_bytes,
     rank_memory,
@@ -19,7 +18,7 @@ from qarl_nemo.memory import (
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, learner_of
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.model_shapes import model_config_file
+from qarl_nemo.nemo_rl.model_shapes import read_model_size
 
 _LONGEST = "policy.max_total_sequence_length"
 _SHORT = 1024
@@ -79,10 +78,10 @@ def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
         The update's budget and that of log-probabilities; none if the `cluster` block or the model's config.json is
         missing.
     """
-    layout, path = read_layout(config), model_config_file(str(look_up(config, "policy.model_name", "")))
-    if layout is None or path is None:
+    layout, model = read_layout(config), read_model_size(config)
+    if layout is None or model is None:
         return []
-    model, learner = ModelSize.read(path), learner_of(config, qarl)
+    learner = learner_of(config, qarl)
     held = optimizer_stays and not look_up(config, "policy.offload_optimizer_for_logprob", False)
     peaks: dict[str, Callable[[int], float]] = {
         "update": lambda tokens: rank_memory(model, layout.ranks, replace(learner, tokens=tokens)).peak_bytes,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_formats import get_format, served_formats
+from qarl_nemo.files import FileError
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.nemo_rl.data_checks import data_conflicts
 from qarl_nemo.nemo_rl.engine_checks import (
@@ -16,7 +17,7 @@ from qarl_nemo.nemo_rl.engine_checks import (
 from qarl_nemo.nemo_rl.layout import layout_conflicts
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
-from qarl_nemo.nemo_rl.model_shapes import read_model_config, shape_conflicts
+from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import dtype_conflicts
 from qarl_nemo.refit.engine_settings import kernel_options
 
@@ -88,6 +89,11 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     Returns:
         One line for each setting that has to change: key, value, why, and what to set.
     """
+    model, unknown = None, []
+    try:
+        model = read_model(config)
+    except FileError as error:
+        unknown = [str(error)]
     problems = [
         _line(key, value, why, " or ".join(map(_text, legal)))
         for key, (legal, why) in _REQUIRED.items()
@@ -102,10 +108,11 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_stage_conflicts(config, qarl),
         *data_conflicts(config),
         *dtype_conflicts(config),
-        *shape_conflicts(config, qarl),
-        *(layout := layout_conflicts(config, read_model_config(str(look_up(config, "policy.model_name", ""))))),
+        *unknown,
+        *shape_conflicts(config, qarl, model),
+        *(layout := layout_conflicts(config, model)),
         # Memory can be computed only for a layout that is possible.
-        *([] if layout else memory_conflicts(config, qarl)),
+        *([] if unknown or layout else memory_conflicts(config, qarl)),
     ]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qarl_nemo.architecture import Architecture
 from qarl_nemo.memory import Parallelism
 from qarl_nemo.nemo_rl.lookup import look_up
 
@@ -90,12 +91,12 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
     )
 
 
-def layout_conflicts(config: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[str]:
+def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> list[str]:
     """Say what NeMo-RL, Megatron or vLLM would refuse once all workers have started.
 
     Args:
         config: the whole config, as nested dictionaries.
-        model: the model's config.json; None if it is not at hand.
+        model: the run's; None if its config.json is not at hand.
 
     Returns:
         One line each: keys, values, and what is needed.
@@ -196,10 +197,10 @@ def _batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     return problems
 
 
-def _model_problems(config: Mapping[str, Any], layout: Layout, model: Mapping[str, Any]) -> list[str]:
+def _model_problems(config: Mapping[str, Any], layout: Layout, model: Architecture) -> list[str]:
     sizes, engine_ep = layout.sizes, layout.engine_ep
-    experts, heads = model.get("num_experts") or 0, model.get("num_attention_heads") or 0
-    layers, problems = model.get("num_hidden_layers") or 0, []
+    experts, heads, layers = model.num_experts, model.num_attention_heads, model.num_hidden_layers
+    problems = []
     for key, size in ((f"{_MEGATRON}.{_SIZES['ep']}", sizes["ep"]), (f"{_ENGINE}.expert_parallel_size", engine_ep)):
         if size > 1 and not experts:
             problems.append(f"{key}={size}: the model has no experts; set 1")

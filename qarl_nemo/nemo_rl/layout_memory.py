@@ -17,7 +17,7 @@ from qarl_nemo.memory import (
 )
 from qarl_nemo.nemo_rl.layout import Layout, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.model_shapes import model_config_file
+from qarl_nemo.nemo_rl.model_shapes import read_model_size
 from qarl_nemo.nemo_rl.optimizer_dtypes import has_bf16_moments
 
 _MEGATRON = "policy.megatron_cfg"
@@ -91,10 +91,10 @@ def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
     Raises:
         ValueError: the config.json lacks keys.
     """
-    layout, path = read_layout(config), model_config_file(str(look_up(config, "policy.model_name", "")))
-    if layout is None or path is None:
+    layout, model = read_layout(config), read_model_size(config)
+    if layout is None or model is None:
         return None
-    model, learner, served = ModelSize.read(path), learner_of(config, qarl), _served(qarl)
+    learner, served = learner_of(config, qarl), _served(qarl)
     layerwise = qarl.layerwise_refit is not False
     refit = None
     if layout.colocated:

@@ -13,12 +13,15 @@ from qarl_formats import QuantFormat
 from qarl_nemo.architecture import CONFIG_FILE, MEGATRON_FAMILIES, Architecture
 from qarl_nemo.checkpoints.shapes import engine_shard, shape_problems
 from qarl_nemo.config import ConfigError
-from qarl_nemo.files import FileError, read_json
+from qarl_nemo.files import read_json
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
+from qarl_nemo.memory import ModelSize
 from qarl_nemo.names import target_of
+from qarl_nemo.nemo_rl.lookup import look_up
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_OVERRIDES = "policy.hf_config_overrides"
 # What NeMo-RL and Bridge set for these models if a config does not.
 _DEFAULTS = {
     "gated_linear_unit": True,
@@ -34,29 +37,24 @@ _DEFAULTS = {
 }
 
 
-def shape_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
+def shape_conflicts(config: Mapping[str, Any], qarl: Any, model: Architecture | None) -> list[str]:
     """Say which shapes and settings of the model the learner or the engines could not run quantized.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
         qarl: its checked `NemoQarlConfig`.
+        model: the run's; None if its config.json is not at hand.
 
     Returns:
-        One line for each problem; none for a model whose config.json is not on this machine.
+        One line for each problem.
     """
     try:
         fmt = qarl.served_format
     except ValueError as error:
         return [f"qarl.format={qarl.format}: {error}"]
-    policy = config.get("policy") or {}
-    name = str(policy.get("model_name", ""))
-    raw = read_model_config(name)
-    if raw is None:
+    if model is None:
         return []
-    try:
-        model = Architecture.parse(raw, f"policy.model_name={name}", MEGATRON_FAMILIES)
-    except FileError as error:
-        return [str(error)]
+    policy = config.get("policy") or {}
     present, absent = ("experts", "mlp") if model.num_experts else ("mlp", "experts")
     if absent in qarl.targets:
         return [f"qarl.targets={list(qarl.targets)}: a {model.model_type} model has no {absent}; set [{present}]"]
@@ -88,8 +86,45 @@ def fetch_model_config(name: str) -> str | None:
     return None
 
 
-def model_config_file(name: str) -> Path | None:
-    """Return the path of config.json in a folder or in Hugging Face's cache; None if there is neither."""
+def read_model(config: Mapping[str, Any]) -> Architecture | None:
+    """Read what a run makes its model from: config.json and `policy.hf_config_overrides`.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        The model; None if there is no config.json in the folder that `policy.model_name` is, or in Hugging Face's
+        cache.
+
+    Raises:
+        FileError: the two are not of a supported model.
+    """
+    path = _config_file(_name(config))
+    if path is None:
+        return None
+    changes = look_up(config, _OVERRIDES, None) or {}
+    return Architecture.parse(
+        read_json(path, "a model's config.json") | dict(changes), _place(config), MEGATRON_FAMILIES
+    )
+
+
+def read_model_size(config: Mapping[str, Any]) -> ModelSize | None:
+    """Read the sizes of a run's model.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        What memory depends on; None if the model's config.json is not on this machine.
+
+    Raises:
+        FileError: it is not a supported model, or its layers are not alike.
+    """
+    model = read_model(config)
+    return None if model is None else ModelSize.of(model, _place(config))
+
+
+def _config_file(name: str) -> Path | None:
     path = Path(name) / CONFIG_FILE
     if path.is_file():
         return path
@@ -97,20 +132,13 @@ def model_config_file(name: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def read_model_config(name: str) -> dict[str, Any] | None:
-    """Read a model's config.json if it is on this machine.
+def _name(config: Mapping[str, Any]) -> str:
+    return str(look_up(config, "policy.model_name", ""))
 
-    Args:
-        name: `policy.model_name`.
 
-    Returns:
-        Its content; None if there is none.
-
-    Raises:
-        FileError: it is not a config.
-    """
-    path = model_config_file(name)
-    return None if path is None else read_json(path, "a model's config.json")
+def _place(config: Mapping[str, Any]) -> str:
+    changed = look_up(config, _OVERRIDES, None)
+    return f"policy.model_name={_name(config)}" + (f" with {_OVERRIDES}={dict(changed)}" if changed else "")
 
 
 def _first_line(error: Exception) -> str:

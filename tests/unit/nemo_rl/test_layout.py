@@ -284,3 +284,25 @@ def test_a_broken_config_of_a_model_is_one_error(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config\.json: expected .*, an object"):
         apply_qarl(launch(**{"policy.model_name": str(tmp_path)}))
+
+
+FEWER = "policy.hf_config_overrides"
+
+
+def test_a_model_of_fewer_layers_is_computed_as_such():
+    whole, few = launch(), launch(**{FEWER: {"num_hidden_layers": 12}})
+    needed = [
+        needed_memory(values, NemoQarlConfig(keep_operand=False), optimizer_stays=False) for values in (whole, few)
+    ]
+    # Embedding and head are in both: 622 M of the 30.5 B parameters, 2 bytes each, over TP2.
+    tables = 2 * 622e6 / 2
+    weights = [one.learner.parts["weights"] - tables for one in needed]
+    assert weights[1] == pytest.approx(weights[0] / 4, rel=1e-3)
+    assert "does not divide the 12 layers" in "".join(
+        problems(launch(**{FEWER: {"num_hidden_layers": 12}, "policy.megatron_cfg.pipeline_model_parallel_size": 8}))
+    )
+
+
+def test_a_model_that_cannot_be_is_one_line_that_names_what_changed_it():
+    (line,) = problems(launch(**{FEWER: {"num_hidden_layers": "few"}}))
+    assert "with policy.hf_config_overrides={'num_hidden_layers': 'few'}: num_hidden_layers" in line
