@@ -71,7 +71,7 @@ def card(qarl: Any) -> Card:
     """
     if qarl.gpu_memory_gib is not None:
         return Card(qarl.gpu_memory_gib, "qarl.gpu_memory_gib")
-    found = _first_gpu_gib()
+    found = first_gpu_gib()
     if found is None:
         return Card(DEFAULT_GIB, "assumed: no GPU on this machine; qarl.gpu_memory_gib says otherwise")
     return Card(found, "this machine's first GPU")
@@ -116,7 +116,8 @@ def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
     return Needed(held, refit, engine, asleep, token, host)
 
 
-def _first_gpu_gib() -> float | None:
+def first_gpu_gib() -> float | None:
+    """Return the memory of this machine's first GPU, in GiB; None where there is none."""
     try:
         import pynvml
     except ImportError:

@@ -1,20 +1,28 @@
-"""The harness of whole steps: memory is given to the phase that held it, and a plan adds up what parts take."""
+"""The harness of whole steps: its arms can run, memory is given to the phase that held it, and a plan adds up parts."""
 
 import csv
 import itertools
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
+from test_documents import commands
 from torch.utils.tensorboard import SummaryWriter
 
+from qarl_nemo.config import ConfigError, merge_mappings, read_yaml
 from qarl_nemo.memory import ModelSize
 from qarl_nemo.metrics.runs import load_run
+from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.layout import read_layout
+from support.nemo_rl.recipes import own_settings
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
+HARNESS = ROOT / "tools" / "bench" / "full_size"
 # Refit, rollout, rewards, log-probabilities and update, as NeMo-RL times them.
 SECONDS = {
     "prepare_for_generation/total": 2,
@@ -29,18 +37,21 @@ SECONDS = {
 
 @pytest.fixture
 def harness(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools" / "bench" / "full_size")
+    monkeypatch.syspath_prepend(HARNESS)
     import phase_memory
     import plan
     import step_time
 
     yield phase_memory, plan, step_time
-    for name in ("phase_memory", "plan", "step_time", "record", "phase_bars"):
+    for name in [path.stem for path in HARNESS.glob("*.py")]:
         sys.modules.pop(name, None)
 
 
-def write_run(folder, *, ends):
+def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated"):
     """Steps of 22 s that end at these times; the GPU holds as many GiB as the second of the step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"arm": arm, "workload": workload, "placement": placement, "command": "run"}
+    (folder / "facts.json").write_text(json.dumps(facts))
     start = folder / "logs" / "exp_001"
     writer = SummaryWriter(log_dir=str(start / "tensorboard"))
     for step, end in enumerate(ends, start=1):
@@ -48,6 +59,7 @@ def write_run(folder, *, ends):
         writer.add_scalar("timing/train/total_step_time", 22.0, step, walltime=end)
         for phase, seconds in SECONDS.items():
             writer.add_scalar(f"timing/train/{phase}", seconds, step, walltime=end)
+        writer.add_scalar("train/mean_gen_tokens_per_sample", 100.0, step, walltime=end)
         writer.add_scalar("train/qarl/memory/update_reserved_gib", 90.0 + step, step, walltime=end)
     writer.close()
     with (folder / "memory.csv").open("w", newline="") as file:
@@ -61,7 +73,7 @@ def test_memory_is_given_to_the_phase_that_held_it(harness, tmp_path):
     phase_memory, _, _ = harness
     write_run(tmp_path, ends=[1000.0, 1022.0, 1044.0])
     run = load_run(tmp_path / "logs")
-    found = phase_memory.memory_figures(tmp_path, run, [2, 3], MODEL / "config.json")
+    found = phase_memory.memory_figures(tmp_path, run, [2, 3])
     # Seconds 0 and 1 of a step are the refit's, 2 to 11 the rollout's, 13 to 15 those of log-probabilities, 16 to 21
     # the update's.
     ends = {"refit": 1.0, "rollout": 11.0, "prev_logprobs": 15.0, "update": 21.0}
@@ -70,6 +82,9 @@ def test_memory_is_given_to_the_phase_that_held_it(harness, tmp_path):
     assert found["full_memory_reserved_gib_update"][0] == 93.0
     # Nothing is said about the first step, nor an error without what was allocated.
     assert "full_memory_error" not in found
+    # Where phases overlap only the learner's ranks know what they held in each.
+    overlapping = phase_memory.memory_figures(tmp_path, run, [2, 3], asynchronous=True)
+    assert set(overlapping) == {"full_memory_reserved_gib_update"}
 
 
 def rates(step_time, **changes):
@@ -101,21 +116,162 @@ def test_arms_are_compared_by_their_median_step(harness, tmp_path):
     import phase_bars
     import record
 
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        write_run(tmp_path / name, ends=(100.0, 122.0, 144.0))
-    run = load_run(tmp_path / "one" / "logs")
-    assert record.ratios(run, [f"two={tmp_path / 'two'}"], skip=[1]) == {"full_step_over_two": (1.0, "", "<=")}
+    def timed(name, ends, **facts):
+        write_run(tmp_path / name, ends=ends, **facts)
+        return record.Timed.read(tmp_path / name)
+
+    one = timed("one", (100.0, 122.0, 144.0))
+    others = [timed(arm, (100.0, 122.0, 144.0), arm=arm) for arm in ("nemo_rl", "bf16", "nemo_rl_best")]
+    assert record.ratios(one, others, skip=[1]) == {
+        "full_step_ratio": (1.0, "", "<="),
+        "full_step_over_own_bf16": (1.0, "", "<="),
+        "full_step_over_nemo_rl_best": (1.0, "", "<="),
+    }
     phase_memory, _, _ = harness
     # The first row of memory.csv is written a second after the command, 22 s before the first step's end.
-    assert phase_memory.start_seconds(tmp_path / "one", run) == pytest.approx(1.0)
-    figures = record.figures(run, [2, 3], tokens=1.0, gpus=1)
+    assert phase_memory.start_seconds(tmp_path / "one", one.run) == pytest.approx(1.0)
+    figures = record.figures(one, [1])
     # A run of NeMo-RL's own launcher says nothing of our gap, so that it has no such row.
     assert "full_gap" not in figures
     rows = {f"{name}_w4a16_a": value for name, (value, _, _) in figures.items()}
     assert phase_bars.phase_bars(rows, "a") == {
         "w4a16": {"refit": 2.0, "rollout": 10.0, "prev_logprobs": 3.0, "update": 6.0, "rest": 1.0}
     }
+
+
+def test_a_learner_of_its_own_is_as_fast_as_its_gpus(harness, tmp_path):
+    import record
+
+    write_run(tmp_path, ends=(100.0, 122.0), workload="a12_2gpu", placement="separate_1_1")
+    figures = record.figures(record.Timed.read(tmp_path), [1])
+    # 64 answers of 100 tokens to prompts of 243, on two GPUs in 22 s and on the learner's one in 6 s.
+    assert figures["full_tokens_s_gpu"][0] == pytest.approx(64 * 343 / 2 / 22)
+    assert figures["full_update_tokens_s_gpu"][0] == pytest.approx(64 * 343 / 6)
+
+
+def test_what_is_not_the_same_work_is_not_compared(harness, tmp_path):
+    import record
+
+    def timed(workload, **facts):
+        write_run(tmp_path / workload, ends=(100.0, 122.0), workload=workload, **facts)
+        return record.Timed.read(tmp_path / workload)
+
+    one, two, half = timed("a12_1gpu"), timed("a12_2gpu"), timed("a24")
+    assert record.scaling(two, one, [1]) == ("full_scaling_efficiency_2gpu", 1.0)
+    for wrong in (half, timed("a12_4gpu", arm="bf16")):
+        with pytest.raises(ValueError, match="not the same with as much work a GPU"):
+            record.scaling(wrong, one, [1])
+    with pytest.raises(ValueError, match="another workload"):
+        record.ratios(two, [half], [1])
+
+
+def test_drawn_answers_are_the_same_work_in_every_step(harness):
+    from workloads import WORKLOADS
+
+    for name in ("b", "b24", "b12"):
+        work = WORKLOADS[name]
+        first, second = work.lengths(2)[: work.answers], work.lengths(2)[work.answers :]
+        assert sorted(first) == sorted(second)
+        assert first != second
+        assert (max(first), np.mean(first)) == (4096, pytest.approx(2979, rel=0.01))
+    assert set(WORKLOADS["a"].lengths(1)) == {2048}
+
+
+def test_each_answer_gets_the_next_length(harness, tmp_path, monkeypatch):
+    import answer_lengths
+
+    class Batch(dict):
+        size = 2
+        copy = lambda self: Batch(self)  # noqa: E731
+
+    engines, batch = type("Engines", (), {})(), Batch(input_ids=None)
+    assert answer_lengths.with_lengths(engines, batch) is batch
+    (tmp_path / "lengths.json").write_text("[5, 6, 7]")
+    monkeypatch.setenv(answer_lengths.FILE, str(tmp_path / "lengths.json"))
+    given = [answer_lengths.with_lengths(engines, batch)[answer_lengths.KEY].tolist() for _ in range(2)]
+    assert given == [[5, 6], [7, 5]]
+    assert set(batch) == {"input_ids"}
+
+
+def documented() -> list[tuple[str, str, str, float]]:
+    """What the page of whole steps says can be run: workload, arm, placement, GiB of a GPU."""
+    found = []
+    for words in commands(ROOT / "docs" / "evidence" / "full_size.md"):
+        said = {name: [value for option, value in itertools.pairwise(words) if option == f"--{name}"] for name in
+                ("workload", "arm", "placement", "cap-gib")}  # fmt: skip
+        if said["workload"]:
+            arms, placements = said["arm"] or ["w4a16"], said["placement"] or ["colocated"]
+            gib = float((said["cap-gib"] or ["140"])[0])
+            found += [(said["workload"][0], arm, place, gib) for arm, place in itertools.product(arms, placements)]
+    return found
+
+
+# What our recipes inherit of NeMo-RL's, as far as layouts and memory ask.
+BELOW = {
+    "policy": {
+        "precision": "bfloat16",
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "sequence_parallel": True,
+        },
+        "generation": {
+            "backend": "vllm",
+            "vllm_cfg": {"async_engine": False},
+            "vllm_kwargs": {"moe_backend": "triton"},
+        },
+    },
+}
+
+
+def composed(workload, arm, placement, gib, folder):
+    """An arm's config, as far as its files here say it, over `BELOW`."""
+    from arms import ARMS, IN_FLIGHT, settings
+    from workloads import WORKLOADS
+
+    model = read_yaml(MODEL / "config.json") | {"num_hidden_layers": WORKLOADS[workload].layers}
+    (folder / "config.json").write_text(json.dumps(model))
+    above = settings(arm, placement, workload, "NEMO_RL")
+    values = merge_mappings(BELOW, {})
+    for file in above.pop("defaults"):
+        values = merge_mappings(values, {} if file.startswith("NEMO_RL") else own_settings(Path(file)))
+    values = merge_mappings(values, above)
+    values["policy"]["model_name"] = str(folder)
+    own = {"format": "bf16", "alignment": "none"} if ARMS[arm].recipe is None else {}
+    values = merge_mappings(values, {"qarl": {"gpu_memory_gib": gib} | own})
+    # NeMo-RL's own asynchronous arms may; aligned ones may not.
+    first, *_, last = IN_FLIGHT.split(".")
+    values[first].get("async_grpo", {}).pop(last, None)
+    return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+
+
+@pytest.mark.parametrize("case", documented(), ids=lambda case: "-".join(map(str, case)))
+def test_what_the_page_says_can_be_run_fits(harness, tmp_path, monkeypatch, case):
+    monkeypatch.setenv("NEMO_RL_ROOT", "NEMO_RL")
+    values = composed(*case, tmp_path)
+    apply_qarl(values)
+    layout = read_layout(values)
+    assert layout is not None
+    assert layout.learner_gpus + (0 if layout.colocated else layout.engine_gpus) == layout.gpus_per_node
+
+
+def test_a_placement_that_cannot_be_says_why(harness):
+    from arms import Placement
+
+    assert Placement.parse("separate_1_3", 4) == Placement(1, 3)
+    assert Placement.parse("asynchronous_2_2", 4).asynchronous
+    for name in ("apart", "separate", "separate_0_4"):
+        with pytest.raises(ValueError, match="legal: colocated, separate_E_L"):
+            Placement.parse(name, 4)
+    with pytest.raises(ValueError, match="4 GPUs, where the workload has 2"):
+        Placement.parse("separate_2_2", 2)
+
+
+def test_a_learner_without_room_is_refused_before_anything_starts(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMO_RL_ROOT", "NEMO_RL")
+    with pytest.raises(ConfigError, match="a learner rank needs 168 GiB"):
+        apply_qarl(composed("a24", "w4a16", "separate_1_1", 140.0, tmp_path))
 
 
 def test_an_update_launches_each_layer_of_each_micro_batch(harness):

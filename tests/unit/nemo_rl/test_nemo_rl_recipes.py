@@ -4,12 +4,10 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from qarl_nemo.config import merge_mappings
 from qarl_nemo.memory import (
     ASLEEP_BYTES,
     GIB,
@@ -22,10 +20,10 @@ from qarl_nemo.memory import (
 )
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.lookup import look_up
+from support.nemo_rl.recipes import NEMO_RL, own_settings
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 RECIPES = sorted(path for path in (EXAMPLES / "configs").glob("qarl-*.yaml") if path.stem != "qarl-paper")
-NEMO_RL = "${oc.env:NEMO_RL_ROOT}/examples/configs/"
 KEYS = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
         "num_hidden_layers", "vocab_size")  # fmt: skip
 # The public shapes of recipes' models, where examples/ has no config.json of them.
@@ -34,17 +32,6 @@ DENSE = {
     "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 4, 128, 28, 152064),
     "Qwen/Qwen2.5-Math-1.5B": ("qwen2", 1536, 8960, 12, 2, 128, 28, 151936),
 }
-
-
-def own_settings(path: Path) -> dict[str, Any]:
-    """What our files of a recipe say, without NeMo-RL's below them."""
-    own = yaml.safe_load(path.read_text())
-    parents = own.pop("defaults", [])
-    merged: dict[str, Any] = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
-        if not parent.startswith(NEMO_RL):
-            merged = merge_mappings(merged, own_settings(path.parent / parent))
-    return merge_mappings(merged, own)
 
 
 # Keys that say how is trained, and not how fast.

@@ -23,22 +23,23 @@ _ENDS = "timing/train/total_step_time"
 Figures = dict[str, tuple[float, str, str]]
 
 
-def memory_figures(folder: Path, run: Run, steps: Sequence[int], model: Path) -> Figures:
+def memory_figures(folder: Path, run: Run, steps: Sequence[int], *, asynchronous: bool = False) -> Figures:
     """Return an arm's memory: name without the arm -> value, unit, direction.
 
     Args:
-        folder: the arm's, with memory.csv and logs.
+        folder: the arm's, with memory.csv and logs; the model's config.json lies beside it.
         run: its logs.
         steps: which count.
-        model: the model's config.json.
+        asynchronous: phases of learner and engines overlap, so that no second is of one phase.
 
     Returns:
-        GiB at the largest: `full_memory_gib_<phase>` of the fullest GPU as nvidia-smi counts it every second,
-        `full_memory_host_gib_<phase>`, and of runs with our workers, whose fullest learner rank says them,
-        `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`; the computed peak, and how wrong it is.
+        GiB at the largest: `full_memory_gib_<phase>` of the fullest GPU as nvidia-smi counts it every second, and
+        `full_memory_host_gib_<phase>`, neither of asynchronous runs; of runs with our workers, whose fullest learner
+        rank says them, `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`, the computed peak, and how wrong it is.
     """
     found: Figures = {}
-    watched = _watched(folder / "memory.csv", list(_windows(folder / "logs", run, steps)))
+    windows = [] if asynchronous else list(_windows(folder / "logs", run, steps))
+    watched = _watched(folder / "memory.csv", windows)
     for phase in RECORDED:
         rows = watched.get(phase)
         if rows:
@@ -50,7 +51,7 @@ def memory_figures(folder: Path, run: Run, steps: Sequence[int], model: Path) ->
                 found[f"full_memory_{kind}_gib_{phase}"] = _gib(float(np.nanmax(values)))
     measured = found.get("full_memory_allocated_gib_update")
     if measured is not None:
-        computed = _computed_gib(folder / "logs", model)
+        computed = _computed_gib(folder / "logs", folder.parent / "config.json")
         found["full_memory_computed_gib"] = _gib(computed)
         found["full_memory_error"] = (abs(computed - measured[0]) / measured[0], "", "<=")
     return found

@@ -1,6 +1,6 @@
 """Turn an arm's logs into rows of docs/results/full_size.json.
 
-python tools/bench/full_size/record.py WORK/w4a16 --arm w4a16 --skip 1 docs/results/full_size.json
+python tools/bench/full_size/record.py WORK/a24/w4a16 docs/results/full_size.json --over WORK/a24/nemo_rl_best
 
 NeMo-RL's own launcher writes no run.json: `--facts` takes that of another arm of the same host, and what only our
 workers log has no row.
@@ -8,10 +8,14 @@ workers log has no row.
 
 import argparse
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from arms import Placement
 from phase_memory import Figures, memory_figures, start_seconds
+from workloads import PROMPT_TOKENS, WORKLOADS, Workload
 
 from qarl_nemo.files import read_json
 from qarl_nemo.metrics.nemo_rl_logs import read_facts
@@ -28,99 +32,159 @@ GOALS = {
     "full_logprob_tokens_s_gpu": 20000.0,
     "full_memory_error": 0.05,
     "full_start_s": 150.0,
-    "full_step_over_nemo_rl": 0.40,
+    "full_tokens_s_gpu_w4a16_b": 2500.0,
+    "full_step_ratio": 0.40,
     "full_step_over_nemo_rl_best": 0.67,
-    "full_step_over_bf16": 0.67,
+    "full_step_over_own_bf16": 0.67,
+    "full_step_over_nemo_rl_best_fp8_block_a": 0.70,
+    "full_step_over_own_bf16_fp8_block_a": 0.70,
 }
-MODEL = Path(__file__).parents[3] / "examples/models/qwen3-30b-a3b/config.json"
+# What a ratio's row is called, by the other arm; any other is `full_step_over_<arm>`.
+_RATIOS = {"nemo_rl": "full_step_ratio", "bf16": "full_step_over_own_bf16"}
 
 
-def figures(run: Run, steps: list[int], *, tokens: float, gpus: int) -> Figures:
+@dataclass(frozen=True)
+class Timed:
+    """An arm that ran.
+
+    Attributes:
+        folder: with its logs, and facts.json as `run.py` wrote it.
+        arm: as rows call it.
+        workload: its name.
+        placement: where learner and engines were.
+        command: what ran it.
+        run: its logs.
+    """
+
+    folder: Path
+    arm: str
+    workload: str
+    placement: Placement
+    command: str
+    run: Run
+
+    @classmethod
+    def read(cls, folder: Path) -> "Timed":
+        """Read the folder of an arm."""
+        said = read_json(folder / "facts.json", "what run.py wrote of an arm")
+        placement = Placement.parse(said["placement"], WORKLOADS[said["workload"]].gpus)
+        return cls(folder, said["arm"], said["workload"], placement, said["command"], load_run(folder / "logs"))
+
+    @property
+    def work(self) -> Workload:
+        """What a step asked of the host."""
+        return WORKLOADS[self.workload]
+
+    def steps(self, skip: Sequence[int]) -> list[int]:
+        """Return the steps that count."""
+        return [int(step) for step in self.run.steps if step not in skip]
+
+    def median(self, key: str, skip: Sequence[int]) -> float:
+        """Return a column's median over the steps that count; NaN without the column."""
+        return float(np.median(self.run.column(key)[np.isin(self.run.steps, self.steps(skip))]))
+
+
+def figures(timed: Timed, skip: Sequence[int]) -> Figures:
     """Return an arm's figures: name without the arm -> value, unit, direction.
 
     Args:
-        run: its logs.
-        steps: which count; the first compiles, and a profiled one is slow.
-        tokens: prompt and answer tokens of a step.
-        gpus: how many GPUs it ran on.
+        timed: the arm.
+        skip: steps that do not count: the first compiles, and a profiled one is slow.
     """
-    chosen = np.isin(run.steps, steps)
-
-    def median(key: str) -> float:
-        return float(np.median(run.column(key)[chosen]))
-
-    step = median("timing/step_s")
-    phases = {name: median(f"timing/{name}_s") for name in PHASES}
+    step = timed.median("timing/step_s", skip)
+    phases = {name: timed.median(f"timing/{name}_s", skip) for name in PHASES}
+    tokens = timed.work.answers * (PROMPT_TOKENS + timed.median("response_length_tokens/mean", skip))
+    learned = tokens / timed.placement.learners
     other = step - sum(phases[name] for name in COMPUTED)
     found = {
         "full_step_s": (step, "s", "<="),
-        "full_tokens_s_gpu": (tokens / gpus / step, "tokens/s", ">="),
-        "full_update_tokens_s_gpu": (tokens / gpus / phases["update"], "tokens/s", ">="),
-        "full_logprob_tokens_s_gpu": (tokens / gpus / phases["prev_logprobs"], "tokens/s", ">="),
+        "full_tokens_s_gpu": (tokens / timed.work.gpus / step, "tokens/s", ">="),
+        "full_update_tokens_s_gpu": (learned / phases["update"], "tokens/s", ">="),
+        "full_logprob_tokens_s_gpu": (learned / phases["prev_logprobs"], "tokens/s", ">="),
         "full_other_share": (other / step, "", "<="),
-        "full_refit_s": (median("refit/total_s"), "s", "<="),
-        "full_gap": (median("mismatch/abs_gap_mean"), "nats", "<="),
+        "full_refit_s": (timed.median("refit/total_s", skip), "s", "<="),
+        "full_gap": (timed.median("mismatch/abs_gap_mean", skip), "nats", "<="),
         **{f"full_phase_s_{name}": (value, "s", "<=") for name, value in phases.items()},
     }
     return {name: figure for name, figure in found.items() if math.isfinite(figure[0])}
 
 
-def ratios(run: Run, others: list[str], skip: list[int]) -> Figures:
-    """Return an arm's step time over that of other arms of the same host.
+def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figures:
+    """Return an arm's step time over that of other arms of the same host and workload.
 
     Args:
-        run: the arm's logs.
-        others: `NAME=FOLDER` each.
+        timed: the arm.
+        others: those to compare with.
         skip: steps that do not count.
+
+    Raises:
+        ValueError: another arm had another workload.
     """
+    wrong = [f"{other.folder}: {other.workload}" for other in others if other.workload != timed.workload]
+    if wrong:
+        raise ValueError(f"{timed.folder} ran {timed.workload}, and what it is compared with another workload: {wrong}")
+    own = timed.median("timing/step_s", skip)
+    return {
+        _RATIOS.get(other.arm, f"full_step_over_{other.arm}"): (own / other.median("timing/step_s", skip), "", "<=")
+        for other in others
+    }
 
-    def step_seconds(read: Run) -> float:
-        return float(np.median(read.column("timing/step_s")[~np.isin(read.steps, skip)]))
 
-    named = dict(other.split("=", 1) for other in others)
-    seconds = {name: step_seconds(load_run(Path(folder) / "logs")) for name, folder in named.items()}
-    return {f"full_step_over_{name}": (step_seconds(run) / other, "", "<=") for name, other in seconds.items()}
+def scaling(timed: Timed, fewer: Timed, skip: Sequence[int]) -> tuple[str, float]:
+    """Return the row that says how much of a GPU's speed is left on more GPUs: name, and the fraction.
+
+    Args:
+        timed: the arm on more GPUs.
+        fewer: the same arm with as much work a GPU.
+        skip: steps that do not count.
+
+    Raises:
+        ValueError: the two differ in more than their number of GPUs.
+    """
+    alike = replace(fewer.work, gpus=timed.work.gpus, answers=fewer.work.answers * timed.work.gpus // fewer.work.gpus)
+    if timed.arm != fewer.arm or timed.work != alike:
+        raise ValueError(
+            f"{timed.folder} is {timed.arm} with {timed.work}, and {fewer.folder} is not the same with as much work a "
+            f"GPU: {fewer.arm} with {fewer.work}"
+        )
+    name = f"full_scaling_efficiency_{timed.work.gpus}gpu"
+    return name, fewer.median("timing/step_s", skip) / timed.median("timing/step_s", skip)
 
 
 def main() -> None:
     """Record what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the arm, with its logs")
+    parser.add_argument("folder", type=Path, help="the arm's, as run.py left it")
     parser.add_argument("output", type=Path, help="file of docs/results")
-    parser.add_argument("--arm", required=True)
-    parser.add_argument("--workload", default="a")
     parser.add_argument(
         "--skip", type=lambda text: [int(step) for step in text.split(",")], default=[1], metavar="STEP,..."
     )
-    parser.add_argument("--prompt-tokens", type=int, default=243)
-    parser.add_argument("--responses", type=int, default=128)
-    parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--config", type=Path, default=MODEL, help="the model's config.json that run.py was given")
     parser.add_argument("--facts", type=Path, help="run.json of another arm, where this one has none")
     parser.add_argument(
-        "--over", action="append", default=[], metavar="ARM=FOLDER", help="an arm to compare with; repeat"
+        "--over", type=Path, action="append", default=[], metavar="FOLDER", help="an arm to compare with; repeat"
     )
-    parser.add_argument("--options", default="", help="what else run.py was given")
+    parser.add_argument("--scaling-from", type=Path, metavar="FOLDER", help="the same arm on fewer GPUs")
     arguments = parser.parse_args()
-    run = load_run(arguments.folder / "logs")
+    skip = arguments.skip
+    try:
+        timed = Timed.read(arguments.folder)
+        measured = figures(timed, skip) | ratios(timed, [Timed.read(other) for other in arguments.over], skip)
+        rows = [scaling(timed, Timed.read(arguments.scaling_from), skip)] if arguments.scaling_from else []
+    except ValueError as error:
+        parser.error(str(error))
     facts = read_json(arguments.facts, "facts") if arguments.facts else read_facts(arguments.folder / "logs")
-    steps = [int(step) for step in run.steps if step not in arguments.skip]
-    answers = float(np.median(run.column("response_length_tokens/mean")[np.isin(run.steps, steps)]))
-    tokens = arguments.responses * (arguments.prompt_tokens + answers)
-    found = []
-    measured = figures(run, steps, tokens=tokens, gpus=arguments.gpus)
-    measured |= memory_figures(arguments.folder, run, steps, arguments.config)
-    measured["full_start_s"] = (start_seconds(arguments.folder, run), "s", "<=")
-    measured |= ratios(run, arguments.over, arguments.skip)
+    measured |= memory_figures(timed.folder, timed.run, timed.steps(skip), asynchronous=timed.placement.asynchronous)
+    if not timed.placement.asynchronous:
+        measured["full_start_s"] = (start_seconds(timed.folder, timed.run), "s", "<=")
+    found = [Figure(name, value, "", ">=") for name, value in rows]
     for name, (value, unit, op) in measured.items():
-        arm = f"{name}_{arguments.arm}_{arguments.workload}"
+        row = f"{name}_{timed.arm}_{timed.workload}"
         # Goals are those of the whole model.
-        goal = GOALS.get(arm, GOALS.get(name)) if arguments.workload in ("a", "b") else None
-        found.append(Figure(arm, value, unit, op, goal))
-    command = f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm {arguments.arm} {arguments.options}"
-    rows = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=command.strip())
-    append_results(arguments.output, rows)
-    print(f"{len(rows)} rows of steps {steps} in {arguments.output}")
+        goal = GOALS.get(row, GOALS.get(name)) if timed.workload in ("a", "b") else None
+        found.append(Figure(row, value, unit, op, goal))
+    made = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=timed.command)
+    append_results(arguments.output, made)
+    print(f"{len(made)} rows of steps {timed.steps(skip)} in {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -1,66 +1,40 @@
 """Time whole GRPO steps of a full-size model on one host, one arm after another, through the launchers that users run.
 
-    python tools/bench/full_size/run.py WORK --nemo-rl ROOT --arm w4a16 --arm bf16 [--set a.b=c]
+    python tools/bench/full_size/run.py WORK --nemo-rl ROOT --workload a24 --arm w4a16 --arm nemo_rl_best
 
 ROOT holds nemo_rl/, examples/ and megatron/ (Megatron-LM's, and Bridge's inside it) at the supported versions;
-PYTHONPATH has what they import. WORK gets the model without weights (`model.py`), the copy of NeMo-RL (`tree.py`) and,
-for each arm, a folder with config, output, memory and logs, which `record.py` turns into rows.
+PYTHONPATH has what they import. WORK gets a copy of NeMo-RL (`tree.py`) and, for each workload, the model without
+weights (`model.py`) and a folder an arm with config, output, memory and logs, which `record.py` turns into rows.
+`--check` says what would run, or why it could not, and starts nothing: it needs no GPU.
 """
 
 import argparse
+import json
 import os
+import shlex
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import pynvml
 import yaml
+from answer_lengths import FILE
+from arms import ARMS, IN_FLIGHT, REPOSITORY, SHARE, Placement, row_name, settings
+from host_memory import recorded_memory
 from model import make_model
 from tree import copy_tree
+from workloads import PROMPT_TOKENS, WORKLOADS
 
-REPOSITORY = Path(__file__).parents[3]
-HERE = Path(__file__).parent
-_CONFIGS = REPOSITORY / "examples" / "configs"
-_RECIPE = _CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-w4a16.yaml"
-_BF16_RECIPE = _CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-bf16.yaml"
-_VLLM = "policy.generation.vllm_cfg"
-# The optimizer stays, and micro-batches fill the GPU: a GPU of 141 GB has room for this.
-_RESIDENT = (
-    "++policy.offload_optimizer_for_refit=false",
-    "policy.megatron_cfg.tensor_model_parallel_size=1",
-    "policy.megatron_cfg.sequence_parallel=false",
-    "policy.make_sequence_length_divisible_by=1",
-    "policy.sequence_packing.enabled=true",
-    "policy.sequence_packing.train_mb_tokens=18432",
-    "policy.sequence_packing.logprob_mb_tokens=36864",
-    "++policy.sequence_packing.fuse_loss=true",
-    "++policy.logprob_chunk_size=1024",
-    "++policy.megatron_cfg.defer_fp32_logits=true",
-)
-_ONE_GPU_ENGINES = (f"{_VLLM}.tensor_parallel_size=1",)
-_SMALL = (*_ONE_GPU_ENGINES, f"{_VLLM}.gpu_memory_utilization=0.3")
-_LARGE = (*_ONE_GPU_ENGINES, f"{_VLLM}.gpu_memory_utilization=0.55")
-_EXPERTS = ("qarl.targets=[experts]",)
-# Arm -> (recipe; None is NeMo-RL's own launcher and recipe, overrides)
-ARMS: dict[str, tuple[Path | None, tuple[str, ...]]] = {
-    "w4a16": (_RECIPE, (*_RESIDENT, *_SMALL)),
-    # As on GPUs that the optimizer does not fit beside an engine.
-    "w4a16_offloaded": (_RECIPE, (*_RESIDENT, *_SMALL, "++policy.offload_optimizer_for_refit=true")),
-    "w4a16_experts": (_RECIPE, (*_RESIDENT, *_SMALL, *_EXPERTS)),
-    "w4a8": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-w4a8.yaml", (*_RESIDENT, *_SMALL)),
-    "fp8_block": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-fp8-block.yaml", (*_RESIDENT, *_LARGE)),
-    "fp8_channel": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-fp8-channel.yaml", (*_RESIDENT, *_LARGE)),
-    "int8": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-int8.yaml", (*_RESIDENT, *_LARGE)),
-    "nvfp4": (_CONFIGS / "qarl-qwen3-30ba3b-1n8g-megatron-nvfp4.yaml", (*_RESIDENT, *_SMALL)),
-    "bf16": (_BF16_RECIPE, (*_RESIDENT, *_LARGE)),
-    "nemo_rl_best": (None, (*_RESIDENT, *_LARGE)),
-    # NeMo-RL's published recipe, adapted to this host: experts over its GPUs, engines that fit its memory.
-    "nemo_rl": (None, (f"{_VLLM}.tensor_parallel_size=2", f"{_VLLM}.gpu_memory_utilization=0.6")),
-}
+from qarl_nemo.config import merge_mappings
+from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
+from qarl_nemo.nemo_rl.lookup import look_up
+
+_LAUNCHER = REPOSITORY / "examples" / "run_qarl_grpo.py"
+# The template adds three.
+_WORDS = PROMPT_TOKENS - 3
+# As a check of ours reads NeMo-RL's own arms: the same ranks, batches and engines, in BF16.
+_AS_OURS = ("++qarl.format=bf16", "++qarl.alignment=none", f"++{IN_FLIGHT}=false")
 
 
 def main() -> int:
@@ -69,89 +43,134 @@ def main() -> int:
     parser.add_argument("work", type=Path, help="folder for everything that is made")
     parser.add_argument("--nemo-rl", type=Path, required=True, metavar="ROOT", help="NeMo-RL with megatron/ beside it")
     parser.add_argument("--arm", action="append", choices=sorted(ARMS), help="repeat for several; default w4a16")
+    parser.add_argument("--workload", choices=WORKLOADS, default="a", help="GPUs, layers and answers; default a")
+    parser.add_argument(
+        "--placement",
+        action="append",
+        metavar="P",
+        help="colocated (default), separate_E_L or asynchronous_E_L: E GPUs for engines, L for the learner; repeat",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="of every arm; repeat")
     parser.add_argument("--config", type=Path, default=REPOSITORY / "examples/models/qwen3-30b-a3b/config.json")
-    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--cap-gib", type=float, metavar="GIB", help="what a run may take of a GPU; default all")
     parser.add_argument("--steps", type=int, default=4, help="the first one compiles and warms up")
     parser.add_argument("--profile", type=int, metavar="STEP", help="profile the learner's update in this step")
+    parser.add_argument("--check", action="store_true", help="only check configs and memory")
     arguments = parser.parse_args()
-    work = arguments.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    tree = copy_tree(arguments.nemo_rl, work / "nemo_rl_root")
-    make_model(arguments.config, work, prompt_tokens=240, num_prompts=512)
-    (work / "none").mkdir(exist_ok=True)
-    (work / "none" / "metadata.json").write_text("{}", encoding="utf-8")
+    placements = arguments.placement or ["colocated"]
+    try:
+        for placement in placements:
+            Placement.parse(placement, WORKLOADS[arguments.workload].gpus)
+    except ValueError as error:
+        parser.error(str(error))
+    folder = arguments.work.absolute() / arguments.workload
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = _prepare(folder, arguments)
     failed = False
     for arm in arguments.arm or ["w4a16"]:
-        code = _run(arm, work, tree, arguments)
-        failed |= code != 0
-        print(f"{arm}: ended with {code}; {work / arm}/driver.txt", flush=True)
+        for placement in placements:
+            code = _run(arm, placement, folder, tree, arguments)
+            failed |= code != 0
+            name = row_name(arm, placement)
+            print(f"{name}: ended with {code}; {folder / name}", flush=True)
     return int(failed)
 
 
-def _run(arm: str, work: Path, tree: Path, arguments: argparse.Namespace) -> int:
-    folder = work / arm
-    folder.mkdir(exist_ok=True)
-    recipe, overrides = ARMS[arm]
-    own = tree / "examples" / "configs" / "grpo_math_qwen30ba3b_megatron.yaml"
-    config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump({"defaults": [str(recipe or own), str(HERE / "common.yaml")]}), encoding="utf-8")
-    launcher = tree / "examples" / "run_grpo.py" if recipe is None else REPOSITORY / "examples" / "run_qarl_grpo.py"
-    assigned = [
-        f"cluster.gpus_per_node={arguments.gpus}",
-        f"grpo.max_num_steps={arguments.steps}",
-        f"policy.model_name={work / 'model'}",
-        f"++policy.pretrained_checkpoint={{path: {work / 'none'}, format: megatron_lm}}",
-        f"++data.train={_data(work / 'train.jsonl')}",
-        f"++data.validation={_data(work / 'val.jsonl')}",
-        f"logger.log_dir={folder / 'logs'}",
-    ]
-    command = [sys.executable, str(launcher), "--config", str(config), *assigned, *overrides, *arguments.set]
-    paths = (tree, REPOSITORY, REPOSITORY / "kernels", os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "NEMO_RL_ROOT": str(tree),
-        "NRL_MEGATRON_CHECKPOINT_DIR": str(folder / "megatron"),
-        "RAY_DEDUP_LOGS": "0",
+def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
+    """Make what the workload's arms share, and return the folder of NeMo-RL that they run."""
+    work = WORKLOADS[arguments.workload]
+    whole = json.loads(arguments.config.read_text(encoding="utf-8"))
+    config = folder / "config.json"
+    config.write_text(json.dumps(whole | {"num_hidden_layers": work.layers}, indent=1) + "\n", encoding="utf-8")
+    if arguments.check:
+        return arguments.nemo_rl.absolute()
+    # Asynchronous engines are steps ahead.
+    asked = arguments.steps + 4
+    make_model(config, folder, prompt_tokens=_WORDS, num_prompts=work.prompts * asked)
+    (folder / "lengths.json").write_text(json.dumps(work.lengths(asked)), encoding="utf-8")
+    (folder / "none").mkdir(exist_ok=True)
+    (folder / "none" / "metadata.json").write_text("{}", encoding="utf-8")
+    return copy_tree(arguments.nemo_rl, arguments.work.absolute() / "nemo_rl_root")
+
+
+def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse.Namespace) -> int:
+    own = folder / row_name(arm, placement)
+    own.mkdir(exist_ok=True)
+    model = folder if arguments.check else folder / "model"
+    config = merge_mappings(
+        settings(arm, placement, arguments.workload, tree), files_of(folder, model, own, arguments.steps)
+    )
+    (own / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    facts = {
+        "arm": row_name(arm, placement),
+        "workload": arguments.workload,
+        "placement": placement,
+        "command": _command_line(arm, placement, arguments),
     }
-    if arguments.profile:
-        environment["FULL_SIZE_PROFILE"] = f"{arguments.profile}:{folder}"
-    with (folder / "driver.txt").open("w") as output, _memory(folder / "memory.csv", arguments.gpus):
+    (own / "facts.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    paths = (tree, REPOSITORY, REPOSITORY / "kernels", os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "NEMO_RL_ROOT": str(tree)}
+    ours = ARMS[arm].recipe is not None
+    overrides = [*_capped(arguments.cap_gib, config, ours=ours or arguments.check), *arguments.set]
+    if arguments.check:
+        command = _command(_LAUNCHER, own, [*overrides, *(() if ours else _AS_OURS), "--check"])
+        return subprocess.run(command, env=environment, check=False).returncode
+    launcher = _LAUNCHER if ours else tree / "examples" / "run_grpo.py"
+    work = WORKLOADS[arguments.workload]
+    environment |= {
+        "NRL_MEGATRON_CHECKPOINT_DIR": str(own / "megatron"),
+        "RAY_DEDUP_LOGS": "0",
+        **({FILE: str(folder / "lengths.json")} if work.drawn else {}),
+        **({"FULL_SIZE_PROFILE": f"{arguments.profile}:{own}"} if arguments.profile else {}),
+    }
+    command = _command(launcher, own, overrides)
+    with (own / "driver.txt").open("w") as output, recorded_memory(own / "memory.csv", work.gpus):
         return subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
 
 
-def _data(path: Path) -> str:
-    return f"{{dataset_name: ResponseDataset, data_path: {path}, split_validation_size: 0}}"
+def _command(launcher: Path, own: Path, overrides: list[str]) -> list[str]:
+    return [sys.executable, str(launcher), "--config", str(own / "config.yaml"), *overrides]
 
 
-@contextmanager
-def _memory(file: Path, gpus: int) -> Iterator[None]:
-    """Record every second how much memory the host and each GPU use, in GiB."""
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(gpus)]
-    ended = threading.Event()
-
-    def watch() -> None:
-        with file.open("w") as rows:
-            rows.write("time_s,host_gib," + ",".join(f"gpu{index}_gib" for index in range(gpus)) + "\n")
-            while not ended.wait(1.0):
-                used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30 for handle in handles]
-                rows.write(",".join(f"{value:.1f}" for value in (time.time(), _host_gib(), *used)) + "\n")
-                rows.flush()
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
+def files_of(folder: Path, model: Path, own: Path, steps: int) -> dict[str, Any]:
+    """Return the settings that name files, and the run's length."""
+    read = {
+        name: {"dataset_name": "ResponseDataset", "data_path": str(folder / file), "split_validation_size": 0}
+        for name, file in (("train", "train.jsonl"), ("validation", "val.jsonl"))
+    }
+    return {
+        "grpo": {"max_num_steps": steps},
+        "policy": {
+            "model_name": str(model),
+            "pretrained_checkpoint": {"path": str(folder / "none"), "format": "megatron_lm"},
+        },
+        "data": read,
+        "logger": {"log_dir": str(own / "logs")},
+    }
 
 
-def _host_gib() -> float:
-    values = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (int(values[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
-    return (total - free) / 2**20
+def _capped(cap: float | None, config: dict[str, Any], *, ours: bool) -> list[str]:
+    """Return the overrides that keep learner and engine within a smaller GPU; where there is none, it is that one."""
+    if cap is None:
+        return []
+    card = first_gpu_gib()
+    if card is None:
+        return [f"++qarl.gpu_memory_gib={cap}"]
+    learner = cap - (OVERHEAD_BYTES + ASLEEP_BYTES) / GIB
+    allocator = f"expandable_segments:False,per_process_memory_fraction:{learner / card:.3f}"
+    return [
+        f"{SHARE}={look_up(config, SHARE) * cap / card:.3f}",
+        f"++policy.megatron_cfg.env_vars.PYTORCH_CUDA_ALLOC_CONF='{allocator}'",
+        *(["++qarl.resident=false"] if ours else []),
+    ]
+
+
+def _command_line(arm: str, placement: str, arguments: argparse.Namespace) -> str:
+    words = ["--workload", arguments.workload, "--arm", arm]
+    words += ["--placement", placement] if placement != "colocated" else []
+    words += ["--cap-gib", f"{arguments.cap_gib:g}"] if arguments.cap_gib else []
+    words += [word for override in arguments.set for word in ("--set", override)]
+    return f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT {shlex.join(words)}"
 
 
 if __name__ == "__main__":

@@ -1,26 +1,64 @@
 """A copy of NeMo-RL that starts without a checkpoint; this module lists the lines that differ.
 
-The learner keeps the weights that Megatron draws, names of dtypes in the optimizer's block mean torch's, and one
-micro-batch of an update is profiled if the environment asks for it.
+The learner keeps the weights that Megatron draws, names of dtypes in the optimizer's block mean torch's, answers are as
+long as `answer_lengths.py` says, and one micro-batch of an update is profiled if the environment asks for it.
 """
 
 import hashlib
 import shutil
 from pathlib import Path
 
+from answer_lengths import KEY
+
+HERE = Path(__file__).parent
 _LOAD = "    # Load checkpoint if applicable\n    if should_load_checkpoint:\n"
 _MOMENTS = "    def __post_init__(self):\n"
-# file -> (class or function, what occurs in it exactly once, what replaces it)
-_CHANGES = {
-    "nemo_rl/models/megatron/setup.py": ("", _LOAD, "    should_load_checkpoint = False\n" + _LOAD),
-    "megatron/core/optimizer/optimizer_config.py": (
+_ENGINES = "nemo_rl/models/generation/vllm/"
+_LENGTHS = "__import__('answer_lengths')"
+_SHARD = "        # Shard the data across the tied worker groups\n"
+_PICK = "        # Pick the data-parallel shard to serve this request."
+_PROMPTS = "        # Convert inputs to vLLM format and generate outputs.\n"
+_ALLOWED = 'min(self.cfg["max_new_tokens"], remaining_ctx'
+# file, the class or function below whose name the first occurrence of a text is replaced, the text, what replaces it
+_CHANGES = (
+    ("nemo_rl/models/megatron/setup.py", "", _LOAD, "    should_load_checkpoint = False\n" + _LOAD),
+    (
+        "megatron/core/optimizer/optimizer_config.py",
         "class OptimizerConfig",
         _MOMENTS,
         _MOMENTS + "        for name in ('exp_avg_dtype', 'exp_avg_sq_dtype'):\n"
         "            if isinstance(getattr(self, name), str):\n"
         "                setattr(self, name, getattr(torch, getattr(self, name)))\n",
     ),
-}
+    (
+        f"{_ENGINES}vllm_generation.py",
+        "def generate(",
+        _SHARD,
+        f"        data = {_LENGTHS}.with_lengths(self, data)\n" + _SHARD,
+    ),
+    (
+        f"{_ENGINES}vllm_generation.py",
+        "def _async_generate_base(",
+        _PICK,
+        f"        data = {_LENGTHS}.with_lengths(self, data)\n" + _PICK,
+    ),
+    (
+        f"{_ENGINES}vllm_worker.py",
+        "def generate(",
+        _PROMPTS,
+        f"        if '{KEY}' in data:\n"
+        "            sampling_params = [\n"
+        "                self._build_sampling_params(greedy=greedy, stop_strings=stop_strings, max_new_tokens=length)\n"
+        f"                for length in data['{KEY}'].tolist()\n"
+        "            ]\n" + _PROMPTS,
+    ),
+    (
+        f"{_ENGINES}vllm_worker_async.py",
+        "async def generate_async(",
+        _ALLOWED,
+        f"{_ALLOWED}, *(data['{KEY}'].tolist() if '{KEY}' in data else ())",
+    ),
+)
 _PROFILE = """
 def _profiled(train, call, folder):
     import functools
@@ -81,7 +119,8 @@ def copy_tree(root: Path, copy: Path) -> Path:
     for folder in _FOLDERS:
         shutil.copytree(root / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "pyproject.toml", copy)
-    for name, (inside, old, new) in _CHANGES.items():
+    shutil.copy(HERE / "answer_lengths.py", copy)
+    for name, inside, old, new in _CHANGES:
         _replace(copy / name, inside, old, new)
     _replace(copy / _WORKER, "", _RAY, _PROFILE.lstrip("\n") + "\n\n" + _RAY)
     written.write_text(digest, encoding="utf-8")
@@ -89,7 +128,7 @@ def copy_tree(root: Path, copy: Path) -> Path:
 
 
 def _digest(root: Path) -> str:
-    found = hashlib.sha256(Path(__file__).read_bytes())
+    found = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in ("tree.py", "answer_lengths.py")))
     for file in sorted(file for folder in _FOLDERS for file in (root / folder).rglob("*.py")):
         found.update(f"{file.relative_to(root)} {file.stat().st_mtime_ns}".encode())
     return found.hexdigest()

@@ -1,0 +1,46 @@
+"""How much memory of a host and of its GPUs is used while something runs."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qarl_nemo.memory import GIB
+
+
+@contextmanager
+def recorded_memory(file: Path, gpus: int) -> Iterator[None]:
+    """Record every second how much memory the host and each GPU use, in GiB.
+
+    Args:
+        file: the table to write, CSV.
+        gpus: how many of the first GPUs to watch.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(gpus)]
+    ended = threading.Event()
+
+    def watch() -> None:
+        with file.open("w") as rows:
+            rows.write("time_s,host_gib," + ",".join(f"gpu{index}_gib" for index in range(gpus)) + "\n")
+            while not ended.wait(1.0):
+                used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB for handle in handles]
+                rows.write(",".join(f"{value:.1f}" for value in (time.time(), _host_gib(), *used)) + "\n")
+                rows.flush()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _host_gib() -> float:
+    values = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(values[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
+    return (total - free) / 2**20

@@ -1,0 +1,83 @@
+"""How much work a step is, on how many GPUs, by the name that rows of docs/results/full_size.json carry."""
+
+import math
+import random
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+PROMPT_TOKENS = 243
+ANSWERS_PER_PROMPT = 8
+WHOLE_LAYERS = 48
+# Log-normal lengths: of answers that end at 4096 tokens a quarter does so there, and the mean is 2979.
+_MEDIAN_TOKENS, _SPREAD = 3000, 0.45
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step asks of a host.
+
+    Attributes:
+        gpus: learner's and engines', shared or not.
+        layers: how many the model has.
+        answers: how many a step has.
+        updates: optimizer steps that share them.
+        longest: tokens of the longest answer.
+        drawn: answers differ in length; otherwise all are as long as the longest.
+        shipped: recipes run as they are shipped, not with the settings that suit the host best.
+    """
+
+    gpus: int = 4
+    layers: int = WHOLE_LAYERS
+    answers: int = 128
+    updates: int = 2
+    longest: int = 2048
+    drawn: bool = False
+    shipped: bool = False
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a step."""
+        return self.answers // ANSWERS_PER_PROMPT
+
+    def lengths(self, steps: int) -> list[int]:
+        """Draw the tokens of every answer, in the order in which they are asked for.
+
+        Each step has the same lengths in an order of its own, so that steps ask for the same work and engines do not.
+
+        Args:
+            steps: how many steps' answers.
+
+        Returns:
+            `steps` x `answers` lengths, the same at each call.
+        """
+        if not self.drawn:
+            return [self.longest] * self.answers * steps
+        quantiles = (NormalDist().inv_cdf((place + 0.5) / self.answers) for place in range(self.answers))
+        step = [min(self.longest, round(_MEDIAN_TOKENS * math.exp(_SPREAD * at))) for at in quantiles]
+        order = random.Random(0)
+        return [length for _ in range(steps) for length in order.sample(step, len(step))]
+
+
+_A = Workload()
+_B = Workload(answers=256, updates=1, longest=4096, drawn=True)
+WORKLOADS = {
+    # The whole model on four GPUs.
+    "a": _A,
+    "b": _B,
+    # Half of it on two, with as much work and as many expert weights a GPU.
+    "a24": replace(_A, gpus=2, layers=24, answers=64),
+    "b24": replace(_B, gpus=2, layers=24, answers=128),
+    # More answers on the same GPUs.
+    "a24_128": replace(_A, gpus=2, layers=24, answers=128),
+    "a24_256": replace(_A, gpus=2, layers=24, answers=256),
+    # As much work a GPU on more of them.
+    "a24_4gpu": replace(_A, layers=24),
+    "a12_1gpu": replace(_A, gpus=1, layers=12, answers=32),
+    "a12_2gpu": replace(_A, gpus=2, layers=12, answers=64),
+    "a12_4gpu": replace(_A, layers=12),
+    "a12_8gpu": replace(_A, gpus=8, layers=12, answers=256),
+    # What a GPU of its own for the learner has room for, with unequal answers.
+    "b12": replace(_B, gpus=2, layers=12, answers=128),
+    # Recipes as shipped on the node that they are for; the paper's eight optimizer steps, of fewer and shorter answers.
+    "8gpu": Workload(gpus=8, answers=256, updates=8, shipped=True),
+}
