@@ -121,7 +121,8 @@ def aligned_expert_mlp(
     if runs_kernels(x):
         routed = route_rows(topk_index, num_experts)
         if adapters is not None:
-            assert gate_up.master is None, "adapters are trained beside frozen weights"
+            trained = torch.is_grad_enabled() and gate_up.master is not None and gate_up.master.requires_grad
+            assert not trained, "adapters are trained beside frozen weights"
             return _AdaptedExpertMlp.apply(x, topk_weight.float(), gate_up, down, routed, *adapters.flat())
         return _AlignedExpertMlp.apply(
             x, topk_weight.float(), gate_up.master, down.master, gate_up, down, routed, backward
