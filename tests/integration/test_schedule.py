@@ -95,15 +95,16 @@ def test_forgotten_moments_leave_a_new_optimizer(run):
         assert torch.allclose(master, expected, rtol=0, atol=3e-6)
 
 
-def test_stages_may_be_nested_in_one_grid(tmp_path):
+@pytest.mark.parametrize(("name", "num_bits"), [("w4a16", 4), pytest.param("w8a16", 8, marks=pytest.mark.slow)])
+def test_stages_may_be_nested_in_one_grid(name, num_bits, tmp_path):
     stages = [{"from_step": 2, "bits": 2}]
-    nested = {"format": "w4a16", "nested_in": "w8a16", "schedule": stages}
+    nested = {"format": name, "nested_in": "w8a16", "schedule": stages}
     trainer = train(tmp_path, qarl=QARL | nested, grpo={"max_num_steps": 2})
     records = read_metrics(tmp_path)
-    assert column(records, "refit/grid_bits") == [4, 2]
+    assert column(records, "refit/grid_bits") == [num_bits, 2]
     assert max(column(records, "mismatch/abs_gap_mean")) < 1e-4
     assert min(column(records, "refit/flipped_codes")) > 0
     for slot in trainer.sampler.slots.values():
-        assert slot.weight.tensors["weight_packed"].shape[-1] == slot.shape[-1] // 8
+        assert slot.weight.tensors["weight_packed"].shape[-1] == slot.shape[-1] * num_bits // 32
         assert set(slot.weight.codes().unique().tolist()) == {-2, -1, 0, 1}
     assert find_model(tmp_path).served.published_name == "w8a16"

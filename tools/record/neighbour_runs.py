@@ -4,6 +4,7 @@
     python tools/record/neighbour_runs.py runs/local_gsm8k_qurl
     python tools/record/neighbour_runs.py runs/local_progressive
     python tools/record/neighbour_runs.py runs/local_nested
+    python tools/record/neighbour_runs.py runs/local_gsm8k_progressive
 
 A row is `<comparison>_<arm>_seed<seed>_<figure>`, shares of codes that flip in a step `flips_<comparison>_<arm>_...`.
 """
@@ -21,7 +22,12 @@ from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.metrics.runs import Run
 
 # Config -> what its rows begin with.
-COMPARISONS = {"local_gsm8k_qurl": "qurl", "local_progressive": "progressive", "local_nested": "nested"}
+COMPARISONS = {
+    "local_gsm8k_qurl": "qurl",
+    "local_progressive": "progressive",
+    "local_nested": "nested",
+    "local_gsm8k_progressive": "progressive_gsm8k",
+}
 FLIPS = ("codes", "codes_in", "codes_out")
 
 
@@ -33,12 +39,16 @@ def figures(runs: list[Run], comparison: str) -> Iterator[Figure]:
         comparison: begins the names.
 
     Yields:
-        `run_figures`, the mean reward of all steps, and mean shares of flipped codes, where there are codes.
+        `run_figures`, the mean reward of all steps, each stage's gap where there is a schedule, and mean shares of
+        flipped codes where there are codes.
     """
     for run in runs:
         name = f"{comparison}_{slug(run.setting('run.arm'))}_seed{run.seed}"
         yield from run_figures(run, comparison)
         yield Figure(f"{name}_reward_mean", float(np.mean(run.column("reward/mean"))), "", ">=")
+        grids, gaps = run.column("refit/grid_bits"), run.column("mismatch/abs_gap_mean")
+        for bits in np.unique(grids[np.isfinite(grids)]):
+            yield Figure(f"{name}_gap_{bits:.0f}_bits", float(np.mean(gaps[grids == bits])), "nats", "<=")
         for kind in FLIPS:
             shares = run.column(f"refit/flipped_{kind}")
             if np.isfinite(shares).any():

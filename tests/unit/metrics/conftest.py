@@ -120,14 +120,24 @@ def noise_metrics(step):
 
 
 def write_run(
-    run_dir: Path, *, alignment="aligned", seed=0, arm=None, num_steps=12, diagnostics=True, noise=False, **extra
+    run_dir: Path,
+    *,
+    alignment="aligned",
+    seed=0,
+    arm=None,
+    num_steps=12,
+    diagnostics=True,
+    noise=False,
+    grids=(),
+    **extra,
 ):
     rng = np.random.default_rng((seed, len(alignment)))
     write_config(run_dir, alignment=alignment, seed=seed, arm=arm, **extra)
     with EventWriter(run_dir, tensorboard=False) as writer:
         for step in range(1, num_steps + 1):
             metrics = step_metrics(step, alignment=alignment, rng=rng)
-            writer.write(step, metrics | (noise_metrics(step) if noise else {}))
+            metrics |= noise_metrics(step) if noise else {}
+            writer.write(step, metrics | ({"refit/grid_bits": grids[step - 1]} if grids else {}))
     if diagnostics:
         write_diagnostics(run_dir, num_steps, alignment=alignment, rng=rng)
     modules = [

@@ -47,6 +47,20 @@ def test_every_seed_of_an_arm_has_its_rows(make_run, record, tmp_path, capsys):
     assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_progressive.yaml"}
 
 
+def test_every_stage_has_its_gap(make_run, record, tmp_path):
+    settings = {"num_steps": 25, "grpo": {"max_num_steps": 25}, "diagnostics": False}
+    run = load_run(
+        make_run("local_gsm8k_progressive/run", arm="8, 4 bits", seed=1, grids=[8] * 20 + [4] * 5, **settings)
+    )
+    record(run.path.parent, tmp_path / "rows.json")
+    rows = {row.name: row.value for row in read_results(tmp_path / "rows.json")}
+    gaps = run.column("mismatch/abs_gap_mean")
+    assert gaps[20:].mean() != pytest.approx(gaps[:20].mean(), rel=1e-3)
+    for bits, stage in ((8, gaps[:20]), (4, gaps[20:])):
+        name = f"progressive_gsm8k_8_4_bits_seed1_gap_{bits}_bits"
+        assert rows[name] == pytest.approx(stage.mean(), rel=1e-4)
+
+
 def test_a_folder_that_is_no_comparison_is_refused(record, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         record(tmp_path / "local_demo", tmp_path / "rows.json")
