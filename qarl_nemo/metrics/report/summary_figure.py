@@ -1,6 +1,7 @@
 """One picture of a run or a comparison, for a README: reward, logprob gap, and what mismatch or bands do."""
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ from qarl_nemo.metrics.report.arms import Arm, group_by_arm
 from qarl_nemo.metrics.report.curves import draw_curves, draw_rewards, finish_curves, has_values
 from qarl_nemo.metrics.report.distributions import mismatch_weights
 from qarl_nemo.metrics.report.style import (
-    MUTED,
     SIGN_COLORS,
     SIGN_LABELS,
     log_ticks,
@@ -23,12 +23,14 @@ from qarl_nemo.metrics.runs import load_runs
 _SIZE_IN = (12.0, 4.1)
 _DPI = 200
 _SMALLEST_DEVIATION = 1e-7
+_LEGEND_COLUMNS = 4
 
 
 def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
     """Write one PNG: reward, mean |prev - generation| on a log axis, and responses by mismatch weight.
 
-    For a single run the third panel is the share of responses in the objective's band, when it was recorded.
+    For a single run the third panel is the share of responses in the objective's band, when it was recorded; for runs
+    without diagnostics it is the share that the objective kept.
 
     Args:
         run_dirs: run directories, as for `write_report`.
@@ -52,11 +54,16 @@ def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
         gap.set_title("Logprob gap, learner to rollout")
         if len(arms) == 1 and has_values(arms, "band_share/in_band_positive"):
             _draw_band_shares(third, arms[0])
-        else:
+        elif any(arm.has_diagnostic("seq_mismatch_weight") for arm in arms):
             _draw_mismatch(third, [arm for arm in arms if arm.has_diagnostic("seq_mismatch_weight")])
+        else:
+            draw_curves(third, arms, "loss/kept_fraction")
+            finish_curves(third, "share of responses", percent=True)
+            third.set_title("Kept by the objective")
         if len(arms) > 1:
             handles, labels = reward.get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside upper center", ncols=min(len(arms), 4), fontsize=10.5)
+            columns = len(arms) if len(arms) <= _LEGEND_COLUMNS else ceil(len(arms) / 2)
+            figure.legend(handles, labels, loc="outside upper center", ncols=columns, fontsize=10.5)
         png_path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png_path, dpi=_DPI)
     return png_path
@@ -75,10 +82,6 @@ def _draw_band_shares(axes: Axes, arm: Arm) -> None:
 
 def _draw_mismatch(axes: Axes, arms: Sequence[Arm]) -> None:
     axes.set_title("Mismatch weight")
-    if not arms:
-        axes.text(0.5, 0.5, "no diagnostics yet", transform=axes.transAxes, ha="center", color=MUTED)
-        axes.set(xticks=[], yticks=[])
-        return
     collected = mismatch_weights(arms)
     deviations = [np.abs(np.concatenate(list(ratios.by_sign.values())) - 1) for ratios in collected]
     deviations = [np.sort(np.maximum(values, _SMALLEST_DEVIATION)) for values in deviations]
