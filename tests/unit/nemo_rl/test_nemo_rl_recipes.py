@@ -79,7 +79,8 @@ def test_a_recipe_has_no_conflicts_with_its_qarl_block(path, tmp_path):
 def test_the_papers_three_arms_of_its_moe_are_trained_alike():
     """BF16 with GSPO, int4 rollouts alone with GSPO, QaRL with TBPO; all else of the method is shared."""
     arms = {}
-    for path in (path for path in RECIPES if "qwen3-30ba3b-1n8g" in path.stem and path.stem.endswith("16")):
+    paths = (path for path in RECIPES if "qwen3-30ba3b-1n8g" in path.stem and path.stem.endswith(("bf16", "w4a16")))
+    for path in paths:
         settings = own_settings(path)
         arms[arm(path)] = settings["qarl"].get("objective", {}).get("objective")
         assert {key: look_up(settings, key) for key in METHOD} == {key: look_up(PAPER, key) for key in METHOD}
