@@ -20,6 +20,7 @@ from qarl_kernels.ops.int8_weights import int8_channel_quantize
 from qarl_kernels.ops.integer_weights import int4_encode_fp8, integer_dequantize, integer_quantize_pack
 from qarl_kernels.ops.nvfp4 import largest_magnitudes, nvfp4_quantize, nvfp4_unscaled
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
+from qarl_kernels.ops.weights import quantize_weight_kernel
 from qarl_kernels.weights import quantize_weight_reference
 from qarl_nemo.metrics.results import Figure
 
@@ -27,13 +28,12 @@ GOAL = 0.85
 
 
 def require_equal_codes(weight: Tensor) -> None:
-    """Exit unless the int4 kernel's codes and scales are the reference's."""
-    fmt = get_format("w4a16")
-    expected = quantize_weight_reference(weight, fmt, name="weight").tensors
-    done = integer_quantize_pack(weight, fmt.group_size, fmt.scale_convention)
-    for suffix, actual in (("weight_packed", done.packed), ("weight_scale", done.scale)):
-        if not torch.equal(actual, expected[suffix]):
-            raise SystemExit(f"nothing is reported: {suffix} differs from the reference")
+    """Exit unless the integer kernels' codes and scales are the reference's."""
+    for fmt in (get_format("w4a16"), get_format("w8a16"), get_format("w4a16", nested_in="w8a16")):
+        expected = quantize_weight_reference(weight, fmt, name="weight").tensors
+        for suffix, actual in quantize_weight_kernel(weight, fmt).tensors.items():
+            if not torch.equal(actual, expected[suffix]):
+                raise SystemExit(f"nothing is reported: {suffix} of {fmt.name} differs from the reference")
 
 
 def moved_bytes(inputs: tuple[Tensor, ...], result: Any) -> int:

@@ -349,7 +349,8 @@ def wrong_operands(parts):
     stored, operand = parts.stored[0], parts.operands[0]
     wrong = {"swapped": gemm_operand(swapped(parts), torch.bfloat16)}
     if stored.format.weight_kind == "int":
-        packed = pack_int32((stored.codes() + 1).clamp(max=7), 4)
+        bits = stored.format.num_bits
+        packed = pack_int32((stored.codes().short() + 1).clamp(max=2 ** (bits - 1) - 1), bits)
         shifted = QuantizedWeight(stored.format, stored.shape, stored.tensors | {"weight_packed": packed})
         wrong["zero_point"] = gemm_operand(shifted, torch.bfloat16)
     elif operand.tensor_scale is not None:

@@ -89,7 +89,7 @@ _REHEARSED = (*_BRIEF, "broken_rehearsal")
 _WHOLE = ("methods", *_BRIEF, "prefix_cache", "refusals", "cuts", "in_flight", "memory")
 _ADAPTERS = ("methods", "there_and_back", "prefix_cache", "refusals", "cuts", "in_flight", "memory", "saved_adapter")
 # The formats whose experts' kernels vLLM runs beside adapters.
-_ADAPTED = ("w4a16", "fp8_block", "int8", "nvfp4", "bf16")
+_ADAPTED = ("w4a16", "w8a16", "fp8_block", "int8", "nvfp4", "bf16")
 # (format, group size)
 _GROUPS = ((name, None) for name in FORMATS), (("w4a16", 64), ("w4a16", 32))
 _STORED = tuple(pair for pairs in _GROUPS for pair in pairs)
@@ -107,7 +107,11 @@ def one_gpu() -> list[EngineCase]:
         cases.append(EngineCase(name, ("methods", *_BRIEF), targets=("experts",)))
         cases.append(EngineCase(name, _BRIEF, targets=("experts",), starts_from="B", sender="file"))
         cases.append(EngineCase(name, (*_REHEARSED, "memory"), sender="ipc", rehearsed=True))
-    for name, size in (("w4a16", None), ("w2a16", 32), ("w4a8", None)):
+    # The kernels of w4a16, with words of four codes.
+    cases.append(EngineCase("w8a16", _WHOLE))
+    cases.append(EngineCase("w8a16", (*_BRIEF, "sleep"), 64, starts_from="B", sender="ipc", sleeps=True))
+    cases.append(EngineCase("w8a16", _REHEARSED, sender="ipc", rehearsed=True))
+    for name, size in (("w8a16", 32), ("w4a16", None), ("w2a16", 32), ("w4a8", None)):
         cases.append(EngineCase(name, _BRIEF, size, nested_in="w8a16"))
     cases.append(EngineCase("w4a16", _REHEARSED, sender="ipc", rehearsed=True, nested_in="w8a16"))
     for name in _ADAPTED:
@@ -142,6 +146,8 @@ def several_gpus() -> list[EngineCase]:
             layout = {"tensor_parallel": 2, "expert_parallel": experts}
             cases.append(EngineCase(name, _ADAPTERS, adapters=True, sender="ipc", **layout))
     cases.append(EngineCase("w4a16", _ADAPTERS, adapters=True, sender="collective"))
+    for layout in ({"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True}):
+        cases.append(EngineCase("w8a16", _BRIEF, sender="ipc", **layout))
     # 192 on each rank: not a multiple of the group.
     cases.append(EngineCase("w4a16", (NO_START,), sender="ipc", tensor_parallel=2, expert_size=384))
     return cases

@@ -21,13 +21,14 @@ from qarl_kernels.ops.swiglu import swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.ops.token_rounding import TOKEN_DTYPES
 from qarl_kernels.routing import route_rows
 from support.vllm.cutlass import CutlassFp8, CutlassW4A8
-from support.vllm.experts import MarlinNvfp4, MarlinW4A16, TritonMoe, take_rows
+from support.vllm.experts import MarlinNvfp4, MarlinW4A16, MarlinW8A16, TritonMoe, take_rows
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K, NUM_TOKENS = 16, 2048, 768, 8, 1024
 
 # Format and kernel, as vLLM 0.25.1 serves the format on Hopper; the default of fp8_channel is CUTLASS.
 ENGINES = {
     "w4a16_marlin": MarlinW4A16,
+    "w8a16_marlin": MarlinW8A16,
     "nvfp4_marlin": MarlinNvfp4,
     "w4a8_cutlass": CutlassW4A8,
     "fp8_channel_cutlass": CutlassFp8,

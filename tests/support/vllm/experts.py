@@ -106,7 +106,7 @@ class VllmExperts:
 
 
 class MarlinW4A16(VllmExperts):
-    """Marlin MoE: int4 to BF16 in registers."""
+    """Marlin MoE: codes to BF16 in registers."""
 
     kernel = "marlin"
     codes = scalar_types.uint4b8
@@ -121,7 +121,7 @@ class MarlinW4A16(VllmExperts):
         scale = weight.tensors["weight_scale"].mT.contiguous()
         num_experts, n, k = weight.shape
         no_order = torch.empty(num_experts, 0, dtype=torch.int32, device=self.device)
-        values = ops.gptq_marlin_moe_repack(packed, no_order, k, n, 4)
+        values = ops.gptq_marlin_moe_repack(packed, no_order, k, n, weight.format.num_bits)
         return values, marlin_moe_permute_scales(scale, k, n, weight.format.group_size)
 
     def read_weight(self, layer):
@@ -185,6 +185,12 @@ class MarlinW4A16(VllmExperts):
         num_rows = topk_index.numel()
         fc1, fc2 = products[0].view(num_rows, -1), products[1].view(num_rows, -1)
         return Stages((x, None), fc1, (activations[0], None), fc2, out)
+
+
+class MarlinW8A16(MarlinW4A16):
+    """The same of 8-bit codes."""
+
+    codes = scalar_types.uint8b128
 
 
 class MarlinNvfp4(MarlinW4A16):
