@@ -20,7 +20,8 @@ class Kernel:
     """How vLLM multiplies one kind of layer.
 
     Attributes:
-        method: class of the layer's quantization method, `/` and its scheme's class where there is one.
+        method: class of the layer's quantization method, `/` and its scheme's class where there is one, and what tells
+            widths apart that share a class.
         backend: engine argument that chooses, on a GPU, the kernel whose arithmetic the learner follows; None: vLLM
             has one kernel, or chooses a followed one by itself.
         followed: kernels, by vLLM's names, whose arithmetic the learner follows on a GPU; empty: vLLM names none, or

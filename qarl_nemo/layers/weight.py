@@ -44,7 +44,8 @@ What to know before changing this file:
 - `master` may be E separate parameters, as Megatron's grouped linear holds them. The quantizer reads them where they
   lie and gives the bits that their stack would give; stacking first would copy every expert.
 - Beside the stored tensors the operand takes, on a GPU, nothing for FP8 and INT8, 1 byte a weight for w4a8 and 2 bytes
-  for w4a16 and nvfp4. `keep_operand=False` saves them and unpacks at each use, inside the GEMM where that is faster.
+  for w4a16, w8a16 and nvfp4. `keep_operand=False` saves them and unpacks at each use, inside the GEMM where that is
+  faster.
 - `quantized()` never waits for the GPU. It counts NaN and Inf on the device, and `require_finite` reads all counts at
   once when the weights are published.
 """

@@ -203,7 +203,7 @@ GIVEN_BY_NEMO_RL = {
 }
 
 ENVIRONMENT_RULES: dict[str, Rule] = {
-    "VLLM_MARLIN_INPUT_DTYPE": Rule((), "activations are BF16 in w4a16 and nvfp4"),
+    "VLLM_MARLIN_INPUT_DTYPE": Rule((), "activations are BF16 in w4a16, w8a16 and nvfp4"),
     "VLLM_MARLIN_USE_ATOMIC_ADD": Rule(("0",), "sums would end in an order of their own"),
     "VLLM_FLOAT32_MATMUL_PRECISION": Rule(("highest",), "the router is computed in FP32"),
     "VLLM_USE_FLASHINFER_MOE_INT4": Rule(("0",), "the learner follows Marlin"),
