@@ -121,7 +121,8 @@ def aligned_expert_mlp(
     if runs_kernels(x):
         routed = route_rows(topk_index, num_experts)
         if adapters is not None:
-            trained = torch.is_grad_enabled() and gate_up.master is not None and gate_up.master.requires_grad
+            masters = [gate_up.master] if isinstance(gate_up.master, Tensor) else gate_up.master or ()
+            trained = torch.is_grad_enabled() and any(master.requires_grad for master in masters)
             assert not trained, "adapters are trained beside frozen weights"
             return _AdaptedExpertMlp.apply(x, topk_weight.float(), gate_up, down, routed, *adapters.flat())
         return _AlignedExpertMlp.apply(
