@@ -18,7 +18,8 @@ from qarl_nemo.memory import ModelSize
 from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.layout import read_layout
-from support.nemo_rl.recipes import own_settings
+from qarl_nemo.nemo_rl.lookup import look_up
+from support.nemo_rl.recipes import BELOW, own_settings
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
@@ -137,6 +138,8 @@ def test_arms_are_compared_by_their_median_step(harness, tmp_path):
     assert phase_bars.phase_bars(rows, "a") == {
         "w4a16": {"refit": 2.0, "rollout": 10.0, "prev_logprobs": 3.0, "update": 6.0, "rest": 1.0}
     }
+    twice = rows | {name.replace("_a", "_a24"): value for name, value in rows.items()}
+    assert list(phase_bars.labelled(twice, ["a", "a24"])) == ["qarl_nemo, w4a16, a", "qarl_nemo, w4a16, a24"]
 
 
 def test_a_learner_of_its_own_is_as_fast_as_its_gpus(harness, tmp_path):
@@ -206,34 +209,15 @@ def documented() -> list[tuple[str, str, str, float]]:
     return found
 
 
-# What our recipes inherit of NeMo-RL's, as far as layouts and memory ask.
-BELOW = {
-    "policy": {
-        "precision": "bfloat16",
-        "megatron_cfg": {
-            "enabled": True,
-            "tensor_model_parallel_size": 2,
-            "expert_model_parallel_size": 8,
-            "sequence_parallel": True,
-        },
-        "generation": {
-            "backend": "vllm",
-            "vllm_cfg": {"async_engine": False},
-            "vllm_kwargs": {"moe_backend": "triton"},
-        },
-    },
-}
-
-
 def composed(workload, arm, placement, gib, folder):
-    """An arm's config, as far as its files here say it, over `BELOW`."""
+    """An arm's config, as far as files here say it."""
     from arms import ARMS, IN_FLIGHT, settings
     from workloads import WORKLOADS
 
     model = read_yaml(MODEL / "config.json") | {"num_hidden_layers": WORKLOADS[workload].layers}
     (folder / "config.json").write_text(json.dumps(model))
     above = settings(arm, placement, workload, "NEMO_RL")
-    values = merge_mappings(BELOW, {})
+    values = BELOW
     for file in above.pop("defaults"):
         values = merge_mappings(values, {} if file.startswith("NEMO_RL") else own_settings(Path(file)))
     values = merge_mappings(values, above)
@@ -266,6 +250,24 @@ def test_a_placement_that_cannot_be_says_why(harness):
             Placement.parse(name, 4)
     with pytest.raises(ValueError, match="4 GPUs, where the workload has 2"):
         Placement.parse("separate_2_2", 2)
+
+
+def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(harness, monkeypatch):
+    import run
+    from arms import SHARE, settings
+
+    config = settings("w4a16", "colocated", "8gpu", "NEMO_RL")
+    monkeypatch.setattr(run, "first_gpu_gib", lambda: 140.0)
+    share, allocator, optimizer = run.capped(79.0, config, ours=True)
+    # 0.6 of 79 GiB are as much of 140; the learner's tensors have 79 without 6 for its process and 4 for the engine's.
+    assert share == f"{SHARE}={0.6 * 79 / 140:.3f}"
+    assert f"per_process_memory_fraction:{69 / 140:.3f}" in allocator
+    assert optimizer == "++qarl.resident=false"
+    # A machine without a GPU is checked as if its GPUs were that large.
+    monkeypatch.setattr(run, "first_gpu_gib", lambda: None)
+    assert run.capped(79.0, config, ours=True) == ["++qarl.gpu_memory_gib=79.0"]
+    shipped = own_settings(ROOT / "examples" / "configs" / "qarl-qwen3-30ba3b-1n8g-megatron-w4a16.yaml")
+    assert look_up(shipped, SHARE) == look_up(config, SHARE)
 
 
 def test_a_learner_without_room_is_refused_before_anything_starts(harness, tmp_path, monkeypatch):

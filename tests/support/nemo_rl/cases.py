@@ -195,6 +195,17 @@ CASES = {
         ),
         validates=2,
     ),
+    # Half of the checkpoint's four layers, which nobody trained to answer without the others.
+    "fewer_layers": Case(
+        starts=(
+            Start(
+                steps=2,
+                overrides=("++policy.hf_config_overrides.num_hidden_layers=2",),
+                executes="w4a16 in experts of 2 layers",
+                gap=(0.0, 0.3),
+            ),
+        )
+    ),
     "layerwise": Case(starts=(Start(steps=4, overrides=("++qarl.layerwise_refit=true",)),)),
     "ep2_layerwise": _parallel(
         2,

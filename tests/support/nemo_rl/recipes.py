@@ -8,6 +8,24 @@ import yaml
 from qarl_nemo.config import merge_mappings
 
 NEMO_RL = "${oc.env:NEMO_RL_ROOT}/examples/configs/"
+# What the recipes of Qwen3-30B-A3B inherit of NeMo-RL's, as far as conflicts, layouts and memory ask.
+BELOW: dict[str, Any] = {
+    "cluster": {"gpus_per_node": 8},
+    "policy": {
+        "precision": "bfloat16",
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "sequence_parallel": True,
+        },
+        "generation": {
+            "backend": "vllm",
+            "vllm_cfg": {"async_engine": False},
+            "vllm_kwargs": {"moe_backend": "triton"},
+        },
+    },
+}
 
 
 def own_settings(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from support.nemo_rl import installed  # noqa: F401
 import nemo_rl
 from nemo_rl.algorithms.grpo import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
 
 ROOT = Path(__file__).parents[3]
 HARNESS = ROOT / "tools" / "bench" / "full_size"
@@ -50,6 +50,17 @@ def test_nemo_rl_takes_every_arm(harness, tmp_path):
         assert config.policy["generation"]["colocated"]["enabled"] == (placement == "colocated")
         assert config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt == 128
         assert config.data["train"]["data_path"].startswith(str(tmp_path))
+
+
+def test_nemo_rl_reads_the_cap(harness, monkeypatch, tmp_path):
+    arms, run, _ = harness
+    register_omegaconf_resolvers()
+    monkeypatch.setattr(run, "first_gpu_gib", lambda: 140.0)
+    above = arms.settings("w4a16", "colocated", "8gpu", NEMO_RL)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(above))
+    config = parse_hydra_overrides(load_config(tmp_path / "config.yaml"), run.capped(79.0, above, ours=True))
+    said = config.policy.megatron_cfg.env_vars.PYTORCH_CUDA_ALLOC_CONF
+    assert said == f"expandable_segments:False,per_process_memory_fraction:{69 / 140:.3f}"
 
 
 def test_the_copy_gives_each_answer_its_length(harness, tmp_path, monkeypatch):

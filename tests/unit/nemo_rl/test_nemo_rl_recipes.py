@@ -4,10 +4,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
+from test_documents import commands
 
+from qarl_nemo.config import ConfigError, merge_mappings
 from qarl_nemo.memory import (
     ASLEEP_BYTES,
     GIB,
@@ -19,8 +23,10 @@ from qarl_nemo.memory import (
     refit_bytes,
 )
 from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.launch_summary import launch_summary
+from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB
 from qarl_nemo.nemo_rl.lookup import look_up
-from support.nemo_rl.recipes import NEMO_RL, own_settings
+from support.nemo_rl.recipes import BELOW, NEMO_RL, own_settings
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 RECIPES = sorted(path for path in (EXAMPLES / "configs").glob("qarl-*.yaml") if path.stem != "qarl-paper")
@@ -74,6 +80,44 @@ def test_a_recipe_has_no_conflicts_with_its_qarl_block(path, tmp_path):
     # The one-GPU recipe's responses are short: its bands say why they are others.
     if "tiny_moe" not in name:
         assert qarl.objective == type(qarl.objective)()
+
+
+def on_eight_gpus(path) -> dict[str, Any]:
+    """A full-size recipe with what it inherits, on the GPUs of 80 GB that it is for."""
+    settings = merge_mappings(BELOW, own_settings(path))
+    settings["policy"]["model_name"] = str(EXAMPLES / "models" / "qwen3-30b-a3b")
+    return merge_mappings(settings, {"qarl": {"gpu_memory_gib": DEFAULT_GIB}})
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "30ba3b-1n8g" in path.stem], ids=lambda path: path.stem)
+def test_a_full_size_recipe_fits_the_node_that_it_is_for(path):
+    settings = on_eight_gpus(path)
+    said = launch_summary(settings, apply_qarl(settings), ["run"], None)
+    assert "512 prompts x 8 responses each, 8 optimizer step(s) of 512" in said
+    assert "8 ranks: TP2 EP8, 4 data parallel" in said
+    assert "go to the host and back in each step" in said
+    # GPUs of half the size are too small, which the same check says.
+    with pytest.raises(ConfigError, match="memory: "):
+        apply_qarl(merge_mappings(on_eight_gpus(path), {"qarl": {"gpu_memory_gib": 40.0}}))
+
+
+def scaled() -> list[tuple[str, list[str]]]:
+    """The recipes that the guide starts with fewer GPUs and layers, and the overrides."""
+    found = []
+    for words in commands(EXAMPLES.parent / "docs" / "guide" / "nemo_rl.md"):
+        if any("num_hidden_layers" in word for word in words):
+            overrides = [word.lstrip("+") for word in words if "=" in word]
+            found.append((words[words.index("--config") + 1], overrides))
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "overrides"), scaled(), ids=lambda each: each if isinstance(each, str) else "")
+def test_a_full_size_recipe_starts_on_fewer_gpus_by_overrides_alone(recipe, overrides):
+    settings = OmegaConf.merge(on_eight_gpus(EXAMPLES.parent / recipe), OmegaConf.from_dotlist(overrides))
+    settings["data"] = {}
+    values = OmegaConf.to_container(settings, resolve=True)
+    apply_qarl(values)
+    assert values["cluster"]["gpus_per_node"] in (1, 2)
 
 
 def test_the_papers_three_arms_of_its_moe_are_trained_alike():

@@ -1,10 +1,12 @@
 """Draw where the time of whole steps goes, a bar an arm, from rows of docs/results/full_size.json.
 
 python tools/bench/full_size/phase_bars.py docs/results/full_size.json docs/images/full_size.png --workload a24
+
+With several workloads each arm has a bar in each of them, so that the same work a GPU on more of them stands together.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,17 +40,31 @@ def phase_bars(values: Mapping[str, float], workload: str) -> dict[str, dict[str
     return bars
 
 
+def labelled(values: Mapping[str, float], workloads: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the bars of several workloads: what to call one -> phase -> s.
+
+    Args:
+        values: name of a row -> value.
+        workloads: their names; bars say theirs where there are several.
+    """
+    return {
+        _NAMES.get(arm, f"qarl_nemo, {arm}") + (f", {workload}" if len(workloads) > 1 else ""): phases
+        for workload in workloads
+        for arm, phases in phase_bars(values, workload).items()
+    }
+
+
 def draw(bars: Mapping[str, Mapping[str, float]], file: Path) -> None:
     """Write the figure.
 
     Args:
-        bars: as `phase_bars` returns them.
+        bars: as `labelled` returns them.
         file: the PNG.
     """
     with report_style():
         figure = new_figure(8.0, 1.3 + 0.5 * len(bars))
         axes = figure.subplots()
-        labels = [_NAMES.get(arm, f"qarl_nemo, {arm}") for arm in bars]
+        labels = list(bars)
         left = np.zeros(len(bars))
         for phase in (*_COMPUTED, "rest"):
             seconds = np.array([phases[phase] for phases in bars.values()])
@@ -70,11 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="file of docs/results")
     parser.add_argument("figure", type=Path, help="PNG to write")
-    parser.add_argument("--workload", default="a")
+    parser.add_argument("--workload", action="append", help="repeat for several; default a")
     arguments = parser.parse_args()
-    bars = phase_bars({row.name: row.value for row in read_results(arguments.results)}, arguments.workload)
+    workloads = arguments.workload or ["a"]
+    bars = labelled({row.name: row.value for row in read_results(arguments.results)}, workloads)
     if not bars:
-        parser.error(f"{arguments.results} has no full_step_s_..._{arguments.workload}")
+        parser.error(f"{arguments.results} has no full_step_s_..._{' or '.join(workloads)}")
     draw(bars, arguments.figure)
 
 

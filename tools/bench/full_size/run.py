@@ -111,7 +111,7 @@ def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse
     paths = (tree, REPOSITORY, REPOSITORY / "kernels", os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "NEMO_RL_ROOT": str(tree)}
     ours = ARMS[arm].recipe is not None
-    overrides = [*_capped(arguments.cap_gib, config, ours=ours or arguments.check), *arguments.set]
+    overrides = [*capped(arguments.cap_gib, config, ours=ours or arguments.check), *arguments.set]
     if arguments.check:
         command = _command(_LAUNCHER, own, [*overrides, *(() if ours else _AS_OURS), "--check"])
         return subprocess.run(command, env=environment, check=False).returncode
@@ -133,7 +133,14 @@ def _command(launcher: Path, own: Path, overrides: list[str]) -> list[str]:
 
 
 def files_of(folder: Path, model: Path, own: Path, steps: int) -> dict[str, Any]:
-    """Return the settings that name files, and the run's length."""
+    """Return the settings that name files, and the run's length.
+
+    Args:
+        folder: the workload's.
+        model: the model's.
+        own: the arm's.
+        steps: how many to run.
+    """
     read = {
         name: {"dataset_name": "ResponseDataset", "data_path": str(folder / file), "split_validation_size": 0}
         for name, file in (("train", "train.jsonl"), ("validation", "val.jsonl"))
@@ -149,8 +156,14 @@ def files_of(folder: Path, model: Path, own: Path, steps: int) -> dict[str, Any]
     }
 
 
-def _capped(cap: float | None, config: dict[str, Any], *, ours: bool) -> list[str]:
-    """Return the overrides that keep learner and engine within a smaller GPU; where there is none, it is that one."""
+def capped(cap: float | None, config: dict[str, Any], *, ours: bool) -> list[str]:
+    """Return the overrides that keep learner and engine within a part of each GPU.
+
+    Args:
+        cap: GiB of it; None: all. Where this machine has no GPU, those that are checked have as much.
+        config: the arm's.
+        ours: whether our launcher reads the config.
+    """
     if cap is None:
         return []
     card = first_gpu_gib()
