@@ -60,7 +60,6 @@ _INT4 = [
 CANDIDATES = {
     "bf16": _GEMM,
     "bf16_transposed": _GEMM,
-    "bf16_fp32": [replace(tile, epilogue_split=4, num_stages=3) for tile in _GEMM[1:2] + _GEMM[5:]],
     "fp8_channel": [replace(tile, block_k=128) for tile in _GEMM],
     "int8": [replace(tile, block_k=128) for tile in _GEMM],
     "fp8_block": _FP8_BLOCK,
@@ -94,8 +93,7 @@ class Problem:
         """
         x, grad, weight, offsets = self.x, self.grad, self.weight, self.offsets
         out = torch.empty(len(x), weight.shape[1], dtype=torch.bfloat16, device="cuda")
-        if op in ("bf16", "bf16_fp32"):
-            out = out.float() if op == "bf16_fp32" else out
+        if op == "bf16":
             return lambda tile: launch_grouped_gemm(x, weight, offsets, out, tile), self._product(x, weight)
         if op == "bf16_transposed":
             out = torch.empty_like(x)

@@ -3,7 +3,7 @@ import torch
 
 from qarl_kernels import integer, nvfp4
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16
-from qarl_kernels.ops.int4_gemm import grouped_gemm_int4, grouped_gemm_nvfp4
+from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
 from qarl_kernels.weights import largest_reference
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import uneven_weight
@@ -84,11 +84,11 @@ def nvfp4_problem(request, poisoned_empty):
 def test_nvfp4_product_and_its_weighted_rows(nvfp4_problem):
     x, packed, scale, offsets = nvfp4_problem
     weight, words = nvfp4.unscaled(packed, scale), packed.view(torch.int32)
-    plain = grouped_gemm_nvfp4(x, words, scale, offsets)
+    plain = grouped_gemm_int4(x, words, scale, offsets)
     assert_snr(plain, product(x, weight, offsets), 45)
     row_weight = torch.rand(len(x), device=DEVICE) + 0.01
     for rounding in ("on_accumulator", "rounded_product"):
-        out = grouped_gemm_nvfp4(x, words, scale, offsets, row_weight=row_weight, weight_rounding=rounding)
+        out = grouped_gemm_int4(x, words, scale, offsets, row_weight=row_weight, weight_rounding=rounding)
         expected = grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
         assert (out != expected).float().mean() < 0.05
         assert_snr(out, expected, 45)
@@ -104,7 +104,7 @@ def test_every_nvfp4_weight_is_read_exactly(nvfp4_problem):
     eye = torch.eye(weight.shape[-1], dtype=torch.bfloat16, device=DEVICE)
     offsets = torch.zeros(len(packed) + 1, dtype=torch.int32, device=DEVICE)
     offsets[-1] = len(eye)
-    out = grouped_gemm_nvfp4(eye, packed.view(torch.int32), scale, offsets)
+    out = grouped_gemm_int4(eye, packed.view(torch.int32), scale, offsets)
     assert_bitwise_equal(out + 0, weight[-1].T.contiguous() + 0)
 
 

@@ -20,12 +20,8 @@ from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.low_rank import ExpertAdapters, LowRank
 from qarl_kernels.ops.combine import combine_rows
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16
-from qarl_kernels.ops.operand_gemm import (
-    QuantizedRows,
-    input_grad,
-    multiply_rows,
-    quantize_rows,
-)
+from qarl_kernels.ops.mlp import spread_tokens, sum_choices
+from qarl_kernels.ops.operand_gemm import input_grad, multiply_rows, quantize_rows
 from qarl_kernels.ops.routing import spread_rows
 from qarl_kernels.ops.swiglu import swiglu
 from qarl_kernels.ops.swiglu_backward import swiglu_backward
@@ -66,23 +62,20 @@ def adapted_mlp_forward(
     Returns:
         [T, H] BF16; the input of SwiGLU [T * k, 2 I] BF16, which the backward needs.
     """
-    fmt, top_k, offsets = fc1.format, topk_weight.shape[1], routed.offsets
-    tokens = quantize_rows(x, fmt)
-    scale = None if tokens.scale is None else spread_rows(tokens.scale, routed.inverse, top_k)
-    rows = QuantizedRows(spread_rows(tokens.values, routed.inverse, top_k), scale)
-    plain_rows = rows.values if scale is None else spread_rows(x.contiguous(), routed.inverse, top_k)
+    fmt, offsets = fc1.format, routed.offsets
+    rows = spread_tokens(x, routed, topk_weight, fmt)
+    plain_rows = rows.values
+    if rows.scale is not None:
+        plain_rows = spread_rows(x.contiguous(), routed.inverse, topk_weight.shape[1])
     hidden = multiply_rows(rows, fc1, offsets)
     for half, factors in zip(hidden.chunk(2, -1), (adapters.gate, adapters.up), strict=True):
         half += _low_rank(plain_rows, factors, offsets)
-    weights_the_sum = fmt.router_weight == "weighted_sum"
-    row_weight = None if weights_the_sum else topk_weight.reshape(-1)[routed.order]
+    row_weight = None if fmt.router_weight == "weighted_sum" else topk_weight.reshape(-1)[routed.order]
     # With adapters the engine rounds the activation before it quantizes it, also where it fuses the two without.
     activation = swiglu(hidden)
     out_rows = multiply_rows(quantize_rows(activation, fmt), fc2, offsets, row_weight=row_weight)
     out_rows += _low_rank(activation, adapters.down, offsets, row_weight)
-    if weights_the_sum:
-        return combine_rows(out_rows, routed.inverse, topk_weight, "weighted_sum"), hidden
-    return combine_rows(out_rows, routed.inverse, None, None, top_k=top_k), hidden
+    return sum_choices(out_rows, routed, topk_weight, fmt), hidden
 
 
 def adapted_mlp_backward(

@@ -8,7 +8,7 @@ ragged descriptor that ends at the expert's last row, so a partial tile needs no
 import triton
 import triton.language as tl
 
-from qarl_kernels.ops.tiles import halves, store_ragged, tile_position
+from qarl_kernels.ops.tiles import expert_tile, halves, store_ragged
 
 
 @triton.jit
@@ -63,12 +63,7 @@ def grouped_gemm_kernel(
     num_n_tiles = tl.cdiv(N, BLOCK_N)
     first, step = tl.program_id(0), tl.num_programs(0)
     for tile in tl.range(first, num_m_tiles * num_n_tiles, step, flatten=FLATTEN):
-        m_tile, n_tile = tile_position(tile, num_m_tiles, num_n_tiles, GROUP_M)
-        record = tiles_ptr + 4 * (m_tile + 1)
-        expert = tl.load(record)
-        row = tl.load(record + 1)
-        stop = tl.load(record + 2)
-        column = n_tile * BLOCK_N
+        expert, row, stop, column = expert_tile(tile, tiles_ptr, num_m_tiles, num_n_tiles, GROUP_M, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, K, BLOCK_K):
             x = x_desc.load([row, k])
@@ -113,12 +108,7 @@ def grouped_gemm_fp8_block_kernel(
     num_blocks = tl.cdiv(K, 128)
     first, step = tl.program_id(0), tl.num_programs(0)
     for tile in tl.range(first, num_m_tiles * num_n_tiles, step, flatten=FLATTEN):
-        m_tile, n_tile = tile_position(tile, num_m_tiles, num_n_tiles, GROUP_M)
-        record = tiles_ptr + 4 * (m_tile + 1)
-        expert = tl.load(record)
-        row = tl.load(record + 1)
-        stop = tl.load(record + 2)
-        column = n_tile * BLOCK_N
+        expert, row, stop, column = expert_tile(tile, tiles_ptr, num_m_tiles, num_n_tiles, GROUP_M, BLOCK_N)
         rows = row + tl.arange(0, BLOCK_M)
         x_scale = x_scale_ptr + rows.to(tl.int64) * num_blocks
         w_scale = w_scale_ptr + (expert.to(tl.int64) * tl.cdiv(N, 128) + column // 128) * num_blocks

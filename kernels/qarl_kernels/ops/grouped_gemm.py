@@ -222,11 +222,10 @@ def _bf16_op(
     transposed: bool,
     row_weight: Tensor | None,
     epilogue: int,
-    out_dtype: torch.dtype,
 ) -> Tensor:
     num_experts, n, k = weight.shape
-    out = x.new_empty(x.shape[0], k if transposed else n, dtype=out_dtype)
-    config = tile_config("bf16_transposed" if transposed else "bf16", x, n, k, num_experts, out_dtype)
+    out = x.new_empty(x.shape[0], k if transposed else n)
+    config = tile_config("bf16_transposed" if transposed else "bf16", x, n, k, num_experts)
     options = {"transposed": transposed, "epilogue": epilogue, "row_scale": row_weight}
     return launch_grouped_gemm(x, weight, offsets, out, config, **options)
 
@@ -239,9 +238,8 @@ def _(
     transposed: bool,
     row_weight: Tensor | None,  # noqa: ARG001
     epilogue: int,  # noqa: ARG001
-    out_dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1], dtype=out_dtype)
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
 
 
 @torch.library.custom_op("qarl::grouped_gemm_fp8_channel", mutates_args=())
@@ -298,7 +296,6 @@ def grouped_gemm_bf16(
     transposed: bool = False,
     row_weight: Tensor | None = None,
     weight_rounding: str | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Multiply BF16 rows by their expert's weight: y = round(x @ W^T), or x @ W if transposed (the input gradient).
 
@@ -310,20 +307,17 @@ def grouped_gemm_bf16(
         row_weight: [M] FP32 factor of each row, or None.
         weight_rounding: with row_weight: `on_accumulator`, round(acc * w), or `rounded_product`, round(bf16(acc) *
             bf16(w)).
-        out_dtype: BF16 or FP32.
 
     Returns:
-        [M, N] in out_dtype; [M, K] if transposed.
+        [M, N] BF16; [M, K] if transposed.
 
     Raises:
         ValueError: an operand is not legal; everything wrong is named.
     """
     problems = operand_problems(x, weight, offsets, torch.bfloat16, contracted=1 if transposed else 2, multiple=8)
     problems += epilogue_problems(x, row_weight, weight_rounding)
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        problems.append(f"out_dtype is {out_dtype} (legal: torch.bfloat16, torch.float32)")
     refuse("grouped_gemm_bf16", problems)
-    return _bf16_op(x, weight, offsets, transposed, row_weight, EPILOGUES[weight_rounding], out_dtype)
+    return _bf16_op(x, weight, offsets, transposed, row_weight, EPILOGUES[weight_rounding])
 
 
 def grouped_gemm_fp8_channel(

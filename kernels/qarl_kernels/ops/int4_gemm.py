@@ -19,14 +19,11 @@ from qarl_kernels.ops.gemm_kernels import scale_rows, store_tile
 from qarl_kernels.ops.grouped_gemm import EPILOGUES, compile_options, launch_grid, output_descriptor
 from qarl_kernels.ops.launch import TileConfig, tile_config
 from qarl_kernels.ops.nvfp4 import grid_values
-from qarl_kernels.ops.tiles import build_tile_table, descriptor, tile_position
+from qarl_kernels.ops.tiles import build_tile_table, descriptor, expert_tile
 
-GROUP_SIZES = (32, 64, 128)
 CODES_PER_WORD = 8
-_SCALES = {
-    "grouped_gemm_int4": (torch.bfloat16, GROUP_SIZES),
-    "grouped_gemm_nvfp4": (torch.float8_e4m3fn, (GROUP,)),
-}
+# The scales' dtype says what codes are: integers or E2M1.
+_GROUP_SIZES = {torch.bfloat16: (32, 64, 128), torch.float8_e4m3fn: (GROUP,)}
 
 
 @triton.jit
@@ -96,12 +93,7 @@ def _grouped_gemm_int4_kernel(
     num_groups = K // GROUP_SIZE
     first, step = tl.program_id(0), tl.num_programs(0)
     for tile in tl.range(first, num_m_tiles * num_n_tiles, step, flatten=FLATTEN):
-        m_tile, n_tile = tile_position(tile, num_m_tiles, num_n_tiles, GROUP_M)
-        record = tiles_ptr + 4 * (m_tile + 1)
-        expert = tl.load(record)
-        row = tl.load(record + 1)
-        stop = tl.load(record + 2)
-        column = n_tile * BLOCK_N
+        expert, row, stop, column = expert_tile(tile, tiles_ptr, num_m_tiles, num_n_tiles, GROUP_M, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_N)
         scale_row = scale_ptr + (expert.to(tl.int64) * N + columns) * num_groups
         real_column = columns < N
@@ -203,14 +195,15 @@ def grouped_gemm_int4(
     row_weight: Tensor | None = None,
     weight_rounding: str | None = None,
 ) -> Tensor:
-    """Multiply BF16 rows by their expert's packed weight: y = bf16(x @ bf16((code - 8) * scale)^T).
+    """Multiply BF16 rows by their expert's packed weight: y = bf16(x @ bf16(value(code) * scale)^T).
 
     Args:
         x: [M, K] BF16, rows sorted by expert.
         packed: [E, N, K / 8] int32, 8 codes each, lowest bits first.
-        scale: [E, N, K / g] BF16, g 32, 64 or 128.
+        scale: [E, N, K / g] BF16, g 32, 64 or 128: codes are integers, stored q + 8. [E, N, K / 16] float8_e4m3fn:
+            codes are E2M1, without their global scale.
         offsets: [E + 1] int32.
-        row_weight: [M] FP32 factor of each row, or None.
+        row_weight: [M] FP32 factor of each row, in which a global scale is; or None.
         weight_rounding: with row_weight: see `grouped_gemm_bf16`.
 
     Returns:
@@ -221,59 +214,16 @@ def grouped_gemm_int4(
 
     Source: vLLM 0.25.1 marlin_template.h (the product is rounded to BF16 before it is multiplied).
     """
-    return _multiply("grouped_gemm_int4", x, packed, scale, offsets, row_weight, weight_rounding)
-
-
-def grouped_gemm_nvfp4(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offsets: Tensor,
-    *,
-    row_weight: Tensor | None = None,
-    weight_rounding: str | None = None,
-) -> Tensor:
-    """Multiply BF16 rows by their expert's packed weight without its global scale: y = bf16(x @ (code * scale)^T).
-
-    Args:
-        x: [M, K] BF16, rows sorted by expert.
-        packed: [E, N, K / 8] int32, 8 E2M1 codes each, lowest bits first: the bytes [E, N, K / 2] that are stored.
-        scale: [E, N, K / 16] float8_e4m3fn.
-        offsets: [E + 1] int32.
-        row_weight: [M] FP32 factor of each row, in which the global scale is; or None.
-        weight_rounding: with row_weight: see `grouped_gemm_bf16`.
-
-    Returns:
-        [M, N] BF16.
-
-    Raises:
-        ValueError: an operand is not legal; everything wrong is named.
-
-    Source: vLLM 0.25.1 marlin_template.h.
-    """
-    return _multiply("grouped_gemm_nvfp4", x, packed, scale, offsets, row_weight, weight_rounding)
-
-
-def _multiply(
-    op: str,
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offsets: Tensor,
-    row_weight: Tensor | None,
-    weight_rounding: str | None,
-) -> Tensor:
-    scale_dtype, sizes = _SCALES[op]
     problems = tensor_problems("x", x, (torch.bfloat16,)) + tensor_problems("packed", packed, (torch.int32,), 3)
-    problems += tensor_problems("scale", scale, (scale_dtype,), 3)
+    problems += tensor_problems("scale", scale, tuple(_GROUP_SIZES), 3)
     if not problems:
-        problems += _shape_problems(x, packed, scale, sizes) + offsets_problems(x, packed.shape[0], offsets)
+        problems += _shape_problems(x, packed, scale) + offsets_problems(x, packed.shape[0], offsets)
         problems += epilogue_problems(x, row_weight, weight_rounding)
-    refuse(op, problems)
+    refuse("grouped_gemm_int4", problems)
     return _int4_op(x, packed, scale, offsets, row_weight, EPILOGUES[weight_rounding])
 
 
-def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor, sizes: tuple[int, ...]) -> list[str]:
+def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor) -> list[str]:
     num_experts, n, words = packed.shape
     k = words * CODES_PER_WORD
     problems = []
@@ -281,7 +231,7 @@ def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor, sizes: tuple[int, 
         problems.append(f"x has {x.shape[1]} columns, packed holds {k} (legal: the same multiple of 32)")
     if n % 8 or n == 0:
         problems.append(f"packed has N={n} (legal: multiples of 8)")
-    legal = [[num_experts, n, k // size] for size in sizes if k % size == 0]
+    legal = [[num_experts, n, k // size] for size in _GROUP_SIZES[scale.dtype] if k % size == 0]
     if list(scale.shape) not in legal:
         problems.append(f"scale has shape {list(scale.shape)} (legal: {legal}, for group sizes that divide K)")
     return problems

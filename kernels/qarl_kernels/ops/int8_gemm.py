@@ -17,7 +17,7 @@ from qarl_kernels.ops.gemm_checks import operand_problems, scale_problems
 from qarl_kernels.ops.gemm_kernels import scale_columns, store_tile
 from qarl_kernels.ops.grouped_gemm import compile_options, launch_grid, output_descriptor
 from qarl_kernels.ops.launch import TileConfig, tile_config
-from qarl_kernels.ops.tiles import build_tile_table, descriptor, tile_position
+from qarl_kernels.ops.tiles import build_tile_table, descriptor, expert_tile
 
 
 @triton.jit
@@ -44,12 +44,7 @@ def _grouped_gemm_int8_kernel(
     num_n_tiles = tl.cdiv(N, BLOCK_N)
     first, step = tl.program_id(0), tl.num_programs(0)
     for tile in tl.range(first, num_m_tiles * num_n_tiles, step, flatten=FLATTEN):
-        m_tile, n_tile = tile_position(tile, num_m_tiles, num_n_tiles, GROUP_M)
-        record = tiles_ptr + 4 * (m_tile + 1)
-        expert = tl.load(record)
-        row = tl.load(record + 1)
-        stop = tl.load(record + 2)
-        column = n_tile * BLOCK_N
+        expert, row, stop, column = expert_tile(tile, tiles_ptr, num_m_tiles, num_n_tiles, GROUP_M, BLOCK_N)
         sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
         for k in tl.range(0, K, BLOCK_K):
             x = x_desc.load([row, k])

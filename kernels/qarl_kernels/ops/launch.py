@@ -45,9 +45,7 @@ class TileConfig:
 
 DEFAULTS = {
     "bf16": TileConfig(),
-    "bf16_fp32": TileConfig(epilogue_split=4),
     "bf16_transposed": TileConfig(),
-    "bf16_transposed_fp32": TileConfig(epilogue_split=4),
     "fp8_channel": TileConfig(block_k=128),
     "fp8_block": TileConfig(64, 128, 128, num_warps=4, num_stages=4, programs_per_sm=2, epilogue_split=2),
     "int8": TileConfig(block_k=128),

@@ -49,6 +49,20 @@ class ExpertMlpGradients:
     down: Tensor
 
 
+def spread_tokens(x: Tensor, routed: RoutedRows, topk_weight: Tensor, fmt: QuantFormat) -> QuantizedRows:
+    """Quantize tokens [T, H] as fc1 multiplies them, and copy each to the rows [T * k, H] of its experts."""
+    top_k, tokens = topk_weight.shape[1], quantize_rows(x, fmt)
+    scale = None if tokens.scale is None else spread_rows(tokens.scale, routed.inverse, top_k)
+    return QuantizedRows(spread_rows(tokens.values, routed.inverse, top_k), scale)
+
+
+def sum_choices(out_rows: Tensor, routed: RoutedRows, topk_weight: Tensor, fmt: QuantFormat) -> Tensor:
+    """Sum each token's rows [T * k, H], weighted here where the format does so -> [T, H] BF16."""
+    if fmt.router_weight == "weighted_sum":
+        return combine_rows(out_rows, routed.inverse, topk_weight, "weighted_sum")
+    return combine_rows(out_rows, routed.inverse, None, None, top_k=topk_weight.shape[1])
+
+
 def mlp_rows(
     rows: QuantizedRows, offsets: Tensor, row_weight: Tensor | None, fc1: GemmOperand, fc2: GemmOperand
 ) -> tuple[Tensor, Tensor]:
@@ -86,15 +100,10 @@ def expert_mlp_forward(
     Returns:
         [T, H] BF16; fc1's output [T * k, 2 I] BF16, which the backward needs.
     """
-    fmt, top_k = fc1.format, topk_weight.shape[1]
-    tokens = quantize_rows(x, fmt)
-    scale = None if tokens.scale is None else spread_rows(tokens.scale, routed.inverse, top_k)
-    rows = QuantizedRows(spread_rows(tokens.values, routed.inverse, top_k), scale)
+    rows = spread_tokens(x, routed, topk_weight, fc1.format)
     row_weight = topk_weight.reshape(-1)[routed.order]
     out_rows, hidden = mlp_rows(rows, routed.offsets, row_weight, fc1, fc2)
-    if fmt.router_weight == "weighted_sum":
-        return combine_rows(out_rows, routed.inverse, topk_weight, "weighted_sum"), hidden
-    return combine_rows(out_rows, routed.inverse, None, None, top_k=top_k), hidden
+    return sum_choices(out_rows, routed, topk_weight, fc1.format), hidden
 
 
 def mlp_rows_backward(

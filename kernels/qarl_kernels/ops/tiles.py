@@ -121,6 +121,14 @@ def tile_position(tile, num_m_tiles, num_n_tiles, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def expert_tile(tile, tiles_ptr, num_m_tiles, num_n_tiles, GROUP_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return a tile's expert, its first row, the end of the expert's rows, and its first column."""
+    m_tile, n_tile = tile_position(tile, num_m_tiles, num_n_tiles, GROUP_M)
+    record = tiles_ptr + 4 * (m_tile + 1)
+    return tl.load(record), tl.load(record + 1), tl.load(record + 2), n_tile * BLOCK_N
+
+
+@triton.jit
 def load_ragged(desc, stop, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Read a box [ROWS, COLUMNS] of a ragged descriptor; rows from `stop` on read as zeros."""
     return desc.load([_RAGGED, stop, _RAGGED - stop + row, column]).reshape(ROWS, COLUMNS)
