@@ -12,7 +12,6 @@ slower; `--format nvfp4` takes another base.
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 import time
@@ -25,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from real_size import PHASES, PROBLEM, WARM_UP_STEPS
+from real_size import PHASES, WARM_UP_STEPS, step_settings
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -123,40 +122,17 @@ def settings(base: Path, folder: Path, options: argparse.Namespace) -> dict[str,
     Returns:
         Values of `LocalConfig`.
     """
-    num_responses = options.num_prompts * options.num_generations
-    lines = [{"problem": PROBLEM.format(a=n % 7 + 3, b=n % 11 + 4, c=n % 13 + 5), "answer": "1"} for n in range(256)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    vllm = {"engine": "vllm", "kv_cache_gib": options.kv_cache_gib, "max_model_len": 512 + options.max_new_tokens}
     qarl = {"format": options.format, "targets": options.base_targets.split(","), "keep_operand": False}
-    return {
-        "run_dir": str(folder / "run"),
-        "device": options.device,
-        "qarl": qarl | ({"group_size": options.group_size} if options.group_size else {}),
-        "policy": {
-            "model_path": str(base),
-            "precision": "bfloat16" if options.device == "cuda" else "float32",
-            "lora": {"rank": options.rank, "targets": options.targets.split(",")},
-            "optimizer": {"name": "adamw", "lr": 1e-5},
-            "sequence_packing": {
-                "enabled": True,
-                "train_mb_tokens": options.tokens,
-                "logprob_mb_tokens": options.tokens,
-            },
-            "activation_checkpointing": True,
-        },
-        "rollout": {"max_new_tokens": options.max_new_tokens, "batch_size": num_responses}
-        | (vllm if options.engine == "vllm" else {}),
-        "loss_fn": {"objective": "tbpo"},
-        "grpo": {
-            "num_prompts_per_step": options.num_prompts,
-            "num_generations_per_prompt": options.num_generations,
-            "train_global_batch_size": num_responses // options.minibatches,
-            "max_num_steps": options.steps + WARM_UP_STEPS,
-            "val_period": 0,
-        },
-        "data": {"source": "datasets", "train": {"data_path": str(folder / "train.jsonl")}},
-        "checkpointing": {"enabled": False},
+    budgets = {"train_mb_tokens": options.tokens, "logprob_mb_tokens": options.tokens}
+    policy = {
+        "precision": "bfloat16" if options.device == "cuda" else "float32",
+        "lora": {"rank": options.rank, "targets": options.targets.split(",")},
+        "optimizer": {"name": "adamw", "lr": 1e-5},
+        "sequence_packing": {"enabled": True, **budgets},
+        "activation_checkpointing": True,
     }
+    qarl |= {"group_size": options.group_size} if options.group_size else {}
+    return step_settings(base, folder, options, qarl=qarl, policy=policy)
 
 
 class OddRewards(Trainer):

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qarl_nemo.config import validate
+from qarl_nemo.config import merge_mappings, validate
 from qarl_nemo.config.overrides import merge_overrides
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.recorded import read_lines
@@ -50,13 +50,14 @@ def random_model(config: Path, folder: Path) -> Path:
     return folder
 
 
-def settings(model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a run's config: BF16, int4 on MLPs and attention, vLLM, token budgets.
+def step_settings(model: Path, folder: Path, options: argparse.Namespace, **own: Any) -> dict[str, Any]:
+    """Return the config of a run whose steps are timed.
 
     Args:
         model: the model's folder.
         folder: where data and run go.
         options: what the command line says.
+        own: blocks of this benchmark, put over those that all have.
 
     Returns:
         Values of `LocalConfig`.
@@ -65,18 +66,12 @@ def settings(model: Path, folder: Path, options: argparse.Namespace) -> dict[str
     lines = [{"problem": PROBLEM.format(a=n % 7 + 3, b=n % 11 + 4, c=n % 13 + 5), "answer": "1"} for n in range(1024)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     vllm = {"engine": "vllm", "kv_cache_gib": options.kv_cache_gib, "max_model_len": 512 + options.max_new_tokens}
-    return {
+    rollout = {"max_new_tokens": options.max_new_tokens, "batch_size": num_responses}
+    shared = {
         "run_dir": str(folder / "run"),
         "device": options.device,
-        "qarl": {"format": "w4a16", "group_size": 128, "targets": ["mlp", "attention"]},
-        "policy": {
-            "model_path": str(model),
-            "precision": "bfloat16",
-            "optimizer": {"name": "adamw", "lr": 1e-6},
-            "sequence_packing": {"enabled": True, "train_mb_tokens": 32_768, "logprob_mb_tokens": 65_536},
-        },
-        "rollout": {"max_new_tokens": options.max_new_tokens, "batch_size": num_responses}
-        | (vllm if options.engine == "vllm" else {}),
+        "policy": {"model_path": str(model), "precision": "bfloat16"},
+        "rollout": rollout | (vllm if options.engine == "vllm" else {}),
         "loss_fn": {"objective": "tbpo"},
         "grpo": {
             "num_prompts_per_step": options.num_prompts,
@@ -88,6 +83,17 @@ def settings(model: Path, folder: Path, options: argparse.Namespace) -> dict[str
         "data": {"source": "datasets", "train": {"data_path": str(folder / "train.jsonl")}},
         "checkpointing": {"enabled": False},
     }
+    return merge_mappings(shared, own)
+
+
+def settings(model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a run's config: BF16, int4 on MLPs and attention, token budgets; see `step_settings`."""
+    policy = {
+        "optimizer": {"name": "adamw", "lr": 1e-6},
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 32_768, "logprob_mb_tokens": 65_536},
+    }
+    qarl = {"format": "w4a16", "group_size": 128, "targets": ["mlp", "attention"]}
+    return step_settings(model, folder, options, qarl=qarl, policy=policy)
 
 
 def bench(options: argparse.Namespace) -> dict[str, float]:
