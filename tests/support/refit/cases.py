@@ -22,7 +22,7 @@ class EngineCase:
         tensor_parallel: GPUs of the engine; with `expert_parallel` each holds whole experts.
         rounds: how often weights go there and back again.
         sleeps: started so that it can sleep.
-        expert_size: I, width of an expert.
+        expert_size: I, width of an expert; 0: a dense model whose q, k and v have biases.
         one_kernel_at_a_time: every launch waits for the one before, whatever its stream.
         rehearsed: updates come layer by layer, twice.
         nested_in: the finer format that updates are published in.
@@ -56,7 +56,7 @@ class EngineCase:
         if self.tensor_parallel > 1:
             parts.append(f"{'ep' if self.expert_parallel else 'tp'}{self.tensor_parallel}")
         if self.expert_size != 512:
-            parts.append(f"I{self.expert_size}")
+            parts.append(f"I{self.expert_size}" if self.expert_size else "dense")
         if self.one_kernel_at_a_time:
             parts.append("blocking")
         if self.rehearsed:
@@ -107,6 +107,7 @@ def one_gpu() -> list[EngineCase]:
         cases.append(EngineCase(name, ("methods", *_BRIEF), targets=("experts",)))
         cases.append(EngineCase(name, _BRIEF, targets=("experts",), starts_from="B", sender="file"))
         cases.append(EngineCase(name, (*_REHEARSED, "memory"), sender="ipc", rehearsed=True))
+        cases.append(EngineCase(name, _BRIEF, targets=("attention", "mlp"), expert_size=0))
     # The kernels of w4a16, with words of four codes.
     cases.append(EngineCase("w8a16", _WHOLE))
     cases.append(EngineCase("w8a16", (*_BRIEF, "sleep"), 64, starts_from="B", sender="ipc", sleeps=True))
