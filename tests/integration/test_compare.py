@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from qarl_kernels import get_format
 from qarl_nemo.layers.install import install
@@ -30,9 +30,10 @@ from qarl_nemo.measure.compare.settings import CompareSettings, prepare
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.train.model import load_checkpoint
-from qarl_nemo.train.tokenizer import character_tokenizer
 from qarl_nemo.train.trained import save_trained
 from support.asserts import FP32_NATS
+from support.engines import TOKENIZER
+from support.whole_models import save_sparse
 
 DECODINGS = ("sampled", "greedy")
 BF16 = get_format("bf16")
@@ -41,33 +42,7 @@ COMMAND = "QARL_COMPARE_RESULTS=docs/results/fidelity.json python -m pytest test
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("compare") / "tiny", character_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-        max_position_embeddings=128,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for layer in model.model.layers:
-        # Near-equal router probabilities would flip experts between engines; a trained router is not undecided.
-        layer.mlp.gate.weight.data *= 8
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_sparse(tmp_path_factory.mktemp("compare") / "tiny", TOKENIZER, max_position_embeddings=128)
 
 
 def settings(checkpoint, **options) -> CompareSettings:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
@@ -25,7 +24,8 @@ from qarl_nemo.measure.eval.store import AnswerStore
 from qarl_nemo.refit.publish import publish
 from qarl_nemo.train.file_list import write_file_list
 from qarl_nemo.train.model import load_checkpoint
-from qarl_nemo.train.tokenizer import character_tokenizer
+from support.engines import TOKENIZER
+from support.whole_models import quantized_copies, save_sparse
 
 TARGETS = ("experts", "attention")
 FORMATS = ("w4a16", "w3a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4")
@@ -34,38 +34,14 @@ CONTEXT = 256
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("eval") / "tiny", character_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    folder = tmp_path_factory.mktemp("eval") / "tiny"
+    return save_sparse(folder, TOKENIZER, num_hidden_layers=1, num_experts=4, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="module")
 def quantized(checkpoint, tmp_path_factory):
     """Format -> a checkpoint in it."""
-    folder = tmp_path_factory.mktemp("quantized")
-    for name in FORMATS:
-        quantize_checkpoint(checkpoint, folder / name, get_format(name), TARGETS)
-    return {name: folder / name for name in FORMATS}
+    return quantized_copies(checkpoint, tmp_path_factory.mktemp("quantized"), FORMATS, TARGETS)
 
 
 @pytest.fixture
@@ -140,7 +116,7 @@ def always_seven(checkpoint, folder) -> Path:
     weights = load_file(shutil.copytree(checkpoint, folder) / "model.safetensors")
     weights["model.embed_tokens.weight"][:, 0] = 10.0
     weights["lm_head.weight"][:, 0] = 0.0
-    weights["lm_head.weight"][character_tokenizer().convert_tokens_to_ids("7"), 0] = 10.0
+    weights["lm_head.weight"][TOKENIZER.convert_tokens_to_ids("7"), 0] = 10.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

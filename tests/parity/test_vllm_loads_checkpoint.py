@@ -23,8 +23,6 @@ from transformers import (  # noqa: E402
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from qarl_nemo.checkpoints import quantize_checkpoint  # noqa: E402
@@ -32,6 +30,7 @@ from qarl_nemo.layers.install import install  # noqa: E402
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods  # noqa: E402
 from qarl_nemo.refit.engine_settings import WORKER_EXTENSION, kernel_options  # noqa: E402
 from support.programs import run_program  # noqa: E402
+from support.whole_models import save_sparse  # noqa: E402
 
 BF16 = get_format("bf16")
 TARGETS = {"experts": ["experts"], "all": ["experts", "attention"]}
@@ -41,29 +40,7 @@ BOUNDS = {"experts": 0.06, "all": 0.12}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    for layer in model.model.layers:
-        # Near-equal router probabilities would flip experts between engines; a trained router is not undecided.
-        layer.mlp.gate.weight.data *= 8
-    folder = tmp_path_factory.mktemp("source")
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return save_sparse(tmp_path_factory.mktemp("source"), drawn_in=torch.float32)
 
 
 SMALL = {
@@ -89,19 +66,8 @@ DENSE = {
 @pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("format_name", [*FORMAT_NAMES, *NARROW_NAMES])
 def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str, family: str, tmp_path: Path) -> None:
-    fmt, names = get_format(format_name), ["mlp", "attention"]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(DENSE[family])
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.data.normal_(std=0.1)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "source")
-    quantize_checkpoint(tmp_path / "source", tmp_path / "quantized", fmt, names)
-    result = vllm_generate(tmp_path / "quantized", "")
-    require_methods([ChosenMethod(**record) for record in result["methods"]], fmt, names)
-    aligned, unaligned = (
-        learner_gap(tmp_path / "source", learned, names, result["responses"]) for learned in (fmt, BF16)
-    )
+    fmt = get_format(format_name)
+    aligned, unaligned = dense_gaps(fmt, family, tmp_path)
     print(f"\nPARITY {family} {format_name}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
     assert aligned < BOUNDS["all"]
     if has_coarse_codes(fmt):
@@ -112,19 +78,30 @@ def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str,
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
 def test_vllm_serves_dense_layers_of_any_width(bits: int, group_size: int, tmp_path: Path) -> None:
     """No name stands for these formats before this has passed: docs/design/formats.md, other widths."""
-    fmt, names = in_own_width(get_format(f"w{bits}a16", group_size=group_size)), ["mlp", "attention"]
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(DENSE["qwen3"]).to(torch.bfloat16).save_pretrained(tmp_path / "source")
-    quantize_checkpoint(tmp_path / "source", tmp_path / "quantized", fmt, names)
-    result = vllm_generate(tmp_path / "quantized", "")
-    require_methods([ChosenMethod(**record) for record in result["methods"]], fmt, names)
-    aligned, unaligned = (
-        learner_gap(tmp_path / "source", learned, names, result["responses"]) for learned in (fmt, BF16)
-    )
+    fmt = in_own_width(get_format(f"w{bits}a16", group_size=group_size))
+    aligned, unaligned = dense_gaps(fmt, "qwen3", tmp_path)
     print(f"\nHUMMING {bits} bits, groups of {group_size}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
     assert aligned < BOUNDS["all"]
     if bits < 5:
         assert unaligned > 2 * aligned
+
+
+def dense_gaps(fmt: QuantFormat, family: str, folder: Path) -> tuple[float, float]:
+    """How far vLLM is from a learner that executes the format, and from one in BF16."""
+    names = ["mlp", "attention"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(DENSE[family])
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.1)
+    model.to(torch.bfloat16).save_pretrained(folder / "source")
+    quantize_checkpoint(folder / "source", folder / "quantized", fmt, names)
+    result = vllm_generate(folder / "quantized", "")
+    require_methods([ChosenMethod(**record) for record in result["methods"]], fmt, names)
+    aligned, unaligned = (
+        learner_gap(folder / "source", learned, names, result["responses"]) for learned in (fmt, BF16)
+    )
+    return aligned, unaligned
 
 
 def has_coarse_codes(fmt: QuantFormat) -> bool:

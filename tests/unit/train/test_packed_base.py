@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from qarl_formats import storage_config
 from qarl_kernels import get_format
-from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.checkpoints.stored import stored_format
 from qarl_nemo.layers.install import install
 from qarl_nemo.layers.packed import PackedWeight
@@ -20,6 +19,7 @@ from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
 from support.engines import PROMPTS, TOKENIZER, tiny_model
 from support.runs import make_config, read_metrics, without_clocks
+from support.whole_models import quantized_copies
 
 SIZES = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 256, "hidden_size": 256, "head_dim": 64}
 TARGETS = ("experts", "attention")
@@ -37,8 +37,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def packed(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
-    for name in NAMES:
-        quantize_checkpoint(source, folder / name, get_format(name), TARGETS)
+    quantized_copies(source, folder, NAMES, TARGETS)
     return folder
 
 
