@@ -1,5 +1,6 @@
 """Runs with the real vLLM engine, small, and made so that mistakes show."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -67,6 +68,24 @@ def gap(trainer, rollouts) -> float:
 def own_routes(trainer, rollouts) -> torch.Tensor:
     """[B, S, L, k] experts that the learner chooses itself, in ascending order."""
     return chosen_routes(trainer.learner, replace(rollouts, routes=None)).sort(-1).values
+
+
+def assert_comes_back(trainer, change: Callable[[], None]) -> RefitUpdate:
+    """Refit to changed weights and back: the engine gives each time what it gave before; return what came back."""
+    there = published(trainer)
+    # The learner's own tensors change with its next step.
+    there = RefitUpdate(there.manifest, [{name: tensor.clone() for name, tensor in there.tensors.items()}])
+    load(trainer, there)
+    greedy, drawn = sample(trainer, temperature=0.0), sample(trainer)
+    change()
+    away = published(trainer)
+    for _ in range(3):
+        load(trainer, away)
+        assert not torch.equal(sample(trainer, temperature=0.0).generation_logprobs, greedy.generation_logprobs)
+        load(trainer, there)
+        assert_same_responses(sample(trainer, temperature=0.0), greedy)
+        assert_same_responses(sample(trainer), drawn)
+    return there
 
 
 def assert_same_responses(actual, expected) -> None:
