@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -11,6 +12,8 @@ from qarl_nemo.config import load_config
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.train.arms import expand_arms
 from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.vllm.limits import config_problems
+from qarl_nemo.train.vllm.shapes import gpu_problems
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = {path.stem: load_config(path, [], LocalConfig) for path in sorted(EXAMPLES.glob("configs/local_*.yaml"))}
@@ -37,6 +40,18 @@ def test_on_policy_grpo_makes_one_optimizer_step_per_rollout_batch():
 @pytest.mark.parametrize("stem", [stem for stem, config in CONFIGS.items() if config.compare])
 def test_every_arm_is_legal(stem):
     assert expand_arms(CONFIGS[stem], stem)
+
+
+@pytest.mark.parametrize("stem", [stem for stem in CONFIGS if stem.startswith("local_gsm8k")])
+def test_vllm_samples_in_every_arm_of_a_real_model(stem):
+    # Qwen2.5-Coder-0.5B's shapes, on a Hopper GPU.
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
+    model = SimpleNamespace(hidden_size=896, intermediate_size=4864, **heads)
+    config = CONFIGS[stem]
+    for run in expand_arms(config, stem) if config.compare else [config]:
+        assert run.rollout.engine == "vllm", run.run.name
+        assert config_problems(run, "cuda") == [], run.run.name
+        assert gpu_problems(run.qarl.served_format, run.qarl.targets, model, (9, 0)) == [], run.run.name
 
 
 def test_no_two_configs_share_a_folder_or_a_name():
