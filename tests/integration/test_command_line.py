@@ -8,24 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl_nemo.cli import main
 from support.runs import read_metrics, write_config
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def qarl(monkeypatch, capfd):
-    """Call the command line; returns the exit code and what it printed."""
-
-    def call(*arguments) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["qarl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capfd.readouterr()
-        return ended.value.code, printed.out + printed.err
-
-    return call
 
 
 def test_train_runs_a_config_with_overrides_and_reports(qarl, tmp_path):

@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from qarl_nemo.cli import main
 from support.megatron.files import Layout, write_megatron
+from support.whole_models import save_sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -19,22 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def hf_model(tmp_path):
     """A tiny Qwen3-MoE, saved by transformers."""
-    config = Qwen3MoeConfig(
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=64,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
-    return tmp_path / "hf"
+    return save_sparse(tmp_path / "hf", vocab_size=64, num_experts=4)
 
 
 @pytest.fixture
@@ -42,20 +26,6 @@ def megatron(hf_model, tmp_path):
     """The same model as two tensor-parallel ranks of Megatron-core save it."""
     config = json.loads((hf_model / "config.json").read_text())
     return write_megatron(tmp_path / "megatron", load_file(hf_model / "model.safetensors"), config, Layout(tp=2))
-
-
-@pytest.fixture
-def qarl(monkeypatch, capfd):
-    """Call the command line; returns the exit code and what it printed."""
-
-    def call(*arguments) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["qarl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capfd.readouterr()
-        return ended.value.code, printed.out + printed.err
-
-    return call
 
 
 def test_convert_writes_what_quantize_writes_and_says_how_far_it_is(qarl, hf_model, megatron, tmp_path):
@@ -97,7 +67,7 @@ def test_what_does_not_fit_is_one_message_and_no_folder(qarl, hf_model, megatron
     (hf_model / "config.json").write_text(json.dumps(config | {"vocab_size": 60, "num_hidden_layers": 3}))
     code, printed = qarl("convert", megatron, tmp_path / "out", "--hf-model", hf_model)
     assert code == 2
-    assert "decoder.layers.mlp.router.weight has shape [2, 4, 128], the config implies [3, 4, 128]" in printed
+    assert "decoder.layers.mlp.router.weight has shape [2, 4, 256], the config implies [3, 4, 256]" in printed
     assert "output_layer.weight: 4 of 4 rows behind the vocabulary of 60 are not zero" in printed
     assert "Traceback" not in printed
     assert not list(tmp_path.glob("out*"))
