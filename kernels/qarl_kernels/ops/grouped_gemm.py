@@ -242,6 +242,11 @@ def _(
     return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
 
 
+def fake_rows(rows: Tensor, _: Tensor, weight: Tensor, *__: object) -> Tensor:
+    """Return the result of a GEMM of scaled rows and weights without its numbers: [M, N] BF16."""
+    return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
+
+
 @torch.library.custom_op("qarl::grouped_gemm_fp8_channel", mutates_args=())
 def _fp8_channel_op(
     a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, channel_first: bool
@@ -254,16 +259,7 @@ def _fp8_channel_op(
     return launch_grouped_gemm(a8, w8, offsets, out, config, epilogue=epilogue, **scales)
 
 
-@_fp8_channel_op.register_fake
-def _(
-    a8: Tensor,
-    a_scale: Tensor,  # noqa: ARG001
-    w8: Tensor,
-    w_scale: Tensor,  # noqa: ARG001
-    offsets: Tensor,  # noqa: ARG001
-    channel_first: bool,  # noqa: ARG001
-) -> Tensor:
-    return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
+_fp8_channel_op.register_fake(fake_rows)
 
 
 @torch.library.custom_op("qarl::grouped_gemm_fp8_block", mutates_args=())
@@ -276,16 +272,7 @@ def _fp8_block_op(
     return launch_grouped_gemm_fp8_block(a8, a_scale, w8, w_scale, offsets, row_weight, out, config)
 
 
-@_fp8_block_op.register_fake
-def _(
-    a8: Tensor,
-    a_scale: Tensor,  # noqa: ARG001
-    w8: Tensor,
-    w_scale: Tensor,  # noqa: ARG001
-    offsets: Tensor,  # noqa: ARG001
-    row_weight: Tensor | None,  # noqa: ARG001
-) -> Tensor:
-    return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
+_fp8_block_op.register_fake(fake_rows)
 
 
 def grouped_gemm_bf16(

@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qarl_formats import FP8_BLOCK
 from qarl_kernels.ops.checks import refuse, tensor_problems
+from qarl_kernels.ops.grouped_gemm import fake_rows
 from qarl_kernels.ops.hopper_gemm import hopper_gemm_kernel
 from qarl_kernels.ops.hopper_store import BF16_TILE, FP8_TILE
 
@@ -98,28 +99,10 @@ def _block(
     return out
 
 
-@_channel.register_fake
-def _(
-    a8: Tensor,
-    a_scale: Tensor,  # noqa: ARG001
-    w8: Tensor,
-    w_scale: Tensor,  # noqa: ARG001
-    offsets: Tensor,  # noqa: ARG001
-    channel_first: bool,  # noqa: ARG001
-) -> Tensor:
-    return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
+_channel.register_fake(fake_rows)
 
 
-@_block.register_fake
-def _(
-    a8: Tensor,
-    a_scale: Tensor,  # noqa: ARG001
-    w8: Tensor,
-    w_scale: Tensor,  # noqa: ARG001
-    offsets: Tensor,  # noqa: ARG001
-    row_weight: Tensor | None,  # noqa: ARG001
-) -> Tensor:
-    return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
+_block.register_fake(fake_rows)
 
 
 def _launch(

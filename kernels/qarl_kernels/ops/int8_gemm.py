@@ -15,7 +15,7 @@ from torch import Tensor
 from qarl_kernels.ops.checks import refuse
 from qarl_kernels.ops.gemm_checks import operand_problems, scale_problems
 from qarl_kernels.ops.gemm_kernels import scale_columns, store_tile
-from qarl_kernels.ops.grouped_gemm import compile_options, launch_grid, output_descriptor
+from qarl_kernels.ops.grouped_gemm import compile_options, fake_rows, launch_grid, output_descriptor
 from qarl_kernels.ops.launch import TileConfig, tile_config
 from qarl_kernels.ops.tiles import build_tile_table, descriptor, expert_tile
 
@@ -131,17 +131,7 @@ def _int8_op(
     )
 
 
-@_int8_op.register_fake
-def _(
-    a8: Tensor,
-    a_scale: Tensor,  # noqa: ARG001
-    w8: Tensor,
-    w_scale: Tensor,  # noqa: ARG001
-    offsets: Tensor,  # noqa: ARG001
-    row_weight: Tensor | None,  # noqa: ARG001
-    channel_first: bool,  # noqa: ARG001
-) -> Tensor:
-    return a8.new_empty(a8.shape[0], w8.shape[1], dtype=torch.bfloat16)
+_int8_op.register_fake(fake_rows)
 
 
 def grouped_gemm_int8(
