@@ -40,6 +40,11 @@ _FUSED = {
 }
 
 
+def split_targets(text: str) -> list[str]:
+    """Return the names in `experts,attention`, as users write targets on a command line."""
+    return [target.strip() for target in text.split(",")]
+
+
 def check_targets(targets: Sequence[str]) -> tuple[str, ...]:
     """Return `targets` without duplicates, in the order of `TARGETS`.
 

@@ -17,6 +17,7 @@ from qarl_nemo.cli.options import (
     Targets,
 )
 from qarl_nemo.cli.program import command
+from qarl_nemo.names import split_targets, summarize_names
 
 if TYPE_CHECKING:
     from qarl_kernels import QuantFormat
@@ -95,10 +96,9 @@ def _quantize(
 
     from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
     from qarl_nemo.files import readable_bytes
-    from qarl_nemo.names import summarize_names
     from qarl_nemo.refit.engine_settings import serve_command
 
-    chosen = [target.strip() for target in targets.split(",")]
+    chosen = split_targets(targets)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

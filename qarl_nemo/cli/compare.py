@@ -8,6 +8,7 @@ import typer
 from qarl_formats import DEFAULT_FORMAT
 from qarl_nemo.cli.options import NestedIn, ScaleConvention
 from qarl_nemo.cli.program import command
+from qarl_nemo.names import split_targets
 
 
 @command
@@ -64,7 +65,7 @@ def compare(
         group_size=group_size,
         scale_convention=scale_convention,
         nested_in=nested_in,
-        targets=tuple(target.strip() for target in targets.split(",")),
+        targets=tuple(split_targets(targets)),
         engine=engine,
         device=device,
         precision=precision,

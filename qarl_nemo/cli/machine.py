@@ -11,6 +11,7 @@ import typer
 from qarl_formats import DEFAULT_FORMAT, formats_with_groups
 from qarl_nemo.cli.options import Format, GroupSize, NestedIn, Targets
 from qarl_nemo.cli.program import command
+from qarl_nemo.names import check_targets, split_targets
 
 if TYPE_CHECKING:
     from qarl_nemo.memory import Learner, ModelSize
@@ -58,7 +59,7 @@ def doctor(
         model=rollout,
         formats=tuple(formats or ALL_FORMATS),
         group_size=group_size,
-        targets=tuple(target.strip() for target in targets.split(",")),
+        targets=tuple(split_targets(targets)),
         batch_sizes=tuple(batch_sizes or (32, 128, 512)),
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
@@ -104,10 +105,9 @@ def memory(
     With --lora, what qarl train needs on one GPU for adapters on a frozen base.
     """
     from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, require_targets
-    from qarl_nemo.names import check_targets
 
     size = ModelSize.read(model)
-    chosen = check_targets([target.strip() for target in targets.split(",")])
+    chosen = check_targets(split_targets(targets))
     require_targets(size, chosen)
     if group_size is not None and format_name not in (grouped := formats_with_groups()):
         raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
@@ -157,10 +157,9 @@ def _show_lora_memory(
     from qarl_nemo.cli.lora_memory import lora_table
     from qarl_nemo.memory import require_targets
     from qarl_nemo.memory.lora import Adapters
-    from qarl_nemo.names import check_targets
     from qarl_nemo.train.lora import RANKS
 
-    rank, targets = lora[0], check_targets([target.strip() for target in lora[1].split(",")])
+    rank, targets = lora[0], check_targets(split_targets(lora[1]))
     require_targets(size, targets)
     if rank not in RANKS:
         raise ValueError(f"lora={rank} is a rank that no engine serves; legal: {', '.join(map(str, RANKS))}")

@@ -19,7 +19,7 @@ from qarl_formats import (
 )
 from qarl_nemo.config.problems import hint
 from qarl_nemo.config.strict import StrictModel
-from qarl_nemo.names import Backward
+from qarl_nemo.names import Backward, split_targets
 
 Alignment = Literal["aligned", "rollout_only", "none"]
 
@@ -77,7 +77,7 @@ class QarlConfig(StrictModel):
     @classmethod
     def targets_may_have_commas(cls, value: object) -> object:
         """Accept `experts,attention`, as the command line's options do."""
-        return [target.strip() for target in value.split(",")] if isinstance(value, str) else value
+        return split_targets(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def none_means_bf16(self) -> "QarlConfig":

@@ -15,6 +15,8 @@ from qarl_nemo.files import FileError, os_reason, read_json
 from qarl_nemo.train.file_list import file_problems, write_file_list
 from qarl_nemo.train.learner import Learner
 
+# The resolved config, in a run's folder.
+RUN_CONFIG = "config.yaml"
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 # Folders that a killed save or deletion leaves behind.
@@ -74,6 +76,24 @@ def newest_checkpoint(run_dir: Path) -> int | None:
         fix = f"delete it to go on from step {older[-1]}" if older else "there is no other: choose another run_dir=..."
         raise FileError(f"{folder} is not a whole checkpoint; {fix}\n  " + "\n  ".join(problems))
     return steps[-1]
+
+
+def require_checkpoint(run_dir: Path) -> int:
+    """Return the newest checkpoint's step of a run that has one.
+
+    Args:
+        run_dir: the run's folder.
+
+    Returns:
+        The step.
+
+    Raises:
+        FileError: there is none, or it is not whole.
+    """
+    step = newest_checkpoint(run_dir)
+    if step is None:
+        raise FileError(f"the run {run_dir} has no checkpoint yet; there is one after checkpointing.save_period steps")
+    return step
 
 
 def save_checkpoint(

@@ -12,8 +12,8 @@ from qarl_nemo.files import FileError
 from qarl_nemo.layers.lora import PREFIX
 from qarl_nemo.names import TARGETS, target_of
 from qarl_nemo.train.aligned_model import lora_settings
-from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
-from qarl_nemo.train.frozen_run import RUN_CONFIG, FrozenRun
+from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir, require_checkpoint
+from qarl_nemo.train.frozen_run import FrozenRun
 from qarl_nemo.train.trained import ADAPTER_FILE, TRAINED_FILE, is_trained_alone, read_trained
 
 
@@ -66,9 +66,7 @@ def read_run(run: Path) -> tuple[Checkpoint, Training]:
     """
     if not (run / RUN_CONFIG).is_file():
         raise FileError(f"{run} is no run of qarl train: it has no {RUN_CONFIG}")
-    step = newest_checkpoint(run)
-    if step is None:
-        raise FileError(f"the run {run} has no checkpoint yet; there is one after checkpointing.save_period steps")
+    step = require_checkpoint(run)
     folder = checkpoint_dir(run, step) / "model"
     if not is_trained_alone(folder):
         raise FileError(f"the run {run} trained all weights: {folder} is a whole Hugging Face checkpoint already")

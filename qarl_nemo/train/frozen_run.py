@@ -8,12 +8,10 @@ from torch import Tensor
 from qarl_nemo.config import read_yaml, validate
 from qarl_nemo.files import FileError
 from qarl_nemo.names import expert_names, is_stacked_expert
-from qarl_nemo.train.checkpoint import checkpoint_dir
+from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.setup import BASE_FOLDER
 from qarl_nemo.train.trained import TRAINED_FILE, read_trained
-
-RUN_CONFIG = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from qarl_nemo.config import StrictModel
+from qarl_nemo.names import split_targets
 
 # Source: vLLM 0.25.1 config/lora.py, max_lora_rank.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -35,7 +36,7 @@ class LoraConfig(StrictModel):
     @classmethod
     def targets_may_have_commas(cls, value: object) -> object:
         """Accept `experts,attention`, as the command line does."""
-        return [target.strip() for target in value.split(",")] if isinstance(value, str) else value
+        return split_targets(value) if isinstance(value, str) else value
 
 
 def frozen_problems(config: Any) -> list[str]:

@@ -7,7 +7,13 @@ from omegaconf import OmegaConf
 from qarl_nemo.config import ConfigError, read_yaml
 from qarl_nemo.files import FileError, make_folder, write_atomic
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps, require_steps
-from qarl_nemo.train.checkpoint import checkpoint_steps, newest_checkpoint, remove_leftovers, saved_steps
+from qarl_nemo.train.checkpoint import (
+    RUN_CONFIG,
+    checkpoint_steps,
+    newest_checkpoint,
+    remove_leftovers,
+    saved_steps,
+)
 from qarl_nemo.train.config import LocalConfig
 
 # Keys that may change when a run is resumed, because they affect no result. num_threads may change as well, but then
@@ -43,7 +49,7 @@ def is_complete(config: LocalConfig) -> bool:
         FileError: what it holds cannot be read.
     """
     total = config.grpo.max_num_steps
-    if not (config.run_dir / "config.yaml").is_file() or recorded_steps(config.run_dir / METRICS_FILE) < total:
+    if not (config.run_dir / RUN_CONFIG).is_file() or recorded_steps(config.run_dir / METRICS_FILE) < total:
         return False
     _require_same_run(config)
     return not config.checkpointing.enabled or max(checkpoint_steps(config.run_dir), default=0) >= total
@@ -79,7 +85,7 @@ def open_run_dir(config: LocalConfig) -> int | None:
         )
     remove_leftovers(folder)
     resolved = config.model_dump(mode="json", exclude={"compare"})
-    write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
+    write_atomic(folder / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
     return step
 
 
@@ -102,7 +108,7 @@ def where_it_stands(config: LocalConfig) -> str:
 
 
 def _require_same_run(config: LocalConfig) -> None:
-    path = config.run_dir / "config.yaml"
+    path = config.run_dir / RUN_CONFIG
     if not path.is_file():
         raise FileError(
             f"{path} is missing, so that nothing says which run this folder holds; choose another run_dir=..."

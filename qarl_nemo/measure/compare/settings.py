@@ -1,10 +1,10 @@
 """Settings of `qarl compare`, and the checked job that is made from them."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -14,6 +14,7 @@ from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.installation import pip_command
 from qarl_nemo.layers.install import install
+from qarl_nemo.measure.checks import attempt, count_problems, share_problems
 from qarl_nemo.measure.compare.prompts import make_prompts
 from qarl_nemo.names import TARGETS
 from qarl_nemo.train.engine_attention import ATTENTIONS, engine_attention_problem
@@ -22,7 +23,6 @@ from qarl_nemo.train.model import stored_stop_ids
 from qarl_nemo.train.saved_adapter import SavedAdapter, read_adapter
 from qarl_nemo.train.setup import resolve_device
 
-T = TypeVar("T")
 ENGINES = ("packed", "vllm")
 PRECISIONS = ("bfloat16", "float32")
 
@@ -126,16 +126,16 @@ def prepare(settings: CompareSettings) -> Job:
     """
     problems = _number_problems(settings) + _choice_problems(settings)
     formats = _formats(settings, problems)
-    device = _attempt(problems, resolve_device, settings.device)
-    found = _attempt(problems, _read_checkpoint, settings.checkpoint)
-    adapter = _attempt(problems, read_adapter, settings.adapter) if settings.adapter else None
+    device = attempt(problems, resolve_device, settings.device)
+    found = attempt(problems, _read_checkpoint, settings.checkpoint)
+    adapter = attempt(problems, read_adapter, settings.adapter) if settings.adapter else None
     if adapter:
         problems += _adapter_problems(settings, adapter, formats, device)
     prompts: list[list[int]] | None = None
     if found:
         config, tokenizer = found
         problems += _shape_problems(settings, formats, config)
-        prompts = _attempt(problems, make_prompts, settings, tokenizer, config)
+        prompts = attempt(problems, make_prompts, settings, tokenizer, config)
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with this comparison:\n  " + "\n  ".join(problems))
     assert found
@@ -147,14 +147,9 @@ def prepare(settings: CompareSettings) -> Job:
 
 
 def _number_problems(settings: CompareSettings) -> list[str]:
-    names = ("prompt_tokens", "num_responses", "max_new_tokens", "batch_size", "parallel")
-    numbers = {name: getattr(settings, name) for name in names}
-    if settings.num_prompts is not None:
-        numbers["num_prompts"] = settings.num_prompts
-    problems = [f"{name}={value} must be at least 1" for name, value in numbers.items() if value < 1]
-    if not 0 < settings.gpu_memory_utilization <= 1:
-        problems.append(f"gpu_memory_utilization={settings.gpu_memory_utilization} must lie in (0, 1]")
-    return problems
+    names = ("prompt_tokens", "num_responses", "max_new_tokens", "batch_size", "parallel", "num_prompts")
+    counts = ((name, getattr(settings, name)) for name in names)
+    return count_problems(counts) + share_problems(settings, "gpu_memory_utilization")
 
 
 def _choice_problems(settings: CompareSettings) -> list[str]:
@@ -219,7 +214,7 @@ def _formats(settings: CompareSettings, problems: list[str]) -> list[QuantFormat
             problems.append(f"{BASELINE} is the floor and always measured: leave it out of the formats")
         elif settings.formats.count(name) > 1:
             problems.append(f"format {name} is named more than once")
-        elif (fmt := _attempt(problems, get_format, name, **_integer_options(settings, name))) is not None:
+        elif (fmt := attempt(problems, get_format, name, **_integer_options(settings, name))) is not None:
             formats.append(fmt)
     return formats
 
@@ -253,13 +248,13 @@ def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], confi
     if not settings.targets or any(target not in TARGETS for target in settings.targets):
         return [] if settings.targets else [f"no target; legal: {', '.join(TARGETS)}"]
     problems: list[str] = []
-    checkpoint = _attempt(problems, open_checkpoint, settings.checkpoint) if settings.engine == "vllm" else None
+    checkpoint = attempt(problems, open_checkpoint, settings.checkpoint) if settings.engine == "vllm" else None
     for fmt in formats:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        _attempt(problems, install, model, settings.targets, fmt)
+        attempt(problems, install, model, settings.targets, fmt)
         if checkpoint:
-            _attempt(problems, plan_quantization, checkpoint, fmt, settings.targets)
+            attempt(problems, plan_quantization, checkpoint, fmt, settings.targets)
         on_cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
         if settings.engine == "vllm" and on_cpu:
             problems += cpu_problems(fmt, settings.targets)
@@ -291,11 +286,3 @@ def _on_cpu(fmt: QuantFormat) -> str:
     assert served
     groups = f" with groups of {' or '.join(map(str, served.group_sizes))}" if served.group_sizes else ""
     return fmt.name + groups + (" of experts" if served.experts_only else "")
-
-
-def _attempt(problems: list[str], function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
-    try:
-        return function(*arguments, **options)
-    except ValueError as error:
-        problems.append(str(error))
-        return None

@@ -15,9 +15,9 @@ from qarl_nemo.checkpoints.reader import Checkpoint
 from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.config import QarlConfig, read_yaml, validate
 from qarl_nemo.files import FileError
-from qarl_nemo.train.checkpoint import checkpoint_dir, newest_checkpoint
+from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir, require_checkpoint
 from qarl_nemo.train.config import TokenizerConfig
-from qarl_nemo.train.frozen_run import RUN_CONFIG, FrozenRun
+from qarl_nemo.train.frozen_run import FrozenRun
 from qarl_nemo.train.prompts import DEFAULT_TEMPLATE
 from qarl_nemo.train.trained import ADAPTER_FILE, TRAINED_FILE, is_trained_alone
 
@@ -95,9 +95,7 @@ def _checkpoint_model(path: Path) -> EvalModel:
 
 
 def _run_model(path: Path) -> EvalModel:
-    step = newest_checkpoint(path)
-    if step is None:
-        raise FileError(f"the run {path} has no checkpoint yet; there is one after checkpointing.save_period steps")
+    step = require_checkpoint(path)
     source = path / RUN_CONFIG
     config = read_yaml(source)
     qarl = validate(config.get("qarl") or {}, QarlConfig, source=str(source))

@@ -3,10 +3,9 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -14,13 +13,13 @@ from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
 from qarl_nemo.files import read_text
+from qarl_nemo.measure.checks import attempt, count_problems, share_problems
 from qarl_nemo.measure.compare.settings import adapter_problems, cpu_problems
 from qarl_nemo.measure.eval.models import EvalModel, find_model
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.setup import resolve_device
 from qarl_nemo.train.vllm.host import vllm_problem
 
-T = TypeVar("T")
 ENGINES = ("auto", "vllm", "packed")
 PRECISIONS = ("bfloat16", "float32")
 _BATCH_SIZES = {"packed": 32, "vllm": 256}
@@ -155,14 +154,14 @@ def prepare(settings: EvalSettings) -> EvalJob:
         ValueError: settings, models or data are wrong; all that is wrong is listed.
     """
     problems = _number_problems(settings) + _choice_problems(settings)
-    device = _attempt(problems, resolve_device, settings.device)
-    models = [model for path in settings.models if (model := _attempt(problems, find_model, path)) is not None]
+    device = attempt(problems, resolve_device, settings.device)
+    models = [model for path in settings.models if (model := attempt(problems, find_model, path)) is not None]
     engine = _engine(settings, models, device, problems) if device else settings.engine
     problems += _model_problems(settings, models, engine)
-    found = _attempt(problems, find_benchmarks, list(settings.benchmarks)) or []
-    template = _attempt(problems, read_text, settings.prompt_file, "a prompt file") if settings.prompt_file else None
-    records = [_attempt(problems, _sampled_as, settings, one, template) for one in found]
-    questions = [_attempt(problems, _ask, settings, one) for one in records if one and not problems]
+    found = attempt(problems, find_benchmarks, list(settings.benchmarks)) or []
+    template = attempt(problems, read_text, settings.prompt_file, "a prompt file") if settings.prompt_file else None
+    records = [attempt(problems, _sampled_as, settings, one, template) for one in found]
+    questions = [attempt(problems, _ask, settings, one) for one in records if one and not problems]
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with this evaluation:\n  " + "\n  ".join(dict.fromkeys(problems)))
     assert device
@@ -171,18 +170,11 @@ def prepare(settings: EvalSettings) -> EvalJob:
 
 
 def _number_problems(settings: EvalSettings) -> list[str]:
-    counts = ("limit", "num_samples", "max_new_tokens", "batch_size", "tensor_parallel_size")
-    values = {name: getattr(settings, name) for name in counts}
-    problems = [
-        f"{name}={value} must be at least 1" for name, value in values.items() if value is not None and value < 1
-    ]
+    names = ("limit", "num_samples", "max_new_tokens", "batch_size", "tensor_parallel_size")
+    problems = count_problems((name, getattr(settings, name)) for name in names)
     if settings.temperature is not None and not 0 <= settings.temperature <= 100:
         problems.append(f"temperature={settings.temperature} must lie in [0, 100]")
-    for name in ("top_p", "gpu_memory_utilization"):
-        value = getattr(settings, name)
-        if value is not None and not 0 < value <= 1:
-            problems.append(f"{name}={value} must lie in (0, 1]")
-    return problems
+    return problems + share_problems(settings, "top_p", "gpu_memory_utilization")
 
 
 def _choice_problems(settings: EvalSettings) -> list[str]:
@@ -254,11 +246,3 @@ def _ask(settings: EvalSettings, benchmark: Benchmark) -> Questions:
         # The same sample for every model and seed, and not the head: some sets are sorted by subject.
         chosen = sorted(random.Random(benchmark.name).sample(chosen, settings.limit))
     return Questions(benchmark, {index: whole[index] for index in chosen}, len(whole))
-
-
-def _attempt(problems: list[str], function: Callable[..., T], *arguments: Any) -> T | None:
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        problems.append(str(error))
-        return None

@@ -11,6 +11,7 @@ import torch
 
 from qarl_formats import BASELINE, FORMAT_NAMES, QuantFormat, formats_with_groups, get_format
 from qarl_nemo.installation import pip_command
+from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.names import TARGETS
@@ -120,9 +121,7 @@ def _number_problems(settings: RolloutSpeedSettings) -> list[str]:
     names = ("prompt_tokens", "new_tokens", "repeats", "tensor_parallel_size")
     numbers = [(name, getattr(settings, name)) for name in names]
     numbers += [("batch_size", size) for size in settings.batch_sizes]
-    problems = [f"{name}={value} must be at least 1" for name, value in numbers if value < 1]
-    if not 0 < settings.gpu_memory_utilization <= 1:
-        problems.append(f"gpu_memory_utilization={settings.gpu_memory_utilization} must lie in (0, 1]")
+    problems = count_problems(numbers) + share_problems(settings, "gpu_memory_utilization")
     if settings.enable_expert_parallel and settings.tensor_parallel_size == 1:
         problems.append("expert parallelism spreads experts over GPUs: it needs tensor_parallel_size of at least 2")
     return problems
