@@ -23,7 +23,7 @@ from qarl_kernels.ops.tiles import build_tile_table, descriptor, expert_tile
 
 CODES_PER_WORD = 8
 # The scales' dtype says what codes are: integers or E2M1.
-_GROUP_SIZES = {torch.bfloat16: (32, 64, 128), torch.float8_e4m3fn: (GROUP,)}
+GROUP_SIZES = {torch.bfloat16: (32, 64, 128), torch.float8_e4m3fn: (GROUP,)}
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def grouped_gemm_int4(
     Source: vLLM 0.25.1 marlin_template.h (the product is rounded to BF16 before it is multiplied).
     """
     problems = tensor_problems("x", x, (torch.bfloat16,)) + tensor_problems("packed", packed, (torch.int32,), 3)
-    problems += tensor_problems("scale", scale, tuple(_GROUP_SIZES), 3)
+    problems += tensor_problems("scale", scale, tuple(GROUP_SIZES), 3)
     if not problems:
         problems += _shape_problems(x, packed, scale) + offsets_problems(x, packed.shape[0], offsets)
         problems += epilogue_problems(x, row_weight, weight_rounding)
@@ -231,7 +231,7 @@ def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor) -> list[str]:
         problems.append(f"x has {x.shape[1]} columns, packed holds {k} (legal: the same multiple of 32)")
     if n % 8 or n == 0:
         problems.append(f"packed has N={n} (legal: multiples of 8)")
-    legal = [[num_experts, n, k // size] for size in _GROUP_SIZES[scale.dtype] if k % size == 0]
+    legal = [[num_experts, n, k // size] for size in GROUP_SIZES[scale.dtype] if k % size == 0]
     if list(scale.shape) not in legal:
         problems.append(f"scale has shape {list(scale.shape)} (legal: {legal}, for group sizes that divide K)")
     return problems

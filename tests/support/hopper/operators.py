@@ -26,7 +26,7 @@ from qarl_kernels.ops.grouped_gemm import (
     grouped_gemm_fp8_channel,
     launch_grouped_gemm,
 )
-from qarl_kernels.ops.int4_gemm import GROUP_SIZES, grouped_gemm_int4, grouped_gemm_nvfp4
+from qarl_kernels.ops.int4_gemm import GROUP_SIZES, grouped_gemm_int4
 from qarl_kernels.ops.int8_gemm import grouped_gemm_int8
 from qarl_kernels.ops.launch import TileConfig
 from qarl_kernels.ops.mlp import expert_mlp_backward, expert_mlp_forward
@@ -169,10 +169,10 @@ def call_gemms(n: int, k: int, num_experts: int, rows: int) -> None:
     words = tensor(num_experts, n, k // 8, dtype=torch.int32)
     for weighting in weightings:
         grouped_gemm_bf16(x, weight, offsets, **weighting)
-        for size in GROUP_SIZES:
-            grouped_gemm_int4(x, words, tensor(num_experts, n, k // size), offsets, **weighting)
-        grouped_gemm_nvfp4(x, words, tensor(num_experts, n, k // 16, dtype=FP8), offsets, **weighting)
-    grouped_gemm_bf16(x, weight, offsets, out_dtype=FP32)
+        for dtype, sizes in GROUP_SIZES.items():
+            for size in sizes:
+                scale = tensor(num_experts, n, k // size, dtype=dtype)
+                grouped_gemm_int4(x, words, scale, offsets, **weighting)
     grouped_gemm_bf16(grad, weight, offsets, transposed=True)
     call_gemms_of_8_bits(n, k, offsets, num_rows)
     grouped_wgrad(grad, x, offsets)
