@@ -1,13 +1,14 @@
-"""Quantization error of the integer scale conventions, on Gaussian and heavy-tailed weights or on those of a model.
+"""Quantization error of the integer grids, on Gaussian and heavy-tailed weights or on those of a model.
 
 `narrow_range`: scale = amax / (2^(b-1) - 1) on the symmetric grid; `full_range`: scale = amax / ((2^b - 1) / 2) on the
-whole two's-complement grid; `clipped_range`: scale = amax / 2^(b-1) on the same. Weights are BF16 and go through the
-quantizer that the forward and the publisher call.
+whole two's-complement grid; `clipped_range`: scale = amax / 2^(b-1) on the same; `nested`: codes of 8 bits,
+narrow_range, rounded to b bits. Weights are BF16 and go through the quantizer that the forward and the publisher call.
 
     snr_db          = 10 log10( sum w^2 / sum (w - w_hat)^2 ), the mean over seeds; higher is better
     mean_abs_error  = mean |w - w_hat| / rms(w), the mean over seeds; lower is better
     gain_db         = snr_db(full_range) - snr_db(narrow_range) on the same weights; above 0, full_range is better
     clipped_gain_db = snr_db(clipped_range) - snr_db(full_range), likewise
+    nested_gain_db  = snr_db(nested) - snr_db(full_range), likewise, at fewer than 8 bits
 
 With `--checkpoint` the weights are a checkpoint's own, by projection, and means and spreads are over its layers.
 """
@@ -17,6 +18,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from qarl_formats import SCALE_CONVENTIONS, ScaleConvention
+from qarl_formats import SCALE_CONVENTIONS, QuantFormat
 from qarl_kernels import get_format, quantize_weight
 from qarl_kernels.integer import dequantize_integer, quantize_integer
 from qarl_nemo.checkpoints import open_checkpoint
@@ -35,9 +37,11 @@ from qarl_nemo.names import target_of
 
 NUM_BITS = (2, 3, 4, 8)
 GROUP_SIZES = (128, 64, 32)
-GAINS: dict[str, tuple[ScaleConvention, ScaleConvention]] = {
+NESTED = "nested"
+GAINS = {
     "gain_db": ("full_range", "narrow_range"),
     "clipped_gain_db": ("clipped_range", "full_range"),
+    "nested_gain_db": (NESTED, "full_range"),
 }
 COMMAND = "python kernels/benchmarks/scale_convention.py"
 DOCS_RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -71,13 +75,21 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, int]], Tensor]] = {
 }
 
 
-def quantization_error(weight: Tensor, case: Case, convention: ScaleConvention) -> Error:
+def grids(case: Case) -> dict[str, QuantFormat]:
+    """Return a case's formats: every scale convention, and codes of 8 bits that are rounded to fewer."""
+    name = f"w{case.num_bits}a16"
+    formats = {one: get_format(name, group_size=case.group_size, scale_convention=one) for one in SCALE_CONVENTIONS}
+    if case.num_bits < 8:
+        formats[NESTED] = replace(formats["narrow_range"], nested_bits=8)
+    return formats
+
+
+def quantization_error(weight: Tensor, fmt: QuantFormat) -> Error:
     """Quantize and compare.
 
     Args:
         weight: [N, K] BF16.
-        case: bits and group size.
-        convention: the integer grid.
+        fmt: an integer format.
 
     Returns:
         The error of the weight that a GEMM would multiply by.
@@ -85,11 +97,15 @@ def quantization_error(weight: Tensor, case: Case, convention: ScaleConvention) 
     Raises:
         RuntimeError: the stored tensors do not give back the codes; no figure is worth reporting then.
     """
-    fmt = get_format(f"w{case.num_bits}a16", group_size=case.group_size, scale_convention=convention)
+    assert fmt.scale_convention is not None
     dequantized = quantize_weight(weight, fmt).dequantize()
-    unpacked = dequantize_integer(*quantize_integer(weight, case.num_bits, case.group_size, convention))
-    if not torch.equal(dequantized, unpacked):
-        raise RuntimeError(f"{fmt.name} {convention}: unpacked codes differ from packed ones; run the tests first")
+    shift = max(fmt.nested_bits - fmt.grid_bits, 0)
+    codes, scale = quantize_integer(weight, fmt.grid_bits + shift, fmt.group_size, fmt.scale_convention)
+    if shift:
+        half = 2 ** (fmt.grid_bits - 1)
+        codes, scale = torch.round(codes / 2**shift).clamp(-half, half - 1), scale * 2**shift
+    if not torch.equal(dequantized, dequantize_integer(codes, scale)):
+        raise RuntimeError(f"{fmt}: unpacked codes differ from packed ones; run the tests first")
     exact, difference = weight.double(), weight.double() - dequantized.double()
     power = exact.square().mean()
     return Error(
@@ -127,62 +143,62 @@ def checkpoint_weights(folder: Path, most: int) -> Iterator[tuple[str, Tensor]]:
                 yield projection, reader.read(info).to(torch.bfloat16)
 
 
-def measure(weights: Iterable[tuple[str, Tensor]]) -> dict[Case, dict[ScaleConvention, list[Error]]]:
-    """Measure every case on the same weights for every convention.
+def measure(weights: Iterable[tuple[str, Tensor]]) -> dict[Case, dict[str, list[Error]]]:
+    """Measure every case on the same weights for every grid.
 
     Args:
         weights: BF16 weights [N, K] by what they are called; group sizes that do not divide K are left out.
 
     Returns:
-        Case -> convention -> one error per weight of that name.
+        Case -> grid -> one error per weight of that name.
     """
-    errors: dict[Case, dict[ScaleConvention, list[Error]]] = defaultdict(lambda: defaultdict(list))
+    errors: dict[Case, dict[str, list[Error]]] = defaultdict(lambda: defaultdict(list))
     for name, weight in weights:
         for num_bits in NUM_BITS:
             for group_size in (size for size in GROUP_SIZES if weight.shape[-1] % size == 0):
                 case = Case(num_bits, group_size, name)
-                for convention in SCALE_CONVENTIONS:
-                    errors[case][convention].append(quantization_error(weight, case, convention))
+                for grid, fmt in grids(case).items():
+                    errors[case][grid].append(quantization_error(weight, fmt))
     return errors
 
 
-def gains_db(
-    by_convention: dict[ScaleConvention, list[Error]], better: ScaleConvention, other: ScaleConvention
-) -> list[float]:
-    """Return the signal-to-noise ratio that one convention gains over another, per seed."""
-    pairs = zip(by_convention[better], by_convention[other], strict=True)
-    return [one.snr_db - two.snr_db for one, two in pairs]
+def gains_db(by_grid: dict[str, list[Error]]) -> dict[str, list[float]]:
+    """Return the signal-to-noise ratio that one grid gains over another, per seed, by the gain's name."""
+    pairs = {
+        name: zip(by_grid[better], by_grid[other], strict=True)
+        for name, (better, other) in GAINS.items()
+        if better in by_grid
+    }
+    return {name: [one.snr_db - two.snr_db for one, two in pair] for name, pair in pairs.items()}
 
 
-def figures(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> Iterator[Figure]:
+def figures(errors: dict[Case, dict[str, list[Error]]]) -> Iterator[Figure]:
     """Yield every figure, averaged over the weights of a name."""
-    for case, by_convention in errors.items():
+    for case, by_grid in errors.items():
         prefix = f"int{case.num_bits}_g{case.group_size}"
-        for name, pair in GAINS.items():
-            gain = statistics.fmean(gains_db(by_convention, *pair))
-            yield Figure(f"{prefix}_{case.distribution}_{name}", gain, "dB", ">=")
-        for convention, measured in by_convention.items():
-            name = f"{prefix}_{convention}_{case.distribution}"
+        for name, gains in gains_db(by_grid).items():
+            yield Figure(f"{prefix}_{case.distribution}_{name}", statistics.fmean(gains), "dB", ">=")
+        for grid, measured in by_grid.items():
+            name = f"{prefix}_{grid}_{case.distribution}"
             snr = statistics.fmean(error.snr_db for error in measured)
             mean_abs = statistics.fmean(error.mean_abs_error for error in measured)
             yield Figure(f"{name}_snr_db", snr, "dB", ">=")
             yield Figure(f"{name}_mean_abs_error", mean_abs, "rms", "<=")
 
 
-def print_table(errors: dict[Case, dict[ScaleConvention, list[Error]]]) -> None:
-    """Print the conventions side by side, with the gains' spread over the weights of a name."""
-    table = Table(title=f"integer scale conventions: {' | '.join(SCALE_CONVENTIONS)}")
+def print_table(errors: dict[Case, dict[str, list[Error]]]) -> None:
+    """Print the grids side by side, with the gains' spread over the weights of a name."""
+    table = Table(title=f"integer grids: {' | '.join([*SCALE_CONVENTIONS, NESTED])}")
     for heading in ("bits", "group", "weights", "SNR dB", "mean |error| / rms", *GAINS):
         table.add_column(heading, justify="left" if heading == "weights" else "right")
-    for case, by_convention in errors.items():
+    for case, by_grid in errors.items():
         cells = []
         for field in Error._fields:
-            means = (statistics.fmean(getattr(e, field) for e in by_convention[c]) for c in SCALE_CONVENTIONS)
+            means = (statistics.fmean(getattr(error, field) for error in grid) for grid in by_grid.values())
             cells.append(" | ".join(f"{mean:.4f}" if field == "mean_abs_error" else f"{mean:.2f}" for mean in means))
-        spreads = []
-        for pair in GAINS.values():
-            gains = gains_db(by_convention, *pair)
-            spreads.append(f"{statistics.fmean(gains):+.3f} +- {statistics.pstdev(gains):.3f}")
+        spreads = [
+            f"{statistics.fmean(gains):+.3f} +- {statistics.pstdev(gains):.3f}" for gains in gains_db(by_grid).values()
+        ]
         table.add_row(str(case.num_bits), str(case.group_size), case.distribution, *cells, *spreads)
     Console().print(table)
 
