@@ -24,7 +24,7 @@ SCALE_CONVENTIONS = ("narrow_range", "full_range", "clipped_range")
 # The formats whose codes others may round: eight bits, of which 4 and 2 are whole parts.
 NESTING = {"w8a16": 8}
 FP8_BLOCK = 128
-# What follows the name of a method of vLLM that has one class for codes of 4 and of 8 bits.
+# Follows the name of a method of vLLM that serves codes of 4 and of 8 bits in one class, where it has those of 8.
 CODES_OF_8_BITS = " of 8-bit codes"
 
 

@@ -75,7 +75,7 @@ def _pack_words(codes, lane, BITS: tl.constexpr, AXIS: tl.constexpr):
 @triton.jit
 def _hide_order(words, count):
     # XOR with 0 hides from the compiler that the words are contiguous. Otherwise it would move them between threads
-    # through shared memory to access four at once; like this each stays in the thread that has its eight weights.
+    # through shared memory to access four at once; like this each stays in the thread that has its weights.
     return words ^ (count >> 31)
 
 
