@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from qarl_formats import DEFAULT_FORMAT
-from qarl_nemo.cli.options import NestedIn, ScaleConvention
+from qarl_nemo.cli.options import NestedIn, ScaleConvention, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import split_targets
 
@@ -52,6 +52,7 @@ def compare(
     learner executes the format that the engine serves), rollout_only (BF16 learner) and bf16 (both sides, the floor).
     Beside these: attention (another kernel in the learner: the format's own floor), engine (its responses read again).
     """
+    given = locals()
     from rich.console import Console
 
     from qarl_nemo.measure.compare.output import comparison_tables, operator_tables, write_comparison
@@ -59,29 +60,8 @@ def compare(
     from qarl_nemo.measure.compare.run import compare as measure
     from qarl_nemo.measure.compare.settings import CompareSettings
 
-    settings = CompareSettings(
-        checkpoint=checkpoint,
-        formats=tuple(formats or [DEFAULT_FORMAT]),
-        group_size=group_size,
-        scale_convention=scale_convention,
-        nested_in=nested_in,
-        targets=tuple(split_targets(targets)),
-        engine=engine,
-        device=device,
-        precision=precision,
-        attention=attention,
-        prompts=prompts,
-        num_prompts=num_prompts,
-        prompt_tokens=prompt_tokens,
-        num_responses=num_responses,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        batch_size=batch_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-        parallel=parallel,
-        layers=layers,
-        adapter=adapter,
-    )
+    chosen = tuple(formats or [DEFAULT_FORMAT])
+    settings = settings_of(CompareSettings, given, formats=chosen, targets=tuple(split_targets(targets)))
     result = measure(settings, typer.echo)
     Console().print(*comparison_tables(result), *operator_tables(result))
     written = [*write_comparison(output, settings, result)]

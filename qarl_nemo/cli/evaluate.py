@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qarl_nemo.cli.options import settings_of
 from qarl_nemo.cli.program import command
 
 if TYPE_CHECKING:
@@ -66,28 +67,16 @@ def eval_(
     Prompts, answer checks, temperature and lengths are one record a benchmark; the tokenizer's chat template is used if
     it has one. Several models are asked the same and stand side by side. A killed evaluation goes on.
     """
+    given = locals()
     from qarl_nemo.measure.eval.settings import EvalSettings
 
-    settings = EvalSettings(
+    settings = settings_of(
+        EvalSettings,
+        given,
         models=tuple(models),
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
-        output=output,
         data=dict(map(_name_and_path, data or [])),
-        engine=engine,
-        device=device,
-        precision=precision,
-        limit=limit,
-        num_samples=num_samples,
-        temperature=temperature,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        batch_size=batch_size,
-        prompt_file=prompt_file,
-        system_prompt=system_prompt,
         prompts=_prompts(chat_template, chat_template_kwargs),
-        gpu_memory_utilization=gpu_memory_utilization,
-        tensor_parallel_size=tensor_parallel_size,
     )
     evaluate(settings)
 

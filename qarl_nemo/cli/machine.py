@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qarl_formats import DEFAULT_FORMAT, formats_with_groups
-from qarl_nemo.cli.options import Format, GroupSize, NestedIn, Targets
+from qarl_nemo.cli.options import Format, GroupSize, NestedIn, Targets, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import check_targets, split_targets
 
@@ -47,6 +47,7 @@ def doctor(
     record: Annotated[Path | None, typer.Option(help="Results file (docs/results) to add the figures to.")] = None,
 ) -> None:
     """Say what this machine can run and what is missing; with --rollout, how fast it samples in every format."""
+    given = locals()
     from qarl_nemo.measure.doctor import measure_rollouts, show_findings
 
     if rollout is None:
@@ -55,18 +56,13 @@ def doctor(
         return
     from qarl_nemo.measure.speed.settings import ALL_FORMATS, RolloutSpeedSettings
 
-    settings = RolloutSpeedSettings(
+    settings = settings_of(
+        RolloutSpeedSettings,
+        given,
         model=rollout,
         formats=tuple(formats or ALL_FORMATS),
-        group_size=group_size,
         targets=tuple(split_targets(targets)),
         batch_sizes=tuple(batch_sizes or (32, 128, 512)),
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        repeats=repeats,
-        tensor_parallel_size=tensor_parallel_size,
-        enable_expert_parallel=enable_expert_parallel,
-        gpu_memory_utilization=gpu_memory_utilization,
     )
     measure_rollouts(settings, output, record, command=f"qarl {shlex.join(sys.argv[1:])}")
 

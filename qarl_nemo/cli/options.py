@@ -1,10 +1,14 @@
 """Options that several commands share."""
 
-from typing import Annotated
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from qarl_formats import FORMAT_NAMES, NARROW_NAMES, NESTING, SCALE_CONVENTIONS
+
+Settings = TypeVar("Settings")
 
 _NAMES = f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}; {', '.join(NARROW_NAMES)}: fewer levels, in int4."
 Format = Annotated[str, typer.Option("--format", help=_NAMES)]
@@ -17,3 +21,18 @@ Targets = Annotated[str, typer.Option(help="Comma-separated: experts, attention,
 MaxShardBytes = Annotated[int, typer.Option(help="Largest output file, which bounds the memory.")]
 Device = Annotated[str, typer.Option(help="Where quantization runs: cpu or cuda.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace an earlier output of this command.")]
+
+
+def settings_of(model: type[Settings], given: Mapping[str, Any], /, **changed: Any) -> Settings:
+    """Fill a dataclass of settings from a command's options of the same names.
+
+    Args:
+        model: the dataclass.
+        given: the command's `locals()`.
+        changed: fields for which an option has another name or form.
+
+    Returns:
+        The settings.
+    """
+    names = {field.name for field in dataclasses.fields(model)}  # type: ignore[arg-type]
+    return model(**({name: value for name, value in given.items() if name in names} | changed))
