@@ -116,6 +116,11 @@ _MUON = (
     f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false",
     *(f"++{_MEGATRON}.optimizer.{key}={str(value).lower()}" for key, value in MEGATRON.items()),
 )
+_FROM_8_BITS = (
+    "qarl.format=w8a16",
+    "++qarl.group_size=32",
+    "++qarl.schedule=[{from_step:3,bits:4},{from_step:5,bits:2}]",
+)
 _STAGES = (
     "++qarl.group_size=32",
     "++qarl.schedule=[{from_step:3,bits:3},{from_step:5,bits:2,reset_moments:true}]",
@@ -155,6 +160,9 @@ CASES = {
             Start(steps=9, overrides=(*_STAGES, *_checkpoints(2)), kills="QarlGenerationWorker", kills_after=6),
             Start(steps=9, overrides=(*_STAGES, *_checkpoints(2)), says="step 7: codes of 2 bits from here on"),
         )
+    ),
+    "progressive_w8a16": Case(
+        starts=(Start(steps=7, overrides=_FROM_8_BITS, executes="w8a16 in experts", rollouts="w8a16"),)
     ),
     "update_aware": Case(
         starts=(
