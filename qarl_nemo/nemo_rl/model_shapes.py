@@ -170,8 +170,10 @@ def _engine_problems(
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     tensor_parallel, expert_parallel = vllm.get("tensor_parallel_size", 1), vllm.get("expert_parallel_size", 1)
     problems: dict[str, None] = {}
-    for name, shape in model.parameters():
-        target, linear = target_of(name), name.split(".")[-2]
+    # One of a kind stands for all layers and experts.
+    kinds = {(".experts." in name, name.split(".")[-2], shape): name for name, shape in model.parameters()}
+    for (_, linear, shape), name in kinds.items():
+        target = target_of(name)
         # Values are cut as keys are, and up as gate.
         if target not in targets or linear in ("v_proj", "up_proj"):
             continue

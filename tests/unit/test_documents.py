@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from qarl_nemo.cli import app
+from support.documents import commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -18,20 +19,6 @@ QARL = typer.main.get_command(app)
 UNREADABLE = typer.BadParameter.__mro__[1]
 # A path in the repository, alone or as an option's or an override's value.
 IN_REPOSITORY = re.compile(r"(?:^|=)((?:docker|docs|examples|kernels|tests|tools)/[\w./-]+)$")
-
-
-def commands(page: Path) -> list[list[str]]:
-    """The commands of a page's shell blocks, as words, without comments and with variables filled in."""
-    found, variables = [], {}
-    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            words = [re.sub(r"\$(\w+)", lambda match: variables.get(match[1], match[0]), word) for word in words]
-            while words and re.match(r"\w+=", words[0]):
-                name, _, variables[name] = words.pop(0).partition("=")
-            if words:
-                found.append(words)
-    return found
 
 
 def problems(command: list[str]) -> list[str]:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
-from test_documents import commands
 from torch.utils.tensorboard import SummaryWriter
 
 from qarl_nemo.config import ConfigError, merge_mappings, read_yaml
@@ -19,6 +17,7 @@ from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
+from support.documents import commands
 from support.nemo_rl.recipes import BELOW, own_settings
 
 ROOT = Path(__file__).parents[2]
@@ -227,12 +226,11 @@ def composed(workload, arm, placement, gib, folder):
     # NeMo-RL's own asynchronous arms may; aligned ones may not.
     first, *_, last = IN_FLIGHT.split(".")
     values[first].get("async_grpo", {}).pop(last, None)
-    return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    return values
 
 
 @pytest.mark.parametrize("case", documented(), ids=lambda case: "-".join(map(str, case)))
-def test_what_the_page_says_can_be_run_fits(harness, tmp_path, monkeypatch, case):
-    monkeypatch.setenv("NEMO_RL_ROOT", "NEMO_RL")
+def test_what_the_page_says_can_be_run_fits(harness, tmp_path, case):
     values = composed(*case, tmp_path)
     apply_qarl(values)
     layout = read_layout(values)
@@ -270,8 +268,7 @@ def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(harness, monkeypatch):
     assert look_up(shipped, SHARE) == look_up(config, SHARE)
 
 
-def test_a_learner_without_room_is_refused_before_anything_starts(harness, tmp_path, monkeypatch):
-    monkeypatch.setenv("NEMO_RL_ROOT", "NEMO_RL")
+def test_a_learner_without_room_is_refused_before_anything_starts(harness, tmp_path):
     with pytest.raises(ConfigError, match="a learner rank needs 168 GiB"):
         apply_qarl(composed("a24", "w4a16", "separate_1_1", 140.0, tmp_path))
 

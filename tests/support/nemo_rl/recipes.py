@@ -30,7 +30,7 @@ BELOW: dict[str, Any] = {
 
 def own_settings(path: Path) -> dict[str, Any]:
     """What our files of a recipe say, without NeMo-RL's below them."""
-    own = yaml.safe_load(path.read_text())
+    own = yaml.load(path.read_text(), yaml.CSafeLoader)
     parents = own.pop("defaults", [])
     merged: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from test_documents import commands
 
 from qarl_nemo.config import ConfigError, merge_mappings
 from qarl_nemo.memory import (
@@ -26,6 +25,7 @@ from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB
 from qarl_nemo.nemo_rl.lookup import look_up
+from support.documents import commands
 from support.nemo_rl.recipes import BELOW, NEMO_RL, own_settings
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
 _CONFIGS = REPOSITORY / "examples" / "configs"
 # NeMo-RL's own, below its folder.
-_OWN_RECIPE = "examples/configs/grpo_math_qwen30ba3b_megatron.yaml"
+OWN_RECIPE = "examples/configs/grpo_math_qwen30ba3b_megatron.yaml"
 _ENGINE = "policy.generation.vllm_cfg"
 _LEARNER = "policy.megatron_cfg"
 SHARE = f"{_ENGINE}.gpu_memory_utilization"
@@ -124,7 +124,7 @@ def settings(arm: str, placement: str, workload: str, nemo_rl: Path | str) -> di
     if not (work.shipped and chosen.recipe):
         parts += ["host.yaml", "tuned.yaml"] if chosen.tuned else ["host.yaml"]
     recipe = (
-        str(Path(nemo_rl) / _OWN_RECIPE)
+        str(Path(nemo_rl) / OWN_RECIPE)
         if chosen.recipe is None
         else str(_CONFIGS / f"qarl-qwen3-30ba3b-1n8g-megatron-{chosen.recipe}.yaml")
     )

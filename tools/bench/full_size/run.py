@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 from answer_lengths import FILE
-from arms import ARMS, IN_FLIGHT, REPOSITORY, SHARE, Placement, row_name, settings
+from arms import ARMS, IN_FLIGHT, OWN_RECIPE, REPOSITORY, SHARE, Placement, row_name, settings
 from host_memory import recorded_memory
 from model import make_model
 from tree import copy_tree
@@ -63,6 +63,8 @@ def main() -> int:
             Placement.parse(placement, WORKLOADS[arguments.workload].gpus)
     except ValueError as error:
         parser.error(str(error))
+    if not (arguments.nemo_rl / OWN_RECIPE).is_file():
+        parser.error(f"--nemo-rl {arguments.nemo_rl}: no {OWN_RECIPE} in it, so it is not NeMo-RL's repository")
     folder = arguments.work.absolute() / arguments.workload
     folder.mkdir(parents=True, exist_ok=True)
     tree = _prepare(folder, arguments)
