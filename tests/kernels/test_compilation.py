@@ -28,8 +28,9 @@ def test_a_packed_layer_compiles_for_hopper_and_a_wrong_spelling_does_not(tmp_pa
 
 
 @pytest.mark.slow
-def test_every_launch_of_every_operator_compiles_for_hopper(tmp_path):
-    found = compile_kernels("whole", tmp_path)
+@pytest.mark.parametrize("half", ["even", "odd"])
+def test_every_launch_of_every_operator_compiles_for_hopper(half, tmp_path):
+    found = compile_kernels(half, tmp_path)
     assert found["uncovered"] == [], "call their operators in tests/support/hopper/operators.py"
     assert found["failed"] == []
     assert [problem for problem in found["too_deep"] if "bytes of shared memory" in problem]

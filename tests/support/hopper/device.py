@@ -29,7 +29,6 @@ CAPABILITY = (9, 0)
 # What a program of sm_90 may ask for: 228 KiB of a multiprocessor, of which the driver keeps one.
 MAX_SHARED_BYTES = 227 * 1024
 _ADDRESS = 1 << 30
-# What a torch without CUDA refuses to begin for a tensor on a GPU, even for a fake one.
 _GUARDED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.__invert__, torch.Tensor.contiguous)
 
 
@@ -64,12 +63,12 @@ class _RunOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "qarl":
             return func(*args, **kwargs or {})
-        with self, _Index():
+        with self, _Unguarded():
             return OPDEFS[func._schema.name]._init_fn(*args, **kwargs or {})
 
 
-class _Index(TorchFunctionMode):
-    """Indexes fake tensors as if they were on the CPU: a torch without CUDA cannot even look at one on a GPU."""
+class _Unguarded(TorchFunctionMode):
+    """Does as if on the CPU what a torch without CUDA refuses to begin for a tensor on a GPU, even for a fake one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _GUARDED:
@@ -120,7 +119,7 @@ def described(name: str) -> Iterator[list[Launch]]:
         stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", note))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_RunOperators())
-        stack.enter_context(_Index())
+        stack.enter_context(_Unguarded())
         noted: list[Launch] = []
         yield noted
         noted += launches

@@ -31,6 +31,8 @@ from qarl_kernels.ops.int8_gemm import grouped_gemm_int8
 from qarl_kernels.ops.launch import TileConfig
 from qarl_kernels.ops.mlp import expert_mlp_backward, expert_mlp_forward
 from qarl_kernels.ops.norm import MAX_NORM_COLUMNS
+from qarl_kernels.ops.swiglu import swiglu_quantize_token
+from qarl_kernels.ops.swiglu_backward import ACTIVATION_KINDS, swiglu_backward
 from qarl_kernels.ops.token_rounding import TOKEN_DTYPES
 from qarl_kernels.ops.wgrad import grouped_wgrad
 
@@ -102,8 +104,8 @@ def call_layers() -> None:
                 call_expert_mlp(tokens, fc1, fc2)
                 call_expert_rows(tokens, fc1, fc2)
                 call_dense_layer(tokens, fmt)
-            # A rank of 12 is filled up to 16.
-            call_adapted_mlp(TOKENS[0], fc1, fc2, rank=12)
+            # The smallest rank; smaller ones are filled up to it.
+            call_adapted_mlp(TOKENS[0], fc1, fc2, rank=8)
 
 
 def call_expert_mlp(tokens: int, fc1: GemmOperand, fc2: GemmOperand) -> None:
@@ -212,6 +214,11 @@ def call_row_operators() -> None:
             call_rotations(tensor(1, tokens, heads, 128), tensor(1, tokens, 128))
         for dtype in FLOATS:
             call_activation_quantizers(tensor(tokens, MAX_COLUMNS, dtype=dtype))
+        for kind in TOKEN_DTYPES:
+            swiglu_quantize_token(tensor(tokens, 2 * MAX_COLUMNS), kind)
+        for kind in ACTIVATION_KINDS:
+            wide = tensor(tokens, MAX_COLUMNS), tensor(tokens, MAX_COLUMNS // 2), tensor(tokens, dtype=FP32)
+            swiglu_backward(*wide, kind)
     for num_words in (1, 1 << 28):
         weighted_word_sum(tensor(num_words, dtype=torch.int32))
 
