@@ -70,6 +70,9 @@ def test_the_copy_gives_each_answer_its_length(harness, tmp_path, monkeypatch):
     for name in changed:
         assert (copy / name).read_text() != (NEMO_RL / name).read_text()
         ast.parse((copy / name).read_text())
+    registry = (copy / "nemo_rl" / "distributed" / "ray_actor_environment_registry.py").read_text()
+    for actor in ("AsyncTrajectoryCollector", "ReplayBuffer"):
+        assert f'"nemo_rl.algorithms.async_utils.{actor}": VLLM_EXECUTABLE,' in registry
     import answer_lengths
 
     (tmp_path / "lengths.json").write_text(json.dumps([3, 4, 5]))

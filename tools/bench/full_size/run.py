@@ -50,8 +50,9 @@ def main() -> int:
         metavar="P",
         help="colocated (default), separate_E_L or asynchronous_E_L: E GPUs for engines, L for the learner; repeat",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="of every arm; repeat")
-    parser.add_argument("--config", type=Path, default=REPOSITORY / "examples/models/qwen3-30b-a3b/config.json")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for every arm; repeat")
+    config = REPOSITORY / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
+    parser.add_argument("--config", type=Path, default=config, help="the model's; the workload says how many layers")
     parser.add_argument("--cap-gib", type=float, metavar="GIB", help="what a run may take of a GPU; default all")
     parser.add_argument("--steps", type=int, default=4, help="the first one compiles and warms up")
     parser.add_argument("--profile", type=int, metavar="STEP", help="profile the learner's update in this step")

@@ -1,7 +1,8 @@
 """A copy of NeMo-RL that starts without a checkpoint; this module lists the lines that differ.
 
 The learner keeps the weights that Megatron draws, names of dtypes in the optimizer's block mean torch's, answers are as
-long as `answer_lengths.py` says, and one micro-batch of an update is profiled if the environment asks for it.
+long as `answer_lengths.py` says, the asynchronous loop's own actors run in the system's Python where all others do, and
+one micro-batch of an update is profiled if the environment asks for it.
 """
 
 import hashlib
@@ -57,6 +58,15 @@ _CHANGES = (
         "async def generate_async(",
         _ALLOWED,
         f"{_ALLOWED}, *(data['{KEY}'].tolist() if '{KEY}' in data else ())",
+    ),
+    *(
+        (
+            "nemo_rl/distributed/ray_actor_environment_registry.py",
+            f"async_utils.{actor}",
+            "PY_EXECUTABLES.VLLM",
+            "VLLM_EXECUTABLE",
+        )
+        for actor in ("AsyncTrajectoryCollector", "ReplayBuffer")
     ),
 )
 _PROFILE = """
