@@ -30,14 +30,14 @@ class MoeCase:
         rows = "" if self.num_rows == 180224 else f"_m{self.num_rows}"
         return f"e{self.num_experts}{rows}{'' if self.skew == 'balanced' else '_zipf'}"
 
-    def offsets(self, device: str = "cuda") -> Tensor:
+    def offsets(self) -> Tensor:
         """Return the row offsets [E + 1] int32; experts are shuffled, so that a large one can be anywhere."""
         share = torch.ones(self.num_experts, dtype=torch.float64)
         if self.skew == "zipf":
             share /= torch.arange(1, self.num_experts + 1)
             share = share[torch.randperm(self.num_experts, generator=torch.Generator().manual_seed(0))]
         ends = (share.cumsum(0) / share.sum() * self.num_rows).round().to(torch.int32)
-        return torch.cat([torch.zeros(1, dtype=torch.int32), ends]).to(device)
+        return torch.cat([torch.zeros(1, dtype=torch.int32), ends]).to("cuda")
 
     @property
     def flops(self) -> int:

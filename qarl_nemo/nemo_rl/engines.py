@@ -7,7 +7,7 @@ import ray
 
 from qarl_nemo.refit.answers import require_answers
 
-# The first refit may wait for engines that compile kernels.
+# How long an engine's answer may take; the first refit may wait for engines that compile kernels.
 TIMEOUT_S = 600.0
 
 
@@ -16,12 +16,10 @@ class RayEngines:
 
     Args:
         workers: handles of the actors that own an engine.
-        timeout_s: how long to wait for an engine's answer before it is an error.
     """
 
-    def __init__(self, workers: Sequence[Any], *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, workers: Sequence[Any]) -> None:
         self.workers = list(workers)
-        self._timeout_s = timeout_s
 
     def place(self) -> int:
         """Number the ranks of all engines consecutively; must be called before the first refit.
@@ -31,8 +29,8 @@ class RayEngines:
         """
         first_rank = 0
         for worker in self.workers:
-            ranks = ray.get(worker.qarl_rpc.remote("qarl_process"), timeout=self._timeout_s)
-            placed = ray.get(worker.qarl_rpc.remote("qarl_place", (first_rank,)), timeout=self._timeout_s)
+            ranks = ray.get(worker.qarl_rpc.remote("qarl_process"), timeout=TIMEOUT_S)
+            placed = ray.get(worker.qarl_rpc.remote("qarl_place", (first_rank,)), timeout=TIMEOUT_S)
             require_answers("qarl_place", placed)
             first_rank += len(ranks)
         return first_rank
@@ -53,14 +51,14 @@ class RayEngines:
         """
         shared = ray.put(args)
         calls = [worker.qarl_rpc.remote(method, shared) for worker in self.workers]
-        answers = ray.get(calls, timeout=self._timeout_s if timeout is None else timeout)
+        answers = ray.get(calls, timeout=TIMEOUT_S if timeout is None else timeout)
         return [result for results in answers for result in results]
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes in every engine; false while a request holds some."""
         calls = [worker.qarl_reset_prefix_cache.remote() for worker in self.workers]
-        return all(ray.get(calls, timeout=self._timeout_s))
+        return all(ray.get(calls, timeout=TIMEOUT_S))
 
     def is_busy(self) -> bool:
         """Say whether an engine is still answering."""
-        return any(ray.get([worker.qarl_busy.remote() for worker in self.workers], timeout=self._timeout_s))
+        return any(ray.get([worker.qarl_busy.remote() for worker in self.workers], timeout=TIMEOUT_S))

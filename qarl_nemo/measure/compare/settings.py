@@ -198,10 +198,8 @@ def adapter_problems(formats: Sequence[QuantFormat], targets: Sequence[str], dev
     problems = ["vLLM takes adapters on a GPU; set --engine packed"] if device.type == "cpu" else []
     without = [fmt.name for fmt in formats if not fmt.runs_beside_adapters(targets)]
     if without:
-        problems.append(
-            f"vLLM's kernels for experts of {', '.join(without)} do not run beside adapters; leave them out, or set "
-            "--engine packed"
-        )
+        names = ", ".join(without)
+        problems.append(f"vLLM's kernels for experts of {names} do not run beside adapters; set --engine packed")
     return problems
 
 

@@ -94,18 +94,13 @@ def figure_uri(figure: Figure) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def format_number(value: float, digits: int = 3) -> str:
-    """Format a number for people: few significant digits, a dash for NaN.
-
-    Args:
-        value: number.
-        digits: significant digits.
-    """
+def format_number(value: float) -> str:
+    """Format a number for people: three significant digits, two with an exponent, a dash for NaN."""
     if not math.isfinite(value):
         return "-"
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
-        return f"{value:.{max(digits - 2, 0)}e}"
-    decimals = 0 if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        return f"{value:.1e}"
+    decimals = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{min(decimals, 6)}f}"
 
 
