@@ -101,6 +101,7 @@ CASES = {
     "w4a16": ("w4a16", {"format": "w4a16"}),
     "nvfp4": ("nvfp4", {"format": "nvfp4"}),
 }
+ONE_QUICKLY = [case if case == "w4a16" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 def packed(model) -> PackedEngine:
@@ -113,7 +114,7 @@ def said(engine) -> list[str]:
     return [answer.text for answer in engine.answer(prompts, GREEDY, [0, 1])]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ONE_QUICKLY)
 def test_base_adapters_and_norms_are_served_together(case, bases, tmp_path):
     base, qarl = CASES[case]
     model = find_model(learns_eight(tmp_path / "run", bases[base], **qarl))
@@ -142,7 +143,7 @@ def test_a_packed_base_whose_other_weights_were_trained_is_served_without_adapte
     assert said(packed(find_model(folder))) == ["888"] * 2
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ONE_QUICKLY)
 def test_vllm_gets_a_base_with_the_trained_norm_in_the_runs_format(case, bases, tmp_path):
     base, qarl = CASES[case]
     model = find_model(learns_eight(tmp_path / "run", bases[base], **qarl))

@@ -6,6 +6,7 @@ import pytest
 
 from support.programs import run_program
 
+pytestmark = pytest.mark.slow
 triton = pytest.importorskip("triton", reason="needs Triton, which exists for Linux only")
 
 
@@ -27,7 +28,6 @@ def test_a_packed_layer_compiles_for_hopper_and_a_wrong_spelling_does_not(tmp_pa
     assert "qarl_kernels.ops.nvfp4.grid_values" not in found["uncovered"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", ["even", "odd"])
 def test_every_launch_of_every_operator_compiles_for_hopper(half, tmp_path):
     found = compile_kernels(half, tmp_path)

@@ -229,7 +229,11 @@ def composed(workload, arm, placement, gib, folder):
     return values
 
 
-@pytest.mark.parametrize("case", documented(), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [case if case[1] == "w4a16" else pytest.param(case, marks=pytest.mark.slow) for case in documented()],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_what_the_page_says_can_be_run_fits(harness, tmp_path, case):
     values = composed(*case, tmp_path)
     apply_qarl(values)
