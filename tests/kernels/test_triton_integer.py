@@ -157,7 +157,7 @@ def test_experts_may_lie_anywhere(layout, emit):
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("exponent", [-120, 0, 120])
+@pytest.mark.parametrize("exponent", [*(pytest.param(size, marks=pytest.mark.slow) for size in (-120, 120)), 0])
 def test_all_pairs_of_significands(convention, exponent):
     # Scales below 2^-126 are clamped: at 2^-120 small maxima have ties of their own.
     weight = (significand_pairs(128, octaves=6).float() * 2.0**exponent).bfloat16().to(DEVICE)
