@@ -11,6 +11,7 @@ from qarl_nemo.metrics.report.arms import Arm, group_by_arm
 from qarl_nemo.metrics.report.curves import draw_curves, draw_rewards, finish_curves, has_values
 from qarl_nemo.metrics.report.distributions import mismatch_weights
 from qarl_nemo.metrics.report.style import (
+    MUTED,
     SIGN_COLORS,
     SIGN_LABELS,
     log_ticks,
@@ -54,12 +55,8 @@ def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
         gap.set_title("Logprob gap, learner to rollout")
         if len(arms) == 1 and has_values(arms, "band_share/in_band_positive"):
             _draw_band_shares(third, arms[0])
-        elif any(arm.has_diagnostic("seq_mismatch_weight") for arm in arms):
-            _draw_mismatch(third, [arm for arm in arms if arm.has_diagnostic("seq_mismatch_weight")])
         else:
-            draw_curves(third, arms, "loss/kept_fraction")
-            finish_curves(third, "share of responses", percent=True)
-            third.set_title("Kept by the objective")
+            _draw_mismatch_or_kept(third, arms)
         if len(arms) > 1:
             handles, labels = reward.get_legend_handles_labels()
             columns = len(arms) if len(arms) <= _LEGEND_COLUMNS else ceil(len(arms) / 2)
@@ -78,6 +75,20 @@ def _draw_band_shares(axes: Axes, arm: Arm) -> None:
     axes.set_ylim(-0.03, 1.03)
     axes.set_title("Kept by the objective's band")
     axes.legend(loc="lower right")
+
+
+def _draw_mismatch_or_kept(axes: Axes, arms: Sequence[Arm]) -> None:
+    diagnosed = [arm for arm in arms if arm.has_diagnostic("seq_mismatch_weight")]
+    if diagnosed:
+        _draw_mismatch(axes, diagnosed)
+    elif has_values(arms, "loss/kept_fraction"):
+        axes.set_title("Kept by the objective")
+        draw_curves(axes, arms, "loss/kept_fraction")
+        finish_curves(axes, "share of responses", percent=True)
+    else:
+        axes.set_title("Mismatch weight")
+        axes.text(0.5, 0.5, "no diagnostics yet", transform=axes.transAxes, ha="center", color=MUTED)
+        axes.set(xticks=[], yticks=[])
 
 
 def _draw_mismatch(axes: Axes, arms: Sequence[Arm]) -> None:
