@@ -58,5 +58,6 @@ def rows_scale(scale: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
         [M] FP32.
     """
     rows = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
-    experts = torch.bucketize(rows, offsets[1:], right=True).clamp_(max=len(scale) - 1)
+    # All of the boundaries: torch.compile reads a slice of them from its start.
+    experts = torch.bucketize(rows, offsets, right=True).clamp_(max=len(scale)) - 1
     return scale.flatten()[experts]
