@@ -73,18 +73,21 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         Quantized weights are dropped either way, and made again from the masters. NeMo-RL calls this without a refit
         where engines serve the newest weights already.
         """
-        if self.refitted:
+        refitted, self.refitted = self.refitted, False
+        if refitted:
             taken = self._free_before_refit - torch.cuda.mem_get_info()[0]
             self._refit_bytes = max(taken, self._refit_bytes or 0)
         else:
             self.offload_before_refit()
-        self.refitted = False
         self.finalize_async_save()
         release([self.model])
         # Free the memory that engines have read through CUDA IPC.
         torch.cuda.ipc_collect()
         self._carrier.finish_offload()
-        stay = not self._optimizer_leaves and self._engine_fits()
+        torch.cuda.empty_cache()
+        # A refitted engine holds its weights, which are part of its share.
+        held = max(0, self._free_before_refit - torch.cuda.mem_get_info()[0]) if refitted else 0
+        stay = not self._optimizer_leaves and short_of_room(self._engine_share(), held) is None
         if stay != self._parameters_stay:
             self._say(f"parameters {'stay' if stay else 'leave'} while the engine runs")
         self._parameters_stay = stay
@@ -145,10 +148,6 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
     def _finish_offload(self) -> None:
         self._carrier.finish_offload()
         torch.cuda.empty_cache()
-
-    def _engine_fits(self) -> bool:
-        torch.cuda.empty_cache()
-        return short_of_room(self._engine_share(), 0) is None
 
     def _say(self, text: str) -> None:
         print(f"qarl: rank {self.rank}: {text}", flush=True)

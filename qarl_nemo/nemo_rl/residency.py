@@ -78,12 +78,12 @@ def residency_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     return [f"{OFFLOAD}={word}: qarl.resident={word} says the opposite; remove one of them"]
 
 
-def short_of_room(share: float, returning_bytes: float) -> str | None:
+def short_of_room(share: float, spare_bytes: float) -> str | None:
     """Say why an engine could not wake on this GPU beside what the learner holds there now.
 
     Args:
         share: the engine's `gpu_memory_utilization`.
-        returning_bytes: what the learner will free before the engine's cache wakes: its weights.
+        spare_bytes: what counts as free: what the engine holds already, or what the learner will free in time.
 
     Returns:
         A reason; None if there is room.
@@ -91,7 +91,7 @@ def short_of_room(share: float, returning_bytes: float) -> str | None:
     import torch
 
     free, total = torch.cuda.mem_get_info()
-    missing = share * total - free - returning_bytes
+    missing = share * total - free - spare_bytes
     if missing <= 0:
         return None
     return f"an engine of {share} of {total / GIB:.0f} GiB would lack {missing / GIB:.1f} GiB beside the optimizer"

@@ -22,7 +22,7 @@ from answer_lengths import FILE
 from arms import ARMS, IN_FLIGHT, OWN_RECIPE, REPOSITORY, SHARE, Placement, row_name, settings
 from host_memory import recorded_memory
 from model import make_model
-from tree import copy_tree
+from tree import EMBEDDING_STD, copy_tree
 from workloads import PROMPT_TOKENS, WORKLOADS
 
 from qarl_nemo.config import merge_mappings
@@ -124,6 +124,8 @@ def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse
         "NRL_MEGATRON_CHECKPOINT_DIR": str(own / "megatron"),
         "RAY_DEDUP_LOGS": "0",
         **({FILE: str(folder / "lengths.json")} if work.drawn else {}),
+        # Layers add little to embeddings as large, so that tokens stay as different as they are drawn.
+        **({EMBEDDING_STD: "1"} if work.even_routers else {}),
         **({"FULL_SIZE_PROFILE": f"{arguments.profile}:{own}"} if arguments.profile else {}),
     }
     command = _command(launcher, own, overrides)

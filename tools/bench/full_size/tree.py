@@ -1,8 +1,8 @@
 """A copy of NeMo-RL that starts without a checkpoint; this module lists the lines that differ.
 
-The learner keeps the weights that Megatron draws, names of dtypes in the optimizer's block mean torch's, answers are as
-long as `answer_lengths.py` says, the asynchronous loop's own actors run in the system's Python where all others do, and
-one micro-batch of an update is profiled if the environment asks for it.
+The learner keeps the weights that Megatron draws, with embeddings as large as the environment asks; names of dtypes in
+the optimizer's block mean torch's, answers are as long as `answer_lengths.py` says, the asynchronous loop's own actors
+run in the system's Python where all others do, and one micro-batch of an update is profiled if the environment asks.
 """
 
 import hashlib
@@ -14,6 +14,9 @@ from answer_lengths import KEY
 HERE = Path(__file__).parent
 _LOAD = "    # Load checkpoint if applicable\n    if should_load_checkpoint:\n"
 _MOMENTS = "    def __post_init__(self):\n"
+_EMBEDDING = "self.embedding_init_method_std = self.init_method_std"
+# The variable that says how large embeddings are drawn.
+EMBEDDING_STD = "FULL_SIZE_EMBEDDING_STD"
 _ENGINES = "nemo_rl/models/generation/vllm/"
 _LENGTHS = "__import__('answer_lengths')"
 _SHARD = "        # Shard the data across the tied worker groups\n"
@@ -30,6 +33,13 @@ _CHANGES = (
         _MOMENTS + "        for name in ('exp_avg_dtype', 'exp_avg_sq_dtype'):\n"
         "            if isinstance(getattr(self, name), str):\n"
         "                setattr(self, name, getattr(torch, getattr(self, name)))\n",
+    ),
+    (
+        "megatron/core/transformer/transformer_config.py",
+        "class TransformerConfig",
+        _EMBEDDING,
+        "self.embedding_init_method_std = float("
+        f"__import__('os').environ.get('{EMBEDDING_STD}', self.init_method_std))",
     ),
     (
         f"{_ENGINES}vllm_generation.py",

@@ -23,6 +23,8 @@ class Workload:
         updates: optimizer steps that share them.
         longest: tokens of the longest answer.
         drawn: answers differ in length; otherwise all are as long as the longest.
+        even_routers: tokens spread over experts in every layer; otherwise as random weights send them, which is to few
+            of them in deep layers.
         shipped: recipes run as they are shipped, not with the settings that suit the host best.
     """
 
@@ -32,6 +34,7 @@ class Workload:
     updates: int = 2
     longest: int = 2048
     drawn: bool = False
+    even_routers: bool = False
     shipped: bool = False
 
     @property
@@ -67,6 +70,7 @@ WORKLOADS = {
     # Half of it on two, with as much work and as many expert weights a GPU.
     "a24": replace(_A, gpus=2, layers=24, answers=64),
     "b24": replace(_B, gpus=2, layers=24, answers=128),
+    "a24_even": replace(_A, gpus=2, layers=24, answers=64, even_routers=True),
     # More answers on the same GPUs.
     "a24_128": replace(_A, gpus=2, layers=24, answers=128),
     "a24_256": replace(_A, gpus=2, layers=24, answers=256),
