@@ -17,14 +17,15 @@ ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
 _A = Workload(4, 4, 128, 243, 2048, 2048, 2, 18432, 36864)
-# Those that were measured, with their layers.
-MEASURED = {"a": (48, _A), "a24": (24, replace(_A, gpus=2, ep=2, responses=64))}
+_A24 = replace(_A, gpus=2, ep=2, responses=64)
+ARMS = ("w4a16", "bf16")
+# Those that were measured: layers, load and arms.
+MEASURED = {"a": (48, _A, ARMS[:1]), "a24": (24, _A24, ARMS), "a24_even": (24, _A24, ARMS)}
 # Eight nodes: the load of each GPU as in `a`, and as in NeMo-RL's own published run (mean 3203, longest 4096).
 PLANNED = {
     "a_8n8g": replace(_A, gpus=64, ep=8, responses=2048),
     "b_8n8g": Workload(64, 8, 4096, 243, 2310, 4096, 1, 18432, 36864),
 }
-ARMS = ("w4a16", "bf16")
 
 
 def planned(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, float, str]]:
@@ -38,16 +39,16 @@ def planned(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, f
     yield "memory_gib", rank_memory(model, work.ranks, learner).peak_bytes / GIB, "GiB"
 
 
-def errors(name: str, work: Workload, layers: int) -> Iterator[tuple[str, float, str]]:
+def errors(name: str, work: Workload, layers: int, arm: str) -> Iterator[tuple[str, float, str]]:
     """Yield how much longer each phase was computed to take than it took; what calibrates the model is left out."""
     rows = {row.name: row.value for row in read_results(RESULTS / "full_size.json")}
-    found = phases(replace(ModelSize.read(MODEL), num_layers=layers), Rates.read(RESULTS, "w4a16", work.ep), work)
-    measured = {phase: rows[f"full_phase_s_{phase}_w4a16_{name}"] for phase in ("rollout", "prev_logprobs", "update")}
-    measured |= {"refit": rows[f"full_refit_s_w4a16_{name}"], "step": rows[f"full_step_s_w4a16_{name}"]}
+    found = phases(replace(ModelSize.read(MODEL), num_layers=layers), Rates.read(RESULTS, arm, work.ep), work)
+    measured = {phase: rows[f"full_phase_s_{phase}_{arm}_{name}"] for phase in ("rollout", "prev_logprobs", "update")}
+    measured |= {"refit": rows[f"full_refit_s_{arm}_{name}"], "step": rows[f"full_step_s_{arm}_{name}"]}
     for phase, seconds in measured.items():
         computed = sum(found.values()) if phase == "step" else found[phase]
-        yield f"plan_s_{phase}_w4a16_{name}", computed, "s"
-        yield f"plan_error_{phase}_w4a16_{name}", computed / seconds - 1, ""
+        yield f"plan_s_{phase}_{arm}_{name}", computed, "s"
+        yield f"plan_error_{phase}_{arm}_{name}", computed / seconds - 1, ""
 
 
 def main() -> None:
@@ -56,7 +57,12 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="file of docs/results")
     arguments = parser.parse_args()
     model = ModelSize.read(MODEL)
-    found = [figure for name, (layers, work) in MEASURED.items() for figure in errors(name, work, layers)]
+    found = [
+        figure
+        for name, (layers, work, arms) in MEASURED.items()
+        for arm in arms
+        for figure in errors(name, work, layers, arm)
+    ]
     for name, work in PLANNED.items():
         steps = {}
         for arm in ARMS:
