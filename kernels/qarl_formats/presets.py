@@ -206,7 +206,7 @@ def find_format(name: str) -> QuantFormat | None:
 def in_own_width(fmt: QuantFormat) -> QuantFormat:
     """Return a weight-only format stored in no more bits than its grid has, for vLLM's Humming kernels.
 
-    No name stands for it, because no run has shown yet that vLLM serves it: tests/parity/test_vllm_loads_checkpoint.py.
+    No name stands for it: vLLM was seen to serve some widths (docs/design/formats.md), and none is refitted.
 
     Args:
         fmt: BF16 activations and a grid of 2 to 7 bits.

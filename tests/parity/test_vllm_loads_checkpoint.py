@@ -77,7 +77,7 @@ def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str,
 @pytest.mark.parametrize("group_size", [128, 32])
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
 def test_vllm_serves_dense_layers_of_any_width(bits: int, group_size: int, tmp_path: Path) -> None:
-    """No name stands for these formats before this has passed: docs/design/formats.md, other widths."""
+    """Needs humming-kernels, which vLLM takes its kernels of these widths from."""
     fmt = in_own_width(get_format(f"w{bits}a16", group_size=group_size))
     aligned, unaligned = dense_gaps(fmt, "qwen3", tmp_path)
     print(f"\nHUMMING {bits} bits, groups of {group_size}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")

@@ -46,7 +46,7 @@ def experts_reached(layers: int, *, embedding_std: float) -> list[float]:
     """Return how many experts of a layer the 32 tokens of a decoding step reach, averaged over steps.
 
     Args:
-        layers: of the model.
+        layers: how many the model has.
         embedding_std: standard deviation of the embeddings; Megatron's is 0.02, like that of all other weights.
 
     Returns:
