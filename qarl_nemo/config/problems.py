@@ -107,23 +107,29 @@ def _words(annotation: Any) -> tuple[str, ...]:
     return tuple(word for part in get_args(annotation) for word in _words(part))
 
 
-def _tags(annotation: Any) -> Iterator[str]:
-    """Yield what pydantic puts into a location to tell the forms of a key apart; a user does not write it."""
-    yield from (mark.tag for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Tag))
+def _forms(annotation: Any) -> Iterator[tuple[str, list[type[BaseModel]]]]:
+    """Yield what pydantic puts into a location to tell the forms of a key apart, with each form's blocks."""
+    for mark in getattr(annotation, "__metadata__", ()):
+        if isinstance(mark, Tag):
+            yield mark.tag, models_in(annotation)
     for part in get_args(annotation):
-        yield from _tags(part)
+        yield from _forms(part)
 
 
 def _follow(location: list[str], model: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
     """Follow a pydantic error location to the keys a user wrote and the models around its last part."""
-    keys, models, tags = [], [model], set()
+    keys: list[str] = []
+    models: list[type[BaseModel]] = [model]
+    forms: dict[str, list[type[BaseModel]]] = {}
     for depth, part in enumerate(location):
-        if part in tags:
-            tags = set()
+        if part in forms:
+            # A user does not write it.
+            models = forms.pop(part)
             continue
-        tags = {
-            name for held in models if part in held.model_fields for name in _tags(held.model_fields[part].annotation)
-        }
+        if not part.isdecimal():
+            # The members of a list have forms, too.
+            fields = [held.model_fields[part].annotation for held in models if part in held.model_fields]
+            forms = {name: blocks for annotation in fields for name, blocks in _forms(annotation)}
         tagged = [m for m in models if any(part in get_args(f.annotation) for f in m.model_fields.values())]
         inside = [
             m for held in models if part in held.model_fields for m in models_in(held.model_fields[part].annotation)

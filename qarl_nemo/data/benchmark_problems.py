@@ -7,7 +7,8 @@ from typing import Any
 
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmarks import Benchmark
-from qarl_nemo.data.config import DatasetConfig
+from qarl_nemo.data.config import BenchmarkConfig, DatasetConfig
+from qarl_nemo.data.problems import Task, with_system_prompt
 from qarl_nemo.data.records import read_records
 from qarl_nemo.files import FileError
 from qarl_nemo.verify import reward
@@ -42,7 +43,9 @@ def read_problems(benchmark: Benchmark, path: Path | None = None) -> list[Proble
             except (KeyError, TypeError, ValueError) as error:
                 problems.append(f"{place}: {type(error).__name__} {str(error)[:_MAX_QUOTED]}{_fields(record)}")
     except FileError as error:
-        raise FileError(f"{benchmark.name}: {error}; name a copy with --data {benchmark.name}=PATH") from error
+        raise FileError(
+            f"{benchmark.name}: {error}; name a copy by data_path, with `qarl eval` by --data {benchmark.name}=PATH"
+        ) from error
     if problems or not found:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         listed = "; ".join(problems[:_SHOWN]) + more or "it is empty"
@@ -50,6 +53,33 @@ def read_problems(benchmark: Benchmark, path: Path | None = None) -> list[Proble
             f"{benchmark.name}: {path or benchmark.hub_path} is not {benchmark.title} as published: {listed}"
         )
     return found
+
+
+def benchmark_tasks(config: BenchmarkConfig) -> list[Task]:
+    """Read a benchmark as problems of a run.
+
+    Args:
+        config: its block.
+
+    Returns:
+        The tasks, in the set's order.
+
+    Raises:
+        ValueError: it cannot be loaded, is empty, or records are not the benchmark's; all are listed.
+    """
+    benchmark, template = config.record, config.prompt_template
+
+    def judge(response: str, answer: str, _record: Mapping[str, Any]) -> float:
+        return float(is_right(benchmark, response, answer))
+
+    tasks = []
+    for problem in read_problems(benchmark, Path(config.data_path) if config.data_path else None):
+        question = problem.question
+        text = benchmark.ask(question) if template is None else template.replace("{problem}", question)
+        # math-verify is what a task without a function is checked by, in several processes.
+        own = None if benchmark.check == "math" else judge
+        tasks.append(Task(with_system_prompt(text, config.system_prompt), problem.answer, own))
+    return tasks
 
 
 def is_right(benchmark: Benchmark, response: str, answer: str) -> bool:

@@ -186,6 +186,24 @@ def find_benchmarks(names: list[str]) -> list[Benchmark]:
     return found
 
 
+def find_benchmark(name: str) -> Benchmark:
+    """Return the benchmark of a name that stands for one.
+
+    Args:
+        name: its name.
+
+    Returns:
+        Its record.
+
+    Raises:
+        ValueError: the name is unknown, not supported, or stands for several.
+    """
+    found = find_benchmarks([name])
+    if len(found) > 1:
+        raise ValueError(f"benchmark {name!r} stands for several; write an entry of data.validation for each")
+    return found[0]
+
+
 def with_prompt(benchmark: Benchmark, template: str) -> Benchmark:
     """Return a benchmark that is asked in other words.
 

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from qarl_nemo.config import StrictModel
+from qarl_nemo.data.benchmarks import Benchmark, find_benchmark
 from qarl_nemo.data.named import NAMED, OWN, AnswerFormat
 
 
@@ -54,6 +55,40 @@ class DatasetConfig(StrictModel):
         return self.dataset_name if self.dataset_name != OWN else str(self.data_path)
 
 
+class BenchmarkConfig(StrictModel):
+    """A benchmark as a validation set: `qarl eval`'s problems, words and check."""
+
+    benchmark: str
+    """Its name in `qarl eval`: math500, aime24, gsm8k."""
+    data_path: str | None = Field(None, min_length=1, description="Local copy in the set's own fields; None = the hub.")
+    prompt_template: str | None = Field(None, pattern=r"\{problem\}")
+    """The user's message, {problem} standing for the question; None = the words of `qarl eval`."""
+    system_prompt: str | None = Field(None, description="A system message before it.")
+
+    @field_validator("benchmark")
+    @classmethod
+    def is_one_benchmark(cls, name: str) -> str:
+        """Require the name of one benchmark."""
+        find_benchmark(name)
+        return name
+
+    @property
+    def record(self) -> Benchmark:
+        """Where it is, and how it is asked and checked."""
+        return find_benchmark(self.benchmark)
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.record.title
+
+
+def is_benchmark(dataset: Any) -> Literal["a data set", "a benchmark"]:
+    """Tell which of its two kinds an entry of `validation` is."""
+    named = "benchmark" in dataset if isinstance(dataset, dict) else isinstance(dataset, BenchmarkConfig)
+    return "a benchmark" if named else "a data set"
+
+
 def one_or_several(datasets: Any) -> Literal["one", "several"]:
     """Tell which of the two forms of a list of data sets this is."""
     return "several" if isinstance(datasets, list | tuple) else "one"
@@ -66,14 +101,24 @@ Datasets = Annotated[
     Discriminator(one_or_several),
 ]
 
+ValidationSet = Annotated[
+    Annotated[DatasetConfig, Tag("a data set")] | Annotated[BenchmarkConfig, Tag("a benchmark")],
+    Discriminator(is_benchmark),
+]
+ValidationSets = Annotated[
+    Annotated[ValidationSet, Tag("one")]
+    | Annotated[list[ValidationSet], Tag("several"), Field(min_length=1, max_length=1000)],
+    Discriminator(one_or_several),
+]
+
 
 class DatasetsData(StrictModel):
     """Data sets of problems, one or a list of them, which are then mixed."""
 
     source: Literal["datasets"]
     train: Datasets
-    validation: Datasets | None = None
-    """Scored in turn; None = the first training problems."""
+    validation: ValidationSets | None = None
+    """Data sets or benchmarks, scored in turn; None = the first training problems."""
     max_input_seq_length: int | None = Field(
         None, ge=1, le=1_048_576, description="Longest prompt, tokens; None = what rollout.max_new_tokens leaves."
     )

@@ -1,6 +1,6 @@
 """Tasks from a data set's records, or one error that lists every record that is none."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Task:
 
     prompt: str | Messages
     answer: str
-    reward_function: RewardFunction | None = None
+    reward_function: Callable[[str, str, Mapping[str, Any]], float] | None = None
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def reward(self, response: str) -> float:
@@ -106,6 +106,21 @@ def read_tasks(config: DatasetConfig) -> list[Task]:
     return tasks
 
 
+def with_system_prompt(text: str, system_prompt: str | None) -> str | Messages:
+    """Return a prompt of a user's message, with a system message before it if there is one.
+
+    Args:
+        text: the user's message.
+        system_prompt: the system's; None for none.
+
+    Returns:
+        The text alone, or chat messages.
+    """
+    if system_prompt is None:
+        return text
+    return ({"role": "system", "content": system_prompt}, {"role": "user", "content": text})
+
+
 class _MissingFieldError(ValueError):
     """A record lacks a field."""
 
@@ -139,9 +154,7 @@ def _prompt(problem: Any, config: DatasetConfig) -> str | Messages:
     """Put the problem into the template; of messages, the last one."""
     if isinstance(problem, str):
         text = config.prompt_template.replace("{problem}", problem)
-        if config.system_prompt is None:
-            return text
-        return ({"role": "system", "content": config.system_prompt}, {"role": "user", "content": text})
+        return with_system_prompt(text, config.system_prompt)
     if not isinstance(problem, list) or not problem:
         raise TypeError(f"the problem is {problem!r}, neither text nor messages")
     messages = [_message(message) for message in problem]

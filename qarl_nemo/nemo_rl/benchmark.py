@@ -8,7 +8,7 @@ from nemo_rl.data.datasets.raw_dataset import RawDataset
 from nemo_rl.data.processors import math_hf_data_processor
 
 from qarl_nemo.data.benchmark_problems import read_problems
-from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmarks
+from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmark
 
 
 class Benchmark(RawDataset):
@@ -33,10 +33,7 @@ class Benchmark(RawDataset):
         repeat: int = 1,
         **unread: Any,  # noqa: ARG002
     ) -> None:
-        found = find_benchmarks([benchmark])
-        if len(found) > 1:
-            raise ValueError(f"benchmark {benchmark!r} stands for several; write an entry of data.validation for each")
-        self.record = found[0]
+        self.record = find_benchmark(benchmark)
         self.task_name = self.record.name
         problems = read_problems(self.record, Path(data_path) if data_path else None)
         self.dataset = Dataset.from_list(

@@ -5,7 +5,8 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from qarl_nemo.data.config import DatasetConfig, DatasetsData
+from qarl_nemo.data.benchmark_problems import benchmark_tasks
+from qarl_nemo.data.config import BenchmarkConfig, Datasets, DatasetsData, ValidationSets
 from qarl_nemo.data.problems import Task, read_tasks
 from qarl_nemo.train.config import ArithmeticData
 
@@ -66,8 +67,11 @@ class TaskSource:
         return tasks[_epoch_order(f"{stream}-{self.seed}-epoch-{epoch}", len(tasks))[position]]
 
 
-def _read(datasets: DatasetConfig | list[DatasetConfig]) -> list[list[Task]]:
-    return [read_tasks(config) for config in (datasets if isinstance(datasets, list) else [datasets])]
+def _read(datasets: Datasets | ValidationSets) -> list[list[Task]]:
+    return [
+        benchmark_tasks(config) if isinstance(config, BenchmarkConfig) else read_tasks(config)
+        for config in (datasets if isinstance(datasets, list) else [datasets])
+    ]
 
 
 # A step looks up an epoch's order for every prompt. Two streams, each at the end of an epoch, use four orders.

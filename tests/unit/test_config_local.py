@@ -82,6 +82,25 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
             {"loss_fn": {"objective": "gspo", "mismatch_cap": 2.0}},
             "unknown key 'loss_fn.mismatch_cap': legal here: clip_high, clip_low, objective",
         ),
+        # a benchmark has other keys than a data set, in a list as well
+        (
+            {
+                "data": {
+                    "source": "datasets",
+                    "train": {"data_path": "a"},
+                    "validation": [{"benchmark": "gsm8k", "s": 1}],
+                }
+            },
+            "unknown key 'data.validation.0.s': legal here: benchmark, data_path, prompt_template, system_prompt",
+        ),
+        (
+            {"data": {"source": "datasets", "train": {"data_path": "a"}, "validation": {"benchmark": "gsm8"}}},
+            "data.validation.benchmark: unknown benchmark 'gsm8'; legal: aime24",
+        ),
+        (
+            {"data": {"source": "datasets", "train": {"data_path": "a"}, "validation": {"benchmark": "ood"}}},
+            "data.validation.benchmark: benchmark 'ood' stands for several",
+        ),
         (
             {"policy": {"model_init": {}, "optimizer": {"name": "muon", "beta": 0.9}}},
             "unknown key 'policy.optimizer.beta'",

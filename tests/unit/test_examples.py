@@ -18,6 +18,10 @@ from qarl_nemo.train.vllm.shapes import gpu_problems
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = {path.stem: load_config(path, [], LocalConfig) for path in sorted(EXAMPLES.glob("configs/local_*.yaml"))}
 OBJECTIVES = [model.model_fields["objective"].default for model in get_args(get_args(LossConfig)[0])]
+REAL_MODELS = {
+    "Qwen2.5-Coder-0.5B-Instruct": (896, 4864, 14, 64),
+    "Qwen2.5-Coder-1.5B-Instruct": (1536, 8960, 12, 128),
+}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -42,12 +46,13 @@ def test_every_arm_is_legal(stem):
     assert expand_arms(CONFIGS[stem], stem)
 
 
-@pytest.mark.parametrize("stem", [stem for stem in CONFIGS if stem.startswith("local_gsm8k")])
+@pytest.mark.parametrize("stem", [stem for stem in CONFIGS if stem.startswith(("local_gsm8k", "local_math"))])
 def test_vllm_samples_in_every_arm_of_a_real_model(stem):
-    # Qwen2.5-Coder-0.5B's shapes, on a Hopper GPU.
-    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
-    model = SimpleNamespace(hidden_size=896, intermediate_size=4864, **heads)
     config = CONFIGS[stem]
+    # The shapes of Qwen2.5-Coder of 0.5B and 1.5B, on a Hopper GPU.
+    hidden, width, heads, head_dim = REAL_MODELS[config.policy.model_path.name]
+    heads = {"num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": head_dim}
+    model = SimpleNamespace(hidden_size=hidden, intermediate_size=width, **heads)
     for run in expand_arms(config, stem) if config.compare else [config]:
         assert run.rollout.engine == "vllm", run.run.name
         assert config_problems(run, "cuda") == [], run.run.name

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from qarl_nemo.data.benchmark_problems import chosen_letter, is_right, read_problems
+from qarl_nemo.data.benchmark_problems import benchmark_tasks, chosen_letter, is_right, read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmarks, with_prompt
+from qarl_nemo.data.config import BenchmarkConfig
 from qarl_nemo.files import FileError
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "after_training.md"
@@ -108,8 +109,25 @@ def test_records_of_another_kind_are_all_named(name, change, expected, tmp_path)
     assert "(its fields: foreign)" in str(error.value)
 
 
+def test_a_benchmark_is_a_validation_set_in_its_own_words(tmp_path):
+    path = str(write(tmp_path / "one.jsonl", [RECORDS["math500"][0]]))
+    (task,) = benchmark_tasks(BenchmarkConfig(benchmark="math500", data_path=path))
+    assert task.prompt == BENCHMARKS["math500"].ask("Half of 3?")
+    assert (task.answer, task.reward_function) == (r"\frac{3}{2}", None)
+    other = BenchmarkConfig(benchmark="math500", data_path=path, prompt_template="Q: {problem}", system_prompt="Think.")
+    (task,) = benchmark_tasks(other)
+    assert [message["content"] for message in task.prompt] == ["Think.", "Q: Half of 3?"]
+
+
+def test_a_validation_set_of_letters_is_checked_by_letter(tmp_path):
+    path = str(write(tmp_path / "one.jsonl", [ARC | {"answerKey": "B"}]))
+    (task,) = benchmark_tasks(BenchmarkConfig(benchmark="arc_c", data_path=path))
+    # math-verify would find neither.
+    assert [task.reward(response) for response in (r"So \boxed{B}.", "The answer is A.", "water")] == [1.0, 0.0, 0.0]
+
+
 def test_a_missing_copy_says_how_one_is_named(tmp_path):
-    with pytest.raises(FileError, match=r"gsm8k: .*does not exist.*--data gsm8k=PATH"):
+    with pytest.raises(FileError, match=r"gsm8k: .*does not exist.*data_path.*--data gsm8k=PATH"):
         read_problems(BENCHMARKS["gsm8k"], tmp_path / "none.jsonl")
 
 

@@ -126,5 +126,13 @@ def test_several_data_sets_are_mixed_and_validated_in_turn(tmp_path):
     assert len(source.validation(100)) == 8
 
 
+def test_benchmarks_and_data_sets_are_validated_in_turn(tmp_path):
+    math500 = write_jsonl(tmp_path / "math500.jsonl", [{"problem": "Half of 8?", "answer": "4"}])
+    sets = several(tmp_path, a=range(2))
+    validation = [*sets, {"benchmark": "math500", "data_path": str(math500)}]
+    source = TaskSource(DatasetsData(source="datasets", train=sets, validation=validation), seed=0)
+    assert [task.answer for task in source.validation(3)] == ["0", "4", "1"]
+
+
 def test_without_validation_sets_the_first_problems_are_validated(ten_problems):
     assert [task.answer for task in TaskSource(ten_problems, seed=0).validation(3)] == ["0", "1", "2"]
