@@ -33,6 +33,7 @@ from qarl_nemo.nemo_rl.loss import QarlLossFn
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
 from qarl_nemo.nemo_rl.recording import Recorder
 from qarl_nemo.nemo_rl.run_folder import describe_run
+from qarl_nemo.nemo_rl.start_progress import shown_start
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
@@ -94,7 +95,8 @@ class _Run:
         assert self.qarl is not None
         log_dir = Path(config.logger["log_dir"])
         describe_run(log_dir, as_mapping(config))
-        parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
+        with shown_start(log_dir):
+            parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
         policy, policy_generation = parts[:2]
         self.synchronizer = plugin.install_refit(policy, policy_generation)
         policy.recorder = Recorder(log_dir.absolute(), self.qarl.diagnostics_period, parts[_STATE].total_steps)
