@@ -9,6 +9,7 @@ from nemo_rl.models.policy.workers import megatron_policy_worker
 from qarl_nemo.megatron.alignment import release
 from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update
 from qarl_nemo.memory import GIB
+from qarl_nemo.nemo_rl.memory_metrics import others_bytes
 from qarl_nemo.nemo_rl.residency import short_of_room
 
 # What a refit may take beyond the largest one so far.
@@ -43,7 +44,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         self._beside_refit: bool | None = None
         # What the largest refit took of the GPU, the engine's weights included; None before the first.
         self._refit_bytes: int | None = None
-        self._free_before_refit = 0
+        self._free_before_refit = self._others_before_refit = 0
         self._heap_frozen = False
 
     def offload_before_refit(self) -> None:
@@ -65,7 +66,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
             self._beside_refit = beside
             if not beside:
                 self._finish_offload()
-        self._free_before_refit = torch.cuda.mem_get_info()[0]
+        self._free_before_refit, self._others_before_refit = torch.cuda.mem_get_info()[0], others_bytes()
 
     def offload_after_refit(self) -> None:
         """Leave the GPU to the engine; where both have room beside an optimizer that stays, parameters stay as well.
@@ -86,7 +87,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         self._carrier.finish_offload()
         torch.cuda.empty_cache()
         # A refitted engine holds its weights, which are part of its share.
-        held = max(0, self._free_before_refit - torch.cuda.mem_get_info()[0]) if refitted else 0
+        held = max(0, others_bytes() - self._others_before_refit) if refitted else 0
         stay = not self._optimizer_leaves and short_of_room(self._engine_share(), held) is None
         if stay != self._parameters_stay:
             self._say(f"parameters {'stay' if stay else 'leave'} while the engine runs")

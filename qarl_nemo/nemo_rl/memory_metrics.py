@@ -26,11 +26,10 @@ class PhaseMemory:
         """
         torch.cuda.reset_peak_memory_stats()
         yield
-        free, total = torch.cuda.mem_get_info()
         peaks = {
             f"memory/{name}_allocated_gib": torch.cuda.max_memory_allocated(),
             f"memory/{name}_reserved_gib": torch.cuda.max_memory_reserved(),
-            f"memory/{name}_others_gib": total - free - torch.cuda.memory_reserved(),
+            f"memory/{name}_others_gib": others_bytes(),
         }
         self._peaks |= {key: max(value / GIB, self._peaks.get(key, 0.0)) for key, value in peaks.items()}
 
@@ -43,6 +42,12 @@ class PhaseMemory:
         """
         taken, self._peaks = self._peaks, {}
         return taken
+
+
+def others_bytes() -> int:
+    """Return what this process's GPU holds beside its tensors and reserve: contexts, NCCL's buffers, an engine."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def fullest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
