@@ -70,20 +70,20 @@ def experts_reached(layers: int, *, embedding_std: float) -> list[float]:
 
 
 def _draw(layers: int, embedding_std: float) -> Qwen3MoeForCausalLM:
-    config = Qwen3MoeConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=_WIDTH,
-        intermediate_size=3 * _WIDTH,
-        moe_intermediate_size=768 // _NARROWER,
-        num_hidden_layers=layers,
-        num_attention_heads=32 // _NARROWER,
-        num_key_value_heads=1,
-        head_dim=128,
-        num_experts=_EXPERTS,
-        num_experts_per_tok=_TOP_K,
-        norm_topk_prob=True,
-    )
-    model = Qwen3MoeForCausalLM(config).float().eval()
+    sizes = {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": _WIDTH,
+        "intermediate_size": 3 * _WIDTH,
+        "moe_intermediate_size": 768 // _NARROWER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32 // _NARROWER,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": _TOP_K,
+        "norm_topk_prob": True,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_dict(sizes)).float().eval()
     for name, parameter in model.named_parameters():
         if "embed" in name:
             parameter.normal_(0, embedding_std)
