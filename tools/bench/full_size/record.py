@@ -17,7 +17,7 @@ from arms import Placement
 from phase_memory import Figures, memory_figures, start_seconds
 from workloads import PROMPT_TOKENS, WORKLOADS, Workload
 
-from qarl_nemo.files import FileError, read_json
+from qarl_nemo.files import read_json
 from qarl_nemo.metrics.nemo_rl_logs import read_facts
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
@@ -173,7 +173,7 @@ def main() -> None:
         facts = read_json(arguments.facts, "facts") if arguments.facts else read_facts(arguments.folder / "logs")
         asynchronous = timed.placement.asynchronous
         measured |= memory_figures(timed.folder, timed.run, timed.steps(skip), asynchronous=asynchronous)
-    except (ValueError, FileError) as error:
+    except ValueError as error:
         parser.error(str(error))
     if not asynchronous:
         measured["full_start_s"] = (start_seconds(timed.folder, timed.run), "s", "<=")
