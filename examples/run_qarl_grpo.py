@@ -8,6 +8,7 @@ reward functions, and `setup`, which gets our policy workers, our refit and our 
 `--check` stops once the config is checked, before Ray starts, and says what would run.
 """
 
+import argparse
 import os
 import sys
 from functools import partial
@@ -21,6 +22,9 @@ except ImportError as error:
         f"{Path(sys.argv[0]).name}: NeMo-RL is not importable ({error}); put its repository and what it needs on "
         "PYTHONPATH (NEMO_RL_ROOT alone only says where its configs are): docs/guide/nemo_rl.md, step 1"
     )
+
+from nemo_rl.utils.config import OverridesError
+from pydantic import ValidationError
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError
@@ -43,8 +47,7 @@ _LOSS, _STATE = 6, 9
 
 def main() -> None:
     """Run NeMo-RL's launcher on the command line's config."""
-    check_only = "--check" in sys.argv
-    sys.argv = [argument for argument in sys.argv if argument != "--check"]
+    check_only = _parse_arguments()
     # Our recipes build on NeMo-RL's, which they find through this variable.
     os.environ.setdefault("NEMO_RL_ROOT", str(_ROOT))
     sys.path.insert(0, str(_ROOT / "examples"))
@@ -54,11 +57,29 @@ def main() -> None:
     run.bind()
     try:
         run_grpo.main()
-    except (ConfigError, FileError) as error:
+    except (ConfigError, FileError, OverridesError) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     # NeMo-RL's asynchronous loop prints why its first refit failed, and returns.
     if run.synchronizer is not None and run.synchronizer.failure is not None:
         sys.exit(f"{Path(sys.argv[0]).name}: a refit failed: {run.synchronizer.failure}")
+
+
+def _parse_arguments() -> bool:
+    """Check what NeMo-RL's launcher will parse, and take `--check` away from it."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [-h] [--config FILE] [--check] [a.b=c ...]",
+        description="NeMo-RL's GRPO with quantized rollouts: docs/guide/nemo_rl.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a NeMo-RL recipe with a `qarl:` block")
+    parser.add_argument(
+        "--check", action="store_true", help="stop before Ray starts, and say what would run or conflicts"
+    )
+    arguments, _ = parser.parse_known_args()
+    if arguments.config and not arguments.config.is_file():
+        sys.exit(f"{parser.prog}: --config {arguments.config}: no such file")
+    sys.argv = [argument for argument in sys.argv if argument != "--check"]
+    return arguments.check
 
 
 class _Run:
@@ -77,7 +98,10 @@ class _Run:
 
     def checked_config(self, **values: Any) -> Any:
         """Make NeMo-RL's config, checked together with its `qarl:` block."""
-        config = self.master_config(**values)
+        try:
+            config = self.master_config(**values)
+        except ValidationError as error:
+            raise ConfigError(f"NeMo-RL refuses the config: {error}") from error
         unchecked = fetch_model_config(config.policy["model_name"])
         self.qarl = apply_qarl(config)
         print(launch_summary(as_mapping(config), self.qarl, sys.argv, unchecked))

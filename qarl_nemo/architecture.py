@@ -4,6 +4,7 @@ Names are Hugging Face's, with one tensor per expert, as checkpoints hold them. 
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from qarl_nemo.files import FileError, read_json
 
 CONFIG_FILE = "config.json"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +178,39 @@ def read_architecture(path: Path, supported: Sequence[str] = tuple(FAMILIES)) ->
     Raises:
         FileError: no readable config.json, or as `Architecture.parse`.
     """
-    file = path / CONFIG_FILE if path.is_dir() else path
+    file = config_file(path)
     return Architecture.parse(read_json(file, "a model's config.json"), str(file), supported)
+
+
+def config_file(path: Path) -> Path:
+    """Return the config.json that a user names.
+
+    Args:
+        path: Hugging Face folder, or its config.json.
+
+    Returns:
+        The file, which may be missing from a folder.
+
+    Raises:
+        FileError: there is nothing at the path.
+    """
+    if not path.exists():
+        raise FileError(f"{path}: expected a model's {CONFIG_FILE}, but: no such file or directory{hub_hint(path)}")
+    return path / CONFIG_FILE if path.is_dir() else path
+
+
+def hub_hint(path: Path) -> str:
+    """Say how to fetch a model that is named as the Hugging Face hub names it.
+
+    Args:
+        path: what was named, where nothing is.
+
+    Returns:
+        The command, after a semicolon; empty if it looks like a path.
+    """
+    if not _HUB_NAME.fullmatch(str(path)) or path.parent.exists():
+        return ""
+    return f"; a model on the Hugging Face hub is fetched first: hf download {path} --local-dir ..."
 
 
 def _family_problems(config: Mapping[str, Any], supported: Sequence[str]) -> list[str]:

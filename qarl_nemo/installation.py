@@ -5,7 +5,7 @@ from pathlib import Path
 
 # A wheel holds examples/configs as this folder; a checkout does not.
 _IN_WHEEL = Path(__file__).parent / "examples"
-_LOCAL = "local_"
+_LOCAL, _NEMO_RL = "local_", "qarl-"
 
 
 def pip_command(extra: str = "") -> str:
@@ -29,6 +29,11 @@ def shipped_configs() -> dict[str, Path]:
     """
     folder = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[1] / "examples" / "configs"
     return {path.stem.removeprefix(_LOCAL): path for path in sorted(folder.glob("*.yaml"))}
+
+
+def is_nemo_rl_recipe(config: Path) -> bool:
+    """Say whether a config is a shipped one that NeMo-RL runs, and not `qarl train`."""
+    return config.stem.startswith(_NEMO_RL) and config.stem in shipped_configs()
 
 
 def find_config(given: Path) -> Path:

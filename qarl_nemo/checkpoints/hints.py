@@ -1,10 +1,10 @@
 """Hints: what a folder or file that is not a checkpoint may be instead, and what to do about it."""
 
-import re
 from pathlib import Path
 
+from qarl_nemo.architecture import hub_hint
+
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def lfs_hint(path: Path) -> str:
@@ -36,10 +36,7 @@ def folder_hint(folder: Path) -> str:
         What it is and what to do, after a semicolon; empty if that cannot be told.
     """
     if not folder.exists():
-        hub_name = _HUB_NAME.fullmatch(str(folder)) and not folder.parent.exists()
-        return f"; a model on the Hugging Face hub is fetched first: hf download {folder} --local-dir ..." * bool(
-            hub_name
-        )
+        return hub_hint(folder)
     if (folder / "adapter_config.json").is_file():
         return "; it holds a LoRA adapter: merge it into its model first (peft's merge_and_unload)"
     if (folder / "model" / "config.json").is_file():

@@ -13,16 +13,15 @@ def configs(
     name: Annotated[str | None, typer.Argument(help="Print this config, to be copied and changed.")] = None,
 ) -> None:
     """List the configs that come with the package; `qarl train NAME` runs one, `qarl configs NAME` prints it."""
-    from qarl_nemo.installation import find_config, shipped_configs
+    from qarl_nemo.installation import find_config, is_nemo_rl_recipe, shipped_configs
 
     if name is not None:
         typer.echo(find_config(Path(name)).read_text(encoding="utf-8"), nl=False)
         return
-    found = shipped_configs()
-    width = max(map(len, found))
     for of_nemo, title in ((False, "qarl train NAME [a.b=c ...]"), (True, "on NeMo-RL, see docs/guide/nemo_rl.md")):
         typer.echo(f"{title}:")
+        found = {key: path for key, path in shipped_configs().items() if is_nemo_rl_recipe(path) is of_nemo}
+        width = max(map(len, found))
         for key, path in found.items():
-            if key.startswith("qarl-") is of_nemo:
-                first = path.read_text(encoding="utf-8").splitlines()[0]
-                typer.echo(f"  {key:<{width}}  {first.lstrip('# ')}")
+            first = path.read_text(encoding="utf-8").splitlines()[0]
+            typer.echo(f"  {key:<{width}}  {first.lstrip('# ')}")

@@ -23,10 +23,12 @@ def train(
     """
     from qarl_nemo.config import load_config
     from qarl_nemo.files import exclusive, make_folder
-    from qarl_nemo.installation import find_config
+    from qarl_nemo.installation import find_config, is_nemo_rl_recipe
     from qarl_nemo.train.config import LocalConfig
 
     config = find_config(config)
+    if is_nemo_rl_recipe(config):
+        raise ValueError(f"{config} is a recipe for NeMo-RL; start it with examples/run_qarl_grpo.py --config {config}")
     settings = load_config(config, overrides or [], LocalConfig)
     if settings.compare is None:
         _train_one(settings)
@@ -35,6 +37,7 @@ def train(
         from qarl_nemo.train.arms import expand_arms, run_arms
 
         runs = expand_arms(settings, str(config))
+        _require_gpu(runs)
         make_folder(settings.run_dir, "the folder of a comparison")
         with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}"):
             run_dirs = run_arms(runs, parallel)
@@ -50,6 +53,14 @@ def _train_one(settings: "LocalConfig") -> None:
         from qarl_nemo.train.megatron.launch import train_with_megatron
 
         train_with_megatron(settings)
+
+
+def _require_gpu(runs: list["LocalConfig"]) -> None:
+    """Refuse a comparison that needs a GPU once, not in every run's log; without one that does, torch stays away."""
+    if any(run.device == "cuda" for run in runs):
+        from qarl_nemo.train.setup import resolve_device
+
+        resolve_device("cuda")
 
 
 def _write_report(run_dirs: list[Path], folder: Path) -> None:

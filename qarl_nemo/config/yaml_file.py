@@ -18,6 +18,9 @@ _MERGED_LATER = ("arms",)
 # For comparison: NeMo-RL's largest config has 20 kB, 400 values and 6 levels, and builds on 3 others.
 _MAX_CHARS, _MAX_VALUES, _MAX_LEVELS, _MAX_FILES = 1 << 18, 20_000, 40, 20
 
+# What PyYAML calls the text that it parses.
+_UNNAMED = 'in "<unicode string>", '
+
 # libyaml's loader parses a hundred times as fast, if PyYAML was built with it.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -131,7 +134,7 @@ def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
     except OSError:
         own = None  # a single word or number
     except Exception as error:  # YAML scanners raise unrelated types
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {str(error).replace(_UNNAMED, '')}") from error
     if not isinstance(own, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     return own
@@ -141,10 +144,11 @@ def _parents(own: DictConfig, path: Path) -> list[Path]:
     """Take `defaults` out of a config and return the files it names."""
     try:
         named = own.pop("defaults", [])
+        names = [named] if isinstance(named, str) else named
+        legal = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: defaults: {str(error).splitlines()[0]}") from error
-    names = [named] if isinstance(named, str) else named
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+    if not legal:
         raise ConfigError(f"defaults of {path} must be one path or a list of paths, not {str(named)[:80]}")
     return [_resolved(path.parent / name) for name in names]
 

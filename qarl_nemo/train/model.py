@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.content import require_whole
+from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.train.config import ModelInit, PolicyConfig
 from qarl_nemo.train.engine_forward import follow_engine
@@ -109,7 +110,7 @@ def read_config(policy: PolicyConfig) -> PreTrainedConfig:
     if policy.model_init is not None:
         return tiny_config(policy.model_init, character_tokenizer())
     assert policy.model_path is not None
-    config = _checkpoint_config(policy.model_path)
+    config = checkpoint_config(policy.model_path)
     # The layers are ours; transformers would install its own.
     config.__dict__.pop("quantization_config", None)
     return config
@@ -144,7 +145,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Pr
         ValueError: no such directory, an unsupported model type, tensors that do not belong to the model, or a
             tokenizer without an end token.
     """
-    _checkpoint_config(path)
+    checkpoint_config(path)
     require_whole(open_checkpoint(path))
     with _named_errors(path, "its weights cannot be loaded"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
@@ -164,7 +165,7 @@ def load_tokenizer(path: Path, model: Path | None = None) -> PreTrainedTokenizer
     Raises:
         ValueError: it cannot be loaded, has no end token, or tokens that the model does not know.
     """
-    vocab_size = _checkpoint_config(model or path).vocab_size
+    vocab_size = checkpoint_config(model or path).vocab_size
     with _named_errors(path, "its tokenizer cannot be loaded"):
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -177,9 +178,22 @@ def load_tokenizer(path: Path, model: Path | None = None) -> PreTrainedTokenizer
     return tokenizer
 
 
-def _checkpoint_config(path: Path) -> PreTrainedConfig:
+def checkpoint_config(path: Path) -> PreTrainedConfig:
+    """Read the config of a checkpoint directory.
+
+    Args:
+        path: the directory.
+
+    Returns:
+        The Hugging Face config.
+
+    Raises:
+        ValueError: the directory is not a checkpoint of a supported model type; says what it may be instead.
+    """
     if not (path / CONFIG_FILE).exists():
-        raise ValueError(f"{path} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}")
+        raise ValueError(
+            f"{path} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}{folder_hint(path)}"
+        )
     read_architecture(path / CONFIG_FILE)
     return AutoConfig.from_pretrained(path, local_files_only=True)
 

@@ -60,6 +60,21 @@ def test_what_a_user_gets_wrong_is_one_message_and_no_folder(qarl, override, mes
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("qarl-paper", "is a recipe for NeMo-RL; start it with examples/run_qarl_grpo.py --config"),
+        ("megatron", "torch sees no CUDA device"),
+    ],
+)
+def test_a_shipped_config_that_cannot_run_here_says_why_before_it_starts(qarl, config, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, printed = qarl("train", config, f"run_dir={tmp_path / 'run'}")
+    assert code == 2
+    assert message in printed
+    assert not (tmp_path / "run").exists()
+
+
 def test_help_and_config_errors_come_without_torch(tmp_path):
     config = write_config(tmp_path / "run.yaml", tmp_path / "run", sede=1)
     code = (

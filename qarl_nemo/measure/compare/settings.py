@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE, DEFAULT_FORMAT, QuantFormat, find_format, get_format, served_formats
-from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.installation import pip_command
 from qarl_nemo.layers.install import install
@@ -19,7 +18,7 @@ from qarl_nemo.measure.compare.prompts import make_prompts
 from qarl_nemo.names import TARGETS
 from qarl_nemo.train.engine_attention import ATTENTIONS, engine_attention_problem
 from qarl_nemo.train.lora import RANKS
-from qarl_nemo.train.model import stored_stop_ids
+from qarl_nemo.train.model import checkpoint_config, stored_stop_ids
 from qarl_nemo.train.saved_adapter import SavedAdapter, read_adapter
 from qarl_nemo.train.setup import resolve_device
 
@@ -230,10 +229,7 @@ def _takes_groups(name: str) -> bool:
 
 
 def _read_checkpoint(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    if not (folder / CONFIG_FILE).exists():
-        raise ValueError(f"{folder} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}")
-    read_architecture(folder / CONFIG_FILE)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = checkpoint_config(folder)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{folder} is quantized already; name the BF16 checkpoint that it was made from")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -246,12 +242,12 @@ def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], confi
     if not settings.targets or any(target not in TARGETS for target in settings.targets):
         return [] if settings.targets else [f"no target; legal: {', '.join(TARGETS)}"]
     problems: list[str] = []
-    checkpoint = attempt(problems, open_checkpoint, settings.checkpoint) if settings.engine == "vllm" else None
+    checkpoint = attempt(problems, open_checkpoint, settings.checkpoint)
     for fmt in formats:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         attempt(problems, install, model, settings.targets, fmt)
-        if checkpoint:
+        if checkpoint and settings.engine == "vllm":
             attempt(problems, plan_quantization, checkpoint, fmt, settings.targets)
         on_cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
         if settings.engine == "vllm" and on_cpu:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl_kernels import QuantFormat
-from qarl_nemo.architecture import CONFIG_FILE, Architecture
+from qarl_nemo.architecture import Architecture, config_file
 from qarl_nemo.checkpoints.shapes import engine_shard, shape_problems
 from qarl_nemo.files import read_json
 from qarl_nemo.names import TARGETS, target_of
@@ -50,7 +50,7 @@ def read_shapes(path: Path) -> ModelShapes:
     Raises:
         ValueError: no readable config.json, or the model is unsupported or quantized.
     """
-    file = path / CONFIG_FILE if path.is_dir() else path
+    file = config_file(path)
     raw = read_json(file, "a model's config.json")
     model = Architecture.parse(raw, str(file))
     if "quantization_config" in raw:

@@ -80,6 +80,7 @@ def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
         ({"enable_expert_parallel": True}, "it needs tensor_parallel_size of at least 2"),
         ({"formats": ("fp8_block",), "group_size": 64}, "no integer format is measured"),
         ({"model": Path("nowhere")}, "nowhere: expected a model's config.json"),
+        ({"model": Path("Qwen/Qwen3-0.6B")}, "hf download Qwen/Qwen3-0.6B"),
         ({"formats": ()}, "no format to measure"),
     ],
 )
