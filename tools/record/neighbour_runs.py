@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from real_model_runs import run_figures, whole_runs
-from train_runs import slug, vllm_version
+from real_model_runs import engine_versions, record, run_figures, whole_runs
+from train_runs import slug
 
-from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.metrics.results import Figure, result_rows
 from qarl_nemo.metrics.runs import Run
 
 # Config -> what its rows begin with.
@@ -66,16 +66,9 @@ def main() -> None:
     if config not in COMPARISONS:
         parser.error(f"{arguments.folder} is none of {', '.join(COMPARISONS)}: a folder is named like its config")
     runs = whole_runs(arguments.folder)
-    engines = versions()
-    if any(run.setting("rollout.engine") == "vllm" for run in runs):
-        engines |= vllm_version(arguments.device)
-    command = f"qarl train examples/configs/{config}.yaml"
-    rows = result_rows(
-        figures(runs, COMPARISONS[config]), hardware=hardware(arguments.device), versions=engines, command=command
-    )
-    append_results(arguments.record, rows)
-    for row in rows:
-        print(f"{row['name']:70s} {row['value']:>10g} {row['unit']}")
+    command, device = f"qarl train examples/configs/{config}.yaml", arguments.device
+    facts = {"hardware": hardware(device), "versions": engine_versions(runs, device), "command": command}
+    record(arguments.record, result_rows(figures(runs, COMPARISONS[config]), **facts))
 
 
 if __name__ == "__main__":

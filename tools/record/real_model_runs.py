@@ -2,6 +2,7 @@
 
     qarl train examples/configs/local_gsm8k_arms.yaml --parallel 3
     python tools/record/real_model_runs.py runs/local_gsm8k_arms --model qwen2.5-coder-0.5b --data gsm8k
+    python tools/record/real_model_runs.py runs/local_math_arms --model qwen2.5-coder-1.5b --data math
 
 Arms are called BF16, `rollout-only FORMAT` and `QaRL FORMAT`; what follows a comma is another objective. A format's
 recovery, (QaRL - rollout-only) / (BF16 - rollout-only) of the paired seeds' mean accuracies, is a row only where
@@ -9,6 +10,7 @@ rollout-only is behind BF16 by more than two standard errors of the paired diffe
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,23 +21,23 @@ from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
-COMMAND = "qarl train examples/configs/local_gsm8k_arms.yaml"
 _BASELINE, _ROLLOUT_ONLY, _QARL = "BF16", "rollout-only ", "QaRL "
 _STANDARD_ERRORS = 2.0
 
 
-def run_figures(run: Run, prefix: str) -> list[Figure]:
+def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None) -> list[Figure]:
     """Return a run's figures; `reward_final` is the mean of its last ten steps.
 
     Args:
         run: the run.
         prefix: begins the names, `real_<model>_<data>`.
+        accuracies: on the test set, the first and the last of which are recorded; None = the run's validations.
 
     Returns:
         The figures.
     """
     name, summary = f"{prefix}_{slug(run.setting('run.arm'))}_seed{run.seed}", summarize_run(run)
-    accuracies = _accuracies(run)
+    accuracies = accuracies or _accuracies(run)
     return [
         Figure(f"{name}_steps", summary["num_steps"], "", ">="),
         Figure(f"{name}_reward_first", summary["reward_first"], "", ">="),
@@ -64,6 +66,8 @@ def recoveries(runs: list[Run], prefix: str) -> list[Figure]:
         names = (_BASELINE, _ROLLOUT_ONLY + fmt, _QARL + fmt)
         seeds = sorted({run.seed or 0 for run in runs})
         seeds = [seed for seed in seeds if all((name, seed) in accuracy for name in names)]
+        if not seeds:
+            continue
         bf16, rollout_only, qarl = (np.array([accuracy[name, seed] for seed in seeds]) for name in names)
         lost, gained = bf16 - rollout_only, qarl - rollout_only
         error = float(np.std(lost, ddof=1) / np.sqrt(len(seeds))) if len(seeds) > 1 else float("nan")
@@ -91,27 +95,52 @@ def whole_runs(folder: Path) -> list[Run]:
     return whole
 
 
-def _accuracies(run: Run) -> np.ndarray:
+def engine_versions(runs: list[Run], device: str) -> dict[str, str]:
+    """Return the versions of what computed the runs' figures.
+
+    Args:
+        runs: the runs.
+        device: what they ran on, `cpu` or `cuda`.
+
+    Returns:
+        Package -> version.
+    """
+    served = any(run.setting("rollout.engine") == "vllm" for run in runs)
+    return versions() | (vllm_version(device) if served else {})
+
+
+def record(path: Path, rows: list[dict]) -> None:
+    """Append rows and print them.
+
+    Args:
+        path: a file of docs/results.
+        rows: the rows.
+    """
+    append_results(path, rows)
+    for row in rows:
+        print(f"{row['name']:70s} {row['value']:>10g} {row['unit']}")
+
+
+def _accuracies(run: Run) -> list[float]:
     values = run.column("validation/reward")
-    return values[np.isfinite(values)]
+    return values[np.isfinite(values)].tolist()
 
 
 def main() -> None:
     """Read the run directories, append rows, print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="holds the arms' run directories")
+    parser.add_argument("folder", type=Path, help="holds the arms' run directories, named like its config")
     parser.add_argument("--model", required=True, help="for the rows' names, e.g. qwen2.5-coder-0.5b")
     parser.add_argument("--data", required=True, help="for the rows' names, e.g. gsm8k")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="what the runs ran on")
     parser.add_argument("--record", type=Path, default=Path("docs/results/real_model.json"))
     arguments = parser.parse_args()
     whole = whole_runs(arguments.folder)
     prefix = f"real_{arguments.model}_{arguments.data}"
     figures = [figure for run in whole for figure in run_figures(run, prefix)] + recoveries(whole, prefix)
-    engines = versions() | vllm_version("cuda")
-    rows = result_rows(figures, hardware=hardware("cuda"), versions=engines, command=COMMAND)
-    append_results(arguments.record, rows)
-    for row in rows:
-        print(f"{row['name']:70s} {row['value']:>10g} {row['unit']}")
+    command, device = f"qarl train examples/configs/{arguments.folder.resolve().name}.yaml", arguments.device
+    facts = {"hardware": hardware(device), "versions": engine_versions(whole, device), "command": command}
+    record(arguments.record, result_rows(figures, **facts))
 
 
 if __name__ == "__main__":

@@ -34,9 +34,10 @@ KEYS = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads",
         "num_hidden_layers", "vocab_size")  # fmt: skip
 # The public shapes of recipes' models, where examples/ has no config.json of them.
 DENSE = {
-    "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 32, 8, 128, 36, 151936),
-    "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 4, 128, 28, 152064),
-    "Qwen/Qwen2.5-Math-1.5B": ("qwen2", 1536, 8960, 12, 2, 128, 28, 151936),
+    "Qwen3-8B-Base": ("qwen3", 4096, 12288, 32, 8, 128, 36, 151936),
+    "Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 4, 128, 28, 152064),
+    "Qwen2.5-Math-1.5B": ("qwen2", 1536, 8960, 12, 2, 128, 28, 151936),
+    "Qwen2.5-Coder-0.5B-Instruct": ("qwen2", 896, 4864, 14, 2, 64, 24, 151936),
 }
 
 
@@ -60,9 +61,10 @@ def model_folder(name: str, folder: Path) -> str:
     """Where the config.json of a recipe's model is; the one-GPU recipe's is made first, and has none here."""
     if name == "Qwen/Qwen3-30B-A3B-Base":
         return str(EXAMPLES / "models" / "qwen3-30b-a3b")
-    if name not in DENSE:
+    shapes = DENSE.get(name.rpartition("/")[2])
+    if shapes is None:
         return name
-    (folder / "config.json").write_text(json.dumps(dict(zip(KEYS, DENSE[name], strict=True))))
+    (folder / "config.json").write_text(json.dumps(dict(zip(KEYS, shapes, strict=True))))
     return str(folder)
 
 

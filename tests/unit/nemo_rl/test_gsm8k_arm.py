@@ -1,0 +1,71 @@
+"""The recipe of the embedded engine's arm on GSM8K trains what that arm trains."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qarl_kernels import get_format
+from qarl_nemo.config import load_config
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.train.arms import expand_arms
+from qarl_nemo.train.config import LocalConfig
+from support.nemo_rl.recipes import own_settings
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+ARMS = load_config(CONFIGS / "local_gsm8k_arms.yaml", [], LocalConfig)
+(ARM,) = (run for run in expand_arms(ARMS, "arms") if run.run.name == "QaRL w4a16-seed1")
+RECIPE = own_settings(CONFIGS / "qarl-qwen2.5-coder-0.5b-1n2g-megatron-w4a16.yaml")
+
+
+def expected() -> dict[str, Any]:
+    """What the arm says, under NeMo-RL's keys."""
+    grpo, optimizer, rollout = ARM.grpo, ARM.policy.optimizer, ARM.rollout
+    return {
+        "grpo.num_prompts_per_step": grpo.num_prompts_per_step,
+        "grpo.num_generations_per_prompt": grpo.num_generations_per_prompt,
+        "grpo.max_num_steps": grpo.max_num_steps,
+        "grpo.seed": ARM.seed,
+        "grpo.val_period": grpo.val_period,
+        "grpo.max_val_samples": grpo.val_num_prompts,
+        "policy.train_global_batch_size": grpo.train_global_batch_size,
+        "policy.max_total_sequence_length": rollout.max_model_len,
+        "policy.generation.max_new_tokens": rollout.max_new_tokens,
+        "policy.sequence_packing.train_mb_tokens": ARM.policy.sequence_packing.train_mb_tokens,
+        "policy.sequence_packing.logprob_mb_tokens": ARM.policy.sequence_packing.logprob_mb_tokens,
+        "policy.megatron_cfg.optimizer.lr": optimizer.lr,
+        "policy.megatron_cfg.optimizer.weight_decay": optimizer.weight_decay,
+        "policy.megatron_cfg.optimizer.adam_beta1": optimizer.betas[0],
+        "policy.megatron_cfg.optimizer.adam_beta2": optimizer.betas[1],
+        "data.max_input_seq_length": ARM.data.max_input_seq_length,
+        "policy.model_name": f"${{oc.env:PWD}}/{ARM.policy.model_path}",
+        "data.train.data_path": f"${{oc.env:PWD}}/{ARM.data.train.data_path}",
+        "data.validation.data_path": f"${{oc.env:PWD}}/{ARM.data.validation.data_path}",
+    }
+
+
+def test_batches_lengths_rates_data_and_seed_are_the_arms():
+    assert {key: look_up(RECIPE, key) for key in expected()} == expected()
+    # The embedded engine's baseline is the mean of the whole group.
+    assert look_up(RECIPE, "grpo.use_leave_one_out_baseline") is False
+
+
+def test_format_and_objective_are_the_arms():
+    ours, arm = NemoQarlConfig(**RECIPE["qarl"]), ARM.qarl
+    assert ours.objective == ARM.loss_fn
+    assert (ours.alignment, ours.targets, ours.backward) == (arm.alignment, arm.targets, arm.backward)
+    formats = [get_format(one.format, group_size=one.group_size) for one in (ours, arm)]
+    assert formats[0] == formats[1]
+    assert formats[0] != get_format(arm.format, group_size=64)
+
+
+def test_the_warm_up_is_the_arms():
+    # Megatron's, constant after it: initial + (rate - initial) * steps / warm-up; the embedded engine's: rate * (steps
+    # + 1) / warm-up, the steps being those done.
+    optimizer, scheduler = (look_up(RECIPE, f"policy.megatron_cfg.{key}") for key in ("optimizer", "scheduler"))
+    first, last = scheduler["lr_warmup_init"], scheduler["lr_warmup_iters"]
+    arm = ARM.policy.optimizer
+    for step in range(2 * arm.warmup_steps):
+        megatron = first + (optimizer["lr"] - first) * min(step / last, 1.0)
+        assert megatron == pytest.approx(arm.lr * min((step + 1) / arm.warmup_steps, 1.0), rel=1e-6), step
