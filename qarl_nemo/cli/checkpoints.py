@@ -41,7 +41,7 @@ def quantize(
         typer.Option(help="Least share of an MLP's inner channels to compute twice, for smaller scales of down_proj."),
     ] = None,
 ) -> None:
-    """Write a quantized checkpoint that stock vLLM loads; streams shard by shard and resumes after a kill."""
+    """Quantize a Hugging Face checkpoint into one that stock vLLM loads, shard by shard; a killed command goes on."""
     from qarl_nemo.checkpoints import open_checkpoint
 
     fmt = _format(format_name, group_size, scale_convention, nested_in)
@@ -66,9 +66,10 @@ def convert(
         bool, typer.Option(help="Leave out rows beyond the vocabulary even if they are not zero.")
     ] = False,
 ) -> None:
-    """Write a Megatron checkpoint as a quantized (or BF16) one that stock vLLM loads, without Megatron or a GPU.
+    """Turn a Megatron checkpoint, as NeMo-RL saves it, into one that stock vLLM loads: quantized, or BF16.
 
-    Streams, resumes after a kill, and unpickles nothing but torch's own table of contents.
+    Needs neither Megatron nor a GPU, streams, resumes after a kill, and unpickles nothing but torch's own table of
+    contents.
     """
     from qarl_nemo.checkpoints import open_megatron
 

@@ -46,7 +46,7 @@ def compare(
     record: Annotated[Path | None, typer.Option(help="Results file (docs/results) to add the gaps to.")] = None,
     record_operators: Annotated[Path | None, typer.Option(help="The same for --layers.")] = None,
 ) -> None:
-    """Measure how far learner and rollout engine are apart: |logprob gap|, k3 KL, sequence ratios, top-1 agreement.
+    """Measure how far the learner's log-probabilities are from the rollout engine's, format by format.
 
     The engine answers the prompts at temperature 1 and greedily; the learner scores the same tokens. Arms: aligned (the
     learner executes the format that the engine serves), rollout_only (BF16 learner) and bf16 (both sides, the floor).

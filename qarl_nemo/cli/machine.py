@@ -96,9 +96,9 @@ def memory(
     lora_targets: Annotated[str, typer.Option(help="What has adapters: experts, attention, mlp.")] = "attention",
     cache_gib: Annotated[float, typer.Option(help="With --lora: keys and values of the rollouts, in GiB.")] = 16.0,
 ) -> None:
-    """Compute what a Megatron learner needs on each GPU, and say what fits; nothing is started.
+    """Compute what training needs on each GPU, and which layouts fit; nothing is started.
 
-    With --lora, what qarl train needs on one GPU for adapters on a frozen base.
+    The learner is Megatron's; with --lora, it is that of qarl train with adapters on a frozen base, on one GPU.
     """
     from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, require_targets
 
@@ -150,7 +150,7 @@ def _show_lora_memory(
 ) -> None:
     from rich.console import Console
 
-    from qarl_nemo.cli.lora_memory import lora_table
+    from qarl_nemo.cli.memory_table import lora_table
     from qarl_nemo.memory import require_targets
     from qarl_nemo.memory.lora import Adapters
     from qarl_nemo.train.lora import RANKS

@@ -1,6 +1,6 @@
-"""The table of `qarl memory`."""
+"""The tables of `qarl memory`, without and with `--lora`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from qarl_nemo.memory import (
     rank_memory,
     refit_bytes,
 )
+from qarl_nemo.memory.lora import ADAPTED_PARTS, ENGINES, AdaptedMemory, Adapters, adapted_memory
 
 
 def memory_table(
@@ -64,3 +65,34 @@ def memory_table(
 
 def _peak_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, tokens: int) -> float:
     return rank_memory(model, ranks, replace(learner, tokens=tokens)).peak_bytes
+
+
+def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes: float, cache_bytes: float) -> Table:
+    """Return a table of what one GPU holds with each rollout engine.
+
+    Args:
+        model: the model's sizes.
+        learner: format and targets of the base, and the tokens of a micro-batch.
+        adapters: what is trained.
+        gpu_bytes: memory of the GPU.
+        cache_bytes: keys and values of the responses that are sampled together.
+    """
+    trained = f"{adapters.num_parameters(model) / 1e6:,.1f} M parameters"
+    title = (
+        f"GiB of one GPU that trains {trained} (rank {adapters.rank}, {', '.join(adapters.targets)}); "
+        f"with {OVERHEAD_BYTES / GIB:g} beside its tensors it must fit in {gpu_bytes / GIB:g}; tokens: the largest "
+        "micro-batch that does"
+    )
+    table = Table("engine", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens", title=title)
+    for engine in ENGINES:
+        memory = partial(adapted_memory, model, adapters=adapters, engine=engine, cache_bytes=cache_bytes)
+        needed = memory(learner)
+        sizes = [*(needed.parts[name] for name in ADAPTED_PARTS), needed.rollout_bytes, needed.update_bytes]
+        fits = "[green]yes[/]" if needed.peak_bytes + OVERHEAD_BYTES <= gpu_bytes else "[red]no[/]"
+        most = largest_budget(partial(_adapted_peak_bytes, memory, learner), gpu_bytes - OVERHEAD_BYTES)
+        table.add_row(engine, *(f"{size / GIB:.1f}" for size in sizes), fits, str(most or "-"))
+    return table
+
+
+def _adapted_peak_bytes(memory: Callable[[Learner], AdaptedMemory], learner: Learner, tokens: int) -> float:
+    return memory(replace(learner, tokens=tokens)).peak_bytes

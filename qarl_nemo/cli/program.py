@@ -12,6 +12,7 @@ from qarl_nemo.failures import run_reported
 app = typer.Typer(
     name="qarl",
     help="Quantization-aware RL for Mixture-of-Experts language models.",
+    epilog="NeMo-RL recipes: examples/run_qarl_grpo.py. Clusters: python -m qarl_nemo.cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

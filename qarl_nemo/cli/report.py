@@ -17,7 +17,7 @@ def report(
         Path | None, typer.Option(help="HTML file; default RUN/report.html, for several ./comparison.html.")
     ] = None,
 ) -> None:
-    """Write an HTML report: reward, KL, entropy, ratios by sign, bands, scatter, error tokens, timings."""
+    """Draw a run, or several side by side, on one HTML page: reward, gap, ratios, error tokens, timings."""
     from qarl_nemo.metrics.report import write_report
 
     # A comparison must not replace the first run's own report.

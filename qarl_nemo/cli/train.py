@@ -17,7 +17,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, a.b=c.")] = None,
     parallel: Annotated[int, typer.Option(help="Runs at a time, for configs with a compare: block.")] = 2,
 ) -> None:
-    """Train with QaRL in one process; a killed run resumes from its last checkpoint.
+    """Train on this machine, without NeMo-RL; the same command resumes a killed run from its last checkpoint.
 
     A config with a `compare:` block runs every arm with every seed and writes one report over all.
     """

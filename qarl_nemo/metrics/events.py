@@ -29,7 +29,6 @@ class EventWriter:
     Args:
         run_dir: the run's folder, created when missing.
         resume_step: last step the restored checkpoint contains: later records are dropped. None starts a new run.
-        tensorboard: also write `run_dir/tensorboard`.
         wandb: also log to Weights & Biases, under an id kept in `run_dir/wandb_id` so that a resumed run continues.
         wandb_project: project shown there.
         config: resolved config shown there.
@@ -44,7 +43,6 @@ class EventWriter:
         run_dir: Path,
         *,
         resume_step: int | None = None,
-        tensorboard: bool = True,
         wandb: bool = False,
         wandb_project: str = "qarl-nemo",
         config: Mapping[str, Any] | None = None,
@@ -54,7 +52,7 @@ class EventWriter:
         path = run_dir / METRICS_FILE
         self._last_step = _prepare_file(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = TensorboardFile(run_dir / "tensorboard", resume_step) if tensorboard else None
+        self._tensorboard = TensorboardFile(run_dir / "tensorboard", resume_step)
         self._wandb = None
         if wandb_module is not None:
             self._wandb = _open_wandb(wandb_module, run_dir, wandb_project, config or {})
@@ -80,8 +78,7 @@ class EventWriter:
             self._file.flush()
             # If a checkpoint survives a power failure, the records of its steps must have survived, too.
             os.fsync(self._file.fileno())
-            if self._tensorboard is not None:
-                self._tensorboard.write(step, finite)
+            self._tensorboard.write(step, finite)
         except OSError as error:
             raise FileError(
                 f"{self._file.name}: step {step} cannot be written: {os_reason(error)}; then the same command goes on"
@@ -92,8 +89,7 @@ class EventWriter:
     def close(self) -> None:
         """Close every sink."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 

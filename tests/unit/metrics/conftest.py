@@ -133,7 +133,7 @@ def write_run(
 ):
     rng = np.random.default_rng((seed, len(alignment)))
     write_config(run_dir, alignment=alignment, seed=seed, arm=arm, **extra)
-    with EventWriter(run_dir, tensorboard=False) as writer:
+    with EventWriter(run_dir) as writer:
         for step in range(1, num_steps + 1):
             metrics = step_metrics(step, alignment=alignment, rng=rng)
             metrics |= noise_metrics(step) if noise else {}

@@ -24,7 +24,7 @@ def write_steps(run_dir, steps, **settings):
 
 
 def test_each_step_is_one_flat_record_on_disk_at_once(tmp_path):
-    writer = EventWriter(tmp_path, tensorboard=False)
+    writer = EventWriter(tmp_path)
     writer.write(1, {"reward/mean": torch.tensor(0.5), "weight_version": 3, "optim/lr": np.float32(0.25)})
     text = (tmp_path / "metrics.jsonl").read_text()
     writer.close()
@@ -32,7 +32,7 @@ def test_each_step_is_one_flat_record_on_disk_at_once(tmp_path):
 
 
 def test_values_json_does_not_have_become_null(tmp_path):
-    with EventWriter(tmp_path, tensorboard=False) as writer:
+    with EventWriter(tmp_path) as writer:
         writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
@@ -40,26 +40,26 @@ def test_values_json_does_not_have_become_null(tmp_path):
 
 @pytest.mark.parametrize("tail", ["", '{"step": 7, "rew'], ids=["whole", "cut short"])
 def test_a_killed_and_resumed_run_writes_the_bytes_of_an_uninterrupted_one(tmp_path, tail):
-    whole = write_steps(tmp_path / "whole", range(1, 9), tensorboard=False)
-    killed = write_steps(tmp_path / "killed", range(1, 7), tensorboard=False)
+    whole = write_steps(tmp_path / "whole", range(1, 9))
+    killed = write_steps(tmp_path / "killed", range(1, 7))
     with killed.open("a") as file:
         file.write(tail)
-    write_steps(tmp_path / "killed", range(5, 9), resume_step=4, tensorboard=False)
+    write_steps(tmp_path / "killed", range(5, 9), resume_step=4)
     assert killed.read_bytes() == whole.read_bytes()
-    write_steps(tmp_path / "killed", range(6, 9), resume_step=4, tensorboard=False)
+    write_steps(tmp_path / "killed", range(6, 9), resume_step=4)
     assert killed.read_bytes() != whole.read_bytes()
 
 
 def test_resuming_before_the_first_checkpoint_starts_over(tmp_path):
-    write_steps(tmp_path, range(1, 4), tensorboard=False)
-    path = write_steps(tmp_path, [1], resume_step=0, tensorboard=False)
+    write_steps(tmp_path, range(1, 4))
+    path = write_steps(tmp_path, [1], resume_step=0)
     assert [record["step"] for record in read_lines(path)] == [1]
 
 
 def test_a_new_run_does_not_write_into_an_old_one(tmp_path):
-    write_steps(tmp_path, range(1, 4), tensorboard=False)
+    write_steps(tmp_path, range(1, 4))
     with pytest.raises(ValueError, match="already holds steps 1 to 3"):
-        EventWriter(tmp_path, tensorboard=False)
+        EventWriter(tmp_path)
 
 
 def test_a_broken_line_is_an_error_that_names_it(tmp_path):
