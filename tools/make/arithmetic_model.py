@@ -1,7 +1,8 @@
 """Make what a NeMo-RL run needs without a network: a small Qwen3-MoE, its tokenizer, and additions to solve.
 
-    python tools/make/arithmetic_model.py FOLDER [--warm-start ACCURACY] [--size tiny|1b] [--largest N]
+    python tools/make/arithmetic_model.py FOLDER [--warm-start ACCURACY] [--size tiny|1b|dense] [--largest N]
 
+`dense` is a Qwen2, with biases on q, k and v and an embedding that is also its head.
 Writes FOLDER/model (Hugging Face), FOLDER/train.jsonl and FOLDER/val.jsonl ({"input", "output"}, as NeMo-RL's
 `ResponseDataset` reads them). With a warm start the model first learns the answers by next-token prediction until that
 share of the held-out answers' tokens is right; from there on rewards can rise.
@@ -16,17 +17,27 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Every format can be served in these shapes.
-_SIZES = {
+_SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 512, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 256},
     "1b": {"hidden_size": 1024, "num_hidden_layers": 16, "num_experts": 32, "moe_intermediate_size": 512},
+    "dense": {"hidden_size": 512, "num_hidden_layers": 4},
 }
+_MOE: dict[str, Any] = {"head_dim": 64, "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": False}
 _CHECK_PERIOD = 10
 
 
@@ -42,12 +53,12 @@ def main() -> None:
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    config = _config(tokenizer, arguments.size)
-    config.architectures = [Qwen3MoeForCausalLM.__name__]
+    config, build = _config(tokenizer, arguments.size)
+    config.architectures = [build.__name__]
     # Engines with dummy weights may start while the model is being trained.
     config.save_pretrained(folder / "model")
     _spell_for_all_readers(folder / "model" / "config.json")
-    model = Qwen3MoeForCausalLM(config).to(arguments.device)
+    model = build(config).to(arguments.device)
     if arguments.warm_start:
         _warm_start(model, tokenizer, tasks["val"], arguments)
     model.bfloat16().save_pretrained(folder / "weights")
@@ -92,28 +103,26 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _config(tokenizer: PreTrainedTokenizerFast, size: str) -> Qwen3MoeConfig:
+def _config(tokenizer: PreTrainedTokenizerFast, size: str) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     shape = _SIZES[size]
-    return Qwen3MoeConfig(
-        **shape,
-        vocab_size=512,
-        intermediate_size=2 * shape["hidden_size"],
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        rope_theta=1000000.0,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": 512,
+        "intermediate_size": 2 * shape["hidden_size"],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if "num_experts" in shape:
+        return Qwen3MoeConfig(**common, **shape, **_MOE), Qwen3MoeForCausalLM
+    return Qwen2Config(**common, **shape, tie_word_embeddings=True), Qwen2ForCausalLM
 
 
 def _warm_start(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, val: list[dict[str, str]], arguments: Any
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, val: list[dict[str, str]], arguments: Any
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.98), weight_decay=0.0)
     held_out = _batch(tokenizer, val, arguments.device)
@@ -157,7 +166,7 @@ def _batch(tokenizer: PreTrainedTokenizerFast, tasks: list[dict[str, str]], devi
     return tokens.to(device), labels.to(device)
 
 
-def _answer(model: Qwen3MoeForCausalLM, batch: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _answer(model: PreTrainedModel, batch: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, labels = batch
     # Padding is on the right, where no earlier token attends to it.
     with torch.autocast(tokens.device.type, torch.bfloat16):
@@ -169,7 +178,8 @@ def _spell_for_all_readers(path: Path) -> None:
     # transformers 5 writes other keys than those that vLLM and older readers look for.
     written = json.loads(path.read_text(encoding="utf-8"))
     num_experts = written.get("num_experts", written.get("num_local_experts"))
-    extra = {"dtype": "bfloat16", "rope_theta": 1000000.0, "num_experts": num_experts}
+    extra: dict[str, Any] = {"dtype": "bfloat16", "rope_theta": 1000000.0}
+    extra |= {"num_experts": num_experts} if num_experts else {}
     path.write_text(json.dumps(written | extra, indent=1), encoding="utf-8")
 
 

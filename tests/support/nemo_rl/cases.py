@@ -125,6 +125,11 @@ _STAGES = (
     "++qarl.group_size=32",
     "++qarl.schedule=[{from_step:3,bits:3},{from_step:5,bits:2,reset_moments:true}]",
 )
+_OUR_DATA = (
+    "data.train.dataset_name=qarl_nemo.nemo_rl.problems.Problems",
+    "++data.train.reward_function=qarl_nemo.verify:reward",
+    "++env.reward_function.num_workers=2",
+)
 _TRITON = "policy.generation.vllm_kwargs.moe_backend=triton"
 _REPLAY = (
     "++policy.router_replay.enabled=true",
@@ -251,6 +256,18 @@ CASES = {
         f"{_VLLM}.tensor_parallel_size=2",
         "policy.train_micro_batch_size=32",
         "++qarl.group_size=64",
+    ),
+    # A Qwen2 with biases and a tied head, two data parallel ranks, our data set and `qarl train`'s verifier.
+    "dense": Case(
+        gpus=2,
+        model="dense",
+        starts=(
+            Start(
+                steps=6,
+                overrides=("++qarl.targets=[mlp,attention]", *_OUR_DATA),
+                executes="w4a16 in mlp of 4 layers, attention",
+            ),
+        ),
     ),
     # CUDA graphs for decoding, as the large recipes have them.
     "graphs": Case(starts=(Start(steps=4, overrides=_GRAPHS),)),

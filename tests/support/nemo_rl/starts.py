@@ -19,7 +19,7 @@ TIMEOUT_S = float(os.environ.get("QARL_NEMO_RL_TIMEOUT", "900"))
 # From the death of an actor to the end of the program.
 _DEATH_S = 60.0
 # Of the warm start.
-_LEARNING_RATES = {"tiny": "6e-4", "1b": "2e-4"}
+_LEARNING_RATES = {"tiny": "6e-4", "1b": "2e-4", "dense": "6e-4"}
 _STEP = re.compile(r"=+ Step (\d+)/")
 # What the driver prints when it turns to these actors, and how many seconds later they are at it.
 _AT_WORK = {

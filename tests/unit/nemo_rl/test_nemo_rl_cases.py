@@ -21,6 +21,7 @@ from support.nemo_rl.cases import CASES, RECIPE, overrides
 SHAPES = {
     "tiny": {"hidden_size": 512, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 256},
     "1b": {"hidden_size": 1024, "num_hidden_layers": 16, "num_experts": 32, "moe_intermediate_size": 512},
+    "dense": {"hidden_size": 512, "num_hidden_layers": 4},
 }
 STARTS = [(name, index) for name, case in CASES.items() for index in range(len(case.starts))]
 
@@ -32,7 +33,7 @@ def read(name: str, index: int, folder: Path, *more: str) -> Any:
     (folder / "model").mkdir()
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     sizes = {"intermediate_size": 2 * shape["hidden_size"], "vocab_size": 64, "num_experts_per_tok": 2}
-    config = {"model_type": "qwen3_moe"} | sizes | heads | shape
+    config = {"model_type": "qwen3_moe" if "num_experts" in shape else "qwen2"} | sizes | heads | shape
     (folder / "model" / "config.json").write_text(json.dumps(config))
     register_omegaconf_resolvers()
     own = overrides(case, case.starts[index], folder, folder)
