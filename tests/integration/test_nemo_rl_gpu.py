@@ -2,7 +2,7 @@
 
 A case wants its GPUs for itself: vLLM gives up falling asleep where another program takes memory meanwhile.
 
-QARL_NEMO_RL_MODELS   folder with tiny/ and 1b/ (each with model/, train.jsonl, val.jsonl), shared between processes
+QARL_NEMO_RL_MODELS   folder with tiny/, 1b/ and dense/ (each with model/, train.jsonl, val.jsonl) for several processes
 QARL_NEMO_RL_LOGS     folder where logs and outputs stay, one folder a case
 QARL_NEMO_RL_PORT     first of 2000 free ports
 QARL_NEMO_RL_TIMEOUT  seconds that one start may take
