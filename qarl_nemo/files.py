@@ -159,6 +159,19 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         raise FileError(f"{path} cannot be written: {os_reason(error)}") from error
 
 
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk.
+
+    Args:
+        path: the file or folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def checksum(path: Path) -> str:
     """Compute a file's CRC-32, which finds damage, not malice.
 

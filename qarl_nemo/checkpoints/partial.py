@@ -18,7 +18,7 @@ from typing import Any
 
 from qarl_nemo.checkpoints.hf_config import RECORD_FILE, foreign_files
 from qarl_nemo.checkpoints.resume_record import RESUME_FILE, FinishedShard, ResumeRecord, is_record
-from qarl_nemo.files import exclusive
+from qarl_nemo.files import exclusive, sync
 
 Sources = dict[str, list[int]]  # source file -> [size, mtime_ns]
 _CHECKPOINT, _REPLACED, _LOCK = "checkpoint", "replaced", "qarl_lock"
@@ -122,7 +122,7 @@ class PartialFolder:
                 os.fsync(file.fileno())
         self._refuse_strays(set(self._record.files))
         _check_destination(self._destination, self._overwrite)
-        _flush_folder(self.folder)
+        sync(self.folder)
         if self._destination.exists():
             os.replace(self._destination, self._replaced)
         try:
@@ -130,7 +130,7 @@ class PartialFolder:
         except BaseException:
             self._put_back()
             raise
-        _flush_folder(self._destination.absolute().parent)
+        sync(self._destination.absolute().parent)
         self.published = True
 
     def clean_up(self) -> None:
@@ -252,11 +252,3 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
             f"destination {destination} holds what this tool did not write, so it is not overwritten; move away "
             f"{', '.join(foreign)}"
         )
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,7 @@
 
 from qarl_nemo.config.load import load_config
 from qarl_nemo.config.problems import ConfigError, validate
-from qarl_nemo.config.qarl import Alignment, QarlConfig, StrictModel
+from qarl_nemo.config.qarl import Alignment, QarlConfig, StrictModel, Targets
 from qarl_nemo.config.yaml_file import merge_mappings, read_yaml
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "ConfigError",
     "QarlConfig",
     "StrictModel",
+    "Targets",
     "load_config",
     "merge_mappings",
     "read_yaml",

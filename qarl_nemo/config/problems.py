@@ -38,11 +38,17 @@ def validate(values: Any, model: type[Model], *, source: str) -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
+        problems = _without_echoes(error.errors(include_url=False))
         lines = [_explain(problem, model) for problem in problems[:_MAX_LINES]]
         if len(problems) > _MAX_LINES:
             lines.append(f"... and {len(problems) - _MAX_LINES} more")
         raise ConfigError(f"{source}: {len(problems)} problem(s)\n  " + "\n  ".join(lines)) from error
+
+
+def _without_echoes(problems: Sequence[Any]) -> list[Any]:
+    """Leave out that a list is too short where pydantic counted only the items that it accepted."""
+    refused = {other["loc"][:depth] for other in problems for depth in range(len(other["loc"]))}
+    return [one for one in problems if one["type"] != "too_short" or one["loc"] not in refused]
 
 
 def hint(wrong: str, legal: Sequence[str]) -> str:

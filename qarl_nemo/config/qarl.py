@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from qarl_formats import (
     BASELINE,
@@ -22,6 +22,16 @@ from qarl_nemo.config.strict import StrictModel
 from qarl_nemo.names import Backward, split_targets
 
 Alignment = Literal["aligned", "rollout_only", "none"]
+
+
+def _split(value: object) -> object:
+    return split_targets(value) if isinstance(value, str) else value
+
+
+# A list, or `experts,attention`, as the command line's options take it.
+Targets = Annotated[
+    tuple[Literal["experts", "attention", "mlp"], ...], Field(min_length=1, max_length=3), BeforeValidator(_split)
+]
 
 
 class Stage(StrictModel):
@@ -54,7 +64,7 @@ class QarlConfig(StrictModel):
     only."""
     schedule: tuple[Stage, ...] | None = Field(None, max_length=64)
     """Progressive bits: the grids that follow the format's own in the course of a run."""
-    targets: tuple[Literal["experts", "attention", "mlp"], ...] = Field(("experts",), min_length=1, max_length=3)
+    targets: Targets = ("experts",)
     """Which linears are quantized, as a list or with commas; router, norms, embeddings and lm_head never are."""
     backward: Backward = "dequantized"
     """Weight of the input gradient: the one that ran, or the master."""
@@ -72,12 +82,6 @@ class QarlConfig(StrictModel):
             legal = hint(name, list(FORMAT_NAMES))
             raise ValueError(f"unknown format {name[:80]!r}{why_impossible(name)}: {legal}; {OTHER_NAMES}")
         return name
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def targets_may_have_commas(cls, value: object) -> object:
-        """Accept `experts,attention`, as the command line's options do."""
-        return split_targets(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def none_means_bf16(self) -> "QarlConfig":

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from qarl_nemo.files import FileError, os_reason, read_json
+from qarl_nemo.files import FileError, os_reason, read_json, sync
 from qarl_nemo.train.file_list import file_problems, write_file_list
 from qarl_nemo.train.learner import Learner
 
@@ -131,11 +130,11 @@ def save_checkpoint(
         (partial / STATE_FILE).write_text(json.dumps({"step": step, **state}))
         write_file_list(partial)
         for path in (partial, *partial.rglob("*")):
-            _sync(path)
+            sync(path)
         if final.exists():
             _delete(final)
         partial.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
         remove_leftovers(run_dir, keep_last)
     return final
 
@@ -224,11 +223,3 @@ def read_state(run_dir: Path, step: int) -> dict[str, float]:
 def _delete(folder: Path) -> None:
     # Renamed first, so that a kill halfway leaves nothing under a checkpoint's name.
     shutil.rmtree(folder.rename(folder.with_suffix(".deleted")))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,11 +1,10 @@
 """`policy.lora`, and what a frozen base cannot be combined with. Imports no torch."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator
 
-from qarl_nemo.config import StrictModel
-from qarl_nemo.names import split_targets
+from qarl_nemo.config import StrictModel, Targets
 
 # Source: vLLM 0.25.1 config/lora.py, max_lora_rank.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -17,7 +16,7 @@ class LoraConfig(StrictModel):
     rank: int = Field(16, ge=1, le=512)
     """Rank of every adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512, as vLLM serves them."""
     alpha: float | None = Field(None, gt=0, le=1e6, description="Adapters count alpha / rank times; None = rank.")
-    targets: tuple[Literal["experts", "attention", "mlp"], ...] = Field(("attention",), min_length=1, max_length=3)
+    targets: Targets = ("attention",)
     """Which linears get adapters, quantized or not, as a list or with commas; each expert gets its own."""
     norms: bool = False
     """Train each layer's two norms, too; those of queries and keys and the last one stay frozen."""
@@ -31,12 +30,6 @@ class LoraConfig(StrictModel):
         if rank not in RANKS:
             raise ValueError(f"rank={rank} is served by no engine; legal: {', '.join(map(str, RANKS))}")
         return rank
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def targets_may_have_commas(cls, value: object) -> object:
-        """Accept `experts,attention`, as the command line does."""
-        return split_targets(value) if isinstance(value, str) else value
 
 
 def frozen_problems(config: Any) -> list[str]:

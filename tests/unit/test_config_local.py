@@ -125,7 +125,11 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
         ({"data": {"source": "datasets", "train": {}}}, "data.train: data_path is missing: a local file or folder"),
         ({"data": {"source": "datasets", "train": []}}, "data.train: List should have at least 1 item"),
         ({"qarl": {"target": ["experts"]}}, "unknown key 'qarl.target': did you mean 'targets'?"),
-        ({"qarl": {"targets": ["expert"]}}, "qarl.targets.0: Input should be 'experts', 'attention' or 'mlp'"),
+        (
+            {"qarl": {"targets": ["expert"]}},
+            "1 problem(s)\n  qarl.targets.0: Input should be 'experts', 'attention' or 'mlp'",
+        ),
+        ({"qarl": {"targets": []}}, "qarl.targets: Tuple should have at least 1 item"),
         ({"loss_fn": {"objective": "tpbo"}}, "unknown loss_fn.objective 'tpbo': did you mean 'tbpo'?"),
         ({"data": {"digits": 3}}, "data.source is missing and says which keys data has; legal: arithmetic, datasets"),
         (
