@@ -14,6 +14,8 @@ from qarl_nemo.secrets import secret_variables
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
+# With it, vLLM's cache does not follow from its share of the GPU.
+_CACHE = "policy.generation.vllm_kwargs.kv_cache_memory_bytes"
 # Half of what fits is to be half as large again.
 _WORTH_SAYING = 3
 # vLLM's own default.
@@ -78,7 +80,7 @@ def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
 
 def _share_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
     needed, share = needed_memory(config, qarl, optimizer_stays=qarl.resident), look_up(config, UTILIZATION, None)
-    if needed is None or not isinstance(share, float):
+    if needed is None or not isinstance(share, float) or look_up(config, _CACHE, None) is not None:
         return []
     gpu_bytes = card(qarl).gib * GIB
     most = min(largest_share(needed, gpu_bytes, optimizer_stays=qarl.resident), _USUAL_SHARE)

@@ -223,6 +223,8 @@ def test_an_engine_has_room_for_a_response_at_least():
         f"{share}=0.29: an engine's cache holds 1 answer(s) of the largest length at once, of the 64 that it gets; "
         "with 0.56 it holds 29"
     )
+    values["policy"]["generation"].setdefault("vllm_kwargs", {})["kv_cache_memory_bytes"] = 2**33
+    assert [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(share)] == []
 
 
 def test_small_micro_batches_are_a_hint():
