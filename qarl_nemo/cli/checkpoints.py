@@ -93,27 +93,13 @@ def _quantize(
     device: str,
     split_channels: float | None = None,
 ) -> None:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from qarl_nemo.checkpoints import QuantizeProgress, quantize_checkpoint
+    from qarl_nemo.checkpoints import quantize_checkpoint
+    from qarl_nemo.cli.shard_progress import shard_progress
     from qarl_nemo.files import readable_bytes
     from qarl_nemo.refit.engine_settings import serve_command
 
     chosen = split_targets(targets)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as bar:
-        task = bar.add_task("quantizing", total=None, visible=False)
-
-        def show(event: QuantizeProgress) -> None:
-            text = f"shard {event.shard}/{event.num_shards}"
-            bar.update(task, completed=event.done_bytes, total=event.total_bytes, description=text, visible=True)
-
+    with shard_progress() as show:
         report = quantize_checkpoint(
             checkpoint,
             destination,

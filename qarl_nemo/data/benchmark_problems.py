@@ -44,7 +44,7 @@ def read_problems(benchmark: Benchmark, path: Path | None = None) -> list[Proble
                 problems.append(f"{place}: {type(error).__name__} {str(error)[:_MAX_QUOTED]}{_fields(record)}")
     except FileError as error:
         raise FileError(
-            f"{benchmark.name}: {error}; name a copy by data_path, with `qarl eval` by --data {benchmark.name}=PATH"
+            f"{benchmark.name}: {error}; with `qarl eval`, --data {benchmark.name}=PATH names a copy"
         ) from error
     if problems or not found:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""

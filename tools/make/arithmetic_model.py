@@ -65,6 +65,7 @@ def main() -> None:
     (folder / "weights" / "generation_config.json").replace(folder / "model" / "generation_config.json")
     (folder / "weights" / "model.safetensors").replace(folder / "model" / "model.safetensors")
     shutil.rmtree(folder / "weights")
+    print(f"{folder}: a model, and tasks for training and validation")
 
 
 def _arguments() -> argparse.Namespace:

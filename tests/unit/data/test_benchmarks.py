@@ -127,7 +127,7 @@ def test_a_validation_set_of_letters_is_checked_by_letter(tmp_path):
 
 
 def test_a_missing_copy_says_how_one_is_named(tmp_path):
-    with pytest.raises(FileError, match=r"gsm8k: .*does not exist.*data_path.*--data gsm8k=PATH"):
+    with pytest.raises(FileError, match=r"gsm8k: .*does not exist; with `qarl eval`, --data gsm8k=PATH names a copy"):
         read_problems(BENCHMARKS["gsm8k"], tmp_path / "none.jsonl")
 
 
