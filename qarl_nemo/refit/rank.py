@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qarl_kernels import get_format
+from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.names import TARGETS, module_kind
 from qarl_nemo.refit.adapters import Adapters, is_adapter, rank_of
 from qarl_nemo.refit.arrive import Arrivals
@@ -55,7 +55,11 @@ class RankRefit(RankSession):
 
     def refusals(self, manifest: Manifest, *, rehearsed: bool) -> list[str]:
         """Return the reasons of this rank's layers, methods and settings against an update."""
-        problems = self._engine_problems(manifest) + manifest.layout_problems(self._layout(manifest))
+        try:
+            fmt = get_format(manifest.format)
+        except ValueError as unknown:
+            return [str(unknown)]
+        problems = self._engine_problems(manifest, fmt) + manifest.layout_problems(self._layout(manifest))
         if self._adapters is not None:
             problems += self._adapters.problems(manifest)
         if rehearsed and (self.device.type == "cpu" or self._adapters is not None):
@@ -136,8 +140,7 @@ class RankRefit(RankSession):
         own = layout({name: self._slots[name] for name in brought})
         return {**self._adapters.layout(rank_of(manifest)), **own}
 
-    def _engine_problems(self, manifest: Manifest) -> list[str]:
-        fmt = get_format(manifest.format)
+    def _engine_problems(self, manifest: Manifest, fmt: QuantFormat) -> list[str]:
         if self._adapters is None:
             kinds = {module_kind(name.rpartition(".")[0]) for name in manifest.records if _is_quantized(name)}
             targets, holder = [target for target in TARGETS if target in kinds], "the update"
