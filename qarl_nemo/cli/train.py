@@ -1,5 +1,6 @@
 """`qarl train`."""
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
 def train(
     config: Annotated[Path, typer.Argument(help="YAML with the whole run, or a name that `qarl configs` lists.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, a.b=c.")] = None,
-    parallel: Annotated[int, typer.Option(help="Runs at a time, for configs with a compare: block.")] = 2,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="Only this arm of a compare: block; repeat for several.")
+    ] = None,
+    parallel: Annotated[int, typer.Option(help="Runs of a compare: block at a time, over all visible GPUs.")] = 2,
 ) -> None:
     """Train on this machine, without NeMo-RL; the same command resumes a killed run from its last checkpoint.
 
-    A config with a `compare:` block runs every arm with every seed and writes one report over all.
+    A config with a `compare:` block runs every arm with every seed, spread over the GPUs, and writes one report.
     """
     from qarl_nemo.config import load_config
     from qarl_nemo.files import exclusive, make_folder
@@ -31,17 +35,32 @@ def train(
         raise ValueError(f"{config} is a recipe for NeMo-RL; start it with examples/run_qarl_grpo.py --config {config}")
     settings = load_config(config, overrides or [], LocalConfig)
     if settings.compare is None:
+        if arm:
+            raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
         _train_one(settings)
         run_dirs = [settings.run_dir]
     else:
-        from qarl_nemo.train.arms import expand_arms, run_arms
+        from qarl_nemo.train.arms import expand_arms, run_arms, select_arms
 
-        runs = expand_arms(settings, str(config))
+        every = expand_arms(settings, str(config))
+        runs = select_arms(every, arm or [])
         _require_gpu(runs)
         make_folder(settings.run_dir, "the folder of a comparison")
         with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}"):
-            run_dirs = run_arms(runs, parallel)
+            run_arms(runs, parallel)
+        run_dirs = [run.run_dir for run in every if run in runs or _ran_before(run)]
     _write_report(run_dirs, settings.run_dir)
+
+
+def _ran_before(run: "LocalConfig") -> bool:
+    from qarl_nemo.config import ConfigError
+    from qarl_nemo.files import FileError
+    from qarl_nemo.train.run_dir import is_complete
+
+    # Another run's folder is none of this command's business, since it did not ask for this arm.
+    with contextlib.suppress(ConfigError, FileError):
+        return is_complete(run)
+    return False
 
 
 def _train_one(settings: "LocalConfig") -> None:

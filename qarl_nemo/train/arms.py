@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -16,10 +17,17 @@ from rich.console import Console
 from qarl_nemo.config import ConfigError, merge_mappings, validate
 from qarl_nemo.files import make_folder, write_atomic
 from qarl_nemo.train.config import CompareConfig, LocalConfig
+from qarl_nemo.train.gpu_pool import GpuPool, visible_gpus
 from qarl_nemo.train.run_dir import RunStoppedError, where_it_stands
 
 _LOG_LINES = 15
 _PATIENCE_S = 10.0
+
+
+class _Running(NamedTuple):
+    config: LocalConfig
+    gpus: list[str]
+    process: subprocess.Popen[bytes]
 
 
 def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
@@ -53,6 +61,26 @@ def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
     return runs
 
 
+def select_arms(runs: list[LocalConfig], arms: Sequence[str]) -> list[LocalConfig]:
+    """Return the runs of some arms.
+
+    Args:
+        runs: from `expand_arms`.
+        arms: their names; none selects all.
+
+    Returns:
+        The runs, in order.
+
+    Raises:
+        ValueError: there is no such arm; all such names are listed.
+    """
+    legal = list(dict.fromkeys(run.run.arm for run in runs))
+    unknown = [arm for arm in arms if arm not in legal]
+    if unknown:
+        raise ValueError(f"no arm is called {', '.join(map(repr, unknown))}; legal: {', '.join(map(repr, legal))}")
+    return [run for run in runs if not arms or run.run.arm in arms]
+
+
 def _require_own_folders(compare: CompareConfig, source: str) -> None:
     arms: dict[str, list[str]] = {}
     for arm in compare.arms:
@@ -78,9 +106,11 @@ def _slug(arm: str) -> str:
 def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
     """Run every config to its end, `parallel` at a time; finished runs are skipped, killed ones resume.
 
+    Each run starts on the visible GPUs with the fewest runs.
+
     Args:
         runs: from `expand_arms`.
-        parallel: processes at a time.
+        parallel: processes at a time, on all GPUs together.
 
     Returns:
         The run directories, in order.
@@ -89,12 +119,12 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
         RuntimeError: runs failed; names each with its log and the log's end. The others are finished first.
         RunStoppedError: it was interrupted from the keyboard.
     """
-    running: list[tuple[LocalConfig, Any]] = []
+    running: list[_Running] = []
     try:
         failed = _run_all(runs, parallel, running)
     except KeyboardInterrupt:
         _end(running)
-        stands = [f"{config.run.name}: {where_it_stands(config)}" for config, _ in running]
+        stands = [f"{one.config.run.name}: {where_it_stands(one.config)}" for one in running]
         raise RunStoppedError("\n  ".join(["interrupted; the same command goes on with", *stands])) from None
     except BaseException:
         _end(running)
@@ -104,46 +134,51 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
     return [config.run_dir for config in runs]
 
 
-def _run_all(runs: list[LocalConfig], parallel: int, running: list[tuple[LocalConfig, Any]]) -> list[str]:
-    console, started = Console(), time.perf_counter()
+def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) -> list[str]:
+    console, started, pool = Console(), time.perf_counter(), GpuPool(visible_gpus())
     waiting, failed, finished = list(runs), [], 0
     while waiting or running:
         while waiting and len(running) < parallel:
-            running.append((waiting[0], _start(waiting[0])))
-            console.print(f"{waiting[0].run.name} started, log in {_log(waiting[0])}", soft_wrap=True)
-            waiting.pop(0)
+            config = waiting.pop(0)
+            gpus = pool.take(config)
+            running.append(_Running(config, gpus, _start(config, gpus)))
+            where = f" on GPU {', '.join(gpus)}" if gpus else ""
+            console.print(f"{config.run.name} started{where}, log in {_log(config)}", soft_wrap=True)
         time.sleep(0.5)
-        for entry in [entry for entry in running if entry[1].poll() is not None]:
-            running.remove(entry)
-            config, process = entry
+        for one in [one for one in running if one.process.poll() is not None]:
+            running.remove(one)
+            pool.give_back(one.gpus)
             finished += 1
-            if process.returncode:
-                failed.append(_failure(config, process.returncode))
+            code = one.process.returncode
+            if code:
+                failed.append(_failure(one.config, code))
             elapsed = time.perf_counter() - started
-            state = "failed" if process.returncode else "done"
             eta = elapsed / finished * (len(runs) - finished)
-            console.print(f"{config.run.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
+            state = "failed" if code else "done"
+            console.print(f"{one.config.run.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
     return failed
 
 
-def _start(config: LocalConfig) -> subprocess.Popen[bytes]:
+def _start(config: LocalConfig, gpus: list[str]) -> subprocess.Popen[bytes]:
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "arm.yaml"
     write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json", exclude={"compare"}))))
     environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     with _log(config).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "qarl_nemo.cli", "train", str(path)], stdout=log, stderr=log, env=environment
         )
 
 
-def _end(running: list[tuple[LocalConfig, Any]]) -> None:
+def _end(running: list[_Running]) -> None:
     # Ctrl-C in a terminal has reached the runs, too; a signal sent to this process only has not.
-    for _, process in running:
+    for one in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_PATIENCE_S)
-        process.terminate()
-        process.wait()
+            one.process.wait(_PATIENCE_S)
+        one.process.terminate()
+        one.process.wait()
 
 
 def _log(config: LocalConfig) -> Path:

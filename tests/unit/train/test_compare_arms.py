@@ -7,8 +7,9 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError, load_config
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
-from qarl_nemo.train.arms import expand_arms
+from qarl_nemo.train.arms import expand_arms, select_arms
 from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.gpu_pool import GpuPool, num_gpus, visible_gpus
 
 BASE = {
     "run_dir": "runs/c",
@@ -77,3 +78,37 @@ def test_runs_that_would_share_a_folder_are_refused(expand):
     assert "arms 'a b' and 'a-b' would share the folder a-b-seed1; rename one" in str(raised.value)
     assert "compare.seeds holds 1 2 times" in str(raised.value)
     assert "'c'" not in str(raised.value)
+
+
+def test_arms_are_selected_by_name_and_unknown_ones_listed(expand):
+    runs = expand(BASE)
+    assert [run.run.name for run in select_arms(runs, ["BF16"])] == ["BF16-seed4", "BF16-seed5"]
+    assert select_arms(runs, []) == runs
+    with pytest.raises(ValueError, match="no arm is called 'bf16', 'x'; legal: 'QaRL, ours', 'BF16'"):
+        select_arms(runs, ["bf16", "BF16", "x"])
+
+
+def test_runs_spread_over_gpus(expand, monkeypatch):
+    on_gpu, on_cpu = (expand(BASE | {"device": device})[0] for device in ("cuda", "cpu"))
+    pool = GpuPool(["3", "5"])
+    assert [pool.take(on_gpu) for _ in range(3)] == [["3"], ["5"], ["3"]]
+    assert pool.take(on_cpu) == []
+    pool.give_back(["3"])
+    pool.give_back(["3"])
+    assert pool.take(on_gpu) == ["3"]
+    assert GpuPool([]).take(on_gpu) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-8f")
+    assert visible_gpus() == ["3", "GPU-8f"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_a_learner_of_several_ranks_and_an_engine_of_its_own_take_that_many_gpus(expand):
+    values = BASE | {
+        "device": "cuda",
+        "policy": {"model_init": {}, "precision": "bfloat16", "megatron_cfg": {"num_gpus": 2}},
+        "rollout": {"_override_": True, "engine": "vllm", "own_gpu": True},
+    }
+    run = expand(values)[0]
+    assert num_gpus(run) == 3
+    assert GpuPool(["0", "1", "2", "3"]).take(run) == ["0", "1", "2"]
