@@ -1,0 +1,120 @@
+"""Lists of GPU jobs: they name what exists, start beside each other as memory allows, and end with the time."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tools" / "on_gpu"
+LISTS = ("tests.yaml", "waiting.yaml")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import jobs
+    import run
+    import schedule
+
+    yield jobs, run, schedule
+    for module in ("jobs", "run", "schedule"):
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def started(on_gpu, monkeypatch, tmp_path):
+    """Run jobs on two GPUs of 100 GiB that nobody has; returns the exit code, what became of them and their logs."""
+    _, run, schedule = on_gpu
+
+    def start(*jobs, limit_s="60"):
+        defaults = {"why": "because", "memory_gib": 60, "seconds": 1}
+        path = tmp_path / "list.yaml"
+        path.write_text(yaml.safe_dump({"jobs": [defaults | job for job in jobs]}))
+        monkeypatch.setattr(run, "find_gpus", lambda: [schedule.Gpu(index, 100.0) for index in (0, 1)])
+        monkeypatch.setattr(sys, "argv", ["run.py", str(path), "--out", str(tmp_path / "out"), "--limit-s", limit_s])
+        code = run.main()
+        rows = json.loads((tmp_path / "out" / "jobs.json").read_text())
+        return code, {row["name"]: row["state"] for row in rows}, tmp_path / "out"
+
+    return start
+
+
+def test_jobs_run_on_gpus_with_room_and_failures_are_told(started):
+    show = "echo on $CUDA_VISIBLE_DEVICES"
+    code, states, out = started({"name": "a", "run": show}, {"name": "b", "run": show}, {"name": "c", "run": "exit 3"})
+    assert code == 1
+    assert states == {"a": "passed", "b": "passed", "c": "failed"}
+    assert {(out / f"{name}.txt").read_text() for name in "ab"} == {"on 0\n", "on 1\n"}
+
+
+def test_what_does_not_fit_into_the_time_is_not_started_and_what_runs_then_is_stopped(started):
+    code, states, _ = started(
+        {"name": "late", "run": "sleep 60", "seconds": 0.1}, {"name": "long", "run": "true", "seconds": 9}, limit_s="1"
+    )
+    assert code == 1
+    assert states == {"late": "cut", "long": "no time"}
+
+
+def test_a_job_that_wants_gpus_alone_is_not_overtaken_on_them(on_gpu):
+    jobs, _, schedule = on_gpu
+
+    def job(name, **settings):
+        return jobs.Job(**{"name": name, "why": "w", "run": "r", "memory_gib": 10, "seconds": 1} | settings)
+
+    busy, both, small, same, other = (
+        job("busy", one_of="port"),
+        job("both", gpus=2, alone=True),
+        job("small"),
+        job("same", one_of="port"),
+        job("alone", alone=True),
+    )
+    gpus = [schedule.Gpu(0, 100.0, [busy]), schedule.Gpu(1, 100.0)]
+    assert schedule.next_job([both, small], gpus, [busy]) is None
+    assert schedule.next_job([same, other], gpus, [busy]) == (other, [gpus[1]])
+    assert schedule.next_job([small], gpus, [busy]) == (small, [gpus[1]])
+    assert schedule.next_job([job("large", memory_gib=95)], gpus[:1], [busy]) is None
+    assert schedule.next_job([small], [schedule.Gpu(0, 100.0, [other])], [other]) is None
+
+
+def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
+    jobs, run, schedule = on_gpu
+    job = {"name": "a", "why": "w", "run": "echo $QARL_NO_SUCH ${QARL_NOR_THIS}", "memory_gib": 200, "seconds": 1}
+    path = tmp_path / "list.yaml"
+    path.write_text(yaml.safe_dump({"jobs": [job, job]}))
+    with pytest.raises(ValueError, match="two jobs are called a"):
+        jobs.read_jobs(path)
+    path.write_text(yaml.safe_dump({"jobs": [job]}))
+    with pytest.raises(ValueError, match="no job's name matches 'b'; there are a"):
+        jobs.read_jobs(path, "b")
+    problems = " ".join(run._problems(jobs.read_jobs(path), [schedule.Gpu(0, 100.0)]))
+    assert "commands read QARL_NOR_THIS, QARL_NO_SUCH" in problems
+    assert "no room for a" in problems
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_every_command_of_a_list_names_files_that_exist(name, on_gpu):
+    jobs, _, _ = on_gpu
+    for job in jobs.read_jobs(FOLDER / name):
+        files = re.findall(r"(?:tests|tools|examples|kernels)/[\w./-]+", job.run)
+        assert files, job.name
+        assert [file for file in files if not (ROOT / file).exists() and not file.startswith("docs")] == [], job.name
+
+
+def test_every_gpu_test_is_in_the_list(on_gpu):
+    jobs, _, _ = on_gpu
+    listed = " ".join(job.run for job in jobs.read_jobs(FOLDER / "tests.yaml"))
+    folders = [part for part in listed.split() if part.startswith("tests/")]
+    marked = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"pytest\.mark\.gpu", path.read_text(encoding="utf-8"))
+    ]
+    assert len(marked) > 20
+    assert [
+        path for path in marked if not any(path == one or path.startswith(f"{one}{os.sep}") for one in folders)
+    ] == []

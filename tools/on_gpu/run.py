@@ -1,0 +1,182 @@
+"""Run a list of tests and measurements on this host's GPUs, several side by side, the most wanted first.
+
+    python tools/on_gpu/run.py tools/on_gpu/tests.yaml
+    python tools/on_gpu/run.py tools/on_gpu/waiting.yaml --select "full_" --limit-s 1500 --out runs/on_gpu
+
+A job starts as soon as its GPUs have the memory that it needs. None starts that would not end within the limit by its
+own estimate, and what still runs then is stopped. OUT gets a log a job, and `jobs.json` whenever a job ends.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs import Job, read_jobs, unset_variables
+from schedule import Gpu, next_job
+
+from qarl_nemo.config import ConfigError
+
+_ROOT = Path(__file__).parents[2]
+# Of a stopped job, between the signal it can answer and the one it cannot.
+_GRACE_S = 10
+
+
+@dataclass
+class _Running:
+    job: Job
+    gpus: list[Gpu]
+    process: subprocess.Popen
+    start: float
+
+
+class Host:
+    """Runs jobs until none is left that fits into the time.
+
+    Args:
+        gpus: those to use.
+        out: folder of logs.
+        limit_s: from now on.
+        side_by_side: jobs at once.
+    """
+
+    def __init__(self, gpus: list[Gpu], out: Path, *, limit_s: float, side_by_side: int) -> None:
+        self._gpus, self._out, self._side_by_side = gpus, out, side_by_side
+        self._begin = time.monotonic()
+        self._end = self._begin + limit_s
+        self._running: list[_Running] = []
+        self._ended: list[dict] = []
+
+    def run(self, jobs: list[Job]) -> bool:
+        """Run them; returns whether all ran and succeeded."""
+        self._out.mkdir(parents=True, exist_ok=True)
+        waiting = list(jobs)
+        try:
+            while waiting or self._running:
+                self._reap(waiting)
+                self._drop_late(waiting)
+                while len(self._running) < self._side_by_side and (found := self._next(waiting)):
+                    waiting.remove(found[0])
+                    self._start(*found)
+                time.sleep(0.2)
+        finally:
+            for running in self._running:
+                self._stop(running)
+        return all(row["state"] == "passed" for row in self._ended)
+
+    def _next(self, waiting: list[Job]) -> tuple[Job, list[Gpu]] | None:
+        return next_job(waiting, self._gpus, [running.job for running in self._running])
+
+    def _start(self, job: Job, gpus: list[Gpu]) -> None:
+        for gpu in gpus:
+            gpu.jobs.append(job)
+        visible = ",".join(str(gpu.index) for gpu in gpus)
+        with (self._out / f"{job.name}.txt").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                ["bash", "-c", job.run],
+                cwd=_ROOT,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._running.append(_Running(job, gpus, process, time.monotonic()))
+
+    def _reap(self, waiting: list[Job]) -> None:
+        late = time.monotonic() > self._end
+        for running in list(self._running):
+            code = running.process.poll()
+            if code is None and not late:
+                continue
+            if code is None:
+                self._stop(running)
+            self._running.remove(running)
+            for gpu in running.gpus:
+                gpu.jobs.remove(running.job)
+            state = "cut" if code is None else "failed" if code else "passed"
+            self._note(running.job, state, time.monotonic() - running.start, waiting)
+
+    def _drop_late(self, waiting: list[Job]) -> None:
+        left = self._end - time.monotonic()
+        for job in [job for job in waiting if job.seconds > left]:
+            waiting.remove(job)
+            self._note(job, "no time", 0.0, waiting)
+
+    def _stop(self, running: _Running) -> None:
+        os.killpg(running.process.pid, signal.SIGTERM)
+        try:
+            running.process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.process.pid, signal.SIGKILL)
+            running.process.wait()
+
+    def _note(self, job: Job, state: str, seconds: float, waiting: list[Job]) -> None:
+        now = time.monotonic()
+        facts = {"name": job.name, "state": state, "seconds": round(seconds, 1), "expected_s": job.seconds}
+        self._ended.append(facts | {"run": job.run, "log": str(self._out / f"{job.name}.txt")})
+        text = json.dumps(self._ended, indent=1) + "\n"
+        (self._out / "jobs.json").write_text(text, encoding="utf-8")
+        left = sum(other.seconds * other.gpus for other in waiting)
+        left += sum(max(0.0, one.job.seconds - (now - one.start)) * one.job.gpus for one in self._running)
+        print(
+            f"{now - self._begin:6.0f} s  {state:8} {job.name} after {seconds:.0f} s (expected {job.seconds:.0f}); "
+            f"{len(waiting) + len(self._running)} left, {left / len(self._gpus):.0f} s at most",
+            flush=True,
+        )
+
+
+def find_gpus() -> list[Gpu]:
+    """Return this host's GPUs as its driver lists them; none without one."""
+    command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [Gpu(int(index), float(mib) / 1024) for index, mib in (line.split(",") for line in lines)]
+
+
+def _problems(jobs: list[Job], gpus: list[Gpu]) -> list[str]:
+    if not gpus:
+        return ["nvidia-smi lists no GPU on this host"]
+    found, room = [], min(gpu.memory_gib for gpu in gpus)
+    if unset := unset_variables(jobs):
+        found.append(f"commands read {', '.join(unset)}: set them in the environment, or --select others")
+    if large := [job.name for job in jobs if job.memory_gib > room or job.gpus > len(gpus)]:
+        found.append(f"{len(gpus)} GPU(s) of {room:.0f} GiB have no room for {', '.join(large)}: --select others")
+    return found
+
+
+def main() -> int:
+    """Run the jobs that the command line names; returns 1 if one did not pass, 2 if none can start."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("list", type=Path, help="jobs in YAML, e.g. tools/on_gpu/tests.yaml")
+    parser.add_argument("--select", default="", metavar="REGEX", help="only jobs whose names match")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="stop after as many seconds; default never")
+    parser.add_argument("--side-by-side", type=int, default=8, help="jobs at once, which share the CPU's cores")
+    parser.add_argument("--out", type=Path, default=Path("runs/on_gpu"), help="folder for logs; default runs/on_gpu")
+    parser.add_argument("--check", action="store_true", help="only list the jobs")
+    options = parser.parse_args()
+    try:
+        jobs = read_jobs(options.list, options.select)
+    except (ConfigError, OSError) as error:
+        parser.error(str(error))
+    if options.check:
+        for job in jobs:
+            print(f"{job.name}: {job.why}")
+            print(f"    {job.gpus} GPU, {job.memory_gib:g} GiB, {job.seconds:g} s: {job.run.strip()}")
+        return 0
+    gpus = find_gpus()
+    if problems := _problems(jobs, gpus):
+        parser.error("; ".join([*problems, "--check lists the jobs and starts nothing"]))
+    done = Host(gpus, options.out, limit_s=options.limit_s, side_by_side=options.side_by_side).run(jobs)
+    return int(not done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
