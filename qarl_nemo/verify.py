@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 # A dollar sign that opens LaTeX, not an amount of money.
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
@@ -22,6 +23,8 @@ _INTEGERS = re.compile(r"\s*-?\d{1,1000}(\s+-?\d{1,1000})*\s*")
 # Parsing so many characters takes half a second; starting the processes takes two, but only once.
 _WORTH_SHARING = 100_000
 _MOST_PROCESSES = 4
+# A number below the first is the same as another if they differ by less than this share of it.
+_SMALL, _SAME = 1e-3, 1e-3
 
 
 def reward(response: str, answer: str) -> float:
@@ -101,7 +104,24 @@ def _verified(response: str, answer: str) -> float:
 
     # Outside of an environment, the parser finds no words (`\text{east}`).
     gold = parse(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}")
-    return float(verify(gold, parse(response)))
+    found = parse(response)
+    return float(verify(gold, found) and not _is_small_and_apart(gold, found))
+
+
+def _is_small_and_apart(gold: list[Any], found: list[Any]) -> bool:
+    """Tell two small numbers apart: math-verify drops differences below 1e-6, so that 1e-19 would equal 2e-27."""
+    wanted, given = _number(gold), _number(found)
+    if wanted is None or given is None or not 0 < abs(wanted) < _SMALL:
+        return False
+    return abs(given - wanted) > _SAME * abs(wanted)
+
+
+def _number(candidates: list[Any]) -> complex | None:
+    value = getattr(candidates[0], "rhs", candidates[0])
+    try:
+        return complex(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 if __name__ == "__main__":

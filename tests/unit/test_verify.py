@@ -102,3 +102,12 @@ def test_several_processes_say_what_one_says_in_the_same_order(monkeypatch):
         assert workers[1].wait(timeout=60) == 0
     finally:
         verify._workers.cache_clear()
+
+
+def test_small_numbers_are_compared_by_their_own_digits():
+    answer = r"3.5 \times 10^{-19}"
+    for right in (answer, r"35 \times 10^{-20}", r"x = 3.5 \cdot 10^{-19} \text{ m}", r"3.501 \times 10^{-19}"):
+        assert reward(rf"It is $\boxed{{{right}}}$.", answer) == 1.0
+    for wrong in ("0", r"3.5 \times 10^{-27}", r"3.6 \times 10^{-19}", r"-3.5 \times 10^{-19}"):
+        assert reward(rf"It is $\boxed{{{wrong}}}$.", answer) == 0.0
+    assert reward(r"It is $\boxed{0.333333}$.", r"\frac{1}{3}") == 1.0
