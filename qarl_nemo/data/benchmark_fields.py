@@ -10,6 +10,8 @@ from typing import Any
 from qarl_nemo.data.answers import final_answer
 
 _SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)")
+# A dollar sign that opens or ends a formula, not an amount of money.
+_DOLLAR = re.compile(r"(?<!\\)\$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,16 @@ def gsm8k(record: Mapping[str, Any]) -> Problem:
 
 
 def minerva(record: Mapping[str, Any]) -> Problem:
-    r"""Read `question` and `answer`; the parser knows `1.5 \times 10^{3}`, not `1.5e3`."""
-    answer = _text(record, "answer")
+    r"""Read `question` and `answer`, or `problem` and what `solution` boxes, as in the set's first publication.
+
+    The parser knows `1.5 \times 10^{3}`, not `1.5e3`.
+    """
+    if "solution" in record:
+        question, answer = _text(record, "problem"), final_answer(_text(record, "solution"), "boxed")
+    else:
+        question, answer = _text(record, "question"), _text(record, "answer")
     number = _SCIENTIFIC.fullmatch(answer.strip())
-    return Problem(_text(record, "question"), rf"{number[1]} \times 10^{{{int(number[2])}}}" if number else answer)
+    return Problem(question, rf"{number[1]} \times 10^{{{int(number[2])}}}" if number else _formula(answer))
 
 
 def olympiadbench(record: Mapping[str, Any]) -> Problem:
@@ -57,7 +65,7 @@ def olympiadbench(record: Mapping[str, Any]) -> Problem:
     answers = record["final_answer"]
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise TypeError(f"final_answer is {str(answers)[:80]!r}, not a list of texts")
-    return Problem(f"{context}\n\n{question}" if context else question, ", ".join(answers))
+    return Problem(f"{context}\n\n{question}" if context else question, ", ".join(map(_formula, answers)))
 
 
 def arc(record: Mapping[str, Any]) -> Problem:
@@ -89,8 +97,14 @@ def _choice(question: str, options: Sequence[str], right: int) -> Problem:
     return Problem(f"{question.strip()}\n\n{listed}", ascii_uppercase[right])
 
 
+def _formula(answer: str) -> str:
+    # The parser takes one formula: where an answer has several, or a dollar sign too many, it would find a part.
+    return _DOLLAR.sub("", answer).strip().removesuffix(".")
+
+
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record[key]
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
         raise TypeError(f"{key} is {str(value)[:80]!r}, neither text nor a number")
-    return str(value)
+    # Of a whole number the parser knows that it may stand before a percent sign; of 27.0 it does not.
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
