@@ -215,10 +215,12 @@ def _target_problems(checkpoint: Checkpoint, targets: tuple[str, ...]) -> list[s
     unmatched = [target for target in targets if not counts[target]]
     if not unmatched:
         return []
-    present = ", ".join(f"{target} ({counts[target]} weights)" for target in names.TARGETS if counts[target])
+    present = [target for target in names.TARGETS if counts[target]]
+    found = ", ".join(f"{target} ({counts[target]} weights)" for target in present)
+    fix = f"; set --targets {','.join(present)}" if present else ""
     return [
         f"targets that match no weight: {', '.join(unmatched)}; legal targets are {', '.join(names.TARGETS)}, and this "
-        f"model has {present or 'none of them'}"
+        f"model has {found or 'none of them'}{fix}"
     ]
 
 

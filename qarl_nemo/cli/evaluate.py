@@ -135,8 +135,8 @@ def evaluate(settings: "EvalSettings") -> None:
             def show(doing: str, num_new: int) -> None:
                 nonlocal done
                 done += num_new
-                progress.phase(doing)
                 progress.update(done)
+                progress.phase(doing)
 
             try:
                 rows = run(evaluations, show, lambda found: write_results(job, found))

@@ -64,7 +64,8 @@ def results_table(rows: Sequence[Row]) -> Table:
         avg@k in percent, the standard error in brackets.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
-    table = Table("benchmark", title="right answers in percent (standard error)", box=None, padding=(0, 2, 0, 0))
+    title = "right answers in percent (standard error)"
+    table = Table("benchmark", title=title, min_width=len(title), box=None, padding=(0, 2, 0, 0))
     for model in models:
         table.add_column(model, justify="right")
     for name in dict.fromkeys(row["benchmark"] for row in rows):
@@ -94,7 +95,7 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
         name = row["benchmark"]
         if row["num_problems"] < row["num_total"]:
             yield f"{name}: a sample of {row['num_problems']} of {row['num_total']} problems"
-        elif row["num_total"] != BENCHMARKS[name].num_problems:
+        if row["num_total"] != BENCHMARKS[name].num_problems:
             yield f"{name}: {row['num_total']} problems, where {BENCHMARKS[name].num_problems} are published"
     for row in rows:
         place = f"{row['benchmark']}, {row['model']}"

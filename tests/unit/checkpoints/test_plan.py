@@ -82,7 +82,7 @@ def test_every_problem_is_in_one_error():
         r"1 tensor not part of a qwen3_moe model: 'extra\n'",
         "K=192 is not a multiple of group_size=128",
         "targets that match no weight: mlp; legal targets are experts, attention, mlp",
-        "this model has experts (24 weights), attention (8 weights)",
+        "this model has experts (24 weights), attention (8 weights); set --targets experts,attention",
         "max_shard_bytes=0",
     ]:
         assert text in str(error.value)
