@@ -109,7 +109,7 @@ def _verified(response: str, answer: str) -> float:
 
 
 def _is_small_and_apart(gold: list[Any], found: list[Any]) -> bool:
-    """Tell two small numbers apart: math-verify drops differences below 1e-6, so that 1e-19 would equal 2e-27."""
+    """Tell two small numbers apart: math-verify rounds to six decimals, and drops what is below 1e-15."""
     wanted, given = _number(gold), _number(found)
     if wanted is None or given is None or not 0 < abs(wanted) < _SMALL:
         return False
