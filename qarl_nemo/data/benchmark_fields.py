@@ -107,4 +107,4 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
         raise TypeError(f"{key} is {str(value)[:80]!r}, neither text nor a number")
     # Of a whole number the parser knows that it may stand before a percent sign; of 27.0 it does not.
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return str(int(value)) if isinstance(value, float) and value % 1 == 0 else str(value)
