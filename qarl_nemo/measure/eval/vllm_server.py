@@ -1,5 +1,6 @@
 """Serves one model by vLLM in a process of its own, which frees the GPU when it ends."""
 
+import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,6 +31,8 @@ def serve(
         options: keyword arguments of `vllm.LLM`.
         stop_ids: tokens that end an answer.
     """
+    # Its warnings are of what is left out on purpose, a tokenizer among them, and hide what `qarl eval` says.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         llm = start_engine(checkpoint, device, **options)
         connection.send(llm.apply_model(chosen_methods)[0])
