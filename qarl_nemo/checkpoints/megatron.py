@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -47,9 +46,7 @@ class MegatronReader:
         self._chunks = ChunkReader(self._stored.folder)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         del self._chunks
 
     def read(self, info: TensorInfo) -> Tensor:

@@ -7,7 +7,6 @@ dequantized one where the base was quantized.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -69,10 +68,8 @@ class MergedReader:
         self._reader.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._reader.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self._reader.__exit__(*exception)
 
     def read(self, info: TensorInfo) -> Tensor:
         """Return one tensor of the merged model in BF16."""

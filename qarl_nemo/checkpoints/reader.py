@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from safetensors import SafetensorError, safe_open
@@ -52,9 +51,7 @@ class TensorReader(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
     def read(self, info: TensorInfo) -> Tensor:
         """Return one tensor, which may be a view of the file: clone it to keep it.
@@ -128,9 +125,7 @@ class SafetensorsReader:
     def __enter__(self) -> "SafetensorsReader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._close()
 
     def read(self, info: TensorInfo) -> Tensor:

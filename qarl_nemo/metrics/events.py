@@ -12,7 +12,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from qarl_nemo.files import FileError, make_folder, os_reason, write_atomic
@@ -28,13 +27,13 @@ class EventWriter:
 
     Args:
         run_dir: the run's folder, created when missing.
-        resume_step: last step the restored checkpoint contains: later records are dropped. None starts a new run.
-        wandb: also log to Weights & Biases, under an id kept in `run_dir/wandb_id` so that a resumed run continues.
-        wandb_project: project shown there.
+        resume_step: last step the restored checkpoint contains, 0 without one; later records are dropped.
+        wandb_project: also log to this project of Weights & Biases, under an id kept in `run_dir/wandb_id` so that a
+            resumed run continues.
         config: resolved config shown there.
 
     Raises:
-        ValueError: `run_dir` already holds records and `resume_step` is None, or lacks one up to `resume_step`.
+        FileError: `run_dir` lacks a record up to `resume_step`.
         ImportError: W&B asked for and not installed.
     """
 
@@ -42,20 +41,20 @@ class EventWriter:
         self,
         run_dir: Path,
         *,
-        resume_step: int | None = None,
-        wandb: bool = False,
-        wandb_project: str = "qarl-nemo",
+        resume_step: int = 0,
+        wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
     ):
-        wandb_module = _import_wandb() if wandb else None
+        wandb = None if wandb_project is None else _import_wandb()
         make_folder(run_dir, "a run's folder")
         path = run_dir / METRICS_FILE
-        self._last_step = _prepare_file(path, resume_step)
+        records = read_lines(path) if path.exists() else []
+        require_steps(path, resume_step)
+        write_atomic(path, "".join(json.dumps(record) + "\n" for record in records[:resume_step]))
+        self._last_step = resume_step
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = TensorboardFile(run_dir / "tensorboard", resume_step)
-        self._wandb = None
-        if wandb_module is not None:
-            self._wandb = _open_wandb(wandb_module, run_dir, wandb_project, config or {})
+        self._wandb = None if wandb_project is None else _open_wandb(wandb, run_dir, wandb_project, config or {})
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step to every sink and flush it.
@@ -68,7 +67,7 @@ class EventWriter:
         Raises:
             FileError: the disk is full or failed.
         """
-        assert self._last_step is None or step > self._last_step, f"step {step} after step {self._last_step}"
+        assert step > self._last_step, f"step {step} after step {self._last_step}"
         self._last_step = step
         numbers = {name: _as_number(value) for name, value in metrics.items()}
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -96,9 +95,7 @@ class EventWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # The user should see the error that ended the run, not that files on the same full disk could not be closed.
         with contextlib.suppress(*(() if kind is None else (OSError,))):
             self.close()
@@ -147,20 +144,6 @@ def require_steps(path: Path, step: int) -> None:
 
 def _as_number(value: float) -> float | int:
     return value if isinstance(value, int) else float(value)
-
-
-def _prepare_file(path: Path, resume_step: int | None) -> int | None:
-    records = read_lines(path) if path.exists() else []
-    if resume_step is None:
-        if records:
-            raise ValueError(
-                f"{path} already holds steps {records[0].get('step')} to {records[-1].get('step')}: "
-                "resume that run, or choose another run directory"
-            )
-        return None
-    require_steps(path, resume_step)
-    write_atomic(path, "".join(json.dumps(record) + "\n" for record in records[:resume_step]))
-    return resume_step or None
 
 
 def _import_wandb() -> Any:

@@ -17,7 +17,7 @@ class _Recorded(BaseModel):
 
 
 class StepRecord(_Recorded):
-    """A line of metrics.jsonl or warm_start.jsonl: numbers, null where a value was not finite."""
+    """A line of metrics.jsonl: numbers, null where a value was not finite."""
 
     step: Annotated[int, Field(ge=0, le=10**12)]
     __pydantic_extra__: dict[str, _Number | None] = Field(init=False)

@@ -18,7 +18,6 @@ from qarl_nemo.metrics.recorded import Module, NemoConfig, RunConfig, StepRecord
 
 CONFIG_FILE = "config.yaml"
 QUANTIZED_FILE = "quantized.json"
-WARM_START_FILE = "warm_start.jsonl"
 _EXAMPLE_STEPS = 5
 _ALIGNMENT_NAMES = {"aligned": "aligned", "rollout_only": "rollout only", "none": "BF16"}
 
@@ -40,7 +39,6 @@ class Run:
         diagnostics: newest readable step, None when there is none.
         examples: example rollouts of the newest steps, newest first, each with its `step`.
         quantized: rows of quantized.json.
-        warm_start: records of warm_start.jsonl.
         missing: sentences saying what a complete run would have and this one lacks.
     """
 
@@ -53,7 +51,6 @@ class Run:
     diagnostics: StepDiagnostics | None
     examples: list[dict[str, Any]]
     quantized: list[dict[str, Any]]
-    warm_start: list[dict[str, Any]]
     missing: tuple[str, ...]
 
     @property
@@ -130,7 +127,6 @@ def load_run(path: Path) -> Run:
         diagnostics=diagnostics,
         examples=examples,
         quantized=quantized,
-        warm_start=read_lines(path / WARM_START_FILE, StepRecord) if _has(path, WARM_START_FILE) else [],
         missing=tuple(missing),
     )
 
@@ -160,7 +156,6 @@ def _load_nemo_rl(path: Path) -> Run:
         diagnostics=diagnostics,
         examples=[example | {"step": diagnostics.step} for example in diagnostics.examples] if diagnostics else [],
         quantized=[],
-        warm_start=[],
         missing=tuple(missing),
     )
 

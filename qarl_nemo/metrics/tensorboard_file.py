@@ -18,22 +18,21 @@ class TensorboardFile:
 
     Args:
         folder: made when missing.
-        resume_step: later steps in earlier files are no longer shown; None for a new run.
+        resume_step: later steps in earlier files are no longer shown.
 
     Raises:
         FileError: the disk is full or failed.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
+    def __init__(self, folder: Path, resume_step: int) -> None:
         make_folder(folder, "the folder of TensorBoard's events")
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if resume_step is not None:
-            restart = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
+        restart = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append one step and flush it.

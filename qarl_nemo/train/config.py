@@ -296,7 +296,6 @@ class WandbConfig(StrictModel):
     """Weights & Biases, beside TensorBoard."""
 
     project: str
-    name: str | None = None
 
 
 class LoggerConfig(StrictModel):

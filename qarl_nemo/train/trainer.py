@@ -80,13 +80,11 @@ class Trainer:
             RuntimeError: too many non-finite steps in a row; a checkpoint of the last good weights is written first.
         """
         config, total = self.config, self.config.grpo.max_num_steps
-        wandb = config.logger.wandb
         with (
             EventWriter(
                 config.run_dir,
                 resume_step=self.step or 0,
-                wandb=wandb is not None,
-                wandb_project=wandb.project if wandb else "",
+                wandb_project=config.logger.wandb.project if config.logger.wandb else None,
                 config=config.model_dump(mode="json"),
             ) as events,
             LiveProgress(config.run.name, total, self.step or 0) as progress,

@@ -175,7 +175,7 @@ class Report(Command):
 
     def places(self) -> Mapping[str, float]:
         """Return what the report reads."""
-        weights = {"config.yaml": 3.0, "metrics.jsonl": 4.0, "quantized.json": 2.0, "warm_start.jsonl": 1.0}
+        weights = {"config.yaml": 3.0, "metrics.jsonl": 4.0, "quantized.json": 2.0}
         steps = sorted((self.base / "run" / "diagnostics").iterdir())
         weights |= {f"diagnostics/{path.name}": 1.5 for path in steps}
         return {f"run/{name}": weight for name, weight in weights.items() if (self.base / "run" / name).exists()}

@@ -38,7 +38,7 @@ def read_run(path: Path) -> Run:
     keys = sorted({key for record in records for key in record} - {"step"})
     columns = {key: np.array([record.get(key, math.nan) for record in records]) for key in keys}
     steps = np.array([record["step"] for record in records], float)
-    return Run(path, path.stem, path.stem, {}, steps, columns, None, [], [], [], ())
+    return Run(path, path.stem, path.stem, {}, steps, columns, None, [], [], ())
 
 
 def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dict]:

@@ -111,29 +111,6 @@ def add_legend(axes: Axes) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.3, handlelength=1.6)
 
 
-def warm_start_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
-    """Draw loss and reward of the supervised warm start; None when no run had one.
-
-    Args:
-        arms: what is compared.
-        width_in: width, inches.
-    """
-    if not any(run.warm_start for arm in arms for run in arm.runs):
-        return None
-    figure = new_figure(width_in, 3.0)
-    labels = {"loss": "loss per token (nats)", "reward": "reward"}
-    for axes, (field, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
-        for arm in arms:
-            for run in arm.runs:
-                points = [(row["step"], row[field]) for row in run.warm_start if row.get(field) is not None]
-                if points:
-                    steps, values = thin_out(*np.array(points, float).T)
-                    axes.plot(steps, values, color=arm.color, marker="o" if len(steps) < 12 else None, markersize=4)
-        finish_curves(axes, label)
-        axes.set_xlabel("warm-start step")
-    return figure
-
-
 def thin_out(*columns: Floats) -> tuple[Floats, ...]:
     """Keep at most MAX_POINTS evenly spaced points, the last one always, so that long runs make small pages.
 

@@ -47,10 +47,6 @@ def _learning(arms: Sequence[Arm]) -> Section:
             percent=True,
         ),
     ]
-    warm_start = curves.warm_start_figure(arms, FULL_WIDTH_IN)
-    if warm_start is not None:
-        caption = "Supervised steps before the first rollout."
-        panels.append(figure_panel("Warm start", caption, warm_start, "", wide=True))
     intro = "Bold: moving mean; faint: every step. Several seeds of an arm: their mean, with the range shaded."
     return Section("learning", "Learning", intro, tuple(panels))
 

@@ -113,8 +113,3 @@ def test_rate_of_a_sign_nobody_has_is_not_a_number():
     rates = error_token_rates(torch.zeros(1, 2).bool(), torch.ones(1, 2), torch.ones(1, 2))
     assert rates["error_tokens/rate_positive"] == 0
     assert math.isnan(rates["error_tokens/rate_negative"])
-
-
-def test_every_illegal_setting_is_named():
-    with pytest.raises(ValueError, match=r"max_prob=2.*max_ngram=0.*min_repeats=1.*min_run_tokens=1"):
-        repetitions([1, 2], max_prob=2, max_ngram=0, min_repeats=1, min_run_tokens=1)

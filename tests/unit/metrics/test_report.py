@@ -58,13 +58,12 @@ def cell_rows(page, heading):
 def single_page(tmp_path_factory, write_synthetic_run):
     folder = tmp_path_factory.mktemp("single")
     run_dir = write_synthetic_run(folder / "demo", num_steps=10, noise=True)
-    (run_dir / "warm_start.jsonl").write_text('{"step": 0, "loss": 3.2, "reward": 0.0}\n{"step": 50, "loss": 1.1}\n')
     return report([run_dir], folder)
 
 
 def test_the_page_has_every_section_and_figure(single_page):
     assert re.findall(r'<h2 id="(\w+)"', single_page) == [*SECTIONS[:2], "noise", *SECTIONS[2:]]
-    extra = ["Warm start", "Noise", "Noise that was served"]
+    extra = ["Noise", "Noise that was served"]
     assert sorted(title for _, title in figures(single_page)) == sorted([*PANELS, *extra])
     assert "absent" not in single_page.split("</style>")[1]
     assert "Note on" not in single_page
