@@ -1,11 +1,20 @@
 """Where this package is installed, from a checkout or a wheel: its example configs and the commands to install more."""
 
 import difflib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # A wheel holds examples/configs as this folder; a checkout does not.
 _IN_WHEEL = Path(__file__).parent / "examples"
 _LOCAL, _NEMO_RL = "local_", "qarl-"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, which is not imported; None if it is missing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def pip_command(extra: str = "") -> str:

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
-from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo
+from qarl_nemo.checkpoints.reader import FLOAT_DTYPES, Checkpoint, TensorInfo
 from qarl_nemo.names import summarize_names
 
-_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _ROTARY = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.(?:inv_freq|cos_cached|sin_cached)")
 _STACKED = re.compile(r".*\.mlp\.experts\.(?:gate_up|down)_proj")
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -55,7 +54,7 @@ def content_problems(tensors: Iterable[TensorInfo], architecture: Architecture) 
             continue
         if info.shape != shape:
             wrong[f"shape {list(info.shape)}, config.json implies {list(shape)}"].append(name)
-        if info.dtype not in _FLOAT_DTYPES:
+        if info.dtype not in FLOAT_DTYPES:
             wrong[f"dtype {info.dtype}, not floating point"].append(name)
     stacked = [name for name in found if _STACKED.fullmatch(name)]
     foreign = [name for name in found if name not in stacked]

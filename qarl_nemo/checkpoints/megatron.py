@@ -7,14 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from qarl_nemo.architecture import MEGATRON_FAMILIES, Architecture
 from qarl_nemo.checkpoints.chunks import ChunkReader
 from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.megatron_layout import Location, Weight, model_weights
-from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, TensorInfo, read_config
+from qarl_nemo.checkpoints.reader import CONFIG_FILE, DTYPES, FLOAT_DTYPES, Checkpoint, TensorInfo, read_config
 from qarl_nemo.checkpoints.torch_dist import METADATA_FILE, TorchDist, open_torch_dist
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.names import summarize_names
@@ -26,7 +25,7 @@ _WEIGHTS = ("policy/weights/", "weights/")
 _ITERATIONS = tuple(
     f"{above}{weights}iter_*" for above in ("", "step_*/", "checkpoints/step_*/") for weights in ("", *_WEIGHTS)
 )
-_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+_DTYPES = {DTYPES[name]: name for name in FLOAT_DTYPES}
 
 
 class MegatronReader:

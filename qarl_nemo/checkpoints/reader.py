@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -21,7 +22,25 @@ SINGLE_FILE = "model.safetensors"
 _SHOWN = 8
 # Pages of a memory-mapped file stay resident while it is open; reopening it after this many bytes bounds them.
 _REOPEN_AFTER_BYTES = 16 * 2**20
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+# What safetensors calls the dtypes.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +62,7 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         """Size of the data in bytes."""
-        return math.prod(self.shape) * _DTYPE_BYTES.get(self.dtype, 1)
+        return math.prod(self.shape) * DTYPES.get(self.dtype, torch.uint8).itemsize
 
 
 class TensorReader(Protocol):

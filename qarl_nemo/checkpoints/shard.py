@@ -12,27 +12,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qarl_nemo.checkpoints.plan import PlannedShard
+from qarl_nemo.checkpoints.reader import DTYPES
 
 _ALIGNMENT_BYTES = 64
 _MAX_TENSORS_PER_WEIGHT = 3
 _HEADER_ALIGNMENT = 8
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardBuffer:
@@ -90,7 +75,7 @@ def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str])
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT)
     crc32 = 0

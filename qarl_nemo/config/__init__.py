@@ -3,7 +3,7 @@
 from qarl_nemo.config.load import load_config
 from qarl_nemo.config.problems import ConfigError, validate
 from qarl_nemo.config.qarl import Alignment, QarlConfig, StrictModel, Targets
-from qarl_nemo.config.yaml_file import merge_mappings, read_yaml
+from qarl_nemo.config.yaml_file import flatten, merge_mappings, read_yaml, write_yaml
 
 __all__ = [
     "Alignment",
@@ -11,8 +11,10 @@ __all__ = [
     "QarlConfig",
     "StrictModel",
     "Targets",
+    "flatten",
     "load_config",
     "merge_mappings",
     "read_yaml",
     "validate",
+    "write_yaml",
 ]

@@ -1,8 +1,8 @@
-"""Reads a YAML file with its `defaults:`, in bounded time and memory whatever it holds."""
+"""Reads a YAML file with its `defaults:`, in bounded time and memory whatever it holds; writes one."""
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qarl_nemo.config.problems import ConfigError
-from qarl_nemo.files import FileError, read_text
+from qarl_nemo.files import FileError, read_text, write_atomic
 
 # Arms of a comparison are merged onto the rest of the config later, so their `_override_` marks must survive.
 _MERGED_LATER = ("arms",)
@@ -38,6 +38,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: the file or one of its defaults is missing, malformed, too large, or refers to itself.
     """
     return _read(_resolved(path), (), {})
+
+
+def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a config that `read_yaml` reads.
+
+    Args:
+        path: final place; its folder must exist.
+        values: plain values.
+
+    Raises:
+        FileError: the disk is full, or the folder may not be written.
+    """
+    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(values))))
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested config's values by their dotted keys, each with a prefix before it."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

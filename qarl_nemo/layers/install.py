@@ -93,9 +93,9 @@ def install(
     for name, module in list(model.named_modules()):
         if found.get(name) in executed:
             own = executed[found[name]]
-            _swap(model, name, _aligned(name, module, report, own, backward=backward, keep_operand=keep_operand))
+            model.set_submodule(name, _aligned(name, module, report, own, backward=backward, keep_operand=keep_operand))
         elif found.get(name) == "router":
-            _swap(model, name, AlignedRouter(module, report.routes, report.num_routers))
+            model.set_submodule(name, AlignedRouter(module, report.routes, report.num_routers))
             report.num_routers += 1
     _fuse(report.weights)
     _fill_table(model, found, report)
@@ -121,11 +121,6 @@ def _fuse(weights: Mapping[str, AlignedWeight]) -> None:
 
 def _holds_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
-
-
-def _swap(model: nn.Module, name: str, replacement: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, replacement)
 
 
 def _require_present(targets: Sequence[str], present: set[str]) -> None:

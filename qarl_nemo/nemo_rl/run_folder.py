@@ -4,15 +4,15 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pynvml
 from nemo_rl.package_info import __version__ as nemo_rl_version
-from omegaconf import OmegaConf
 
+from qarl_nemo.config import write_yaml
 from qarl_nemo.files import write_atomic
+from qarl_nemo.installation import installed_version
 from qarl_nemo.metrics.nemo_rl_logs import CONFIG_FILE, FACTS_FILE
 from qarl_nemo.secrets import without_secrets, word_without_secrets
 
@@ -33,10 +33,11 @@ def describe_run(log_dir: Path, config: Mapping[str, Any]) -> None:
     facts = {
         "command": shlex.join(["python", *map(word_without_secrets, sys.argv)]),
         "hardware": f"{gpus}x {_gpu_name()}",
-        "versions": {"nemo-rl": nemo_rl_version} | {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": {"nemo-rl": nemo_rl_version}
+        | {name: found for name in _PACKAGES if (found := installed_version(name))},
     }
     write_atomic(log_dir / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
-    write_atomic(log_dir / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(without_secrets(config))))
+    write_yaml(log_dir / CONFIG_FILE, without_secrets(config))
 
 
 def _gpu_name() -> str:
@@ -46,10 +47,3 @@ def _gpu_name() -> str:
         return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
     except pynvml.NVMLError:
         return "GPU"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -103,6 +103,4 @@ class Arrivals:
 
 
 def _shaped(raw: Tensor, record: TensorRecord) -> Tensor:
-    dtype = getattr(torch, record.dtype)
-    size = torch.empty((), dtype=dtype).element_size() * torch.Size(record.shape).numel()
-    return raw.view(dtype).view(record.shape) if size == raw.numel() else raw
+    return raw.view(getattr(torch, record.dtype)).view(record.shape) if record.num_bytes == raw.numel() else raw

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
 from rich.console import Console
 
-from qarl_nemo.config import ConfigError, merge_mappings, validate
-from qarl_nemo.files import make_folder, write_atomic
+from qarl_nemo.config import ConfigError, merge_mappings, validate, write_yaml
+from qarl_nemo.files import make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import GpuPool, visible_gpus
 from qarl_nemo.train.run_dir import RunStoppedError, where_it_stands
@@ -162,7 +161,7 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
 def _start(config: LocalConfig, gpus: list[str]) -> subprocess.Popen[bytes]:
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "arm.yaml"
-    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json", exclude={"compare"}))))
+    write_yaml(path, config.model_dump(mode="json", exclude={"compare"}))
     environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -118,10 +118,10 @@ def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
         if type(module).__name__.endswith("RMSNorm"):
             # The engine adds no residual before the first layer's norm, nor before those of queries and keys.
             alone = name.endswith(("q_norm", "k_norm", "layers.0.input_layernorm"))
-            _swap(model, name, EngineNorm(module, after_add=not alone))
+            model.set_submodule(name, EngineNorm(module, after_add=not alone))
     for name, module in list(model.named_modules()):
         if name.endswith(".self_attn"):
-            _swap(model, name, EngineAttention(module))
+            model.set_submodule(name, EngineAttention(module))
     return model
 
 
@@ -136,8 +136,3 @@ def checkpoint_layers(model: PreTrainedModel, contexts: Callable[[], tuple[Any, 
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
-
-
-def _swap(model: nn.Module, name: str, replacement: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, replacement)

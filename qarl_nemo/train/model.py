@@ -240,8 +240,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         Sorted token ids.
     """
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    ids = {tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])}
-    return sorted(token for token in ids if token is not None)
+    return _with_end(configured, tokenizer)
 
 
 def stored_stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -259,4 +258,9 @@ def stored_stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]
     """
     file = path / "generation_config.json"
     configured = read_json(file, "a model's generation config").get("eos_token_id") if file.is_file() else None
-    return sorted({tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])})
+    return _with_end(configured, tokenizer)
+
+
+def _with_end(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids = {tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured or [])}
+    return sorted(token for token in ids if token is not None)

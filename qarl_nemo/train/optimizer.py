@@ -18,6 +18,11 @@ from qarl_nemo.train.config import AdamWConfig, MuonConfig
 from qarl_nemo.update_aware import lr_factors
 
 
+def warmed_up(config: AdamWConfig | MuonConfig, num_steps: int) -> float:
+    """Return the learning rate of the step after so many: linear warm-up, then constant."""
+    return config.lr * (min(1.0, (num_steps + 1) / config.warmup_steps) if config.warmup_steps else 1.0)
+
+
 class MasterOptimizer:
     """Clips, steps FP32 masters, and copies them back into the model.
 
@@ -109,8 +114,7 @@ class MasterOptimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next step: linear warm-up, then constant."""
-        warmup = self.config.warmup_steps
-        return self.config.lr * (min(1.0, (self.num_steps + 1) / warmup) if warmup else 1.0)
+        return warmed_up(self.config, self.num_steps)
 
     def _set_lr(self) -> None:
         for optimizer, factors in zip(self.optimizers, self._group_factors, strict=True):

@@ -73,6 +73,25 @@ class Rollouts:
         return Rollouts(**joined)
 
 
+def require_finite(values: Tensor, what: str, weight_version: int) -> None:
+    """Refuse what an engine computed from weights that have diverged.
+
+    Args:
+        values: [prompts, ...].
+        what: their name, for the error.
+        weight_version: the version that the engine serves.
+
+    Raises:
+        RuntimeError: some are NaN or infinite.
+    """
+    broken = int((~values.isfinite()).any(-1).sum())
+    if broken:
+        raise RuntimeError(
+            f"weight version {weight_version} gives NaN or infinite {what} for {broken} of {len(values)} prompts: "
+            "the policy has diverged. Start a new run with a lower policy.optimizer.lr"
+        )
+
+
 def pad_left(
     sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device, *, width: int = 0
 ) -> tuple[Tensor, Tensor]:

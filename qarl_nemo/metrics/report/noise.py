@@ -7,7 +7,7 @@ import numpy as np
 
 from qarl_nemo.metrics.report.arms import Arm
 from qarl_nemo.metrics.report.style import format_number
-from qarl_nemo.metrics.runs import Floats
+from qarl_nemo.metrics.summary import finite_mean
 
 _MEANS = ("noise/sigma", "reward/mean", "loss/entropy", "rollout/entropy_estimate", "mismatch/abs_gap_mean")
 
@@ -29,12 +29,7 @@ def stage_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
         columns = {key: np.concatenate([run.column(key) for run in arm.runs]) for key in _MEANS}
         for stage in np.unique(stages[np.isfinite(stages)]):
             here = stages == stage
-            sigma, *means = (format_number(_mean(column[here])) for column in columns.values())
+            sigma, *means = (format_number(finite_mean(column[here])) for column in columns.values())
             span = f"{steps[here].min():.0f} to {steps[here].max():.0f}"
             rows.append({"name": arm.name, "color": arm.color, "cells": [f"{stage:.0f}", sigma, span, *means]})
     return rows
-
-
-def _mean(values: Floats) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else float("nan")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qarl_nemo.config import flatten
 from qarl_nemo.metrics.report.arms import Arm
 from qarl_nemo.metrics.report.style import format_duration, format_number
 from qarl_nemo.metrics.runs import Run
@@ -82,7 +83,7 @@ def config_differences(arms: Sequence[Arm]) -> list[dict[str, Any]]:
     Args:
         arms: what is compared; the first run of each speaks for it.
     """
-    flat = [_flatten(arm.runs[0].config) for arm in arms]
+    flat = [flatten(arm.runs[0].config) for arm in arms]
     keys = dict.fromkeys(key for settings in flat for key in settings)
     return [
         {"key": key, "values": [_text(settings.get(key)) for settings in flat]}
@@ -150,10 +151,3 @@ def _shapes(rows: Sequence[Mapping[str, Any]]) -> str:
     written = [row["shape"] for row in rows]
     shapes = list(dict.fromkeys(shape if isinstance(shape, str) else " x ".join(map(str, shape)) for shape in written))
     return ", ".join(shapes[:_MAX_SHAPES]) + (", ..." if len(shapes) > _MAX_SHAPES else "")
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from qarl_formats import Kernel, OnDevice, QuantFormat, VllmKernels
-from qarl_nemo.config import load_config
+from qarl_nemo.config import load_config, write_yaml
 from qarl_nemo.failures import run_reported
-from qarl_nemo.files import make_folder, write_atomic
+from qarl_nemo.files import make_folder
 from qarl_nemo.layers.norm_noise import NormNoise
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.megatron.gpt_model import gpt_model
 from qarl_nemo.megatron.hf_load import load_parameters
-from qarl_nemo.train.config import AdamWConfig, LocalConfig, MuonConfig
+from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.learner import Learner
-from qarl_nemo.train.megatron.optimizer import MegatronStepper, adam, muon
+from qarl_nemo.train.megatron.optimizer import MegatronStepper, optimizer_settings
 from qarl_nemo.train.megatron.policy import MegatronPolicy
 from qarl_nemo.train.megatron.ranks import Leader, broadcast_each, end_ranks, follow, launch_ranks, start_ranks
 from qarl_nemo.train.model import read_config
@@ -51,7 +50,7 @@ def train_with_megatron(config: LocalConfig) -> None:
         return
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "ranks.yaml"
-    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+    write_yaml(path, config.model_dump(mode="json"))
     code = launch_ranks(ranks, ["-m", "qarl_nemo.train.megatron.launch", str(path)])
     if code:
         raise RuntimeError(f"the Megatron learner's ranks ended with code {code}; what went wrong stands above")
@@ -64,7 +63,7 @@ def train_this_rank(config: LocalConfig) -> None:
         config: the resolved config.
     """
     # Fail on a missing package before anything is trained.
-    _optimizer_settings(config.policy.optimizer)
+    optimizer_settings(config.policy.optimizer)
     rank = int(os.environ.get("RANK", "0"))
     device = learner_device(config, rank)
     layout = config.policy.megatron_cfg.model_dump(include=_PARALLEL_SIZES)
@@ -109,13 +108,9 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
     load_parameters(core, broadcast_each(None if model is None else list(model.named_parameters()), device))
     optimizer = MegatronStepper(
         core,
-        _optimizer_settings(settings.optimizer),
-        lr=settings.optimizer.lr,
-        weight_decay=settings.optimizer.weight_decay,
-        update_aware_scale=settings.optimizer.update_aware_scale or 1.0,
-        targets=qarl.targets,
-        warmup_steps=settings.optimizer.warmup_steps,
-        max_grad_norm=settings.max_grad_norm,
+        settings.optimizer,
+        settings.max_grad_norm,
+        qarl.targets,
         distributed=settings.megatron_cfg.use_distributed_optimizer,
     )
     whole = None if model is None else model.to("cpu")
@@ -133,10 +128,6 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
         logprob_chunk_size=config.policy.logprob_chunk_size,
     )
     return build_learner(config, policy)
-
-
-def _optimizer_settings(config: AdamWConfig | MuonConfig) -> dict[str, Any]:
-    return adam(config.betas) if isinstance(config, AdamWConfig) else muon(config.momentum)
 
 
 if __name__ == "__main__":

@@ -13,33 +13,33 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from qarl_nemo.megatron.param_groups import factor_overrides, inner_optimizers, require_factors
 from qarl_nemo.moments import reset_moments
 from qarl_nemo.muon import MEGATRON
+from qarl_nemo.train.config import AdamWConfig, MuonConfig
+from qarl_nemo.train.optimizer import warmed_up
 from qarl_nemo.update_aware import lr_factors
 
 
-def adam(betas: tuple[float, float]) -> dict[str, Any]:
-    """Return `OptimizerConfig`'s settings for Adam: `torch.optim.AdamW`, with weight decay on matrices only."""
-    return {"optimizer": "adam", "adam_beta1": betas[0], "adam_beta2": betas[1]}
-
-
-def muon(momentum: float) -> dict[str, Any]:
-    """Return `OptimizerConfig`'s settings for the Muon of `qarl_nemo.muon`.
+def optimizer_settings(config: AdamWConfig | MuonConfig) -> dict[str, Any]:
+    """Return what Megatron's `OptimizerConfig` takes of an optimizer block besides learning rate and weight decay.
 
     Args:
-        momentum: Muon's momentum.
+        config: the block.
 
     Returns:
-        Keyword arguments; Adam steps embeddings, head, routers and norms.
+        Keyword arguments, for `torch.optim.AdamW`'s rule, with weight decay on matrices only, or for the Muon of
+        `qarl_nemo.muon`, beside which Adam steps embeddings, head, routers and norms.
 
     Raises:
         ImportError: this Megatron-core has no such Muon, or the package that provides it is missing.
     """
+    if isinstance(config, AdamWConfig):
+        return {"optimizer": "adam", "adam_beta1": config.betas[0], "adam_beta2": config.betas[1]}
     known = "muon_nesterov" in OptimizerConfig.__dataclass_fields__
     if not known or importlib.util.find_spec("emerging_optimizers") is None:
         raise ImportError(
             "Megatron's Muon needs Megatron-core 0.20 and Emerging-Optimizers: "
             "pip install git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers; or take policy.optimizer.name=adamw"
         )
-    return MEGATRON | {"optimizer": "muon", "muon_momentum": momentum}
+    return MEGATRON | {"optimizer": "muon", "muon_momentum": config.momentum}
 
 
 class MegatronStepper:
@@ -47,13 +47,9 @@ class MegatronStepper:
 
     Args:
         model: the model without wrappers.
-        settings: what `adam` or `muon` returned.
-        lr: learning rate after the warm-up.
-        weight_decay: decoupled weight decay.
-        warmup_steps: optimizer steps of linear warm-up.
+        settings: which optimizer.
         max_grad_norm: gradient clipping, global L2 norm.
-        update_aware_scale: see `qarl_nemo.update_aware`.
-        targets: what is quantized.
+        targets: what is quantized, for `update_aware_scale`.
         distributed: shard masters and moments over data-parallel ranks; Adam only.
 
     Attributes:
@@ -64,14 +60,10 @@ class MegatronStepper:
     def __init__(
         self,
         model: GPTModel,
-        settings: dict[str, Any],
-        *,
-        lr: float,
-        weight_decay: float,
-        warmup_steps: int,
+        settings: AdamWConfig | MuonConfig,
         max_grad_norm: float,
-        update_aware_scale: float,
         targets: Sequence[str],
+        *,
         distributed: bool,
     ) -> None:
         reduction = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
@@ -80,25 +72,27 @@ class MegatronStepper:
             # Adam steps the routers.
             layer.mlp.router.weight.use_muon = False
         config = OptimizerConfig(
-            **settings,
-            lr=lr,
-            weight_decay=weight_decay,
+            **optimizer_settings(settings),
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
             clip_grad=max_grad_norm,
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=distributed,
         )
-        factors = lr_factors((name for name, _ in self.model.named_parameters()), targets, update_aware_scale)
+        factors = lr_factors(
+            (name for name, _ in self.model.named_parameters()), targets, settings.update_aware_scale or 1.0
+        )
         overrides = factor_overrides(config, factors, lambda factor: {"lr_mult": factor})
         self._optimizer = get_megatron_optimizer(config, [self.model], **overrides)
         _take_factors(self._optimizer.param_groups, factors)
-        self._full_lr, self._warmup_steps = lr, warmup_steps
+        self._settings = settings
         self.num_steps = self.skipped_in_a_row = 0
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step: linear warm-up, then constant."""
-        return self._full_lr * (min(1.0, (self.num_steps + 1) / self._warmup_steps) if self._warmup_steps else 1.0)
+        return warmed_up(self._settings, self.num_steps)
 
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
         """Clip and apply the accumulated gradients unless they are not finite; clear them either way.

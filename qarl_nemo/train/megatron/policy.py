@@ -59,16 +59,7 @@ class MegatronPolicy:
     def response_logprobs(
         self, rollouts: Rollouts, *, temperature: float, replay_routes: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return logprobs of the response tokens, and the policy's entropy where it chose them.
-
-        Args:
-            rollouts: B responses with N tokens.
-            temperature: the rollouts' sampling temperature.
-            replay_routes: use the experts the rollout engine chose, if it returned any.
-
-        Returns:
-            logprobs [N] FP32 with a graph, entropy [N] FP32 without, in nats, response after response.
-        """
+        """See `Policy`."""
         # With all padding on the right, where no token attends, causal attention needs no mask for it.
         columns, first = columns_from_first_token(rollouts.attention_mask), rollouts.num_prompt_columns
         routes = rollouts.routes if replay_routes else None
@@ -149,12 +140,12 @@ class MegatronPolicy:
         return publish_layers([self.optimizer.model], vocab_size=self._vocab_size, fmt=fmt)
 
     def execute(self, fmt: QuantFormat) -> None:
-        """Execute `fmt` from now on, which differs from the format before in its grid alone."""
+        """See `Policy`."""
         for weight in aligned_weights([self.model]):
             weight.execute(fmt)
 
     def noisy_norms(self) -> dict[str, Any]:
-        """Return the norms that take noise, by the published names of their weights."""
+        """See `Policy`."""
         norms = {}
         for layer in self.model.decoder.layers:
             prefix = f"model.layers.{layer.layer_number - 1}."
@@ -179,11 +170,7 @@ class MegatronPolicy:
         ]
 
     def save(self, folder: Path) -> None:
-        """Write the whole model as a Hugging Face directory, and every rank's part of the optimizer.
-
-        Args:
-            folder: exists, and is seen by all ranks.
-        """
+        """Write the whole model, and every rank's part of the optimizer, to a folder that all ranks see."""
         layers = self.layers(get_format(BASELINE))
         whole = {parameter_name(name): tensor for layer in layers for name, tensor in layer.items()}
         if dist.get_rank() == 0:
@@ -192,11 +179,7 @@ class MegatronPolicy:
         dist.barrier()
 
     def load_optimizer(self, folder: Path) -> None:
-        """Restore what `save` wrote on the same number of ranks.
-
-        Args:
-            folder: the checkpoint's folder.
-        """
+        """Restore what `save` wrote on the same number of ranks."""
         path = folder / f"optimizer_rank{dist.get_rank()}.pt"
         load_state(self.optimizer, path, next(self.model.parameters()).device)
 

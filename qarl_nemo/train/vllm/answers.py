@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.train.rollouts import Rollouts, pad_left
+from qarl_nemo.train.rollouts import Rollouts, pad_left, require_finite
 
 
 def make_rollouts(
@@ -47,7 +47,7 @@ def make_rollouts(
         tokens[row, :length] = torch.tensor(answer.token_ids)
         logprobs[row, :length] = torch.tensor(answer.logprobs.logprobs)
         mask[row, :length] = True
-    _require_finite(logprobs, weight_version)
+    require_finite(logprobs, "logprobs", weight_version)
     attention = torch.cat([prompt_mask, mask], dim=-1)
     captured = [answer.routed_experts for answer in answers] if router_layers else []
     return Rollouts(
@@ -100,13 +100,4 @@ def _require_routed(routes: Tensor) -> None:
         raise RuntimeError(
             f"vLLM says expert 0 for all choices of {unrouted} of {all_zero.numel()} tokens and layers: its experts' "
             "kernels do not report routes, as on a CPU. Set qarl.router_replay=false, or rollout.engine=packed"
-        )
-
-
-def _require_finite(logprobs: Tensor, weight_version: int) -> None:
-    broken = int((~logprobs.isfinite()).any(-1).sum())
-    if broken:
-        raise RuntimeError(
-            f"weight version {weight_version} gives NaN or infinite logprobs for {broken} of {len(logprobs)} "
-            "prompts: the policy has diverged. Start a new run with a lower policy.optimizer.lr"
         )

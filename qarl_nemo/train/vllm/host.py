@@ -4,10 +4,9 @@
 """
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from qarl_nemo.installation import pip_command
+from qarl_nemo.installation import installed_version, pip_command
 
 # device -> package, the versions whose kernels were compared with the learner's, and how to install one. On a CPU, 0.28
 # refuses quantized experts without AMX, and later versions mix old and new experts when they reload.
@@ -38,9 +37,8 @@ def cpu_problem() -> str | None:
 
 
 def _package_problem(package: str, served: str, install: str) -> str | None:
-    try:
-        found = version(package)
-    except PackageNotFoundError:
+    found = installed_version(package)
+    if found is None:
         return f"{package} missing; {install}"
     return None if found.startswith(served) else f"{package} {found}, where {served}x is needed; {install}"
 
