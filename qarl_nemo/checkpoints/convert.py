@@ -74,7 +74,7 @@ class TensorConverter:
         for tensor in tensors:
             weight = self._read(tensor)
             amax = self._shared_amax(tensor, weight)
-            running.append(self._pool.submit(convert_tensor, weight, tensor, self._fmt, self._device, amax))
+            running.append(self._pool.submit(_convert_tensor, weight, tensor, self._fmt, self._device, amax))
             if len(running) > self._num_threads:
                 yield running.popleft().result()
         while running:
@@ -90,21 +90,10 @@ class TensorConverter:
         return torch.stack([self._largest[info.name] for info in (tensor.info, *tensor.fused)]).amax(0)
 
 
-def convert_tensor(
+def _convert_tensor(
     weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, device: str, amax: Tensor | None = None
 ) -> ConvertedTensor:
-    """Return a weight as the output holds it: `quantize_weight(weight)`, or the weight itself.
-
-    Args:
-        weight: the source tensor in its shape in the output, on the CPU.
-        tensor: what the plan says about it.
-        fmt: format of the quantized tensors.
-        device: where `quantize_weight` runs.
-        amax: see `quantize_weight`.
-
-    Returns:
-        The output tensors, or the problem.
-    """
+    """Return a weight as the output holds it: `quantize_weight(weight)`, or the weight itself; or why it cannot be."""
     name = tensor.info.name
     problem = unfit_values(weight, fmt if tensor.quantized else _COPIED, name)
     if problem is not None:

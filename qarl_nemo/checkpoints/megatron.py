@@ -14,7 +14,8 @@ from qarl_nemo.checkpoints.chunks import ChunkReader
 from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.megatron_layout import Location, Weight, model_weights
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, DTYPES, FLOAT_DTYPES, Checkpoint, TensorInfo, read_config
-from qarl_nemo.checkpoints.torch_dist import METADATA_FILE, TorchDist, open_torch_dist
+from qarl_nemo.checkpoints.table_of_contents import read_table_of_contents
+from qarl_nemo.checkpoints.torch_dist import METADATA_FILE, TorchDist
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.names import summarize_names
 
@@ -68,13 +69,14 @@ def open_megatron(folder: str | Path, hf_model: str | Path, *, drop_vocab_paddin
     Raises:
         ValueError: not such a checkpoint, or not this model's; every problem is listed with every name.
     """
-    folder, hf_model = iteration_folder(Path(folder)), Path(hf_model)
+    folder, hf_model = _iteration_folder(Path(folder)), Path(hf_model)
     problems: list[str] = []
     config = read_config(hf_model, problems)
     if problems:
         raise FileError(f"{hf_model} does not say what model this is{folder_hint(hf_model)}:\n" + _listed(problems))
     model = Architecture.parse(config, str(hf_model / CONFIG_FILE), MEGATRON_FAMILIES)
-    stored = open_torch_dist(folder, lambda key: not _NO_WEIGHT.match(key))
+    wanted = read_table_of_contents(folder / METADATA_FILE, lambda key: not _NO_WEIGHT.match(key))
+    stored = TorchDist(folder, wanted)
     weights = list(model_weights(model))
     locations, problems = _locate(weights, stored)
     keys = sorted({place.key for place in locations.values()})
@@ -87,18 +89,8 @@ def open_megatron(folder: str | Path, hf_model: str | Path, *, drop_vocab_paddin
     return Checkpoint(folder, hf_model, config, tuple(_tensor_infos(weights, locations, stored)), reader)
 
 
-def iteration_folder(folder: Path) -> Path:
-    """Return the folder of the one iteration in a checkpoint folder.
-
-    Args:
-        folder: a folder with `.metadata`, or one that holds `iter_*` folders, or NeMo-RL's `step_N`.
-
-    Returns:
-        The folder with `.metadata`.
-
-    Raises:
-        ValueError: there is none, there are several, or it has another format.
-    """
+def _iteration_folder(folder: Path) -> Path:
+    """Return the folder with `.metadata`: this one, or that of the only iteration below it, of Megatron or NeMo-RL."""
     found = [folder] if (folder / METADATA_FILE).is_file() else []
     for pattern in _ITERATIONS:
         found = found or sorted((path.parent for path in folder.glob(f"{pattern}/{METADATA_FILE}")), key=_in_order)

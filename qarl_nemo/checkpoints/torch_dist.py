@@ -1,13 +1,12 @@
 """Read `torch_dist` checkpoints (torch.distributed.checkpoint's files) with plain torch, one chunk at a time."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from qarl_nemo.checkpoints.hints import lfs_hint
 from qarl_nemo.checkpoints.stored_tensor import StoredTensor
-from qarl_nemo.checkpoints.table_of_contents import read_table_of_contents
 
 METADATA_FILE = ".metadata"
 
@@ -53,21 +52,3 @@ class TorchDist:
             for file, size in sizes.items()
             if ends[file] > size
         ]
-
-
-def open_torch_dist(folder: Path, wanted: Callable[[str], bool]) -> TorchDist:
-    """Read the table of contents of a `torch_dist` checkpoint; pickled objects in it are never loaded.
-
-    Args:
-        folder: the folder with `.metadata`.
-        wanted: says which keys matter.
-
-    Returns:
-        The wanted tensors.
-
-    Raises:
-        ValueError: the table of contents is missing, unreadable or cannot be trusted.
-    """
-    if not (folder / METADATA_FILE).is_file():
-        raise ValueError(f"{folder} has no {METADATA_FILE}, so it is no torch_dist checkpoint")
-    return TorchDist(folder, read_table_of_contents(folder / METADATA_FILE, wanted))

@@ -67,7 +67,7 @@ def inspect(config: ClusterConfig, nodes: list[Node], job_env: dict[str, str]) -
         started = run_on(nodes, on_node.look, lambda node: ({**request, "node_id": node.node_id},))
         answers, silent = results(started, config.health.check_timeout_s + 30)
         problems += [f"{node.name}: {reason}" for node, reason in silent.items()]
-        problems += package_problems(answers)
+        problems += _package_problems(answers)
         problems += [problem for folder in folders for problem in _path_problems(folder, token, answers)]
     finally:
         for folder in folders:
@@ -76,16 +76,8 @@ def inspect(config: ClusterConfig, nodes: list[Node], job_env: dict[str, str]) -
     return problems, answers
 
 
-def package_problems(answers: dict[Node, Any]) -> list[str]:
-    """Compare what the nodes import.
-
-    Args:
-        answers: what `on_node.look` returned, by node.
-
-    Returns:
-        Failed imports; packages whose sources differ from the first node's; versions that differ between nodes within
-        one interpreter.
-    """
+def _package_problems(answers: dict[Node, Any]) -> list[str]:
+    """Name failed imports, sources other than the first node's, and versions that differ within one interpreter."""
     problems: list[str] = []
     packages: dict[str, tuple[str, str]] = {}
     versions: dict[tuple[str, str], tuple[str, str]] = {}

@@ -34,20 +34,13 @@ def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
         command = ("env", *env, "sbatch", *options, launcher.ray_sub)
         submit = Step("submit NeMo-RL's ray.sub", command, inherited=config.env_from.caller)
     else:
-        submit = Step("submit", ("sbatch", *options), batch_script(config), inherited=config.env_from.caller)
+        submit = Step("submit", ("sbatch", *options), _batch_script(config), inherited=config.env_from.caller)
     # Slurm drops the output of a job whose folder is missing.
     return Plan((Step("make the log folder", ("mkdir", "-p", config.log_dir)), submit))
 
 
-def batch_script(config: ClusterConfig) -> str:
-    """Write the batch script: one task for each node; the first node is the head.
-
-    Args:
-        config: the cluster run.
-
-    Returns:
-        A bash script that needs nothing on the batch host but Slurm.
-    """
+def _batch_script(config: ClusterConfig) -> str:
+    """Write a bash script that needs nothing but Slurm: one task for each node; the first node is the head."""
     line = node_line(config, ["node", "slurm", "--head-address", '"$1"'])
     # The head's watch reports a lost node and keeps the logs, so Slurm must not end the step at once.
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={_OTHERS_END_WITHIN_S}", "--label"]

@@ -31,23 +31,19 @@ class Finding:
 
 
 def show_findings() -> None:
-    """Print `examine()` as a table."""
+    """Print what this machine can run, and why not the rest."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("capability", "here", "why / how")
-    for finding in examine():
+    for finding in _examine():
         table.add_row(finding.capability, "[green]yes[/]" if finding.usable else "[red]no[/]", escape(finding.reason))
     Console().print(table)
 
 
-def examine() -> list[Finding]:
-    """Examine Python, packages, CPU and GPU.
-
-    Returns:
-        One finding for each capability, the embedded engine first.
-    """
+def _examine() -> list[Finding]:
+    """Examine Python, packages, CPU and GPU."""
     return [_python(), _packages(), *_devices(), *_engines()]
 
 

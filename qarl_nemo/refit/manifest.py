@@ -143,7 +143,7 @@ class Manifest:
         nested = self.nested
         if nested:
             expected = {
-                name: (published_shape(name, shape, nested), dtype) for name, (shape, dtype) in expected.items()
+                name: (_published_shape(name, shape, nested), dtype) for name, (shape, dtype) in expected.items()
             }
         found = [f"the update lacks {name}, which this engine needs" for name in expected if name not in self.records]
         for name, record in self.records.items():
@@ -168,17 +168,8 @@ class Manifest:
         return [f"missing: {name}" for name in self.records if name not in names]
 
 
-def published_shape(name: str, shape: tuple[int, ...], nested: QuantFormat) -> tuple[int, ...]:
-    """Return the shape of a published tensor that narrows to one of this shape.
-
-    Args:
-        name: published name.
-        shape: what the engine holds.
-        nested: the engine's format, nested in the published one.
-
-    Returns:
-        The shape; that of packed codes has more words.
-    """
+def _published_shape(name: str, shape: tuple[int, ...], nested: QuantFormat) -> tuple[int, ...]:
+    """Return the shape of a published tensor that narrows to one of this shape: packed codes have more words."""
     if not name.endswith(".weight_packed"):
         return shape
     return (*shape[:-1], shape[-1] * nested.code_bits // nested.num_bits)

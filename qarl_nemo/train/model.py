@@ -59,7 +59,7 @@ def load_model(
     else:
         assert policy.model_path is not None
         if is_packed(policy.model_path):
-            return empty_model(policy, dtype), load_tokenizer(policy.model_path)
+            return _empty_model(policy, dtype), load_tokenizer(policy.model_path)
         model, tokenizer = load_checkpoint(policy.model_path, dtype)
     return model.to(device), tokenizer
 
@@ -78,16 +78,8 @@ def is_packed(path: Path | None) -> bool:
     return bool(read_json(path / CONFIG_FILE, "a model's config.json").get("quantization_config"))
 
 
-def empty_model(policy: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model without memory for its parameters.
-
-    Args:
-        policy: the policy block.
-        dtype: dtype of the parameters.
-
-    Returns:
-        The model, on the meta device.
-    """
+def _empty_model(policy: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model on the meta device, without memory for its parameters."""
     with torch.device("meta"):
         model = follow_engine(AutoModelForCausalLM.from_config(read_config(policy), dtype=dtype))
     if policy.model_path and (policy.model_path / "generation_config.json").is_file():

@@ -45,7 +45,7 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
             raise RunStoppedError(where_it_stands(config)) from None
         except torch.OutOfMemoryError as error:
             problem = ". ".join(str(error).split(". ")[:2])
-            raise RuntimeError(f"{problem}. To need less: {'; '.join(ways_to_need_less(config))}") from error
+            raise RuntimeError(f"{problem}. To need less: {'; '.join(_ways_to_need_less(config))}") from error
     return trainer
 
 
@@ -57,15 +57,8 @@ def _finish_deleting(config: LocalConfig) -> None:
             remove_leftovers(config.run_dir, keep_last)
 
 
-def ways_to_need_less(config: LocalConfig) -> list[str]:
-    """List the settings that lower a run's memory on a GPU, from what costs least to what costs most time.
-
-    Args:
-        config: the resolved config.
-
-    Returns:
-        Overrides, each with its value now.
-    """
+def _ways_to_need_less(config: LocalConfig) -> list[str]:
+    """List the settings that lower a run's memory on a GPU, from what costs least to what costs most time."""
     policy, rollout, ways = config.policy, config.rollout, []
     packing, ours = policy.sequence_packing, policy.megatron_cfg is None
     if packing.enabled:

@@ -38,7 +38,7 @@ def append_comparison(
     """
     command = " ".join(["qarl", *_without_options(sys.argv[1:], ("--record", "--record-operators"))])
     device = resolve_device(settings.device).type
-    files = {gaps: gap_figures(result, settings.precision), operators: operator_figures(result)}
+    files = {gaps: gap_figures(result, settings.precision), operators: _operator_figures(result)}
     for path, figures in files.items():
         if path is not None:
             append_results(path, comparison_rows(settings, result.engine, figures, device, command))
@@ -61,7 +61,7 @@ def comparison_rows(
     Args:
         settings: what was asked for.
         engine: the engine's name and version.
-        figures: what `gap_figures` or `operator_figures` returned.
+        figures: what `gap_figures` returned, or the operators' figures.
         device: `cpu` or `cuda`.
         command: the command that measures it again.
 
@@ -111,15 +111,8 @@ def gap_figures(result: Comparison, precision: str) -> list[Figure]:
     return figures
 
 
-def operator_figures(result: Comparison) -> list[Figure]:
-    """Return how far each operator differs, all layers together.
-
-    Args:
-        result: what was measured.
-
-    Returns:
-        `operator_<format>_<name>_<phase>_same`, the fraction of equal values, and `.._db` if some differ.
-    """
+def _operator_figures(result: Comparison) -> list[Figure]:
+    """Return `operator_<format>_<name>_<phase>_same`, the fraction of equal values, and `.._db` if some differ."""
     figures: list[Figure] = []
     for fmt in dict.fromkeys(row["format"] for row in result.operators):
         for row in total_by_operator([row for row in result.operators if row["format"] == fmt]):

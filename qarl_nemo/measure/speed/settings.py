@@ -10,7 +10,7 @@ import torch
 
 from qarl_formats import BASELINE, FORMAT_NAMES, QuantFormat, formats_with_groups, get_format
 from qarl_nemo.installation import installed_version, pip_command
-from qarl_nemo.measure.checks import count_problems, share_problems
+from qarl_nemo.measure.checks import attempt, count_problems, share_problems
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.names import TARGETS
@@ -104,12 +104,9 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problems = _number_problems(settings) + _choice_problems(settings) + _machine_problems(settings, device)
-    try:
-        model = read_shapes(settings.model)
-        problems += _model_problems(settings, model)
-    except ValueError as error:
-        problems.append(str(error))
-    if problems:
+    model = attempt(problems, read_shapes, settings.model)
+    problems += _model_problems(settings, model) if model else []
+    if problems or model is None:
         raise ValueError(f"{len(problems)} problem(s) with --rollout:\n  " + "\n  ".join(problems))
     formats, refused = _sort_formats(settings, model)
     on = f"{settings.tensor_parallel_size}x {torch.cuda.get_device_name()}" if device == "cuda" else hardware("cpu")
