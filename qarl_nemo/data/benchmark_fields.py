@@ -69,7 +69,14 @@ def olympiadbench(record: Mapping[str, Any]) -> Problem:
 
 
 def arc(record: Mapping[str, Any]) -> Problem:
-    """Read `question`, `choices` of `text` and `label`, and `answerKey`; some labels are digits."""
+    """Read `question`, `choices` of `text` and `label`, and `answerKey`; some labels are digits.
+
+    In AI2's own files `question` holds `stem` and a list of `choices`.
+    """
+    if isinstance(record["question"], Mapping):
+        own = record["question"]
+        choices = {key: [choice[key] for choice in own["choices"]] for key in ("label", "text")}
+        record = {"question": own["stem"], "choices": choices, "answerKey": record["answerKey"]}
     labels, texts = list(record["choices"]["label"]), list(record["choices"]["text"])
     return _choice(_text(record, "question"), texts, labels.index(_text(record, "answerKey")))
 

@@ -37,23 +37,26 @@ def read_problems(benchmark: Benchmark, path: Path | None = None) -> list[Proble
         ValueError: it cannot be loaded, is empty, or records are not the benchmark's; all are listed.
     """
     found: list[Problem] = []
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}
     try:
         for place, record in _records(benchmark, path):
             try:
                 found.append(_problem(benchmark, record))
             except (KeyError, TypeError, ValueError) as error:
-                problems.append(f"{place}: {type(error).__name__} {str(error)[:_MAX_QUOTED]}{_fields(record)}")
+                missing = f"no field {error}" if isinstance(error, KeyError) else str(error)[:_MAX_QUOTED]
+                problems.setdefault(f"{missing}{_fields(record)}", []).append(place)
     except FileError as error:
         raise FileError(
             f"{benchmark.name}: {error}; with `qarl eval`, --data {benchmark.name}=PATH names a copy"
         ) from error
     if problems or not found:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        listed = "; ".join(problems[:_SHOWN]) + more or "it is empty"
-        raise FileError(
-            f"{benchmark.name}: {path or benchmark.hub_path} is not {benchmark.title} as published: {listed}"
-        )
+        listed = [
+            f"{places[0]}{f' and {len(places) - 1} more' * (len(places) > 1)}: {problem}"
+            for problem, places in problems.items()
+        ]
+        more = [f"and {len(listed) - _SHOWN} other kinds"] * (len(listed) > _SHOWN)
+        told = "; ".join(listed[:_SHOWN] + more) or "it is empty"
+        raise FileError(f"{benchmark.name}: {path or benchmark.hub_path} is not {benchmark.title} as published: {told}")
     return found
 
 

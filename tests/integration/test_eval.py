@@ -296,7 +296,7 @@ def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
 
 
 def test_greedy_answers_are_not_counted_several_times(checkpoint, tmp_path, sums):
-    with pytest.raises(ValueError, match="gsm8k: 3 answers at temperature 0 are one; set num_samples=1"):
+    with pytest.raises(ValueError, match="gsm8k: 3 answers at temperature 0 are one; set --num-samples 1"):
         prepare(settings(tmp_path, sums, checkpoint, temperature=0.0, num_samples=3))
     (questions,) = prepare(settings(tmp_path, sums, checkpoint, temperature=0.0, num_samples=None)).questions
     assert questions.benchmark.num_samples == 1

@@ -234,7 +234,7 @@ def _sampled_as(settings: EvalSettings, benchmark: Benchmark, template: str | No
     benchmark = dataclasses.replace(benchmark, **{name: value for name, value in chosen.items() if value is not None})
     if benchmark.temperature == 0 and benchmark.num_samples > 1:
         raise ValueError(
-            f"{benchmark.name}: {benchmark.num_samples} answers at temperature 0 are one; set num_samples=1"
+            f"{benchmark.name}: {benchmark.num_samples} answers at temperature 0 are one; set --num-samples 1"
         )
     return benchmark if template is None else with_prompt(benchmark, template)
 
