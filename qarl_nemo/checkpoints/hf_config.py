@@ -49,14 +49,7 @@ def model_quantization_config(
 
 
 def record_rows(plan: QuantizePlan) -> list[dict[str, Any]]:
-    """Return what became of every source tensor.
-
-    Args:
-        plan: the conversion.
-
-    Returns:
-        One `{name, kind, shape, format, quantized, reason}` for each source tensor, in output order.
-    """
+    """Return what became of every source tensor, in output order: name, kind, shape, format, quantized, reason."""
     return [
         {
             "name": tensor.info.name,
@@ -92,14 +85,7 @@ def settings_record(plan: QuantizePlan) -> dict[str, Any]:
 
 
 def companion_names(plan: QuantizePlan) -> list[str]:
-    """Return the names of everything in a checkpoint that is not a shard.
-
-    Args:
-        plan: the conversion.
-
-    Returns:
-        File names.
-    """
+    """Return the names of everything in a checkpoint that is not a shard."""
     return [*(path.name for path in _copied_files(plan.checkpoint.companions)), INDEX_FILE, CONFIG_FILE, RECORD_FILE]
 
 

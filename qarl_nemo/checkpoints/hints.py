@@ -8,14 +8,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def lfs_hint(path: Path) -> str:
-    """Say whether a file is a Git LFS pointer in place of a large file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        What to do, empty if it is not one.
-    """
+    """Say that a file is a Git LFS pointer in place of a large file, and what to do; empty if it is none."""
     try:
         if not path.is_file():
             return ""
@@ -27,14 +20,7 @@ def lfs_hint(path: Path) -> str:
 
 
 def folder_hint(folder: Path) -> str:
-    """Say what a folder may be if it is not the expected checkpoint.
-
-    Args:
-        folder: what was named; it need not exist.
-
-    Returns:
-        What it is and what to do, after a semicolon; empty if that cannot be told.
-    """
+    """Say, after a semicolon, what a folder that is not the expected checkpoint may be; empty if nobody can tell."""
     if not folder.exists():
         return hub_hint(folder)
     if (folder / "adapter_config.json").is_file():

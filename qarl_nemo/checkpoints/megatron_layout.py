@@ -59,14 +59,7 @@ class Weight:
 
 
 def model_weights(model: Architecture) -> Iterator[Weight]:
-    """Return every weight of a model, in an order that reads each stored chunk once.
-
-    Args:
-        model: its sizes.
-
-    Yields:
-        The weights.
-    """
+    """Return every weight of a model, in an order that reads each stored chunk once."""
     layout = _Layout(model, dict(model.parameters()))
     yield layout.vocabulary("model.embed_tokens.weight", "embedding.word_embeddings.weight")
     for layer in range(model.num_hidden_layers):

@@ -81,14 +81,7 @@ class PartialFolder:
         self._record.write(self._work)
 
     def finished(self, file: str) -> bool:
-        """Say whether a shard is complete and unchanged, and its source files have not changed either.
-
-        Args:
-            file: shard file name.
-
-        Returns:
-            True if it need not be written again.
-        """
+        """Say whether a shard is complete and unchanged, and its source files have not changed either."""
         shard = self._record.shards.get(file)
         return shard is not None and shard.sources == self._sources[file] and shard.is_intact(self.folder / file)
 

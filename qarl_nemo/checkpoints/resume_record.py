@@ -26,14 +26,7 @@ class FinishedShard(BaseModel, extra="forbid", strict=True):
     sources: dict[str, list[int]]
 
     def is_intact(self, path: Path) -> bool:
-        """Say whether a file is still what was written.
-
-        Args:
-            path: the file.
-
-        Returns:
-            True if size and checksum agree.
-        """
+        """Say whether a file is still what was written."""
         return path.is_file() and path.stat().st_size == self.file_bytes and checksum(path) == self.crc32
 
 
@@ -82,22 +75,11 @@ class ResumeRecord(BaseModel, extra="forbid", strict=True):
         return record
 
     def write(self, folder: Path) -> None:
-        """Write the record, or replace it in one step.
-
-        Args:
-            folder: where the conversion works.
-        """
+        """Write the record, or replace it in one step."""
         write_atomic(folder / RESUME_FILE, json.dumps(self.model_dump(), indent=2) + "\n")
 
     def differences(self, other: Self) -> str:
-        """Say how the settings of another record differ.
-
-        Args:
-            other: the record of the current request.
-
-        Returns:
-            `key was A, now B`, joined; empty if nothing differs.
-        """
+        """Say how the settings of another record differ: `key was A, now B`, joined; empty if nothing does."""
         old, new = self.settings, other.settings
         changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
         return ", ".join(f"{key} was {old.get(key)}, now {new.get(key)}" for key in changed)
@@ -108,12 +90,5 @@ _UNFINISHED = f".{RESUME_FILE}.*.tmp"
 
 
 def is_record(name: str) -> bool:
-    """Say whether a file in the folder is the record, whole or half-written.
-
-    Args:
-        name: its name.
-
-    Returns:
-        True if it is.
-    """
+    """Say whether a file in the folder is the record, whole or half-written."""
     return name == RESUME_FILE or Path(name).match(_UNFINISHED)

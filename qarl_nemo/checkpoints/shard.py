@@ -44,11 +44,7 @@ class ShardBuffer:
         self.tensors: dict[str, Tensor] = {}
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors in.
-
-        Args:
-            tensors: output name -> tensor on any device.
-        """
+        """Copy tensors in, from any device."""
         for name, tensor in tensors.items():
             space = self._bytes[self._used : self._used + tensor.nbytes]
             self.tensors[name] = space.view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -90,13 +86,6 @@ def save_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str])
 
 
 def shard_names(path: Path) -> list[str]:
-    """Return the names of a shard's tensors.
-
-    Args:
-        path: a file that `save_shard` wrote.
-
-    Returns:
-        Names, sorted.
-    """
+    """Return the names of the tensors in a file that `save_shard` wrote, sorted."""
     with safe_open(path, framework="pt") as handle:
         return sorted(handle.keys())

@@ -50,14 +50,7 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
     def chunks_by_index(self, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """Return, for every index of the leading dimensions, the chunks that hold part of it.
-
-        Args:
-            depth: how many dimensions.
-
-        Returns:
-            Index -> chunks.
-        """
+        """Return, for every index of so many leading dimensions, the chunks that hold part of it."""
         found: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
         for chunk in self.chunks:
             spans = (range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))

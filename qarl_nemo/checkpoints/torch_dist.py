@@ -24,14 +24,7 @@ class TorchDist:
     tensors: dict[str, StoredTensor]
 
     def problems(self, keys: Iterable[str]) -> list[str]:
-        """Say why tensors cannot be read: chunks are missing, overlap or are outside their files.
-
-        Args:
-            keys: which tensors.
-
-        Returns:
-            One sentence for each problem.
-        """
+        """Say why tensors cannot be read: chunks are missing, overlap or are outside their files."""
         tensors = [self.tensors[key] for key in keys]
         named = sorted({chunk.file for tensor in tensors for chunk in tensor.chunks if chunk.file})
         outside = [file for file in named if Path(file).name != file]

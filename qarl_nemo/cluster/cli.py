@@ -33,14 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(config: ClusterConfig) -> Plan:
-    """Choose the launcher.
-
-    Args:
-        config: the cluster run.
-
-    Returns:
-        What it will do.
-    """
+    """Return what the config's launcher will do."""
     if isinstance(config.launcher, HostsLauncher):
         return hosts_plan(config, config.launcher)
     if isinstance(config.launcher, KubernetesLauncher):

@@ -164,11 +164,7 @@ class ClusterConfig(StrictModel):
     launcher: HostsLauncher | SlurmLauncher | KubernetesLauncher = Field(discriminator="type")
 
     def as_json(self) -> str:
-        """Serialize the config for a node, which reads it with `validate`.
-
-        Returns:
-            One line of JSON, without what is at its default.
-        """
+        """Serialize what is not at its default as one line of JSON, which a node reads with `validate`."""
         return self.model_dump_json(exclude_defaults=True)
 
     @field_validator("env", mode="before")

@@ -41,14 +41,7 @@ def describe(modules: list[str]) -> dict:
 
 
 def digest(folder: Path) -> str:
-    """Digest a package's sources, so that two checkouts of one version differ when their code does.
-
-    Args:
-        folder: the package's folder.
-
-    Returns:
-        Twelve hexadecimal digits.
-    """
+    """Return twelve digits of a package's sources: two checkouts of one version differ when their code does."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

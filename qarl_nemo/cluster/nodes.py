@@ -61,14 +61,7 @@ def wait_for_nodes(config: ClusterConfig, say: Callable[[str], None], poll_s: fl
 
 
 def lost_nodes(nodes: Iterable[Node]) -> dict[Node, str]:
-    """Look for nodes that are no longer there.
-
-    Args:
-        nodes: the nodes that the job started with.
-
-    Returns:
-        The lost nodes and why Ray gave each one up.
-    """
+    """Return which of the nodes that the job started with are gone, and why Ray gave each one up."""
     now = {each["NodeID"]: each for each in ray.nodes()}
     dead = {node: now.get(node.node_id, {"Alive": False}) for node in nodes}
     return {node: each.get("DeathReasonMessage") or "gone" for node, each in dead.items() if not each["Alive"]}

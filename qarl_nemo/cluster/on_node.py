@@ -133,14 +133,7 @@ def copy_logs(source: str, target: str) -> int:
 
 
 def copy_ray_logs(target: str) -> int:
-    """Bring a copy of this node's Ray logs up to date.
-
-    Args:
-        target: the node's folder in the run's folder.
-
-    Returns:
-        Bytes written.
-    """
+    """Bring the copy of this node's Ray logs in a folder up to date; return the bytes written."""
     import ray._private.worker as ray_worker  # Ray offers no public way to ask where its logs are
 
     return copy_logs(ray_worker.global_worker.node.get_logs_dir_path(), target)

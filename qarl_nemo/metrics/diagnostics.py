@@ -169,11 +169,7 @@ def make_example(
 
 
 def diagnostic_steps(run_dir: Path) -> list[int]:
-    """List the steps of a run that have diagnostics, ascending.
-
-    Args:
-        run_dir: the run's folder.
-    """
+    """List the steps of a run that have diagnostics, ascending."""
     names = (
         re.fullmatch(r"step_(\d{6,12})\.npz", path.name) for path in (run_dir / DIAGNOSTICS_DIR).glob("step_*.npz")
     )

@@ -138,14 +138,7 @@ def result_rows(
 
 
 def render_table(rows: Sequence[ResultRow]) -> str:
-    """Render rows as a Markdown table, in their order.
-
-    Args:
-        rows: rows to show.
-
-    Returns:
-        Table lines joined by newlines, without a final one.
-    """
+    """Render rows as the lines of a Markdown table, in their order, without a final newline."""
     lines = ["| figure | value | goal | met | hardware | date | command |", "|---|---:|---:|---|---|---|---|"]
     for row in rows:
         goal = "" if row.goal is None else f"{row.op} {_format(row.goal)}"

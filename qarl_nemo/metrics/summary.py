@@ -8,11 +8,7 @@ from qarl_nemo.metrics.runs import Floats, Run
 
 
 def smoothing_window(num_steps: int) -> int:
-    """Choose the moving mean's length: a fifth of the run, between 1 and 10 steps.
-
-    Args:
-        num_steps: recorded steps.
-    """
+    """Choose the moving mean's length: a fifth of the run, between 1 and 10 steps."""
     return max(1, min(10, num_steps // 5))
 
 

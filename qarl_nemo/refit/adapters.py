@@ -89,11 +89,7 @@ class Adapters:
         return whole[first : first + wrapper.local_num_experts]
 
     def install(self, factors: Mapping[str, Tensor]) -> None:
-        """Copy all factors into the buffers that the kernels read, and let vLLM serve them to requests.
-
-        Args:
-            factors: this rank's part of every factor, by published name.
-        """
+        """Copy this rank's part of all factors into the buffers that the kernels read, and let vLLM serve them."""
         place = self._place(_rank((name, factor.shape) for name, factor in factors.items()))
         by_module: dict[str, tuple[dict[int, Tensor], dict[int, Tensor]]] = {}
         for name, factor in factors.items():

@@ -46,14 +46,7 @@ class ChosenMethod:
 
 
 def chosen_methods(model: Any) -> list[ChosenMethod]:
-    """Read the methods from a model that vLLM has loaded.
-
-    Args:
-        model: vLLM's model.
-
-    Returns:
-        One record for each linear, router and expert block.
-    """
+    """Return how a model that vLLM has loaded runs each linear, router and expert block."""
     found = []
     for wrapped, module in model.named_modules():
         name, method = plain_name(wrapped), own_method(module)

@@ -35,14 +35,7 @@ class FlippedCodes:
         self._changed: list[tuple[tuple[str, ...], int, Tensor]] = []
 
     def watch(self, layers: Iterable[Layer]) -> Iterator[Layer]:
-        """Pass an update's layers on, and compare them on the way.
-
-        Args:
-            layers: tensors by published name.
-
-        Yields:
-            The same layers.
-        """
+        """Pass an update's layers on, and compare them on the way."""
         self._changed = []
         for layer in layers:
             for name, tensor in layer.items():

@@ -236,14 +236,7 @@ class CollectiveSender:
 
 
 def messages(update: Update) -> Iterator[list[Layer]]:
-    """Yield the layers of each message: all of an update that stays in memory, otherwise one at a time.
-
-    Args:
-        update: what to send.
-
-    Yields:
-        Layers.
-    """
+    """Yield the layers of each message: all of an update that stays in memory, otherwise one at a time."""
     layers = update.layer_by_layer()
     if update.stays:
         yield list(layers)

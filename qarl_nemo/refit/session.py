@@ -163,11 +163,7 @@ class RankSession(ABC):
         self._serve(version)
 
     def abort(self, version: int) -> None:
-        """Forget an update; another one that is under way goes on.
-
-        Args:
-            version: the update's version.
-        """
+        """Forget an update; another one that is under way goes on."""
         if self._update is not None and self._update.manifest.version == version:
             self._update = None
 

@@ -23,28 +23,14 @@ _LEFTOVER = re.compile(r"step_\d{6,}\.(partial|deleted)")
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """List the steps that have a checkpoint's folder, ascending, whatever is in it.
-
-    Args:
-        run_dir: the run's folder.
-
-    Returns:
-        The steps.
-    """
+    """List the steps that have a checkpoint's folder, ascending, whatever is in it."""
     folder = run_dir / "checkpoints"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """List the steps that have a whole checkpoint, ascending: every listed file is there and has the listed size.
-
-    Args:
-        run_dir: the run's folder.
-
-    Returns:
-        The steps.
-    """
+    """List the steps that have a whole checkpoint, ascending: every listed file is there and has the listed size."""
     return [step for step in saved_steps(run_dir) if not file_problems(checkpoint_dir(run_dir, step), checksums=False)]
 
 

@@ -161,11 +161,7 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
 
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Make a model attend with torch's matrix products and softmax, its most exact kernel, inside the block.
-
-    Args:
-        model: any.
-    """
+    """Make a model attend with torch's matrix products and softmax, its most exact kernel, inside the block."""
     before = model.config._attn_implementation
     model.config._attn_implementation = "sdpa"
     try:

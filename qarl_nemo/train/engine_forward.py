@@ -106,14 +106,7 @@ class EngineAttention(nn.Module):
 
 
 def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model normalize, rotate and attend as the rollout engine does.
-
-    Args:
-        model: changed in place; parameters and their names stay.
-
-    Returns:
-        The model.
-    """
+    """Make a model normalize, rotate and attend as the engine does, in place; parameters and their names stay."""
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
             # The engine adds no residual before the first layer's norm, nor before those of queries and keys.

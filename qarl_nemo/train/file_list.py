@@ -9,11 +9,7 @@ FILE_LIST = "files.json"
 
 
 def write_file_list(folder: Path) -> None:
-    """List every file of a folder with its size and checksum, in the folder.
-
-    Args:
-        folder: complete except for the list.
-    """
+    """List every file of a folder, which is complete but for this list, with its size and checksum."""
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": checksum(path)}
         for path in sorted(folder.rglob("*"))

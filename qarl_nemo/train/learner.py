@@ -101,14 +101,7 @@ class Learner:
 
     @torch.no_grad()
     def noise_rms(self, noise: NormNoise) -> float:
-        """Return the root mean square of what a noise adds to the norms once the sums are rounded.
-
-        Args:
-            noise: the noise.
-
-        Returns:
-            The root mean square; below sigma where the norms' dtype has no number near enough.
-        """
+        """Return the root mean square of what a noise adds to the norms: below sigma where their dtype is coarse."""
         weights = {name: norm.weight for name, norm in self.policy.noisy_norms().items()}
         added = [add_noise(one, noise.draw(name, one)).float() - one.float() for name, one in weights.items()]
         return float(torch.cat(added).square().mean().sqrt())

@@ -33,14 +33,7 @@ class LoraConfig(StrictModel):
 
 
 def frozen_problems(config: Any) -> list[str]:
-    """Say which settings need masters of all weights, which a frozen base has not.
-
-    Args:
-        config: a `LocalConfig`.
-
-    Returns:
-        One clause for each setting, with its fix.
-    """
+    """Say which settings of a `LocalConfig` need masters of all weights, which a frozen base has not; with fixes."""
     qarl, policy = config.qarl, config.policy
     found = {
         "qarl.alignment=rollout_only needs a BF16 copy beside the served one; set qarl.alignment=aligned, or none for "
@@ -59,14 +52,7 @@ def frozen_problems(config: Any) -> list[str]:
 
 
 def lora_problems(config: Any) -> list[str]:
-    """Say which settings cannot be combined with `policy.lora`.
-
-    Args:
-        config: a `LocalConfig`.
-
-    Returns:
-        One clause for each setting, with its fix; nothing without `policy.lora`.
-    """
+    """Say which settings of a `LocalConfig` cannot be combined with its `policy.lora`, each with its fix."""
     if config.policy.lora is None:
         return []
     problems = frozen_problems(config)

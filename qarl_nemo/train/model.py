@@ -65,14 +65,7 @@ def load_model(
 
 
 def is_packed(path: Path | None) -> bool:
-    """Return whether a folder holds a quantized checkpoint.
-
-    Args:
-        path: a Hugging Face folder; None, for a random model, is none.
-
-    Returns:
-        Whether its config.json says so.
-    """
+    """Return whether a folder's config.json says that it is quantized; None, for a random model, is not."""
     if path is None or not (path / CONFIG_FILE).is_file():
         return False
     return bool(read_json(path / CONFIG_FILE, "a model's config.json").get("quantization_config"))

@@ -15,14 +15,7 @@ _QUIET_S = 60.0
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show what is being done: on a terminal until it is done, elsewhere as a line.
-
-    Args:
-        what: for example "loading the model".
-
-    Yields:
-        Nothing.
-    """
+    """Show what is being done ("loading the model"): on a terminal until it is done, elsewhere as a line."""
     console = Console()
     if console.is_terminal:
         with console.status(what):

@@ -113,14 +113,7 @@ def pad_left(
 
 
 def positions(attention_mask: Tensor) -> Tensor:
-    """Return each token's position, counting from its sequence's first real token.
-
-    Args:
-        attention_mask: [B, S] bool.
-
-    Returns:
-        [B, S] int64.
-    """
+    """Return each token's position [B, S] from its sequence's first real token, of a mask [B, S] bool."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 

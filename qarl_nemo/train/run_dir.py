@@ -87,14 +87,7 @@ def open_run_dir(config: LocalConfig) -> int | None:
 
 
 def where_it_stands(config: LocalConfig) -> str:
-    """Say how far a run came and what to do next.
-
-    Args:
-        config: the resolved config of a run that was stopped.
-
-    Returns:
-        One sentence.
-    """
+    """Say in one sentence how far a run that was stopped came and what to do next."""
     recorded = recorded_steps(config.run_dir / METRICS_FILE)
     saved = max(checkpoint_steps(config.run_dir), default=None)
     if saved is not None:

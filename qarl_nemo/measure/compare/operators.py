@@ -64,14 +64,7 @@ def compare_operators(model: PreTrainedModel, record: dict[str, Tensor]) -> list
 
 
 def total_by_operator(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join all layers of an operator and phase.
-
-    Args:
-        rows: what `compare_operators` returned.
-
-    Returns:
-        Rows without `layer`, in the order of the forward.
-    """
+    """Join all layers of an operator and phase in the rows of `compare_operators`, in the forward's order."""
     totals = []
     for key in dict.fromkeys((row["operator"], row["phase"]) for row in rows):
         parts = [row for row in rows if (row["operator"], row["phase"]) == key]

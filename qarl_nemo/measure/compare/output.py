@@ -52,14 +52,7 @@ def write_comparison(folder: Path, settings: CompareSettings, result: Comparison
 
 
 def comparison_tables(result: Comparison) -> Iterator[Table]:
-    """Yield the terminal's tables, one for each decoding; gaps and KL are in nats per token.
-
-    Args:
-        result: what was measured.
-
-    Yields:
-        One line for each arm and format.
-    """
+    """Yield a table for each decoding, with a line for each arm and format; gaps and KL are in nats per token."""
     for decoding in dict.fromkeys(row["decoding"] for row in result.rows):
         table = Table(title=f"learner to {result.engine}, {decoding}", box=None, padding=(0, 1, 0, 0))
         table.add_column("arm", no_wrap=True)
@@ -73,14 +66,7 @@ def comparison_tables(result: Comparison) -> Iterator[Table]:
 
 
 def operator_tables(result: Comparison) -> Iterator[Table]:
-    """Yield a table for each format: how many of an operator's values equal the engine's, and how far the others are.
-
-    Args:
-        result: what was measured.
-
-    Yields:
-        One line for each operator, all layers together; nothing if operators were not compared.
-    """
+    """Yield a table for each format: which share of an operator's values is the engine's, how far others are."""
     for fmt in dict.fromkeys(row["format"] for row in result.operators):
         totals = total_by_operator([row for row in result.operators if row["format"] == fmt])
         table = Table("operator", title=f"{fmt}: the learner's on {result.engine}'s inputs", box=None, padding=(0, 1))

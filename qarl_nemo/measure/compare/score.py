@@ -54,14 +54,7 @@ class Scores:
 
 
 def engine_scores(responses: list[Response]) -> Scores:
-    """Compare an engine that reads its responses with itself as it sampled them.
-
-    Args:
-        responses: B responses.
-
-    Returns:
-        The scores.
-    """
+    """Compare an engine that reads its responses with itself as it sampled them."""
     read = pad_right([response.read_logprobs for response in responses], 0.0)
     return _scores(responses, read, pad_right([response.read_top_tokens for response in responses], -1))
 

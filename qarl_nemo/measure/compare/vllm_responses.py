@@ -134,14 +134,7 @@ def _read_again(llm: Any, request: dict[str, Any], responses: list[dict[str, Any
 
 
 def saved_adapter(folder: str | None) -> Any:
-    """Return what a request names to be answered with adapters.
-
-    Args:
-        folder: their PEFT folder, or None.
-
-    Returns:
-        vLLM's `LoRARequest`; None without a folder.
-    """
+    """Return the `LoRARequest` of a PEFT folder, which requests are answered with; None without one."""
     if folder is None:
         return None
     from vllm.lora.request import LoRARequest

@@ -55,14 +55,7 @@ def _versions(job: EvalJob) -> dict[str, str]:
 
 
 def results_table(rows: Sequence[Row]) -> Table:
-    """Return the terminal's table: a line for each benchmark, a column for each model.
-
-    Args:
-        rows: results.
-
-    Returns:
-        avg@k in percent, the standard error in brackets.
-    """
+    """Return a table of avg@k in percent and its standard error: a line for each benchmark, a column for each model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     title = "right answers in percent (standard error)"
     table = Table("benchmark", title=title, min_width=len(title), box=None, padding=(0, 2, 0, 0))
@@ -83,14 +76,7 @@ def results_table(rows: Sequence[Row]) -> Table:
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Say what a reader of the table has to know: samples, shortened and cut off answers, prompts that were too long.
-
-    Args:
-        rows: results.
-
-    Yields:
-        One sentence each.
-    """
+    """Say what readers of the table must know: samples, shortened and cut off answers, prompts that were too long."""
     for row in {row["benchmark"]: row for row in rows}.values():
         name = row["benchmark"]
         if row["num_problems"] < row["num_total"]:

@@ -23,11 +23,7 @@ _COLUMNS = ("decode tokens/s", "noise", "x bf16", "prefill tokens/s", "weights G
 
 
 def speed_table(rows: Sequence[SpeedRow]) -> Table:
-    """Return the terminal's table; every figure is the median of its repeats.
-
-    Args:
-        rows: what `speed_rows` returned.
-    """
+    """Return the terminal's table; every figure is the median of its repeats."""
     table = Table("batch", box=None, padding=(0, 1, 0, 0))
     table.add_column("format", no_wrap=True)
     for heading in _COLUMNS:

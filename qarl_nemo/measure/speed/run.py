@@ -73,11 +73,7 @@ def measure_speed(job: SpeedJob, folder: Path, show: Callable[[str, int], None])
 
 
 def num_steps(job: SpeedJob) -> int:
-    """Return how many steps `measure_speed` shows: a start and every batch size, for each format.
-
-    Args:
-        job: what to measure.
-    """
+    """Return how many steps `measure_speed` shows: a start and every batch size, for each format."""
     return len(job.formats) * (1 + len(job.settings.batch_sizes))
 
 

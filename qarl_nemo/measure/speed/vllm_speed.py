@@ -37,11 +37,7 @@ _MARLIN_ONE, _MARLIN_EXPONENT = 0xB0, 119
 
 
 def main(request_path: str) -> None:
-    """Start the engine, time every batch size, print what comes out.
-
-    Args:
-        request_path: JSON file to read.
-    """
+    """Start the engine, time every batch size, print what comes out."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     llm, capacity = _start(request)
     for batch_size in request["batch_sizes"]:

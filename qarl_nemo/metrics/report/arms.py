@@ -53,11 +53,7 @@ class Arm:
         return bool(measured) and all(name in arrays for arrays in measured)
 
     def diagnostic(self, name: str) -> Floats:
-        """Pool one array of the newest diagnostics over the arm's runs.
-
-        Args:
-            name: array of `qarl_nemo.metrics.diagnostics`, e.g. seq_prox_ratio.
-        """
+        """Pool one array of the newest diagnostics, such as seq_prox_ratio, over the arm's runs."""
         parts = [run.diagnostics.arrays[name] for run in self.runs if run.diagnostics is not None]
         return np.concatenate([*parts, np.empty(0)]).astype(float)
 
@@ -66,9 +62,6 @@ def group_by_arm(runs: list[Run]) -> list[Arm]:
     """Group runs by arm, in order of appearance, and give each arm its colour.
 
     Two runs of one arm with the same seed are not repetitions: something else differs, so each becomes its own arm.
-
-    Args:
-        runs: as `load_runs` returns them.
     """
     counts = Counter((run.arm, run.seed) for run in runs)
     clashing = {arm for (arm, _), count in counts.items() if count > 1}
@@ -92,11 +85,7 @@ def finite_points(run: Run, key: str) -> tuple[Floats, Floats]:
 
 
 def moving_mean(values: Floats) -> Floats:
-    """Average each value with those before it, over at most `smoothing_window(len(values))` of them.
-
-    Args:
-        values: [S] finite.
-    """
+    """Average each of these finite values with those before it, at most `smoothing_window(len(values))` of them."""
     window = smoothing_window(len(values))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)

@@ -45,13 +45,7 @@ def curve_figure(
 
 
 def reward_figure(arms: Sequence[Arm], width_in: float, height_in: float) -> Figure | None:
-    """Draw reward over training steps with validation points; None without rewards.
-
-    Args:
-        arms: what is compared.
-        width_in: width, inches.
-        height_in: height, inches.
-    """
+    """Draw reward over training steps with validation points; None without rewards."""
     if not has_values(arms, "reward/mean"):
         return None
     figure = new_figure(width_in, height_in)
@@ -112,11 +106,7 @@ def add_legend(axes: Axes) -> None:
 
 
 def thin_out(*columns: Floats) -> tuple[Floats, ...]:
-    """Keep at most MAX_POINTS evenly spaced points, the last one always, so that long runs make small pages.
-
-    Args:
-        columns: arrays of one length.
-    """
+    """Keep at most MAX_POINTS evenly spaced points, the last one always, so that long runs make small pages."""
     count = len(columns[0])
     kept = np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).round().astype(int))
     return tuple(column[kept] for column in columns)

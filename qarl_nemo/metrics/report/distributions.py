@@ -38,11 +38,7 @@ class Ratios:
 
 
 def prox_ratios(arms: Sequence[Arm]) -> list[Ratios]:
-    """Collect prox ratios exp(curr - prev) per response or per token, as each arm's objective clips them.
-
-    Args:
-        arms: arms with diagnostics.
-    """
+    """Collect prox ratios exp(curr - prev) per response or per token, as each arm's objective clips them."""
     collected = []
     for arm in arms:
         bands = _bands(arm)
@@ -56,9 +52,6 @@ def mismatch_weights(arms: Sequence[Arm]) -> list[Ratios]:
 
     The unit is the response, unless every arm's objective works on tokens. An objective's cap is drawn only over
     weights of its own unit.
-
-    Args:
-        arms: arms with diagnostics.
     """
     bands = [_bands(arm) for arm in arms]
     unit = "token" if all(item.unit == "token" for item in bands) else "response"

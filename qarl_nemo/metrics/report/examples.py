@@ -12,11 +12,7 @@ _LEAD_CHARS = 160
 
 
 def example_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Choose example rollouts, those with error tokens first, and cut each to an excerpt with the errors marked.
-
-    Args:
-        arms: what is compared.
-    """
+    """Choose example rollouts, those with error tokens first, and cut each to an excerpt with the errors marked."""
     share = max(2, _MAX_EXAMPLES // max(len(arms), 1))
     rows = []
     for arm in arms:

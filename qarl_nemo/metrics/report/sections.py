@@ -20,11 +20,7 @@ class Section:
 
 
 def build_sections(arms: Sequence[Arm]) -> list[Section]:
-    """Draw every figure of the report.
-
-    Args:
-        arms: what is compared.
-    """
+    """Draw every figure of the report."""
     noise = [_noise(arms)] if curves.has_values(arms, "noise/sigma") else []
     return [_learning(arms), _mismatch(arms), *noise, _bands(arms), _errors(arms), _time(arms), _optimizer(arms)]
 

@@ -13,12 +13,7 @@ _PLACE_LABELS = {"in_band": "in the band", "above_band": "above it", "below_band
 
 
 def band_share_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
-    """Draw the share of each sign's responses in, above and below its band; only `in` when arms are compared.
-
-    Args:
-        arms: what is compared.
-        width_in: width, inches.
-    """
+    """Draw the share of each sign's responses in, above and below its band; only `in` when arms are compared."""
     places = ["in_band", "above_band", "below_band"] if len(arms) == 1 else ["in_band"]
     if not any(has_values(arms, f"band_share/in_band_{sign}") for sign in SIGN_COLORS):
         return None
@@ -38,12 +33,7 @@ def band_share_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
 
 
 def error_rate_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
-    """Draw error tokens per response token by advantage sign.
-
-    Args:
-        arms: what is compared; one arm puts both signs on one axis, several get an axis per sign.
-        width_in: width, inches.
-    """
+    """Draw error tokens per response token by sign, one arm's on one axis, several arms' on an axis per sign."""
     keys = {sign: f"error_tokens/rate_{sign}" for sign in SIGN_COLORS}
     if not any(has_values(arms, key) for key in keys.values()):
         return None

@@ -74,21 +74,12 @@ def report_style() -> Iterator[None]:
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Create an empty figure whose layout keeps labels from overlapping.
-
-    Args:
-        width_in: width, inches.
-        height_in: height, inches.
-    """
+    """Create an empty figure whose layout keeps labels from overlapping."""
     return Figure(figsize=(width_in, height_in), layout="constrained", dpi=150)
 
 
 def figure_uri(figure: Figure) -> str:
-    """Encode a figure as an SVG data URI; rasterized artists inside it become PNG.
-
-    Args:
-        figure: drawn figure.
-    """
+    """Encode a figure as an SVG data URI; rasterized artists inside it become PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
@@ -105,11 +96,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds as `41 s`, `2 min 05 s` or `3 h 12 min`; a dash for NaN.
-
-    Args:
-        seconds: duration, s.
-    """
+    """Format seconds as `41 s`, `2 min 05 s` or `3 h 12 min`; a dash for NaN."""
     if not math.isfinite(seconds):
         return "-"
     total = round(seconds)

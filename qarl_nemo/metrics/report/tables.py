@@ -14,11 +14,7 @@ _MAX_SHAPES = 3
 
 
 def headline(run: Run) -> list[dict[str, str]]:
-    """Build the cards at the top of one run's page: label, value, note.
-
-    Args:
-        run: the run.
-    """
+    """Build the cards at the top of one run's page: label, value, note."""
     summary = summarize_run(run)
     window = smoothing_window(len(run.steps))
     first, final = format_number(summary["reward_first"]), format_number(summary["reward_final"])
@@ -37,11 +33,7 @@ def headline(run: Run) -> list[dict[str, str]]:
 
 
 def arm_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """Build one row per arm: means over its seeds, ranges of the final reward.
-
-    Args:
-        arms: what is compared.
-    """
+    """Build one row per arm: means over its seeds, ranges of the final reward."""
     rows = []
     for arm in arms:
         summaries = [summarize_run(run) for run in arm.runs]
@@ -64,11 +56,7 @@ def arm_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def seed_table(arms: Sequence[Arm]) -> dict[str, Any]:
-    """Build the table of final rewards: `seeds` are its columns, `rows` hold name, color and one cell per seed.
-
-    Args:
-        arms: what is compared.
-    """
+    """Build the table of final rewards: `seeds` are its columns, `rows` hold name, color and one cell per seed."""
     seeds = sorted({run.seed for arm in arms for run in arm.runs}, key=lambda seed: (seed is None, seed))
     rows = []
     for arm in arms:
@@ -78,11 +66,7 @@ def seed_table(arms: Sequence[Arm]) -> dict[str, Any]:
 
 
 def config_differences(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """List the settings in which arms differ, apart from seed, folder and labels: a `key` and one value per arm.
-
-    Args:
-        arms: what is compared; the first run of each speaks for it.
-    """
+    """List the settings in which the first runs of arms differ, but seed, folder and labels: `key`, a value per arm."""
     flat = [flatten(arm.runs[0].config) for arm in arms]
     keys = dict.fromkeys(key for settings in flat for key in settings)
     return [
@@ -95,21 +79,13 @@ def config_differences(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def module_tables(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Build one table per arm that recorded its modules: name and groups.
-
-    Args:
-        arms: what is compared; the first recording run of each speaks for it.
-    """
+    """Build one table per arm that recorded its modules, name and groups, from its first run that did."""
     recorded = [(arm, next((run.quantized for run in arm.runs if run.quantized), [])) for arm in arms]
     return [{"name": arm.name, "color": arm.color, "groups": module_groups(rows)} for arm, rows in recorded if rows]
 
 
 def module_groups(quantized: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Group modules that were treated alike: quantized, kind, format, reason, count, shapes and names.
-
-    Args:
-        quantized: rows of quantized.json.
-    """
+    """Group modules that were treated alike: quantized, kind, format, reason, count, shapes and names."""
     groups: dict[tuple, list[Mapping[str, Any]]] = {}
     for row in quantized:
         key = bool(row["quantized"]), row["kind"], row.get("format") or "", row.get("reason") or ""

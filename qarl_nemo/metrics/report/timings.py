@@ -22,11 +22,7 @@ _THROUGHPUTS = {"throughput/rollout_tokens_s": "rollout", "throughput/update_tok
 
 
 def phase_seconds(run: Run) -> dict[str, Floats]:
-    """Return [S] seconds per phase in the order phases run, with `other` for the rest of the step.
-
-    Args:
-        run: the run.
-    """
+    """Return [S] seconds per phase in the order phases run, with `other` for the rest of the step."""
     timed = {key.removeprefix("timing/").removesuffix("_s"): key for key in run.columns if key.startswith("timing/")}
     step_key = timed.pop("step", None)
     ordered = [name for name in PHASE_COLORS if name in timed] + [name for name in timed if name not in PHASE_COLORS]
@@ -37,14 +33,7 @@ def phase_seconds(run: Run) -> dict[str, Floats]:
 
 
 def phase_figure(arms: Sequence[Arm]) -> Figure | None:
-    """Draw phase timings: over the steps for one run, as mean seconds per step and arm for several.
-
-    Args:
-        arms: what is compared.
-
-    Returns:
-        The figure, or None when nothing was timed.
-    """
+    """Draw phase timings: over the steps for one run, as mean seconds per step and arm for several; None if untimed."""
     per_arm = {arm.name: _mean_phases(arm) for arm in arms}
     names = list(dict.fromkeys(name for phases in per_arm.values() for name in phases))
     if not names:
@@ -77,14 +66,7 @@ def phase_figure(arms: Sequence[Arm]) -> Figure | None:
 
 
 def throughput_figure(arms: Sequence[Arm]) -> Figure | None:
-    """Draw tokens per second of rollout (solid) and update (dashed).
-
-    Args:
-        arms: what is compared.
-
-    Returns:
-        The figure, or None when it was not measured.
-    """
+    """Draw tokens per second of rollout (solid) and update (dashed); None when it was not measured."""
     if not any(has_values(arms, key) for key in _THROUGHPUTS):
         return None
     figure = new_figure(HALF_WIDTH_IN, 3.3)
@@ -97,14 +79,7 @@ def throughput_figure(arms: Sequence[Arm]) -> Figure | None:
 
 
 def phase_table(runs: Sequence[Run]) -> list[dict[str, float | str]]:
-    """Add up seconds per phase over a whole run.
-
-    Args:
-        runs: runs, one row per run and phase.
-
-    Returns:
-        Rows with run, phase, seconds and share of the run's timed seconds.
-    """
+    """Add up seconds per phase over whole runs: run, phase, seconds and share of the run's timed seconds."""
     rows: list[dict[str, float | str]] = []
     for run in runs:
         totals = {name: float(values.sum()) for name, values in phase_seconds(run).items()}

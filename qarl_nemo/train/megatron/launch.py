@@ -57,11 +57,7 @@ def train_with_megatron(config: LocalConfig) -> None:
 
 
 def train_this_rank(config: LocalConfig) -> None:
-    """Run the loop on the first rank, and the commands that it sends on the others.
-
-    Args:
-        config: the resolved config.
-    """
+    """Run the loop on the first rank, and the commands that it sends on the others."""
     # Fail on a missing package before anything is trained.
     optimizer_settings(config.policy.optimizer)
     rank = int(os.environ.get("RANK", "0"))

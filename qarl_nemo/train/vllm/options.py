@@ -97,14 +97,7 @@ def engine_options(
 
 
 def adapter_options(lora: LoraSettings) -> dict[str, Any]:
-    """Return the keyword arguments of `vllm.LLM` for one adapter; other layers than the targets stay as they are.
-
-    Args:
-        lora: rank and targets.
-
-    Returns:
-        Arguments by name.
-    """
+    """Return the keyword arguments of `vllm.LLM` for one adapter; other layers than the targets stay as they are."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -143,13 +136,6 @@ def compilation_options(batch_size: int | None, lora: LoraSettings | None) -> di
 
 
 def capture_sizes(batch_size: int) -> list[int]:
-    """Return the batch sizes to capture as CUDA graphs, so that a decoding batch is padded by at most half.
-
-    Args:
-        batch_size: the largest batch.
-
-    Returns:
-        Ascending sizes; the last is `batch_size`.
-    """
+    """Return the sizes to capture as CUDA graphs, up to the largest: a decoding batch is padded by at most half."""
     sizes = {size for power in range(batch_size.bit_length()) for size in (2**power, 3 * 2**power)}
     return sorted({size for size in sizes if size < batch_size} | {batch_size})
