@@ -254,6 +254,28 @@ def test_a_placement_that_cannot_be_says_why(harness):
         Placement.parse("separate_2_2", 2)
 
 
+def test_nemo_rls_own_refit_is_imported_before_anything_starts(harness, monkeypatch, capsys, tmp_path):
+    import arms
+    import run
+
+    recipe = tmp_path / arms.OWN_RECIPE
+    recipe.parent.mkdir(parents=True)
+    recipe.touch()
+    # As on a host that has nccl4py without cuda-core.
+    monkeypatch.setitem(sys.modules, "nccl.core", None)
+    monkeypatch.setattr(run, "_prepare", lambda *_: pytest.fail("something was made"))
+    command = ["run.py", str(tmp_path / "work"), "--nemo-rl", str(tmp_path), "--workload", "a12_2gpu"]
+    monkeypatch.setattr(
+        sys, "argv", [*command, "--arm", "w4a16", "--arm", "nemo_rl_best", "--placement", "separate_1_1"]
+    )
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "--arm nemo_rl_best: NeMo-RL refits engines" in (said := capsys.readouterr().err)
+    assert "install nccl4py and cuda-core" in said
+    # Ours, and engines beside the learner, do without it.
+    run._require_transport(["w4a16"])
+
+
 def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(harness, monkeypatch):
     import run
     from arms import SHARE, settings

@@ -9,6 +9,7 @@ weights (`model.py`) and a folder an arm with config, output, memory and logs, w
 """
 
 import argparse
+import importlib
 import json
 import os
 import shlex
@@ -33,6 +34,8 @@ from qarl_nemo.nemo_rl.lookup import look_up
 _LAUNCHER = REPOSITORY / "examples" / "run_qarl_grpo.py"
 # The template adds three.
 _WORDS = PROMPT_TOKENS - 3
+# How NeMo-RL's own arms reach engines with GPUs of their own.
+_OWN_TRANSPORT = "nccl.core"
 # As a check of ours reads NeMo-RL's own arms: the same ranks, batches and engines, in BF16.
 _AS_OURS = ("++qarl.format=bf16", "++qarl.alignment=none", f"++{IN_FLIGHT}=false")
 
@@ -58,10 +61,11 @@ def main() -> int:
     parser.add_argument("--profile", type=int, metavar="STEP", help="profile the learner's update in this step")
     parser.add_argument("--check", action="store_true", help="only check configs and memory")
     arguments = parser.parse_args()
-    placements = arguments.placement or ["colocated"]
+    placements, arms = arguments.placement or ["colocated"], arguments.arm or ["w4a16"]
     try:
-        for placement in placements:
-            Placement.parse(placement, WORKLOADS[arguments.workload].gpus)
+        parsed = [Placement.parse(placement, WORKLOADS[arguments.workload].gpus) for placement in placements]
+        if not arguments.check and any(place.engines for place in parsed):
+            _require_transport(arms)
     except ValueError as error:
         parser.error(str(error))
     if not (arguments.nemo_rl / OWN_RECIPE).is_file():
@@ -70,13 +74,26 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     tree = _prepare(folder, arguments)
     failed = False
-    for arm in arguments.arm or ["w4a16"]:
+    for arm in arms:
         for placement in placements:
             code = _run(arm, placement, folder, tree, arguments)
             failed |= code != 0
             name = row_name(arm, placement)
             print(f"{name}: ended with {code}; {folder / name}", flush=True)
     return int(failed)
+
+
+def _require_transport(arms: list[str]) -> None:
+    """Refuse NeMo-RL's own arms where they would fail once engines and learner have started."""
+    own = [arm for arm in arms if ARMS[arm].recipe is None]
+    try:
+        if own:
+            importlib.import_module(_OWN_TRANSPORT)
+    except ImportError as error:
+        raise ValueError(
+            f"--arm {', '.join(own)}: NeMo-RL refits engines with GPUs of their own through {_OWN_TRANSPORT}, which "
+            f"cannot be imported ({error}); install nccl4py and cuda-core, or leave out the arm or the placement"
+        ) from error
 
 
 def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
