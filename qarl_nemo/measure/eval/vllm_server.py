@@ -6,6 +6,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from qarl_nemo.measure.compare.vllm_responses import saved_adapter, start_engine
+from qarl_nemo.measure.eval.orphan import end_with_parent
 from qarl_nemo.refit.engine_methods import chosen_methods
 from qarl_nemo.train.sampling import SamplingParams
 
@@ -33,6 +34,7 @@ def serve(
     """
     # Its warnings are of what is left out on purpose, a tokenizer among them, and hide what `qarl eval` says.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    end_with_parent()
     try:
         llm = start_engine(checkpoint, device, **options)
         connection.send(llm.apply_model(chosen_methods)[0])
