@@ -35,7 +35,7 @@ from qarl_nemo.nemo_rl.hints import budget_hints, find_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.loss import QarlLossFn
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
-from qarl_nemo.nemo_rl.recording import Recorder
+from qarl_nemo.nemo_rl.recording import Recorder, completed_steps
 from qarl_nemo.nemo_rl.run_folder import describe_run
 from qarl_nemo.nemo_rl.start_progress import shown_start
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
@@ -123,7 +123,8 @@ class _Run:
             parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
         policy, policy_generation = parts[:2]
         self.synchronizer = plugin.install_refit(policy, policy_generation)
-        policy.recorder = Recorder(log_dir.absolute(), self.qarl.diagnostics_period, parts[_STATE].total_steps)
+        done = completed_steps(parts[_STATE], asynchronous=config.grpo.async_grpo.enabled)
+        policy.recorder = Recorder(log_dir.absolute(), self.qarl.diagnostics_period, done)
         parts[_LOSS] = QarlLossFn(self.qarl.objective, parts[_LOSS], token_metrics)
         return tuple(parts)
 

@@ -6,6 +6,7 @@ they are collected: by one rank, from its own responses, in a few steps of a run
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 
@@ -52,3 +53,17 @@ class Recorder:
         due = not self.started or self.step % self.period == 0
         self.started = True
         return Recording(self.folder, DiagnosticsCollector(self.step)) if due else None
+
+
+def completed_steps(state: Any, *, asynchronous: bool) -> int:
+    """Return how many steps a run had finished when it started.
+
+    Args:
+        state: NeMo-RL's `GRPOSaveState`. Its asynchronous loop counts in `current_step` alone, which in the synchronous
+            one begins anew in every epoch.
+        asynchronous: which of the loops runs.
+
+    Returns:
+        The number.
+    """
+    return state.current_step if asynchronous else state.total_steps

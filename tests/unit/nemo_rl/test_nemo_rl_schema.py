@@ -15,7 +15,7 @@ from support.nemo_rl import installed  # noqa: F401
 
 # isort: split
 import nemo_rl
-from nemo_rl.algorithms.grpo import MasterConfig
+from nemo_rl.algorithms.grpo import MasterConfig, _get_grpo_save_state
 from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from nemo_rl.utils.logger import Logger
 
@@ -24,6 +24,7 @@ from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB
 from qarl_nemo.nemo_rl.loss import PREFIX
+from qarl_nemo.nemo_rl.recording import completed_steps
 
 
 @pytest.fixture
@@ -128,3 +129,11 @@ def test_what_nemo_rls_logger_writes_is_a_run(tmp_path):
     assert run.column("timing/rollout_s").tolist() == [1.0, 1.0]
     assert run.diagnostics.arrays["seq_mismatch_weight"] == pytest.approx([math.exp(-0.1), 1.0])
     assert [example["response"] for example in run.examples] == responses["content"]
+
+
+def test_a_resumed_run_goes_on_counting_in_either_loop():
+    # What each loop writes into its checkpoints; the synchronous one is in its second epoch of six steps.
+    asynchronous, synchronous = ({"current_step": 8}, {"current_step": 2, "total_steps": 8})
+    assert completed_steps(_get_grpo_save_state(asynchronous), asynchronous=True) == 8
+    assert completed_steps(_get_grpo_save_state(synchronous), asynchronous=False) == 8
+    assert completed_steps(_get_grpo_save_state(None), asynchronous=True) == 0
