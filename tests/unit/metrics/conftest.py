@@ -1,6 +1,8 @@
 """Synthetic run directories: a learning curve, a mismatch and error tokens of plausible size, from a seed."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,9 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, make_example
 from qarl_nemo.metrics.events import EventWriter
+from qarl_nemo.metrics.results import ResultRow, read_results
+
+RECORDERS = Path(__file__).parents[3] / "tools" / "record"
 
 ARMS = {
     "aligned": ("w4a16", {"objective": "tbpo", "positive_clip_high": 4e-4, "mismatch_cap": 2.0}, 3e-5),
@@ -167,3 +172,17 @@ def write_synthetic_run():
 def make_run(tmp_path):
     """Write a run directory under the test's folder: make_run("name", alignment=..., seed=..., num_steps=...)."""
     return lambda name, **settings: write_run(tmp_path / name, **settings)
+
+
+@pytest.fixture
+def record(monkeypatch, tmp_path):
+    """Run a program of tools/record and return the rows that it wrote, by name: record("train_runs", option, ...)."""
+
+    def run(tool: str, *arguments: object, into: tuple[str, ...] = ("--record",)) -> dict[str, ResultRow]:
+        output = tmp_path / "rows.json"
+        monkeypatch.syspath_prepend(RECORDERS)
+        monkeypatch.setattr(sys, "argv", [tool, *map(str, (*arguments, *into, output))])
+        runpy.run_path(str(RECORDERS / f"{tool}.py"), run_name="__main__")
+        return {row.name: row for row in read_results(output)}
+
+    return run

@@ -1,26 +1,9 @@
 """Rows that a comparison with the paper's neighbours leaves behind."""
 
-import runpy
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from qarl_nemo.metrics.results import read_results
 from qarl_nemo.metrics.runs import load_run
-
-TOOL = Path(__file__).parents[3] / "tools" / "record" / "neighbour_runs.py"
-
-
-@pytest.fixture
-def record(monkeypatch):
-    def run(folder: Path, output: Path) -> None:
-        monkeypatch.syspath_prepend(TOOL.parent)
-        monkeypatch.setattr(sys, "argv", [str(TOOL), str(folder), "--device", "cpu", "--record", str(output)])
-        runpy.run_path(str(TOOL), run_name="__main__")
-
-    return run
 
 
 def test_every_seed_of_an_arm_has_its_rows(make_run, record, tmp_path, capsys):
@@ -29,9 +12,8 @@ def test_every_seed_of_an_arm_has_its_rows(make_run, record, tmp_path, capsys):
     for seed in (1, 2):
         make_run(folder / f"narrow{seed}", arm="2 bits, clipped_range", seed=seed, **settings)
     make_run(folder / "short", arm="4 bits", seed=1, **settings | {"num_steps": 24})
-    record(folder, tmp_path / "rows.json")
+    rows = record("neighbour_runs", folder, "--device", "cpu")
     assert "short: left out, 24 of 25 steps" in capsys.readouterr().out
-    rows = {row.name: row for row in read_results(tmp_path / "rows.json")}
     assert not [name for name in rows if "4_bits" in name]
     for seed in (1, 2):
         run, arm = load_run(folder / f"narrow{seed}"), f"progressive_2_bits_clipped_range_seed{seed}"
@@ -47,21 +29,20 @@ def test_every_seed_of_an_arm_has_its_rows(make_run, record, tmp_path, capsys):
     assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_progressive.yaml"}
 
 
-def test_every_stage_has_its_gap(make_run, record, tmp_path):
+def test_every_stage_has_its_gap(make_run, record):
     settings = {"num_steps": 25, "grpo": {"max_num_steps": 25}, "diagnostics": False}
     run = load_run(
         make_run("local_gsm8k_progressive/run", arm="8, 4 bits", seed=1, grids=[8] * 20 + [4] * 5, **settings)
     )
-    record(run.path.parent, tmp_path / "rows.json")
-    rows = {row.name: row.value for row in read_results(tmp_path / "rows.json")}
+    rows = record("neighbour_runs", run.path.parent, "--device", "cpu")
     gaps = run.column("mismatch/abs_gap_mean")
     assert gaps[20:].mean() != pytest.approx(gaps[:20].mean(), rel=1e-3)
     for bits, stage in ((8, gaps[:20]), (4, gaps[20:])):
         name = f"progressive_gsm8k_8_4_bits_seed1_gap_{bits}_bits"
-        assert rows[name] == pytest.approx(stage.mean(), rel=1e-4)
+        assert rows[name].value == pytest.approx(stage.mean(), rel=1e-4)
 
 
 def test_a_folder_that_is_no_comparison_is_refused(record, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        record(tmp_path / "local_demo", tmp_path / "rows.json")
+        record("neighbour_runs", tmp_path / "local_demo")
     assert "local_gsm8k_qurl, local_progressive, local_nested" in capsys.readouterr().err

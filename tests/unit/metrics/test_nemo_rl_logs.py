@@ -2,9 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.report import write_report
-from qarl_nemo.metrics.results import read_results
 from qarl_nemo.metrics.runs import load_run, load_runs
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -161,17 +157,14 @@ def test_a_folder_without_scalars_says_what_to_set(tmp_path):
     assert any("logger.tensorboard_enabled=true" in sentence for sentence in run.missing)
 
 
-def test_recorded_figures_are_over_the_bf16_run(tmp_path):
-    tool = Path(__file__).parents[3] / "tools" / "record" / "nemo_rl_runs.py"
+def test_recorded_figures_are_over_the_bf16_run(record, tmp_path):
     folders = {}
     for name, slower, gap in (("bf16", 2.0, 1e-3), ("w4a16", 1.0, 2e-3)):
         folders[name] = write_start(tmp_path / name, range(1, 11), slower=slower, gap=gap)
         facts = {"command": "python run", "hardware": "1x NVIDIA H200", "versions": {"vllm": "0.25.1"}}
         (folders[name] / "run.json").write_text(json.dumps(facts))
-    output = tmp_path / "nemo_rl.json"
-    command = [sys.executable, tool, *(f"--run={name}={path}" for name, path in folders.items())]
-    subprocess.run([*command, output], check=True, timeout=120)
-    rows = {row.name: row.value for row in read_results(output)}
+    runs = (f"--run={name}={path}" for name, path in folders.items())
+    rows = {name: row.value for name, row in record("nemo_rl_runs", *runs, into=()).items()}
     assert rows["run_steps_w4a16"] == 10
     assert rows["step_speedup_w4a16"] == pytest.approx(2.0)
     assert rows["gap_ratio_w4a16"] == pytest.approx(2.0)
@@ -195,14 +188,12 @@ PRINTED = """
 """
 
 
-def test_what_was_printed_of_finished_steps_stands_in_for_a_lost_log_folder(tmp_path):
-    driver, output, facts = tmp_path / "driver.txt", tmp_path / "nemo_rl.json", tmp_path / "run.json"
+def test_what_was_printed_of_finished_steps_stands_in_for_a_lost_log_folder(record, tmp_path):
+    driver, facts = tmp_path / "driver.txt", tmp_path / "run.json"
     driver.write_text(PRINTED)
     facts.write_text(json.dumps({"command": "elsewhere", "hardware": "1x NVIDIA H200", "versions": {"vllm": "0.25.1"}}))
-    tool = Path(__file__).parents[3] / "tools" / "record" / "nemo_rl_runs.py"
     options = [f"--run=w4a16={driver}", f"--facts={facts}", "--command=python again"]
-    subprocess.run([sys.executable, tool, *options, output], check=True, timeout=120)
-    rows = {row.name: row for row in read_results(output)}
+    rows = record("nemo_rl_runs", *options, into=())
     assert (rows["run_steps_w4a16"].value, rows["run_steps_w4a16"].met) == (1, False)
     assert rows["step_s_w4a16"].value == pytest.approx(26.12)
     assert rows["phase_s_rollout_w4a16"].value == pytest.approx(6.69)

@@ -1,31 +1,14 @@
 """Rows that arms on a real model leave behind, by the embedded engine and by NeMo-RL."""
 
 import json
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 from test_nemo_rl_logs import CONFIG, write_start
 
-from qarl_nemo.metrics.results import read_results
 from qarl_nemo.metrics.runs import load_run
 
-TOOLS = Path(__file__).parents[3] / "tools" / "record"
 STEPS, LONGEST = 25, 512
-
-
-@pytest.fixture
-def record(monkeypatch, tmp_path):
-    def run(tool, folder, *options, model="m", data="d"):
-        output = tmp_path / "rows.json"
-        names = ["--model", model, "--data", data, "--record", output]
-        monkeypatch.syspath_prepend(TOOLS)
-        monkeypatch.setattr(sys, "argv", [tool, *map(str, [folder, *options, *names])])
-        runpy.run_path(str(TOOLS / f"{tool}.py"), run_name="__main__")
-        return {row.name: row for row in read_results(output)}
-
-    return run
+NAMES = ("--model", "m", "--data", "d")
 
 
 @pytest.mark.filterwarnings("error")
@@ -36,7 +19,7 @@ def test_arms_have_rows_and_formats_with_all_three_a_recovery(make_run, record, 
         for seed in (1, 2):
             settings = {"alignment": alignment, "num_steps": STEPS, "grpo": {"max_num_steps": STEPS}}
             make_run(folder / f"{arm}{seed}", arm=arm, seed=seed, diagnostics=False, **settings)
-    rows = record("real_model_runs", folder, "--device", "cpu")
+    rows = record("real_model_runs", folder, "--device", "cpu", *NAMES)
     reward = load_run(folder / "QaRL w4a82").column("reward/mean")
     assert rows["real_m_d_qarl_w4a8_seed2_reward_final"].value == pytest.approx(reward[-5:].mean(), rel=1e-4)
     assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_math_arms.yaml"}
@@ -65,7 +48,7 @@ def evaluation(folder, **changes):
 
 def test_a_nemo_rl_run_has_the_embedded_engines_rows(record, logs, tmp_path):
     options = ["--arm", "QaRL w4a16, Megatron", "--evaluation", evaluation(tmp_path)]
-    rows = record("real_model_nemo_rl", logs, *options)
+    rows = record("real_model_nemo_rl", logs, *options, *NAMES)
     prefix = "real_m_d_qarl_w4a16_megatron_seed3"
     # The reward of step n is 0.5 + n / 100; the last five steps are 21 to 25.
     expected = {"steps": STEPS, "reward_first": 0.53, "reward_final": 0.73, "test_accuracy_first": 0.2,
@@ -86,7 +69,7 @@ def test_a_nemo_rl_run_has_the_embedded_engines_rows(record, logs, tmp_path):
 )
 def test_accuracies_of_another_kind_are_refused(changes, problem, record, logs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        record("real_model_nemo_rl", logs, "--arm", "a", "--evaluation", evaluation(tmp_path, **changes))
+        record("real_model_nemo_rl", logs, *NAMES, "--arm", "a", "--evaluation", evaluation(tmp_path, **changes))
     assert problem in capsys.readouterr().err.replace("\n", "")
 
 
@@ -95,5 +78,5 @@ def test_an_unfinished_nemo_rl_run_is_refused(record, logs, tmp_path, capsys):
         (logs / "exp_001" / "config.yaml").read_text().replace("max_num_steps: 25", "max_num_steps: 26")
     )
     with pytest.raises(SystemExit, match="2"):
-        record("real_model_nemo_rl", logs, "--arm", "a", "--evaluation", evaluation(tmp_path))
+        record("real_model_nemo_rl", logs, *NAMES, "--arm", "a", "--evaluation", evaluation(tmp_path))
     assert "25 of 26 steps" in capsys.readouterr().err
