@@ -36,13 +36,6 @@ def assert_snr(actual: Tensor, expected: Tensor, min_db: float) -> None:
     assert snr_db >= min_db, f"SNR {snr_db:.1f} dB, expected at least {min_db} dB"
 
 
-def assert_zero_grad(tensor: Tensor) -> None:
-    """The tensor took part in the backward and its gradient is exactly zero everywhere."""
-    assert tensor.grad is not None, "no gradient: the tensor took no part in the backward"
-    nonzero = tensor.grad.nonzero()
-    assert len(nonzero) == 0, f"{len(nonzero)} nonzero gradient element(s), the first at {nonzero[0].tolist()}"
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     # A one-element tensor is contiguous at any stride; viewing it as bytes needs stride 1.
     flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))

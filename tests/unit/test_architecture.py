@@ -42,9 +42,10 @@ def test_another_class_of_a_known_type_is_refused():
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, 1e12, 10**12, 10**30, "64", [64], {}, float("nan")])
-@pytest.mark.parametrize("key", [*SIZES, "moe_intermediate_size", "num_experts", "num_experts_per_tok", "head_dim"])
-def test_no_absurd_size_is_believed(key, value):
-    assert f"{key}={json.dumps(value)} is not a whole number from 1 to " in problem(CONFIG | {key: value})
+def test_no_absurd_size_is_believed(value):
+    keys = [*SIZES, "moe_intermediate_size", "num_experts", "num_experts_per_tok", "head_dim"]
+    found = problem(CONFIG | dict.fromkeys(keys, value))
+    assert [key for key in keys if f"{key}={json.dumps(value)} is not a whole number from 1 to " not in found] == []
 
 
 @pytest.mark.parametrize(

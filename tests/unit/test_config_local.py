@@ -1,4 +1,4 @@
-"""The embedded engine's config: its own checks, every example, and that reading one needs no torch."""
+"""The embedded engine's config: its own checks, and that reading one needs no torch."""
 
 import subprocess
 import sys
@@ -12,11 +12,10 @@ from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
 from qarl_nemo.data.config import DatasetConfig, DatasetsData
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
-from qarl_nemo.train.arms import expand_arms
 from qarl_nemo.train.config import AdamWConfig, LocalConfig, ModelInit, MuonConfig
 
 REPOSITORY = Path(__file__).parents[2]
-EXAMPLES = sorted((REPOSITORY / "examples" / "configs").glob("**/local_*.yaml"))
+DEMO = REPOSITORY / "examples" / "configs" / "local_demo.yaml"
 MINIMAL = {"run_dir": "runs/x", "policy": {"model_init": {}}, "loss_fn": {"objective": "tbpo"}}
 
 
@@ -31,22 +30,8 @@ def test_a_minimal_config_is_qarl_with_int4_experts_and_tbpo():
     assert config.policy.optimizer == AdamWConfig()
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_loads_and_so_does_each_arm_it_compares(path):
-    config = load_config(path, [], LocalConfig)
-    assert config.run_dir.parts[0] == "runs"
-    if config.compare:
-        runs = expand_arms(config, str(path))
-        assert len(runs) == len(config.compare.arms) * len(config.compare.seeds)
-
-
-def test_examples_are_found():
-    assert REPOSITORY / "examples/configs/local_demo.yaml" in EXAMPLES
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_a_misspelled_key_in_an_example_fails_with_the_nearest_legal_one(path, tmp_path):
-    values = read_yaml(path)
+def test_a_misspelled_key_in_an_example_fails_with_the_nearest_legal_one(tmp_path):
+    values = read_yaml(DEMO)
     values["grpo"]["max_num_setps"] = values["grpo"].pop("max_num_steps", 1)
     values["loss_fn"]["objektive"] = "tbpo"
     misspelled = tmp_path / "misspelled.yaml"
@@ -61,7 +46,7 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
     code = (
         "import sys, qarl_nemo.config, qarl_nemo.train.config\n"
         "from pathlib import Path\n"
-        f"path = Path({str(EXAMPLES[0])!r})\n"
+        f"path = Path({str(DEMO)!r})\n"
         "qarl_nemo.config.load_config(path, ['seed=3'], qarl_nemo.train.config.LocalConfig)\n"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
@@ -172,29 +157,28 @@ def test_errors_name_the_key_the_legal_values_and_the_nearest(blocks, expected):
 )
 def test_unknown_keys_are_looked_for_in_other_blocks_too(override, expected):
     with pytest.raises(ConfigError) as raised:
-        load_config(REPOSITORY / "examples/configs/local_demo.yaml", [override], LocalConfig)
+        load_config(DEMO, [override], LocalConfig)
     assert expected in str(raised.value)
 
 
 def test_the_command_line_changes_the_kind_of_a_block():
-    demo = REPOSITORY / "examples/configs/local_demo.yaml"
-    assert load_config(demo, ["loss_fn.objective=gspo"], LocalConfig).loss_fn == GSPOConfig()
+    assert load_config(DEMO, ["loss_fn.objective=gspo"], LocalConfig).loss_fn == GSPOConfig()
     assert (
-        load_config(demo, ["loss_fn.objective=grpo_tis", "loss_fn.clip_low=0.1"], LocalConfig).loss_fn.clip_low == 0.1
+        load_config(DEMO, ["loss_fn.objective=grpo_tis", "loss_fn.clip_low=0.1"], LocalConfig).loss_fn.clip_low == 0.1
     )
     # What both kinds have stays: lr and warmup_steps of the file.
-    assert load_config(demo, ["policy.optimizer.name=adamw"], LocalConfig).policy.optimizer == AdamWConfig(
+    assert load_config(DEMO, ["policy.optimizer.name=adamw"], LocalConfig).policy.optimizer == AdamWConfig(
         warmup_steps=10
     )
-    data = load_config(demo, ["data.source=datasets", "data.train.data_path=a.jsonl"], LocalConfig).data
+    data = load_config(DEMO, ["data.source=datasets", "data.train.data_path=a.jsonl"], LocalConfig).data
     assert data == DatasetsData(source="datasets", train=DatasetConfig(data_path="a.jsonl"))
-    assert load_config(demo, ["rollout.engine=vllm", "device=auto"], LocalConfig).rollout.engine == "vllm"
+    assert load_config(DEMO, ["rollout.engine=vllm", "device=auto"], LocalConfig).rollout.engine == "vllm"
     with pytest.raises(ConfigError, match=r"unknown key 'loss_fn.mismatch_cap'"):
-        load_config(demo, ["loss_fn.objective=gspo", "loss_fn.mismatch_cap=3"], LocalConfig)
+        load_config(DEMO, ["loss_fn.objective=gspo", "loss_fn.mismatch_cap=3"], LocalConfig)
 
 
 def test_a_file_cannot_hold_another_kinds_keys_whatever_the_command_line_says(tmp_path):
-    values = read_yaml(REPOSITORY / "examples/configs/local_demo.yaml")
+    values = read_yaml(DEMO)
     values["loss_fn"]["positive_clip_hihg"] = 0.1
     wrong = tmp_path / "wrong.yaml"
     OmegaConf.save(OmegaConf.create(values), wrong)
@@ -205,7 +189,7 @@ def test_a_file_cannot_hold_another_kinds_keys_whatever_the_command_line_says(tm
 @pytest.mark.parametrize("template", ["Question: {problem}", "{problem}", "[{problem}]", "Q: {problem} # A:"])
 def test_a_prompt_template_is_text(template):
     overrides = ["data.source=datasets", "data.train.data_path=a.jsonl", f"data.train.prompt_template={template}"]
-    config = load_config(REPOSITORY / "examples/configs/local_demo.yaml", overrides, LocalConfig)
+    config = load_config(DEMO, overrides, LocalConfig)
     assert config.data.train.prompt_template == template
 
 

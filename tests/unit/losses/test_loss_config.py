@@ -1,6 +1,4 @@
 import pickle
-import subprocess
-import sys
 from typing import get_args
 
 import pytest
@@ -12,16 +10,6 @@ from support.loss_batches import NAMES, random_batch
 
 ADAPTER = TypeAdapter(LossConfig)
 MODELS = get_args(get_args(LossConfig)[0])
-
-
-def test_tbpo_defaults_are_the_papers():
-    assert TBPOConfig().model_dump() == {
-        "objective": "tbpo",
-        "positive_clip_high": 0.0004,
-        "negative_clip_low": 0.0003,
-        "negative_clip_high": 0.0007,
-        "mismatch_cap": 2.0,
-    }
 
 
 def test_every_objective_of_the_union_can_be_built_from_its_defaults():
@@ -45,9 +33,6 @@ def test_every_setting_has_a_description_and_a_bound(model):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"objective": "tbpo", "positive_clip_hihg": 0.1}, "positive_clip_hihg"),
-        ({"objective": "gspo", "mismatch_cap": 2.0}, "mismatch_cap"),
-        ({"objective": "tpbo"}, "'tbpo'"),
         ({"mismatch_cap": 2.0}, "objective"),
         ({"objective": "tbpo", "mismatch_cap": 1.0}, "greater than 1"),
         ({"objective": "tbpo", "negative_clip_low": 1.0}, "less than 1"),
@@ -68,8 +53,3 @@ def test_a_wrong_setting_is_refused(settings, complaint):
 def test_a_config_cannot_be_changed_after_it_was_checked():
     with pytest.raises(ValidationError, match="frozen"):
         TBPOConfig().mismatch_cap = 0.5
-
-
-def test_importing_the_config_leaves_torch_out():
-    code = "import sys, qarl_nemo.losses.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
