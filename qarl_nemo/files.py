@@ -160,11 +160,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk.
-
-    Args:
-        path: the file or folder.
-    """
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -173,14 +169,7 @@ def sync(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Compute a file's CRC-32, which finds damage, not malice.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Eight hexadecimal digits.
-    """
+    """Compute a file's CRC-32, which finds damage, not malice, as eight hexadecimal digits."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -227,28 +216,14 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def os_reason(error: OSError) -> str:
-    """Return why the system refused, in lower case; names a full disk as such.
-
-    Args:
-        error: what it raised.
-
-    Returns:
-        For example `permission denied`.
-    """
+    """Return why the system refused, in lower case, such as `permission denied`; names a full disk as such."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full ({error.strerror}); free some space or choose another folder"
     return (error.strerror or str(error)).lower()
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """Return a size for people, three digits in the largest fitting unit.
-
-    Args:
-        num_bytes: the size.
-
-    Returns:
-        For example `12.3 MB`; powers of 1000.
-    """
+    """Return a size for people, three digits in the largest fitting unit, a power of 1000: `12.3 MB`."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"

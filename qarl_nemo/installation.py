@@ -31,11 +31,7 @@ def pip_command(extra: str = "") -> str:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return the example configs by name; those for `qarl train` without their `local_` prefix.
-
-    Returns:
-        For example `demo` and `qarl-paper`.
-    """
+    """Return the example configs by name, such as `demo` and `qarl-paper`; those for `qarl train` without `local_`."""
     folder = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[1] / "examples" / "configs"
     return {path.stem.removeprefix(_LOCAL): path for path in sorted(folder.glob("*.yaml"))}
 

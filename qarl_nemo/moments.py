@@ -7,11 +7,7 @@ from torch import Tensor
 
 
 def reset_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Set moments and their counts of steps to zero, in place.
-
-    Args:
-        optimizers: torch's or Transformer-Engine's.
-    """
+    """Set moments and their counts of steps to zero, in place."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for name, value in state.items():

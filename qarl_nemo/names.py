@@ -79,14 +79,7 @@ def module_kind(module: str) -> str:
 
 
 def tensor_kind(name: str) -> str:
-    """Return the `module_kind` of the module that owns a parameter.
-
-    Args:
-        name: parameter name, e.g. `model.layers.3.self_attn.q_proj.bias`.
-
-    Returns:
-        The kind.
-    """
+    """Return the `module_kind` of the module that owns a parameter."""
     return module_kind(name.rpartition(".")[0])
 
 
@@ -105,26 +98,12 @@ def target_of(name: str) -> str | None:
 
 
 def reads_norm(module: str) -> bool:
-    """Return whether a projection multiplies a norm's output: q, k, v, gate and up; o and down do not.
-
-    Args:
-        module: module name, e.g. `model.layers.3.self_attn.q_proj`.
-
-    Returns:
-        Whether it does.
-    """
+    """Return whether a projection multiplies a norm's output: q, k, v, gate and up; o and down do not."""
     return module.endswith(_AFTER_NORM)
 
 
 def fused_groups(weights: Iterable[str]) -> list[list[str]]:
-    """Return the weights that engines multiply as one: q, k and v of a layer, gate and up of an MLP or of an expert.
-
-    Args:
-        weights: parameter names.
-
-    Returns:
-        The groups of more than one.
-    """
+    """Return groups of weights that engines multiply as one: q, k and v of a layer, gate and up of an MLP or expert."""
     groups: dict[str, list[str]] = {}
     for name in weights:
         module, _, suffix = name.rpartition(".")
@@ -135,14 +114,7 @@ def fused_groups(weights: Iterable[str]) -> list[list[str]]:
 
 
 def layer_of(name: str) -> str:
-    """Return the decoder layer that a parameter or a published tensor belongs to.
-
-    Args:
-        name: e.g. `model.layers.3.mlp.gate.weight`.
-
-    Returns:
-        E.g. `model.layers.3`; empty for embeddings and all else outside the layers.
-    """
+    """Return the decoder layer of a parameter or published tensor, e.g. `model.layers.3`; empty outside the layers."""
     match = re.match(_LAYER, name)
     return match[0].removesuffix(".") if match else ""
 
@@ -162,39 +134,18 @@ def published_name(parameter: str) -> str:
 
 
 def parameter_name(published: str) -> str:
-    """Return the model's name of an unquantized parameter: the inverse of `published_name`.
-
-    Args:
-        published: its name in a refit.
-
-    Returns:
-        The parameter's name.
-    """
+    """Return the model's name of an unquantized parameter: the inverse of `published_name`."""
     stem = published.removesuffix(".weight")
     return stem if _STACKED_PARAMETER.fullmatch(stem) else published
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key that puts layer 2 before layer 10.
-
-    Args:
-        name: any dotted name.
-
-    Returns:
-        The key.
-    """
+    """Return a sort key that puts layer 2 before layer 10."""
     return tuple((0, int(part), "") if _is_number(part) else (1, 0, part) for part in name.split("."))
 
 
 def is_stacked_expert(published: str) -> bool:
-    """Tell whether a refit tensor holds one projection of all experts of a layer.
-
-    Args:
-        published: its name in a refit.
-
-    Returns:
-        Whether `expert_names` knows it.
-    """
+    """Tell whether a refit tensor holds one projection of all experts of a layer."""
     return _STACKED.fullmatch(published) is not None
 
 

@@ -23,14 +23,7 @@ def is_secret(name: str) -> bool:
 
 
 def assigned_secrets(text: str) -> list[str]:
-    """Return the names of secrets to which a text assigns values; references to other variables are none.
-
-    Args:
-        text: shell words or overrides.
-
-    Returns:
-        The names.
-    """
+    """Return the names of secrets to which shell words assign values; references to other variables are none."""
     return [name for name in (*_ASSIGNED.findall(text), *_IN_BRACES.findall(text)) if is_secret(name)]
 
 
@@ -56,14 +49,7 @@ def secret_variables(config: Any, place: str = "") -> list[str]:
 
 
 def without_secrets(config: Any) -> Any:
-    """Return a config whose `env_vars` blocks show no secret.
-
-    Args:
-        config: nested dictionaries and lists.
-
-    Returns:
-        A copy, with `***` for every value that `secret_variables` would name.
-    """
+    """Return a copy whose `env_vars` blocks show `***` for every value that `secret_variables` would name."""
     if not isinstance(config, Mapping):
         return config
     shown = {key: without_secrets(value) for key, value in config.items()}

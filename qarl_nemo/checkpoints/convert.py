@@ -62,14 +62,7 @@ class TensorConverter:
         torch.set_num_threads(self._torch_threads)
 
     def convert(self, tensors: Sequence[PlannedTensor]) -> Iterator[ConvertedTensor]:
-        """Convert tensors, holding at most one more than there are threads.
-
-        Args:
-            tensors: what to convert.
-
-        Yields:
-            One result for each, in order.
-        """
+        """Convert tensors in their order, holding at most one more than there are threads."""
         running: deque[Future[ConvertedTensor]] = deque()
         for tensor in tensors:
             weight = self._read(tensor)

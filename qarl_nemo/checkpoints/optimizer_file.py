@@ -10,12 +10,7 @@ from qarl_nemo.files import FileError, require_file
 
 
 def save_state(optimizer: Any, path: Path) -> None:
-    """Write an optimizer's state.
-
-    Args:
-        optimizer: has `state_dict`.
-        path: the file.
-    """
+    """Write an optimizer's state."""
     # Written through Python's file, because torch's own writer reports a full disk as an internal failure.
     with path.open("wb") as file:
         try:

@@ -73,14 +73,7 @@ class TensorReader(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def read(self, info: TensorInfo) -> Tensor:
-        """Return one tensor, which may be a view of the file: clone it to keep it.
-
-        Args:
-            info: an entry of `Checkpoint.tensors`.
-
-        Returns:
-            The tensor on the CPU, as stored.
-        """
+        """Return one tensor of `tensors` on the CPU as stored, maybe as a view of the file: clone it to keep it."""
         ...
 
 

@@ -59,11 +59,7 @@ class StoredTensor:
         return found
 
     def problems(self) -> list[str]:
-        """Say why the chunks do not make up the tensor: some are missing, overlap, are outside or have too few bytes.
-
-        Returns:
-            One sentence for each problem.
-        """
+        """Say why the chunks do not form the tensor: some are missing, overlap, are outside or have too few bytes."""
         problems = []
         lost = [list(chunk.offsets) for chunk in self.chunks if not chunk.file]
         if lost:

@@ -49,11 +49,7 @@ class Plan:
     together: bool = False
 
     def show(self) -> str:
-        """Render the plan as a shell script.
-
-        Returns:
-            Every command with what it reads, word for word.
-        """
+        """Render the plan as a shell script: every command with what it reads, word for word."""
         order = "at the same time; each ends when its standard input closes" if self.together else "one after the other"
         lines = [f"# {len(self.steps)} command(s), {order}"]
         for step in self.steps:

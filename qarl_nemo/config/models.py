@@ -7,14 +7,7 @@ from pydantic import BaseModel
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the blocks that a key of this type may hold.
-
-    Args:
-        annotation: a field's type.
-
-    Returns:
-        One model, or the members of a union.
-    """
+    """Return the blocks that a key of this type may hold: one model, or the members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in getattr(annotation, "__args__", ()) for model in models_in(part)]

@@ -57,12 +57,7 @@ class Alignment:
 
 
 def bump_on_step(optimizer: Any, changes: MasterChanges) -> None:
-    """Make every step of `optimizer` declare that the master weights have changed.
-
-    Args:
-        optimizer: a Megatron or torch optimizer, changed in place.
-        changes: the alignment's.
-    """
+    """Make every step of an optimizer, Megatron's or torch's, declare that the master weights have changed."""
     step = optimizer.step
 
     @functools.wraps(step)
@@ -77,23 +72,12 @@ def bump_on_step(optimizer: Any, changes: MasterChanges) -> None:
 
 
 def aligned_weights(model: Iterable[nn.Module]) -> list[AlignedWeight]:
-    """Return every aligned weight of this rank.
-
-    Args:
-        model: the model's chunks, wrapped or not.
-
-    Returns:
-        The weights, in the model's order.
-    """
+    """Return every aligned weight of this rank, in the order of the model's chunks."""
     modules = (module for chunk in model for module in chunk.modules())
     return [module.aligned for module in modules if isinstance(getattr(module, "aligned", None), AlignedWeight)]
 
 
 def release(model: Iterable[nn.Module]) -> None:
-    """Drop every quantized weight, for example before the parameters are offloaded.
-
-    Args:
-        model: the model's chunks.
-    """
+    """Drop every quantized weight, for example before the parameters are offloaded."""
     for weight in aligned_weights(model):
         weight.release()

@@ -99,14 +99,7 @@ class SeparateTENorm:
 
 
 def without_extra_state(module: nn.Module) -> nn.Module:
-    """Keep a module from saving or asking for extra state.
-
-    Args:
-        module: changed in place; its extra state must not matter.
-
-    Returns:
-        The module.
-    """
+    """Keep a module from saving or asking for extra state, which must not matter; return the module."""
     if type(module).get_extra_state is not nn.Module.get_extra_state:
 
         def drop(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:

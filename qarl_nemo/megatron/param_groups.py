@@ -52,13 +52,6 @@ def require_factors(asked: set[float], given: set[float | None]) -> None:
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that hold moments: one for dense parameters, one for experts.
-
-    Args:
-        optimizer: Megatron's.
-
-    Returns:
-        torch's or Transformer-Engine's.
-    """
+    """Return the optimizers of Megatron's that hold moments: one for dense parameters, one for experts."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [one.optimizer for one in chained if one.optimizer is not None]

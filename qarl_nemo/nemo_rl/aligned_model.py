@@ -144,12 +144,7 @@ def executing(model: Sequence[nn.Module], fmt: QuantFormat) -> Iterator[None]:
 
 
 def execute(model: Sequence[nn.Module], fmt: QuantFormat) -> None:
-    """Make an aligned model execute and publish another format from now on.
-
-    Args:
-        model: this rank's chunks.
-        fmt: the other format.
-    """
+    """Make an aligned model execute and publish another format from now on."""
     release(model)
     for one in _formatted(model):
         one.format = fmt

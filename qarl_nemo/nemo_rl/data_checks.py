@@ -16,14 +16,7 @@ def overlong_prompts(config: Mapping[str, Any]) -> str:
 
 
 def data_conflicts(config: Mapping[str, Any]) -> list[str]:
-    """Say which keys of this package in the `data:` block cannot be used.
-
-    Args:
-        config: the whole NeMo-RL config, as nested dictionaries.
-
-    Returns:
-        One line for each.
-    """
+    """Say which keys of this package in the `data:` block of a whole config cannot be used."""
     problems = []
     if overlong_prompts(config) not in OVERLONG:
         problems.append(f"data.overlong_prompts={overlong_prompts(config)}: set {' or '.join(OVERLONG)}")

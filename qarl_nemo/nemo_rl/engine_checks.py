@@ -72,14 +72,7 @@ def argument_problems(
 
 
 def repeated_arguments(generation: Mapping[str, Any]) -> list[str]:
-    """Say which arguments NeMo-RL would give vLLM twice, which ends the worker in a TypeError.
-
-    Args:
-        generation: NeMo-RL's `policy.generation` block.
-
-    Returns:
-        One line each.
-    """
+    """Say which arguments NeMo-RL would give vLLM twice (`policy.generation`), which ends the worker in a TypeError."""
     kwargs = generation.get("vllm_kwargs") or {}
     return [
         f"{_VLLM_KWARGS}.{name}={_text(kwargs[name])}: NeMo-RL gives vLLM this argument itself; set {instead}"

@@ -22,11 +22,7 @@ class RayEngines:
         self.workers = list(workers)
 
     def place(self) -> int:
-        """Number the ranks of all engines consecutively; must be called before the first refit.
-
-        Returns:
-            The number of ranks.
-        """
+        """Number the ranks of all engines consecutively, and count them; must be called before the first refit."""
         first_rank = 0
         for worker in self.workers:
             ranks = ray.get(worker.qarl_rpc.remote("qarl_process"), timeout=TIMEOUT_S)

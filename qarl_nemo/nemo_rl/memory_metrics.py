@@ -16,14 +16,7 @@ class PhaseMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block as part of a phase; a phase may consist of several.
-
-        Args:
-            name: the phase's.
-
-        Yields:
-            Nothing.
-        """
+        """Measure the block as part of a phase; a phase may consist of several."""
         torch.cuda.reset_peak_memory_stats()
         yield
         peaks = {
@@ -51,13 +44,6 @@ def others_bytes() -> int:
 
 
 def fullest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the largest value of each metric over ranks.
-
-    Args:
-        ranks: what `PhaseMemory.take` returned on each.
-
-    Returns:
-        Metrics in the order in which they occur.
-    """
+    """Return the largest value over ranks of each metric of `PhaseMemory.take`."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: max(rank[name] for rank in ranks if name in rank) for name in names}

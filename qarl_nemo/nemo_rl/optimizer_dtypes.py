@@ -16,14 +16,7 @@ _LEGAL = {
 
 
 def has_bf16_moments(optimizer: Mapping[str, Any]) -> bool:
-    """Return whether both of Adam's moments are BF16, so that its state is half as large.
-
-    Args:
-        optimizer: the block `policy.megatron_cfg.optimizer`.
-
-    Returns:
-        The answer.
-    """
+    """Return whether both of Adam's moments are BF16 in `policy.megatron_cfg.optimizer`: its state is half as large."""
     return all(optimizer.get(key) == "bfloat16" for key in MOMENTS)
 
 
@@ -56,14 +49,7 @@ def dtype_conflicts(config: Mapping[str, Any]) -> list[str]:
 
 
 def with_torch_dtypes(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace names by torch's dtypes.
-
-    Args:
-        policy: NeMo-RL's policy block, without `dtype_conflicts`; not changed.
-
-    Returns:
-        A copy, as deep as needed.
-    """
+    """Replace names by torch's dtypes in a copy of NeMo-RL's policy block, which has no `dtype_conflicts`."""
     import torch
 
     megatron = policy["megatron_cfg"]

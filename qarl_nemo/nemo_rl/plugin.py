@@ -86,14 +86,7 @@ def setup_data(setup: Callable[..., Any], tokenizer: Any, data: Any, env: Any) -
 
 
 def policy_factory(**arguments: Any) -> Any:
-    """Make NeMo-RL's policy with our workers; pass this to `setup(policy_factory=...)`.
-
-    Args:
-        arguments: passed to NeMo-RL's `Policy`.
-
-    Returns:
-        The policy.
-    """
+    """Make NeMo-RL's policy with our workers; pass this to `setup(policy_factory=...)`."""
     from qarl_nemo.nemo_rl.policy import QarlPolicy
 
     return QarlPolicy(**arguments, worker_extension_cls_fqn=POLICY_WORKER)

@@ -47,14 +47,7 @@ def limit_prompts(dataset: Any, key: str, *, skip: bool) -> str:
 
 
 def show_prompt(dataset: Any) -> str:
-    """Return the first problem as the model sees it, and what is expected.
-
-    Args:
-        dataset: NeMo-RL's `AllTaskProcessedDataset`.
-
-    Returns:
-        Lines of text.
-    """
+    """Return the first problem of an `AllTaskProcessedDataset` as the model sees it, and what is expected."""
     datum = dataset[0]
     prompt = "".join(str(message["content"]) for message in datum["message_log"])[:_MAX_QUOTED]
     answer = (datum.get("extra_env_info") or {}).get("ground_truth")

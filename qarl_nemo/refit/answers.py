@@ -17,14 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 def answering(extension: type) -> type:
-    """Make every `qarl_` method of a worker extension answer with its failure instead of raising it.
-
-    Args:
-        extension: class of RPC methods.
-
-    Returns:
-        The class; `ask` raises the failures that its ranks answer with.
-    """
+    """Make an extension's `qarl_` methods answer with their failures, which `ask` raises, instead of raising them."""
     for name, method in list(vars(extension).items()):
         if name.startswith("qarl_"):
             setattr(extension, name, _answering(method))

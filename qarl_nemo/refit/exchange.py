@@ -22,9 +22,6 @@ def waiting_group() -> Any:
     """Return a gloo group of all ranks for waiting, because waiting in NCCL keeps kernels spinning on the GPU.
 
     The first call makes it and must happen on all ranks.
-
-    Returns:
-        The group.
     """
     global _made
     world = dist.group.WORLD

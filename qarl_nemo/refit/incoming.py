@@ -57,11 +57,7 @@ class IncomingUpdate:
         self._problems += problems
 
     def problems(self) -> list[str]:
-        """Say what makes this update unfit to serve.
-
-        Returns:
-            One sentence for each missing, unexpected, repeated or different tensor; empty if the update is whole.
-        """
+        """Say which missing, unexpected, repeated or different tensors make this update unfit to serve."""
         return self.problems_of_arrived() + self.manifest.missing(self._arrived)
 
     def problems_of_arrived(self) -> list[str]:

@@ -29,11 +29,7 @@ _LIBRARY = Path("vllm_flash_attn") / "_vllm_fa3_C.abi3.so"
 
 
 def engine_attention_problem() -> str | None:
-    """Say why the engine's kernel cannot run here.
-
-    Returns:
-        What is missing, or None.
-    """
+    """Say what is missing for the engine's kernel to run here, if anything is."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return "vLLM's FlashAttention 3 needs a Hopper GPU"
     return vllm_problem("cuda", quantized=False)

@@ -8,11 +8,7 @@ CHARACTERS = "0123456789+-*= "
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each of `CHARACTERS`.
-
-    Returns:
-        A fast tokenizer with pad, bos, eos and unknown tokens.
-    """
+    """Return a fast tokenizer with pad, bos, eos, unknown and one token for each of `CHARACTERS`."""
     vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")

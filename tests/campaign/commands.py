@@ -70,14 +70,7 @@ class Command(ABC):
         return False
 
     def draw(self, rng: random.Random) -> list[Edit]:
-        """Draw the damage of one case: mostly one edit, sometimes two.
-
-        Args:
-            rng: source of randomness.
-
-        Returns:
-            The edits.
-        """
+        """Draw the damage of one case: mostly one edit, sometimes two."""
         edits: list[Edit] = []
         places = dict(self.places())
         for _ in range(1 if rng.random() < 0.85 else 2):

@@ -31,11 +31,7 @@ class Edit:
     arguments: tuple[str, ...] = ()
 
     def apply(self, folder: Path) -> None:
-        """Damage the file inside a case's folder.
-
-        Args:
-            folder: the case's folder.
-        """
+        """Damage the file inside a case's folder."""
         if self.place == "arguments":
             return
         path = folder / self.place

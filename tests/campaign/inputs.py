@@ -20,11 +20,7 @@ RunQarl = Callable[[list[str]], None]
 
 
 def write_model(folder: Path) -> None:
-    """Write a Hugging Face checkpoint in several files, with an index and a tokenizer.
-
-    Args:
-        folder: to be created.
-    """
+    """Write a Hugging Face checkpoint in several files, with an index and a tokenizer."""
     torch.manual_seed(0)
     tokenizer = character_tokenizer()
     config = Qwen3MoeConfig(
@@ -59,11 +55,7 @@ def write_torch_dist(folder: Path, model: Path) -> None:
 
 
 def write_run(folder: Path) -> None:
-    """Write `run.yaml`, `train.jsonl` and `validation.jsonl` of a run of two short steps.
-
-    Args:
-        folder: to be created.
-    """
+    """Write `run.yaml`, `train.jsonl` and `validation.jsonl` of a run of two short steps."""
     folder.mkdir()
     for name, numbers in (("train", range(24)), ("validation", range(24, 32))):
         lines = [{"problem": f"{n}+{n}=", "answer": 2 * n if n % 2 else str(2 * n)} for n in numbers]

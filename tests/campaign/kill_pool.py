@@ -32,11 +32,7 @@ class Counts:
     different: list[str] = field(default_factory=list)
 
     def add(self, other: "Counts") -> None:
-        """Add another series to this one.
-
-        Args:
-            other: the other series.
-        """
+        """Add another series to this one."""
         self.kills += other.kills
         self.identical += other.identical
         self.different += other.different

@@ -26,11 +26,7 @@ BLOCK_BYTES = 2**26
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Write a folder's files to the disk and drop them from the page cache.
-
-    Args:
-        folder: the folder.
-    """
+    """Write a folder's files to the disk and drop them from the page cache."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

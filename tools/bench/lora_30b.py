@@ -141,14 +141,7 @@ class OddRewards(Trainer):
 
 
 def bench(options: argparse.Namespace) -> dict[str, float]:
-    """Train a few steps under the cap and return medians.
-
-    Args:
-        options: what the command line says.
-
-    Returns:
-        Figures by name, units in the names.
-    """
+    """Train a few steps under the cap and return medians by name, units in the names."""
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         folder = Path(name)
         base = random_checkpoint(folder, options)

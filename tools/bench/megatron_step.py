@@ -283,14 +283,7 @@ def differences(variants: list[Variant], batch: Batch) -> list[float]:
 
 
 def bench(options: argparse.Namespace) -> list[dict]:
-    """Measure every layout, saving results as they come; called on every rank.
-
-    Args:
-        options: the command line's options.
-
-    Returns:
-        One entry for each layout, number of tokens and variant.
-    """
+    """Measure every layout, number of tokens and variant, saving results as they come; called on every rank."""
     found: list[dict[str, Any]] = []
     for ep in options.ep:
         with parallel(Layout(ep=ep)):

@@ -99,14 +99,7 @@ def measure(model: nn.Module, alignment: Alignment, vocab_size: int, repeats: in
 
 
 def bench(options: argparse.Namespace) -> list[dict]:
-    """Measure every layout and format; called on every rank.
-
-    Args:
-        options: the command line's options.
-
-    Returns:
-        One entry for each layout and format.
-    """
+    """Measure every layout and format; called on every rank."""
     found, architecture = [], options.architecture
     for text in options.layouts:
         layout = parse_layout(text)

@@ -97,14 +97,7 @@ def settings(model: Path, folder: Path, options: argparse.Namespace) -> dict[str
 
 
 def bench(options: argparse.Namespace) -> dict[str, float]:
-    """Train a few steps and return medians.
-
-    Args:
-        options: what the command line says.
-
-    Returns:
-        Figures by name, units in the names.
-    """
+    """Train a few steps and return medians by name, units in the names."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = options.model or random_model(options.config_json, folder / "model")

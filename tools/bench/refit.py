@@ -41,12 +41,7 @@ _PROMPT = {"prompt_token_ids": list(range(1, 17))}
 
 
 def bench(format_name: str, options: argparse.Namespace) -> None:
-    """Start one engine and refit it through every sender; show and record each result at once.
-
-    Args:
-        format_name: the targeted layers' format.
-        options: the command line's options.
-    """
+    """Start one engine and refit it through every sender; show and record each result at once."""
     os.environ.update(ENVIRONMENT)
     config, fmt = model_config(options.layers), get_format(format_name)
     print(f"{format_name}: starting vLLM, about a minute", flush=True)

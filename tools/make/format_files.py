@@ -19,11 +19,7 @@ _NAME = re.compile(rf"\b(?:{'|'.join(NAMES)})\b")
 
 
 def format_files(revision: str | None = None) -> list[str]:
-    """Return the files that name a format, sorted.
-
-    Args:
-        revision: a commit; None for the working tree.
-    """
+    """Return the files of a commit, or of the working tree, that name a format, sorted."""
     return sorted(path for path, text in _sources(revision) if names_a_format(text))
 
 

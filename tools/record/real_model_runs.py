@@ -78,14 +78,7 @@ def recoveries(runs: list[Run], prefix: str) -> list[Figure]:
 
 
 def whole_runs(folder: Path) -> list[Run]:
-    """Return the runs of a folder that did all of their steps, and print which did not.
-
-    Args:
-        folder: holds the arms' run directories.
-
-    Returns:
-        The runs.
-    """
+    """Return the runs of a folder of arms that did all of their steps, and print which did not."""
     whole = []
     for run in (load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))):
         if len(run.steps) == run.setting("grpo.max_num_steps"):
@@ -110,12 +103,7 @@ def engine_versions(runs: list[Run], device: str) -> dict[str, str]:
 
 
 def record(path: Path, rows: list[dict]) -> None:
-    """Append rows and print them.
-
-    Args:
-        path: a file of docs/results.
-        rows: the rows.
-    """
+    """Append rows to a file of docs/results and print them."""
     append_results(path, rows)
     for row in rows:
         print(f"{row['name']:70s} {row['value']:>10g} {row['unit']}")

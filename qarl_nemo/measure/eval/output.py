@@ -22,12 +22,7 @@ def answers_path(output: Path) -> Path:
 
 
 def write_results(job: EvalJob, rows: Sequence[Row]) -> None:
-    """Write the results so far.
-
-    Args:
-        job: the evaluation.
-        rows: results.
-    """
+    """Write the results so far."""
     content = {
         "settings": job.record(),
         "models": [

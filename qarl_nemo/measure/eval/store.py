@@ -61,13 +61,7 @@ class AnswerStore:
             write_atomic(path, "".join(map(_line, kept)))
 
     def chunk(self, model: str, benchmark: str, number: int) -> list[Row] | None:
-        """Return the answers of a whole chunk, None if it is still to be asked.
-
-        Args:
-            model: its label.
-            benchmark: its name.
-            number: the chunk's.
-        """
+        """Return the answers of a whole chunk, None if it is still to be asked."""
         return self._chunks.get((model, benchmark, number))
 
     def add(self, rows: Sequence[Row]) -> None:

@@ -63,14 +63,7 @@ def count_differences(weight: Tensor, amax: Tensor, ours: QuantizedWeight, their
 
 
 def code_figures(counts: Counter[str]) -> list[Figure]:
-    """Return what the tensors of a model have in common, and why the others differ.
-
-    Args:
-        counts: the sum of what `count_differences` returned.
-
-    Returns:
-        The figures.
-    """
+    """Return what a model's tensors, counted by `count_differences`, have in common, and why the others differ."""
     shares = {"global_scales": "weights", "scales": "scales", "bytes": "bytes"}
     kinds = ("scales_of_zeros", "scales_tied", "codes_scaled", "codes_tied")
     figures = [

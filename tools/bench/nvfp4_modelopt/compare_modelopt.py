@@ -96,14 +96,7 @@ def weight_figures(linears: Mapping[str, Any], exported: Mapping[str, modelopt_m
 
 
 def compare(options: argparse.Namespace) -> Iterator[Figure]:
-    """Compare bytes, then log-probabilities.
-
-    Args:
-        options: the command line's options.
-
-    Yields:
-        The figures as they are measured, names without their prefix.
-    """
+    """Compare bytes, then log-probabilities; figures come as they are measured, names without their prefix."""
     torch.manual_seed(options.seed)
     learner, theirs = load(options), load(options)
     report, ours = aligned(learner)

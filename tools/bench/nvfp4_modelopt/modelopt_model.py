@@ -75,14 +75,7 @@ def quantize(model: PreTrainedModel, recipe: Path) -> dict[str, Any]:
 
 
 def export(linear: Any) -> Exported:
-    """Return the tensors that ModelOpt's exporter writes for a quantized linear.
-
-    Args:
-        linear: one that `quantize` returned.
-
-    Returns:
-        The tensors.
-    """
+    """Return the tensors that ModelOpt's exporter writes for a linear that `quantize` returned."""
     from modelopt.torch.export import quant_utils
 
     scale, global_scale = quant_utils.get_weight_scaling_factor(linear), quant_utils.get_weight_scaling_factor_2(linear)
