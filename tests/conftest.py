@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import sys
 
 import pytest
 import torch
@@ -58,3 +59,18 @@ def odd_rewards(monkeypatch):
     from qarl_nemo.train.trainer import Trainer
 
     monkeypatch.setattr(Trainer, "rewards", lambda _, rollouts, tasks: (rollouts.input_ids[:, -1] % 2).float())
+
+
+@pytest.fixture
+def qarl(monkeypatch, capfd):
+    """Call the command line in this process; returns the exit code and what it printed."""
+    from qarl_nemo.cli import main
+
+    def call(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["qarl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capfd.readouterr()
+        return ended.value.code, printed.out + printed.err
+
+    return call

@@ -1,13 +1,11 @@
 """`qarl doctor --rollout` with the real vLLM on a CPU: every format is a row, and a second call starts nothing."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qarl_nemo.cli import main
 from qarl_nemo.measure.speed import run as rollout_speed
 from qarl_nemo.measure.speed.run import measure_speed, num_steps
 from qarl_nemo.measure.speed.settings import RolloutSpeedSettings, prepare_speed
@@ -88,14 +86,11 @@ def test_a_batch_that_the_cache_cannot_hold_is_refused(settings, tmp_path, monke
     assert "the KV cache holds" in only.batches[4]["reason"]
 
 
-def test_the_command_writes_table_advice_files_and_figures(settings, tmp_path, monkeypatch, capfd):
+def test_the_command_writes_table_advice_files_and_figures(settings, tmp_path, qarl):
     arguments = ["--rollout", settings.model, "--format", "bf16", "--batch-size", 2, "--prompt-tokens", 16]
     arguments += ["--new-tokens", 64, "--output", tmp_path / "out", "--record", tmp_path / "figures.json"]
-    monkeypatch.setattr(sys, "argv", ["qarl", "doctor", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capfd.readouterr().out
-    assert ended.value.code == 0, printed
+    code, printed = qarl("doctor", *arguments)
+    assert code == 0, printed
     for text in ("ETA", "decode", "batch 2: bf16: the fastest of 1", "rollout_speed.png"):
         assert text in printed.replace("\n", " ")
     names = {row["name"] for row in json.loads((tmp_path / "figures.json").read_text())}

@@ -1,13 +1,9 @@
 """What one GPU of `qarl train` with adapters on a frozen base is computed to hold."""
 
-import re
-import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from qarl_nemo.cli import app, main
 from qarl_nemo.memory import Learner, ModelSize
 from qarl_nemo.memory.lora import Adapters, adapted_memory
 
@@ -58,12 +54,12 @@ def test_attention_fits_80_gb_and_experts_141(model):
     assert memory(model, learner=bf16).peak_bytes > 79 * 2**30
 
 
-def test_the_command_says_what_fits():
-    done = CliRunner().invoke(app, ["memory", str(MODEL), "--lora", "32", "--gpu-gib", "79", "--cache-gib", "16"])
-    assert done.exit_code == 0, done.output
-    lines = [line for line in done.output.splitlines() if "packed" in line or "vllm" in line]
+def test_the_command_says_what_fits(qarl):
+    code, printed = qarl("memory", MODEL, "--lora", 32, "--gpu-gib", 79, "--cache-gib", 16)
+    assert code == 0, printed
+    lines = [line for line in printed.splitlines() if "packed" in line or "vllm" in line]
     assert ["yes" in line for line in lines] == [True, True]
-    assert "26.7 M parameters" in " ".join(done.output.split())
+    assert "26.7 M parameters" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(
@@ -75,10 +71,7 @@ def test_the_command_says_what_fits():
         (["--lora", "16", "--cache-gib", "0"], "cache_gib=0.0 must lie between 0 and"),
     ],
 )
-def test_what_is_not_legal_is_one_line_with_what_is(options, problem, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["qarl", "memory", str(MODEL), *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = " ".join(capfd.readouterr().err.split())
-    assert ended.value.code == 2
-    assert re.search(re.escape(problem), printed), printed
+def test_what_is_not_legal_is_one_line_with_what_is(options, problem, qarl):
+    code, printed = qarl("memory", MODEL, *options)
+    assert code == 2
+    assert problem in " ".join(printed.split())

@@ -4,16 +4,13 @@ import contextlib
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from qarl_kernels import FORMAT_NAMES, get_format, stored_layout
 from qarl_nemo.architecture import read_architecture
-from qarl_nemo.cli import app, main
 from qarl_nemo.files import FileError
 from qarl_nemo.memory import (
     Learner,
@@ -232,12 +229,9 @@ def test_a_dense_learner_keeps_its_mlp_packed():
         (["--engine-tp", "0"], "engine_tp=0 does not divide 8 GPUs"),
     ],
 )
-def test_what_is_not_legal_is_one_line_with_what_is(options, problem, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["qarl", "memory", str(MODEL), *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capfd.readouterr().err
-    assert ended.value.code == 2
+def test_what_is_not_legal_is_one_line_with_what_is(options, problem, qarl):
+    code, printed = qarl("memory", MODEL, *options)
+    assert code == 2
     assert re.search(problem, " ".join(printed.split())), printed
     assert "Traceback" not in printed
 
@@ -267,12 +261,12 @@ def test_the_guide_says_what_is_computed(model):
         assert (f"{needed.peak_bytes / 2**30:.0f}", "yes" if needed.fits(gpu_gib * 2**30) else "no") == (peak, fits)
 
 
-def test_the_command_says_what_fits():
+def test_the_command_says_what_fits(qarl):
     optimizers = ["--optimizer", "adam_bf16", "--optimizer", "adam"]
     arguments = ["memory", str(MODEL), "--gpus", "8", "--layout", "ep8", "--recompute", "full", *optimizers]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    lines = [line for line in done.output.splitlines() if "ep8" in line]
+    code, printed = qarl(*arguments)
+    assert code == 0, printed
+    lines = [line for line in printed.splitlines() if "ep8" in line]
     assert ["yes" in line for line in lines] == [True, False]
     # The first has room for more than the 8192 tokens that it was asked about, the second for fewer.
     most = [line.split()[-2] for line in lines]
@@ -293,11 +287,10 @@ def test_a_refit_holds_learner_engine_and_update(model, name, bits, engine_tp):
     assert by_layers / 1e9 == pytest.approx(held + max(served / 48, 2 * 151936 * 2048 / 1e9), rel=1e-4)
 
 
-def test_the_command_adds_a_refits_peaks():
-    arguments = ["memory", str(MODEL), "--layout", "ep8", "--format", "bf16", "--engine-tp", "2"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert re.search(r"refit\W+layerwise", result.output)
+def test_the_command_adds_a_refits_peaks(qarl):
+    code, printed = qarl("memory", MODEL, "--layout", "ep8", "--format", "bf16", "--engine-tp", 2)
+    assert code == 0, printed
+    assert re.search(r"refit\W+layerwise", printed)
 
 
 def test_nested_codes_take_their_eight_bits_in_the_learner_and_on_the_way():
