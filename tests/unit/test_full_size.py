@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,27 +173,53 @@ def test_drawn_answers_are_the_same_work_in_every_step(harness):
 
     for name in ("b", "b24", "b12"):
         work = WORKLOADS[name]
-        first, second = work.lengths(2)[: work.answers], work.lengths(2)[work.answers :]
+        first, second = work.lengths(2)
         assert sorted(first) == sorted(second)
         assert first != second
         assert (max(first), np.mean(first)) == (4096, pytest.approx(2979, rel=0.01))
-    assert set(WORKLOADS["a"].lengths(1)) == {2048}
+    assert WORKLOADS["a"].lengths(1) == [[2048] * 128]
+
+
+class Batch(dict):
+    """Two prompts."""
+
+    size = 2
+
+    def copy(self):
+        return Batch(self)
 
 
 def test_each_answer_gets_the_next_length(harness, tmp_path, monkeypatch):
     import answer_lengths
 
-    class Batch(dict):
-        size = 2
-        copy = lambda self: Batch(self)  # noqa: E731
-
     engines, batch = type("Engines", (), {})(), Batch(input_ids=None)
     assert answer_lengths.with_lengths(engines, batch) is batch
-    (tmp_path / "lengths.json").write_text("[5, 6, 7]")
+    (tmp_path / "lengths.json").write_text("[[5, 6, 7], [8, 9, 10]]")
     monkeypatch.setenv(answer_lengths.FILE, str(tmp_path / "lengths.json"))
-    given = [answer_lengths.with_lengths(engines, batch)[answer_lengths.KEY].tolist() for _ in range(2)]
-    assert given == [[5, 6], [7, 5]]
+    given = [answer_lengths.with_lengths(engines, batch)[answer_lengths.KEY].tolist() for _ in range(4)]
+    assert given == [[5, 6], [7, 8], [9, 10], [5, 6]]
     assert set(batch) == {"input_ids"}
+
+
+def test_steps_that_are_under_way_together_keep_their_lengths(harness, tmp_path, monkeypatch):
+    import answer_lengths
+
+    (tmp_path / "lengths.json").write_text("[[1, 2, 3, 4], [5, 6, 7, 8]]")
+    monkeypatch.setenv(answer_lengths.FILE, str(tmp_path / "lengths.json"))
+    engines, given, turn = type("Engines", (), {})(), {}, threading.Barrier(2, timeout=30)
+
+    def ask(step):
+        for _ in range(2):
+            turn.wait()
+            sized = answer_lengths.with_lengths(engines, Batch())
+            given.setdefault(step, []).extend(sized[answer_lengths.KEY].tolist())
+
+    threads = [threading.Thread(target=ask, args=(step,)) for step in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(given.values()) == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 def documented() -> list[tuple[str, str, str, float]]:

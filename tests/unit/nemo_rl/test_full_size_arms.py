@@ -75,7 +75,7 @@ def test_the_copy_gives_each_answer_its_length(harness, tmp_path, monkeypatch):
         assert f'"nemo_rl.algorithms.async_utils.{actor}": VLLM_EXECUTABLE,' in registry
     import answer_lengths
 
-    (tmp_path / "lengths.json").write_text(json.dumps([3, 4, 5]))
+    (tmp_path / "lengths.json").write_text(json.dumps([[3, 4], [5, 3]]))
     monkeypatch.setenv(answer_lengths.FILE, str(tmp_path / "lengths.json"))
     engines = type("Engines", (), {})()
     batch = BatchedDataDict({"input_ids": torch.zeros(4, 2), "stop_strings": [None] * 4})

@@ -2,18 +2,23 @@
 
 import json
 import os
+import threading
 from typing import Any
 
 FILE = "FULL_SIZE_LENGTHS"
 KEY = "answer_tokens"
 """Where a batch carries the lengths from the driver to the engines."""
+_ASKING = threading.Lock()
 
 
 def with_lengths(engines: Any, batch: Any) -> Any:
     """Give a batch's answers the next lengths of the file that the environment names; without one, change nothing.
 
+    A thread gets the lengths of a whole step before it gets another's: NeMo-RL's asynchronous loop asks for each step's
+    answers one by one from a thread of its own, and has two steps under way at once.
+
     Args:
-        engines: NeMo-RL's handle of them, which counts the answers that were asked for.
+        engines: NeMo-RL's handle of them, which remembers what was asked for.
         batch: NeMo-RL's `BatchedDataDict` of prompts.
 
     Returns:
@@ -24,12 +29,15 @@ def with_lengths(engines: Any, batch: Any) -> Any:
         return batch
     import torch
 
-    if not hasattr(engines, "answers_asked"):
-        with open(file, encoding="utf-8") as lengths:
-            engines.answer_lengths, engines.answers_asked = json.load(lengths), 0
-    first = engines.answers_asked
-    engines.answers_asked += batch.size
-    chosen = [engines.answer_lengths[place % len(engines.answer_lengths)] for place in range(first, first + batch.size)]
+    with _ASKING:
+        if not hasattr(engines, "steps_asked"):
+            with open(file, encoding="utf-8") as lengths:
+                engines.step_lengths, engines.steps_asked, engines.lengths_left = json.load(lengths), 0, {}
+        left = engines.lengths_left.setdefault(threading.get_ident(), [])
+        while len(left) < batch.size:
+            left += engines.step_lengths[engines.steps_asked % len(engines.step_lengths)]
+            engines.steps_asked += 1
+        chosen, left[:] = left[: batch.size], left[batch.size :]
     sized = batch.copy()
     sized[KEY] = torch.tensor(chosen)
     return sized

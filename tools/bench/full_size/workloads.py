@@ -42,7 +42,7 @@ class Workload:
         """Prompts of a step."""
         return self.answers // ANSWERS_PER_PROMPT
 
-    def lengths(self, steps: int) -> list[int]:
+    def lengths(self, steps: int) -> list[list[int]]:
         """Draw the tokens of every answer, in the order in which they are asked for.
 
         Each step has the same lengths in an order of its own, so that steps ask for the same work and engines do not.
@@ -51,14 +51,14 @@ class Workload:
             steps: how many steps' answers.
 
         Returns:
-            `steps` x `answers` lengths, the same at each call.
+            The `answers` lengths of each step, the same at each call.
         """
         if not self.drawn:
-            return [self.longest] * self.answers * steps
+            return [[self.longest] * self.answers] * steps
         quantiles = (NormalDist().inv_cdf((place + 0.5) / self.answers) for place in range(self.answers))
         step = [min(self.longest, round(_MEDIAN_TOKENS * math.exp(_SPREAD * at))) for at in quantiles]
         order = random.Random(0)
-        return [length for _ in range(steps) for length in order.sample(step, len(step))]
+        return [order.sample(step, len(step)) for _ in range(steps)]
 
 
 _A = Workload()
