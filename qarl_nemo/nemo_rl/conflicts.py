@@ -77,6 +77,13 @@ _MUON = {
 }
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _UNCORRECTED = ("gspo", "sapo")
+# What NeMo-RL's asynchronous loop does not implement.
+_SYNCHRONOUS = (
+    "grpo.use_dynamic_sampling",
+    "grpo.reward_scaling.enabled",
+    "grpo.reward_shaping.enabled",
+    "data.use_multiple_dataloader",
+)
 
 
 def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
@@ -174,9 +181,12 @@ def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[s
         why = f"qarl.objective {objective.objective} has no mismatch weight for responses of older weights"
         return [_line("grpo.async_grpo.enabled", True, why, "false, or choose another objective")]
     wanted["loss_fn.use_importance_sampling_correction"] = (True, "the objective's mismatch weight is that correction")
+    given = {
+        key: (False, "that loop of NeMo-RL has none") for key in _SYNCHRONOUS if look_up(config, key) is not ABSENT
+    }
     return [
         _line(key, value, f"grpo.async_grpo.enabled=true: {why}", _text(legal))
-        for key, (legal, why) in wanted.items()
+        for key, (legal, why) in (wanted | given).items()
         if (value := look_up(config, key, not legal)) != legal
     ]
 

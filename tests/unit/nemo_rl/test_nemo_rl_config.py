@@ -208,6 +208,14 @@ def test_an_objective_without_mismatch_weight_does_not_take_older_responses():
         assert any(expected in line for line in problems(values))
 
 
+ASYNCHRONOUS = {
+    "grpo.async_grpo.enabled": True,
+    "policy.generation.colocated.enabled": False,
+    "policy.generation.vllm_cfg.async_engine": True,
+    "loss_fn.use_importance_sampling_correction": True,
+}
+
+
 def test_asynchronous_generation_needs_gpus_of_its_own():
     lines = problems(config(**{"grpo.async_grpo.enabled": True}))
     assert [line.partition("=")[0] for line in lines] == [
@@ -215,16 +223,23 @@ def test_asynchronous_generation_needs_gpus_of_its_own():
         "policy.generation.vllm_cfg.async_engine",
         "loss_fn.use_importance_sampling_correction",
     ]
-    apply_qarl(
-        config(
-            **{
-                "grpo.async_grpo.enabled": True,
-                "policy.generation.colocated.enabled": False,
-                "policy.generation.vllm_cfg.async_engine": True,
-                "loss_fn.use_importance_sampling_correction": True,
-            }
-        )
-    )
+    apply_qarl(config(**ASYNCHRONOUS))
+
+
+def test_what_the_asynchronous_loop_has_not_is_refused_before_workers_start():
+    # NeMo-RL's launcher raises for these once all of them run; absent or off they are legal, as above.
+    changes = {
+        "grpo.use_dynamic_sampling": True,
+        "grpo.reward_scaling": {"enabled": True},
+        "grpo.reward_shaping": {"enabled": True},
+        "data.use_multiple_dataloader": True,
+    }
+    lines = problems(config(**ASYNCHRONOUS | changes))
+    assert [line.partition("=")[0].removesuffix(".enabled") for line in lines] == list(changes)
+    assert all("grpo.async_grpo.enabled=true: that loop of NeMo-RL has none; set false" in line for line in lines)
+    off = {"grpo.use_dynamic_sampling": False, "grpo.reward_scaling": {"enabled": False}}
+    apply_qarl(config(**ASYNCHRONOUS | off))
+    apply_qarl(config(**changes))
 
 
 def test_shards_that_a_kernel_does_not_take_are_named_with_their_layout():
