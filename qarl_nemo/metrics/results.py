@@ -92,6 +92,8 @@ def read_results(path: Path) -> list[ResultRow]:
 def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) -> list[ResultRow]:
     """Add rows to a results file; one with the name and hardware of an earlier row takes its place. Atomic.
 
+    Each row is one line, so that a figure measured again is one line of a diff.
+
     Args:
         path: results file, created with its folder when missing.
         rows: new rows, see `ResultRow`.
@@ -106,7 +108,8 @@ def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) ->
     old = read_results(path) if path.exists() else []
     merged = {(row.name, row.hardware): row for row in [*old, *new]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps([row.model_dump() for row in merged.values()], indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row.model_dump()) for row in merged.values())
+    write_atomic(path, f"[\n{lines}\n]\n")
     return list(merged.values())
 
 
