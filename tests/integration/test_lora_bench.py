@@ -16,19 +16,8 @@ def test_whole_steps_of_a_random_packed_base_are_timed(tmp_path, monkeypatch):
     class_name = {"architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 1024}
     (tmp_path / "config.json").write_text(json.dumps(SPARSE | class_name))
     sizes = ["--num-prompts", "2", "--num-generations", "2", "--max-new-tokens", "3", "--steps", "1", "--rank", "8"]
-    options = lora_30b.arguments(
-        [
-            "--config",
-            str(tmp_path),
-            "--device",
-            "cpu",
-            "--targets",
-            "attention,experts",
-            "--work",
-            str(tmp_path),
-            *sizes,
-        ]
-    )
+    given = ["--config", str(tmp_path), "--device", "cpu", "--targets", "attention,experts", "--work", str(tmp_path)]
+    options = lora_30b.arguments([*given, *sizes])
     rows = {row.name: row for row in lora_30b.rows_of(lora_30b.bench(options), options)}
     assert rows["lora_step_s_attention_experts"].value > 0
     assert rows["lora_tokens_s_attention_experts"].op == ">="

@@ -49,7 +49,7 @@ def test_fractions_weigh_as_numbers_derived_by_hand(name, loss, gradient):
 
 
 @every_objective
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_response_of_weight_two_is_that_response_twice(name, seed):
     curr, data = random_batch(seed, num_seqs=4, scale=0.3)
     twice = [0, 1, 1, 2, 3]
@@ -63,7 +63,7 @@ def test_a_response_of_weight_two_is_that_response_twice(name, seed):
 
 
 @every_objective
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_only_relative_weights_matter_also_where_they_sum_to_less_than_one(name, seed):
     curr, data = random_batch(seed, num_seqs=4, scale=0.3)
     whole, grad = run(make_loss(name), curr, weighed(data, [1.0, 0.5, 0.0, 2.0]))

@@ -162,7 +162,7 @@ def test_a_second_update_uses_the_same_connection(update):
 @pytest.mark.parametrize("absent", [0, 1])
 def test_an_update_arrives_after_one_whose_broadcast_a_rank_missed(update, monkeypatch, absent):
     ranks = Ranks(update.manifest, 2)
-    sender = CollectiveSender(2, CPU, backend="gloo", timeout_s=5.0)
+    sender = CollectiveSender(2, CPU, backend="gloo", timeout_s=2.0)
     sender.send(update, ranks)
     ranks.updates = Ranks(update.manifest, 2).updates
     with monkeypatch.context() as patched:
