@@ -101,7 +101,7 @@ def test_every_command_of_a_list_names_files_that_exist(name, on_gpu):
     jobs, _, _ = on_gpu
     for job in jobs.read_jobs(FOLDER / name):
         files = re.findall(r"(?:tests|tools|examples|kernels)/[\w./-]+", job.run)
-        assert files, job.name
+        assert files or "qarl compare" in job.run, job.name
         assert [file for file in files if not (ROOT / file).exists() and not file.startswith("docs")] == [], job.name
 
 
