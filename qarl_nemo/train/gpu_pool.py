@@ -12,7 +12,8 @@ def visible_gpus() -> list[str]:
     """Return the GPUs that processes started here may use, as CUDA_VISIBLE_DEVICES names them; asks no CUDA."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip()]
+        # -1 hides every GPU.
+        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

@@ -21,6 +21,7 @@ from jobs import Job, read_jobs, unset_variables
 from schedule import Gpu, next_job
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.files import write_atomic
 
 _ROOT = Path(__file__).parents[2]
 # Of a stopped job, between the signal it can answer and the one it cannot.
@@ -120,8 +121,7 @@ class Host:
         now = time.monotonic()
         facts = {"name": job.name, "state": state, "seconds": round(seconds, 1), "expected_s": job.seconds}
         self._ended.append(facts | {"run": job.run, "log": str(self._out / f"{job.name}.txt")})
-        text = json.dumps(self._ended, indent=1) + "\n"
-        (self._out / "jobs.json").write_text(text, encoding="utf-8")
+        write_atomic(self._out / "jobs.json", json.dumps(self._ended, indent=1) + "\n")
         left = sum(other.seconds * other.gpus for other in waiting)
         left += sum(max(0.0, one.job.seconds - (now - one.start)) * one.job.gpus for one in self._running)
         print(
@@ -179,4 +179,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Jobs have sessions of their own, and would outlive a program that a signal ends at once.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(main())

@@ -99,8 +99,9 @@ def test_runs_spread_over_gpus(expand, monkeypatch):
     assert GpuPool([]).take(on_gpu) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-8f")
     assert visible_gpus() == ["3", "GPU-8f"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert visible_gpus() == []
 
 
 def test_a_learner_of_several_ranks_and_an_engine_of_its_own_take_that_many_gpus(expand):
@@ -112,3 +113,12 @@ def test_a_learner_of_several_ranks_and_an_engine_of_its_own_take_that_many_gpus
     run = expand(values)[0]
     assert num_gpus(run) == 3
     assert GpuPool(["0", "1", "2", "3"]).take(run) == ["0", "1", "2"]
+
+
+def test_arms_that_a_config_does_not_have_are_refused_before_anything_is_made(qarl, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = qarl("train", "demo", "--arm", "BF16")
+    assert (code, "--arm chooses arms of a compare: block" in said) == (2, True)
+    code, said = qarl("train", "compare", "--arm", "bf16")
+    assert (code, "no arm is called 'bf16'; legal: 'BF16', " in said) == (2, True)
+    assert list(tmp_path.iterdir()) == []
