@@ -95,7 +95,7 @@ def test_registered_operators_have_faithful_fakes():
         torch.library.opcheck(op, ([weight],), test_utils=tests)
         w8, scale, _ = quantize(weight)
         # The other check multiplies inputs, which torch cannot for FP8.
-        op = torch.ops.qarl.dequantize_bytes.default
+        op = torch.ops.qarl.dequantize_weight.default
         torch.library.opcheck(op, (w8, scale, kind == "block"), test_utils="test_faketensor")
 
 

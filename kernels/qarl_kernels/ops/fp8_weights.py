@@ -158,11 +158,11 @@ def fp8_channel_dequantize(w8: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantize_rows(op: str, w8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bf16(w8 * scale) of 8-bit weights with one scale for each row.
+    """Return bf16(w8 * scale) with one scale for each row.
 
     Args:
         op: the operator's name in messages.
-        w8: [..., N, K], contiguous, K a multiple of 8.
+        w8: [..., N, K], contiguous, K a multiple of 8; FP8, int8, or BF16 that other scales were multiplied into.
         scale: [..., N, 1] FP32, contiguous.
         dtype: the legal dtype of w8.
 
@@ -174,7 +174,7 @@ def dequantize_rows(op: str, w8: Tensor, scale: Tensor, dtype: torch.dtype) -> T
     """
     _check_stored(op, w8, scale, (*w8.shape[:-1], 1), dtype)
     with torch.no_grad():
-        return torch.ops.qarl.dequantize_bytes(w8, scale, False)
+        return torch.ops.qarl.dequantize_weight(w8, scale, False)
 
 
 def fp8_block_dequantize(w8: Tensor, scale: Tensor) -> Tensor:
@@ -195,11 +195,11 @@ def fp8_block_dequantize(w8: Tensor, scale: Tensor) -> Tensor:
     blocks = tuple(-(-size // FP8_BLOCK) for size in w8.shape[-2:])
     _check_stored("fp8_block_dequantize", w8, scale, (*w8.shape[:-2], *blocks), torch.float8_e4m3fn)
     with torch.no_grad():
-        return torch.ops.qarl.dequantize_bytes(w8, scale, True)
+        return torch.ops.qarl.dequantize_weight(w8, scale, True)
 
 
-@torch.library.custom_op("qarl::dequantize_bytes", mutates_args=())
-def _dequantize_bytes(w8: Tensor, scale: Tensor, block: bool) -> Tensor:
+@torch.library.custom_op("qarl::dequantize_weight", mutates_args=())
+def _dequantize_weight(w8: Tensor, scale: Tensor, block: bool) -> Tensor:
     weight = torch.empty_like(w8, dtype=torch.bfloat16)
     rows, columns = w8.shape[-2:]
     grid = triton.cdiv(rows, _DEQUANTIZE_ROWS) * triton.cdiv(columns, FP8_BLOCK), w8.numel() // (rows * columns)
@@ -211,7 +211,7 @@ def _dequantize_bytes(w8: Tensor, scale: Tensor, block: bool) -> Tensor:
     return weight
 
 
-@_dequantize_bytes.register_fake
+@_dequantize_weight.register_fake
 def _(w8: Tensor, scale: Tensor, block: bool) -> Tensor:  # noqa: ARG001
     return torch.empty_like(w8, dtype=torch.bfloat16)
 

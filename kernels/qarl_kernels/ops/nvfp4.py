@@ -23,9 +23,11 @@ _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _OVERFLOW = tl.constexpr(OVERFLOW)
 _GROUP = tl.constexpr(GROUP)
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
-# The bits of 0.5, the exponent of code 1 if it were no subnormal number.
-_HALF_BITS = tl.constexpr(0x3F000000)
-_TILE = 256  # groups of one program
+_EXPONENT_BITS = tl.constexpr(0x7F800000)
+# Between the exponents of FP32 and of a code.
+_BIAS = tl.constexpr(2.0**126)
+# Groups of one program, the fastest on an H200: `kernels/benchmarks/quantize_bandwidth.py`.
+_LARGEST_TILE, _QUANTIZE_TILE, _UNSCALED_TILE = 1024, 128, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +68,24 @@ def _largest_kernel(table_ptr, bits_ptr, num_groups, TILE: tl.constexpr, ALIGNME
 
 @triton.jit
 def _round_to_grid(size):
-    """Index of |w / scale| among 0, .5, 1, 1.5, 2, 3, 4, 6; a tie goes to the even index."""
-    index = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    index += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32)
-    return index + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
+    """Index of |w / scale| among 0, .5, 1, 1.5, 2, 3, 4, 6, and the number there; a tie goes to the even index.
+
+    They are half a power of two apart: of 1 below 2, of 2 from there and of 4 from there. Added to 2^22 times that
+    power, a number is rounded to such halves.
+    """
+    size = tl.minimum(size, _FP4_MAX)
+    power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & _EXPONENT_BITS
+    added = power + (22 << 23)
+    rounded = size + added.to(tl.float32, bitcast=True)
+    halves = rounded.to(tl.int32, bitcast=True) - added
+    return halves + (power >> 22) - 2 * 127, rounded - added.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def grid_values(codes):
-    """FP32 values of int32 codes: sign << 3 | index, and the index is an exponent of two bits and a fraction bit."""
-    index = codes & 7
-    normal = ((index << 22) + _HALF_BITS).to(tl.float32, bitcast=True)
-    size = tl.where(index < 2, index.to(tl.float32) * 0.5, normal)
-    # Triton's -x is the subtraction 0 - x, which loses the sign of 0.
-    return tl.where(codes >= 8, size * -1.0, size)
+    """FP32 values of int32 codes, sign << 3 | index; an index is an exponent of two bits and a fraction of one."""
+    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * _BIAS
 
 
 @triton.jit
@@ -108,14 +114,15 @@ def _quantize_kernel(
     step = tl.math.div_rn(scale, divisor)
     # Exact, and the reciprocal of a step below 2^-64 cannot overflow.
     factor = tl.where(step < SMALL, LARGE, 1.0)
-    index = _round_to_grid(divide(tl.abs(weights) * factor[:, None], (step * factor)[:, None]))
+    index, size = _round_to_grid(divide(tl.abs(weights) * factor[:, None], (step * factor)[:, None]))
     codes = index | tl.where(weights < 0.0, 8, 0)
     lanes = tl.reshape(codes, TILE, _GROUP // 8, 8) << (4 * tl.arange(0, 8))[None, None, :]
     word = group[:, None] * (_GROUP // 8) + tl.arange(0, _GROUP // 8)[None, :]
     tl.store(words_ptr + start * (_GROUP // 8) + word, tl.sum(lanes, 2), mask=valid[:, None])
     tl.store(scale_ptr + start + group, scale.to(tl.float8e4nv), mask=valid)
     if EMIT:
-        values = (grid_values(codes) * scale[:, None]).to(tl.bfloat16)
+        # Triton's -x is the subtraction 0 - x, which loses the sign of 0.
+        values = (tl.where(weights < 0.0, size * -1.0, size) * scale[:, None]).to(tl.bfloat16)
         tl.store(unscaled_ptr + start * _GROUP + offsets, values, mask=valid[:, None])
     bad = valid & ~(amax < _OVERFLOW)
     tl.atomic_add(nonfinite_ptr + group * 0, 1, mask=bad, sem="relaxed")
@@ -159,8 +166,8 @@ def _largest_magnitudes(weights: list[Tensor]) -> Tensor:
     groups = rows * columns // GROUP
     with torch.cuda.device_of(weights[0]):
         table, alignment = address_table(weights)
-        grid = triton.cdiv(groups, _TILE), experts
-        _largest_kernel[grid](table, bits, groups, TILE=_TILE, ALIGNMENT=alignment)
+        grid = triton.cdiv(groups, _LARGEST_TILE), experts
+        _largest_kernel[grid](table, bits, groups, TILE=_LARGEST_TILE, ALIGNMENT=alignment)
     return bits
 
 
@@ -214,8 +221,8 @@ def _nvfp4_quantize(weights: list[Tensor], divisor: Tensor, emit_unscaled: bool)
     groups = rows * columns // GROUP
     with torch.cuda.device_of(weights[0]):
         table, alignment = address_table(weights)
-        _quantize_kernel[triton.cdiv(groups, _TILE), experts](
-            table, divisor, words, scale, extra[0] if extra else words, nonfinite, groups, TILE=_TILE,
+        _quantize_kernel[triton.cdiv(groups, _QUANTIZE_TILE), experts](
+            table, divisor, words, scale, extra[0] if extra else words, nonfinite, groups, TILE=_QUANTIZE_TILE,
             EMIT=emit_unscaled, ALIGNMENT=alignment,
         )  # fmt: skip
     return results
@@ -260,8 +267,8 @@ def nvfp4_unscaled(packed: Tensor, scale: Tensor) -> Tensor:
 def _nvfp4_unscaled(packed: Tensor, scale: Tensor) -> Tensor:
     values = packed.new_empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.bfloat16)
     with torch.cuda.device_of(packed):
-        grid = (triton.cdiv(scale.numel(), _TILE),)
-        _unscaled_kernel[grid](packed.view(torch.int32), scale, values, scale.numel(), TILE=_TILE)
+        grid = (triton.cdiv(scale.numel(), _UNSCALED_TILE),)
+        _unscaled_kernel[grid](packed.view(torch.int32), scale, values, scale.numel(), TILE=_UNSCALED_TILE)
     return values
 
 

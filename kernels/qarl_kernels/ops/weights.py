@@ -7,6 +7,7 @@ from qarl_formats import QuantFormat
 from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.nvfp4 import global_divisor, tensor_scale
 from qarl_kernels.ops.fp8_weights import (
+    dequantize_rows,
     fp8_block_dequantize,
     fp8_block_quantize,
     fp8_channel_dequantize,
@@ -143,7 +144,8 @@ def dequantize_operand(operand: GemmOperand) -> Tensor:
         if operand.is_packed:
             assert operand.scale is not None
             values = nvfp4_unscaled(values.view(torch.uint8), operand.scale)
-        return torch.mul(values, operand.tensor_scale, out=torch.empty_like(values))
+        row_scale = operand.tensor_scale.expand(*values.shape[:-1], 1).contiguous()
+        return dequantize_rows("dequantize_operand", values, row_scale, torch.bfloat16)
     if operand.scale is None:
         return operand.values
     if operand.is_packed:

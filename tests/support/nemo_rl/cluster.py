@@ -19,6 +19,7 @@ TESTS = Path(__file__).parents[2]
 # Ports of one cluster, from its first one on.
 _NUM_PORTS = 2000
 _START_S = 60.0
+_END_S = 10.0
 
 
 @ray.remote(num_cpus=0, num_gpus=1)
@@ -115,6 +116,10 @@ def end(process: subprocess.Popen) -> None:
         if one.is_running():
             one.kill()
     process.wait()
+    # A killed process still counts as running for a moment.
+    deadline = time.monotonic() + _END_S
+    while any(map(_runs, below)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _connect(address: str, started: subprocess.Popen, output: Path) -> None:
@@ -158,6 +163,13 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _title(process: psutil.Process) -> str:
