@@ -1,6 +1,7 @@
 """One picture of a comparison of learner and engine: the gap by place in the response, and its distribution."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from qarl_formats import BASELINE
-from qarl_nemo.metrics.report.style import INK, log_ticks, new_figure, percent_axis, report_style
+from qarl_nemo.metrics.report.style import FORMAT_COLORS, INK, log_ticks, new_figure, percent_axis, report_style
 
 Row = Mapping[str, Any]
 _WIDTH_IN, _ROW_HEIGHT_IN, _DPI = 12.0, 3.9, 160
-_FORMAT_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = {"aligned": "-", "rollout_only": (0, (5, 2)), BASELINE: (0, (1, 1))}
 _LABELS = {
     "aligned": "aligned",
@@ -36,7 +36,7 @@ def write_fidelity_figure(rows: Sequence[Row], png_path: Path, title: str) -> Pa
     """
     decodings = list(dict.fromkeys(row["decoding"] for row in rows))
     formats = [name for name in dict.fromkeys(row["format"] for row in rows) if name != BASELINE]
-    colors = {name: _FORMAT_COLORS[index % len(_FORMAT_COLORS)] for index, name in enumerate(formats)}
+    colors = dict(zip(formats, cycle(FORMAT_COLORS), strict=False))
     with report_style():
         figure = new_figure(_WIDTH_IN, _ROW_HEIGHT_IN * len(decodings) + 0.8)
         grid = figure.subplots(len(decodings), 2, squeeze=False)

@@ -9,13 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from qarl_formats import BASELINE, FORMAT_NAMES
-from qarl_nemo.metrics.report.style import INK, MUTED, new_figure, report_style, thousands_axis
+from qarl_nemo.metrics.report.style import FORMAT_COLORS, INK, MUTED, new_figure, report_style, thousands_axis
 
 Row = Mapping[str, Any]
 _WIDTH_IN, _HEIGHT_IN, _DPI = 14.0, 4.6, 160
-_PALETTE = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#8C564B")
 _QUANTIZED = (name for name in FORMAT_NAMES if name != BASELINE)
-_COLORS = {BASELINE: INK} | dict(zip(_QUANTIZED, cycle(_PALETTE), strict=False))
+_COLORS = {BASELINE: INK} | dict(zip(_QUANTIZED, cycle(FORMAT_COLORS), strict=False))
 
 
 def write_rollout_speed_figure(rows: Sequence[Row], png_path: Path, title: str) -> Path:

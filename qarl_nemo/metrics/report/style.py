@@ -20,6 +20,8 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
+# Of formats, in the order in which a figure shows them.
+FORMAT_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#999933")
 SIGN_COLORS = {"positive": "#0072B2", "negative": "#D55E00"}
 SIGN_LABELS = {"positive": "A > 0", "negative": "A < 0"}
 ZERO_COLOR, ZERO_LABEL = "#B4BCC4", "A = 0"
