@@ -49,8 +49,10 @@ def _abs_bits(values):
 
 @triton.jit
 def _group_scale(amax_bits, INVERSE_DIVISOR: tl.constexpr):
-    rounded = (amax_bits.to(tl.float32, bitcast=True) * INVERSE_DIVISOR).to(tl.bfloat16).to(tl.float32)
-    return tl.maximum(rounded, _EMPTY_SCALE), amax_bits >= _OVERFLOW_BITS
+    # The sign says whether a group overflows: a tensor of its own would go through shared memory beside the scale.
+    inverse = tl.where(amax_bits < _OVERFLOW_BITS, INVERSE_DIVISOR, -INVERSE_DIVISOR)
+    rounded = (amax_bits.to(tl.float32, bitcast=True) * inverse).to(tl.bfloat16).to(tl.float32)
+    return tl.maximum(tl.abs(rounded), _EMPTY_SCALE), ~(rounded >= 0.0)
 
 
 @triton.jit
