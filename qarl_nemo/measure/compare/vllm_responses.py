@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _ENVIRONMENT = {
@@ -77,9 +78,21 @@ def start_engine(checkpoint: str, device: str, **options: Any) -> Any:
         The engine, which takes and returns token ids.
 
     Raises:
-        SystemExit: the installed vLLM was built for another device.
+        RuntimeError: the installed vLLM was built for another device.
     """
     os.environ.update(_ENVIRONMENT | (_CPU_ENVIRONMENT if device == "cpu" else {}))
+    vllm = import_vllm(device)
+    if device == "cpu":
+        options["distributed_executor_backend"] = "uni"
+    return vllm.LLM(checkpoint, skip_tokenizer_init=True, **options)
+
+
+def import_vllm(device: str) -> ModuleType:
+    """Import vLLM for `cpu` or `cuda`, once its environment is set.
+
+    Raises:
+        RuntimeError: the installed vLLM was built for another device.
+    """
     if device == "cpu":
         # PyPI has only CUDA builds of these, which a CPU build of torch cannot load; language models do not need them.
         sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
@@ -87,14 +100,13 @@ def start_engine(checkpoint: str, device: str, **options: Any) -> Any:
     from vllm.platforms import current_platform
 
     if current_platform.device_type != device:
-        raise SystemExit(f"vLLM {vllm.__version__} is a {current_platform.device_type} build, not {device}")
+        raise RuntimeError(f"vLLM {vllm.__version__} is a {current_platform.device_type} build, not {device}")
     if device == "cpu":
         from vllm.model_executor.models import registry
 
         # vLLM inspects model classes in a new process, which would load the CUDA builds after all.
         registry._run_in_subprocess = lambda look: look()
-        options["distributed_executor_backend"] = "uni"
-    return vllm.LLM(checkpoint, skip_tokenizer_init=True, **options)
+    return vllm
 
 
 def _respond(llm: Any, request: dict[str, Any], temperature: float, prompts: list[list[int]]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Time vLLM's decoding and prefill with dummy weights: `python -P vllm_speed.py REQUEST.json`.
 
 This is a process of its own: an engine keeps global state and frees its memory only when its process ends, and its
-environment must be set before it is imported. It imports nothing of this project but what vLLM's workers need.
+environment must be set before it is imported. It imports as little of this project as it can: vLLM's workers do, too.
 
 REQUEST holds `model` (a folder with config.json), `device`, `batch_sizes`, `prompt_tokens`, `settle_tokens`,
 `new_tokens`, `repeats`, `seed` and `options` of `vllm.LLM`. Each measurement is printed at once, on a line of its own:
@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from qarl_nemo.measure.compare.vllm_responses import import_vllm
 
 # With DeepGEMM, E8M0 would round activation scales to powers of two, for other kernels as well.
 _ENVIRONMENT = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1"}
@@ -54,21 +56,7 @@ def main(request_path: str) -> None:
 def _start(request: dict[str, Any]) -> tuple[Any, int]:
     on_cpu = request["device"] == "cpu"
     os.environ.update((_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})) | dict(os.environ) | _ENVIRONMENT)
-    if on_cpu:
-        # PyPI has only CUDA builds of these, which a CPU build of torch cannot load; language models do not need them.
-        sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
-    import vllm
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type != request["device"]:
-        raise RuntimeError(
-            f"vLLM {vllm.__version__} is a {current_platform.device_type} build, not {request['device']}"
-        )
-    if on_cpu:
-        from vllm.model_executor.models import registry
-
-        # vLLM inspects model classes in a new process, which would load the CUDA builds after all.
-        registry._run_in_subprocess = lambda look: look()
+    vllm = import_vllm(request["device"])
     llm = vllm.LLM(
         request["model"],
         load_format="dummy",

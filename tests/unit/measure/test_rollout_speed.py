@@ -2,12 +2,15 @@
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from qarl_kernels import get_format
+from qarl_nemo.measure.compare.vllm_responses import import_vllm
 from qarl_nemo.measure.speed.advice import recommend, speed_rows
 from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, write_speed
 from qarl_nemo.measure.speed.run import FormatSpeed
@@ -225,3 +228,14 @@ def test_measured_nvfp4_layers_have_scales_of_weights():
     # Marlin's form is 2^119 times the global scale.
     assert (experts.w13_weight_scale_2 / 2.0**119).tolist() == [2.0**-7] * 2
     assert not other.weight_scale.any()
+
+
+def test_a_vllm_that_was_built_for_another_device_is_refused(monkeypatch):
+    vllm, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    vllm.__version__, platforms.current_platform = "0.25.1", SimpleNamespace(device_type="cuda")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    assert import_vllm("cuda") is vllm
+    platforms.current_platform = SimpleNamespace(device_type="cpu")
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.25\.1 is a cpu build, not cuda"):
+        import_vllm("cuda")
