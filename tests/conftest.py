@@ -1,6 +1,7 @@
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def odd_rewards(monkeypatch):
     from qarl_nemo.train.trainer import Trainer
 
     monkeypatch.setattr(Trainer, "rewards", lambda _, rollouts, tasks: (rollouts.input_ids[:, -1] % 2).float())
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Import from a folder of tools/, as the programs there import each other, for one test: tools("on_gpu")."""
+    root = Path(__file__).parents[1] / "tools"
+    yield lambda folder: monkeypatch.syspath_prepend(root / folder)
+    # Another folder has modules of the same names.
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(root)):
+            del sys.modules[name]
 
 
 @pytest.fixture

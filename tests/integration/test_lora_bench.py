@@ -1,7 +1,6 @@
 """The benchmark of adapters on a packed base, on a model small enough for a CPU."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,8 @@ from support.whole_models import SPARSE
 
 
 @pytest.mark.slow
-def test_whole_steps_of_a_random_packed_base_are_timed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools" / "bench")
+def test_whole_steps_of_a_random_packed_base_are_timed(tmp_path, tools):
+    tools("bench")
     import lora_30b
 
     class_name = {"architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 1024}

@@ -23,7 +23,6 @@ from support.nemo_rl.recipes import BELOW, own_settings
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
-HARNESS = ROOT / "tools" / "bench" / "full_size"
 # Refit, rollout, rewards, log-probabilities and update, as NeMo-RL times them.
 SECONDS = {
     "prepare_for_generation/total": 2,
@@ -36,16 +35,9 @@ SECONDS = {
 }
 
 
-@pytest.fixture
-def harness(monkeypatch):
-    monkeypatch.syspath_prepend(HARNESS)
-    import phase_memory
-    import plan
-    import step_time
-
-    yield phase_memory, plan, step_time
-    for name in [path.stem for path in HARNESS.glob("*.py")]:
-        sys.modules.pop(name, None)
+@pytest.fixture(autouse=True)
+def harness(tools):
+    tools("bench/full_size")
 
 
 def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated"):
@@ -70,8 +62,9 @@ def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated
             rows.writerow([second, 40.0, 1.0, (second - ends[0]) % 22])
 
 
-def test_memory_is_given_to_the_phase_that_held_it(harness, tmp_path):
-    phase_memory, _, _ = harness
+def test_memory_is_given_to_the_phase_that_held_it(tmp_path):
+    import phase_memory
+
     write_run(tmp_path, ends=[1000.0, 1022.0, 1044.0])
     run = load_run(tmp_path / "logs")
     found = phase_memory.memory_figures(tmp_path, run, [2, 3])
@@ -88,33 +81,38 @@ def test_memory_is_given_to_the_phase_that_held_it(harness, tmp_path):
     assert set(overlapping) == {"full_memory_reserved_gib_update"}
 
 
-def rates(step_time, **changes):
+def rates(**changes):
+    import step_time
+
     launched = step_time.Launched(0.0, 0.0)
     plain = step_time.Rates({32: 0.01, 128: 0.02}, 1e12, launched, launched, 0.5, 1.0)
     return replace(plain, **changes)
 
 
-def test_a_line_goes_through_both_measured_sizes(harness):
-    _, _, step_time = harness
+def test_a_line_goes_through_both_measured_sizes():
+    import step_time
+
     line = step_time.Launched.through(0.010, 0.034)
     assert line.seconds(8192) == pytest.approx(0.010)
     assert line.seconds(32768) == pytest.approx(0.034)
     assert line.fixed == pytest.approx(0.002)
 
 
-def test_answers_of_unequal_length_run_at_the_speed_of_those_that_are_left(harness):
-    _, _, step_time = harness
+def test_answers_of_unequal_length_run_at_the_speed_of_those_that_are_left():
+    import step_time
+
     # Without attention nothing is read from the cache; 80 sequences lie half-way between 32 and 128.
     model = replace(ModelSize.read(MODEL), num_kv_heads=0)
     work = step_time.Workload(1, 1, 80, 0, 100, 100, 1, 8192, 8192)
-    assert step_time.phases(model, rates(step_time), work)["rollout"] == pytest.approx(100 * 0.015, rel=1e-6)
+    assert step_time.phases(model, rates(), work)["rollout"] == pytest.approx(100 * 0.015, rel=1e-6)
     # Two answers of 100 and 300 tokens are as slow as 32 sequences.
     two = replace(work, responses=2, longest=300)
-    assert step_time.phases(model, rates(step_time), two)["rollout"] == pytest.approx(300 * 0.01, rel=1e-6)
+    assert step_time.phases(model, rates(), two)["rollout"] == pytest.approx(300 * 0.01, rel=1e-6)
 
 
-def test_arms_are_compared_by_their_median_step(harness, tmp_path):
+def test_arms_are_compared_by_their_median_step(tmp_path):
     import phase_bars
+    import phase_memory
     import record
 
     def timed(name, ends, **facts):
@@ -128,7 +126,6 @@ def test_arms_are_compared_by_their_median_step(harness, tmp_path):
         "full_step_over_own_bf16": (1.0, "", "<="),
         "full_step_over_nemo_rl_best": (1.0, "", "<="),
     }
-    phase_memory, _, _ = harness
     # The first row of memory.csv is written a second after the command, 22 s before the first step's end.
     assert phase_memory.start_seconds(tmp_path / "one", one.run) == pytest.approx(1.0)
     figures = record.figures(one, [1])
@@ -142,7 +139,7 @@ def test_arms_are_compared_by_their_median_step(harness, tmp_path):
     assert list(phase_bars.labelled(twice, ["a", "a24"])) == ["qarl_nemo, w4a16, a", "qarl_nemo, w4a16, a24"]
 
 
-def test_a_learner_of_its_own_is_as_fast_as_its_gpus(harness, tmp_path):
+def test_a_learner_of_its_own_is_as_fast_as_its_gpus(tmp_path):
     import record
 
     write_run(tmp_path, ends=(100.0, 122.0), workload="a12_2gpu", placement="separate_1_1")
@@ -152,7 +149,7 @@ def test_a_learner_of_its_own_is_as_fast_as_its_gpus(harness, tmp_path):
     assert figures["full_update_tokens_s_gpu"][0] == pytest.approx(64 * 343 / 6)
 
 
-def test_what_is_not_the_same_work_is_not_compared(harness, tmp_path):
+def test_what_is_not_the_same_work_is_not_compared(tmp_path):
     import record
 
     def timed(workload, **facts):
@@ -168,7 +165,7 @@ def test_what_is_not_the_same_work_is_not_compared(harness, tmp_path):
         record.ratios(two, [half], [1])
 
 
-def test_drawn_answers_are_the_same_work_in_every_step(harness):
+def test_drawn_answers_are_the_same_work_in_every_step():
     from workloads import WORKLOADS
 
     for name in ("b", "b24", "b12"):
@@ -189,7 +186,7 @@ class Batch(dict):
         return Batch(self)
 
 
-def test_each_answer_gets_the_next_length(harness, tmp_path, monkeypatch):
+def test_each_answer_gets_the_next_length(tmp_path, monkeypatch):
     import answer_lengths
 
     engines, batch = type("Engines", (), {})(), Batch(input_ids=None)
@@ -201,7 +198,7 @@ def test_each_answer_gets_the_next_length(harness, tmp_path, monkeypatch):
     assert set(batch) == {"input_ids"}
 
 
-def test_steps_that_are_under_way_together_keep_their_lengths(harness, tmp_path, monkeypatch):
+def test_steps_that_are_under_way_together_keep_their_lengths(tmp_path, monkeypatch):
     import answer_lengths
 
     (tmp_path / "lengths.json").write_text("[[1, 2, 3, 4], [5, 6, 7, 8]]")
@@ -261,7 +258,7 @@ def composed(workload, arm, placement, gib, folder):
     [case if case[1] == "w4a16" else pytest.param(case, marks=pytest.mark.slow) for case in documented()],
     ids=lambda case: "-".join(map(str, case)),
 )
-def test_what_the_page_says_can_be_run_fits(harness, tmp_path, case):
+def test_what_the_page_says_can_be_run_fits(tmp_path, case):
     values = composed(*case, tmp_path)
     apply_qarl(values)
     layout = read_layout(values)
@@ -269,7 +266,7 @@ def test_what_the_page_says_can_be_run_fits(harness, tmp_path, case):
     assert layout.learner_gpus + (0 if layout.colocated else layout.engine_gpus) == layout.gpus_per_node
 
 
-def test_a_placement_that_cannot_be_says_why(harness):
+def test_a_placement_that_cannot_be_says_why():
     from arms import Placement
 
     assert Placement.parse("separate_1_3", 4) == Placement(1, 3)
@@ -281,7 +278,7 @@ def test_a_placement_that_cannot_be_says_why(harness):
         Placement.parse("separate_2_2", 2)
 
 
-def test_nemo_rls_own_refit_is_imported_before_anything_starts(harness, monkeypatch, capsys, tmp_path):
+def test_nemo_rls_own_refit_is_imported_before_anything_starts(monkeypatch, capsys, tmp_path):
     import arms
     import run
 
@@ -303,7 +300,7 @@ def test_nemo_rls_own_refit_is_imported_before_anything_starts(harness, monkeypa
     run._require_transport(["w4a16"])
 
 
-def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(harness, monkeypatch):
+def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(monkeypatch):
     import run
     from arms import SHARE, settings
 
@@ -321,17 +318,18 @@ def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(harness, monkeypatch):
     assert look_up(shipped, SHARE) == look_up(config, SHARE)
 
 
-def test_a_learner_without_room_is_refused_before_anything_starts(harness, tmp_path):
+def test_a_learner_without_room_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="a learner rank needs 168 GiB"):
         apply_qarl(composed("a24", "w4a16", "separate_1_1", 140.0, tmp_path))
 
 
-def test_an_update_launches_each_layer_of_each_micro_batch(harness):
-    _, _, step_time = harness
+def test_an_update_launches_each_layer_of_each_micro_batch():
+    import step_time
+
     model, launched = ModelSize.read(MODEL), step_time.Launched(0.001, 0.0)
     work = step_time.Workload(2, 2, 16, 1000, 1000, 1000, 2, 4000, 8000)
     computed, free = (
-        step_time.phases(model, rates(step_time, forward=cost, training=cost), work)
+        step_time.phases(model, rates(forward=cost, training=cost), work)
         for cost in (launched, step_time.Launched(0.0, 0.0))
     )
     # 8 answers of 2000 tokens a GPU: 4 an update, two micro-batches each; forward again in the backward. The log-
@@ -340,20 +338,21 @@ def test_an_update_launches_each_layer_of_each_micro_batch(harness):
     assert computed["prev_logprobs"] - free["prev_logprobs"] == pytest.approx(2 * 48 * 0.001)
 
 
-def test_gradients_cross_the_network_only_between_nodes(harness):
-    _, _, step_time = harness
+def test_gradients_cross_the_network_only_between_nodes():
+    import step_time
+
     model, work = ModelSize.read(MODEL), step_time.Workload(8, 8, 64, 10, 10, 10, 1, 8192, 8192)
     one, eight = (
-        step_time.phases(model, rates(step_time), replace(work, gpus=gpus, responses=8 * gpus))["update"]
-        for gpus in (8, 64)
+        step_time.phases(model, rates(), replace(work, gpus=gpus, responses=8 * gpus))["update"] for gpus in (8, 64)
     )
     # 7.25 GB of a rank's experts to and from seven other nodes, 3.08 GB of everything else to and from 63 other GPUs.
     experts, others = 28.991e9 / 8 * 2, 1.5411e9 * 2
     assert eight - one == pytest.approx(2 * (experts * 7 / 8 + others * 63 / 64) / 40e9, rel=1e-3)
 
 
-def test_the_plan_is_computed_from_the_results(harness):
-    _, plan, _ = harness
+def test_the_plan_is_computed_from_the_results():
+    import plan
+
     model = ModelSize.read(plan.MODEL)
     for work, arm in itertools.product(plan.PLANNED.values(), plan.ARMS):
         found = {name: value for name, value, _ in plan.planned(model, work, arm)}

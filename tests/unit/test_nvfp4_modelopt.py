@@ -1,8 +1,5 @@
 """The comparison with ModelOpt's NVFP4: what is counted, the engine's arithmetic, ModelOpt itself if installed."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +8,6 @@ from qarl_kernels import get_format, nvfp4, quantize_weight
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.weight import MasterChanges
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench" / "nvfp4_modelopt"
 RECIPE = """
 quantize:
   algorithm: max
@@ -25,11 +21,8 @@ quantize:
 
 
 @pytest.fixture(autouse=True)
-def tool(monkeypatch):
-    monkeypatch.syspath_prepend(TOOL)
-    yield
-    for name in [path.stem for path in TOOL.glob("*.py")]:
-        sys.modules.pop(name, None)
+def comparison(tools):
+    tools("bench/nvfp4_modelopt")
 
 
 def weight_of(*groups):

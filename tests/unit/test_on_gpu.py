@@ -15,15 +15,13 @@ LISTS = ("tests.yaml", "waiting.yaml")
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
+def on_gpu(tools):
+    tools("on_gpu")
     import jobs
     import run
     import schedule
 
-    yield jobs, run, schedule
-    for module in ("jobs", "run", "schedule"):
-        sys.modules.pop(module, None)
+    return jobs, run, schedule
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@
 A row is `<comparison>_<arm>_seed<seed>_<figure>`, shares of codes that flip in a step `flips_<comparison>_<arm>_...`.
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from real_model_runs import engine_versions, record, run_figures, whole_runs
-from train_runs import slug
+from real_model_runs import engine_versions, run_figures, whole_runs
+from rows import parser_of, record, slug
 
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import Figure, result_rows
@@ -57,10 +56,9 @@ def figures(runs: list[Run], comparison: str) -> Iterator[Figure]:
 
 def main() -> None:
     """Read the run directories, append rows, print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "neighbours")
     parser.add_argument("folder", type=Path, help=f"the arms' run directories: runs/{{{','.join(COMPARISONS)}}}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="what the runs ran on")
-    parser.add_argument("--record", type=Path, default=Path("docs/results/neighbours.json"))
     arguments = parser.parse_args()
     config = arguments.folder.name
     if config not in COMPARISONS:

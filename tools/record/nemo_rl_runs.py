@@ -1,6 +1,6 @@
 """Turn NeMo-RL log folders of QaRL runs into rows of docs/results.
 
-    python tools/record/nemo_rl_runs.py --run bf16=logs/bf16 --run w4a16=logs/w4a16 docs/results/nemo_rl.json
+    python tools/record/nemo_rl_runs.py --run bf16=logs/bf16 --run w4a16=logs/w4a16
 
 The run called `bf16` is the floor by whose gap and step time the others' are divided. Names may have a suffix
 (`w4a16_ep2` with `bf16_ep2`). If a log folder was lost, the driver's output can stand in for it. That, and NeMo-RL's
@@ -8,16 +8,16 @@ own runs, need the run.json of another run on the same host: `--run w4a16=driver
 --command "python ..."`.
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
 
 import numpy as np
+from rows import parser_of, record
 
 from qarl_nemo.metrics.nemo_rl_logs import read_console, read_facts
 from qarl_nemo.metrics.report.timings import phase_seconds
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -103,7 +103,7 @@ def baseline_of(name: str, runs: dict[str, Run]) -> Run | None:
 
 def main() -> None:
     """Record what the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "nemo_rl")
     parser.add_argument("--run", action="append", required=True, metavar="NAME=LOG_DIR", help="repeat for several")
     parser.add_argument("--facts", type=Path, help="run.json for runs that are a driver's output")
     parser.add_argument(
@@ -114,7 +114,6 @@ def main() -> None:
         help="figures whose names begin so: gap,run_steps where other programs shared the GPU",
     )
     parser.add_argument("--command", help="what measures it again, where run.json's has paths of its own")
-    parser.add_argument("output", type=Path, help="file of docs/results")
     arguments = parser.parse_args()
     folders = dict(text.split("=", 1) for text in arguments.run)
     runs = {name: read_run(Path(folder)) for name, folder in folders.items()}
@@ -126,8 +125,7 @@ def main() -> None:
         facts |= {"command": arguments.command} if arguments.command else {}
         found = run_rows(name, run, baseline_of(name, runs), facts)
         rows += [row for row in found if row["name"].startswith(arguments.only)]
-    append_results(arguments.output, rows)
-    print(f"{len(rows)} rows in {arguments.output}")
+    record(arguments.record, rows)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ share of problems whose own answer, in a box, is right; `_refused` that of those
 Two texts of one number, 5 and x=5, are rightly not told apart.
 """
 
-import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from real_model_runs import record
+from rows import parser_of, record
 
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import is_right, read_problems
@@ -58,9 +57,8 @@ def _boxed(answer: str) -> str:
 
 def main() -> None:
     """Read the evaluation, walk over its files, append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "real_model")
     parser.add_argument("evaluation", type=Path, help="results of qarl eval")
-    parser.add_argument("--record", type=Path, default=Path("docs/results/real_model.json"))
     arguments = parser.parse_args()
     evaluation = read_json(arguments.evaluation, "results of qarl eval", dict)
     figures = []

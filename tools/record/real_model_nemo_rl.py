@@ -7,12 +7,12 @@ NeMo-RL samples validation as it samples training, where the embedded engine's t
 `qarl eval --temperature 0 --num-samples 1`, asked the model before training and the one after it, in this order.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from real_model_runs import record, run_figures
+from real_model_runs import run_figures
+from rows import parser_of, record
 
 from qarl_nemo.config import read_yaml
 from qarl_nemo.data.benchmarks import BENCHMARKS
@@ -78,14 +78,13 @@ def greedy_accuracies(file: Path, max_new_tokens: int) -> list[float]:
 
 def main() -> None:
     """Read the log folder and the evaluation, append rows, print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "real_model")
     parser.add_argument("folder", type=Path, help="NeMo-RL's log folder")
     parser.add_argument("--arm", required=True, help="for the rows' names, e.g. 'QaRL w4a16, Megatron'")
     parser.add_argument("--evaluation", type=Path, required=True, help="results of qarl eval, before and after")
     parser.add_argument("--model", required=True, help="for the rows' names, e.g. qwen2.5-coder-0.5b")
     parser.add_argument("--data", required=True, help="for the rows' names, e.g. gsm8k")
     parser.add_argument("--command", help="what measures it again, where run.json's has paths of its own")
-    parser.add_argument("--record", type=Path, default=Path("docs/results/real_model.json"))
     arguments = parser.parse_args()
     try:
         run, longest = whole_run(arguments.folder, arguments.arm)

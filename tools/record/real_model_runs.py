@@ -9,15 +9,14 @@ recovery, (QaRL - rollout-only) / (BF16 - rollout-only) of the paired seeds' mea
 rollout-only is behind BF16 by more than two standard errors of the paired difference.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from train_runs import slug, vllm_version
+from rows import parser_of, record, slug, vllm_version
 
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -102,13 +101,6 @@ def engine_versions(runs: list[Run], device: str) -> dict[str, str]:
     return versions() | (vllm_version(device) if served else {})
 
 
-def record(path: Path, rows: list[dict]) -> None:
-    """Append rows to a file of docs/results and print them."""
-    append_results(path, rows)
-    for row in rows:
-        print(f"{row['name']:70s} {row['value']:>10g} {row['unit']}")
-
-
 def _accuracies(run: Run) -> list[float]:
     values = run.column("validation/reward")
     return values[np.isfinite(values)].tolist()
@@ -116,12 +108,11 @@ def _accuracies(run: Run) -> list[float]:
 
 def main() -> None:
     """Read the run directories, append rows, print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "real_model")
     parser.add_argument("folder", type=Path, help="holds the arms' run directories, named like its config")
     parser.add_argument("--model", required=True, help="for the rows' names, e.g. qwen2.5-coder-0.5b")
     parser.add_argument("--data", required=True, help="for the rows' names, e.g. gsm8k")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="what the runs ran on")
-    parser.add_argument("--record", type=Path, default=Path("docs/results/real_model.json"))
     arguments = parser.parse_args()
     whole = whole_runs(arguments.folder)
     prefix = f"real_{arguments.model}_{arguments.data}"

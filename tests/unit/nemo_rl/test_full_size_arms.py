@@ -3,7 +3,6 @@
 import ast
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,22 +18,18 @@ from nemo_rl.algorithms.grpo import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
 
-ROOT = Path(__file__).parents[3]
-HARNESS = ROOT / "tools" / "bench" / "full_size"
 NEMO_RL = Path(nemo_rl.__file__).parents[1]
 
 
 @pytest.fixture
-def harness(monkeypatch):
-    monkeypatch.syspath_prepend(HARNESS)
+def harness(tools, monkeypatch):
+    tools("bench/full_size")
     monkeypatch.setenv("NEMO_RL_ROOT", str(NEMO_RL))
     import arms
     import run
     import tree
 
-    yield arms, run, tree
-    for name in [path.stem for path in HARNESS.glob("*.py")]:
-        sys.modules.pop(name, None)
+    return arms, run, tree
 
 
 def test_nemo_rl_takes_every_arm(harness, tmp_path):

@@ -1,6 +1,6 @@
 """Compute steps that nobody has run from what was measured of their parts, and how wrong that is for those that ran.
 
-python tools/bench/full_size/plan.py docs/results/full_plan.json
+python tools/bench/full_size/plan.py
 """
 
 import argparse
@@ -54,7 +54,7 @@ def errors(name: str, work: Workload, layers: int, arm: str) -> Iterator[tuple[s
 def main() -> None:
     """Write what is computed to the file that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="file of docs/results")
+    parser.add_argument("--record", type=Path, default=Path("docs/results/full_plan.json"), help="file to append to")
     arguments = parser.parse_args()
     model = ModelSize.read(MODEL)
     found = [
@@ -71,8 +71,8 @@ def main() -> None:
             steps[arm] = next(value for kind, value, _ in figures if kind == "step_s")
         found += [(f"plan_speedup_{arm}_{name}", steps["bf16"] / seconds, "") for arm, seconds in steps.items()]
     rows = [Figure(name, value, unit, ">=" if unit == "tokens/s" else "<=") for name, value, unit in found]
-    command = "python tools/bench/full_size/plan.py docs/results/full_plan.json"
-    append_results(arguments.output, result_rows(rows, hardware="computed for H200s", versions={}, command=command))
+    command = "python tools/bench/full_size/plan.py"
+    append_results(arguments.record, result_rows(rows, hardware="computed for H200s", versions={}, command=command))
     for name, value, unit in found:
         print(f"{name:40} {value:10.4g} {unit}")
 

@@ -1,6 +1,6 @@
 """Turn an arm's logs into rows of docs/results/full_size.json.
 
-python tools/bench/full_size/record.py WORK/a24/w4a16 docs/results/full_size.json --over WORK/a24/nemo_rl_best
+python tools/bench/full_size/record.py WORK/a24/w4a16 --over WORK/a24/nemo_rl_best
 
 NeMo-RL's own launcher writes no run.json: `--facts` takes that of another arm of the same host, and what only our
 workers log has no row.
@@ -155,7 +155,7 @@ def main() -> None:
     """Record what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the arm's, as run.py left it")
-    parser.add_argument("output", type=Path, help="file of docs/results")
+    parser.add_argument("--record", type=Path, default=Path("docs/results/full_size.json"), help="file to append to")
     parser.add_argument(
         "--skip", type=lambda text: [int(step) for step in text.split(",")], default=[1], metavar="STEP,..."
     )
@@ -184,8 +184,8 @@ def main() -> None:
         goal = GOALS.get(row, GOALS.get(name)) if timed.workload in ("a", "b") else None
         found.append(Figure(row, value, unit, op, goal))
     made = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=timed.command)
-    append_results(arguments.output, made)
-    print(f"{len(made)} rows of steps {timed.steps(skip)} in {arguments.output}")
+    append_results(arguments.record, made)
+    print(f"{len(made)} rows of steps {timed.steps(skip)} in {arguments.record}")
 
 
 if __name__ == "__main__":
