@@ -118,8 +118,16 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
     # A killed process still counts as running for a moment.
     deadline = time.monotonic() + _END_S
-    while any(map(_runs, below)) and time.monotonic() < deadline:
+    while any(map(is_alive, below)) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs; one that nobody has waited for since its end does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _connect(address: str, started: subprocess.Popen, output: Path) -> None:
@@ -163,13 +171,6 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _title(process: psutil.Process) -> str:
