@@ -50,7 +50,7 @@ compare: $(RUN) ## BF16, rollout-only and QaRL side by side, several seeds each,
 	$(BIN)/qarl train examples/configs/local_compare.yaml
 
 bench: $(RUN) ## Measure quantization error and the engine, into docs/
-	$(BIN)/python kernels/benchmarks/scale_convention.py
+	$(BIN)/python tools/bench/kernels/scale_convention.py
 	$(BIN)/python tools/bench/embedded_engine.py --record docs/results/bench.json
 	$(BIN)/python tools/render_results.py
 

@@ -43,7 +43,7 @@ What to know before changing it:
   kernels do the same. Leaving it earlier would be more exact, and no longer the engine's arithmetic.
 - A tile is chosen for speed and must not change what is computed. For `fp8_block`, block_k is 128 and block_n divides
   128, so that a tile meets one weight scale per K-block. Tiles come from `tuned/<device>.json`, which
-  `kernels/benchmarks/tune.py` writes; a problem that is not in it takes the nearest one that is.
+  `tools/bench/kernels/tune.py` writes; a problem that is not in it takes the nearest one that is.
 - Rows from offsets[E] on belong to no expert and are not written.
 - TMA needs base addresses and row sizes in multiples of 16 bytes: hence K in multiples of 8 (BF16) or 16 (FP8).
 - Addresses are computed in 64 bits: expert * N * K overflows int32 at the sizes of real layers.

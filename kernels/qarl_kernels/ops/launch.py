@@ -1,6 +1,6 @@
 """How the grouped GEMMs are launched: tile shapes, the tables of tuned tiles, the number of programs.
 
-A tuned table is `tuned/<device name>.json`, written by `kernels/benchmarks/tune.py`; it maps a problem's key, such as
+A tuned table is `tuned/<device name>.json`, written by `tools/bench/kernels/tune.py`; it maps a problem's key, such as
 `bf16/N1536/K2048/E128/R1024` (experts and rows per expert rounded to powers of two), to the fields of `TileConfig`.
 A problem that is not in the table takes the tile of the nearest one, by factors of two; a device without a table takes
 the operator's default.

@@ -26,7 +26,7 @@ _ABS_BITS = tl.constexpr(0x7FFFFFFF)
 _EXPONENT_BITS = tl.constexpr(0x7F800000)
 # Between the exponents of FP32 and of a code.
 _BIAS = tl.constexpr(2.0**126)
-# Groups of one program, the fastest on an H200: `kernels/benchmarks/quantize_bandwidth.py`.
+# Groups of one program, the fastest on an H200: `tools/bench/kernels/quantize_bandwidth.py`.
 _LARGEST_TILE, _QUANTIZE_TILE, _UNSCALED_TILE = 1024, 128, 256
 
 

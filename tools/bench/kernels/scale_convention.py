@@ -43,8 +43,8 @@ GAINS = {
     "clipped_gain_db": ("clipped_range", "full_range"),
     "nested_gain_db": (NESTED, "full_range"),
 }
-COMMAND = "python kernels/benchmarks/scale_convention.py"
-DOCS_RESULTS = Path(__file__).parents[2] / "docs" / "results"
+COMMAND = "python tools/bench/kernels/scale_convention.py"
+DOCS_RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 class Case(NamedTuple):

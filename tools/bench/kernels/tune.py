@@ -1,6 +1,6 @@
 """Times the tiles of every grouped GEMM on this GPU and writes the fastest to `ops/tuned/<device name>.json`.
 
-python kernels/benchmarks/tune.py [--ops bf16 wgrad ...] [--experts 1 16 32 128] [--rows 16384 180224]
+python tools/bench/kernels/tune.py [--ops bf16 wgrad ...] [--experts 1 16 32 128] [--rows 16384 180224]
 
 Rows are balanced over the experts. Times are medians of device events; a tile with a wrong result is left out.
 """

@@ -11,7 +11,7 @@ from moe_shapes import HIDDEN, INTERMEDIATE, MoeCase
 
 from qarl_nemo.metrics.results import ResultRow, read_results
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 STORED_BITS = {
     "bf16": 16.0,
     "w4a16": 4.125,

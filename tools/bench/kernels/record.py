@@ -39,4 +39,4 @@ def _command() -> str:
     if "--record" in arguments:
         at = arguments.index("--record")
         del arguments[at : at + 2]
-    return " ".join(["python", f"kernels/benchmarks/{Path(sys.argv[0]).name}", *arguments])
+    return " ".join(["python", f"tools/bench/kernels/{Path(sys.argv[0]).name}", *arguments])
