@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import qarl_nemo.train  # noqa: F401 hides what CPU vLLM brings broken, before a test imports transformers
 from support.formats import FORMATS
@@ -52,6 +53,14 @@ def poisoned_empty():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def learner():
+    """Make this process the only rank of a learner."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

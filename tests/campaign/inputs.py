@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.files import write_jsonl
 from support.megatron.files import Layout, write_megatron
 from support.runs import values
 
@@ -59,7 +60,7 @@ def write_run(folder: Path) -> None:
     folder.mkdir()
     for name, numbers in (("train", range(24)), ("validation", range(24, 32))):
         lines = [{"problem": f"{n}+{n}=", "answer": 2 * n if n % 2 else str(2 * n)} for n in numbers]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_jsonl(folder / f"{name}.jsonl", lines)
     config: dict[str, Any] = values(folder / "run")
     config["run_dir"] = "run"
     config["policy"]["model_init"] |= {"hidden_size": 32, "moe_intermediate_size": 32, "num_experts": 2, "head_dim": 16}

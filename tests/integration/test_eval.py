@@ -25,6 +25,7 @@ from qarl_nemo.refit.publish import publish
 from qarl_nemo.train.file_list import write_file_list
 from qarl_nemo.train.model import load_checkpoint
 from support.engines import TOKENIZER
+from support.files import write_jsonl
 from support.whole_models import quantized_copies, save_sparse
 
 TARGETS = ("experts", "attention")
@@ -46,10 +47,8 @@ def quantized(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def sums(tmp_path) -> Path:
-    path = tmp_path / "gsm8k.jsonl"
     problems = [{"question": f"{a}+{b}=", "answer": f"It is\n#### {a + b}"} for a in range(3) for b in range(3)]
-    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    return path
+    return Path(write_jsonl(tmp_path / "gsm8k.jsonl", problems))
 
 
 def settings(tmp_path, sums, *models, **options) -> EvalSettings:
@@ -124,7 +123,7 @@ def always_seven(checkpoint, folder) -> Path:
 def test_right_answers_are_counted(checkpoint, tmp_path, sums):
     answers = [7, 8, 7, 9]
     problems = [{"question": f"{n}+{n}=", "answer": f"#### {answer}"} for n, answer in enumerate(answers)]
-    sums.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    write_jsonl(sums, problems)
     chosen = settings(tmp_path, sums, always_seven(checkpoint, tmp_path / "seven"), max_new_tokens=1)
     evaluate(chosen)
     assert [(row["response"], row["right"]) for row in kept(chosen)] == [
@@ -256,7 +255,7 @@ def test_the_models_context_bounds_answers(checkpoint, tmp_path, sums):
     longest = max(map(len, evaluation.asked[0].prompts.values()))
     assert evaluation.asked[0].params.max_new_tokens == CONTEXT - longest
     problems = [{"question": "1+" * 1200, "answer": "#### 3"}, {"question": "1+2=", "answer": "#### 3"}]
-    sums.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    write_jsonl(sums, problems)
     job = prepare(settings(tmp_path, sums, checkpoint))
     evaluations = plan(job, AnswerStore(tmp_path / "answers.jsonl", {}))
     rows = run(evaluations, lambda *_: None, lambda rows: None)

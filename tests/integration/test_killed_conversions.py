@@ -12,6 +12,7 @@ from kill_points import KILLED, QarlServer
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from support.files import contents
 from support.megatron.files import Layout, write_megatron
 
 CONFIG = Qwen3Config(
@@ -51,10 +52,6 @@ def command(name, models, destination, *options):
     if name == "quantize":
         return ["quantize", models / "hf", destination, *OPTIONS, *options]
     return ["convert", models / "megatron", destination, "--hf-model", models / "hf", *OPTIONS, *options]
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module", params=["quantize", "convert"])

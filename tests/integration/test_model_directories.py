@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.files import write_jsonl
 from support.runs import read_metrics, train, without_clocks
 
 SIZES = {
@@ -141,7 +142,7 @@ def test_chat_data_in_openr1_fields_train_and_resume(tmp_path, monkeypatch):
 
 def test_jsonl_data_train(tmp_path):
     path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps({"problem": f"{n}+1", "answer": n + 1}) + "\n" for n in range(9)))
+    write_jsonl(path, ({"problem": f"{n}+1", "answer": n + 1} for n in range(9)))
     dataset = {"data_path": str(path), "prompt_template": "{problem}="}
     train(tmp_path / "run", data={"_override_": True, "source": "datasets", "train": dataset})
     records = read_metrics(tmp_path / "run")

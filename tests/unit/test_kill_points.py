@@ -1,28 +1,15 @@
 """The harness of kills: it sees every file-system call, and a command that meets its fault ends as it says."""
 
-import pytest
 import torch
 from kill_points import KILLED, QarlServer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-
-@pytest.fixture
-def command(tmp_path):
-    """A conversion of a small model to `tmp_path / "out"`."""
-    config = Qwen3Config(
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        vocab_size=64,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    return ["quantize", tmp_path / "model", tmp_path / "out", "--targets", "attention"]
+from support.whole_models import DENSE
 
 
-def test_calls_are_counted_and_any_of_them_can_be_the_last(command, tmp_path):
+def test_calls_are_counted_and_any_of_them_can_be_the_last(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**DENSE)).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    command = ["quantize", tmp_path / "model", tmp_path / "out", "--targets", "attention"]
     with QarlServer() as qarl:
         killed = qarl.run(command, watch=tmp_path, fault="kill", at=4)
         full = qarl.run(command, watch=tmp_path, fault="full", at=1)

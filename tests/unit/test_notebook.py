@@ -16,6 +16,7 @@ from test_documents import problems
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from qarl_nemo.train.tokenizer import CHARACTERS, character_tokenizer
+from support.files import write_jsonl
 
 CELLS = [
     "".join(cell["source"])
@@ -58,7 +59,7 @@ def files(tmp_path, monkeypatch):
     AutoModelForCausalLM.from_config(config).save_pretrained("model")
     for name in ("train", "test"):
         lines = [{"question": CHARACTERS[n % 9] + "+1", "answer": f"one more\n#### {n % 9 + 1}"} for n in range(20)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_jsonl(tmp_path / f"{name}.jsonl", lines)
     more = (
         "device=cpu rollout.engine=packed policy.precision=float32 rollout.max_new_tokens=4 grpo.max_num_steps=2 "
         "grpo.num_prompts_per_step=2 grpo.num_generations_per_prompt=2 grpo.train_global_batch_size=4"

@@ -26,15 +26,6 @@ SUFFIXES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    """Tensors here are small: threads cost more than they give."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
     """A tied Qwen3-MoE of two sparse layers and a dense one, in several files."""

@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from support.programs import environment
 from support.whole_models import SPARSE, tensors_of
 
 MEBI = 2**20
@@ -38,8 +38,7 @@ def write_source(folder, num_layers):
 def peak_mebibytes(source, destination, shard_bytes):
     """Convert in a process of its own; VmHWM and not ru_maxrss, which a child inherits from the process it left."""
     command = [sys.executable, "-c", CONVERT, str(source), str(destination), str(shard_bytes)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    run = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True)
     return int(run.stdout) / 1024
 
 

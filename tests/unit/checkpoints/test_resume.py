@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization, quantize_checkpoint
+from support.files import contents
+from support.programs import environment
 from support.whole_models import DENSE, tensors_of
 
 FORMAT = get_format("w4a16")
@@ -45,10 +47,6 @@ def run(source, destination, **options):
     return quantize_checkpoint(source, destination, **options)
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def stamps(folder):
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors")}
 
@@ -80,7 +78,7 @@ def test_a_stopped_conversion_goes_on_and_gives_the_same_bytes(source, tmp_path,
 def test_a_killed_process_goes_on_and_gives_the_same_bytes(source, tmp_path, uninterrupted):
     out = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(source), str(out), str(SHARD_BYTES)]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
+    killed = subprocess.run(command, env=environment(), check=False)
     assert killed.returncode == -signal.SIGKILL
     finished = stamps(tmp_path / "out.partial" / "checkpoint")
     assert len(finished) == 2

@@ -10,6 +10,7 @@ from qarl_nemo.data.benchmark_problems import benchmark_tasks, chosen_letter, is
 from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmarks, with_prompt
 from qarl_nemo.data.config import BenchmarkConfig
 from qarl_nemo.files import FileError
+from support.files import write_jsonl
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "after_training.md"
 # Made-up problems, in the fields of each set.
@@ -41,7 +42,7 @@ RECORDS = {
 
 def write(path, records):
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_jsonl(path, records)
     elif path.suffix == ".json":
         path.write_text(json.dumps(records))
     else:

@@ -8,6 +8,7 @@ import pytest
 
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.problems import Task, read_tasks
+from support.files import write_jsonl
 
 SYSTEM = "Reason step by step."
 PROBLEMS = [("Compute $1+1$.", "2"), ("Halve $1$.", r"\frac{1}{2}"), ("Name a prime above 2.", "3")]
@@ -17,11 +18,6 @@ PROBLEMS = [("Compute $1+1$.", "2"), ("Halve $1$.", r"\frac{1}{2}"), ("Name a pr
 def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     datasets.disable_progress_bars()
-
-
-def write_jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 def openr1_record(problem: str, answer: str, index: int) -> dict:

@@ -1,6 +1,5 @@
 """Benchmarks as NeMo-RL's validation: the same problems, words and checks as `qarl eval`."""
 
-import json
 import re
 
 import pytest
@@ -17,14 +16,15 @@ from qarl_nemo.data.benchmarks import BENCHMARKS
 from qarl_nemo.nemo_rl import plugin
 from qarl_nemo.nemo_rl.benchmark_environment import BenchmarkRewards
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.files import write_jsonl
 
 
 @pytest.fixture
 def sums(tmp_path):
-    path = tmp_path / "gsm8k.jsonl"
-    problems = [{"question": f"1+{n}=", "answer": f"It is\n#### {1 + n}"} for n in range(3)]
-    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    return path
+    return write_jsonl(
+        tmp_path / "gsm8k.jsonl",
+        [{"question": f"1+{n}=", "answer": f"It is\n#### {1 + n}"} for n in range(3)],
+    )
 
 
 def load(sums, **options):

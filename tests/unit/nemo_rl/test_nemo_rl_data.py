@@ -1,6 +1,5 @@
 """Our data sets, read by NeMo-RL itself: fields, prompts that are too long, and rewards of one's own."""
 
-import json
 import sys
 
 import pytest
@@ -17,6 +16,7 @@ from nemo_rl.environments.utils import ENV_REGISTRY
 from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo_rl import plugin
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.files import write_jsonl
 
 HERE = "qarl_nemo.nemo_rl.problems"
 TEMPLATE = "{% for message in messages %}*{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -37,8 +37,7 @@ def tokenizer():
 
 
 def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return write_jsonl(path, records)
 
 
 def load(name, path, **keys):

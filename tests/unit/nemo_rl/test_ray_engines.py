@@ -13,7 +13,6 @@ import torch
 
 ray = pytest.importorskip("ray", reason="needs Ray")
 
-import torch.distributed as dist  # noqa: E402
 from receiving_rank import ReceivingRank  # noqa: E402
 
 from qarl_kernels import get_format  # noqa: E402
@@ -58,13 +57,6 @@ def cluster():
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths})
     yield
     ray.shutdown()
-
-
-@pytest.fixture
-def learner():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

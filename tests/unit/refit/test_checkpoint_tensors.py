@@ -25,9 +25,9 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES)
-def case(request, tmp_path):
-    name, group_size, targets = CASES[request.param]
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_holds_the_checkpoints_tensors_bit_for_bit(case, tmp_path):
+    name, group_size, targets = CASES[case]
     fmt = get_format(name, group_size=group_size)
     config = tiny_config(ModelInit(num_experts=3), character_tokenizer())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -38,11 +38,6 @@ def case(request, tmp_path):
     stored = {}
     for path in sorted((tmp_path / "quantized").glob("*.safetensors")):
         stored |= load_file(path)
-    return update, stored
-
-
-def test_an_update_holds_the_checkpoints_tensors_bit_for_bit(case):
-    update, stored = case
     sent = dict(checkpoint_tensors(update.layers))
     assert sorted(sent) == sorted(stored)
     for name, tensor in sent.items():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_processes import RankProcesses
 
 from qarl_kernels import get_format
@@ -13,13 +12,6 @@ from qarl_nemo.refit.push import serving_version
 from qarl_nemo.refit.send import FileSender
 
 TENSORS = {"model.norm.weight": torch.ones(5)}
-
-
-@pytest.fixture
-def learner():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

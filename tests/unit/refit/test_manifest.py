@@ -157,16 +157,6 @@ def test_every_problem_is_listed_at_once(tensors):
     ]
 
 
-def test_any_flipped_byte_of_an_update_is_found(tensors):
-    manifest = Manifest.of([tensors], version=1, fmt="w4a16")
-    for name, tensor in tensors.items():
-        for byte in range(0, tensor.nbytes, 5):
-            broken = tensor.clone()
-            broken.view(-1).view(torch.uint8)[byte] ^= 0x40
-            problems = problems_of(manifest, tensors | {name: broken})
-            assert problems == [f"{name}: its bytes differ from the manifest's checksum"]
-
-
 def test_two_tensors_that_change_places_are_found():
     tensors = {"a": torch.ones(4), "b": torch.zeros(4)}
     manifest = Manifest.of([tensors], version=1, fmt="bf16")

@@ -11,6 +11,7 @@ from qarl_nemo.config import validate
 from qarl_nemo.files import FileError
 from qarl_nemo.train.config import PolicyConfig
 from qarl_nemo.train.model import load_checkpoint, load_model, stop_token_ids
+from qarl_nemo.train.tokenizer import character_tokenizer
 from support.asserts import assert_bitwise_equal
 
 CPU = torch.device("cpu")
@@ -22,6 +23,15 @@ def policy(**values) -> PolicyConfig:
 
 def tiny(**values) -> PolicyConfig:
     return policy(model_init={"hidden_size": 32, "num_experts": 3, "moe_intermediate_size": 32}, **values)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a tiny model and its tokenizer."""
+    model, tokenizer = load_model(tiny(), CPU, 0)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
 
 
 def test_a_random_model_is_a_function_of_its_seed():
@@ -45,15 +55,13 @@ def test_bfloat16_is_the_dtype_of_parameters_alone():
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_a_saved_model_comes_back_with_its_tokenizer(tmp_path):
+def test_a_saved_model_comes_back_with_its_tokenizer(saved):
     model, tokenizer = load_model(tiny(), CPU, 0)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded, loaded_tokenizer = load_model(policy(model_path=str(tmp_path)), CPU, 5)
+    loaded, loaded_tokenizer = load_model(policy(model_path=str(saved)), CPU, 5)
     for weight, expected in zip(loaded.parameters(), model.parameters(), strict=True):
         assert_bitwise_equal(weight.detach(), expected.detach())
     assert loaded_tokenizer.get_vocab() == tokenizer.get_vocab()
-    narrow, _ = load_model(policy(model_path=str(tmp_path), precision="bfloat16"), CPU, 0)
+    narrow, _ = load_model(policy(model_path=str(saved), precision="bfloat16"), CPU, 0)
     assert narrow.dtype == torch.bfloat16
 
 
@@ -65,28 +73,24 @@ def test_what_is_no_supported_checkpoint_is_refused(tmp_path):
         load_checkpoint(tmp_path, torch.float32)
 
 
-def test_no_missing_weight_is_made_up(tmp_path):
+def test_no_missing_weight_is_made_up(saved):
     """transformers would initialize it at random and go on."""
-    model, tokenizer = load_model(tiny(), CPU, 0)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(saved / "model.safetensors")
     del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"is not what its config.json says:\n  - 1 tensor missing: model.norm.weight"):
-        load_checkpoint(tmp_path, torch.float32)
+        load_checkpoint(saved, torch.float32)
 
 
-def test_a_tokenizer_needs_an_end_and_pads_with_it_at_need(tmp_path):
-    model, tokenizer = load_model(tiny(), CPU, 0)
-    model.save_pretrained(tmp_path)
+def test_a_tokenizer_needs_an_end_and_pads_with_it_at_need(saved):
+    tokenizer = character_tokenizer()
     tokenizer.pad_token = None
-    tokenizer.save_pretrained(tmp_path)
-    assert load_checkpoint(tmp_path, torch.float32)[1].pad_token_id == tokenizer.eos_token_id
+    tokenizer.save_pretrained(saved)
+    assert load_checkpoint(saved, torch.float32)[1].pad_token_id == tokenizer.eos_token_id
     tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(saved)
     with pytest.raises(ValueError, match="has no eos_token"):
-        load_checkpoint(tmp_path, torch.float32)
+        load_checkpoint(saved, torch.float32)
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(None, [2]), (7, [2, 7]), ([9, 2, 5], [2, 5, 9])])
@@ -94,14 +98,6 @@ def test_stop_tokens_are_the_models_and_the_tokenizers(configured, expected):
     model, tokenizer = load_model(tiny(), CPU, 0)
     model.generation_config.eos_token_id = configured
     assert stop_token_ids(model, tokenizer) == expected
-
-
-@pytest.fixture
-def saved(tmp_path):
-    model, tokenizer = load_model(tiny(), CPU, 0)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

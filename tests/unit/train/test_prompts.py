@@ -1,7 +1,5 @@
 """Prompts as the model sees them: chat templates, plain text, and those that are too long."""
 
-import json
-
 import pytest
 
 from qarl_nemo.config import validate
@@ -13,6 +11,7 @@ from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.tokenizer import character_tokenizer
+from support.files import write_jsonl
 
 TEMPLATE = (
     "{% if messages[1:] and no_system is defined %}{{ raise_exception('no system messages here') }}{% endif %}"
@@ -75,9 +74,8 @@ def test_messages_that_cannot_be_written_are_refused_with_the_fix():
 @pytest.fixture
 def data(tmp_path):
     """Prompts of 1, 2, 3 and 9 tokens."""
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"problem": "1" * length, "answer": length}) + "\n" for length in (1, 2, 9, 3)))
-    return {"source": "datasets", "train": {"data_path": str(path)}}
+    problems = [{"problem": "1" * length, "answer": length} for length in (1, 2, 9, 3)]
+    return {"source": "datasets", "train": {"data_path": write_jsonl(tmp_path / "a.jsonl", problems)}}
 
 
 def test_long_prompts_are_an_error_that_counts_them(data):

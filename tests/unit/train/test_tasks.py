@@ -1,6 +1,5 @@
 """Problems: generated ones, data sets, and that a step's prompts depend on seed, stream and step alone."""
 
-import json
 import random
 
 import pytest
@@ -8,18 +7,14 @@ import pytest
 from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.train.config import ArithmeticData
 from qarl_nemo.train.tasks import TaskSource, arithmetic_tasks, eval_chain
-
-
-def write_jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+from support.files import write_jsonl
 
 
 @pytest.fixture
 def ten_problems(tmp_path):
     records = [{"problem": f"p{n}", "answer": n} for n in range(10)]
     path = write_jsonl(tmp_path / "ten.jsonl", records)
-    return DatasetsData(source="datasets", train={"data_path": str(path)})
+    return DatasetsData(source="datasets", train={"data_path": path})
 
 
 @pytest.fixture(params=["arithmetic", "datasets"])
@@ -112,7 +107,7 @@ def test_products_bind_tighter_and_differences_run_left_to_right(terms, operator
 
 def several(tmp_path, **answers):
     return [
-        {"data_path": str(write_jsonl(tmp_path / f"{name}.jsonl", [{"problem": name, "answer": n} for n in numbers]))}
+        {"data_path": write_jsonl(tmp_path / f"{name}.jsonl", [{"problem": name, "answer": n} for n in numbers])}
         for name, numbers in answers.items()
     ]
 
@@ -129,7 +124,7 @@ def test_several_data_sets_are_mixed_and_validated_in_turn(tmp_path):
 def test_benchmarks_and_data_sets_are_validated_in_turn(tmp_path):
     math500 = write_jsonl(tmp_path / "math500.jsonl", [{"problem": "Half of 8?", "answer": "4"}])
     sets = several(tmp_path, a=range(2))
-    validation = [*sets, {"benchmark": "math500", "data_path": str(math500)}]
+    validation = [*sets, {"benchmark": "math500", "data_path": math500}]
     source = TaskSource(DatasetsData(source="datasets", train=sets, validation=validation), seed=0)
     assert [task.answer for task in source.validation(3)] == ["0", "4", "1"]
 

@@ -1,7 +1,5 @@
 """The supervised warm start: what its loss counts, that it teaches, and when it stops."""
 
-import json
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from qarl_nemo.train.prompts import PromptEncoder
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.warm_start import greedy_answers, warm_start
 from support.engines import TOKENIZER, tiny_model, weights_of
+from support.files import write_jsonl
 
 # answers and prompts of different lengths, so that padding matters
 ENCODE = PromptEncoder(TOKENIZER, TokenizerConfig())
@@ -19,9 +18,8 @@ PROBLEMS = [("1+1=", "2"), ("12*12=", "144"), ("7=", "7"), ("90+10=", "100")]
 
 @pytest.fixture
 def source(tmp_path):
-    path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps({"problem": p, "answer": a}) + "\n" for p, a in PROBLEMS))
-    return TaskSource(DatasetsData(source="datasets", train={"data_path": str(path)}), seed=0)
+    path = write_jsonl(tmp_path / "problems.jsonl", ({"problem": p, "answer": a} for p, a in PROBLEMS))
+    return TaskSource(DatasetsData(source="datasets", train={"data_path": path}), seed=0)
 
 
 def run(model, source, *, reward=lambda: 0.0, **settings):
