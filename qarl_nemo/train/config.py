@@ -220,6 +220,9 @@ class VllmRolloutConfig(RolloutSettings):
     kv_cache_gib: float = Field(1.0, gt=0, le=4096, description="Memory of the KV cache, GiB, beside the weights'.")
     enforce_eager: bool = False
     """Run without CUDA graphs: starts sooner, decodes slower. No effect on a CPU."""
+    async_scheduling: bool = False
+    """Schedule a decoding step while the GPU computes the one before; with many responses of a small model, scheduling
+    takes longer than computing. Not measured on a GPU yet."""
 
 
 def engine(rollout: Any) -> Any:

@@ -185,8 +185,10 @@ def test_responses_end_at_their_stop_token_or_at_the_budget(trainer):
     assert bool((responses[~rollouts.response_mask] == trainer.sampler.pad_id).all())
 
 
-def test_a_run_trains_and_resumes_to_the_same_numbers(tmp_path):
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "scheduled ahead"])
+def test_a_run_trains_and_resumes_to_the_same_numbers(ahead, tmp_path):
     run = blocks(**QARL["w4a16 g64"])
+    run["rollout"] = {**ROLLOUT, "async_scheduling": ahead}
     whole = train(tmp_path / "whole", **run)
     records = read_metrics(tmp_path / "whole")
     # two minibatches, so two versions, a step

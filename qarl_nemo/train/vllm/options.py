@@ -80,8 +80,7 @@ def engine_options(
         "enable_prefix_caching": False,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": "uni",
-        # In one process there is nothing for the next step's scheduling to overlap with.
-        "async_scheduling": False,
+        "async_scheduling": settings.async_scheduling,
         "worker_extension_cls": engine_settings.WORKER_EXTENSION,
         "max_model_len": settings.max_model_len or model.config.max_position_embeddings,
         "max_num_seqs": settings.batch_size,
