@@ -3,10 +3,8 @@
 Set QARL_COMPARE_RESULTS to a file to keep vLLM's figures as rows of docs/results.
 """
 
-import datetime
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -28,16 +26,16 @@ from qarl_nemo.measure.compare.run import Comparison, compare, load_learner
 from qarl_nemo.measure.compare.score import Response, model_scores
 from qarl_nemo.measure.compare.settings import CompareSettings, prepare
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure
 from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.trained import save_trained
 from support.asserts import FP32_NATS
 from support.engines import TOKENIZER
+from support.figures import keep
 from support.whole_models import save_sparse
 
 DECODINGS = ("sampled", "greedy")
 BF16 = get_format("bf16")
-COMMAND = "QARL_COMPARE_RESULTS=docs/results/fidelity.json python -m pytest tests/integration/test_compare.py -k vllm"
 
 
 @pytest.fixture(scope="module")
@@ -252,22 +250,19 @@ EXPERTS = "model.layers.0.mlp.experts.routed_experts"
 
 def keep_figures(comparison):
     """Print the gaps; with QARL_COMPARE_RESULTS they become rows of docs/results."""
-    facts = {
-        "unit": "nats",
-        "op": "<=",
-        "goal": None,
-        "hardware": hardware("cpu"),
-        "versions": versions() | dict([comparison.engine.split(" ")]),
-        "command": COMMAND,
-        "date": datetime.date.today().isoformat(),
-    }
-    rows = []
+    figures = []
     for (arm, fmt, decoding), row in rows_by_arm(comparison).items():
         name = "floor_bf16" if arm == "bf16" else f"{arm}_{fmt}"
         print(f"FIGURE {name} {decoding} gap {row['gap_mean']:.4f} k3 {row['kl_k3']:.2e}")
-        rows.append({"name": f"vllm_cpu_gap_{name}_{decoding}", "value": float(f"{row['gap_mean']:.4g}"), **facts})
-    if path := os.environ.get("QARL_COMPARE_RESULTS"):
-        append_results(Path(path), rows)
+        figures.append(Figure(f"vllm_cpu_gap_{name}_{decoding}", float(f"{row['gap_mean']:.4g}"), "nats", "<="))
+    keep(
+        figures,
+        variable="QARL_COMPARE_RESULTS",
+        results="fidelity",
+        test="tests/integration/test_compare.py -k vllm",
+        hardware=hardware("cpu"),
+        versions=versions() | dict([comparison.engine.split(" ")]),
+    )
 
 
 @pytest.mark.slow

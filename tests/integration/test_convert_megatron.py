@@ -10,13 +10,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+from support.needs import MEGATRON
 from support.programs import run_program
 
-HAS_MEGATRON = find_spec("megatron") is not None
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not HAS_MEGATRON, reason="needs pip install megatron-core"),
-]
+pytestmark = [pytest.mark.slow, MEGATRON]
 
 CONFIG = Qwen3MoeConfig(
     architectures=["Qwen3MoeForCausalLM"],
@@ -118,7 +115,7 @@ def test_dense_layers_between_sparse_ones_compute_megatrons_logits(saved, tmp_pa
     assert logits_gap(tmp_path / "out", torch.load(saved / "some_dense.pt")) < TOLERANCE
 
 
-@pytest.mark.skipif(HAS_MEGATRON and find_spec("megatron.bridge") is None, reason="needs megatron-bridge")
+@pytest.mark.skipif(bool(find_spec("megatron")) and not find_spec("megatron.bridge"), reason="needs megatron-bridge")
 def test_a_model_comes_back_from_bridge_bit_for_bit(tmp_path):
     hf = tmp_path / "hf"
     Qwen3MoeForCausalLM(CONFIG).save_pretrained(hf)

@@ -3,33 +3,29 @@
 Set QARL_MEGATRON_RESULTS to a file to keep the differences as rows of docs/results.
 """
 
-import datetime
-import importlib.util
 import json
-import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
-from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure
 from qarl_nemo.train.checkpoint import checkpoint_dir, checkpoint_steps
+from support.megatron.results import keep_megatron
+from support.needs import MEGATRON
 from support.programs import environment, run_program
 from support.runs import QARL, STEPS, read_metrics, train, without_clocks, write_config
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
-    ),
+    MEGATRON,
     pytest.mark.skipif(torch.cuda.is_available(), reason="compares sums in FP32 on a CPU"),
 ]
 
 # Other orders of the same FP32 sums.
 SUMS_DIFFER = 1e-5
-RESULTS = "docs/results/megatron.json"
 MODEL = {"num_key_value_heads": 2}
 ATTENTION = QARL["attention too"]
 ROLLOUT_ONLY = {"alignment": "rollout_only"}
@@ -70,22 +66,9 @@ def largest_difference(records, expected) -> float:
 
 def keep_figure(name: str, value: float) -> None:
     """With QARL_MEGATRON_RESULTS, what was measured becomes a row of docs/results."""
-    path = os.environ.get("QARL_MEGATRON_RESULTS")
-    if path:
-        import megatron.core
-
-        row = {
-            "name": name,
-            "value": float(f"{value:.2g}"),
-            "unit": "",
-            "op": "<",
-            "goal": SUMS_DIFFER,
-            "hardware": hardware("cpu"),
-            "versions": versions() | {"megatron-core": megatron.core.__version__},
-            "command": f"QARL_MEGATRON_RESULTS={RESULTS} python -m pytest tests/integration/{Path(__file__).name}",
-            "date": datetime.date.today().isoformat(),
-        }
-        append_results(Path(path), [row])
+    figure = Figure(name, float(f"{value:.2g}"), "", "<", SUMS_DIFFER)
+    engines = {"megatron-core": version("megatron-core")}
+    keep_megatron([figure], "cpu", engines, f"tests/integration/{Path(__file__).name}")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """Running the programs of four ranks, and what their summaries say."""
 
-import datetime
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import append_results
+from qarl_nemo.metrics.results import Figure
+from support.figures import keep
 from support.programs import run_program
 
 RANKS = 4
@@ -40,25 +39,20 @@ def wrong_tensors(summaries: Ranks) -> set[str]:
 
 
 def keep_figures(
-    layouts: dict[str, dict[str, float]], suffix: str, bounds: dict[str, float], engines: dict[str, str], command: str
+    layouts: dict[str, dict[str, float]], suffix: str, bounds: dict[str, float], engines: dict[str, str], test: str
 ) -> None:
     """With QARL_MEGATRON_RESULTS, the figures of each layout become rows of docs/results."""
-    path = os.environ.get("QARL_MEGATRON_RESULTS")
-    if not path:
-        return
-    facts = {
-        "unit": "",
-        "hardware": hardware("cuda" if torch.cuda.is_available() else "cpu"),
-        "versions": versions() | engines,
-        "command": f"QARL_MEGATRON_RESULTS=docs/results/megatron.json python -m pytest {command}",
-        "date": datetime.date.today().isoformat(),
-    }
     rows = []
     for name, values in layouts.items():
         goals = {"packed_bit_equal": ("==", 1.0), "training_error": ("<", bounds[name])}
-        for kind, (op, goal) in goals.items():
-            rows.append({"name": f"{kind}_{name}{suffix}", "value": values[kind], "op": op, "goal": goal, **facts})
-    append_results(Path(path), rows)
+        rows += [Figure(f"{kind}_{name}{suffix}", values[kind], "", *goal) for kind, goal in goals.items()]
+    keep_megatron(rows, "cuda" if torch.cuda.is_available() else "cpu", engines, test)
+
+
+def keep_megatron(rows: list[Figure], device: str, engines: dict[str, str], test: str) -> None:
+    """With QARL_MEGATRON_RESULTS, figures become rows of docs/results."""
+    facts = {"hardware": hardware(device), "versions": versions() | engines}
+    keep(rows, variable="QARL_MEGATRON_RESULTS", results="megatron", test=test, **facts)
 
 
 def figures(summaries: Ranks) -> dict[str, float]:

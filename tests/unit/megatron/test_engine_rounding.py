@@ -3,20 +3,13 @@
 On a CPU the squares of a norm are added in torch's order on both sides; GPUs have the engine's order to follow, too.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
 from support.megatron.results import run_ranks_of
+from support.needs import FOUR_GPUS_OR_NONE, MEGATRON
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
-    ),
-    pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="needs four GPUs, or none"),
-]
+pytestmark = [pytest.mark.slow, MEGATRON, FOUR_GPUS_OR_NONE]
 
 LAYER_OPERATORS = {
     *("input_layernorm", "q_layernorm", "k_layernorm", "rotated_q", "rotated_k", "pre_mlp_layernorm", "residual")

@@ -3,21 +3,14 @@
 Set QARL_MEGATRON_RESULTS to a file to keep the figures as rows of docs/results.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
 from support.formats import FORMATS
 from support.megatron.results import figures, keep_figures, run_ranks_of, training_error, wrong_tensors
+from support.needs import FOUR_GPUS_OR_NONE, MEGATRON
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
-    ),
-    pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="needs four GPUs, or none"),
-]
+pytestmark = [pytest.mark.slow, MEGATRON, FOUR_GPUS_OR_NONE]
 
 LAST_EXPERTS = "model.layers.1.mlp.experts"
 SUMS_DIFFER = 2e-5  # relative, in FP32: other orders of the same sums

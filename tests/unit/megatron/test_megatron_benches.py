@@ -1,36 +1,26 @@
 """The benches of the Megatron learner run on a CPU, tiny; what they measure there means nothing."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from qarl_nemo.metrics.results import append_results
+from support.needs import MEGATRON
 from support.programs import run_program
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
-    ),
+    MEGATRON,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the benches themselves run on GPUs"),
 ]
-BENCHES = Path(__file__).parents[3] / "tools" / "bench"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("benches")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHES)
-        run_program("megatron.run_benches", folder, ranks=2)
-    return json.loads((folder / "results.json").read_text())
-
-
-def test_benches_and_streams(results, tmp_path):
-    rows = append_results(tmp_path / "results.json", results["step"] + results["publish"])
+def test_benches_and_streams(tools, tmp_path):
+    tools("bench")
+    run_program("megatron.run_benches", tmp_path, ranks=2)
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = append_results(tmp_path / "rows.json", results["step"] + results["publish"])
     figures = {row.name: row for row in rows}
     assert figures["w4a16_step_ratio_ep2"].goal == 1.05
     assert figures["fp8_block_hp_step_ratio_ep2_32"].goal == 0.85

@@ -3,17 +3,16 @@
 Set QARL_MEGATRON_RESULTS to a file to keep a layout's figures, once measured, as rows of docs/results.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
 from support.megatron.results import SAME_FORWARD, bf16_bound, run_ranks_of, training_error, wrong_tensors
+from support.needs import TRANSFORMER_ENGINE
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer-Engine"),
+    TRANSFORMER_ENGINE,
     pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
 ]
 

@@ -8,11 +8,9 @@ import torch.distributed as dist
 
 from qarl_kernels import get_format
 from support.asserts import assert_bitwise_equal
+from support.needs import TRANSFORMER_ENGINE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer-Engine"),
-]
+pytestmark = [pytest.mark.gpu, TRANSFORMER_ENGINE]
 
 FORMATS = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "bf16")
 OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -1,18 +1,12 @@
 """What NeMo-RL's worker builds is aligned or refused, and runs as another format for its reference model."""
 
-import importlib.util
-
 import pytest
 import torch
 
+from support.needs import MEGATRON
 from support.programs import run_program
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
-    ),
-]
+pytestmark = [pytest.mark.slow, MEGATRON]
 
 
 @pytest.fixture(scope="module")

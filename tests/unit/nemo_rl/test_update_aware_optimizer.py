@@ -1,18 +1,13 @@
 """NeMo-RL's optimizer gets update-aware rates: factors of what it has without, in the warm-up and after it."""
 
-import importlib.util
 import json
 
 import pytest
 
+from support.needs import MEGATRON
 from support.programs import run_program
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install megatron-core==0.16.1"
-    ),
-]
+pytestmark = [pytest.mark.slow, MEGATRON]
 FAST = ("linear_qkv.weight", "linear_fc1.weight")
 SLOW = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
 
