@@ -1,5 +1,4 @@
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from qarl_kernels.ops.grouped_gemm import (
     launch_grouped_gemm,
 )
 from support.asserts import assert_snr
+from support.groups import offsets_of, product_by_expert
 from support.triton_interpreter import DEVICE, INTERPRETED
 
 # Experts' row counts, N, K: empty experts first, last and between, partial tiles, edge columns.
@@ -28,10 +28,6 @@ CASES = (
 )
 
 
-def offsets_of(counts):
-    return torch.tensor([0, *counts], device=DEVICE).cumsum(0).to(torch.int32)
-
-
 def uneven(*shape):
     """Gaussian numbers whose size differs between rows and between 128-wide columns."""
     *batch, rows, columns = shape
@@ -41,36 +37,28 @@ def uneven(*shape):
     return (values * columns**-0.5).to(torch.bfloat16)
 
 
-def reference(x, weight, counts, dtype=torch.float64):
-    out = torch.zeros(len(x), weight.shape[1], dtype=dtype, device=x.device)
-    bounds = [0, *torch.tensor(counts).cumsum(0).tolist()]
-    for expert, (start, stop) in enumerate(pairwise(bounds)):
-        out[start:stop] = x[start:stop].to(dtype) @ weight[expert].to(dtype).T
-    return out
-
-
 @pytest.fixture(params=range(len(CASES)))
 def problem(request, poisoned_empty):
     counts, n, k = CASES[request.param]
-    return counts, uneven(sum(counts), k), uneven(len(counts), n, k)
+    return offsets_of(counts), uneven(sum(counts), k), uneven(len(counts), n, k)
 
 
 def test_bf16_product(problem):
-    counts, x, weight = problem
-    out = grouped_gemm_bf16(x, weight, offsets_of(counts))
-    assert_snr(out, reference(x, weight, counts), 45)
-    if len(counts) > 1:
+    offsets, x, weight = problem
+    out = grouped_gemm_bf16(x, weight, offsets)
+    assert_snr(out, product_by_expert(x, weight, offsets), 45)
+    if len(weight) > 1:
         with pytest.raises(AssertionError):
-            assert_snr(out, reference(x, weight.roll(1, 0), counts), 45)
+            assert_snr(out, product_by_expert(x, weight.roll(1, 0), offsets), 45)
 
 
 def test_bf16_input_gradient_from_the_same_weight(problem):
-    counts, x, weight = problem
+    offsets, x, weight = problem
     grad = uneven(len(x), weight.shape[1])
-    out = grouped_gemm_bf16(grad, weight, offsets_of(counts), transposed=True)
-    assert_snr(out, reference(grad, weight.mT, counts), 45)
+    out = grouped_gemm_bf16(grad, weight, offsets, transposed=True)
+    assert_snr(out, product_by_expert(grad, weight.mT, offsets), 45)
     with pytest.raises(AssertionError):
-        assert_snr(out, reference(grad, weight.flip(2).mT, counts), 45)
+        assert_snr(out, product_by_expert(grad, weight.flip(2).mT, offsets), 45)
 
 
 def accumulated(rows, weight, offsets, *, transposed=False):
@@ -85,19 +73,18 @@ def accumulated(rows, weight, offsets, *, transposed=False):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fp32_result_is_the_accumulator(problem, transposed):
-    counts, x, weight = problem
+    offsets, x, weight = problem
     rows = uneven(len(x), weight.shape[1]) if transposed else x
-    out = accumulated(rows, weight, offsets_of(counts), transposed=transposed)
-    expected = reference(rows, weight.mT if transposed else weight, counts)
+    out = accumulated(rows, weight, offsets, transposed=transposed)
+    expected = product_by_expert(rows, weight.mT if transposed else weight, offsets)
     assert_snr(out, expected, 90)
     with pytest.raises(AssertionError):
         assert_snr(out.to(torch.bfloat16), expected, 90)
 
 
 def test_router_weight_is_rounded_where_told(problem):
-    counts, x, weight = problem
+    offsets, x, weight = problem
     row_weight = torch.rand(len(x), device=DEVICE) + 0.01
-    offsets = offsets_of(counts)
     accumulator = accumulated(x, weight, offsets)
     on_accumulator = (accumulator * row_weight[:, None]).to(torch.bfloat16)
     rounded = accumulator.to(torch.bfloat16) * row_weight.to(torch.bfloat16)[:, None]
@@ -112,30 +99,30 @@ def test_router_weight_is_rounded_where_told(problem):
 
 
 def test_fp8_channel_product(problem):
-    counts, x, weight = problem
+    offsets, x, weight = problem
     a8, a_scale = fp8.quantize_token(x)
     w8, w_scale = fp8.quantize_channel(weight)
-    out = grouped_gemm_fp8_channel(a8, a_scale, w8, w_scale, offsets_of(counts))
-    expected = reference(a8.double() * a_scale, w8.double() * w_scale, counts)
+    out = grouped_gemm_fp8_channel(a8, a_scale, w8, w_scale, offsets)
+    expected = product_by_expert(a8.double() * a_scale, w8.double() * w_scale, offsets)
     assert_snr(out, expected, 45)
     wrong_axis = w_scale.flatten().roll(1).view_as(w_scale)
     with pytest.raises(AssertionError):
-        assert_snr(out, reference(a8.double() * a_scale, w8.double() * wrong_axis, counts), 45)
+        assert_snr(out, product_by_expert(a8.double() * a_scale, w8.double() * wrong_axis, offsets), 45)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_fp8_block_product(problem, weighted):
-    counts, x, weight = problem
+    offsets, x, weight = problem
     row_weight = torch.rand(len(x), device=DEVICE) + 0.01 if weighted else None
     a8, a_scale = fp8.quantize_group(x)
     w8, w_scale = fp8.quantize_block(weight)
-    out = grouped_gemm_fp8_block(a8, a_scale, w8, w_scale, offsets_of(counts), row_weight=row_weight)
+    out = grouped_gemm_fp8_block(a8, a_scale, w8, w_scale, offsets, row_weight=row_weight)
     rows = a8.double() * a_scale.repeat_interleave(128, 1)
     rows = rows if row_weight is None else rows * row_weight[:, None]
     wide = fp8.expand_block_scale(w_scale, *weight.shape[1:])
-    assert_snr(out, reference(rows, w8.double() * wide, counts), 45)
+    assert_snr(out, product_by_expert(rows, w8.double() * wide, offsets), 45)
     with pytest.raises(AssertionError):
-        assert_snr(out, reference(rows, w8.double() * wide.roll(1, 0).flip(1), counts), 45)
+        assert_snr(out, product_by_expert(rows, w8.double() * wide.roll(1, 0).flip(1), offsets), 45)
 
 
 def test_rows_behind_the_last_offset_are_left_alone():
@@ -143,7 +130,7 @@ def test_rows_behind_the_last_offset_are_left_alone():
     x, weight = uneven(sum(counts) + 40, k), uneven(len(counts), n, k)
     out = grouped_gemm_bf16(x, weight, offsets_of(counts))
     assert out.shape == (len(x), n)
-    assert_snr(out[: sum(counts)], reference(x[: sum(counts)], weight, counts), 45)
+    assert_snr(out[: sum(counts)], product_by_expert(x, weight, offsets_of(counts)), 45)
 
 
 def test_no_rows():
@@ -185,4 +172,4 @@ def test_compiled_and_captured():
     other_counts = counts[::-1]
     offsets.copy_(offsets_of(other_counts))
     graph.replay()
-    assert_snr(captured, reference(x, weight, other_counts), 45)
+    assert_snr(captured, product_by_expert(x, weight, offsets), 45)

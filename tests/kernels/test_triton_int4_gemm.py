@@ -7,6 +7,7 @@ from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
 from qarl_kernels.weights import largest_reference
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import uneven_weight
+from support.groups import offsets_of, product_by_expert
 from support.triton_interpreter import DEVICE, INTERPRETED
 
 CASES = (
@@ -25,27 +26,20 @@ def problem(request, poisoned_empty):
     (counts, n, k), group_size = CASES[request.param[0]], request.param[1]
     codes, scale = integer.quantize_integer(uneven_weight(len(counts), n, k), 4, group_size, "full_range")
     x = torch.randn(sum(counts), k).to(torch.bfloat16)
-    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    return x.to(DEVICE), codes.to(DEVICE), scale.to(DEVICE), offsets.to(DEVICE)
-
-
-def product(x, weight, offsets):
-    bounds = offsets.tolist()
-    parts = [x[a:b].double() @ w.double().T for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]
-    return torch.cat(parts)
+    return x.to(DEVICE), codes.to(DEVICE), scale.to(DEVICE), offsets_of(counts)
 
 
 def test_product(problem):
     x, codes, scale, offsets = problem
     packed = integer.pack_int32(codes, 4)
     out = grouped_gemm_int4(x, packed, scale, offsets)
-    assert_snr(out, product(x, integer.dequantize_integer(codes, scale), offsets), 45)
+    assert_snr(out, product_by_expert(x, integer.dequantize_integer(codes, scale), offsets), 45)
     shifted = integer.dequantize_integer(codes + 1, scale)
     with pytest.raises(AssertionError):
-        assert_snr(out, product(x, shifted, offsets), 45)
+        assert_snr(out, product_by_expert(x, shifted, offsets), 45)
     wrong_axis = integer.dequantize_integer(codes, scale.flatten().roll(1).view_as(scale))
     with pytest.raises(AssertionError):
-        assert_snr(out, product(x, wrong_axis, offsets), 45)
+        assert_snr(out, product_by_expert(x, wrong_axis, offsets), 45)
 
 
 def test_every_weight_is_rounded_as_the_reference(problem):
@@ -77,15 +71,14 @@ def nvfp4_problem(request, poisoned_empty):
     weight = uneven_weight(len(counts), n, k)
     codes, scale = nvfp4.quantize(weight, nvfp4.global_divisor(largest_reference(weight)))
     x = torch.randn(sum(counts), k).to(torch.bfloat16)
-    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    return x.to(DEVICE), nvfp4.pack(codes).to(DEVICE), scale.to(DEVICE), offsets.to(DEVICE)
+    return x.to(DEVICE), nvfp4.pack(codes).to(DEVICE), scale.to(DEVICE), offsets_of(counts)
 
 
 def test_nvfp4_product_and_its_weighted_rows(nvfp4_problem):
     x, packed, scale, offsets = nvfp4_problem
     weight, words = nvfp4.unscaled(packed, scale), packed.view(torch.int32)
     plain = grouped_gemm_int4(x, words, scale, offsets)
-    assert_snr(plain, product(x, weight, offsets), 45)
+    assert_snr(plain, product_by_expert(x, weight, offsets), 45)
     row_weight = torch.rand(len(x), device=DEVICE) + 0.01
     for rounding in ("on_accumulator", "rounded_product"):
         out = grouped_gemm_int4(x, words, scale, offsets, row_weight=row_weight, weight_rounding=rounding)
@@ -95,7 +88,7 @@ def test_nvfp4_product_and_its_weighted_rows(nvfp4_problem):
     moved = scale.view(torch.uint8).flatten().roll(1).view(scale.shape).view(scale.dtype)
     for wrong in (nvfp4.unscaled(packed ^ 1, scale), nvfp4.unscaled(packed, moved)):
         with pytest.raises(AssertionError, match="SNR"):
-            assert_snr(plain, product(x, wrong, offsets), 20)
+            assert_snr(plain, product_by_expert(x, wrong, offsets), 20)
 
 
 def test_every_nvfp4_weight_is_read_exactly(nvfp4_problem):

@@ -12,6 +12,7 @@ from qarl_kernels.ops.int8_weights import MAX_COLUMNS, int8_channel_dequantize, 
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_token
 from support.asserts import assert_bitwise_equal
 from support.formats import uneven_weight
+from support.groups import offsets_of
 from support.triton_interpreter import DEVICE, INTERPRETED
 from support.weights import LAYOUTS, WEIGHTS, significand_pairs
 
@@ -125,8 +126,7 @@ def test_rows_that_are_not_finite_are_counted():
 def problem(counts, n, k):
     x, weight = rows_of(sum(counts), k), uneven_weight(len(counts), n, -(-k // 32) * 32)[..., :k].to(DEVICE)
     rows, stored = int8.quantize_token(x, dense=False), int8.quantize_channel(weight)
-    offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0).to(torch.int32)
-    return rows, stored, offsets
+    return rows, stored, offsets_of(counts)
 
 
 def reference(rows, stored, offsets, row_weight, *, channel_first):
@@ -158,12 +158,11 @@ def test_the_product_is_bit_equal(case, weighted, channel_first):
 
 def test_the_scales_are_multiplied_in_the_order_that_is_told():
     # Only rows where BF16 shows it: one result in a hundred thousand.
-    (a8, a_scale), stored, _ = problem([8192], 64, 32)
-    offsets = torch.tensor([0, 8192], dtype=torch.int32, device=DEVICE)
+    (a8, a_scale), stored, offsets = problem([8192], 64, 32)
     orders = [reference((a8, a_scale), stored, offsets, None, channel_first=first) for first in (True, False)]
     shows = (orders[0] != orders[1]).any(-1).nonzero().flatten()
     assert len(shows)
-    offsets = torch.tensor([0, len(shows)], dtype=torch.int32, device=DEVICE)
+    offsets = offsets_of([len(shows)])
     for channel_first, expected in zip((True, False), orders, strict=True):
         actual = grouped_gemm_int8(a8[shows], a_scale[shows], *stored, offsets, channel_first=channel_first)
         assert_bitwise_equal(actual, expected[shows])

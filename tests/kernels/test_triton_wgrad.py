@@ -3,7 +3,9 @@ import torch
 
 from qarl_kernels.ops.wgrad import grouped_wgrad
 from support.asserts import assert_bitwise_equal, assert_snr
+from support.groups import offsets_of
 from support.triton_interpreter import DEVICE, INTERPRETED
+from support.weights import LAYOUTS
 
 CASES = (
     [([0, 5, 0, 70, 33, 0], 72, 64)]
@@ -21,7 +23,7 @@ def problem(request, poisoned_empty):
     counts, n, k = CASES[request.param]
     grad = torch.randn(sum(counts), n, device=DEVICE).to(torch.bfloat16)
     x = torch.randn(sum(counts), k, device=DEVICE).to(torch.bfloat16)
-    return counts, grad, x, torch.tensor([0, *counts], device=DEVICE).cumsum(0).to(torch.int32)
+    return counts, grad, x, offsets_of(counts)
 
 
 def reference(grad, x, counts):
@@ -61,21 +63,13 @@ def test_a_neighbours_nan_stays_with_the_neighbour(problem):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("layout", ["stacked", "reversed", "separate"])
+@pytest.mark.parametrize("layout", ["stacked", "reverse", "scattered"])
 def test_written_into_the_given_memory(problem, dtype, accumulate, layout):
     counts, grad, x, offsets = problem
     expected = reference(grad, x, counts)
-    before = (
-        torch.randn(expected.shape, device=DEVICE).to(dtype) if accumulate else torch.full_like(expected, torch.nan)
-    )
+    before = torch.randn_like(expected) if accumulate else torch.full_like(expected, torch.nan)
     before = before.to(dtype)
-    if layout == "stacked":
-        out = before.clone()
-    elif layout == "reversed":
-        memory = before.flip(0).contiguous()
-        out = [memory[len(counts) - 1 - expert] for expert in range(len(counts))]
-    else:
-        out = [expert.clone() for expert in before]
+    out = before.clone() if layout == "stacked" else LAYOUTS[layout](before)
     assert grouped_wgrad(grad, x, offsets, out=out, accumulate=accumulate) is out
     result = out if isinstance(out, torch.Tensor) else torch.stack(out)
     assert_snr(result, expected + (before.double() if accumulate else 0), 45)

@@ -17,6 +17,16 @@ FORMATS = {
     "bf16": get_format("bf16"),
 }
 
+# What stores a weight of each kind.
+SUFFIXES = {
+    "int": ("weight_packed", "weight_scale"),
+    "fp8_blocks": ("weight", "weight_scale_inv"),
+    "fp8_rows": ("weight", "weight_scale"),
+    "int8_rows": ("weight", "weight_scale"),
+    "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"),
+    "plain": ("weight",),
+}
+
 
 def uneven_weight(*shape: int) -> Tensor:
     """BF16 Gaussian weights [..., N, K] whose size differs by powers of two between rows and between 32-wide groups."""

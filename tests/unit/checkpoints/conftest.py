@@ -14,16 +14,8 @@ from transformers import (
 )
 
 from qarl_kernels import QuantizedWeight
+from support.formats import SUFFIXES
 from support.megatron.files import Layout, write_megatron
-
-SUFFIXES = {
-    "int": ("weight_packed", "weight_scale"),
-    "fp8_blocks": ("weight", "weight_scale_inv"),
-    "fp8_rows": ("weight", "weight_scale"),
-    "int8_rows": ("weight", "weight_scale"),
-    "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"),
-    "plain": ("weight",),
-}
 
 
 @pytest.fixture(scope="session")
