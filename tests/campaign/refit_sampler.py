@@ -8,20 +8,14 @@ from typing import Any
 import torch
 from refit_campaign import Counts
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
-from qarl_kernels import get_format
 from qarl_nemo.layers.install import install
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, publish
-from qarl_nemo.train.config import ModelInit
-from qarl_nemo.train.model import tiny_config
-from qarl_nemo.train.sampler import PackedSampler
 from qarl_nemo.train.sampling import SamplingParams
-from qarl_nemo.train.tokenizer import character_tokenizer
+from support.engines import PROMPTS, W4A16_G32, make_sampler, tiny_model
+from support.interruptions import FailsAt
 
-_FORMAT = get_format("w4a16", group_size=32)
 _TARGETS = ("experts", "attention")
 _NUM_BREAKS = 60
 
@@ -53,20 +47,8 @@ def sampler_faults(seed: int, *, rounds: int, every: int = 1) -> Counts:
 
 class _Engine:
     def __init__(self) -> None:
-        tokenizer = character_tokenizer()
-        config = tiny_config(ModelInit(num_experts=4, moe_intermediate_size=128), tokenizer)
-        config.initializer_range = 0.1
-        self.prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("12+34", "7=")]
-        self.sampler = PackedSampler(
-            config,
-            _FORMAT,
-            _TARGETS,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            stop_ids=[tokenizer.eos_token_id],
-            pad_id=tokenizer.pad_token_id,
-        )
-        self.tensors = {name: _published(config, number) for number, name in enumerate("AB")}
+        self.sampler = make_sampler(tiny_model(), W4A16_G32, _TARGETS)
+        self.tensors = {name: _published(number) for number, name in enumerate("AB")}
         self.version, self.serving = -1, ""
         self.answers: dict[str, tuple[Tensor, Tensor]] = {}
         for name in "BA":
@@ -78,12 +60,12 @@ class _Engine:
         """Return an update as the next version."""
         self.version += 1
         return RefitUpdate(
-            Manifest.of([self.tensors[name]], version=self.version, fmt=_FORMAT.name), [self.tensors[name]]
+            Manifest.of([self.tensors[name]], version=self.version, fmt=W4A16_G32.name), [self.tensors[name]]
         )
 
     def respond(self) -> tuple[Tensor, Tensor]:
         """Return greedy tokens and their logprobs."""
-        found = self.sampler.generate(self.prompts, SamplingParams(4, 0.0), torch.Generator().manual_seed(0))
+        found = self.sampler.generate(PROMPTS[:2], SamplingParams(4, 0.0), torch.Generator().manual_seed(0))
         return found.input_ids, found.generation_logprobs
 
     def refit(self, name: str) -> bool:
@@ -105,7 +87,7 @@ class _Engine:
         update, problem, harmless = self.next(other), "", kind == "reordered"
         try:
             if kind == "broken":
-                with _Breaking(int(where)):
+                with FailsAt(int(where)):
                     self.sampler.load(update)
             else:
                 self.sampler.load(_spoiled(update, version, kind, where, chance))
@@ -119,7 +101,7 @@ class _Engine:
 
     def _count(self) -> int:
         update = self.next(self.serving)
-        with _Breaking(0) as counting:
+        with FailsAt() as counting:
             self.sampler.load(update)
         return counting.count
 
@@ -160,22 +142,7 @@ def _spoiled(update: RefitUpdate, serving: Any, kind: str, where: str, chance: r
     return replace(update, layers=[tensors])
 
 
-def _published(config: Any, seed: int) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    report = install(model, _TARGETS, _FORMAT)
-    return publish(report.weights, model.named_parameters(), _FORMAT, version=0).tensors
-
-
-class _Breaking(TorchDispatchMode):
-    """Makes one of torch's operations fail, as on a device without memory; 0 makes none fail."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number, self.count = number, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        if self.count == self.number:
-            raise MemoryError(f"{function} found no memory")
-        return function(*args, **(kwargs or {}))
+def _published(seed: int) -> dict[str, Tensor]:
+    model = tiny_model(seed=seed)
+    report = install(model, _TARGETS, W4A16_G32)
+    return publish(report.weights, model.named_parameters(), W4A16_G32, version=0).tensors

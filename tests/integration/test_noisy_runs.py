@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from qarl_nemo.train.checkpoint import checkpoint_dir
 from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
-from support.runs import STEPS, make_config, read_metrics, train, without_clocks
+from support.runs import STEPS, column, make_config, read_metrics, train, without_clocks
 
 # Four steps, four stages: none, 0.1, sqrt(0.1 * 0.01), 0.01.
 NOISE = {"start": 0.1, "end": 0.01, "stages": STEPS}
@@ -18,10 +18,6 @@ class WatchedTrainer(Trainer):
     def validate(self) -> float:
         self.validated = [*getattr(self, "validated", []), self.noise]
         return super().validate()
-
-
-def column(records, key):
-    return [record[key] for record in records]
 
 
 @pytest.fixture(scope="module")

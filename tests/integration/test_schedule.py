@@ -5,14 +5,10 @@ import torch
 
 from qarl_nemo.measure.eval.models import find_model
 from qarl_nemo.train.policy import TransformersPolicy
-from support.runs import STEPS, read_metrics, train, without_clocks
+from support.runs import STEPS, column, read_metrics, train, without_clocks
 
 STAGES = [{"from_step": 2, "bits": 4}, {"from_step": 3, "bits": 2, "reset_moments": True}]
 QARL = {"format": "w8a16", "group_size": 32, "schedule": STAGES}
-
-
-def column(records, key):
-    return [record[key] for record in records]
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,10 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def column(records: list[dict[str, Any]], key: str) -> list[Any]:
+    return [record[key] for record in records]
+
+
 def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records without what a clock or the operating system measured."""
     measured = ("time_s", "timing/", "throughput/", "memory/")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from qarl_kernels import get_format
@@ -11,6 +10,7 @@ from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
 from support.asserts import assert_bitwise_equal
 from support.engines import W4A16_G32, gaps, make_engine, make_sampler, sample, tiny_model
+from support.interruptions import FailsAt
 
 EXPERTS = "model.layers.0.mlp.experts"
 PACKED = f"{EXPERTS}.gate_up_proj.weight_packed"
@@ -163,20 +163,6 @@ def test_biases_of_packed_layers_are_refitted_too():
         assert_bitwise_equal(parameter.detach(), model.get_parameter(name).detach())
     assert "model.layers.0.self_attn.q_proj.bias" in dict(engine.sampler.model.named_parameters())
     assert gaps(engine, sample(engine)).max() < 1e-4
-
-
-class FailsAt(TorchDispatchMode):
-    """Lets one of torch's operations fail, as a GPU without memory would."""
-
-    def __init__(self, number=None):
-        super().__init__()
-        self.number, self.count = number, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        if self.count == self.number:
-            raise MemoryError(f"operation {self.number}, {function}")
-        return function(*args, **(kwargs or {}))
 
 
 def test_an_update_that_breaks_off_at_any_operation_leaves_the_old_version_whole(engine):
