@@ -19,7 +19,7 @@ SITE := $(VENV)/.site
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 # What trains no model, interprets no kernel, draws no page and imports no Megatron.
 FAST := $(filter-out $(addprefix %/test_,campaign.py containers.py documents.py examples.py installation.py kill_points.py neighbour_rows.py nemo_rl_logs.py report.py update_aware_optimizer.py),$(wildcard $(addprefix tests/unit/,\
 	cluster/test_*.py losses/test_*.py metrics/test_*.py nemo_rl/test_*.py test_*.py)))
@@ -70,7 +70,7 @@ test-slow: $(DEV) ## Run the tests that take more than ten seconds each
 # Other instructions sum in another order, and two threads in yet another: no tolerance may depend on either.
 test-numerics: $(DEV) ## Run the tests that compare within a tolerance again, with other instructions and threads
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(NUMERICS)
+		$(BIN)/python -m pytest -n $(JOBS) $(NUMERICS)
 
 test-vllm: ## Run the tests of the real vLLM on this CPU, in its own environment; skip where the CPU cannot
 	@if $(CPU_SERVES_VLLM); then $(MAKE) $(VLLM); else echo "skipped: the tests of the real vLLM"; exit 0; fi; \

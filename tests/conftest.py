@@ -20,6 +20,30 @@ else:  # there is no Triton but for Linux
 NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 torch.set_num_threads(NUM_THREADS)
 
+# What the tests of these modules share takes long, and each worker would make it for itself.
+ONE_WORKER = (
+    "test_aligned_model.py",
+    "test_campaign.py",
+    "test_cluster_ray.py",
+    "test_convert_megatron.py",
+    "test_ray_engines.py",
+    "test_run_faults.py",
+    "test_step_guard.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    # pytest-xdist 3.8 has marks for this, which do nothing with pytest 9.2.
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            module = nodeid.partition("::")[0]
+            return module if module.endswith(ONE_WORKER) else nodeid
+
+    return Scheduling(config, log)
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

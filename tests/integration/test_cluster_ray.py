@@ -27,8 +27,7 @@ import ray
 
 from qarl_nemo.cluster import health, nodes
 
-# One group: every process that runs one of these tests starts a cluster.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 # $1 is the host, $2 the shell line of its node.
