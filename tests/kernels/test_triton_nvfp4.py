@@ -54,6 +54,41 @@ def test_every_pair_of_significands_is_divided_as_the_reference_divides_it():
     assert_same(quantized(weight.to(DEVICE)), reference(weight))
 
 
+def roundings():
+    """Bounds of codes, BF16 weights, and the steps whose FP32 quotients are nearest to rounding across the bounds."""
+    above, at = (torch.tensor(bounds) for bounds in (nvfp4._RISE_ABOVE, nvfp4._RISE_AT))
+    bound = torch.cat([above, at])
+    next_to = torch.cat([above.nextafter(above * 2), at.nextafter(at * 0)])
+    flips = ((bound.double() + next_to.double()) / 2)[:, None]
+    weight = torch.arange(128, 256).float()
+    exact = weight / flips
+    step = exact.float()
+    larger = torch.where(step < exact, step.nextafter(step * 2), step)
+    # The kernel's quotients are too large by less than 2^-34.
+    assert (larger / exact - 1)[larger > exact].min() > 2.0**-33
+    order = (step / exact - 1).abs().flatten().argsort()[: 96 if INTERPRETED else None]
+    return tuple(part.expand(step.shape).flatten()[order] for part in (bound[:, None], weight, step))
+
+
+def test_quotients_nearest_to_a_rounding_get_the_references_codes():
+    bound, weight, step = roundings()
+    assert not torch.equal(weight * (1 / step) > bound, weight / step > bound)
+    scale = torch.arange(8, 16)[:, None] / 8
+    divisor = scale / step
+    divisor = torch.stack([divisor, divisor.nextafter(divisor * 2), divisor.nextafter(divisor * 0)])
+    found = (scale / divisor == step).flatten(0, 1)
+    weight, divisor = weight[found.any(0)], divisor.flatten(0, 1)[found.int().argmax(0), torch.arange(len(step))]
+    divisor, step = divisor[found.any(0), None], step[found.any(0)]
+    assert len(step) > 90
+    groups = torch.zeros(len(step), 1, 16)
+    groups[:, 0, :3] = torch.stack([weight, -weight, 6 * step], -1)
+    groups = groups.bfloat16()
+    codes, expected = nvfp4.quantize(groups, divisor)
+    assert torch.equal(expected.float().flatten() / divisor.flatten(), step)
+    actual = nvfp4_quantize(groups.to(DEVICE), divisor.to(DEVICE))
+    assert_same(actual, {"weight_packed": nvfp4.pack(codes), "weight_scale": expected})
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_are_read_where_they_lie(layout):
     stack = uneven_weight(3, 10, 64).to(DEVICE)
