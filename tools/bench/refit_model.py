@@ -15,6 +15,7 @@ from qarl_nemo.names import module_kind
 from qarl_nemo.refit.engine_settings import kernel_options
 from qarl_nemo.refit.publish import RefitUpdate, publish
 
+_MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b"
 # vLLM reads these when it is imported.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -76,23 +77,7 @@ def shapes(config: Qwen3MoeConfig) -> dict[str, tuple[int, ...]]:
 
 def model_config(num_layers: int) -> Qwen3MoeConfig:
     """Return Qwen3-30B-A3B's config with so many of its 48 layers."""
-    config = Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        max_position_embeddings=40960,
-    )
-    config.architectures, config.dtype = ["Qwen3MoeForCausalLM"], torch.bfloat16
-    return config
+    return Qwen3MoeConfig.from_pretrained(_MODEL, num_hidden_layers=num_layers)
 
 
 def start(config: Qwen3MoeConfig, fmt: QuantFormat, targets: tuple[str, ...], folder: Path) -> Any:

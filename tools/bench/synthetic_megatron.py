@@ -1,6 +1,7 @@
 """A synthetic Megatron `torch_dist` checkpoint with Qwen3-30B-A3B's sizes, as eight expert-parallel ranks write it."""
 
 import io
+import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -18,21 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 NUM_RANKS = 8
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b"
+CONFIG = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
 PADDED_VOCAB = 152064
 
 
