@@ -31,7 +31,8 @@ NAMES = {"model.layers.0.mlp.experts.down_proj.weight_packed": torch.int32, "mod
 
 @ray.remote(num_cpus=0)
 class Engine:
-    def __init__(self, num_ranks: int) -> None:
+    def renew(self, num_ranks: int) -> None:
+        """Be an engine that no refit has reached."""
         self.ranks = [ReceivingRank(rank) for rank in range(num_ranks)]
         self.busy = False
 
@@ -59,9 +60,16 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def actors(cluster):
+    """Two processes that import torch, which takes longer than any test."""
+    return [Engine.remote() for _ in range(2)]
+
+
 @pytest.fixture
-def engines():
-    found = RayEngines([Engine.remote(2), Engine.remote(1)])
+def engines(actors):
+    ray.get([actor.renew.remote(num_ranks) for actor, num_ranks in zip(actors, (2, 1), strict=True)])
+    found = RayEngines(actors)
     assert found.place() == 3
     return found
 
@@ -160,6 +168,7 @@ def test_an_engine_serves_nothing_after_what_differs_from_its_rehearsal(engines,
 
 
 def test_a_killed_engine_is_an_error_and_the_other_keeps_its_version(engines, learner):
+    """Last: it kills an engine."""
     sender = CollectiveSender(3, CPU, backend="gloo")
     push_from_all(update_of(1), engines, sender)
     ray.kill(engines.workers[1])
