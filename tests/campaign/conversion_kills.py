@@ -69,13 +69,9 @@ class KilledConversion:
         for path in folder.glob("out*"):
             shutil.rmtree(path)
         ended = self._qarl.run(self._command.arguments(folder), watch=folder, fault=fault, at=at)
-        if ended.code not in (KILLED, -9):
-            return
-        counts.kills += 1
-        identical = self._go_on() == self._expected
-        counts.identical += identical
-        if not identical:
-            counts.different.append(f"{self._command.name}, {fault} {at}")
+        if ended.code in (KILLED, -9):
+            problem = "" if self._go_on() == self._expected else "other files"
+            counts.note(f"{self._command.name}, {fault} at {at}", problem)
 
     def close(self) -> None:
         """End its server."""

@@ -31,6 +31,13 @@ class Counts:
     identical: int = 0
     different: list[str] = field(default_factory=list)
 
+    def note(self, kill: str, problem: str) -> None:
+        """Count a kill, and what was other than without it, if anything was."""
+        self.kills += 1
+        self.identical += not problem
+        if problem:
+            self.different.append(f"{kill}: {problem}")
+
     def add(self, other: "Counts") -> None:
         """Add another series to this one."""
         self.kills += other.kills

@@ -97,13 +97,8 @@ class KilledRun:
             fault: as for `QarlServer.run`: `kill` or `moment`.
             at: number of the call, or milliseconds.
         """
-        if self.meet(fault, at).code not in (KILLED, -9):
-            return
-        counts.kills += 1
-        problem = self.go_on()
-        counts.identical += not problem
-        if problem:
-            counts.different.append(f"{self._folder.name}, {fault} at {at}: {problem}")
+        if self.meet(fault, at).code in (KILLED, -9):
+            counts.note(f"{self._folder.name}, {fault} at {at}", self.go_on())
 
     def meet(self, fault: str, at: int) -> Ended:
         """Run the command in a new folder until it meets a fault.

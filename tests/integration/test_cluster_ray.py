@@ -19,6 +19,7 @@ import pytest
 
 from qarl_nemo.cluster.config import ClusterConfig, ClusterError
 from qarl_nemo.config import validate
+from support.clusters import HEAD, ROOT, WORKER, one_machine
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
@@ -28,8 +29,6 @@ import ray
 from qarl_nemo.cluster import health, nodes
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
-HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 # $1 is the host, $2 the shell line of its node.
 CONNECT = r"""
 if [[ $1 == one || -z $NAMESPACES ]]; then exec bash -c "$2"; fi
@@ -84,25 +83,16 @@ class Cluster:
         # Any port: two nodes of one machine cannot share a range. A short path: Ray's sockets lie in it.
         small += ["--min-worker-port=0", "--max-worker-port=0", f"--temp-dir={folder}/ray"]
         (folder / "job.py").write_text(JOB)
-        values = {
-            "nodes": 2,
-            "gpus_per_node": 4,
-            "workdir": str(ROOT),
-            "checkpoint_dir": str(folder / "checkpoints"),
-            "log_dir": str(folder / "logs"),
-            "command": f"{sys.executable} {folder}/job.py {folder}/ready",
-            "python": sys.executable,
-            "env": {"RAY_health_check_period_ms": 500, "RAY_health_check_failure_threshold": 3},
-            "log_period_s": 1,
-            "ray": {"port": free_port(), "start_args": small},
-            "launcher": {
-                "type": "hosts",
-                "hosts": ["one", "two"],
-                "addresses": {"one": HEAD, "two": WORKER},
-                "connect": ["bash", "-c", CONNECT, "connect", "{host}"],
-            },
-        }
-        self.config = validate(values, ClusterConfig, source="test")
+        self.config = one_machine(
+            folder,
+            connect=["bash", "-c", CONNECT, "connect", "{host}"],
+            workdir=str(ROOT),
+            command=f"{sys.executable} {folder}/job.py {folder}/ready",
+            python=sys.executable,
+            env={"RAY_health_check_period_ms": 500, "RAY_health_check_failure_threshold": 3},
+            log_period_s=1,
+            ray={"port": free_port(), "start_args": small},
+        )
         for name in ("site", "other", "private"):
             (folder / name).mkdir()
         package(folder / "site", "1.0")

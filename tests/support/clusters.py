@@ -1,5 +1,6 @@
 """Cluster configs for tests, and substitutes for several hosts on one machine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from qarl_nemo.cluster.config import ClusterConfig
 from qarl_nemo.config import load_config, validate
 
 ROOT = Path(__file__).parents[2]
+HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 EXAMPLES = sorted((ROOT / "docker" / "clusters").glob("*.yaml"))
 
 
@@ -14,7 +16,9 @@ def example(name: str, *overrides: str) -> ClusterConfig:
     return load_config(ROOT / "docker" / "clusters" / f"{name}.yaml", overrides, ClusterConfig)
 
 
-def one_machine(folder: Path, **changes: Any) -> ClusterConfig:
+def one_machine(
+    folder: Path, *, connect: Sequence[str] = ("env", "HOST={host}", "bash", "-c"), **changes: Any
+) -> ClusterConfig:
     """Two hosts that are loopback addresses, reached by bash."""
     values = {
         "nodes": 2,
@@ -26,8 +30,8 @@ def one_machine(folder: Path, **changes: Any) -> ClusterConfig:
         "launcher": {
             "type": "hosts",
             "hosts": ["one", "two"],
-            "addresses": {"one": "127.0.0.2", "two": "127.0.0.3"},
-            "connect": ["env", "HOST={host}", "bash", "-c"],
+            "addresses": {"one": HEAD, "two": WORKER},
+            "connect": list(connect),
         },
     }
     return validate({**values, **changes}, ClusterConfig, source="test")

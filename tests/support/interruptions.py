@@ -1,5 +1,7 @@
 """Work that breaks off in the middle."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,3 +19,15 @@ class FailsAt(TorchDispatchMode):
         if self.count == self.number:
             raise MemoryError(f"operation {self.number}, {function}")
         return function(*args, **(kwargs or {}))
+
+
+def third_call_fails(function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    """The function, but for its third call."""
+    calls = itertools.count(1)
+
+    def call(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            raise error
+        return function(*arguments)
+
+    return call

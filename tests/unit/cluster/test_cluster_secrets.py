@@ -92,12 +92,8 @@ def test_hosts_are_sent_values_on_standard_input_alone(monkeypatch, tmp_path):
     """A host that is a shell notes what it reads, its command line and its environment."""
     monkeypatch.setenv(NAME, VALUE)
     note = f"head -n 2 > {tmp_path}/$HOST.stdin; tr '\\0' '\\n' < /proc/$$/cmdline > {tmp_path}/$HOST.words; :"
-    launcher = {
-        "type": "hosts",
-        "hosts": ["one", "two"],
-        "connect": ["env", "-u", NAME, "HOST={host}", "bash", "-c", note],
-    }
-    config = one_machine(tmp_path, env_from={"caller": [NAME]}, launcher=launcher)
+    connect = ["env", "-u", NAME, "HOST={host}", "bash", "-c", note]
+    config = one_machine(tmp_path, connect=connect, env_from={"caller": [NAME]})
     planned = plan(config)
     assert VALUE not in planned.show()
     assert planned.execute() == 0

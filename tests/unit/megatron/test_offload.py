@@ -10,6 +10,7 @@ from torch import nn
 from qarl_nemo.megatron import offload
 from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update
 from support.asserts import assert_bitwise_equal
+from support.interruptions import third_call_fails
 from support.programs import run_program
 
 PIECE = 2**12
@@ -123,15 +124,8 @@ def test_tensors_that_are_wanted_before_they_left_just_stay():
 def test_a_host_without_memory_leaves_everything_where_it_is(monkeypatch):
     tensors, carrier = some_tensors(), Offload(PIECE)
     expected = copies(tensors)
-    allocate, sizes = offload._host_memory, []
-
-    def short(num_bytes):
-        sizes.append(num_bytes)
-        if len(sizes) == 3:
-            raise MemoryError("the host is full")
-        return allocate(num_bytes)
-
-    monkeypatch.setattr(offload, "_host_memory", short)
+    full = third_call_fails(offload._host_memory, MemoryError("the host is full"))
+    monkeypatch.setattr(offload, "_host_memory", full)
     with pytest.raises(MemoryError, match="the host is full"):
         carrier.start_offload(tensors)
     carrier.finish_offload()
@@ -148,15 +142,8 @@ def test_a_gpu_without_memory_can_be_asked_again(monkeypatch):
     expected = copies(tensors)
     carrier.start_offload(tensors)
     carrier.finish_offload()
-    resize, sizes = torch.UntypedStorage.resize_, []
-
-    def short(storage, size):
-        sizes.append(size)
-        if len(sizes) == 3:
-            raise torch.OutOfMemoryError("the GPU is full")
-        return resize(storage, size)
-
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", short)
+    full = third_call_fails(torch.UntypedStorage.resize_, torch.OutOfMemoryError("the GPU is full"))
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
     with pytest.raises(torch.OutOfMemoryError, match="the GPU is full"):
         carrier.finish_reload()
     assert held_bytes(tensors) == 0

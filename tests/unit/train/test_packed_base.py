@@ -111,17 +111,27 @@ def test_conflicts_with_the_checkpoint_are_all_named(packed, tmp_path):
         assert fix in str(error.value)
 
 
-def test_foreign_missing_and_misshapen_tensors_are_all_named(packed, tmp_path):
-    folder = shutil.copytree(packed / "w4a16", tmp_path / "w4a16")
+def changed_copy(packed, tmp_path, name, change):
+    """A folder with a copy of a packed checkpoint whose tensors `change` has changed; returns them."""
+    folder = shutil.copytree(packed / name, tmp_path / name)
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
-    scale = "model.layers.1.self_attn.q_proj.weight_scale"
-    tensors[scale] = tensors[scale].float()
-    tensors["model.layers.0.self_attn.q_proj.weight_zero_point"] = torch.zeros(1)
-    del tensors["model.layers.0.mlp.experts.3.up_proj.weight_packed"]
+    change(tensors)
     save_file(tensors, file)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+    return tensors
+
+
+def test_foreign_missing_and_misshapen_tensors_are_all_named(packed, tmp_path):
+    scale = "model.layers.1.self_attn.q_proj.weight_scale"
+
+    def spoil(tensors):
+        tensors[scale] = tensors[scale].float()
+        tensors["model.layers.0.self_attn.q_proj.weight_zero_point"] = torch.zeros(1)
+        del tensors["model.layers.0.mlp.experts.3.up_proj.weight_packed"]
+
+    changed_copy(packed, tmp_path, "w4a16", spoil)
     with pytest.raises(ValueError, match=r"is not what its config\.json says") as error:
         Trainer(config_of(tmp_path / "run", tmp_path))
     for part in ("weight_zero_point", "gate_up_proj.weight_packed", f"{scale} is torch.float32"):
@@ -129,11 +139,8 @@ def test_foreign_missing_and_misshapen_tensors_are_all_named(packed, tmp_path):
 
 
 def test_projections_that_engines_fuse_must_share_their_global_scale(packed, tmp_path):
-    folder = shutil.copytree(packed / "nvfp4", tmp_path / "nvfp4")
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
-    save_file(tensors, file)
+    key = "model.layers.1.self_attn.k_proj.weight_global_scale"
+    changed_copy(packed, tmp_path, "nvfp4", lambda tensors: tensors[key].mul_(2))
     with pytest.raises(
         ValueError, match=r"layers\.1\.self_attn\.q_proj\.weight, .*v_proj\.weight differ in their global"
     ):
@@ -142,14 +149,14 @@ def test_projections_that_engines_fuse_must_share_their_global_scale(packed, tmp
 
 def test_a_checkpoint_of_other_tools_is_read(packed, tmp_path):
     """16-bit scales of FP8 and INT8 rows, as llm-compressor writes them, are widened exactly."""
-    folder = shutil.copytree(packed / "int8", tmp_path / "int8")
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items() if name.endswith("weight_scale")}
-    save_file(tensors | narrow, file)
+
+    def narrow(tensors):
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items() if name.endswith("weight_scale")}
+
+    tensors = changed_copy(packed, tmp_path, "int8", narrow)
     model = Trainer(config_of(tmp_path / "run", tmp_path, "int8")).model
     held = model.model.layers[0].self_attn.q_proj.aligned["weight"].weight.tensors["weight_scale"]
-    assert_bitwise_equal(held, narrow["model.layers.0.self_attn.q_proj.weight_scale"].float())
+    assert_bitwise_equal(held, tensors["model.layers.0.self_attn.q_proj.weight_scale"].float())
 
 
 def test_eight_bit_groups_are_known():
