@@ -31,7 +31,7 @@ _ZERO_BITS = tl.constexpr(0x4AFFFFFC)
 _PACK_BIAS = tl.constexpr((sum(0x4AFFFFFC << lane for lane in range(0, 32, 4)) + 2**31) % 2**32 - 2**31)
 # Between the exponents of FP32 and of a code.
 _BIAS = tl.constexpr(2.0**126)
-# Groups of one program, the fastest on an H200: `tools/bench/kernels/quantize_bandwidth.py`.
+# Groups of one program, the fastest on an H200; the quantizer has changed since.
 _LARGEST_TILE, _QUANTIZE_TILE, _UNSCALED_TILE = 1024, 128, 256
 
 
