@@ -6,8 +6,6 @@ Set QARL_COMPARE_RESULTS to a file to keep vLLM's figures as rows of docs/result
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,17 +164,16 @@ def test_tokens_of_another_response_are_far_from_the_engine(checkpoint):
 
 
 @pytest.mark.slow
-def test_the_command_writes_table_json_and_figure(checkpoint, tmp_path):
+def test_the_command_writes_table_json_and_figure(qarl, checkpoint, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "12+34="}, {"prompt_token_ids": [5, 6, 7]}, {"problem": "7*8="}]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     options = ["--format", "w4a16", "--format", "fp8_block", "--prompts", prompts, "--max-new-tokens", 6]
     options += ["--device", "cpu", "--output", tmp_path / "out"]
-    command = [sys.executable, "-m", "qarl_nemo", "compare", checkpoint, *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    code, printed = qarl("compare", checkpoint, *options)
+    assert code == 0, printed
     for text in ("aligned w4a16", "rollout_only fp8_block", "engine bf16", "k3 KL", "greedy"):
-        assert text in done.stdout
+        assert text in printed
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert len(written["rows"]) == 22
     assert written["rows"][0]["arm"] == "bf16"

@@ -23,7 +23,7 @@ from support.megatron.models import (
 from megatron.core import dist_checkpointing
 
 from qarl_nemo.megatron.alignment import Alignment
-from qarl_nemo.megatron.publish import publish_layers
+from support.megatron.compare import published
 
 Described = set[tuple[Any, ...]]
 
@@ -66,11 +66,7 @@ def reloaded(saved: Layout, loaded: Layout, alignment: Alignment) -> dict[str, T
             for parameter in model.parameters():
                 parameter.zero_()
         model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder[0]))
-        tensors = {
-            name: tensor.clone()
-            for layer in publish_layers([model], vocab_size=TINY.vocab)
-            for name, tensor in layer.items()
-        }
+        tensors = {name: tensor.clone() for name, tensor in published([model], vocab_size=TINY.vocab)}
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])

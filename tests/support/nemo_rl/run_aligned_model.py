@@ -28,10 +28,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
-from qarl_nemo.megatron.publish import publish_layers
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, aligned_spec, executing, require_aligned
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.stages import Stages
+from support.megatron import compare
 
 FMT, BF16 = get_format("w4a16", group_size=32), get_format("bf16")
 TOKENS = 12
@@ -52,19 +52,12 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What the engine would be sent."""
-    return {
-        name: tensor.clone()
-        for layer in publish_layers([model], vocab_size=TINY.vocab)
-        for name, tensor in layer.items()
-    }
+    return {name: tensor.clone() for name, tensor in compare.published([model], vocab_size=TINY.vocab)}
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether two updates hold the same bytes."""
-    return left.keys() == right.keys() and all(
-        torch.equal(tensor.contiguous().view(torch.uint8), right[name].contiguous().view(torch.uint8))
-        for name, tensor in left.items()
-    )
+    return left.keys() == right.keys() and all(compare.same_bytes(one, right[name]) for name, one in left.items())
 
 
 def other_formats() -> dict[str, bool]:

@@ -51,27 +51,21 @@ def session():
     refit(session, update_of(9))
 
 
-def test_nothing_is_served_that_did_not_arrive(session):
+WHOLE = update_of(2).tensors
+ARRIVED = {
+    "nothing": ([], rf"version 2 is not served; 3 problem(.|\n)*missing: {NAMES[0]}"),
+    "a part": ([{name: WHOLE[name] for name in NAMES[1:]}], rf"1 problem\(s\):\n  missing: {NAMES[0]}$"),
+    "other bytes": ([WHOLE | {NAMES[1]: WHOLE[NAMES[1]] + 1}], f"{NAMES[1]}: its bytes differ"),
+    "a stranger": ([WHOLE, {STRANGER: torch.ones(3)}], f"not in the manifest: {STRANGER}"),
+}
+
+
+@pytest.mark.parametrize(("arrived", "said"), ARRIVED.values(), ids=ARRIVED)
+def test_only_what_was_announced_is_served_also_where_nobody_verifies(session, arrived, said):
     begin(session, update_of(2))
-    with pytest.raises(ValueError, match=f"version 2 is not served; 3 problem(.|\n)*missing: {NAMES[0]}"):
-        session.replace(2)
-    assert_serves(session, update_of(1))
-
-
-def test_nothing_is_served_that_arrived_in_part(session):
-    update = update_of(2)
-    begin(session, update)
-    session.receive(2, "direct", {name: update.tensors[name] for name in NAMES[1:]})
-    with pytest.raises(ValueError, match=rf"1 problem\(s\):\n  missing: {NAMES[0]}$"):
-        session.replace(2)
-    assert_serves(session, update_of(1))
-
-
-def test_nothing_is_served_that_arrived_changed_though_nobody_asked(session):
-    update = update_of(2)
-    begin(session, update)
-    send(session, RefitUpdate(update.manifest, [update.tensors | {NAMES[1]: update.tensors[NAMES[1]] + 1}]))
-    with pytest.raises(ValueError, match=f"{NAMES[1]}: its bytes differ"):
+    for tensors in arrived:
+        session.receive(2, "direct", tensors)
+    with pytest.raises(ValueError, match=said):
         session.replace(2)
     assert_serves(session, update_of(1))
 
@@ -245,12 +239,3 @@ def test_a_piece_of_what_is_installed_at_once_is_not_served(again):
     with pytest.raises(ValueError, match=f"comes in pieces, without {NAMES[1]}"):
         send_apart(session, update)
     assert session.served == {}
-
-
-def test_a_tensor_that_was_not_announced_is_not_served(session):
-    begin(session, update_of(2))
-    send(session, update_of(2))
-    session.receive(2, "direct", {STRANGER: torch.ones(3)})
-    with pytest.raises(ValueError, match=f"not in the manifest: {STRANGER}"):
-        session.replace(2)
-    assert_serves(session, update_of(1))
