@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from real_model_runs import engine_versions, run_figures, whole_runs
-from rows import parser_of, record, slug
+from real_model_runs import record_runs, run_figures, whole_runs
+from rows import parser_of, slug
 
-from qarl_nemo.metrics.machine import hardware
-from qarl_nemo.metrics.results import Figure, result_rows
+from qarl_nemo.metrics.results import Figure
 from qarl_nemo.metrics.runs import Run
 
 # Config -> what its rows begin with.
@@ -64,9 +63,7 @@ def main() -> None:
     if config not in COMPARISONS:
         parser.error(f"{arguments.folder} is none of {', '.join(COMPARISONS)}: a folder is named like its config")
     runs = whole_runs(arguments.folder)
-    command, device = f"qarl train examples/configs/{config}.yaml", arguments.device
-    facts = {"hardware": hardware(device), "versions": engine_versions(runs, device), "command": command}
-    record(arguments.record, result_rows(figures(runs, COMPARISONS[config]), **facts))
+    record_runs(arguments.record, figures(runs, COMPARISONS[config]), runs, config, arguments.device)
 
 
 if __name__ == "__main__":

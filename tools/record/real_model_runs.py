@@ -9,7 +9,7 @@ recovery, (QaRL - rollout-only) / (BF16 - rollout-only) of the paired seeds' mea
 rollout-only is behind BF16 by more than two standard errors of the paired difference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -87,18 +87,19 @@ def whole_runs(folder: Path) -> list[Run]:
     return whole
 
 
-def engine_versions(runs: list[Run], device: str) -> dict[str, str]:
-    """Return the versions of what computed the runs' figures.
+def record_runs(path: Path, figures: Iterable[Figure], runs: list[Run], config: str, device: str) -> None:
+    """Append the figures of runs, with what computed them.
 
     Args:
+        path: file of docs/results.
+        figures: what the runs gave.
         runs: the runs.
+        config: the name of their config.
         device: what they ran on, `cpu` or `cuda`.
-
-    Returns:
-        Package -> version.
     """
     served = any(run.setting("rollout.engine") == "vllm" for run in runs)
-    return versions() | (vllm_version(device) if served else {})
+    facts = {"hardware": hardware(device), "versions": versions() | (vllm_version(device) if served else {})}
+    record(path, result_rows(figures, command=f"qarl train examples/configs/{config}.yaml", **facts))
 
 
 def _accuracies(run: Run) -> list[float]:
@@ -117,9 +118,7 @@ def main() -> None:
     whole = whole_runs(arguments.folder)
     prefix = f"real_{arguments.model}_{arguments.data}"
     figures = [figure for run in whole for figure in run_figures(run, prefix)] + recoveries(whole, prefix)
-    command, device = f"qarl train examples/configs/{arguments.folder.resolve().name}.yaml", arguments.device
-    facts = {"hardware": hardware(device), "versions": engine_versions(whole, device), "command": command}
-    record(arguments.record, result_rows(figures, **facts))
+    record_runs(arguments.record, figures, whole, arguments.folder.resolve().name, arguments.device)
 
 
 if __name__ == "__main__":

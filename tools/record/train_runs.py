@@ -66,16 +66,9 @@ def vllm_rows(folder: Path, device: str) -> list[dict]:
     figures: list[Figure] = []
     for run in map(load_run, arms or [folder]):
         name = f"{prefix}_{slug(run.setting('run.arm'))}" if arms else prefix
-        summary = summarize_run(run)
-        seconds = {f"{phase}_s": _median(run, f"timing/{phase}_s") for phase in (() if arms else PHASES)}
         if not arms:
-            figures.append(Figure(f"{name}_steps", summary["num_steps"], "", ">="))
-        figures += [
-            Figure(f"{name}_reward_first", summary["reward_first"], "", ">="),
-            Figure(f"{name}_reward_final", summary["reward_final"], "", ">="),
-            Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<="),
-            *(Figure(f"{name}_{key}", value, "s", "<=") for key, value in seconds.items()),
-        ]
+            figures.append(Figure(f"{name}_steps", float(len(run.steps)), "", ">="))
+        figures += _run_figures(name, run, () if arms else PHASES)
     engines = versions() | vllm_version(device)
     return result_rows(figures, hardware=hardware(device), versions=engines, command=command)
 
@@ -121,13 +114,17 @@ def arm_figures(runs: list[Run], prefix: str, phases: Sequence[str]) -> Iterator
     common = min(len(run.steps) for run in runs)
     for run in runs:
         arm, cut = f"{prefix}_{slug(run.setting('run.arm'))}", _first_steps(run, common)
-        summary = summarize_run(cut)
         yield Figure(f"{arm}_steps", float(len(run.steps)), "", ">=")
-        yield Figure(f"{arm}_reward_first", summary["reward_first"], "", ">=")
-        yield Figure(f"{arm}_reward_final", summary["reward_final"], "", ">=")
-        yield Figure(f"{arm}_gap", summary["abs_gap_mean"], "nats", "<=")
-        for phase in phases:
-            yield Figure(f"{arm}_{phase}_s", _median(cut, f"timing/{phase}_s"), "s", "<=")
+        yield from _run_figures(arm, cut, phases)
+
+
+def _run_figures(name: str, run: Run, phases: Sequence[str]) -> Iterator[Figure]:
+    summary = summarize_run(run)
+    yield Figure(f"{name}_reward_first", summary["reward_first"], "", ">=")
+    yield Figure(f"{name}_reward_final", summary["reward_final"], "", ">=")
+    yield Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<=")
+    for phase in phases:
+        yield Figure(f"{name}_{phase}_s", _median(run, f"timing/{phase}_s"), "s", "<=")
 
 
 def _first_steps(run: Run, count: int) -> Run:
