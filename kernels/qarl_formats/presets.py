@@ -12,7 +12,8 @@
 | `bf16`        | BF16                         | BF16           | `on_accumulator`  |
 
 `w3a16` and `w2a16` are `w4a16` with codes on a grid of 3 or 2 bits: stored, served and multiplied as int4. `w5a16` ..
-`w7a16` share the integer arithmetic for experiments; no kernel of vLLM 0.25.1 was seen to serve them.
+`w7a16` share the integer arithmetic for experiments; of vLLM 0.25.1 only Humming's kernels, for dense layers, take such
+widths, and nothing is trained against them.
 """
 
 import re

@@ -171,7 +171,7 @@ def _settings_problems(fmt: QuantFormat, max_shard_bytes: int) -> list[str]:
     problems = []
     if fmt.vllm is None:
         served = " or ".join(formats_with_groups())
-        problems.append(f"format {fmt.name} is experimental, no kernel of vLLM 0.25.1 serves it; use {served}")
+        problems.append(f"format {fmt.name} is experimental, nothing writes it for vLLM; use {served}")
     if max_shard_bytes < 1:
         problems.append(f"max_shard_bytes={max_shard_bytes} must be at least 1")
     return problems
