@@ -53,35 +53,31 @@ def test_w4a8_adds_per_token_fp8_activations():
     assert quantization_config(get_format("w4a8"), ignore=IGNORE) == expected
 
 
-def test_fp8_channel_is_float_quantized():
-    config = quantization_config(get_format("fp8_channel"), ignore=IGNORE)
-    weights = config["config_groups"]["group_0"]["weights"]
-    stated = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+ROWS = {"num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
+# Format -> its name in compressed-tensors, what vLLM goes by in its weights, and its activations.
+OTHERS = {
+    "fp8_channel": ("float-quantized", ROWS | {"type": "float"}, PER_TOKEN),
+    "int8": ("int-quantized", ROWS | {"type": "int"}, PER_TOKEN | {"type": "int"}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats_say_what_vllm_goes_by(name):
+    config = quantization_config(get_format(name), ignore=IGNORE)
+    weights, (stored_as, stated, activations) = config["config_groups"]["group_0"]["weights"], OTHERS[name]
     assert {key: weights[key] for key in stated} == stated
-    # What else is said is compressed-tensors' own default.
-    assert {key: weights[key] for key in weights.keys() - stated.keys()} == {
-        "group_size": None,
-        "actorder": None,
-        "observer": "minmax",
-    }
-    assert config == compressed_tensors_config("float-quantized", weights, PER_TOKEN)
+    assert config == compressed_tensors_config(stored_as, weights, activations)
 
 
-def test_int8_is_int_quantized():
-    config = quantization_config(get_format("int8"), ignore=IGNORE)
-    weights = config["config_groups"]["group_0"]["weights"]
-    stated = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
-    assert {key: weights[key] for key in stated} == stated
-    assert config == compressed_tensors_config("int-quantized", weights, PER_TOKEN | {"type": "int"})
-
-
-def test_nvfp4_is_its_own_format_without_activations():
-    config = quantization_config(get_format("nvfp4"), ignore=IGNORE)
-    weights = config["config_groups"]["group_0"]["weights"]
-    stated = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    # vLLM goes by these, and by the absence of activations.
-    assert {key: weights[key] for key in stated} == stated
-    assert config == compressed_tensors_config("nvfp4-pack-quantized", weights, None)
+def test_what_else_is_said_of_weights_is_compressed_tensors_own_default():
+    weights = quantization_config(get_format("fp8_channel"), ignore=IGNORE)["config_groups"]["group_0"]["weights"]
+    defaults = {"group_size": None, "actorder": None, "observer": "minmax"}
+    assert {key: weights[key] for key in weights.keys() - OTHERS["fp8_channel"][1].keys()} == defaults
 
 
 def test_fp8_block_is_vllms_own_method():

@@ -19,6 +19,7 @@ CASES = (
         ([130] * 16, 768, 2048),
     ]
 )
+ROUNDINGS = ("on_accumulator", "rounded_product")
 
 
 @pytest.fixture(params=[(case, group) for case in range(len(CASES)) for group in (32, 64, 128)])
@@ -27,6 +28,26 @@ def problem(request, poisoned_empty):
     codes, scale = integer.quantize_integer(uneven_weight(len(counts), n, k), 4, group_size, "full_range")
     x = torch.randn(sum(counts), k).to(torch.bfloat16)
     return x.to(DEVICE), codes.to(DEVICE), scale.to(DEVICE), offsets_of(counts)
+
+
+def assert_read_out(words, scale, weight):
+    """Rows of the identity read the last expert's weight out, bit for bit but for the sign of zeros."""
+    eye = torch.eye(weight.shape[-1], dtype=torch.bfloat16, device=DEVICE)
+    out = grouped_gemm_int4(eye, words, scale, offsets_of([0] * (len(weight) - 1) + [len(eye)]))
+    assert_bitwise_equal(out + 0, weight[-1].T.contiguous() + 0)
+
+
+def assert_weighted(x, words, scale, offsets, weight):
+    """Rows are multiplied by their router weights where they are with BF16 weights."""
+    row_weight = torch.rand(len(x), device=DEVICE) + 0.01
+    found, expected = (
+        [multiply(x, *operands, offsets, row_weight=row_weight, weight_rounding=rounding) for rounding in ROUNDINGS]
+        for multiply, operands in ((grouped_gemm_int4, (words, scale)), (grouped_gemm_bf16, (weight,)))
+    )
+    for out, right, other in zip(found, expected, expected[::-1], strict=True):
+        assert (out != right).float().mean() < 0.05
+        assert (out != other).float().mean() > 0.1
+        assert_snr(out, right, 45)
 
 
 def test_product(problem):
@@ -43,26 +64,13 @@ def test_product(problem):
 
 
 def test_every_weight_is_rounded_as_the_reference(problem):
-    """Rows of the identity read the weight out."""
     _, codes, scale, _ = problem
-    num_experts, _, k = codes.shape
-    eye = torch.eye(k, dtype=torch.bfloat16, device=DEVICE)
-    expert = num_experts - 1
-    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=DEVICE)
-    offsets[-1] = k
-    out = grouped_gemm_int4(eye, integer.pack_int32(codes, 4), scale, offsets)
-    assert_bitwise_equal(out + 0, integer.dequantize_integer(codes, scale)[expert].T.contiguous() + 0)
+    assert_read_out(integer.pack_int32(codes, 4), scale, integer.dequantize_integer(codes, scale))
 
 
 def test_router_weight(problem):
     x, codes, scale, offsets = problem
-    row_weight = torch.rand(len(x), device=DEVICE) + 0.01
-    packed, weight = integer.pack_int32(codes, 4), integer.dequantize_integer(codes, scale)
-    for rounding in ("on_accumulator", "rounded_product"):
-        out = grouped_gemm_int4(x, packed, scale, offsets, row_weight=row_weight, weight_rounding=rounding)
-        expected = grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
-        assert (out != expected).float().mean() < 0.05
-        assert_snr(out, expected, 45)
+    assert_weighted(x, integer.pack_int32(codes, 4), scale, offsets, integer.dequantize_integer(codes, scale))
 
 
 @pytest.fixture(params=[([0, 5, 3], 40, 96)] if INTERPRETED else CASES, ids=str)
@@ -79,12 +87,7 @@ def test_nvfp4_product_and_its_weighted_rows(nvfp4_problem):
     weight, words = nvfp4.unscaled(packed, scale), packed.view(torch.int32)
     plain = grouped_gemm_int4(x, words, scale, offsets)
     assert_snr(plain, product_by_expert(x, weight, offsets), 45)
-    row_weight = torch.rand(len(x), device=DEVICE) + 0.01
-    for rounding in ("on_accumulator", "rounded_product"):
-        out = grouped_gemm_int4(x, words, scale, offsets, row_weight=row_weight, weight_rounding=rounding)
-        expected = grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
-        assert (out != expected).float().mean() < 0.05
-        assert_snr(out, expected, 45)
+    assert_weighted(x, words, scale, offsets, weight)
     moved = scale.view(torch.uint8).flatten().roll(1).view(scale.shape).view(scale.dtype)
     for wrong in (nvfp4.unscaled(packed ^ 1, scale), nvfp4.unscaled(packed, moved)):
         with pytest.raises(AssertionError, match="SNR"):
@@ -93,12 +96,7 @@ def test_nvfp4_product_and_its_weighted_rows(nvfp4_problem):
 
 def test_every_nvfp4_weight_is_read_exactly(nvfp4_problem):
     _, packed, scale, _ = nvfp4_problem
-    weight = nvfp4.unscaled(packed, scale)
-    eye = torch.eye(weight.shape[-1], dtype=torch.bfloat16, device=DEVICE)
-    offsets = torch.zeros(len(packed) + 1, dtype=torch.int32, device=DEVICE)
-    offsets[-1] = len(eye)
-    out = grouped_gemm_int4(eye, packed.view(torch.int32), scale, offsets)
-    assert_bitwise_equal(out + 0, weight[-1].T.contiguous() + 0)
+    assert_read_out(packed.view(torch.int32), scale, nvfp4.unscaled(packed, scale))
 
 
 def test_all_problems_are_named():
