@@ -15,8 +15,6 @@ from qarl_nemo.train.run import train_run
 from support.engines import TOKENIZER, tiny_model
 from support.runs import make_config, train
 
-pytestmark = pytest.mark.slow
-
 LORA = {"rank": 8, "alpha": 16, "targets": ["attention", "experts"], "norms": True}
 IDS = torch.tensor([[5, 3, 8, 2]])
 

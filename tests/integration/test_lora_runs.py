@@ -77,7 +77,6 @@ def test_the_files_are_pefts_and_the_base_is_kept_once(run):
     AutoModelForCausalLM.from_pretrained(run_dir / "base", local_files_only=True)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_same_numbers(run, tmp_path):
     for steps in (2, 4):
         train_run(config_of(tmp_path, steps=steps))
@@ -89,7 +88,6 @@ def test_a_resumed_run_goes_on_to_the_same_numbers(run, tmp_path):
             assert_bitwise_equal(parts[name], tensor)
 
 
-@pytest.mark.slow
 def test_noise_on_frozen_norms_reaches_the_engine_and_is_replayed(tmp_path):
     trainer = train_run(config_of(tmp_path, {"rank": 8}, steps=3, rollout={"noise": NOISE | {"stages": 3}}))
     metrics = read_metrics(tmp_path)

@@ -50,9 +50,7 @@ def test_validation_and_the_end_are_without_noise(run):
         assert_bitwise_equal(trainer.sampler.model.get_parameter(name), saved[name])
 
 
-@pytest.mark.parametrize(
-    "stopped_at", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stopped_at", [1, 2, 3])
 def test_a_killed_run_goes_on_to_the_same_numbers(run, stopped_at, tmp_path, monkeypatch):
     blocks = {"rollout": {"noise": NOISE}, "checkpointing": {"save_period": 1}}
     trainer = Trainer(make_config(tmp_path, **blocks))

@@ -38,16 +38,13 @@ def test_a_learner_that_stayed_on_the_old_grid_would_show(tmp_path, monkeypatch)
     assert gaps[0] < 1e-4 < 1e-2 < gaps[2]
 
 
-@pytest.mark.slow
 def test_rollouts_alone_may_change_their_grid(tmp_path):
     train(tmp_path, qarl=QARL | {"alignment": "rollout_only"})
     gaps = column(read_metrics(tmp_path), "mismatch/abs_gap_mean")
     assert gaps[0] < gaps[1] < gaps[2]
 
 
-@pytest.mark.parametrize(
-    "stopped_at", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stopped_at", [1, 2, 3])
 def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(run, stopped_at, tmp_path):
     checkpointing = {"save_period": 1}
     train(tmp_path, qarl=QARL, checkpointing=checkpointing, grpo={"max_num_steps": stopped_at})
@@ -91,7 +88,7 @@ def test_forgotten_moments_leave_a_new_optimizer(run):
         assert torch.allclose(master, expected, rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize(("name", "num_bits"), [("w4a16", 4), pytest.param("w8a16", 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "num_bits"), [("w4a16", 4), ("w8a16", 8)])
 def test_stages_may_be_nested_in_one_grid(name, num_bits, tmp_path):
     stages = [{"from_step": 2, "bits": 2}]
     nested = {"format": name, "nested_in": "w8a16", "schedule": stages}

@@ -52,7 +52,7 @@ def logits(model):
         return model(input_ids=torch.tensor([PROMPTS[2]])).logits
 
 
-@pytest.mark.parametrize("name", ["w4a16", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_forward_is_that_of_aligned_weights_and_gradients_go_to_the_rest(name, source, packed, tmp_path):
     model = Trainer(config_of(tmp_path, packed, name)).model
     masters, _ = load_checkpoint(source, torch.float32)
@@ -86,7 +86,6 @@ def test_the_base_is_in_memory_once_and_no_refit_brings_it(packed, tmp_path):
     assert not any("_proj" in name for name in published)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_same_numbers(packed, odd_rewards, tmp_path):
     grpo = {"max_num_steps": 4, "num_prompts_per_step": 4, "train_global_batch_size": 16, "val_period": 0}
     train_run(config_of(tmp_path / "whole", packed, grpo=grpo))
