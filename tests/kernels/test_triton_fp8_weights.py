@@ -24,7 +24,7 @@ QUANTIZE = {
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-def check(quantized, weight, reference):
+def assert_is_the_references(quantized, weight, reference):
     w8, scale, nonfinite = quantized
     expected_w8, expected_scale = reference(weight)
     assert_bitwise_equal(scale, expected_scale)
@@ -39,7 +39,7 @@ def test_quantizes_and_dequantizes_as_the_reference(make, shape, kind):
     quantize, reference, dequantize = QUANTIZE[kind]
     weight = make(*shape[:-1], -(-shape[-1] // 32) * 32)[..., : shape[-1]].contiguous().to(DEVICE)
     w8, scale, nonfinite = quantize(weight)
-    check((w8, scale, nonfinite), weight, reference)
+    assert_is_the_references((w8, scale, nonfinite), weight, reference)
     wide = scale if kind == "channel" else fp8.expand_block_scale(scale, *shape[-2:])
     assert_bitwise_equal(dequantize(w8, scale), (w8.float() * wide).bfloat16())
 
@@ -51,7 +51,7 @@ def test_scales_of_the_wrong_axis_are_told_apart():
     with pytest.raises(AssertionError, match="elements differ"):
         assert_bitwise_equal(fp8_block_dequantize(w8, scale.t().contiguous()), expected)
     with pytest.raises(AssertionError, match="elements differ"):
-        check(fp8_channel_quantize(weight), weight.flip(0), fp8.quantize_channel)
+        assert_is_the_references(fp8_channel_quantize(weight), weight.flip(0), fp8.quantize_channel)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -59,16 +59,16 @@ def test_scales_of_the_wrong_axis_are_told_apart():
 def test_experts_may_lie_anywhere(layout, kind):
     quantize, reference, _ = QUANTIZE[kind]
     weight = uneven_weight(4, 3, 256).to(DEVICE)
-    check(quantize(layout(weight)), weight, reference)
+    assert_is_the_references(quantize(layout(weight)), weight, reference)
     with pytest.raises(AssertionError, match="elements differ"):
-        check(quantize(layout(weight)), weight.flip(0), reference)
+        assert_is_the_references(quantize(layout(weight)), weight.flip(0), reference)
 
 
 # 2^-120: the scale is subnormal. From 2^-17 of the maximum on all quotients round to zero.
 @pytest.mark.parametrize("exponent", [-120, -110, 0, 127])
 def test_all_pairs_of_significands(exponent):
     weight = (significand_pairs(4096, octaves=20).float() * 2.0**exponent).bfloat16().to(DEVICE)
-    check(fp8_channel_quantize(weight), weight, fp8.quantize_channel)
+    assert_is_the_references(fp8_channel_quantize(weight), weight, fp8.quantize_channel)
 
 
 def test_a_product_with_the_rounded_reciprocal_is_not_the_quotient():
@@ -108,7 +108,7 @@ def test_all_pairs_of_bf16_numbers():
     for amax in numbers.split(1024):
         weight = torch.minimum(spread[None], amax[:, None, None])
         weight = torch.cat([amax[:, None, None].expand(-1, len(spread), 1), -weight], -1).flatten(0, 1)
-        check(fp8_channel_quantize(weight), weight, fp8.quantize_channel)
+        assert_is_the_references(fp8_channel_quantize(weight), weight, fp8.quantize_channel)
 
 
 def test_errors_name_everything_wrong():

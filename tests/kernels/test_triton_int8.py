@@ -84,7 +84,7 @@ def test_fused_quantization_is_that_of_the_rounded_swiglu(shape):
         assert_same_quantization(actual, int8.quantize_token(swiglu(swapped), dense=False), dense=False)
 
 
-def check_weight(quantized, weight):
+def assert_is_the_references(quantized, weight):
     w8, scale, nonfinite = quantized
     expected_w8, expected_scale = int8.quantize_channel(weight)
     assert_bitwise_equal(scale, expected_scale)
@@ -97,15 +97,15 @@ def check_weight(quantized, weight):
 @pytest.mark.parametrize("shape", [(1, 384), (3, 7, 264)] if INTERPRETED else [(7, 1531, 2048), (300, 16384)], ids=str)
 def test_weights_are_quantized_as_the_reference(make, shape):
     weight = make(*shape[:-1], -(-shape[-1] // 32) * 32)[..., : shape[-1]].contiguous().to(DEVICE)
-    check_weight(int8_channel_quantize(weight), weight)
+    assert_is_the_references(int8_channel_quantize(weight), weight)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_experts_may_lie_anywhere(layout):
     weight = uneven_weight(4, 3, 256).to(DEVICE)
-    check_weight(int8_channel_quantize(layout(weight)), weight)
+    assert_is_the_references(int8_channel_quantize(layout(weight)), weight)
     with pytest.raises(AssertionError, match="elements differ"):
-        check_weight(int8_channel_quantize(layout(weight)), weight.flip(0))
+        assert_is_the_references(int8_channel_quantize(layout(weight)), weight.flip(0))
 
 
 # 2^-120: the scale is subnormal. From 2^-8 of the maximum on all quotients round to zero.
@@ -113,7 +113,7 @@ def test_experts_may_lie_anywhere(layout):
 def test_all_pairs_of_significands(exponent):
     pairs = significand_pairs(4096, octaves=10)[:: 32 if INTERPRETED else 1]
     weight = (pairs.float() * 2.0**exponent).bfloat16().to(DEVICE)
-    check_weight(int8_channel_quantize(weight), weight)
+    assert_is_the_references(int8_channel_quantize(weight), weight)
 
 
 def test_rows_that_are_not_finite_are_counted():

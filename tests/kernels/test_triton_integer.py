@@ -33,7 +33,7 @@ SHAPES = [(1, 128), (5, 768), (3, 7, 384)] if INTERPRETED else [(1, 128), (2, 1,
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-def check(quantized, weight, group_size, convention, grid_bits=4, num_bits=4):
+def assert_is_the_references(quantized, weight, group_size, convention, grid_bits=4, num_bits=4):
     """Everything that was written is what the reference computes."""
     codes, scale = integer.quantize_integer(weight, grid_bits, group_size, convention)
     assert_bitwise_equal(quantized.packed, integer.pack_int32(codes, num_bits))
@@ -58,7 +58,7 @@ def test_quantizes_as_the_reference(make, shape, convention, group_size, emit):
     weight = make(*shape).to(DEVICE)
     quantized = integer_quantize_pack(weight, group_size, convention, emit=emit)
     assert (quantized.dequantized is not None, quantized.w8 is not None) == (emit == "bf16", emit == "fp8")
-    check(quantized, weight, group_size, convention)
+    assert_is_the_references(quantized, weight, group_size, convention)
 
 
 GRIDS = [(bits, convention, "bf16") for bits in (2, 3) for convention in CONVENTIONS]
@@ -69,9 +69,9 @@ GRIDS += [(2, "full_range", "fp8"), (4, "clipped_range", "bf16"), (4, "clipped_r
 def test_other_grids_are_quantized_as_the_reference(grid_bits, convention, emit):
     weight = significand_pairs(128, octaves=1).bfloat16().to(DEVICE)
     quantized = integer_quantize_pack(weight, 128, convention, grid_bits=grid_bits, emit=emit)
-    check(quantized, weight, 128, convention, grid_bits)
+    assert_is_the_references(quantized, weight, 128, convention, grid_bits)
     with pytest.raises(AssertionError, match="elements differ"):
-        check(quantized, weight, 128, "full_range")
+        assert_is_the_references(quantized, weight, 128, "full_range")
 
 
 @pytest.mark.parametrize("make", WEIGHTS.values(), ids=WEIGHTS)
@@ -79,7 +79,7 @@ def test_other_grids_are_quantized_as_the_reference(grid_bits, convention, emit)
 def test_codes_of_8_bits_are_quantized_as_the_reference(make, group_size):
     weight = make(*SHAPES[-1]).to(DEVICE)
     quantized = integer_quantize_pack(weight, group_size, "full_range", num_bits=8, emit="bf16")
-    check(quantized, weight, group_size, "full_range", 8, 8)
+    assert_is_the_references(quantized, weight, group_size, "full_range", 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_codes_of_8_bits_are_quantized_as_the_reference(make, group_size):
 def test_grids_that_8_bits_hold(grid_bits, convention):
     weight = significand_pairs(128, octaves=1 if INTERPRETED else 8).bfloat16().to(DEVICE)
     quantized = integer_quantize_pack(weight, 128, convention, num_bits=8, grid_bits=grid_bits, emit="bf16")
-    check(quantized, weight, 128, convention, grid_bits, 8)
+    assert_is_the_references(quantized, weight, 128, convention, grid_bits, 8)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_packed_codes_of_8_bits_are_unpacked_for_the_gemm():
 def test_experts_may_lie_anywhere(layout, emit):
     weight = uneven_weight(4, 3, 256).to(DEVICE)
     quantized = integer_quantize_pack(layout(weight), 128, "full_range", emit=emit)
-    check(quantized, weight, 128, "full_range")
+    assert_is_the_references(quantized, weight, 128, "full_range")
     with pytest.raises(AssertionError, match="elements differ"):
-        check(quantized, weight.flip(0), 128, "full_range")
+        assert_is_the_references(quantized, weight.flip(0), 128, "full_range")
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
@@ -161,7 +161,7 @@ def test_experts_may_lie_anywhere(layout, emit):
 def test_all_pairs_of_significands(convention, exponent):
     # Scales below 2^-126 are clamped: at 2^-120 small maxima have ties of their own.
     weight = (significand_pairs(128, octaves=6).float() * 2.0**exponent).bfloat16().to(DEVICE)
-    check(integer_quantize_pack(weight, 128, convention, emit="fp8"), weight, 128, convention)
+    assert_is_the_references(integer_quantize_pack(weight, 128, convention, emit="fp8"), weight, 128, convention)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -276,7 +276,7 @@ def test_a_cuda_graph_sees_new_weights(layout):
         for weight in weights:
             weight.copy_(uneven_weight(64, 2048))
         graph.replay()
-        check(quantized, torch.stack(weights), 128, "full_range")
+        assert_is_the_references(quantized, torch.stack(weights), 128, "full_range")
 
 
 @pytest.mark.gpu
@@ -291,7 +291,7 @@ def test_all_pairs_of_bf16_numbers(convention, num_bits):
         weight = torch.minimum(spread[None], amax[:, None, None])
         weight = torch.cat([amax[:, None, None].expand(-1, len(spread), 1), -weight], -1).flatten(1)
         quantized = integer_quantize_pack(weight, 128, convention, num_bits=num_bits, emit="bf16")
-        check(quantized, weight, 128, convention, num_bits, num_bits)
+        assert_is_the_references(quantized, weight, 128, convention, num_bits, num_bits)
 
 
 def test_errors_name_everything_wrong():
