@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qarl_formats import DEFAULT_FORMAT, formats_with_groups
+from qarl_nemo.architecture import FAMILIES, MEGATRON_FAMILIES, config_file
 from qarl_nemo.cli.options import Format, GroupSize, NestedIn, Targets, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import check_targets, split_targets
@@ -70,7 +71,13 @@ def doctor(
 @command
 def memory(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="Hugging Face Qwen3, Qwen3-MoE or Qwen2 folder, or its config.json.")],
+    model: Annotated[
+        Path,
+        Path,
+        typer.Argument(
+            help="Hugging Face Qwen3, Qwen3-MoE or Qwen2 folder, or its config.json; with --lora also Llama, Mistral."
+        ),
+    ],
     gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 8,
     gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB: 79 for an H100, 139 for an H200.")] = 79.0,
     layout: Annotated[list[str] | None, typer.Option(help="E.g. tp2_ep8; repeat. Default: several.")] = None,
@@ -102,19 +109,22 @@ def memory(
     """
     from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, require_targets
 
-    size = ModelSize.read(model)
+    size = ModelSize.read(model, MEGATRON_FAMILIES if lora is None else tuple(FAMILIES))
     chosen = check_targets(split_targets(targets))
     require_targets(size, chosen)
     if group_size is not None and format_name not in (grouped := formats_with_groups()):
         raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
     if not 0 < gpu_gib <= 2**20:
         raise ValueError(f"gpu_gib={gpu_gib} must lie between 0 and {2**20}")
-    base = Learner(format_name, group_size or 128, "attention" in chosen, keep_operand, tokens=tokens)
+    base = Learner(format_name, group_size or 128, chosen, keep_operand, tokens=tokens)
     if lora is not None:
         _require_lora_options(context)
+        _require_own_format(model, base)
         adapted = replace(base, recompute="full", logits=False, logprob_chunk=logprob_chunk or 1024)
         _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib)
         return
+    if alone := [option for option in _given_options(context) if option in ("--lora-targets", "--cache-gib")]:
+        raise ValueError(f"{', '.join(alone)}: of adapters on a frozen base; name their rank with --lora")
     if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
         raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
     base = replace(base, gradient_bytes=gradient_bytes, logprob_chunk=logprob_chunk, nested_in=nested_in)
@@ -169,6 +179,20 @@ def _require_lora_options(context: typer.Context) -> None:
     wrong = sorted(learners.intersection(_given_options(context)))
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: of a Megatron learner on several GPUs; leave it out with --lora")
+
+
+def _require_own_format(model: Path, learner: "Learner") -> None:
+    """Require that a quantized checkpoint, which is executed as it is stored, takes the bits that are computed."""
+    from qarl_nemo.checkpoints.stored import stored_format
+    from qarl_nemo.files import read_json
+
+    config = read_json(config_file(model), "a model's config.json")
+    stored = stored_format(config.get("quantization_config") or {})
+    if stored and learner.record and stored.bits_per_weight != learner.record.bits_per_weight:
+        size = f" --group-size {stored.group_size}" if stored.group_sizes else ""
+        raise ValueError(
+            f"{model} is stored as {stored.name}, as which a frozen base is executed: add --format {stored.name}{size}"
+        )
 
 
 def _given_options(context: typer.Context) -> list[str]:

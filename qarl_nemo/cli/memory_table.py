@@ -68,7 +68,7 @@ def _peak_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, tokens: 
 
 
 def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes: float, cache_bytes: float) -> Table:
-    """Return a table of what one GPU holds with each rollout engine.
+    """Return a table of what one GPU holds with each rollout engine, also with one that serves no adapters there.
 
     Args:
         model: the model's sizes.
@@ -83,13 +83,15 @@ def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes
         f"with {OVERHEAD_BYTES / GIB:g} beside its tensors it must fit in {gpu_bytes / GIB:g}; tokens: the largest "
         "micro-batch that does"
     )
-    table = Table("engine", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens", title=title)
+    table = Table("rollouts by", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens", title=title)
     for engine in ENGINES:
         memory = partial(adapted_memory, model, adapters=adapters, engine=engine, cache_bytes=cache_bytes)
         needed = memory(learner)
         sizes = [*(needed.parts[name] for name in ADAPTED_PARTS), needed.rollout_bytes, needed.update_bytes]
         fits = "[green]yes[/]" if needed.peak_bytes + OVERHEAD_BYTES <= gpu_bytes else "[red]no[/]"
         most = largest_budget(partial(_adapted_peak_bytes, memory, learner), gpu_bytes - OVERHEAD_BYTES)
+        if engine == "vllm" and learner.record and not learner.record.runs_beside_adapters(learner.targets):
+            fits, most = "[red]not served[/]", None
         table.add_row(engine, *(f"{size / GIB:.1f}" for size in sizes), fits, str(most or "-"))
     return table
 

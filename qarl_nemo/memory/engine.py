@@ -18,9 +18,7 @@ def served_bytes(model: ModelSize, served: Learner, *, published: bool = False) 
     Returns:
         Bytes, on all of the engine's GPUs together.
     """
-    per_layer = model.expert_parameters + model.mlp_parameters
-    per_layer += model.attention_parameters if served.attention else 0
-    quantized = model.num_layers * per_layer
+    quantized = model.num_layers * sum(model.linears[target] for target in served.targets)
     fmt = served.record or get_format(BASELINE)
     packed = stored_bytes(fmt if published else fmt.narrowed)
     return packed * quantized + BF16 * (model.num_parameters - quantized)

@@ -26,7 +26,7 @@ class Learner:
     Attributes:
         format: the executed format, such as `w4a16`; None for Megatron's own BF16.
         group_size: elements per scale of integer formats.
-        attention: whether attention is quantized, too.
+        targets: what is quantized; of `experts` and `mlp` a model has one.
         keep_operand: whether it keeps what GEMMs multiply.
         optimizer: one of `OPTIMIZERS`.
         gradient_bytes: bytes of one gradient element: 4 (FP32) or 2.
@@ -40,7 +40,7 @@ class Learner:
 
     format: str | None = DEFAULT_FORMAT
     group_size: int = 128
-    attention: bool = False
+    targets: tuple[str, ...] = ("experts", "mlp")
     keep_operand: bool = False
     optimizer: str = "adam"
     gradient_bytes: int = FP32
@@ -118,12 +118,12 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
         Bytes by purpose.
     """
     layers = -(-model.num_layers // ranks.pp)
-    experts = layers * model.expert_parameters / (ranks.ep * ranks.etp)
-    targeted_attention = layers * model.attention_parameters / ranks.tp
+    shares = {"experts": ranks.ep * ranks.etp, "attention": ranks.tp, "mlp": ranks.tp}
+    linears = {target: layers * count / shares[target] for target, count in model.linears.items()}
     # The first stage has the embedding, the last one the head; without pipelines one rank has both.
     tables = 1 if model.tied_head or ranks.pp > 1 else 2
-    mlp = layers * model.mlp_parameters / ranks.tp
-    dense = targeted_attention + mlp + layers * model.small_parameters
+    experts = linears["experts"]
+    dense = linears["attention"] + linears["mlp"] + layers * model.small_parameters
     dense += tables * model.vocab_size * model.hidden / ranks.tp + model.hidden
     state = OPTIMIZERS[learner.optimizer]
     activations, working = _activations(model, ranks, learner, layers)
@@ -132,7 +132,7 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
             "weights": BF16 * (experts + dense),
             "gradients": learner.gradient_bytes * (experts + dense),
             "optimizer": state * (experts / ranks.expert_optimizer_shards + dense / ranks.optimizer_shards),
-            "packed": _cache_bytes(learner) * (experts + mlp + (targeted_attention if learner.attention else 0)),
+            "packed": _cache_bytes(learner) * sum(linears[target] for target in learner.targets),
             "activations": activations,
             "working": working,
             "logits": _logits_bytes(model, ranks, learner) if learner.logits else 0.0,
@@ -223,12 +223,12 @@ def _layer_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> tupl
     working = BF16 * tokens * 4 * model.hidden
     if model.num_experts:
         rows = tokens * model.top_k * ranks.etp * learner.busiest
+        fmt = learner.record if "experts" in learner.targets else None
         inner = model.inner / ranks.etp
         # Rows and fc1's output; Megatron's own layer keeps fc2's input, too.
-        layer += BF16 * rows * (model.hidden + (2 if learner.format else 3) * inner)
+        layer += BF16 * rows * (model.hidden + (2 if fmt else 3) * inner)
         # Gradients of the output rows and of SwiGLU's output and input, its weighted output, gradients of the rows.
         working += BF16 * rows * (2 * model.hidden + 4 * inner)
-        fmt = learner.record
         if fmt and fmt.is_quantized and not (learner.keep_operand and fmt.operand_bytes == BF16):
             # The backward multiplies by the weight that ran, unpacked to BF16.
             working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)

@@ -1,5 +1,6 @@
 """The sizes of a model that memory and time depend on, read from its config.json."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from qarl_nemo.memory.units import BF16
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a Qwen3, Qwen3-MoE or Qwen2 model that memory depends on; a model without experts is dense."""
+    """The sizes of a model that memory depends on; a model without experts is dense."""
 
     num_layers: int
     hidden: int
@@ -24,11 +25,12 @@ class ModelSize:
     tied_head: bool = False
 
     @classmethod
-    def read(cls, path: Path) -> "ModelSize":
+    def read(cls, path: Path, families: Sequence[str] = MEGATRON_FAMILIES) -> "ModelSize":
         """Read a Hugging Face folder, or its config.json.
 
         Args:
             path: folder or file.
+            families: model types that are legal.
 
         Returns:
             The model's sizes.
@@ -36,7 +38,7 @@ class ModelSize:
         Raises:
             FileError: no readable config.json of a supported model, or its layers are not alike.
         """
-        return cls.of(read_architecture(path, MEGATRON_FAMILIES), str(path))
+        return cls.of(read_architecture(path, families), str(path))
 
     @classmethod
     def of(cls, model: Architecture, place: str) -> "ModelSize":
@@ -87,6 +89,15 @@ class ModelSize:
         return 0 if self.num_experts else 3 * self.inner * self.hidden
 
     @property
+    def linears(self) -> dict[str, int]:
+        """Parameters of one layer by the target that they are."""
+        return {
+            "experts": self.expert_parameters,
+            "attention": self.attention_parameters,
+            "mlp": self.mlp_parameters,
+        }
+
+    @property
     def small_parameters(self) -> int:
         """Parameters of one layer that no rank splits: norms and router."""
         return 2 * self.hidden + 2 * self.head_dim + self.num_experts * self.hidden
@@ -99,5 +110,5 @@ class ModelSize:
     @property
     def num_parameters(self) -> int:
         """All parameters."""
-        layer = self.expert_parameters + self.attention_parameters + self.mlp_parameters + self.small_parameters
+        layer = sum(self.linears.values()) + self.small_parameters
         return self.num_layers * layer + (1 if self.tied_head else 2) * self.vocab_size * self.hidden + self.hidden

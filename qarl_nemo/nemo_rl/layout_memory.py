@@ -145,7 +145,7 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         format=qarl.executed_format.name,
         group_size=qarl.group_size or 128,
         nested_in=qarl.nested_in if qarl.executed_format.nested_bits else None,
-        attention="attention" in qarl.targets,
+        targets=tuple(qarl.targets),
         keep_operand=qarl.keep_operand,
         optimizer=_optimizer(look_up(megatron, "optimizer", {})),
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
@@ -161,7 +161,7 @@ def _served(qarl: Any) -> Learner:
     return Learner(
         format=qarl.format,
         group_size=qarl.group_size or 128,
-        attention="attention" in qarl.targets,
+        targets=tuple(qarl.targets),
         nested_in=qarl.nested_in,
     )
 

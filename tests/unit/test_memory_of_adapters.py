@@ -1,9 +1,12 @@
 """What one GPU of `qarl train` with adapters on a frozen base is computed to hold."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from qarl_formats import get_format, storage_config
 from qarl_nemo.memory import Learner, ModelSize
 from qarl_nemo.memory.lora import Adapters, adapted_memory
 
@@ -54,6 +57,48 @@ def test_attention_fits_80_gb_and_experts_141(model):
     assert memory(model, learner=bf16).peak_bytes > 79 * 2**30
 
 
+def test_what_is_no_target_stays_in_16_bits(model):
+    # 48 layers of 18.87e6 weights of attention, and 28.991e9 of experts, at 4.125 and at 16 bits.
+    attention = 48 * 2 * (32 + 4) * 128 * 2048
+    alone, both = (
+        memory(model, learner=replace(BASE, targets=which)) for which in (("attention",), ("attention", "experts"))
+    )
+    assert alone.parts["base"] == pytest.approx(2 * 30.532e9 - attention * (2 - 4.125 / 8), rel=1e-3)
+    assert both.parts["base"] == pytest.approx(2 * 30.532e9 - (attention + 28.991e9) * (2 - 4.125 / 8), rel=1e-3)
+    # The backward unpacks experts where they are packed; where they are not, it keeps fc2's input as well.
+    assert both.parts["working"] - alone.parts["working"] == 2 * 28_991_029_248 / 48 - 2 * 8192 * 8 * 768
+
+
+def test_a_quantized_base_is_computed_as_it_is_stored(tmp_path, qarl):
+    config = json.loads((MODEL / "config.json").read_text())
+    config["quantization_config"] = storage_config(get_format("nvfp4"), ignore=[])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, printed = qarl("memory", tmp_path, "--lora", 32)
+    assert code == 2
+    assert "is stored as nvfp4, as which a frozen base is executed: add --format nvfp4" in " ".join(printed.split())
+    code, printed = qarl("memory", tmp_path, "--lora", 32, "--format", "nvfp4")
+    assert code == 0, printed
+
+
+def test_engines_without_kernels_beside_adapters_fit_nowhere(qarl):
+    code, printed = qarl("memory", MODEL, "--lora", 32, "--format", "w4a8")
+    assert code == 0, printed
+    assert ["not served" in line for line in printed.splitlines() if "packed" in line or "vllm" in line] == [
+        False,
+        True,
+    ]
+
+
+def test_a_llama_is_a_base_too(tmp_path, qarl):
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, printed = qarl("memory", tmp_path, "--lora", 32, "--targets", "mlp,attention")
+    assert code == 0, printed
+    assert qarl("memory", tmp_path)[0] == 2
+
+
 def test_the_command_says_what_fits(qarl):
     code, printed = qarl("memory", MODEL, "--lora", 32, "--gpu-gib", 79, "--cache-gib", 16)
     assert code == 0, printed
@@ -68,6 +113,7 @@ def test_the_command_says_what_fits(qarl):
         (["--lora", "24"], "lora=24 is a rank that no engine serves; legal: 1, 8, 16"),
         (["--lora", "16", "--lora-targets", "mlp"], "targets mlp: this model has experts, attention"),
         (["--lora", "16", "--gpus", "8"], "--gpus: of a Megatron learner on several GPUs; leave it out with --lora"),
+        (["--lora-targets", "mlp", "--cache-gib", "8"], "--lora-targets, --cache-gib: of adapters on a frozen base"),
         (["--lora", "16", "--cache-gib", "0"], "cache_gib=0.0 must lie between 0 and"),
     ],
 )

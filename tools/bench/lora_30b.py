@@ -190,11 +190,10 @@ def step_figures(records: list[dict[str, Any]], options: argparse.Namespace, tra
 def computed_bytes(options: argparse.Namespace, trainer: Trainer) -> float:
     """Return the peak that `qarl memory --lora` computes for this run."""
     model = ModelSize.read(options.config)
-    quantized = options.base_targets.split(",")
     learner = Learner(
         options.format,
         options.group_size or 128,
-        "attention" in quantized,
+        tuple(options.base_targets.split(",")),
         tokens=options.tokens,
         recompute="full",
         logits=False,

@@ -35,7 +35,9 @@ def planned(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, f
     yield from ((f"phase_s_{phase}", seconds, "s") for phase, seconds in found.items())
     yield "step_s", step, "s"
     yield "tokens_s_gpu", work.tokens / work.gpus / step, "tokens/s"
-    learner = Learner(arm, 128, True, False, "adam_bf16", 2, work.train_tokens, "full", logprob_chunk=1024)
+    learner = Learner(
+        arm, 128, ("experts", "attention"), False, "adam_bf16", 2, work.train_tokens, "full", logprob_chunk=1024
+    )
     yield "memory_gib", rank_memory(model, work.ranks, learner).peak_bytes / GIB, "GiB"
 
 
