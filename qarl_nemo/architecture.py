@@ -13,7 +13,8 @@ from typing import Any
 from qarl_nemo.files import FileError, read_json
 
 CONFIG_FILE = "config.json"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# `models/...` is what our configs call a place of one's own.
+_HUB_NAME = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)

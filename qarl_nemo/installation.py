@@ -53,12 +53,14 @@ def find_config(given: Path) -> Path:
     Raises:
         ValueError: it is neither; names the nearest config.
     """
-    if given.exists():
+    if given.exists() and not given.is_dir():
         return given
     configs = shipped_configs()
     name = given.name.removesuffix(".yaml").removeprefix(_LOCAL)
     if given.parent in (Path(), Path("examples/configs")) and name in configs:
         return configs[name]
+    if given.is_dir():
+        raise ValueError(f"{given} is a folder, and no config; `qarl configs` lists the shipped ones")
     nearest = difflib.get_close_matches(name, configs, n=1)
     meant = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise ValueError(f"no config file {given}, and none of this name is shipped: {meant}`qarl configs` lists those")

@@ -30,4 +30,7 @@ def folder_hint(folder: Path) -> str:
     models = sorted(folder.glob("checkpoints/step_*/model"))
     if models:
         return f"; it is a run and holds {len(models)} models: name one of {', '.join(map(str, models))}"
+    runs = sorted(path.parent for path in folder.glob("*/checkpoints"))
+    if runs:
+        return f"; it holds {len(runs)} runs: name one of {', '.join(map(str, runs))}"
     return ""

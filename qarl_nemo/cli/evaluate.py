@@ -35,7 +35,7 @@ def eval_(
         Path, typer.Option(help="Results; every answer is kept beside it, and the same command goes on.")
     ] = Path("runs/eval/results.json"),
     data: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH: a local copy, jsonl, json or parquet; repeat. Else the hub.")
+        list[str] | None, typer.Option(help="NAME=PATH: a local copy, file or folder; repeat. Else the hub.")
     ] = None,
     engine: Annotated[str, typer.Option(help="vllm, packed (built in, any machine), or auto: vLLM on a GPU.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",

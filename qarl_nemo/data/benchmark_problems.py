@@ -9,11 +9,10 @@ from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmarks import Benchmark
 from qarl_nemo.data.config import BenchmarkConfig, DatasetConfig
 from qarl_nemo.data.problems import Task, with_system_prompt
-from qarl_nemo.data.records import read_records
+from qarl_nemo.data.records import fields_of, listed, part_of_copy, read_records
 from qarl_nemo.files import FileError
 from qarl_nemo.verify import reward
 
-_SHOWN = 8
 _MAX_QUOTED = 200
 _LETTER = r"(?:(?i:option|choice)\s*)?\(?([A-Z])\)?(?![\w'])"
 _BOXED_LETTER = re.compile(rf"\\boxed\s*\{{\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{)?\s*{_LETTER}")
@@ -44,18 +43,14 @@ def read_problems(benchmark: Benchmark, path: Path | None = None) -> list[Proble
                 found.append(_problem(benchmark, record))
             except (KeyError, TypeError, ValueError) as error:
                 missing = f"no field {error}" if isinstance(error, KeyError) else str(error)[:_MAX_QUOTED]
-                problems.setdefault(f"{missing}{_fields(record)}", []).append(place)
+                fields = fields_of(record) if isinstance(record, Mapping) else ""
+                problems.setdefault(missing + fields, []).append(place)
     except FileError as error:
         raise FileError(
             f"{benchmark.name}: {error}; with `qarl eval`, --data {benchmark.name}=PATH names a copy"
         ) from error
     if problems or not found:
-        listed = [
-            f"{places[0]}{f' and {len(places) - 1} more' * (len(places) > 1)}: {problem}"
-            for problem, places in problems.items()
-        ]
-        more = [f"and {len(listed) - _SHOWN} other kinds"] * (len(listed) > _SHOWN)
-        told = "; ".join(listed[:_SHOWN] + more) or "it is empty"
+        told = listed(problems) or "it is empty"
         raise FileError(f"{benchmark.name}: {path or benchmark.hub_path} is not {benchmark.title} as published: {told}")
     return found
 
@@ -122,11 +117,16 @@ def chosen_letter(response: str) -> str | None:
 
 
 def _records(benchmark: Benchmark, path: Path | None) -> Iterator[tuple[str, Any]]:
-    if path is not None:
-        yield from read_records(DatasetConfig(data_path=str(path), split=benchmark.split))
-        return
-    for subset in benchmark.subsets or (None,):
-        yield from read_records(DatasetConfig(data_path=benchmark.hub_path, subset=subset, split=benchmark.split))
+    subsets: tuple[str | None, ...] = benchmark.subsets or (None,)
+    if path is None:
+        parts = [(benchmark.hub_path, subset) for subset in subsets]
+    elif path.is_dir():
+        # A folder that is no copy of the hub's is the same for every subset, and read once.
+        parts = list(dict.fromkeys(part_of_copy(path, subset) for subset in subsets))
+    else:
+        parts = [(str(path), None)]
+    for source, subset in parts:
+        yield from read_records(DatasetConfig(data_path=source, subset=subset, split=benchmark.split))
 
 
 def _problem(benchmark: Benchmark, record: Any) -> Problem:
@@ -135,7 +135,3 @@ def _problem(benchmark: Benchmark, record: Any) -> Problem:
     if not isinstance(record, Mapping):
         raise TypeError(f"it is {str(record)[:80]!r}, not an object")
     return benchmark.read(record)
-
-
-def _fields(record: Any) -> str:
-    return f" (its fields: {', '.join(map(str, record))[:_MAX_QUOTED]})" if isinstance(record, Mapping) else ""

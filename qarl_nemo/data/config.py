@@ -2,11 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from qarl_nemo.config import StrictModel
 from qarl_nemo.data.benchmarks import Benchmark, find_benchmark
 from qarl_nemo.data.named import NAMED, OWN, AnswerFormat
+
+
+def _has_a_place(template: str) -> str:
+    if "{problem}" not in template:
+        raise ValueError("there is no {problem} in it, which stands for the problem")
+    return template
+
+
+PromptTemplate = Annotated[str, AfterValidator(_has_a_place)]
 
 
 class DatasetConfig(StrictModel):
@@ -23,7 +32,7 @@ class DatasetConfig(StrictModel):
     output_key: str | None = Field(None, description="Field of the answer; a.b leads into nested fields.")
     answer_format: AnswerFormat | None = None
     """How the answer stands in its field: `plain`, after the last `####` (`hash`), or in the last `\\boxed{}`."""
-    prompt_template: str = Field("{problem}", pattern=r"\{problem\}")
+    prompt_template: PromptTemplate = "{problem}"
     """The user's message, {problem} standing for the problem."""
     system_prompt: str | None = Field(None, description="A system message before it.")
     reward_function: str | None = Field(None, description="module:function in the place of math-verify.")
@@ -61,7 +70,7 @@ class BenchmarkConfig(StrictModel):
     benchmark: str
     """Its name in `qarl eval`: math500, aime24, gsm8k."""
     data_path: str | None = Field(None, min_length=1, description="Local copy in the set's own fields; None = the hub.")
-    prompt_template: str | None = Field(None, pattern=r"\{problem\}")
+    prompt_template: PromptTemplate | None = None
     """The user's message, {problem} standing for the question; None = the words of `qarl eval`."""
     system_prompt: str | None = Field(None, description="A system message before it.")
 

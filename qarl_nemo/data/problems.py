@@ -6,12 +6,11 @@ from typing import Any
 
 from qarl_nemo.data.answers import final_answer
 from qarl_nemo.data.config import DatasetConfig
-from qarl_nemo.data.records import read_records
+from qarl_nemo.data.records import fields_of, listed, read_records
 from qarl_nemo.data.reward_function import RewardFunction
 from qarl_nemo.verify import reward, rewards
 
 Messages = tuple[dict[str, str], ...]
-_NUM_SHOWN = 20
 _MAX_QUOTED = 200
 _ABSENT = object()
 
@@ -85,23 +84,24 @@ def read_tasks(config: DatasetConfig) -> list[Task]:
             something else in it; all are listed, with the fields they have.
     """
     judge = RewardFunction(config.reward_function) if config.reward_function else None
-    tasks, problems, fix = [], [], ""
+    tasks: list[Task] = []
+    problems: dict[str, list[str]] = {}
+    fix = ""
     for place, record in read_records(config):
         try:
             tasks.append(_task(record, config, judge))
         except _MissingFieldError as error:
-            problems.append(f"{place}: {error}")
+            problems.setdefault(str(error), []).append(place)
             fix = "; set input_key and output_key to the fields of problem and answer"
         except (ValueError, TypeError, RecursionError) as error:
             # Ours say it in words; a parser's are clearer with their name.
             name = "" if type(error) in (ValueError, TypeError) else f"{type(error).__name__} "
-            problems.append(f"{place}: {name}{str(error)[:_MAX_QUOTED]}")
+            problems.setdefault(name + str(error)[:_MAX_QUOTED], []).append(place)
     if problems or not tasks:
         source, (input_key, output_key, _) = config.data_path or config.dataset_name, config.fields
-        more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
         raise ValueError(
             f"{source}: every record needs the fields `{input_key}` (text or messages) and `{output_key}` (text or a "
-            f"number); " + ("; ".join(problems[:_NUM_SHOWN]) + more + fix or f"split {config.split!r} is empty")
+            f"number); {listed(problems) + fix or f'split {config.split!r} is empty'}"
         )
     return tasks
 
@@ -134,8 +134,7 @@ def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> T
     problem, answer = _look_up(record, input_key), _look_up(record, output_key)
     missing = [key for key, value in ((input_key, problem), (output_key, answer)) if value is _ABSENT]
     if missing:
-        fields = ", ".join(map(str, record))[:_MAX_QUOTED] or "none"
-        raise _MissingFieldError(f"no field {' and no '.join(map(repr, missing))} (its fields: {fields})")
+        raise _MissingFieldError(f"no field {' and no '.join(map(repr, missing))}{fields_of(record)}")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(f"the answer is {answer!r}, neither text nor a number")
     return Task(_prompt(problem, config), final_answer(str(answer), answer_format), judge, record if judge else {})

@@ -1,7 +1,8 @@
 """Records of a local file, a folder or the Hugging Face hub, each with its place for errors."""
 
+import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from qarl_nemo.installation import pip_command
 
 # What `datasets` calls the readers of single files.
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-_MAX_QUOTED = 200
+_NUM_SHOWN, _MAX_QUOTED = 20, 200
 
 
 def read_records(config: DatasetConfig) -> Iterator[tuple[str, Any]]:
@@ -42,7 +43,9 @@ def _local_file(config: DatasetConfig) -> Path | None:
     path = Path(config.data_path)
     if path.suffix in _READERS:
         if not path.is_file():
-            raise FileError(f"data file {path} does not exist")
+            named = NAMED.get(config.dataset_name)
+            copies = f"; data_path takes {named.copies}" if named else ""
+            raise FileError(f"data file {path} does not exist{copies}")
         return path
     if path.is_dir():
         named = [path / f"{config.split.partition('[')[0]}{suffix}" for suffix in _READERS]
@@ -76,36 +79,73 @@ def _part(split: str, num_records: int) -> slice:
     return slice(part.from_, part.to)
 
 
+def listed(problems: Mapping[str, Sequence[str]]) -> str:
+    """Tell what is wrong with records.
+
+    Args:
+        problems: what is wrong -> the places of the records of which it is true.
+
+    Returns:
+        `line 3, line 7 and 2 more: the problem`, one after the other; the first of them if they are many.
+    """
+    told = []
+    for problem, places in list(problems.items())[:_NUM_SHOWN]:
+        more = f" and {len(places) - _NUM_SHOWN} more" if len(places) > _NUM_SHOWN else ""
+        told.append(f"{', '.join(places[:_NUM_SHOWN])}{more}: {problem}")
+    return "; ".join(told + [f"and {len(problems) - _NUM_SHOWN} other kinds"] * (len(problems) > _NUM_SHOWN))
+
+
+def fields_of(record: Mapping[Any, Any]) -> str:
+    """Return a record's fields, in parentheses, for errors."""
+    return f" (its fields: {', '.join(map(str, record))[:_MAX_QUOTED] or 'none'})"
+
+
+def part_of_copy(folder: Path, subset: str | None) -> tuple[str, str | None]:
+    """Find one of the hub's configurations in a local copy.
+
+    Args:
+        folder: a copy of the hub's repository, or of its data alone.
+        subset: the configuration; None for the only one.
+
+    Returns:
+        What `datasets` reads, and the configuration if it knows that: one that the copy's README lists, else the
+        folder that is called so, else all of it.
+    """
+    if subset and (folder / "README.md").is_file():
+        # Of a copy that cannot be read, loading it says why.
+        with contextlib.suppress(Exception):
+            if subset in _datasets().get_dataset_config_names(str(folder)):
+                return str(folder), subset
+    return str(folder / subset if subset and (folder / subset).is_dir() else folder), None
+
+
 def _load_dataset(config: DatasetConfig, file: Path | None) -> Any:
     datasets, named = _datasets(), NAMED.get(config.dataset_name)
-    source = str(file or config.data_path or (named and named.hub_path))
+    source = str(config.data_path or (named and named.hub_path))
+    subset = config.subset or (named.subset if named else None)
+    is_local = config.data_path is not None and Path(source).exists()
     # Of a machine without a network, the hub's client tells each attempt.
     client = logging.getLogger("huggingface_hub")
     level = client.level
     client.setLevel(logging.ERROR)
     try:
         if file is not None:
-            files = {config.split.partition("[")[0]: source}
+            files = {config.split.partition("[")[0]: str(file)}
             return datasets.load_dataset(_READERS[file.suffix], data_files=files, split=config.split)
-        return datasets.load_dataset(source, _subset(config), split=config.split)
+        if is_local and config.subset is None:
+            source, subset = part_of_copy(Path(source), subset)
+        return datasets.load_dataset(source, subset, split=config.split)
     except Exception as error:  # the loader and the hub's client raise unrelated types
-        lines = str(error).splitlines() or [type(error).__name__]
+        # Of a file that cannot be read, only its cause says why; a second line lists the legal configurations.
+        told = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        reason = " ".join(str(told).splitlines()[:2]) or type(told).__name__
         copies = f" ({named.copies})" if named else ""
+        fix = "" if is_local else f"; without a network, set its data_path to a local file or folder{copies}"
         raise FileError(
-            f"dataset {source}, split {config.split!r}, cannot be loaded: {lines[0][:_MAX_QUOTED]}; without a network, "
-            f"set its data_path to a local file or folder{copies}"
+            f"dataset {source}, split {config.split!r}, cannot be loaded: {reason[:_MAX_QUOTED]}{fix}"
         ) from error
     finally:
         client.setLevel(level)
-
-
-def _subset(config: DatasetConfig) -> str | None:
-    named = NAMED.get(config.dataset_name)
-    if config.subset or named is None:
-        return config.subset
-    # A folder may be a copy of the hub's repository, or hold files alone.
-    is_copy = config.data_path is None or (Path(config.data_path) / (named.subset or "")).is_dir()
-    return named.subset if is_copy else None
 
 
 def _datasets() -> Any:

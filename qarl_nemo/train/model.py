@@ -95,6 +95,11 @@ def read_config(policy: PolicyConfig) -> PreTrainedConfig:
     if policy.model_init is not None:
         return tiny_config(policy.model_init, character_tokenizer())
     assert policy.model_path is not None
+    if not policy.model_path.exists():
+        raise FileError(
+            f"there is no {policy.model_path}: set policy.model_path to a Hugging Face checkpoint's folder"
+            f"{folder_hint(policy.model_path)}"
+        )
     config = checkpoint_config(policy.model_path)
     # The layers are ours; transformers would install its own.
     config.__dict__.pop("quantization_config", None)

@@ -268,7 +268,7 @@ def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
     wrong = EvalSettings(
         (checkpoint, checkpoint, tmp_path / "none"),
         ("gsm8k", "livecodebench", "gsm"),
-        tmp_path / "r.json",
+        tmp_path,
         {"gsm9k": sums},
         engine="sglang",
         device="cpu",
@@ -290,8 +290,22 @@ def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
         "temperature=-1.0 must lie in [0, 100]",
         "top_p=2.0 must lie in (0, 1]",
         "no.txt: expected a prompt file",
+        "is a folder; name a file, such as",
     ):
         assert expected in str(error.value), expected
+
+
+def test_all_data_that_is_missing_is_in_one_error(checkpoint, tmp_path):
+    copies = {name: tmp_path / f"{name}.jsonl" for name in ("aime24", "gsm8k")}
+    asked = EvalSettings((checkpoint,), tuple(copies), tmp_path / "r.json", copies, engine="packed", device="cpu")
+    with pytest.raises(ValueError, match=r"2 problem\(s\)(.|\n)*aime24.jsonl does not exist(.|\n)*gsm8k.jsonl does"):
+        prepare(asked)
+
+
+def test_a_folder_of_runs_names_them(tmp_path):
+    (tmp_path / "bf16" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(FileError, match=r"it holds 1 runs: name one of .*bf16"):
+        find_model(tmp_path)
 
 
 def test_greedy_answers_are_not_counted_several_times(checkpoint, tmp_path, sums):

@@ -119,7 +119,7 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
         ({"data": {"digits": 3}}, "data.source is missing and says which keys data has; legal: arithmetic, datasets"),
         (
             {"data": {"source": "datasets", "train": {"dataset_name": "math", "prompt_template": "Solve."}}},
-            "data.train.prompt_template: String should match",
+            "data.train.prompt_template: there is no {problem} in it",
         ),
         ({"grpo": {"num_generations_per_prompt": 1}}, "grpo.num_generations_per_prompt: Input should be greater"),
         ({"grpo": {"num_prompts_per_step": 60000, "num_generations_per_prompt": 4096}}, "a step has at most 1048576"),

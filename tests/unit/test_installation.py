@@ -21,6 +21,9 @@ def test_a_checkout_runs_its_own_examples_by_name(tmp_path, monkeypatch):
     demo = ROOT / "examples/configs/local_demo.yaml"
     for name in ("demo", "local_demo", "local_demo.yaml", "examples/configs/local_demo.yaml"):
         assert find_config(Path(name)) == demo
+    (tmp_path / "demo").mkdir()
+    assert find_config(Path("demo")) == demo, "a folder of data may be called as a config"
+    (tmp_path / "demo").rmdir()
     (tmp_path / "demo").write_text("mine")
     assert find_config(Path("demo")) == Path("demo"), "a file comes first"
     assert pip_command("vllm") == "pip install -e '.[vllm]'"
@@ -30,6 +33,11 @@ def test_a_checkout_runs_its_own_examples_by_name(tmp_path, monkeypatch):
 def test_an_unknown_config_is_answered_with_the_nearest_and_the_list(given):
     with pytest.raises(ValueError, match=rf"no config file {given}.*did you mean 'demo'\? `qarl configs` lists"):
         find_config(Path(given))
+
+
+def test_a_folder_is_no_config(tmp_path):
+    with pytest.raises(ValueError, match="is a folder, and no config; `qarl configs` lists"):
+        find_config(tmp_path)
 
 
 def test_configs_are_listed_with_their_first_line_and_printed(capsys):

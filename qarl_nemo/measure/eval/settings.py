@@ -161,7 +161,9 @@ def prepare(settings: EvalSettings) -> EvalJob:
     found = attempt(problems, find_benchmarks, list(settings.benchmarks)) or []
     template = attempt(problems, read_text, settings.prompt_file, "a prompt file") if settings.prompt_file else None
     records = [attempt(problems, _sampled_as, settings, one, template) for one in found]
-    questions = [attempt(problems, _ask, settings, one) for one in records if one and not problems]
+    # Data is read, perhaps from the hub, once all else is right; then all that is missing of it is listed.
+    records = [] if problems else records
+    questions = [attempt(problems, _ask, settings, one) for one in records if one]
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with this evaluation:\n  " + "\n  ".join(dict.fromkeys(problems)))
     assert device
@@ -187,6 +189,8 @@ def _choice_problems(settings: EvalSettings) -> list[str]:
         problems.append(f"no benchmark for the data of {', '.join(unknown)}; legal: {', '.join(BENCHMARKS)}")
     if not settings.models:
         problems.append("no model is named")
+    if settings.output.is_dir():
+        problems.append(f"output {settings.output} is a folder; name a file, such as {settings.output}/results.json")
     return problems
 
 

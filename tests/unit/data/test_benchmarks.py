@@ -136,7 +136,7 @@ def test_records_of_another_kind_are_all_named(name, change, expected, tmp_path)
         read_problems(BENCHMARKS[name], path)
     assert f"{name}: {path} is not {BENCHMARKS[name].title}" in str(error.value)
     assert re.search(f"line 2: .*{re.escape(expected)}", str(error.value))
-    assert "line 3 and 1 more: no field '" in str(error.value)
+    assert "line 3, line 4: no field '" in str(error.value)
     assert "(its fields: foreign)" in str(error.value)
 
 
@@ -155,6 +155,22 @@ def test_a_validation_set_of_letters_is_checked_by_letter(tmp_path):
     (task,) = benchmark_tasks(BenchmarkConfig(benchmark="arc_c", data_path=path))
     # math-verify would find neither.
     assert [task.reward(response) for response in (r"So \boxed{B}.", "The answer is A.", "water")] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("has_readme", [True, False])
+def test_a_copy_of_the_hubs_repository_has_the_benchmarks_subsets(has_readme, tmp_path):
+    subsets = BENCHMARKS["aime25"].subsets
+    for answer, subset in enumerate((*subsets, "AIME2025-III")):
+        (tmp_path / subset).mkdir()
+        write(tmp_path / subset / "test-0.jsonl", [RECORDS["aime25"][0] | {"answer": str(answer)}])
+    configs = [{"config_name": subset, "data_dir": subset} for subset in subsets]
+    if has_readme:
+        (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    assert [problem.answer for problem in read_problems(BENCHMARKS["aime25"], tmp_path)] == ["0", "1"]
+    # One subset's folder, and one with the split's file, hold nothing else.
+    assert [problem.answer for problem in read_problems(BENCHMARKS["aime25"], tmp_path / subsets[1])] == ["1"]
+    write(tmp_path / "AIME2025-III" / "test.jsonl", [RECORDS["aime25"][0]])
+    assert [problem.answer for problem in read_problems(BENCHMARKS["aime25"], tmp_path / "AIME2025-III")] == ["5"]
 
 
 def test_a_missing_copy_says_how_one_is_named(tmp_path):

@@ -92,6 +92,17 @@ def test_a_folder_like_the_hubs_has_the_named_subset(tmp_path):
     config = DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path))
     assert read_tasks(config) == [Task("q", "1")]
     assert read_tasks(config.model_copy(update={"subset": "socratic"})) == [Task("q", "2")]
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*socratik.* Available: \['main', 'socratic'\]$"):
+        read_tasks(config.model_copy(update={"subset": "socratik"}))
+    (tmp_path / "README.md").unlink()
+    assert read_tasks(config) == [Task("q", "1")], "without its table of contents the folder's name tells"
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.csv", 'question,answer\n"a,1\n'), ("a.json", '[{"question": 1')])
+def test_a_file_that_cannot_be_read_says_why(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}, split 'train', cannot be loaded: (Error tokeniz|Unexpected char)"):
+        read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path / name)))
 
 
 def test_the_template_and_the_system_prompt_are_put_around_text_and_messages(tmp_path):
@@ -113,7 +124,7 @@ def test_the_template_and_the_system_prompt_are_put_around_text_and_messages(tmp
 def test_two_system_messages_are_refused(openr1, tmp_path):
     openr1.to_json(tmp_path / "a.jsonl")
     config = DatasetConfig(dataset_name="openr1_math", data_path=str(tmp_path / "a.jsonl"), system_prompt="Think.")
-    with pytest.raises(ValueError, match=r"line 1: .*it has a system message, and system_prompt is another one"):
+    with pytest.raises(ValueError, match=r"line 1, line 2, line 3: it has a system message, and"):
         read_tasks(config)
 
 
@@ -167,7 +178,7 @@ def test_every_record_without_its_nested_fields_is_named(tmp_path):
 
 def test_a_long_list_of_unusable_lines_is_counted(tmp_path):
     path = write_jsonl(tmp_path / "bad.jsonl", [{"problem": "p"}] * 25)
-    with pytest.raises(ValueError, match=r"line 20: .*; and 5 more") as raised:
+    with pytest.raises(ValueError, match=r"line 1, .*, line 20 and 5 more: no field 'answer' \(its") as raised:
         read_tasks(DatasetConfig(data_path=path))
     assert "line 21" not in str(raised.value)
 
@@ -176,6 +187,8 @@ def test_missing_and_empty_data_are_named(openr1, tmp_path):
     for name in ("nowhere.jsonl", "nowhere.parquet"):
         with pytest.raises(ValueError, match=rf"data file .*{name} does not exist"):
             read_tasks(DatasetConfig(data_path=str(tmp_path / name)))
+    with pytest.raises(ValueError, match=r"exist; data_path takes train.jsonl and test.jsonl of github.com/"):
+        read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path / "nowhere.jsonl")))
     with pytest.raises(ValueError, match=r"data folder .*nowhere does not exist"):
         read_tasks(DatasetConfig(data_path=str(tmp_path / "nowhere")))
     (tmp_path / "empty.jsonl").touch()

@@ -10,7 +10,7 @@ from transformers import GPT2Config, Qwen3MoeForCausalLM
 from qarl_nemo.config import validate
 from qarl_nemo.files import FileError
 from qarl_nemo.train.config import PolicyConfig
-from qarl_nemo.train.model import load_checkpoint, load_model, stop_token_ids
+from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.train.tokenizer import character_tokenizer
 from support.asserts import assert_bitwise_equal
 
@@ -68,6 +68,10 @@ def test_a_saved_model_comes_back_with_its_tokenizer(saved):
 def test_what_is_no_supported_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere is not a Hugging Face checkpoint directory: it has no config.json"):
         load_checkpoint(tmp_path / "nowhere", torch.float32)
+    with pytest.raises(ValueError, match=r"there is no models/a: set policy.model_path to a Hugging Face .* folder$"):
+        read_config(policy(model_path="models/a"))
+    with pytest.raises(ValueError, match=r"there is no org/a: .*; a model on the .* hub .*: hf download org/a"):
+        read_config(policy(model_path="org/a"))
     GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r'model_type is "gpt2"; supported: qwen3_moe, qwen3, qwen2, llama, mistral'):
         load_checkpoint(tmp_path, torch.float32)
