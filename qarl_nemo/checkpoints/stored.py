@@ -17,6 +17,10 @@ from qarl_nemo.names import GLOBAL_SCALE, TARGETS, expert_names, is_stacked_expe
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _READ_NAMES = (*FORMAT_NAMES, *NARROW_NAMES)
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+# What decides how compressed-tensors' codes are read.
+_ARITHMETIC = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "actorder")
+# Orders of calibration that leave columns and groups where they are.
+_PLAIN_ORDERS = ("weight", "static", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +73,19 @@ def _arithmetic(quantization: dict[str, Any]) -> Any:
     """Return what decides how stored tensors are read, without lists of modules and notes of the calibration."""
     if quantization.get("quant_method") != "compressed-tensors":
         return [quantization.get(key) for key in ("quant_method", "fmt", "activation_scheme", "weight_block_size")]
-    keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "actorder")
     groups = quantization.get("config_groups")
-    found = []
-    for group in groups.values() if isinstance(groups, dict) else ():
-        sides = (group.get("weights"), group.get("input_activations"))
-        found.append([side and [side.get(key) for key in keys] for side in sides])
-    return [quantization.get("format"), quantization.get("kv_cache_scheme"), found]
+    found = [
+        [_side(group.get(side)) for side in ("weights", "input_activations")]
+        for group in (groups.values() if isinstance(groups, dict) else ())
+    ]
+    rotated = quantization.get("transform_config") or None
+    return [quantization.get("format"), quantization.get("kv_cache_scheme"), rotated, found]
+
+
+def _side(said: Mapping[str, Any] | None) -> list[Any] | None:
+    if not said:
+        return None
+    return [None if key == "actorder" and said.get(key) in _PLAIN_ORDERS else said.get(key) for key in _ARITHMETIC]
 
 
 def stored_layers(

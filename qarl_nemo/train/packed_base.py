@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qarl_formats import BASELINE, FORMAT_NAMES
 from qarl_kernels import QuantizedWeight, stored_layout
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints import Checkpoint, open_checkpoint
@@ -26,6 +27,7 @@ from qarl_nemo.train.lora import frozen_problems
 from qarl_nemo.train.model import is_packed
 
 _SHOWN = 8
+_LISTS_OF_MODULES = ("ignore", "modules_to_not_convert")
 
 
 def require_packed_base(config: LocalConfig) -> None:
@@ -41,18 +43,21 @@ def require_packed_base(config: LocalConfig) -> None:
     path = config.policy.model_path
     if path is None or not is_packed(path):
         return
-    stored = Stored.of(open_checkpoint(path))
-    assert stored is not None
-    problems = _format_problems(stored, config.qarl) + _other_problems(config)
+    problems = _format_problems(open_checkpoint(path), config.qarl) + _other_problems(config)
     if problems:
         raise ValueError(
             f"policy.model_path={path} is a quantized checkpoint, frozen in training: {'; '.join(problems)}"
         )
 
 
-def _format_problems(stored: Stored, qarl: QarlConfig) -> list[str]:
+def _format_problems(checkpoint: Checkpoint, qarl: QarlConfig) -> list[str]:
+    stored = Stored.of(checkpoint)
+    assert stored is not None
     if stored.format is None:
-        return ["its quantization_config is in none of the formats that the learner executes; see qarl doctor"]
+        config = checkpoint.config["quantization_config"]
+        said = {key: value for key, value in config.items() if value and key not in _LISTS_OF_MODULES}
+        legal = ", ".join(name for name in FORMAT_NAMES if name != BASELINE)
+        return [f"its quantization_config is none that the learner executes ({legal}): {said}"]
     own, wanted = stored.format, qarl.served_format
     problems = []
     if qarl.alignment == "none":

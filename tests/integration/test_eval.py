@@ -321,6 +321,12 @@ def test_the_format_of_a_checkpoint_is_read_from_its_config(quantized):
     # As llm-compressor writes it, with more keys.
     config["config_groups"]["group_0"]["weights"]["observer_kwargs"] = {}
     assert stored_format(config | {"sparsity_config": {}}) == get_format("w4a8")
+    # GPTQ's order of calibration leaves groups where they are, unless it sorts them.
+    for order, same in (("weight", True), ("static", True), ("group", False), ("dynamic", False), (None, True)):
+        config["config_groups"]["group_0"]["weights"]["actorder"] = order
+        assert (stored_format(config) == get_format("w4a8")) == same
+    # A rotation that engines compute as well.
+    assert stored_format(config | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}) is None
     config["config_groups"]["group_0"]["weights"]["symmetric"] = False
     assert stored_format(config) is None
     assert stored_format({"quant_method": "gptq", "bits": 4}) is None

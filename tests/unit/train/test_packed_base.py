@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 
 from qarl_formats import storage_config
@@ -158,6 +160,36 @@ def test_a_checkpoint_of_other_tools_is_read(packed, tmp_path):
     assert_bitwise_equal(held, tensors["model.layers.0.self_attn.q_proj.weight_scale"].float())
 
 
+def test_a_format_that_nothing_here_executes_is_shown(packed, tmp_path):
+    folder = shutil.copytree(packed / "w4a16", tmp_path / "w4a16")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"is none that the learner executes \(w4a16, .*'symmetric': False") as error:
+        train_run(config_of(tmp_path / "run", tmp_path))
+    assert "lm_head" not in str(error.value)
+
+
 def test_eight_bit_groups_are_known():
     fmt = get_format("w8a16", group_size=64)
     assert stored_format(storage_config(fmt, ignore=[])) == fmt
+
+
+@pytest.mark.parametrize(
+    ("preset", "storage", "name"),
+    [
+        ("W4A16", "pack-quantized", "w4a16"),
+        ("W8A16", "pack-quantized", "w8a16"),
+        ("W4AFP8", "pack-quantized", "w4a8"),
+        ("NVFP4A16", "nvfp4-pack-quantized", "nvfp4"),
+        ("INT8", "int-quantized", "int8"),
+        ("FP8_DYNAMIC", "float-quantized", "fp8_channel"),
+        ("W4A16_ASYM", "pack-quantized", None),
+        ("NVFP4", "nvfp4-pack-quantized", None),
+        ("FP8", "float-quantized", None),
+    ],
+)
+def test_the_schemes_of_compressed_tensors_are_known_or_refused(preset, storage, name):
+    groups = {"group_0": preset_name_to_scheme(preset, ["Linear"])}
+    config = QuantizationConfig(config_groups=groups, format=storage, ignore=["lm_head"]).to_dict()
+    assert stored_format(json.loads(json.dumps(config))) == (name and get_format(name))
