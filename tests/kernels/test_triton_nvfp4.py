@@ -63,6 +63,9 @@ def roundings():
     weight = torch.arange(128, 256).float()
     exact = weight / flips
     step = exact.float()
+    larger = torch.where(step < exact, step.nextafter(step * 2), step)
+    # The kernel's quotients are too large by less than 2^-34.
+    assert (larger / exact - 1)[larger > exact].min() > 2.0**-33
     order = (step / exact - 1).abs().flatten().argsort()[: 96 if INTERPRETED else None]
     return tuple(part.expand(step.shape).flatten()[order] for part in (bound[:, None], weight, step))
 

@@ -69,6 +69,16 @@ def largest_magnitude(values, axis: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def reciprocal(x) -> tl.tensor:
+    """1 / x to 2 units in the last place, for |x| from 2^-126 to 2^126; Triton's `1 / x` takes more to know others."""
+    if _INTERPRETED:
+        estimate = 1.0 / x
+    else:
+        estimate = libdevice.fast_dividef(1.0, x)
+    return estimate
+
+
+@triton.jit
 def divide(x, divisor) -> tl.tensor:
     """Correctly rounded x / divisor, for one positive divisor of many x.
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from qarl_kernels.fp8 import MIN_TOKEN_SCALE
 from qarl_kernels.integer import EMPTY_GROUP_SCALE
+from qarl_kernels.ops.exact_math import reciprocal
 from qarl_kernels.ops.split_reciprocal import divide_by_fp8_max, split_multiply, split_reciprocal
 
 _EMPTY_SCALE = tl.constexpr(EMPTY_GROUP_SCALE)
@@ -193,7 +194,9 @@ def _quantize_encode_kernel(
     channel_scale = _channel_scale(largest)
     high, low = split_reciprocal(channel_scale)
     scale8 = _encode_scale(scale, high[None, :, None], low[None, :, None])
-    codes = _round_to_codes(weights, (1.0 / scale)[None, :, :, :, None], 4, CODE_MAX)
+    # No scale is above 2^128 / divisor. In the other kernel the shorter way takes more registers.
+    inverse = reciprocal(scale) if INVERSE_DIVISOR <= 0.25 else 1.0 / scale
+    codes = _round_to_codes(weights, inverse[None, :, :, :, None], 4, CODE_MAX)
     packed_ptrs = packed_ptr + out * 16 + _hide_order(words, num_rows)
     tl.store(packed_ptrs, _pack_words(codes, lane, 4, 4), mask=valid[None, :, :, :])
     w8 = (_code_values(codes, 4) * scale8[None, :, :, :, None]).to(tl.float8e4nv)

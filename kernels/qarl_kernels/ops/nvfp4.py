@@ -14,8 +14,8 @@ from torch import Tensor
 
 from qarl_kernels.nvfp4 import FP4_MAX, GROUP, LEAST_SCALE, OVERFLOW
 from qarl_kernels.ops.checks import refuse, tensor_problems
-from qarl_kernels.ops.exact_math import divide
-from qarl_kernels.ops.fp8_kernels import LARGE, SMALL
+from qarl_kernels.ops.exact_math import divide, reciprocal
+from qarl_kernels.ops.integer_kernels import _hide_order
 from qarl_kernels.ops.stacks import Weights, address_table, device_problems, expert_weights, stack_shape
 
 _FP4_MAX = tl.constexpr(FP4_MAX)
@@ -23,10 +23,15 @@ _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _OVERFLOW = tl.constexpr(OVERFLOW)
 _GROUP = tl.constexpr(GROUP)
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
-_EXPONENT_BITS = tl.constexpr(0x7F800000)
+# Steps times this are normal numbers and have normal reciprocals.
+_LIFT = tl.constexpr(2.0**16)
+# The float that index 0 becomes, its bits, and what those of eight of them add to a word, modulo 2^32 and signed.
+_ZERO = tl.constexpr(2.0**23 - 2)
+_ZERO_BITS = tl.constexpr(0x4AFFFFFC)
+_PACK_BIAS = tl.constexpr((sum(0x4AFFFFFC << lane for lane in range(0, 32, 4)) + 2**31) % 2**32 - 2**31)
 # Between the exponents of FP32 and of a code.
 _BIAS = tl.constexpr(2.0**126)
-# Groups of one program, the fastest on an H200: `tools/bench/kernels/quantize_bandwidth.py`.
+# Groups of one program, the fastest on an H200; the quantizer has changed since.
 _LARGEST_TILE, _QUANTIZE_TILE, _UNSCALED_TILE = 1024, 128, 256
 
 
@@ -67,18 +72,50 @@ def _largest_kernel(table_ptr, bits_ptr, num_groups, TILE: tl.constexpr, ALIGNME
 
 
 @triton.jit
-def _round_to_grid(size):
-    """Index of |w / scale| among 0, .5, 1, 1.5, 2, 3, 4, 6, and the number there; a tie goes to the even index.
+def _reciprocal(step):
+    """1 / (_LIFT * step) as FP32 high + low, too large by less than 2^-34 of it.
 
-    They are half a power of two apart: of 1 below 2, of 2 from there and of 4 from there. Added to 2^22 times that
-    power, a number is rounded to such halves.
+    FP32 rounds w * (high + low) as it rounds w / step, as far as codes show it: no quotient of a BF16 w is nearer than
+    2^-33 of itself below a point where its rounding decides the code. Tested over all significands.
     """
-    size = tl.minimum(size, _FP4_MAX)
-    power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & _EXPONENT_BITS
-    added = power + (22 << 23)
-    rounded = size + added.to(tl.float32, bitcast=True)
-    halves = rounded.to(tl.int32, bitcast=True) - added
-    return halves + (power >> 22) - 2 * 127, rounded - added.to(tl.float32, bitcast=True)
+    step *= _LIFT
+    estimate = reciprocal(step).to(tl.int32, bitcast=True)
+    # It is at most 2 units in the last place off, so high is too small and low more than what is missing. With the 16
+    # bits of high the product of a BF16 number is exact.
+    high = ((estimate - 4) & -256).to(tl.float32, bitcast=True)
+    return high, tl.fma(high * -1.0, step, 1.0) * (estimate + 8).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_to_grid(sizes, high, low):
+    """Index of sizes / step among 0, .5, 1, 1.5, 2, 3, 4, 6, added to the bits of _ZERO; a tie goes to the even index.
+
+    Added to _ZERO, a quotient is rounded to multiples of 1/2 below 2 and of 1 from there on, because floats are so far
+    apart below and above 2^23. From 4 on, half of it is rounded to multiples of 1.
+    """
+    quotients = tl.fma(sizes, low, sizes * high)
+    below_four = tl.fma(quotients, _LIFT, _ZERO).to(tl.int32, bitcast=True)
+    from_four = tl.fma(quotients, _LIFT / 2, _ZERO + 2.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(below_four, from_four), _ZERO_BITS + 7)
+
+
+@triton.jit
+def _pack_codes(index, negative):
+    """Words of eight codes, sign << 3 | index, from indices as `_round_to_grid` returns them."""
+    lane = 4 * tl.arange(0, 8)[None, None, :]
+    # Signs are joined before indices are known: a thread has seven predicates to keep comparisons in.
+    signs = tl.sum(tl.where(negative, 8, 0) << lane, 2)
+    return tl.sub(tl.sum(index << lane, 2) + signs, _PACK_BIAS, sanitize_overflow=False)
+
+
+@triton.jit
+def _grid_numbers(index, negative):
+    """FP32 numbers of indices as `_round_to_grid` returns them."""
+    halves = index.to(tl.float32, bitcast=True) - _ZERO
+    # The last index stands for 6, not for 5.
+    size = tl.maximum(halves, halves * 2.0 - 4.0)
+    # Triton's -x is the subtraction 0 - x, which loses the sign of 0.
+    return tl.where(negative, size * -1.0, size)
 
 
 @triton.jit
@@ -105,27 +142,30 @@ def _quantize_kernel(
     weights_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(tl.bfloat16))
     weights_ptr = tl.multiple_of(weights_ptr, ALIGNMENT)
     divisor = tl.load(divisor_ptr + expert)
-    group, offsets, valid = _groups(tl.program_id(0), num_groups, TILE)
-    start = expert * num_groups
-    weights = tl.load(weights_ptr + offsets, mask=valid[:, None], other=0.0).to(tl.float32)
-    amax = tl.max(weights.to(tl.int32, bitcast=True) & _ABS_BITS, 1).to(tl.float32, bitcast=True)
-    rounded = (divisor * tl.math.div_rn(amax, _FP4_MAX)).to(tl.float8e4nv).to(tl.float32)
+    first = tl.program_id(0) * TILE
+    group = tl.arange(0, TILE)[None, :]
+    valid = group < num_groups - first
+    # Neighbouring threads hold the two words of a group and the first writes its scale: nothing is moved between them.
+    word = tl.arange(0, 2)[:, None]
+    words = group * 2 + word
+    hidden = _hide_order(words, num_groups)
+    offsets = words[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    start = first.to(tl.int64)
+    out = expert * num_groups + start
+    weights = tl.load(weights_ptr + start * _GROUP + offsets, mask=valid[:, :, None], other=0.0).to(tl.float32)
+    sizes, negative = tl.abs(weights), weights < 0.0
+    amax = tl.max(tl.max(sizes.to(tl.int32, bitcast=True), 2), 0).to(tl.float32, bitcast=True)[None, :]
+    rounded = (divisor * divide(amax, _FP4_MAX)).to(tl.float8e4nv).to(tl.float32)
     scale = tl.maximum(rounded, _LEAST_SCALE)
-    step = tl.math.div_rn(scale, divisor)
-    # Exact, and the reciprocal of a step below 2^-64 cannot overflow.
-    factor = tl.where(step < SMALL, LARGE, 1.0)
-    index, size = _round_to_grid(divide(tl.abs(weights) * factor[:, None], (step * factor)[:, None]))
-    codes = index | tl.where(weights < 0.0, 8, 0)
-    lanes = tl.reshape(codes, TILE, _GROUP // 8, 8) << (4 * tl.arange(0, 8))[None, None, :]
-    word = group[:, None] * (_GROUP // 8) + tl.arange(0, _GROUP // 8)[None, :]
-    tl.store(words_ptr + start * (_GROUP // 8) + word, tl.sum(lanes, 2), mask=valid[:, None])
-    tl.store(scale_ptr + start + group, scale.to(tl.float8e4nv), mask=valid)
+    high, low = _reciprocal(tl.math.div_rn(scale, divisor))
+    index = _round_to_grid(sizes, high[:, :, None], low[:, :, None])
+    tl.store(words_ptr + out * 2 + hidden, _pack_codes(index, negative), mask=valid)
+    groups, once = hidden >> 1, valid & (word == 0)
+    tl.store(scale_ptr + out + groups, scale.to(tl.float8e4nv), mask=once)
     if EMIT:
-        # Triton's -x is the subtraction 0 - x, which loses the sign of 0.
-        values = (tl.where(weights < 0.0, size * -1.0, size) * scale[:, None]).to(tl.bfloat16)
-        tl.store(unscaled_ptr + start * _GROUP + offsets, values, mask=valid[:, None])
-    bad = valid & ~(amax < _OVERFLOW)
-    tl.atomic_add(nonfinite_ptr + group * 0, 1, mask=bad, sem="relaxed")
+        values = (_grid_numbers(index, negative) * scale[:, :, None]).to(tl.bfloat16)
+        tl.store(unscaled_ptr + out * _GROUP + offsets, values, mask=valid[:, :, None])
+    tl.atomic_add(nonfinite_ptr + groups * 0, 1, mask=once & ~(amax < _OVERFLOW), sem="relaxed")
 
 
 @triton.jit
