@@ -4,7 +4,7 @@ All sizes are bytes of tensors. What tensors do not account for is `OVERHEAD_BYT
 an engine that shares its GPU; what the allocator reserves and cannot use comes on top and is not computed.
 """
 
-from qarl_nemo.memory.engine import refit_bytes, served_bytes
+from qarl_nemo.memory.engine import engine_bytes, refit_bytes, served_bytes
 from qarl_nemo.memory.layouts import layouts, require_layout, require_targets
 from qarl_nemo.memory.learner import (
     MAX_TOKENS,
@@ -34,6 +34,7 @@ __all__ = [
     "ModelSize",
     "Parallelism",
     "Recompute",
+    "engine_bytes",
     "largest_budget",
     "layouts",
     "logprob_bytes",

@@ -24,6 +24,23 @@ def served_bytes(model: ModelSize, served: Learner, *, published: bool = False) 
     return packed * quantized + BF16 * (model.num_parameters - quantized)
 
 
+def engine_bytes(model: ModelSize, served: Learner, tp: int, ep: int = 1) -> float:
+    """Compute the weights on each GPU of a rollout engine: experts / max(tp, ep) + all others / tp.
+
+    Args:
+        model: its sizes.
+        served: the engine's format, group size and targets.
+        tp: GPUs that share one engine's layers.
+        ep: GPUs that share its experts, with other engines if they are more than `tp`.
+
+    Returns:
+        Bytes.
+    """
+    fmt = (served.record or get_format(BASELINE)).narrowed
+    experts = stored_bytes(fmt) * model.num_layers * model.expert_parameters
+    return experts / max(tp, ep) + (served_bytes(model, served) - experts) / tp
+
+
 def refit_bytes(
     model: ModelSize,
     ranks: Parallelism,
@@ -31,6 +48,7 @@ def refit_bytes(
     engine_tp: int,
     *,
     layerwise: bool,
+    engine_ep: int = 1,
     served: Learner | None = None,
     optimizer_stays: bool = False,
 ) -> float:
@@ -42,6 +60,7 @@ def refit_bytes(
         learner: what it executes.
         engine_tp: GPUs that share one engine.
         layerwise: one layer of the update is held at a time; else all of it.
+        engine_ep: GPUs that share one engine's experts.
         served: what the engine serves, if it is not what the learner executes.
         optimizer_stays: whether the optimizer is not offloaded.
 
@@ -49,9 +68,9 @@ def refit_bytes(
         Bytes of the learner's BF16 and packed weights, of its optimizer if that stays, of the engine's weights and of
         the update; the engine's KV cache is asleep.
     """
-    whole = served_bytes(model, served or learner)
+    engine = engine_bytes(model, served or learner, engine_tp, engine_ep)
     arriving = served_bytes(model, served or learner, published=True)
     held = rank_memory(model, ranks, learner).parts
     update = max(arriving / model.num_layers, BF16 * model.vocab_size * model.hidden) if layerwise else arriving
     optimizer = held["optimizer"] if optimizer_stays else 0.0
-    return held["weights"] + held["packed"] + optimizer + whole / engine_tp + update
+    return held["weights"] + held["packed"] + optimizer + engine + update

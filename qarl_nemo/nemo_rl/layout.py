@@ -1,6 +1,6 @@
 """How a NeMo-RL run divides its GPUs among learner ranks and engines, and why that may be impossible."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,21 @@ _SIZES = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
+
+# What there is at least one of.
+_COUNTS = (
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+    *(f"{_MEGATRON}.{name}" for name in _SIZES.values()),
+    f"{_ENGINE}.tensor_parallel_size",
+    f"{_ENGINE}.expert_parallel_size",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+)
+_TOKENS = ("train_mb_tokens", "logprob_mb_tokens")
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,8 @@ def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> l
     Returns:
         One line each: keys, values, and what is needed.
     """
+    if problems := [f"{key}={value}: set 1 or more" for key, value in _too_small(config)]:
+        return problems
     layout = read_layout(config)
     if layout is None:
         return []
@@ -110,6 +127,17 @@ def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> l
     if not problems:
         problems += _batch_problems(config, layout)
     return problems + (_model_problems(config, layout, model) if model else [])
+
+
+def _too_small(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    keys = list(_COUNTS)
+    for kind in ("sequence_packing", "dynamic_batching"):
+        if look_up(config, f"policy.{kind}.enabled", False):
+            keys += [f"policy.{kind}.{name}" for name in _TOKENS]
+    for key in keys:
+        value = look_up(config, key, None)
+        if isinstance(value, int) and value < 1:
+            yield key, value
 
 
 def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -187,7 +215,7 @@ def _batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     if even and not problems and batch and micro and batch % (ranks * micro):
         problems.append(f"policy.train_micro_batch_size={micro}: does not divide the {batch // ranks} of a rank")
     longest = policy.get("max_total_sequence_length")
-    for key in ("train_mb_tokens", "logprob_mb_tokens") if packed else ():
+    for key in _TOKENS if packed else ():
         room = look_up(policy, f"sequence_packing.{key}", None)
         if room and longest and room < longest:
             problems.append(

@@ -9,13 +9,12 @@ from qarl_nemo.memory import (
     GIB,
     Learner,
     Memory,
-    ModelSize,
     Recompute,
+    engine_bytes,
     rank_memory,
     refit_bytes,
-    served_bytes,
 )
-from qarl_nemo.nemo_rl.layout import Layout, read_layout
+from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.model_shapes import read_model_size
 from qarl_nemo.nemo_rl.optimizer_dtypes import has_bf16_moments
@@ -104,13 +103,15 @@ def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
             learner,
             layout.engine_tp,
             layerwise=layerwise,
+            engine_ep=layout.engine_ep,
             served=served,
             optimizer_stays=optimizer_stays,
         )
     asleep = ASLEEP_BYTES if layout.colocated else 0.0
     # More ranks than heads hold copies.
     token = model.cache_bytes / min(layout.engine_tp, model.num_kv_heads)
-    held, engine = rank_memory(model, layout.ranks, learner), _engine_bytes(model, layout, served)
+    held = rank_memory(model, layout.ranks, learner)
+    engine = engine_bytes(model, served, layout.engine_tp, layout.engine_ep)
     moved = 0.0 if optimizer_stays else held.parts["optimizer"] + held.parts["weights"]
     host = layout.gpus_per_node * (engine + moved) if layout.colocated else 0.0
     return Needed(held, refit, engine, asleep, token, host)
@@ -164,15 +165,6 @@ def _served(qarl: Any) -> Learner:
         targets=tuple(qarl.targets),
         nested_in=qarl.nested_in,
     )
-
-
-def _engine_bytes(model: ModelSize, layout: Layout, served: Learner) -> float:
-    # If experts span several engines (vLLM's data-parallel ranks), all other weights are whole on each of them.
-    whole = served_bytes(model, served)
-    if layout.engine_ep <= layout.engine_tp or not model.num_experts:
-        return whole / layout.engine_tp
-    rest = 2 * (model.num_parameters - model.num_layers * model.expert_parameters)
-    return (whole - rest) / layout.engine_ep + rest / layout.engine_tp
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> str:

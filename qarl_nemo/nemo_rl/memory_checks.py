@@ -5,8 +5,9 @@ from typing import Any
 
 from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.budgets import Budget, largest_share, smallest_engine, smallest_share, token_budgets
-from qarl_nemo.nemo_rl.layout_memory import Card, Needed, card, needed_memory
+from qarl_nemo.nemo_rl.layout_memory import Card, Needed, card, learner_of, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.optimizer_dtypes import KEY, MOMENTS
 from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, optimizer_stays, residency_conflicts
 
 _MEGATRON = "policy.megatron_cfg"
@@ -39,7 +40,7 @@ def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     held = _kept_by(config) if stays else None
     problems += _refit_problems(needed, gpu, held, whole=qarl.layerwise_refit is False)
     share = look_up(config, UTILIZATION, None)
-    if isinstance(share, float):
+    if isinstance(share, int | float):
         problems += _share_problems(needed, gpu, share, config, held)
     return problems
 
@@ -62,6 +63,9 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
         fixes.append("qarl.keep_operand=false")
     if budget.trains and not look_up(config, _RECOMPUTE, False):
         fixes.append(f"{_RECOMPUTE}=true")
+    if budget.trains and learner_of(config, qarl).optimizer == "adam":
+        keys = ", ".join(f"{key}=bfloat16" for key in MOMENTS)
+        fixes.append(f"use_precision_aware_optimizer=true, {keys} in {KEY}")
     return (
         f"memory: {budget.key}={budget.value}: a learner rank needs {budget.needed / GIB:.0f} GiB and {beside:g} "
         f"beside its tensors, {_of(gpu)}; set {', '.join(fixes)}, or more GPUs"
@@ -97,7 +101,12 @@ def _share_problems(
             f"{UTILIZATION}={share}: an engine's weights are {needed.engine / GIB:.0f} GiB a GPU, {_of(gpu)}, and a "
             f"response needs room beside them; set {fix}a larger {_ENGINE}.tensor_parallel_size"
         )
-    if stays and share > most:
+    if share <= most:
+        return
+    if not stays:
+        beside = "" if needed.refit is None else f" beside the {OVERHEAD_BYTES / GIB:g} GiB of the learner's process"
+        yield f"{UTILIZATION}={share}: more than a GPU has{beside}, {_of(gpu)}; set at most {most}"
+    else:
         fix = f"{UTILIZATION} to at most {most}, or " if most >= least else ""
         yield (
             f"{stays}: the optimizer's {needed.learner.parts['optimizer'] / GIB:.0f} GiB stay beside an engine of "

@@ -20,6 +20,8 @@ WHOLE_NODES = {
     "cluster": {"num_nodes": 2, "gpus_per_node": 8},
     "policy.generation.colocated": {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 1}},
 }
+EXPERTS = "policy.generation.vllm_cfg.expert_parallel_size"
+SHARE = "policy.generation.vllm_cfg.gpu_memory_utilization"
 MUON = {"optimizer": "dist_muon", "use_distributed_optimizer": False}
 
 
@@ -31,7 +33,7 @@ def launch(qarl=None, **changes) -> dict:
         "policy.megatron_cfg.activation_checkpointing": True,
         "policy.megatron_cfg.optimizer": MUON,
         "policy.megatron_cfg.distributed_data_parallel_config": {"overlap_param_gather": False},
-        "policy.generation.vllm_cfg.gpu_memory_utilization": 0.6,
+        SHARE: 0.6,
     }
     block = {"format": "w4a16", "keep_operand": False, "gpu_memory_gib": DEFAULT_GIB} | (qarl or {})
     return config(block, **said | changes)
@@ -74,6 +76,12 @@ def test_what_can_run_is_not_refused():
             },
             "sequence_packing.train_mb_tokens=8192: a response of policy.max_total_sequence_length=9000 does not fit",
         ),
+        (
+            {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 0, "logprob_mb_tokens": 9000}},
+            "sequence_packing.train_mb_tokens=0: set 1 or more",
+        ),
+        ({"policy.megatron_cfg.tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0: set 1 or more"),
+        ({"cluster": {"num_nodes": 1, "gpus_per_node": -8}}, "cluster.gpus_per_node=-8: set 1 or more"),
         ({"policy.generation.colocated": {"enabled": False}}, "resources.gpus_per_node=None"),
         (
             {"cluster": {"num_nodes": 2, "gpus_per_node": 8}} | APART,
@@ -120,9 +128,12 @@ def test_engines_of_their_own_leave_the_learner_the_rest():
         ({"layerwise_refit": False, "format": "bf16", "alignment": "none"}, {}, "memory: a refit needs"),
         (
             {"format": "bf16", "alignment": "none"},
-            {"policy.generation.vllm_cfg.gpu_memory_utilization": 0.6},
+            {SHARE: 0.6},
             "an engine's weights are 57 GiB",
         ),
+        ({"resident": False}, {SHARE: 0.95}, f"{SHARE}=0.95: more than a GPU has beside the 6 GiB of the learner's"),
+        ({"resident": False}, {SHARE: 0.95}, "; set at most 0.92"),
+        ({}, {SHARE: 1.5} | WHOLE_NODES, f"{SHARE}=1.5: more than a GPU has, where"),
     ],
 )
 def test_what_does_not_fit_is_refused(qarl, changes, named):
@@ -144,6 +155,23 @@ def test_a_larger_card_takes_more():
 ADAM = {"optimizer": "adam", "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
 BF16_MOMENTS = ADAM | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 OPTIMIZER = "policy.megatron_cfg.optimizer"
+
+
+def test_an_optimizer_that_is_too_large_may_have_smaller_moments():
+    full = launch(**{OPTIMIZER: ADAM, "policy.train_micro_batch_size": 2, "policy.logprob_batch_size": 1})
+    (line,) = problems(full)
+    assert "exp_avg_dtype=bfloat16, exp_avg_sq_dtype=bfloat16 in policy.megatron_cfg.optimizer" in line
+    full["policy"]["megatron_cfg"]["optimizer"] = BF16_MOMENTS
+    apply_qarl(full)
+
+
+def test_engines_that_share_experts_hold_and_wake_fewer():
+    qarl = NemoQarlConfig(keep_operand=False, targets=["experts", "attention"])
+    alone, shared = (needed_memory(launch(**{EXPERTS: size}), qarl, optimizer_stays=False) for size in (1, 8))
+    # Seven eighths of 28.99 billion parameters at 4.125 bits, on each engine's GPU.
+    saved = 28.991029248e9 * 4.125 / 8 * 7 / 8
+    assert alone.engine - shared.engine == pytest.approx(saved)
+    assert alone.refit - shared.refit == pytest.approx(saved)
 
 
 def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
@@ -176,7 +204,7 @@ def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
     ],
 )
 def test_the_optimizer_stays_where_it_fits_beside_the_engine(block, changes, stays):
-    share = {"policy.generation.vllm_cfg.gpu_memory_utilization": 0.5 if stays else 0.8}
+    share = {SHARE: 0.5 if stays else 0.8}
     values = launch(block, **{OPTIMIZER: ADAM} | share | changes)
     assert apply_qarl(values).resident is stays
     assert values["policy"]["offload_optimizer_for_refit"] is not stays
@@ -210,21 +238,20 @@ def test_a_budget_beyond_what_a_rank_has_is_what_it_has():
 
 
 def test_an_engine_has_room_for_a_response_at_least():
-    share = "policy.generation.vllm_cfg.gpu_memory_utilization"
-    small = {share: 0.2, "policy.logprob_batch_size": 1, "policy.max_total_sequence_length": 8192}
+    small = {SHARE: 0.2, "policy.logprob_batch_size": 1, "policy.max_total_sequence_length": 8192}
     (line,) = problems(launch(**small))
     # 16.8 GiB of weights, 5 of the engine's own, and 0.75 of the cache are 22.5 of 79.
-    assert line.startswith(f"{share}=0.2: an engine's weights are 17 GiB a GPU, where it has 79")
+    assert line.startswith(f"{SHARE}=0.2: an engine's weights are 17 GiB a GPU, where it has 79")
     assert "set at least 0.29, or" in line
-    values = launch(**small | {share: 0.29})
-    (hint,) = [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(share)]
+    values = launch(**small | {SHARE: 0.29})
+    (hint,) = [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(SHARE)]
     # 28.4 GiB of Muon's state stay, and 6 of the learner's process: 0.56 of 79 are left, 22.4 of them for the cache.
     assert hint == (
-        f"{share}=0.29: an engine's cache holds 1 answer(s) of the largest length at once, of the 64 that it gets; "
+        f"{SHARE}=0.29: an engine's cache holds 1 answer(s) of the largest length at once, of the 64 that it gets; "
         "with 0.56 it holds 29"
     )
     values["policy"]["generation"].setdefault("vllm_kwargs", {})["kv_cache_memory_bytes"] = 2**33
-    assert [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(share)] == []
+    assert [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(SHARE)] == []
 
 
 def test_small_micro_batches_are_a_hint():
