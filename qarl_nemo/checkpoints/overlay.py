@@ -1,25 +1,30 @@
 """A copy of a checkpoint in which some tensors have other values, for engines that read nothing but folders."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qarl_nemo.checkpoints.reader import Checkpoint, open_checkpoint
+from qarl_nemo.checkpoints.shard import save_shard
 from qarl_nemo.files import FileError, require_space
 from qarl_nemo.names import summarize_names
 
 _SHOWN = 8
 
 
-def write_overlay(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+def write_overlay(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], folder: Path, *, link: bool = True
+) -> Checkpoint:
     """Copy the files that hold these tensors, one at a time, and link all others.
 
     Args:
         checkpoint: quantized or not.
         tensors: values by name, of the stored shapes; they take the stored dtypes.
         folder: made anew.
+        link: copies all others, too, if false.
 
     Returns:
         The copy's table of contents.
@@ -34,14 +39,17 @@ def write_overlay(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], folder:
             f"{checkpoint.folder} holds no such tensors, or in another shape: {summarize_names(wrong, _SHOWN)}"
         )
     changed = {file for name in tensors for file in infos[name].files}
-    needed = sum((checkpoint.folder / file).stat().st_size for file in changed)
+    copied = changed if link else {path.name for path in checkpoint.folder.iterdir() if path.is_file()}
+    needed = sum((checkpoint.folder / file).stat().st_size for file in copied)
     require_space(folder, needed, f"a copy of {checkpoint.folder} with what was trained beside adapters")
     folder.mkdir(parents=True)
     for path in checkpoint.folder.iterdir():
         if path.name in changed:
             held = load_file(path)
             held |= {name: one.to(held[name].dtype).contiguous() for name, one in tensors.items() if name in held}
-            save_file(held, folder / path.name, metadata={"format": "pt"})
+            save_shard(held, folder / path.name, {"format": "pt"})
+        elif path.name in copied:
+            shutil.copyfile(path, folder / path.name)
         elif path.is_file():
             (folder / path.name).symlink_to(path.resolve())
     return open_checkpoint(folder)

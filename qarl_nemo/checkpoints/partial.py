@@ -74,7 +74,7 @@ class PartialFolder:
             self.clean_up()
             self.published, before = False, None
         self._put_back()
-        _check_destination(destination, overwrite)
+        check_destination(destination, overwrite)
         if before is not None:
             self._take_up(before)
         self.folder.mkdir(exist_ok=True)
@@ -114,7 +114,7 @@ class PartialFolder:
                 file.flush()
                 os.fsync(file.fileno())
         self._refuse_strays(set(self._record.files))
-        _check_destination(self._destination, self._overwrite)
+        check_destination(self._destination, self._overwrite)
         sync(self.folder)
         if self._destination.exists():
             os.replace(self._destination, self._replaced)
@@ -227,7 +227,16 @@ def _require_own(work: Path) -> None:
         )
 
 
-def _check_destination(destination: Path, overwrite: bool) -> None:
+def check_destination(destination: Path, overwrite: bool) -> None:
+    """Require that a folder may be made, or replaced.
+
+    Args:
+        destination: the folder.
+        overwrite: whether one that this tool wrote may be replaced.
+
+    Raises:
+        ValueError: it may not.
+    """
     if not destination.exists():
         return
     if not overwrite:

@@ -12,17 +12,28 @@ from qarl_nemo.cli.program import command
 @command
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run of qarl train with LoRA or a quantized base.")],
-    destination: Annotated[Path, typer.Argument(help="Where the BF16 checkpoint goes.")],
+    destination: Annotated[Path, typer.Argument(help="Where the checkpoint goes.")],
     dequantize: Annotated[
         bool, typer.Option(help="Of a quantized base, write the BF16 numbers that were executed.")
     ] = False,
+    packed: Annotated[
+        bool, typer.Option(help="Of a quantized base, write what was served: it stays packed, adapters stay beside it.")
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Merge what a run trained into its frozen base: one BF16 checkpoint, streamed; a killed export goes on."""
+    """Make a run with LoRA or a quantized base one checkpoint: merged, in BF16; or packed, as it was served."""
+    if dequantize and packed:
+        raise ValueError("--dequantize writes BF16 and --packed what is quantized: leave one of them out")
     from qarl_nemo.cli.shard_progress import shard_progress
     from qarl_nemo.files import readable_bytes
     from qarl_nemo.train.export import export_run
+    from qarl_nemo.train.export_packed import export_packed
 
+    if packed:
+        with shard_progress() as show:
+            served = export_packed(run, destination, overwrite=overwrite, progress=show)
+        typer.echo(f"{destination}: packed as it was served\nserve it: {served}")
+        return
     with shard_progress() as show:
         report = export_run(run, destination, dequantize=dequantize, overwrite=overwrite, progress=show)
     typer.echo(f"{report.destination}: {len(report.rows)} tensors in BF16, {readable_bytes(report.output_bytes)}")

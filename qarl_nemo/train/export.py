@@ -97,11 +97,10 @@ def _refusal(base: Checkpoint, merged: Checkpoint, training: Training) -> str:
         with MergedReader(base, training) as reader:
             moved, loss = rounding_loss(reader, info, training)
         effect = (
-            f" Quantized anew, {info.name} would have {moved:.1%} of its weights on another value of the grid, and an "
-            f"error {loss:.2g} times as large as what its adapter learned."
+            f", and a merged weight is none of its grid. Quantized anew, {info.name} would have {moved:.1%} of its "
+            f"weights on another value of the grid, and an error {loss:.2g} times as large as what its adapter learned"
         )
     return (
-        f"the run executed a base in {training.fmt.name}, and a merged weight is none of its grid.{effect} Pass "
-        "--dequantize for a BF16 checkpoint of what was executed, or serve the quantized base with the adapter beside "
-        "it (vllm serve BASE --enable-lora --lora-modules NAME=<the checkpoint's model folder>)"
+        f"the run executed a base in {training.fmt.name}{effect}. Pass --packed for the quantized checkpoint that was "
+        "served, with adapters beside it, or --dequantize for a BF16 checkpoint of what was executed"
     )

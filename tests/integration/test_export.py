@@ -9,8 +9,12 @@ from typer.testing import CliRunner
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.cli import app
+from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.measure.eval.models import find_model
+from qarl_nemo.names import parameter_name
+from qarl_nemo.refit.engine_settings import WORKER_EXTENSION
 from qarl_nemo.train.export import export_run
+from qarl_nemo.train.export_packed import export_packed
 from qarl_nemo.train.run import train_run
 from support.engines import TOKENIZER, tiny_model
 from support.runs import make_config, train
@@ -36,6 +40,8 @@ def runs(tmp_path_factory):
     bf16 = {"_override_": True, "alignment": "none", "format": "bf16"}
     trained["bf16"] = train_run(make_config(folder / "bf16", policy=policy, qarl=bf16))
     nvfp4 = {"_override_": True, "format": "nvfp4", "targets": ["experts", "attention"]}
+    # Heads of attention as vLLM's kernels take them.
+    policy = policy | {"model_init": {"num_attention_heads": 4, "num_key_value_heads": 2}}
     trained["nvfp4"] = train_run(make_config(folder / "nvfp4", policy=policy, qarl=nvfp4))
     return folder, trained
 
@@ -60,18 +66,66 @@ def test_merging_into_a_packed_base_is_refused_with_what_it_would_change(runs, t
     done = export(folder / "w4a16", tmp_path / "out")
     assert done.exit_code == 2
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"% of its weights on another value .* times as large .* --dequantize"):
+    with pytest.raises(ValueError, match=r"% of its weights on .* times as large .* --packed .* --dequantize"):
         export_run(folder / "w4a16", tmp_path / "out", dequantize=False, overwrite=False, progress=lambda _: None)
 
 
-def test_a_packed_checkpoint_is_merged_from_its_own_codes(tmp_path):
+@pytest.mark.parametrize("name", ["w4a16", "nvfp4"])
+def test_a_run_is_packed_as_it_was_served(runs, tmp_path, name):
+    folder, trained = runs
+    done = export(folder / name, tmp_path / "out", "--packed")
+    assert done.exit_code == 0, done.output
+    adapter = folder / name / "checkpoints" / "step_000004" / "model"
+    assert f"out --enable-lora --max-lora-rank 8 --lora-modules adapter={adapter}" in " ".join(done.output.split())
+    (found,) = map(load_file, (tmp_path / "out").glob("*.safetensors"))
+    published = trained[name].learner.publish(trained[name].format)
+    executed = FrozenBase.of(trained[name].model).weights
+    layer = "model.layers.0."
+    for suffix, tensor in executed[f"{layer}mlp.experts.down_proj"].weight.tensors.items():
+        assert torch.equal(found[f"{layer}mlp.experts.3.down_proj.{suffix}"], tensor[3])
+    for suffix, tensor in executed[f"{layer}self_attn.q_proj"].weight.tensors.items():
+        assert torch.equal(found[f"{layer}self_attn.q_proj.{suffix}"], tensor)
+    norm = f"{layer}input_layernorm.weight"
+    assert torch.equal(found[norm], published.tensors[norm].bfloat16())
+    assert not torch.equal(found[norm], load_file(folder / name / "base" / "model.safetensors")[norm])
+
+
+def trained_on_int8(tmp_path, **policy):
     source = tmp_path / "source"
     tiny_model(dtype=torch.bfloat16, moe_intermediate_size=256, hidden_size=256).save_pretrained(source)
     TOKENIZER.save_pretrained(source)
     quantize_checkpoint(source, tmp_path / "int8", get_format("int8"), ["experts"])
-    policy = {"_override_": True, "model_path": str(tmp_path / "int8"), "lora": {"rank": 8}}
+    policy = {"_override_": True, "model_path": str(tmp_path / "int8")} | policy
     qarl = {"_override_": True, "format": "int8"}
-    run = train(tmp_path / "run", policy=policy, qarl=qarl, grpo={"max_num_steps": 2})
+    return train(tmp_path / "run", policy=policy, qarl=qarl, grpo={"max_num_steps": 2})
+
+
+def test_a_packed_base_is_copied_with_what_was_trained(odd_rewards, tmp_path):
+    run = trained_on_int8(tmp_path)
+    for options in ([], ["--overwrite"]):
+        done = export(tmp_path / "run", tmp_path / "out", "--packed", *options)
+        assert done.exit_code == 0, done.output
+    assert done.output.split()[-4:] == ["serve", str(tmp_path / "out"), "--worker-extension-cls", WORKER_EXTENSION]
+    (found,), (base,) = (list(map(load_file, (tmp_path / one).glob("*.safetensors"))) for one in ("out", "int8"))
+    assert found.keys() == base.keys()
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, base[name])}
+    assert "model.embed_tokens.weight" in changed
+    assert not [name for name in changed if "experts" in name]
+    for name in changed:
+        assert torch.equal(found[name], run.model.get_parameter(parameter_name(name)).bfloat16())
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "int8", "run", "out"}
+    for wrong, problem in ((["--packed"], "exists; choose another"), (["--packed", "--dequantize"], "leave one")):
+        done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "out"), *wrong])
+        assert problem in str(done.exception) + done.output
+
+
+def test_bf16_is_not_packed(runs, tmp_path):
+    with pytest.raises(ValueError, match="executed BF16 weights: leave --packed out"):
+        export_packed(runs[0] / "bf16", tmp_path / "out", overwrite=False, progress=lambda _: None)
+
+
+def test_a_packed_checkpoint_is_merged_from_its_own_codes(tmp_path):
+    run = trained_on_int8(tmp_path, lora={"rank": 8})
     assert export(tmp_path / "run", tmp_path / "out", "--dequantize").exit_code == 0
     # Experts have no adapters here.
     name = "model.layers.0.mlp.experts.3.up_proj.weight"

@@ -1,0 +1,65 @@
+"""`qarl export --packed`: the quantized checkpoint of a run on a frozen base, for adapters to be served beside it."""
+
+import os
+import shlex
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from qarl_formats import BASELINE, get_format
+from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, quantize_checkpoint
+from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
+from qarl_nemo.checkpoints.overlay import write_overlay
+from qarl_nemo.checkpoints.partial import check_destination
+from qarl_nemo.checkpoints.stored import Stored
+from qarl_nemo.refit.engine_settings import serve_command
+from qarl_nemo.train.export import read_run
+
+
+def export_packed(
+    run: Path, destination: Path, *, overwrite: bool, progress: Callable[[QuantizeProgress], None]
+) -> str:
+    """Write the quantized base of a run with all that it trained beside adapters, such as norms.
+
+    Args:
+        run: the run's folder, whose newest checkpoint is taken.
+        destination: folder to create.
+        overwrite: replace an earlier output.
+        progress: called after each tensor that is quantized; a base that is quantized already is copied.
+
+    Returns:
+        The command with which vLLM serves it, with the adapters of the run if it has any.
+
+    Raises:
+        ValueError: the folder holds no run with a frozen base, or the base was executed in BF16.
+    """
+    base, training = read_run(run)
+    if not training.fmt.is_quantized:
+        raise ValueError(f"the run {run} executed BF16 weights: leave --packed out")
+    if Stored.of(base) is None:
+        plain = replace(training, fmt=get_format(BASELINE), targets=(), adapters={})
+        source = merged_checkpoint(base, plain)
+        quantize_checkpoint(source, destination, training.fmt, training.targets, overwrite=overwrite, progress=progress)
+    else:
+        _copy(base, training, destination, overwrite=overwrite)
+    return serve_command(destination, training.fmt, training.targets) + _adapter_options(training)
+
+
+def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite: bool) -> None:
+    check_destination(destination, overwrite)
+    folder = destination.absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{destination.name}.unfinished-") as work:
+        write_overlay(base, training.parameters, Path(work) / "copy", link=False)
+        if destination.exists():
+            os.replace(destination, Path(work) / "replaced")
+        os.replace(Path(work) / "copy", destination)
+
+
+def _adapter_options(training: Training) -> str:
+    if not training.adapters:
+        return ""
+    rank = len(next(iter(training.adapters.values()))[0])
+    adapter = shlex.quote(f"adapter={training.files[0].parent}")
+    return f" --enable-lora --max-lora-rank {rank} --lora-modules {adapter}"
