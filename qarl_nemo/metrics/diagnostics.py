@@ -4,6 +4,8 @@
         seq_prox_ratio, seq_mismatch_weight, seq_advantage [M] float32, seq_kept [M] bool
         token_prev_logprob, token_curr_logprob, token_generation_logprob, token_advantage [N] float32, a uniform
         sample of the step's response tokens
+        position_tokens, position_error_tokens [P] float32, how many response tokens stand at each position of a
+        response, and how many of them are error tokens; P is the longest response
     RUN/diagnostics/step_000100.jsonl
         one example per line, see `make_example`
 M counts every sequence of every minibatch of the step, B and T are a micro-batch's sequences and predicted tokens.
@@ -31,6 +33,7 @@ DIAGNOSTICS_DIR = "diagnostics"
 _SEQUENCE_FIELDS = ("prox_ratio", "mismatch_weight", "advantage", "kept")
 _ARCHIVE_ERRORS = (zipfile.BadZipFile, zlib.error, NotImplementedError, struct.error, SyntaxError, TypeError)
 _TOKEN_FIELDS = ("prev_logprob", "curr_logprob", "generation_logprob", "advantage")
+_POSITION_FIELDS = ("tokens", "error_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class DiagnosticsCollector:
         self._sequences: dict[str, list[NDArray[Any]]] = {name: [] for name in _SEQUENCE_FIELDS}
         self._tokens = np.empty((0, len(_TOKEN_FIELDS)), np.float32)
         self._token_keys = np.empty(0)
+        self._positions = np.empty((len(_POSITION_FIELDS), 0), np.float32)
 
     def add(
         self,
@@ -73,6 +77,7 @@ class DiagnosticsCollector:
         generation_logprobs: Any,
         advantages: Any,
         token_mask: Any,
+        error_mask: Any,
     ) -> None:
         """Add one micro-batch; everything may be a numpy array or a tensor on any device.
 
@@ -83,6 +88,7 @@ class DiagnosticsCollector:
             generation_logprobs: [B, T] the rollout engine's logprobs, nats.
             advantages: [B, T] advantage of each token's sequence.
             token_mask: [B, T] true for response tokens.
+            error_mask: [B, T] true for error tokens, see `error_token_mask`.
         """
         valid = _as_array(sequences["valid"]).astype(bool)
         for name in _SEQUENCE_FIELDS:
@@ -95,6 +101,9 @@ class DiagnosticsCollector:
         smallest = np.argsort(keys)[: self._max_tokens]
         self._tokens = np.concatenate([self._tokens, tokens])[smallest]
         self._token_keys = keys[smallest]
+        positions = mask.cumsum(axis=1)[mask] - 1
+        wrong = np.bincount(positions, _as_array(error_mask).astype(bool)[mask])
+        self._positions = sum_positions([self._positions, np.stack([np.bincount(positions), wrong])])
 
     def write(self, run_dir: Path, examples: Iterable[Mapping[str, Any]] = ()) -> Path:
         """Write the step's two files, each atomically.
@@ -109,6 +118,7 @@ class DiagnosticsCollector:
         folder = run_dir / DIAGNOSTICS_DIR
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {f"token_{name}": self._tokens[:, index] for index, name in enumerate(_TOKEN_FIELDS)}
+        arrays |= {f"position_{name}": row for name, row in zip(_POSITION_FIELDS, self._positions, strict=True)}
         for name, parts in self._sequences.items():
             dtype = bool if name == "kept" else np.float32
             arrays[f"seq_{name}"] = np.concatenate([*parts, np.empty(0)]).astype(dtype)
@@ -118,6 +128,21 @@ class DiagnosticsCollector:
         write_atomic(path.with_suffix(".jsonl"), "".join(json.dumps(example) + "\n" for example in examples))
         write_atomic(path, buffer.getvalue())
         return path
+
+
+def sum_positions(counts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """Add up counts by position.
+
+    Args:
+        counts: one [K, P] each, P as long as its longest response.
+
+    Returns:
+        [K, P], as long as the longest of all.
+    """
+    total = np.zeros((len(counts[0]), max(part.shape[1] for part in counts)), np.float32)
+    for part in counts:
+        total[:, : part.shape[1]] += part
+    return total
 
 
 def make_example(
@@ -200,7 +225,11 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             arrays = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError, MemoryError, OverflowError, *_ARCHIVE_ERRORS) as error:
         raise FileError(f"{path} is damaged: expected an archive of numpy arrays, but: {error}") from error
-    for group, fields in (("seq", _SEQUENCE_FIELDS), ("token", _TOKEN_FIELDS)):
+    groups: dict[str, tuple[str, ...]] = {"seq": _SEQUENCE_FIELDS, "token": _TOKEN_FIELDS}
+    # Runs that were recorded earlier lack them.
+    if any(name.startswith("position_") for name in arrays):
+        groups["position"] = _POSITION_FIELDS
+    for group, fields in groups.items():
         held = [arrays.get(f"{group}_{field}") for field in fields]
         shapes = {None if array is None else array.shape for array in held}
         numbers = all(array is not None and array.dtype.kind in "fb" for array in held)

@@ -18,6 +18,7 @@ from qarl_nemo.losses.nemo_metrics import nemo_metrics
 from qarl_nemo.losses.nonfinite import NonFinite, first_nonfinite
 from qarl_nemo.losses.ratios import LogRatios, LossData
 from qarl_nemo.losses.reference_kl import ReferenceKL
+from qarl_nemo.metrics.error_tokens import error_token_mask
 from qarl_nemo.nemo_rl.recording import Recording
 
 PREFIX = "qarl/"
@@ -128,13 +129,18 @@ class QarlLossFn:
         numbers = torch.stack([value.detach().to(zero.dtype) for value in values.values()]).tolist()
         metrics = dict(zip(values, numbers, strict=True))
         if self.recording is not None:
-            self._record(self.recording, output.sequences, next_token_logprobs.detach(), batch)
+            self._record(
+                self.recording, output.sequences, next_token_logprobs.detach(), batch, data["input_ids"][:, 1:]
+            )
         if not math.isfinite(metrics["loss"]):
             self.nonfinite.append(self._first_nonfinite(next_token_logprobs, data, batch, logs))
         return loss, metrics
 
     @staticmethod
-    def _record(recording: Recording, sequences: Mapping[str, Tensor], curr: Tensor, batch: LossData) -> None:
+    def _record(
+        recording: Recording, sequences: Mapping[str, Tensor], curr: Tensor, batch: LossData, token_ids: Tensor
+    ) -> None:
+        error_mask = error_token_mask(batch.prev_logprobs, batch.generation_logprobs, token_ids, batch.token_mask)
         recording.collector.add(
             sequences,
             prev_logprobs=batch.prev_logprobs,
@@ -142,6 +148,7 @@ class QarlLossFn:
             generation_logprobs=batch.generation_logprobs,
             advantages=batch.advantages,
             token_mask=batch.token_mask,
+            error_mask=error_mask,
         )
 
     def _batch(

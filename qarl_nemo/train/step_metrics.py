@@ -34,7 +34,7 @@ def step_metrics(
     mask = rollouts.response_mask
     ratios = result.sequences["prox_ratio"][result.sequences["valid"]].float()
     quantiles = torch.quantile(ratios, torch.tensor([0.01, 0.5, 0.99], device=ratios.device)).tolist()
-    error_mask = _error_mask(rollouts, prev_logprobs)
+    error_mask = error_tokens(rollouts, prev_logprobs)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -70,7 +70,7 @@ def diagnostics_examples(
     Returns:
         At most eight records.
     """
-    error_mask = _error_mask(rollouts, prev_logprobs)
+    error_mask = error_tokens(rollouts, prev_logprobs)
     rows = error_mask.sum(-1).argsort(descending=True, stable=True)[:_NUM_EXAMPLES].tolist()
     first = rollouts.num_prompt_columns
     examples = []
@@ -92,6 +92,7 @@ def diagnostics_examples(
     return examples
 
 
-def _error_mask(rollouts: Rollouts, prev_logprobs: Tensor) -> Tensor:
+def error_tokens(rollouts: Rollouts, prev_logprobs: Tensor) -> Tensor:
+    """Return [B, R] bool, true for the rollouts' error tokens; [B, R] FP32 logprobs of the learner are given."""
     tokens = rollouts.input_ids[:, rollouts.num_prompt_columns :]
     return error_token_mask(prev_logprobs, rollouts.generation_logprobs, tokens, rollouts.response_mask)

@@ -27,7 +27,7 @@ from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run_dir import open_run_dir
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.setup import MakeLearner, build_sampler, starting_model, transformers_learner
-from qarl_nemo.train.step_metrics import diagnostics_examples, step_metrics
+from qarl_nemo.train.step_metrics import diagnostics_examples, error_tokens, step_metrics
 from qarl_nemo.train.tasks import Task
 
 
@@ -265,6 +265,7 @@ class Trainer:
             generation_logprobs=rollouts.generation_logprobs,
             advantages=advantages[:, None].expand_as(prev),
             token_mask=rollouts.response_mask,
+            error_mask=error_tokens(rollouts, prev),
         )
         examples = diagnostics_examples(self.tokenizer, tasks, rollouts, rewards, prev, advantages)
         collector.write(self.config.run_dir, examples)

@@ -42,6 +42,8 @@ DIAGNOSTICS = {
     "token_curr_logprob",
     "token_generation_logprob",
     "token_advantage",
+    "position_tokens",
+    "position_error_tokens",
 }
 
 

@@ -52,6 +52,11 @@ class Arm:
         measured = [run.diagnostics.arrays for run in self.runs if run.diagnostics is not None]
         return bool(measured) and all(name in arrays for arrays in measured)
 
+    def each_diagnostic(self, *names: str) -> list[Floats]:
+        """Stack arrays of one length of the newest diagnostics, one [len(names), P] for each run that has them."""
+        measured = [run.diagnostics.arrays for run in self.runs if run.diagnostics is not None]
+        return [np.stack([arrays[name] for name in names]) for arrays in measured]
+
     def diagnostic(self, name: str) -> Floats:
         """Pool one array of the newest diagnostics, such as seq_prox_ratio, over the arm's runs."""
         parts = [run.diagnostics.arrays[name] for run in self.runs if run.diagnostics is not None]

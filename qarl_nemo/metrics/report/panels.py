@@ -6,13 +6,13 @@ from typing import TypeVar
 
 from matplotlib.figure import Figure
 
-from qarl_nemo.metrics.report import curves, distributions, scatter
+from qarl_nemo.metrics.report import curves, distributions, positions, scatter
 from qarl_nemo.metrics.report.arms import Arm
 from qarl_nemo.metrics.report.distributions import Ratios
 from qarl_nemo.metrics.report.style import FULL_WIDTH_IN, HALF_WIDTH_IN, MAX_COLUMNS, figure_uri
 
 Item = TypeVar("Item")
-_NEEDS_DIAGNOSTICS = "No diagnostics have been written yet (diagnostics/step_*.npz)."
+_NEEDS_DIAGNOSTICS = "Not recorded, or not yet, in diagnostics/step_*.npz."
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,18 @@ def scatter_panel(
         caption: how to read it; the step is added.
     """
     figures = [scatter.scatter_figure(row, *policies, labels, _width_in(row)) for row in _rows_of(arms)]
+    return _distribution_panel(arms, title, caption, figures)
+
+
+def position_panel(arms: Sequence[Arm], title: str, caption: str) -> Panel:
+    """Build a panel of the error tokens' positions.
+
+    Args:
+        arms: arms with counts by position.
+        title: heading.
+        caption: how to read it; the step is added.
+    """
+    figures = [positions.error_position_figure(arms, _width_in(arms))] if arms else []
     return _distribution_panel(arms, title, caption, figures)
 
 

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from qarl_nemo.metrics.report import curves, distributions, sign_curves, timings
 from qarl_nemo.metrics.report.arms import Arm
-from qarl_nemo.metrics.report.panels import Panel, curve_panel, figure_panel, histogram_panel, scatter_panel
+from qarl_nemo.metrics.report.panels import (
+    Panel,
+    curve_panel,
+    figure_panel,
+    histogram_panel,
+    position_panel,
+    scatter_panel,
+)
 from qarl_nemo.metrics.report.style import FULL_WIDTH_IN
 
 
@@ -148,7 +155,9 @@ def _errors(arms: Sequence[Arm]) -> Section:
         wide=True,
     )
     intro = "Error tokens are improbable under both policies (garbled), or part of a long repetition of one n-gram."
-    return Section("errors", "Error tokens", intro, (panel,))
+    counted = [arm for arm in arms if arm.has_diagnostic("position_tokens")]
+    by_position = position_panel(counted, "Error tokens by position", "Share of the tokens at a place in the response.")
+    return Section("errors", "Error tokens", intro, (panel, by_position))
 
 
 def _time(arms: Sequence[Arm]) -> Section:

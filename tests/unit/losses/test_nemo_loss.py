@@ -278,6 +278,7 @@ def test_the_learners_own_log_probability_is_named_and_the_first_response_wins()
 
 def test_a_recorded_step_keeps_the_ratios_and_log_probabilities_that_the_loss_saw(tmp_path):
     curr, data = make_batch()
+    data["input_ids"][0] = 1  # a loop from the prompt to the end
     loss_fn = make_loss()
     expected = run_parts(loss_fn, curr, data)
     loss_fn.recording = Recording(tmp_path, DiagnosticsCollector(7))
@@ -292,6 +293,8 @@ def test_a_recorded_step_keeps_the_ratios_and_log_probabilities_that_the_loss_sa
     assert len(drift) == int(data["token_mask"][counted][:, 1:].sum())
     assert drift.abs().max() <= DRIFT.abs().max() + 1e-5
     assert set(arrays["seq_kept"].tolist()) == {True, False}
+    assert arrays["position_tokens"].sum() == len(drift)
+    assert arrays["position_error_tokens"].tolist() == [1.0] * (24 - PROMPT)
 
 
 def test_the_first_step_of_a_start_and_every_period_are_recorded(tmp_path):

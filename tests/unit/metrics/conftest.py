@@ -103,6 +103,7 @@ def write_diagnostics(run_dir, step, *, alignment, rng, num_sequences=256, num_t
         generation_logprobs=generation,
         advantages=advantages,
         token_mask=np.ones(shape),
+        error_mask=garbled,
     )
     example = make_example(
         prompt="57+68=",

@@ -26,6 +26,7 @@ def tokens(values, mask):
         "generation_logprobs": values - 2,
         "advantages": -values,
         "token_mask": torch.tensor(mask),
+        "error_mask": values < -5.5,
     }
 
 
@@ -46,6 +47,19 @@ def test_valid_sequences_and_tokens_of_all_micro_batches_are_written(tmp_path):
     assert (arrays["token_curr_logprob"] == prev - 1).all()
     assert (arrays["token_generation_logprob"] == prev - 2).all()
     assert (arrays["token_advantage"] == -prev).all()
+    # -6 is the first token of its response, behind a prompt of one
+    assert arrays["position_tokens"].tolist() == [3, 1]
+    assert arrays["position_error_tokens"].tolist() == [1, 0]
+
+
+def test_positions_count_as_far_as_the_longest_response(tmp_path):
+    collector = DiagnosticsCollector(step=1)
+    for values in ([[-1.0, -9.0]], [[-9.0, -1.0, -9.0, -9.0]], [[-1.0]]):
+        collector.add(sequences([1.0], [True]), **tokens(values, np.ones_like(values)))
+    collector.write(tmp_path)
+    arrays = read_diagnostics(tmp_path, 1).arrays
+    assert arrays["position_tokens"].tolist() == [3, 2, 1, 1]
+    assert arrays["position_error_tokens"].tolist() == [1, 1, 1, 1]
 
 
 def collect_range(step, num_batches, batch_tokens, max_tokens):

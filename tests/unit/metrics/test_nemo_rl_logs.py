@@ -129,12 +129,13 @@ def test_a_step_that_the_loss_recorded_comes_with_examples_of_the_newest_dump(tm
         collector = DiagnosticsCollector(step)
         values = {"prox_ratio": [ratio], "mismatch_weight": [1.0], "advantage": [1.0], "kept": [True], "valid": [True]}
         tokens = {"prev_logprobs": [[-1.0]], "curr_logprobs": [[-0.5]], "generation_logprobs": [[-1.1]]}
-        collector.add(values, **tokens, advantages=[[1.0]], token_mask=[[True]])
+        collector.add(values, **tokens, advantages=[[1.0]], token_mask=[[True]], error_mask=[[True]])
         collector.write(start)
     diagnostics = load_run(tmp_path).diagnostics
     assert (diagnostics.step, len(diagnostics.examples)) == (8, 2)
     assert diagnostics.arrays["seq_prox_ratio"].tolist() == [3.0]
     assert diagnostics.arrays["token_curr_logprob"].tolist() == [-0.5]
+    assert diagnostics.arrays["position_error_tokens"].tolist() == [1.0]
 
 
 def test_the_report_shows_it_beside_a_run_of_nemo_rl_alone(tmp_path):

@@ -32,6 +32,7 @@ PANELS = [
     "Old against new token probability",
     "Share in the band",
     "Error-token rate",
+    "Error tokens by position",
     "Phases",
     "Tokens per second",
     "Gradient norm",
@@ -154,7 +155,7 @@ def test_a_run_killed_at_step_three_says_what_is_missing(tmp_path, make_run):
     page = report([killed], tmp_path)
     assert "diagnostics/: none written yet" in page
     assert "Not written yet: quantized.json" in page
-    assert page.count("No diagnostics have been written yet") == 4
+    assert page.count("Not recorded, or not yet, in diagnostics/") == 5
     shown = {title for _, title in figures(page)}
     assert {"Reward", "Phases"} <= shown
     assert "Prox ratio" not in shown

@@ -174,6 +174,12 @@ def test_diagnostics_hold_every_array_in_one_length(make_run):
             ValueError, match=r"step_000004.npz is damaged: expected numbers, as many in each of seq_prox"
         ):
             load_runs([path])
+    np.savez(file, **(arrays | {"position_tokens": arrays["position_tokens"][1:]}))
+    with pytest.raises(ValueError, match=r"as many in each of position_tokens, position_error_tokens"):
+        load_runs([path])
+    # As runs were recorded before positions were.
+    np.savez(file, **{name: array for name, array in arrays.items() if not name.startswith("position_")})
+    assert len(load_runs([path])) == 1
 
 
 def test_a_pipe_in_a_run_is_refused(make_run):
