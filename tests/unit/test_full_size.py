@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from qarl_nemo.config import ConfigError, merge_mappings, read_yaml
@@ -40,7 +41,7 @@ def harness(tools):
     tools("bench/full_size")
 
 
-def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated"):
+def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated", allocated=None):
     """Steps of 22 s that end at these times; the GPU holds as many GiB as the second of the step."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"arm": arm, "workload": workload, "placement": placement, "command": "run"}
@@ -54,6 +55,8 @@ def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated
             writer.add_scalar(f"timing/train/{phase}", seconds, step, walltime=end)
         writer.add_scalar("train/mean_gen_tokens_per_sample", 100.0, step, walltime=end)
         writer.add_scalar("train/qarl/memory/update_reserved_gib", 90.0 + step, step, walltime=end)
+        if allocated is not None:
+            writer.add_scalar("train/qarl/memory/update_allocated_gib", allocated, step, walltime=end)
     writer.close()
     with (folder / "memory.csv").open("w", newline="") as file:
         rows = csv.writer(file)
@@ -79,6 +82,24 @@ def test_memory_is_given_to_the_phase_that_held_it(tmp_path):
     # Where phases overlap only the learner's ranks know what they held in each.
     overlapping = phase_memory.memory_figures(tmp_path, run, [2, 3], asynchronous=True)
     assert set(overlapping) == {"full_memory_reserved_gib_update"}
+
+
+def test_memory_is_held_against_what_is_computed(tmp_path):
+    import phase_memory
+    import record
+
+    write_run(tmp_path / "w4a16", ends=[1000.0, 1022.0], allocated=90.0)
+    values = composed("a24", "w4a16", "colocated", 140.0, (), tmp_path)
+    apply_qarl(values)
+    # Logs are read where the model's folder is another one.
+    values["policy"]["model_name"] = "elsewhere"
+    (tmp_path / "w4a16" / "logs" / "exp_001" / "config.yaml").write_text(yaml.safe_dump(values))
+    timed = record.Timed.read(tmp_path / "w4a16")
+    found = phase_memory.memory_figures(timed.folder, timed.run, [2])
+    # As the page says: 94.4 GiB, and two engines' 8.3 in the host's memory, where the optimizer stays on the GPU.
+    assert found["full_memory_computed_gib"][0] == pytest.approx(94.43, abs=0.01)
+    assert found["full_memory_error"][0] == pytest.approx(4.43 / 90, rel=1e-2)
+    assert found["full_memory_host_computed_gib"][0] == pytest.approx(16.7, abs=0.05)
 
 
 def rates(**changes):
@@ -135,6 +156,9 @@ def test_arms_are_compared_by_their_median_step(tmp_path):
     assert phase_bars.phase_bars(rows, "a") == {
         "w4a16": {"refit": 2.0, "rollout": 10.0, "prev_logprobs": 3.0, "update": 6.0, "rest": 1.0}
     }
+    # A row of `a12_8gpu` is none of `8gpu`.
+    eight = {name.replace("_a", "_a12_8gpu"): value for name, value in rows.items()}
+    assert phase_bars.phase_bars(eight, "8gpu") == {}
     twice = rows | {name.replace("_a", "_a24"): value for name, value in rows.items()}
     assert list(phase_bars.labelled(twice, ["a", "a24"])) == ["qarl_nemo, w4a16, a", "qarl_nemo, w4a16, a24"]
 
@@ -163,6 +187,32 @@ def test_what_is_not_the_same_work_is_not_compared(tmp_path):
             record.scaling(wrong, one, [1])
     with pytest.raises(ValueError, match="another workload"):
         record.ratios(two, [half], [1])
+    with pytest.raises(ValueError, match=r"it has steps \[1, 2\], and --skip leaves none"):
+        half.steps([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "++grpo.num_prompts_per_step=4"], "--set grpo.num_prompts_per_step: the workload says it"),
+        (["--label", "EP 8"], "--label 'EP 8': rows end in it"),
+    ],
+)
+def test_what_would_be_recorded_wrongly_is_refused(monkeypatch, capsys, tmp_path, words, said):
+    import run
+
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), "--nemo-rl", str(tmp_path), *words])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_settings_have_a_name_of_their_own():
+    from arms import row_name
+
+    assert row_name("w4a16", "colocated") == "w4a16"
+    assert row_name("w4a16", "separate_4_4", "141gb") == "w4a16_separate_4_4_141gb"
 
 
 def test_drawn_answers_are_the_same_work_in_every_step():
@@ -219,22 +269,23 @@ def test_steps_that_are_under_way_together_keep_their_lengths(tmp_path, monkeypa
     assert sorted(given.values()) == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
-def documented() -> list[tuple[str, str, str, float]]:
-    """What the page of whole steps says can be run: workload, arm, placement, GiB of a GPU."""
+def documented() -> list[tuple[str, str, str, float, tuple[str, ...]]]:
+    """What the page of whole steps says can be run: workload, arm, placement, GiB of a GPU, settings."""
     found = []
     for words in commands(ROOT / "docs" / "evidence" / "full_size.md"):
         said = {name: [value for option, value in itertools.pairwise(words) if option == f"--{name}"] for name in
-                ("workload", "arm", "placement", "cap-gib")}  # fmt: skip
-        if said["workload"]:
+                ("workload", "arm", "placement", "cap-gib", "set")}  # fmt: skip
+        if said["workload"] and words[1].endswith("run.py"):
             arms, placements = said["arm"] or ["w4a16"], said["placement"] or ["colocated"]
             gib = float((said["cap-gib"] or ["140"])[0])
-            found += [(said["workload"][0], arm, place, gib) for arm, place in itertools.product(arms, placements)]
+            rest = gib, tuple(said["set"])
+            found += [(said["workload"][0], arm, place, *rest) for arm, place in itertools.product(arms, placements)]
     return found
 
 
-def composed(workload, arm, placement, gib, folder):
+def composed(workload, arm, placement, gib, changes, folder):
     """An arm's config, as far as files here say it."""
-    from arms import ARMS, IN_FLIGHT, settings
+    from arms import ARMS, IN_FLIGHT, nested, settings
     from workloads import WORKLOADS
 
     model = read_yaml(MODEL / "config.json") | {"num_hidden_layers": WORKLOADS[workload].layers}
@@ -247,6 +298,8 @@ def composed(workload, arm, placement, gib, folder):
     values["policy"]["model_name"] = str(folder)
     own = {"format": "bf16", "alignment": "none"} if ARMS[arm].recipe is None else {}
     values = merge_mappings(values, {"qarl": {"gpu_memory_gib": gib} | own})
+    for key, _, value in (change.partition("=") for change in changes):
+        values = merge_mappings(values, nested({key: yaml.safe_load(value)}))
     # NeMo-RL's own asynchronous arms may; aligned ones may not.
     first, *_, last = IN_FLIGHT.split(".")
     values[first].get("async_grpo", {}).pop(last, None)
@@ -320,7 +373,7 @@ def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(monkeypatch):
 
 def test_a_learner_without_room_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="a learner rank needs 168 GiB"):
-        apply_qarl(composed("a24", "w4a16", "separate_1_1", 140.0, tmp_path))
+        apply_qarl(composed("a24", "w4a16", "separate_1_1", 140.0, (), tmp_path))
 
 
 def test_an_update_launches_each_layer_of_each_micro_batch():

@@ -22,7 +22,7 @@ class Start:
         executes: what every learner rank says of itself; None for NeMo-RL's own launcher.
         rollouts: the format of the rollouts.
         gap: smallest and largest legal mean of |prev - generation| over the steps, nats.
-        kills: the Ray actor that is killed in the middle of the step after `kills_after`; empty for none.
+        kills: the Ray actor, one of its kind, that dies in the middle of the step after `kills_after`; empty for none.
         kills_after: how many steps this start finishes before.
         learns: the mean reward of the last ten steps exceeds that of the case's first ten by this much.
         says: what every learner rank says when it shares its GPU with an engine.
@@ -94,6 +94,13 @@ def _residency(resident: str, says: str) -> Case:
     again = (f"++qarl.resident={resident}", *_checkpoints(30))
     killed = Start(steps=100, overrides=again, kills="QarlMegatronPolicyWorker", kills_after=60, says=says)
     return Case(starts=(killed, Start(steps=100, overrides=again, learns=0.1, says=says)))
+
+
+def _killed(gpus: int, *overrides: str) -> Case:
+    again = (*overrides, *_checkpoints(2))
+    kills = ("QarlGenerationWorker", "QarlMegatronPolicyWorker")
+    starts = (Start(steps=6, overrides=again, kills=actor, kills_after=2) for actor in kills)
+    return Case(gpus=gpus, starts=(*starts, Start(steps=6, overrides=again)))
 
 
 _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
@@ -278,13 +285,9 @@ CASES = {
     "one_billion_fp8_block": _large_format("fp8_block"),
     "one_billion_fp8_channel": _large_format("fp8_channel"),
     "one_billion_nemo_rl": _large(_TRITON, executes=None, rollouts="bf16"),
-    "killed": Case(
-        starts=(
-            Start(steps=6, overrides=_checkpoints(2), kills="QarlGenerationWorker", kills_after=2),
-            Start(steps=6, overrides=_checkpoints(2), kills="QarlMegatronPolicyWorker", kills_after=2),
-            Start(steps=6, overrides=_checkpoints(2)),
-        )
-    ),
+    "killed": _killed(1),
+    # One of eight engines, then one of eight learner ranks.
+    "killed_ep8": _killed(8, f"{_MEGATRON}.expert_model_parallel_size=8", "policy.train_micro_batch_size=16"),
     # NeMo-RL's own launcher, workers and loss, at the same sizes.
     "nemo_rl_bf16": Case(
         starts=(

@@ -129,8 +129,8 @@ def _wait(running: subprocess.Popen, start: Start, cluster: Cluster, output: Pat
             time.sleep(_AT_WORK[start.kills][1])
             victims = cluster.actors(start.kills)
             assert victims, f"no process of {start.kills}"
-            for victim in victims:
-                victim.kill()
+            # Of several one alone: the others have to be ended, too.
+            victims[0].kill()
             alive, deadline = False, time.monotonic() + _DEATH_S
         time.sleep(0.2)
 

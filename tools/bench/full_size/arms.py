@@ -15,6 +15,7 @@ _CONFIGS = REPOSITORY / "examples" / "configs"
 OWN_RECIPE = "examples/configs/grpo_math_qwen30ba3b_megatron.yaml"
 _ENGINE = "policy.generation.vllm_cfg"
 _LEARNER = "policy.megatron_cfg"
+_OFFLOAD = "policy.offload_optimizer_for_refit"
 SHARE = f"{_ENGINE}.gpu_memory_utilization"
 # An engine's share of a GPU that no learner is on, and of one in the recipes as they are shipped.
 _APART_SHARE, _SHIPPED_SHARE = 0.85, 0.6
@@ -45,7 +46,7 @@ class Arm:
 ARMS = {
     "w4a16": Arm("w4a16", 0.3),
     # As on GPUs that the optimizer does not fit beside an engine.
-    "w4a16_offloaded": Arm("w4a16", 0.3, changes={"policy.offload_optimizer_for_refit": True}),
+    "w4a16_offloaded": Arm("w4a16", 0.3, changes={_OFFLOAD: True}),
     "w4a16_experts": Arm("w4a16", 0.3, changes={"qarl.targets": ["experts"]}),
     "w4a8": Arm("w4a8", 0.3),
     "nvfp4": Arm("nvfp4", 0.3),
@@ -54,8 +55,9 @@ ARMS = {
     "int8": Arm("int8", 0.4),
     "bf16": Arm("bf16", 0.4, wide=True),
     "nemo_rl_best": Arm(None, 0.4, wide=True),
-    # NeMo-RL's published recipe, adapted to this host: experts over its GPUs, engines that fit its memory.
-    "nemo_rl": Arm(None, 0.6, tuned=False, changes={f"{_ENGINE}.tensor_parallel_size": 2}),
+    # NeMo-RL's published recipe, adapted to this host: experts over its GPUs, engines that fit its memory. That the
+    # optimizer leaves is its default, which our check would decide for itself.
+    "nemo_rl": Arm(None, 0.6, tuned=False, changes={f"{_ENGINE}.tensor_parallel_size": 2, _OFFLOAD: True}),
 }
 
 
@@ -98,9 +100,9 @@ class Placement:
         return cls(engines, learners, found[1] == "asynchronous")
 
 
-def row_name(arm: str, placement: str) -> str:
-    """Return what rows call an arm."""
-    return arm if placement == "colocated" else f"{arm}_{placement}"
+def row_name(arm: str, placement: str, label: str = "") -> str:
+    """Return what rows call an arm, whose label says what else was set."""
+    return "_".join(word for word in (arm, "" if placement == "colocated" else placement, label) if word)
 
 
 def settings(arm: str, placement: str, workload: str, nemo_rl: Path | str) -> dict[str, Any]:
@@ -128,11 +130,12 @@ def settings(arm: str, placement: str, workload: str, nemo_rl: Path | str) -> di
         if chosen.recipe is None
         else str(_CONFIGS / f"qarl-qwen3-30ba3b-1n8g-megatron-{chosen.recipe}.yaml")
     )
-    dotted = _work(work) | _sizes(chosen, place, work) | _place(chosen, place) | dict(chosen.changes or {})
-    return {"defaults": [recipe, *(str(HERE / part) for part in parts)], **_nested(dotted)}
+    dotted = work_settings(work) | _sizes(chosen, place, work) | _place(chosen, place) | dict(chosen.changes or {})
+    return {"defaults": [recipe, *(str(HERE / part) for part in parts)], **nested(dotted)}
 
 
-def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key as nested blocks."""
     found: dict[str, Any] = {}
     for key, value in dotted.items():
         *parents, last = key.split(".")
@@ -143,7 +146,8 @@ def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _work(work: Workload) -> dict[str, Any]:
+def work_settings(work: Workload) -> dict[str, Any]:
+    """Return what a workload sets, from which rows are computed, by dotted key."""
     return {
         "cluster.gpus_per_node": work.gpus,
         "grpo.num_prompts_per_step": work.prompts,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from phase_memory import ORDER
+from workloads import WORKLOADS
 
 from qarl_nemo.metrics.report.style import INK, OTHER_COLOR, PHASE_COLORS, new_figure, report_style
 from qarl_nemo.metrics.results import read_results
@@ -31,13 +32,18 @@ def phase_bars(values: Mapping[str, float], workload: str) -> dict[str, dict[str
     steps = {
         name.removeprefix(prefix).removesuffix(suffix): value
         for name, value in values.items()
-        if name.startswith(prefix) and name.endswith(suffix)
+        if name.startswith(prefix) and _workload(name) == workload
     }
     bars = {}
     for arm in sorted(steps, key=lambda arm: -steps[arm]):
         phases = {phase: values[f"full_phase_s_{phase}_{arm}{suffix}"] for phase in ORDER if phase in _COMPUTED}
         bars[arm] = phases | {"rest": steps[arm] - sum(phases.values())}
     return bars
+
+
+def _workload(row: str) -> str:
+    """Return the workload that a row's name ends in: of `8gpu` and `a12_8gpu` the longer one."""
+    return max((name for name in WORKLOADS if row.endswith(f"_{name}")), key=len, default="")
 
 
 def labelled(values: Mapping[str, float], workloads: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -86,13 +92,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="file of docs/results")
     parser.add_argument("figure", type=Path, help="PNG to write")
-    parser.add_argument("--workload", action="append", help="repeat for several; default a")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeat for several; default a")
     arguments = parser.parse_args()
     workloads = arguments.workload or ["a"]
-    bars = labelled({row.name: row.value for row in read_results(arguments.results)}, workloads)
-    if not bars:
-        parser.error(f"{arguments.results} has no full_step_s_..._{' or '.join(workloads)}")
-    draw(bars, arguments.figure)
+    values = {row.name: row.value for row in read_results(arguments.results)}
+    if missing := [workload for workload in workloads if not phase_bars(values, workload)]:
+        parser.error(f"{arguments.results} has no full_step_s_..._{' or '.join(missing)}")
+    draw(labelled(values, workloads), arguments.figure)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
 """What GPUs, learner ranks and host held in each phase of a full-size run, and what was computed of it."""
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-from qarl_nemo.config import read_yaml
-from qarl_nemo.memory import GIB, ModelSize, rank_memory
+from qarl_nemo.config import merge_mappings, read_yaml
+from qarl_nemo.memory import GIB
 from qarl_nemo.metrics.nemo_rl_logs import find_config
 from qarl_nemo.metrics.runs import Run
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
-from qarl_nemo.nemo_rl.layout import read_layout
-from qarl_nemo.nemo_rl.layout_memory import learner_of
+from qarl_nemo.nemo_rl.layout_memory import Needed, needed_memory
 
 # Phases of a step in the order in which they follow each other, and those whose memory is recorded.
 ORDER = ("refit", "rollout", "reward", "logprob_prep", "prev_logprobs", "training_prep", "update")
@@ -35,7 +33,8 @@ def memory_figures(folder: Path, run: Run, steps: Sequence[int], *, asynchronous
     Returns:
         GiB at the largest: `full_memory_gib_<phase>` of the fullest GPU as nvidia-smi counts it every second, and
         `full_memory_host_gib_<phase>`, neither of asynchronous runs; of runs with our workers, whose fullest learner
-        rank says them, `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`, the computed peak, and how wrong it is.
+        rank says them, `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`, the computed peak and how wrong it is,
+        and the tensors that are computed to lie in the host's memory.
     """
     found: Figures = {}
     windows = [] if asynchronous else list(_windows(folder / "logs", run, steps))
@@ -51,9 +50,12 @@ def memory_figures(folder: Path, run: Run, steps: Sequence[int], *, asynchronous
                 found[f"full_memory_{kind}_gib_{phase}"] = _gib(float(np.nanmax(values)))
     measured = found.get("full_memory_allocated_gib_update")
     if measured is not None:
-        computed = _computed_gib(folder / "logs", folder.parent / "config.json")
+        needed = _computed(folder / "logs", folder.parent)
+        computed = needed.learner.peak_bytes / GIB
         found["full_memory_computed_gib"] = _gib(computed)
         found["full_memory_error"] = (abs(computed - measured[0]) / measured[0], "", "<=")
+        if needed.host:
+            found["full_memory_host_computed_gib"] = _gib(needed.host / GIB)
     return found
 
 
@@ -107,11 +109,11 @@ def _watched(file: Path, windows: Sequence[tuple[str, float, float]]) -> dict[st
     return found
 
 
-def _computed_gib(logs: Path, model: Path) -> float:
+def _computed(logs: Path, model: Path) -> Needed:
     file = find_config(logs)
     assert file is not None, "a run whose ranks say what they hold wrote its config"
-    config: Mapping[str, Any] = read_yaml(file)
+    config = merge_mappings(read_yaml(file), {"policy": {"model_name": str(model)}})
     qarl = NemoQarlConfig.model_validate(config["policy"]["qarl"])
-    layout = read_layout(config)
-    assert layout is not None, "a run that ended had a cluster block"
-    return rank_memory(ModelSize.read(model), layout.ranks, learner_of(config, qarl)).peak_bytes / GIB
+    needed = needed_memory(config, qarl, optimizer_stays=qarl.resident)
+    assert needed is not None, "a run that ended had a cluster block"
+    return needed

@@ -76,8 +76,12 @@ class Timed:
         return WORKLOADS[self.workload]
 
     def steps(self, skip: Sequence[int]) -> list[int]:
-        """Return the steps that count."""
-        return [int(step) for step in self.run.steps if step not in skip]
+        """Return the steps that count; ValueError if none does."""
+        steps = [int(step) for step in self.run.steps]
+        counted = [step for step in steps if step not in skip]
+        if not counted:
+            raise ValueError(f"{self.folder}: it has steps {steps}, and --skip leaves none to count")
+        return counted
 
     def median(self, key: str, skip: Sequence[int]) -> float:
         """Return a column's median over the steps that count; NaN without the column."""
@@ -180,8 +184,9 @@ def main() -> None:
     found = [Figure(name, value, "", ">=") for name, value in rows]
     for name, (value, unit, op) in measured.items():
         row = f"{name}_{timed.arm}_{timed.workload}"
-        # Goals are those of the whole model.
-        goal = GOALS.get(row, GOALS.get(name)) if timed.workload in ("a", "b") else None
+        # Other goals are those of the whole model at its best settings.
+        general = timed.workload in ("a", "b") or name == "full_memory_error"
+        goal = GOALS.get(row, GOALS.get(name)) if general else None
         found.append(Figure(row, value, unit, op, goal))
     made = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=timed.command)
     append_results(arguments.record, made)

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 import yaml
 from answer_lengths import FILE
-from arms import ARMS, IN_FLIGHT, OWN_RECIPE, REPOSITORY, SHARE, Placement, row_name, settings
+from arms import ARMS, IN_FLIGHT, OWN_RECIPE, REPOSITORY, SHARE, Placement, row_name, settings, work_settings
 from host_memory import recorded_memory
 from model import make_model
 from tree import EMBEDDING_STD, copy_tree
@@ -54,6 +55,7 @@ def main() -> int:
         help="colocated (default), separate_E_L or asynchronous_E_L: E GPUs for engines, L for the learner; repeat",
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for every arm; repeat")
+    parser.add_argument("--label", default="", metavar="WORD", help="ends the arms' names, to tell what --set changes")
     config = REPOSITORY / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
     parser.add_argument("--config", type=Path, default=config, help="the model's; the workload says how many layers")
     parser.add_argument("--cap-gib", type=float, metavar="GIB", help="what a run may take of a GPU; default all")
@@ -63,6 +65,7 @@ def main() -> int:
     arguments = parser.parse_args()
     placements, arms = arguments.placement or ["colocated"], arguments.arm or ["w4a16"]
     try:
+        _require_told_apart(arguments)
         parsed = [Placement.parse(placement, WORKLOADS[arguments.workload].gpus) for placement in placements]
         if not arguments.check and any(place.engines for place in parsed):
             _require_transport(arms)
@@ -78,9 +81,22 @@ def main() -> int:
         for placement in placements:
             code = _run(arm, placement, folder, tree, arguments)
             failed |= code != 0
-            name = row_name(arm, placement)
+            name = row_name(arm, placement, arguments.label)
             print(f"{name}: ended with {code}; {folder / name}", flush=True)
     return int(failed)
+
+
+def _require_told_apart(arguments: argparse.Namespace) -> None:
+    """Refuse what would put wrong figures into rows, or give them names that cannot be."""
+    if not re.fullmatch("[a-z0-9_]*", arguments.label):
+        raise ValueError(f"--label {arguments.label!r}: rows end in it; legal are a to z, 0 to 9 and _")
+    changed = {override.lstrip("+~").partition("=")[0] for override in arguments.set}
+    wrong = sorted(changed & set(work_settings(WORKLOADS[arguments.workload])))
+    if wrong:
+        raise ValueError(
+            f"--set {', '.join(wrong)}: the workload says it, and rows are computed from that; take another "
+            "--workload, or add one to workloads.py"
+        )
 
 
 def _require_transport(arms: list[str]) -> None:
@@ -114,7 +130,7 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse.Namespace) -> int:
-    own = folder / row_name(arm, placement)
+    own = folder / row_name(arm, placement, arguments.label)
     own.mkdir(exist_ok=True)
     model = folder if arguments.check else folder / "model"
     config = merge_mappings(
@@ -122,7 +138,7 @@ def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse
     )
     (own / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     facts = {
-        "arm": row_name(arm, placement),
+        "arm": own.name,
         "workload": arguments.workload,
         "placement": placement,
         "command": _command_line(arm, placement, arguments),
@@ -203,6 +219,7 @@ def capped(cap: float | None, config: dict[str, Any], *, ours: bool) -> list[str
 def _command_line(arm: str, placement: str, arguments: argparse.Namespace) -> str:
     words = ["--workload", arguments.workload, "--arm", arm]
     words += ["--placement", placement] if placement != "colocated" else []
+    words += ["--label", arguments.label] if arguments.label else []
     words += ["--cap-gib", f"{arguments.cap_gib:g}"] if arguments.cap_gib else []
     words += [word for override in arguments.set for word in ("--set", override)]
     return f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT {shlex.join(words)}"
