@@ -24,8 +24,8 @@ def folder_hint(folder: Path) -> str:
     if not folder.exists():
         return hub_hint(folder)
     if (folder / "adapter_config.json").is_file():
-        return "; it holds a LoRA adapter: merge it into its model first (peft's merge_and_unload)"
-    if (folder / "model" / "config.json").is_file():
+        return "; it holds a LoRA adapter: merge it into its model first (qarl export RUN, or peft's merge_and_unload)"
+    if any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json")):
         return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"
     models = sorted(folder.glob("checkpoints/step_*/model"))
     if models:

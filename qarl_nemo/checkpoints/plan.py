@@ -146,7 +146,8 @@ def plan_quantization(
     quantized = _quantized_problems(checkpoint)
     problems += quantized or content_problems(checkpoint.tensors, architecture)
     splitting = None if split_channels is None else _splitting(split_channels, architecture, fmt, targets, problems)
-    problems += _tensor_problems(checkpoint, fmt, targets, splitting) + _target_problems(checkpoint, targets)
+    problems += _tensor_problems(checkpoint, fmt, targets, splitting)
+    problems += [] if quantized else _target_problems(checkpoint, targets)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ValueError(f"cannot quantize {checkpoint.folder} to {fmt.name}:\n{listed}")

@@ -10,6 +10,9 @@ from qarl_nemo.config.models import all_keys, annotations, models_in
 
 _MAX_LINES = 40
 _MAX_CHARS = 80
+# What pydantic calls these kinds are Python's words.
+_BLOCK_ERRORS = ("model_type", "model_attributes_type", "dict_type")
+_LIST_ERRORS = ("tuple_type", "list_type")
 # Below this similarity, a name is more often something else than a typo.
 _SLIP, _SLIP_ELSEWHERE = 0.6, 0.8
 
@@ -90,7 +93,17 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
         [] if kind == "literal_error" else [word for held in annotations(location, [model]) for word in _words(held)]
     )
     legal_words = f"; legal: {', '.join(map(str, words))}" if words else ""
-    return f"{dotted or 'config'}: {problem['msg'].removeprefix('Value error, ')}{legal_words}"
+    return f"{dotted or 'config'}: {_message(problem, models)}{legal_words}"
+
+
+def _message(problem: Any, models: Sequence[type[BaseModel]]) -> str:
+    given = str(problem["input"])[:_MAX_CHARS]
+    if problem["type"] in _BLOCK_ERRORS:
+        legal = ", ".join(sorted({key for held in models for key in held.model_fields}))
+        return f"expected a block with these keys, not {given!r}: {legal}"
+    if problem["type"] in _LIST_ERRORS:
+        return f"expected a list, not {given!r}"
+    return problem["msg"].removeprefix("Value error, ")
 
 
 def _elsewhere(location: list[str], model: type[BaseModel]) -> str:

@@ -127,8 +127,8 @@ def _require_present(targets: Sequence[str], present: set[str]) -> None:
     absent = [target for target in targets if target not in present]
     if absent:
         raise ValueError(
-            f"targets {absent} match no module of this model, which has {sorted(present)}; nothing was quantized. "
-            "Dense models have `mlp` in place of `experts`"
+            f"targets {absent} match no module of this model, which has {sorted(present)}. Dense models have `mlp` in "
+            "place of `experts`"
         )
 
 

@@ -261,6 +261,9 @@ def _stage_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     if look_up(optimizer, "optimizer_cpu_offload", False) and any(one.reset_moments for one in qarl.schedule or ()):
         why = "qarl.schedule forgets moments, which are kept in several places then"
         problems.append(_line(f"{_OPTIMIZER}.optimizer_cpu_offload", True, why, "false, or reset_moments: false"))
+    if qarl.update_aware_scale is not None and qarl.alignment == "none":
+        why = "it speeds up quantized weights, and qarl.alignment=none has none"
+        problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, "null"))
     if qarl.update_aware_scale is not None and look_up(optimizer, "optimizer", "") == "sgd":
         why = "SGD's steps grow with its gradients, so that rates mean something else"
         problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, f"{_OPTIMIZER}.optimizer=adam"))

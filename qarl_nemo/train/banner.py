@@ -58,7 +58,7 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         f"modules quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}{_noise(rollout.noise)}",
         **kv_cache,
         "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
-        f"{grpo.num_generations_per_prompt} responses a step",
+        f"{grpo.num_generations_per_prompt} responses a step{_update_aware(config)}",
         "checkpoints": _checkpoints(config, prepared),
         **_data(config, prepared),
     }
@@ -110,6 +110,11 @@ def _checkpoints(config: LocalConfig, prepared: Prepared) -> str:
         return "off: a run that is stopped cannot go on"
     size = readable_bytes(prepared.checkpoint_bytes)
     return f"{size} each, every {settings.save_period} steps, the newest {settings.keep_last} stay"
+
+
+def _update_aware(config: LocalConfig) -> str:
+    scale = config.policy.optimizer.update_aware_scale
+    return "" if scale is None else f", update-aware steps of {scale:g}"
 
 
 def _groups(prepared: Prepared) -> str:

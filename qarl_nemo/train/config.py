@@ -372,6 +372,16 @@ class LocalConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def faster_steps_are_of_quantized_weights(self) -> "LocalConfig":
+        """Reject `update_aware_scale` where no weight is quantized."""
+        if self.qarl.alignment == "none" and self.policy.optimizer.update_aware_scale is not None:
+            raise ValueError(
+                "policy.optimizer.update_aware_scale speeds up quantized weights, and with qarl.alignment=none there "
+                "are none; set it to null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def vllm_serves_it(self) -> "LocalConfig":
         """Reject settings of `rollout.engine: vllm` that vLLM cannot serve on the device; every conflict is listed."""
         # With device=auto the device is known, and this is checked, when the run starts.

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.files import FileError, read_json, require_file
 from qarl_nemo.layers.lora import PREFIX, LoraSettings, add_adapters, peft_tensors
 from qarl_nemo.names import TARGETS, module_kind, parameter_name, summarize_names
@@ -47,6 +48,8 @@ def read_adapter(folder: Path) -> SavedAdapter:
         FileError: it is no such folder, or its adapters are not plain LoRA on a target's linears; all that speaks
             against it is listed.
     """
+    if not (folder / ADAPTER_CONFIG).exists():
+        raise FileError(f"{folder} is no PEFT folder: it has no {ADAPTER_CONFIG}{folder_hint(folder)}")
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         require_file(folder / name, "a part of a PEFT adapter")
     config = read_json(folder / ADAPTER_CONFIG, "a PEFT adapter's config")

@@ -130,6 +130,11 @@ def test_adapters_that_cannot_be_compared_are_refused_with_every_reason(checkpoi
         "experts of fp8_channel do not run",
     ):
         assert text in str(raised.value)
+    run = tmp_path / "checkpoints" / "step_000002"
+    shutil.copytree(adapter, run / "model")
+    for folder, hint in ((tmp_path, "it is a run and holds 1 models"), (run, "the weights of a training checkpoint")):
+        with pytest.raises(ValueError, match=f"is no PEFT folder: it has no adapter_config.json; {hint}"):
+            prepare(settings(checkpoint, adapter=folder))
     save_file({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(8, 256)},
               tmp_path / "copy" / "adapter_model.safetensors")  # fmt: skip
     (tmp_path / "copy" / "adapter_config.json").write_text(json.dumps(config))

@@ -114,6 +114,20 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
             {"qarl": {"targets": ["expert"]}},
             "1 problem(s)\n  qarl.targets.0: Input should be 'experts', 'attention' or 'mlp'",
         ),
+        ({"qarl": "w4a16"}, "qarl: expected a block with these keys, not 'w4a16': alignment, backward, format, "),
+        (
+            {"policy": {"model_init": {}, "lora": True}},
+            "policy.lora: expected a block with these keys, not 'True'",
+        ),
+        ({"loss_fn": "tbpo"}, "loss_fn: expected a block with these keys, not 'tbpo': "),
+        ({"qarl": {"schedule": {"bits": 2}}}, "qarl.schedule: expected a list, not \"{'bits': 2}\""),
+        (
+            {
+                "qarl": {"alignment": "none", "format": "bf16"},
+                "policy": {"model_init": {}, "optimizer": {"name": "adamw", "update_aware_scale": 1.5}},
+            },
+            "policy.optimizer.update_aware_scale speeds up quantized weights, and with qarl.alignment=none",
+        ),
         ({"qarl": {"targets": []}}, "qarl.targets: Tuple should have at least 1 item"),
         ({"loss_fn": {"objective": "tpbo"}}, "unknown loss_fn.objective 'tpbo': did you mean 'tbpo'?"),
         ({"data": {"digits": 3}}, "data.source is missing and says which keys data has; legal: arithmetic, datasets"),

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from qarl_formats import BASELINE, FORMAT_NAMES, QuantFormat, formats_with_groups, get_format
+from qarl_formats import (
+    BASELINE,
+    FORMAT_NAMES,
+    NARROW_NAMES,
+    QuantFormat,
+    formats_with_groups,
+    get_format,
+    why_impossible,
+)
 from qarl_nemo.installation import installed_version, pip_command
 from qarl_nemo.measure.checks import attempt, count_problems, share_problems
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
@@ -131,13 +139,21 @@ def _choice_problems(settings: RolloutSpeedSettings) -> list[str]:
     for what, values in lists.items():
         twice = [str(value) for value in dict.fromkeys(values) if values.count(value) > 1]
         problems += [f"{what} {value} is named more than once" for value in twice]
-    for what, values, legal in (("target", settings.targets, TARGETS), ("format", settings.formats, ALL_FORMATS)):
-        problems += [f"unknown {what} {value!r}; legal: {', '.join(legal)}" for value in values if value not in legal]
+    problems += [
+        f"unknown target {name!r}; legal: {', '.join(TARGETS)}" for name in settings.targets if name not in TARGETS
+    ]
+    problems += [_unknown_format(name) for name in settings.formats if name not in ALL_FORMATS]
     integer = [name for name in settings.formats if name in formats_with_groups()]
     if settings.group_size is not None and not any(_format_or_reason(name, settings)[0] for name in integer):
         reasons = [_format_or_reason(name, settings)[1] for name in integer] or ["no integer format is measured"]
         problems.append(f"group_size={settings.group_size} serves no format: {'; '.join(reasons)}")
     return problems
+
+
+def _unknown_format(name: str) -> str:
+    if name in NARROW_NAMES:
+        return f"format {name} is served in the storage of w4a16, at its speed: measure w4a16"
+    return f"unknown format {name!r}{why_impossible(name)}; legal: {', '.join(ALL_FORMATS)}"
 
 
 def _machine_problems(settings: RolloutSpeedSettings, device: str) -> list[str]:

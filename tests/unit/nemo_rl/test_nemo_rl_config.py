@@ -162,6 +162,10 @@ def test_all_conflicts_come_in_one_error():
     ("qarl", "line"),
     [
         ({"format": "w7a16"}, "qarl.format=w7a16: vLLM does not serve it; set w4a16 or"),
+        (
+            {"update_aware_scale": 1.5, "alignment": "none", "format": "bf16"},
+            "qarl.update_aware_scale=1.5: it speeds up quantized weights",
+        ),
         ({"format": "w4a8", "group_size": 64}, "qarl.group_size=64"),
         ({"format": "fp8_block", "group_size": 128}, "takes no group_size=128"),
         ({"schedule": [{"from_step": 9, "bits": 8}]}, "schedule: 8 bits are not stored in the 4 of w4a16"),

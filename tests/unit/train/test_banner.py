@@ -40,6 +40,13 @@ def test_it_says_what_runs(tmp_path, monkeypatch):
     assert not Path("runs").exists()
 
 
+def test_update_aware_steps_are_said(tmp_path):
+    made = config(
+        run_dir=str(tmp_path), policy={"model_init": {}, "optimizer": {"name": "adamw", "update_aware_scale": 1.5}}
+    )
+    assert banner_lines(made, prepare(made), None)["learner"].endswith(" responses a step, update-aware steps of 1.5")
+
+
 def test_it_says_what_differs(tmp_path):
     bf16 = {"alignment": "none", "format": "bf16"}
     noise = {"noise": {"relative": True}}
