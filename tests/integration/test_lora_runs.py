@@ -77,6 +77,24 @@ def test_the_files_are_pefts_and_the_base_is_kept_once(run):
     AutoModelForCausalLM.from_pretrained(run_dir / "base", local_files_only=True)
 
 
+@pytest.mark.parametrize("alpha", [8, 24])
+def test_peft_computes_what_was_trained(tmp_path, alpha):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    bf16 = {"_override_": True, "alignment": "none", "format": "bf16"}
+    trainer = train_run(config_of(tmp_path, LORA | {"alpha": alpha, "norms": False, "router": False}, qarl=bf16))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    inputs = torch.tensor([[5, 3, 8, 2]])
+    with torch.no_grad():
+        for name, weight in base.named_parameters():
+            if "_proj" in name:
+                # As the frozen base is executed.
+                weight.copy_(weight.bfloat16())
+        untrained = base(inputs).logits
+        found = peft.PeftModel.from_pretrained(base, model_folder(tmp_path, 4))(inputs).logits
+        expected = trainer.model(inputs).logits
+    assert (found - expected).abs().max() < 1e-4 < 1e-2 < (untrained - expected).abs().max()
+
+
 def test_a_resumed_run_goes_on_to_the_same_numbers(run, tmp_path):
     for steps in (2, 4):
         train_run(config_of(tmp_path, steps=steps))
