@@ -403,6 +403,24 @@ def test_gradients_cross_the_network_only_between_nodes():
     assert eight - one == pytest.approx(2 * (experts * 7 / 8 + others * 63 / 64) / 40e9, rel=1e-3)
 
 
+def test_halves_of_the_gpus_take_turns_or_work_at_once(monkeypatch):
+    import plan
+    import step_time
+
+    # A token takes as long with twice the sequences; a layer of a micro-batch as long as its tokens.
+    launched, model = step_time.Launched(0.0, 1e-6), replace(ModelSize.read(MODEL), num_kv_heads=0)
+    monkeypatch.setattr(
+        step_time.Rates, "read", lambda *_: rates(decode={1: 0.01, 512: 0.01}, forward=launched, training=launched)
+    )
+    work = plan.PLACED["a_1n8g"][1]
+    found = {name: value for name, value, _ in plan.placed(model, work, "w4a16")}
+    shared = step_time.phases(model, step_time.Rates.read(), work)
+    learning = shared["prev_logprobs"] + shared["update"]
+    assert found["s_colocated"] == pytest.approx(sum(shared.values()))
+    assert found["s_separate"] == pytest.approx(sum(shared.values()) + learning)
+    assert found["s_asynchronous"] == pytest.approx(max(shared["rollout"], 2 * learning) + shared["refit"])
+
+
 def test_the_plan_is_computed_from_the_results():
     import plan
 

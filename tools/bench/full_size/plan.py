@@ -26,6 +26,12 @@ PLANNED = {
     "a_8n8g": replace(_A, gpus=64, ep=8, responses=2048),
     "b_8n8g": Workload(64, 8, 4096, 243, 2310, 4096, 1, 18432, 36864),
 }
+# On which learner and engines may have half of the GPUs each: layers and load.
+PLACED = {
+    "a24_4gpu": (24, replace(_A24, gpus=4, ep=4, responses=128)),
+    "a_1n8g": (48, replace(_A, gpus=8, ep=8, responses=256)),
+    "b_1n8g": (48, replace(PLANNED["b_8n8g"], gpus=8, responses=512)),
+}
 
 
 def planned(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, float, str]]:
@@ -35,10 +41,30 @@ def planned(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, f
     yield from ((f"phase_s_{phase}", seconds, "s") for phase, seconds in found.items())
     yield "step_s", step, "s"
     yield "tokens_s_gpu", work.tokens / work.gpus / step, "tokens/s"
+    yield "memory_gib", _memory_gib(model, work, arm), "GiB"
+
+
+def placed(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, float, str]]:
+    """Yield a step's seconds by placement, and a learner rank's peak.
+
+    Learner and engines share the GPUs, or have half of them each, in turns or both at once: then a step is as long as
+    the slower half, and a refit.
+    """
+    half = replace(work, gpus=work.gpus // 2, ep=min(work.ep, work.gpus // 2))
+    shared, apart = (phases(model, Rates.read(RESULTS, arm, one.ep), one) for one in (work, half))
+    slower = max(apart["rollout"], apart["prev_logprobs"] + apart["update"])
+    yield "s_colocated", sum(shared.values()), "s"
+    yield "s_separate", sum(apart.values()), "s"
+    yield "s_asynchronous", slower + apart["refit"], "s"
+    yield "memory_gib_colocated", _memory_gib(model, work, arm), "GiB"
+    yield "memory_gib_separate", _memory_gib(model, half, arm), "GiB"
+
+
+def _memory_gib(model: ModelSize, work: Workload, arm: str) -> float:
     learner = Learner(
         arm, 128, ("experts", "attention"), False, "adam_bf16", 2, work.train_tokens, "full", logprob_chunk=1024
     )
-    yield "memory_gib", rank_memory(model, work.ranks, learner).peak_bytes / GIB, "GiB"
+    return rank_memory(model, work.ranks, learner).peak_bytes / GIB
 
 
 def errors(name: str, work: Workload, layers: int, arm: str) -> Iterator[tuple[str, float, str]]:
@@ -72,6 +98,12 @@ def main() -> None:
             found += [(f"plan_{kind}_{arm}_{name}", value, unit) for kind, value, unit in figures]
             steps[arm] = next(value for kind, value, _ in figures if kind == "step_s")
         found += [(f"plan_speedup_{arm}_{name}", steps["bf16"] / seconds, "") for arm, seconds in steps.items()]
+    found += [
+        (f"plan_placed_{kind}_{arm}_{name}", value, unit)
+        for name, (layers, work) in PLACED.items()
+        for arm in ARMS
+        for kind, value, unit in placed(replace(model, num_layers=layers), work, arm)
+    ]
     rows = [Figure(name, value, unit, ">=" if unit == "tokens/s" else "<=") for name, value, unit in found]
     command = "python tools/bench/full_size/plan.py"
     append_results(arguments.record, result_rows(rows, hardware="computed for H200s", versions={}, command=command))
