@@ -23,7 +23,7 @@ def score(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, T
     Returns:
         logprobs [N] FP32, entropy [N] FP32 without a graph, in nats.
     """
-    logprobs = (logits.float() / temperature).log_softmax(-1)
+    logprobs = _at_temperature(logits, temperature).log_softmax(-1, dtype=torch.float32)
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
     return logprobs.gather(-1, tokens[:, None]).squeeze(-1), entropy
@@ -95,12 +95,18 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
+def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    # Softmax reads BF16 as it is: a copy of a whole vocabulary costs as much as the GEMM that made it.
+    return logits if temperature == 1.0 else logits.float() / temperature
+
+
 def _grad_logits(logits: Tensor, tokens: Tensor, grad_logprobs: Tensor, temperature: float) -> Tensor:
-    # (one-hot of the token - softmax) * grad / temperature, in the logits' dtype.
-    probabilities = (logits.float() / temperature).softmax(-1)
-    grad = probabilities.mul_(-grad_logprobs[:, None])
-    grad.scatter_add_(-1, tokens[:, None], grad_logprobs[:, None])
-    return grad.div_(temperature).to(logits.dtype)
+    # (one-hot of the token - softmax) * grad / temperature, in place of the logits.
+    grad, token = grad_logprobs[:, None] / temperature, tokens[:, None]
+    probabilities = _at_temperature(logits, temperature).softmax(-1, dtype=torch.float32)
+    chosen = (1 - probabilities.gather(-1, token)) * grad
+    torch.mul(probabilities, -grad, out=logits)
+    return logits.scatter_(-1, token, chosen.to(logits.dtype))
 
 
 def _join(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
