@@ -8,6 +8,7 @@ from torch import Tensor
 from qarl_nemo.config import read_yaml, validate
 from qarl_nemo.files import FileError
 from qarl_nemo.names import expert_names, is_stacked_expert
+from qarl_nemo.train.base_files import require_same_base
 from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.setup import BASE_FOLDER
@@ -40,7 +41,7 @@ class FrozenRun:
             The run.
 
         Raises:
-            FileError: the base is gone.
+            FileError: the base is gone, or has changed.
         """
         source = run / RUN_CONFIG
         config = validate(read_yaml(source), LocalConfig, source=str(source))
@@ -50,6 +51,7 @@ class FrozenRun:
                 f"the run {run} trained on the frozen base {base}, and there is no such folder: put it back there; a "
                 "relative path is one from where the run was started"
             )
+        require_same_base(run, base)
         policy = config.policy.model_copy(update={"model_path": base, "model_init": None})
         return cls(config.model_copy(update={"policy": policy}), base, checkpoint_dir(run, step) / "model")
 

@@ -17,7 +17,9 @@ from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
 from qarl_nemo.refit.flips import FlippedCodes
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.train.advantages import group_advantages
+from qarl_nemo.train.aligned_model import has_frozen_base
 from qarl_nemo.train.banner import show_banner
+from qarl_nemo.train.base_files import hold_base
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state, save_checkpoint
 from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
 from qarl_nemo.train.learner import UpdateResult
@@ -57,6 +59,8 @@ class Trainer:
         self.encode, self.tokenizer = prepared.encode, prepared.encode.tokenizer
         self.step = self.saved_step = open_run_dir(config)
         show_banner(config, prepared, self.step)
+        if config.policy.model_path and has_frozen_base(config.policy):
+            hold_base(config.run_dir, config.policy.model_path, new=self.step is None)
         self.model, self.elapsed_s = starting_model(config, self.source, self.encode, self.device, self.step)
         self.learner = make_learner(config, self.model)
         done = self.step or 0

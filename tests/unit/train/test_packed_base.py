@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from qarl_formats import storage_config
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints.stored import stored_format
+from qarl_nemo.files import FileError
 from qarl_nemo.layers.install import install
 from qarl_nemo.layers.packed import PackedWeight
+from qarl_nemo.train.base_files import hold_base, require_same_base
 from qarl_nemo.train.checkpoint import checkpoint_dir
+from qarl_nemo.train.frozen_run import FrozenRun
 from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.run import train_run
 from qarl_nemo.train.trainer import Trainer
@@ -101,6 +104,44 @@ def test_a_resumed_run_goes_on_to_the_same_numbers(packed, odd_rewards, tmp_path
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0] | found[1])
     start = load_file(checkpoint_dir(tmp_path / "whole", 2) / "model" / "trained.safetensors")
     assert any(not torch.equal(found[0][name], start[name]) for name in start)
+
+
+def test_a_run_goes_on_and_is_read_with_its_own_base_alone(packed, odd_rewards, tmp_path):
+    grpo = {"num_prompts_per_step": 4, "train_global_batch_size": 16, "val_period": 0}
+    run = tmp_path / "run"
+    tensors = changed_copy(packed, tmp_path, "w4a16", lambda _: None)
+    train_run(config_of(run, tmp_path, grpo=grpo | {"max_num_steps": 2}))
+    assert FrozenRun.read(run, 2).base == tmp_path / "w4a16"
+    (file,) = (tmp_path / "w4a16").glob("*.safetensors")
+    # One bit of one norm.
+    tensors["model.norm.weight"].view(torch.int16)[7] ^= 1
+    save_file(tensors, file)
+    for read in (
+        lambda: train_run(config_of(run, tmp_path, grpo=grpo | {"max_num_steps": 4})),
+        lambda: FrozenRun.read(run, 2),
+    ):
+        with pytest.raises(FileError, match=rf"which has changed since: {file.name}; put back what it was"):
+            read()
+    tensors["model.norm.weight"].view(torch.int16)[7] ^= 1
+    save_file(tensors, file)
+    train_run(config_of(run, tmp_path, grpo=grpo | {"max_num_steps": 4}))
+    # A run of an earlier version has not noted it.
+    (run / "base.json").unlink()
+    assert FrozenRun.read(run, 4).base == tmp_path / "w4a16"
+
+
+def test_large_files_are_sampled_from_end_to_end(tmp_path):
+    file = tmp_path / "model.safetensors"
+    content = bytearray(bytes(range(256)) * (1 << 13))
+    file.write_bytes(content)
+    hold_base(tmp_path, tmp_path, new=True)
+    require_same_base(tmp_path, tmp_path)
+    for place in (0, len(content) // 63 * 5, len(content) - 1):
+        content[place] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(FileError, match="has changed since"):
+            require_same_base(tmp_path, tmp_path)
+        content[place] ^= 1
 
 
 def test_conflicts_with_the_checkpoint_are_all_named(packed, tmp_path):
