@@ -17,7 +17,7 @@ from qarl_nemo.memory import (
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.model_shapes import read_model_size
-from qarl_nemo.nemo_rl.optimizer_dtypes import has_bf16_moments
+from qarl_nemo.nemo_rl.optimizer_dtypes import has_16_bit_moments
 
 _MEGATRON = "policy.megatron_cfg"
 # What the driver shows of 80 GB, the size of the paper's GPUs.
@@ -172,7 +172,7 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
         return "offloaded"
     if "muon" in str(optimizer.get("optimizer", "")):
         return "muon"
-    return "adam_bf16" if has_bf16_moments(optimizer) else "adam"
+    return "adam_bf16" if has_16_bit_moments(optimizer) else "adam"
 
 
 def _tokens(policy: Mapping[str, Any]) -> int:

@@ -15,9 +15,9 @@ _LEGAL = {
 }
 
 
-def has_bf16_moments(optimizer: Mapping[str, Any]) -> bool:
-    """Return whether both of Adam's moments are BF16 in `policy.megatron_cfg.optimizer`: its state is half as large."""
-    return all(optimizer.get(key) == "bfloat16" for key in MOMENTS)
+def has_16_bit_moments(optimizer: Mapping[str, Any]) -> bool:
+    """Return whether both of Adam's moments have 16 bits in `policy.megatron_cfg.optimizer`: half as large a state."""
+    return all(optimizer.get(key) in ("bfloat16", "float16") for key in MOMENTS)
 
 
 def dtype_conflicts(config: Mapping[str, Any]) -> list[str]:

@@ -319,6 +319,32 @@ def test_what_the_page_says_can_be_run_fits(tmp_path, case):
     assert layout.learner_gpus + (0 if layout.colocated else layout.engine_gpus) == layout.gpus_per_node
 
 
+@pytest.mark.slow
+def test_a_model_has_every_weight_and_prompts_of_one_length(tmp_path):
+    from model import make_model
+    from safetensors import safe_open
+    from transformers import AutoTokenizer
+    from workloads import PROMPT_TOKENS
+
+    config = read_yaml(MODEL / "config.json") | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    make_model(tmp_path / "config.json", tmp_path, prompt_tokens=PROMPT_TOKENS - 3, num_prompts=1)
+    model = tmp_path / "model"
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * ModelSize.read(model).num_parameters
+    written: set[str] = set()
+    for name in set(index["weight_map"].values()):
+        with safe_open(model / name, "pt") as file:
+            written |= set(file.keys())
+    assert written == set(index["weight_map"])
+    # The files are holes behind their headers.
+    assert sum(file.stat().st_blocks * 512 for file in model.glob("*.safetensors")) < 2**20
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    message = {"role": "user", "content": json.loads((tmp_path / "train.jsonl").read_text())["input"]}
+    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == PROMPT_TOKENS
+
+
 def test_a_placement_that_cannot_be_says_why():
     from arms import Placement
 

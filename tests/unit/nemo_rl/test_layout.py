@@ -158,11 +158,11 @@ OPTIMIZER = "policy.megatron_cfg.optimizer"
 
 
 def test_an_optimizer_that_is_too_large_may_have_smaller_moments():
-    full = launch(**{OPTIMIZER: ADAM, "policy.train_micro_batch_size": 2, "policy.logprob_batch_size": 1})
-    (line,) = problems(full)
+    sizes = {"policy.train_micro_batch_size": 2, "policy.logprob_batch_size": 1}
+    (line,) = problems(launch(**{OPTIMIZER: ADAM} | sizes))
     assert "exp_avg_dtype=bfloat16, exp_avg_sq_dtype=bfloat16 in policy.megatron_cfg.optimizer" in line
-    full["policy"]["megatron_cfg"]["optimizer"] = BF16_MOMENTS
-    apply_qarl(full)
+    for moments in (BF16_MOMENTS, BF16_MOMENTS | {"exp_avg_dtype": "float16"}):
+        apply_qarl(launch(**{OPTIMIZER: moments} | sizes))
 
 
 def test_engines_that_share_experts_hold_and_wake_fewer():
