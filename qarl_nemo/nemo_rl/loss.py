@@ -26,12 +26,15 @@ PREFIX = "qarl/"
 RESPONSE_KEY = "qarl_response"
 """Our own training key, [B] int64: which of the step's responses each row is."""
 
+ENTROPY_KEY = "qarl_entropy"
+"""Our own loss input, scalar float32: the mean entropy of the call's response tokens, nats; in recorded steps alone."""
+
 TokenMetrics = Callable[[LossData, Tensor], dict[str, Tensor]]
 
 # Objectives that average over responses, and those whose bands are for whole responses; the others use tokens.
 _SEQUENCE_LOSSES = ("tbpo", "gspo", "mis_gspo", "sapo")
 _SEQUENCE_BANDS = ("tbpo", "gspo", "mis_gspo")
-_PER_TOKEN = ("kl_k3", "mismatch_kl_k3")
+_PER_TOKEN = ("kl_k3", "mismatch_kl_k3", "entropy")
 _PER_SEQUENCE = ("prox_ratio_mean", "mismatch_weight_mean", "kept_fraction", "mismatch_rejected_fraction")
 
 
@@ -154,15 +157,18 @@ class QarlLossFn:
     def _batch(
         self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> LossData:
+        token_mask, entropy = data["token_mask"][:, 1:], data.get(ENTROPY_KEY)
         # On-policy mode skips the prev forward; detached current logprobs stand in.
         return LossData(
             prev_logprobs=next_token_logprobs.detach() if self._on_policy else data["prev_logprobs"][:, 1:],
             generation_logprobs=data["generation_logprobs"][:, 1:],
             advantages=data["advantages"][:, 1:],
-            token_mask=data["token_mask"][:, 1:],
+            token_mask=token_mask,
             sample_mask=data["sample_mask"],
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
+            # Every token stands for the mean, so that the metric's average is that of the tokens' own.
+            entropy=None if entropy is None else entropy.expand(token_mask.shape),
         )
 
     def _reference_kl(self, logs: LogRatios, curr: Tensor, data: Mapping[str, Any], batch: LossData) -> Tensor:
@@ -210,7 +216,7 @@ class QarlLossFn:
             return sequences if by_band else tokens
 
         one, token = torch.ones(()), torch.zeros(1, 1)
-        batch = LossData(token, token, token, token, torch.zeros(1), one, one)
+        batch = LossData(token, token, token, token, torch.zeros(1), one, one, entropy=token)
         of_tokens = self._token_metrics(batch, token.long()) if self._token_metrics else {}
         names = {*self._loss(token, batch).metrics, *of_tokens} - {"total"}
         like_gradient = sequences if self._by_response else tokens

@@ -5,13 +5,14 @@ Everything is in undecorated classes, because Ray pickles the methods of a decor
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
 import torch
 from megatron.core import parallel_state
 from nemo_rl.models.megatron import setup as megatron_setup
+from nemo_rl.models.megatron import train as megatron_train
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker
 
@@ -24,6 +25,7 @@ from qarl_nemo.moments import reset_moments
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require_aligned
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engines import TIMEOUT_S, RayEngines
+from qarl_nemo.nemo_rl.entropy import entropy_of_logits
 from qarl_nemo.nemo_rl.gpu_sharing import SharesGpu
 from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.memory_metrics import PhaseMemory, fullest
@@ -91,6 +93,8 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         """
         before, self._guard.nonfinite = self._guard.num_skipped, getattr(loss_fn, "nonfinite", [])
         recording = getattr(loss_fn, "recording", None)
+        # All ranks take part in it.
+        with_entropy = nullcontext() if recording is None else entropy_of_logits(megatron_train)
         if recording is not None and not _records():
             loss_fn.recording = recording = None
         if self._stages.reset_is_due:
@@ -98,7 +102,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             self._carrier.finish_reload()
             reset_moments(inner_optimizers(self.optimizer))
             self._stages.reset_is_due = False
-        with self._memory.phase("update"):
+        with self._memory.phase("update"), with_entropy:
             results = super().train(data, loss_fn, *arguments, **named)
         if recording is not None:
             recording.write()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, read_diagnostics
-from qarl_nemo.nemo_rl.loss import PREFIX, RESPONSE_KEY
+from qarl_nemo.nemo_rl.loss import ENTROPY_KEY, PREFIX, RESPONSE_KEY
 from qarl_nemo.nemo_rl.recording import Recorder, Recording
 from support.loss_batches import NAMES, SEQUENCE_LEVEL
 from support.nemo_batches import (
@@ -78,8 +78,9 @@ def test_a_normalization_by_local_counts_does_not_add_up(name):
 def test_every_metric_says_how_it_was_normalized(name):
     loss_fn = make_loss(name, replaced=WITH_KL)
     curr, data = make_batch()
+    data[ENTROPY_KEY] = torch.tensor(0.8)
     metrics = run(loss_fn, curr, data)[1]
-    assert set(metrics) <= set(loss_fn.metric_normalizations)
+    assert set(metrics) == set(loss_fn.metric_normalizations)
     for count, kind in {"global_valid_seqs": Normalizer.SEQUENCES, "global_valid_toks": Normalizer.TOKENS}.items():
         doubled = counts(data)
         doubled[count] = doubled[count] * 2
@@ -87,6 +88,19 @@ def test_every_metric_says_how_it_was_normalized(name):
         for key, value in metrics.items():
             halves = loss_fn.metric_normalizations[key] is kind
             assert changed[key] == pytest.approx(value / 2 if halves else value, rel=1e-5), key
+
+
+def test_the_entropies_of_calls_add_up_to_the_mean_over_all_their_tokens():
+    curr, data = make_batch()
+    entropy = torch.rand(curr.shape)
+    mask = data["token_mask"] * data["sample_mask"][:, None]
+    total = 0.0
+    for rows in (slice(0, 5), slice(5, 8)):
+        part = {key: value[rows] for key, value in data.items()}
+        part[ENTROPY_KEY] = (mask * entropy)[rows].sum() / mask[rows].sum()
+        total += run(make_loss(), curr[rows], part, counts(data))[1][PREFIX + "entropy"]
+    assert total == pytest.approx(float((mask * entropy).sum() / mask.sum()), rel=1e-5)
+    assert PREFIX + "entropy" not in run(make_loss(), curr, data)[1], "an estimate does not stand in for it"
 
 
 @every_objective

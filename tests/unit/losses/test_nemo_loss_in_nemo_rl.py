@@ -1,5 +1,7 @@
 """Our objectives in NeMo-RL's own wrappers: the gradient and the metrics of its loss where both describe one loss."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from nemo_rl.algorithms.loss.wrapper import (
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 from qarl_nemo.losses.config import TBPOConfig
+from qarl_nemo.nemo_rl.entropy import entropy_of_logits
 from qarl_nemo.nemo_rl.loss import PREFIX, RESPONSE_KEY, QarlLossFn
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
@@ -135,6 +138,28 @@ def test_fused_packing_gives_the_loss_of_one_response_after_another(tmp_path):
     torch.testing.assert_close(fused[2], grad, rtol=1e-5, atol=1e-8)
     assert additive(fused[1]) == pytest.approx(additive(metrics), rel=1e-5, abs=1e-7)
     assert (wrong[2] - grad).abs().max() > 1e-4
+
+
+def test_nemo_rls_preparations_hand_on_the_exact_entropy(tmp_path):
+    _, data = make_batch()
+    logits = torch.randn(1, int(LENGTHS.sum()), VOCABULARY, requires_grad=True)
+    loss_fn = make_loss(replaced=nemo_loss())
+    loss_fn.use_fused_linear_logprobs = False
+    module = SimpleNamespace(prepare_loss_input=prepare_loss_input, prepare_packed_loss_input=prepare_packed_loss_input)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        with entropy_of_logits(module):
+            one_by_one = SequencePackingLossWrapper, module.prepare_loss_input, loss_fn, logits
+            fused = SequencePackingFusionLossWrapper, module.prepare_packed_loss_input, loss_fn, logits
+            found = [run_logits(*one, data, group)[1][PREFIX + "entropy"] for one in (one_by_one, fused)]
+    finally:
+        torch.distributed.destroy_process_group()
+    rows = [row[:length] for row, length in zip(data["token_mask"], LENGTHS, strict=True)]
+    following = torch.cat([torch.nn.functional.pad(row[1:], (0, 1)) for row in rows])
+    counted = following * data["sample_mask"].repeat_interleave(LENGTHS)
+    entropies = torch.distributions.Categorical(logits=logits[0].detach()).entropy()
+    assert found == pytest.approx([float((counted * entropies).sum() / counted.sum())] * 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,7 +23,7 @@ CONFIG = {
 }
 
 
-def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFIG):
+def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFIG, entropy=None):
     """What one start of a run leaves behind, by the writer that NeMo-RL's TensorBoard logger uses."""
     folder.mkdir(parents=True)
     if config is not None:
@@ -55,6 +55,8 @@ def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFI
             "timing/train/policy_training": 3.0,
             "refit/total_s": 0.3,
         }
+        if entropy and step in entropy:
+            scalars["train/qarl/entropy"] = entropy[step]
         for tag, value in scalars.items():
             writer.add_scalar(tag, value * (slower if tag.startswith("timing/") else 1.0), step)
     writer.close()
@@ -90,6 +92,8 @@ def test_columns_carry_the_embedded_engines_names(tmp_path):
     assert run.column("mismatch/kl_k3") == pytest.approx([1e-4] * 5)
     assert run.column("loss/approx_entropy") == pytest.approx([0.7] * 5)
     assert np.isnan(run.column("loss/entropy")).all(), "an estimate is not under the exact one's name"
+    exact = write_start(tmp_path / "exp_002", range(1, 6), entropy={4: 0.6})
+    assert load_run(exact).column("loss/entropy")[3] == pytest.approx(0.6)
     assert run.column("optim/skipped_steps") == pytest.approx([1.0] * 5)
     assert run.column("memory/update_allocated_gib") == pytest.approx([90.0] * 5)
     assert run.column("error_tokens/rate_negative") == pytest.approx([0.02] * 5)
