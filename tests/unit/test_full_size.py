@@ -196,16 +196,26 @@ def test_what_is_not_the_same_work_is_not_compared(tmp_path):
     [
         (["--set", "++grpo.num_prompts_per_step=4"], "--set grpo.num_prompts_per_step: the workload says it"),
         (["--label", "EP 8"], "--label 'EP 8': rows end in it"),
+        (["--steps", "1"], "--steps 1: the first one compiles and does not count"),
+        (["--check", "--config", "nothing.json"], "nothing.json: expected a model's config.json"),
+        ([], "--workload a runs on 4 GPU(s), and this machine has 2; --check says what would run"),
     ],
 )
-def test_what_would_be_recorded_wrongly_is_refused(monkeypatch, capsys, tmp_path, words, said):
+def test_what_could_not_run_or_be_recorded_is_refused(monkeypatch, capsys, tmp_path, words, said):
+    import arms
+    import refusals
     import run
 
-    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), "--nemo-rl", str(tmp_path), *words])
+    recipe = tmp_path / "nemo_rl" / arms.OWN_RECIPE
+    recipe.parent.mkdir(parents=True)
+    recipe.touch()
+    monkeypatch.setattr(refusals, "num_gpus", lambda: 2)
+    work = tmp_path / "work"
+    monkeypatch.setattr(sys, "argv", ["run.py", str(work), "--nemo-rl", str(tmp_path / "nemo_rl"), *words])
     with pytest.raises(SystemExit):
         run.main()
     assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert not work.exists()
 
 
 def test_other_settings_have_a_name_of_their_own():
@@ -359,6 +369,7 @@ def test_a_placement_that_cannot_be_says_why():
 
 def test_nemo_rls_own_refit_is_imported_before_anything_starts(monkeypatch, capsys, tmp_path):
     import arms
+    import refusals
     import run
 
     recipe = tmp_path / arms.OWN_RECIPE
@@ -376,7 +387,7 @@ def test_nemo_rls_own_refit_is_imported_before_anything_starts(monkeypatch, caps
     assert "--arm nemo_rl_best: NeMo-RL refits engines" in (said := capsys.readouterr().err)
     assert "install nccl4py and cuda-core" in said
     # Ours, and engines beside the learner, do without it.
-    run._require_transport(["w4a16"])
+    refusals.require_transport(["w4a16"])
 
 
 def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(monkeypatch):

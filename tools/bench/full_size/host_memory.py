@@ -40,6 +40,19 @@ def recorded_memory(file: Path, gpus: int) -> Iterator[None]:
         watcher.join()
 
 
+def num_gpus() -> int:
+    """Return how many GPUs this machine has."""
+    try:
+        import pynvml
+    except ImportError:
+        return 0
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:
+        return 0
+
+
 def _host_gib() -> float:
     values = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(values[key].split()[0]) for key in ("MemTotal", "MemAvailable"))

@@ -9,10 +9,8 @@ weights (`model.py`) and a folder an arm with config, output, memory and logs, w
 """
 
 import argparse
-import importlib
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -21,13 +19,15 @@ from typing import Any
 
 import yaml
 from answer_lengths import FILE
-from arms import ARMS, IN_FLIGHT, OWN_RECIPE, REPOSITORY, SHARE, Placement, row_name, settings, work_settings
+from arms import ARMS, IN_FLIGHT, REPOSITORY, SHARE, row_name, settings
 from host_memory import recorded_memory
 from model import make_model
+from refusals import require_possible
 from tree import EMBEDDING_STD, copy_tree
 from workloads import PROMPT_TOKENS, WORKLOADS
 
 from qarl_nemo.config import merge_mappings
+from qarl_nemo.files import read_json
 from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
 from qarl_nemo.nemo_rl.lookup import look_up
@@ -35,14 +35,29 @@ from qarl_nemo.nemo_rl.lookup import look_up
 _LAUNCHER = REPOSITORY / "examples" / "run_qarl_grpo.py"
 # The template adds three.
 _WORDS = PROMPT_TOKENS - 3
-# How NeMo-RL's own arms reach engines with GPUs of their own.
-_OWN_TRANSPORT = "nccl.core"
+_OUTPUT = "driver.txt"
 # As a check of ours reads NeMo-RL's own arms: the same ranks, batches and engines, in BF16.
 _AS_OURS = ("++qarl.format=bf16", "++qarl.alignment=none", f"++{IN_FLIGHT}=false")
 
 
 def main() -> int:
     """Prepare, and run what the command line names; returns 1 if an arm failed."""
+    arguments = _parse_arguments()
+    folder = arguments.work.absolute() / arguments.workload
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = _prepare(folder, arguments)
+    failed = False
+    for arm in arguments.arm:
+        for placement in arguments.placement:
+            code = _run(arm, placement, folder, tree, arguments)
+            failed |= code != 0
+            name = row_name(arm, placement, arguments.label)
+            said = f"{folder / name / _OUTPUT} says why" if code and not arguments.check else folder / name
+            print(f"{name}: ended with {code}; {said}", flush=True)
+    return int(failed)
+
+
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for everything that is made")
     parser.add_argument("--nemo-rl", type=Path, required=True, metavar="ROOT", help="NeMo-RL with megatron/ beside it")
@@ -63,61 +78,22 @@ def main() -> int:
     parser.add_argument("--profile", type=int, metavar="STEP", help="profile the learner's update in this step")
     parser.add_argument("--check", action="store_true", help="only check configs and memory")
     arguments = parser.parse_args()
-    placements, arms = arguments.placement or ["colocated"], arguments.arm or ["w4a16"]
+    arguments.arm, arguments.placement = arguments.arm or ["w4a16"], arguments.placement or ["colocated"]
     try:
-        _require_told_apart(arguments)
-        parsed = [Placement.parse(placement, WORKLOADS[arguments.workload].gpus) for placement in placements]
-        if not arguments.check and any(place.engines for place in parsed):
-            _require_transport(arms)
+        require_possible(arguments)
+        arguments.model = read_json(arguments.config, "a model's config.json")
     except ValueError as error:
         parser.error(str(error))
-    if not (arguments.nemo_rl / OWN_RECIPE).is_file():
-        parser.error(f"--nemo-rl {arguments.nemo_rl}: no {OWN_RECIPE} in it, so it is not NeMo-RL's repository")
-    folder = arguments.work.absolute() / arguments.workload
-    folder.mkdir(parents=True, exist_ok=True)
-    tree = _prepare(folder, arguments)
-    failed = False
-    for arm in arms:
-        for placement in placements:
-            code = _run(arm, placement, folder, tree, arguments)
-            failed |= code != 0
-            name = row_name(arm, placement, arguments.label)
-            print(f"{name}: ended with {code}; {folder / name}", flush=True)
-    return int(failed)
-
-
-def _require_told_apart(arguments: argparse.Namespace) -> None:
-    """Refuse what would put wrong figures into rows, or give them names that cannot be."""
-    if not re.fullmatch("[a-z0-9_]*", arguments.label):
-        raise ValueError(f"--label {arguments.label!r}: rows end in it; legal are a to z, 0 to 9 and _")
-    changed = {override.lstrip("+~").partition("=")[0] for override in arguments.set}
-    wrong = sorted(changed & set(work_settings(WORKLOADS[arguments.workload])))
-    if wrong:
-        raise ValueError(
-            f"--set {', '.join(wrong)}: the workload says it, and rows are computed from that; take another "
-            "--workload, or add one to workloads.py"
-        )
-
-
-def _require_transport(arms: list[str]) -> None:
-    """Refuse NeMo-RL's own arms where they would fail once engines and learner have started."""
-    own = [arm for arm in arms if ARMS[arm].recipe is None]
-    try:
-        if own:
-            importlib.import_module(_OWN_TRANSPORT)
-    except ImportError as error:
-        raise ValueError(
-            f"--arm {', '.join(own)}: NeMo-RL refits engines with GPUs of their own through {_OWN_TRANSPORT}, which "
-            f"cannot be imported ({error}); install nccl4py and cuda-core, or leave out the arm or the placement"
-        ) from error
+    return arguments
 
 
 def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
     """Make what the workload's arms share, and return the folder of NeMo-RL that they run."""
     work = WORKLOADS[arguments.workload]
-    whole = json.loads(arguments.config.read_text(encoding="utf-8"))
     config = folder / "config.json"
-    config.write_text(json.dumps(whole | {"num_hidden_layers": work.layers}, indent=1) + "\n", encoding="utf-8")
+    config.write_text(
+        json.dumps(arguments.model | {"num_hidden_layers": work.layers}, indent=1) + "\n", encoding="utf-8"
+    )
     if arguments.check:
         return arguments.nemo_rl.absolute()
     # Asynchronous engines are steps ahead.
@@ -162,7 +138,7 @@ def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse
         **({"FULL_SIZE_PROFILE": f"{arguments.profile}:{own}"} if arguments.profile else {}),
     }
     command = _command(launcher, own, overrides)
-    with (own / "driver.txt").open("w") as output, recorded_memory(own / "memory.csv", work.gpus):
+    with (own / _OUTPUT).open("w") as output, recorded_memory(own / "memory.csv", work.gpus):
         return subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
 
 
