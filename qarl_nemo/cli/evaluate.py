@@ -82,15 +82,15 @@ def eval_(
 
 
 def _prompts(template: str | None, options: str | None) -> "TokenizerConfig | None":
+    from qarl_nemo.config import validate
     from qarl_nemo.files import parse_json
     from qarl_nemo.train.config import TokenizerConfig
 
     if template is None and options is None:
         return None
     kwargs = parse_json(options, "--chat-template-kwargs", "the template's options") if options else {}
-    return TokenizerConfig(
-        chat_template=None if template == "none" else template or "default", chat_template_kwargs=kwargs
-    )
+    written = {"chat_template": None if template == "none" else template or "default", "chat_template_kwargs": kwargs}
+    return validate(written, TokenizerConfig, source="--chat-template")
 
 
 def _name_and_path(text: str) -> tuple[str, Path]:

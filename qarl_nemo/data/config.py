@@ -74,6 +74,17 @@ class BenchmarkConfig(StrictModel):
     """The user's message, {problem} standing for the question; None = the words of `qarl eval`."""
     system_prompt: str | None = Field(None, description="A system message before it.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def replaces_a_data_set(cls, values: Any) -> Any:
+        """Refuse a benchmark that was merged into a default's data set."""
+        if isinstance(values, dict) and "dataset_name" in values:
+            raise ValueError(
+                "it is a data set and a benchmark; write `_override_: true` beside `benchmark`, so that it replaces "
+                "the data set of the config that this one builds on"
+            )
+        return values
+
     @field_validator("benchmark")
     @classmethod
     def is_one_benchmark(cls, name: str) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from qarl_nemo.config import QarlConfig, StrictModel
 from qarl_nemo.data.config import DatasetsData
@@ -140,6 +140,14 @@ class TokenizerConfig(StrictModel):
     chat_template: str | None = "default"
     """`default` = the tokenizer's, if it has one; null = none; else Jinja, or a file that ends in .jinja."""
     chat_template_kwargs: dict[str, Any] = Field({}, description="The template's own options: enable_thinking: false.")
+
+    @field_validator("chat_template")
+    @classmethod
+    def is_a_template(cls, template: str | None) -> str | None:
+        """Refuse a text in which no message would stand, such as the name of a template."""
+        if template in (None, "default") or template.endswith(".jinja") or "{" in template:
+            return template
+        raise ValueError(f"{template!r} is neither default, null, a file that ends in .jinja, nor a template's text")
 
 
 class PolicyConfig(StrictModel):

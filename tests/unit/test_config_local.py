@@ -109,6 +109,20 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
         ),
         ({"data": {"source": "datasets", "train": {}}}, "data.train: data_path is missing: a local file or folder"),
         ({"data": {"source": "datasets", "train": []}}, "data.train: List should have at least 1 item"),
+        (
+            {
+                "data": {
+                    "source": "datasets",
+                    "train": {"dataset_name": "math"},
+                    "validation": {"dataset_name": "math", "benchmark": "gsm8k"},
+                }
+            },
+            "data.validation: it is a data set and a benchmark; write `_override_: true` beside `benchmark`",
+        ),
+        (
+            {"policy": {"tokenizer": {"chat_template": "none"}}},
+            "policy.tokenizer.chat_template: 'none' is neither default, null, a file that ends in .jinja",
+        ),
         ({"qarl": {"target": ["experts"]}}, "unknown key 'qarl.target': did you mean 'targets'?"),
         (
             {"qarl": {"targets": ["expert"]}},

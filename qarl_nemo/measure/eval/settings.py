@@ -165,7 +165,8 @@ def prepare(settings: EvalSettings) -> EvalJob:
     records = [] if problems else records
     questions = [attempt(problems, _ask, settings, one) for one in records if one]
     if problems:
-        raise ValueError(f"{len(problems)} problem(s) with this evaluation:\n  " + "\n  ".join(dict.fromkeys(problems)))
+        problems = list(dict.fromkeys(problems))
+        raise ValueError(f"{len(problems)} problem(s) with this evaluation:\n  " + "\n  ".join(problems))
     assert device
     batch_size = settings.batch_size or _BATCH_SIZES[engine]
     return EvalJob(settings, tuple(models), tuple(filter(None, questions)), engine, device, batch_size)
