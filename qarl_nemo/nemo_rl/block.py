@@ -19,7 +19,7 @@ class NemoQarlConfig(QarlConfig):
     layerwise_refit: bool | None = None
     """Whether colocated engines read a refit layer by layer, twice, instead of all at once; None: if all at once would
     take more than half of a GPU's free memory."""
-    resident: bool | Literal["auto"] = "auto"
+    resident: Literal[True, False, "auto"] = "auto"
     """Whether the optimizer's state stays on the GPU while engines generate; auto: if both fit by computation.
     Parameters stay beside it where the memory that is free then suffices. A rank with too little room when its engine
     is about to wake moves its state to the host from then on."""

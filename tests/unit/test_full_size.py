@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import shlex
 import sys
 import threading
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from qarl_nemo.config import ConfigError, merge_mappings, read_yaml
 from qarl_nemo.memory import ModelSize
+from qarl_nemo.metrics.results import read_results
 from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.layout import read_layout
@@ -23,6 +25,7 @@ from support.documents import commands
 from support.nemo_rl.recipes import BELOW, own_settings
 
 ROOT = Path(__file__).parents[2]
+PAGE, RUN = ROOT / "docs" / "evidence" / "full_size.md", "tools/bench/full_size/run.py"
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
 # Refit, rollout, rewards, log-probabilities and update, as NeMo-RL times them.
 SECONDS = {
@@ -282,15 +285,44 @@ def test_steps_that_are_under_way_together_keep_their_lengths(tmp_path, monkeypa
 def documented() -> list[tuple[str, str, str, float, tuple[str, ...]]]:
     """What the page of whole steps says can be run: workload, arm, placement, GiB of a GPU, settings."""
     found = []
-    for words in commands(ROOT / "docs" / "evidence" / "full_size.md"):
-        said = {name: [value for option, value in itertools.pairwise(words) if option == f"--{name}"] for name in
-                ("workload", "arm", "placement", "cap-gib", "set")}  # fmt: skip
-        if said["workload"] and words[1].endswith("run.py"):
-            arms, placements = said["arm"] or ["w4a16"], said["placement"] or ["colocated"]
-            gib = float((said["cap-gib"] or ["140"])[0])
-            rest = gib, tuple(said["set"])
-            found += [(said["workload"][0], arm, place, *rest) for arm, place in itertools.product(arms, placements)]
+    for words in commands(PAGE):
+        if words[1:2] == [RUN]:
+            workload, arms, placements = named(words)
+            rest = float((options(words, "cap-gib") or ["140"])[0]), tuple(options(words, "set"))
+            found += [(workload, arm, place, *rest) for arm, place in itertools.product(arms, placements)]
     return found
+
+
+def options(words, name) -> list[str]:
+    """What a command gives an option that may be repeated."""
+    return [value for option, value in itertools.pairwise(words) if option == f"--{name}"]
+
+
+def named(words) -> tuple[str, list[str], list[str]]:
+    """The workload, the arms and the placements of a command."""
+    return (
+        options(words, "workload")[0],
+        options(words, "arm") or ["w4a16"],
+        options(words, "placement") or ["colocated"],
+    )
+
+
+def test_what_can_be_run_has_its_rows_or_waits_for_gpus(tools):
+    from arms import row_name
+
+    tools("on_gpu")
+    import jobs
+
+    def rows(words):
+        workload, arms, placements = named(words)
+        label = "".join(options(words, "label"))
+        return {f"full_step_s_{row_name(arm, place, label)}_{workload}" for arm in arms for place in placements}
+
+    listed = [shlex.split(job.run) for job in jobs.read_jobs(ROOT / "tools" / "on_gpu" / "waiting.yaml")]
+    waiting = set().union(*(rows(words) for words in listed if words[1] == RUN))
+    asked = set().union(*(rows(words) for words in commands(PAGE) if words[1:2] == [RUN]))
+    measured = {row.name for row in read_results(ROOT / "docs" / "results" / "full_size.json")}
+    assert asked - measured - waiting == set()
 
 
 def composed(workload, arm, placement, gib, changes, folder):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_nemo_rl_config import config, problems
 
+from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.hints import budget_hints
@@ -282,6 +283,11 @@ def test_types_that_the_optimizer_does_not_keep_are_refused():
     assert needs.endswith(
         f"set {OPTIMIZER}.use_precision_aware_optimizer and {OPTIMIZER}.use_distributed_optimizer to true, or float32"
     )
+
+
+def test_what_may_be_resident_is_one_line():
+    with pytest.raises(ConfigError, match=r"1 problem.*\n  qarl.resident: Input should be True, False or 'auto'$"):
+        apply_qarl(launch({"resident": "maybe"}))
 
 
 def test_a_checked_config_says_what_will_run():
