@@ -1,10 +1,14 @@
 """What a measured figure ran on: one line of hardware, and the versions that matter."""
 
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from qarl_nemo.installation import installed_version
 
 
 def hardware(device: str, num_gpus: int = 1) -> str:
@@ -27,3 +31,18 @@ def hardware(device: str, num_gpus: int = 1) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of Python, torch and transformers."""
     return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")}
+
+
+def facts(device: str, num_gpus: int, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a run ran on.
+
+    Args:
+        device: `cpu` or `cuda`.
+        num_gpus: how many GPUs took part.
+        packages: versions of those that are installed are added.
+
+    Returns:
+        `hardware` and `versions`.
+    """
+    found = {name: number for name in packages if (number := installed_version(name))}
+    return {"hardware": hardware(device, num_gpus), "versions": versions() | found}

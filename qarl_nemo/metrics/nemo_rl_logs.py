@@ -20,10 +20,9 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 
 from qarl_nemo.files import FileError, read_json, require_file
 from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
-from qarl_nemo.metrics.recorded import read_lines
+from qarl_nemo.metrics.recorded import FACTS_FILE, read_lines
 
 CONFIG_FILE = "config.yaml"
-FACTS_FILE = "run.json"
 _EVENTS = "tensorboard"
 _OURS = "train/qarl/"
 # NeMo-RL's key -> the embedded engine's

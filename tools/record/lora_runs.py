@@ -59,10 +59,9 @@ def main() -> None:
     """Read the run directories, append rows, print them."""
     parser = parser_of(__doc__, "lora")
     parser.add_argument("folder", type=Path, help="the arms' run directories, named like its config")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="what the runs ran on")
     arguments = parser.parse_args()
     runs = whole_runs(arguments.folder)
-    record_runs(arguments.record, figures(runs), runs, arguments.folder.resolve().name, arguments.device)
+    record_runs(arguments.record, figures(runs), runs, arguments.folder.resolve().name)
 
 
 if __name__ == "__main__":

@@ -57,13 +57,12 @@ def main() -> None:
     """Read the run directories, append rows, print them."""
     parser = parser_of(__doc__, "neighbours")
     parser.add_argument("folder", type=Path, help=f"the arms' run directories: runs/{{{','.join(COMPARISONS)}}}")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="what the runs ran on")
     arguments = parser.parse_args()
     config = arguments.folder.name
     if config not in COMPARISONS:
         parser.error(f"{arguments.folder} is none of {', '.join(COMPARISONS)}: a folder is named like its config")
     runs = whole_runs(arguments.folder)
-    record_runs(arguments.record, figures(runs, COMPARISONS[config]), runs, config, arguments.device)
+    record_runs(arguments.record, figures(runs, COMPARISONS[config]), runs, config)
 
 
 if __name__ == "__main__":

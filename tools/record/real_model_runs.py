@@ -1,26 +1,35 @@
-"""Turn the arms of a comparison on a real model into rows: reward, accuracy, gap and error tokens of every run.
+r"""Turn the arms of a comparison on a real model into rows: reward, accuracy, gap and error tokens of every run.
 
     qarl train examples/configs/local_gsm8k_arms.yaml --parallel 3
-    python tools/record/real_model_runs.py runs/local_gsm8k_arms --model qwen2.5-coder-0.5b --data gsm8k
+    python tools/record/real_model_runs.py runs/local_gsm8k_arms --model qwen2.5-coder-0.5b --data gsm8k \
+        --figure docs/images/real_gsm8k.png
     python tools/record/real_model_runs.py runs/local_math_arms --model qwen2.5-coder-1.5b --data math
 
 Arms are called BF16, `rollout-only FORMAT` and `QaRL FORMAT`; what follows a comma is another objective. A format's
 recovery, (QaRL - rollout-only) / (BF16 - rollout-only) of the paired seeds' mean accuracies, is a row only where
-rollout-only is behind BF16 by more than two standard errors of the paired difference.
+rollout-only is behind BF16 by more than two standard errors of the paired difference. Seeds may come one after the
+other: recoveries are computed from all rows in the file, and the figure is drawn from all runs that were kept.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rows import parser_of, record, slug, vllm_version
+from kept_runs import keep_runs, kept
+from rows import parser_of, record, slug
 
-from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, result_rows
+from qarl_formats import FORMAT_NAMES, NARROW_NAMES
+from qarl_nemo.files import read_json
+from qarl_nemo.metrics.recorded import FACTS_FILE
+from qarl_nemo.metrics.report import write_summary_figure
+from qarl_nemo.metrics.results import Figure, read_results, result_rows
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
-_BASELINE, _ROLLOUT_ONLY, _QARL = "BF16", "rollout-only ", "QaRL "
+_BASELINE, _ROLLOUT_ONLY, _QARL = "bf16", "rollout_only_", "qarl_"
 _STANDARD_ERRORS = 2.0
 
 
@@ -48,26 +57,25 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
     ]
 
 
-def recoveries(runs: list[Run], prefix: str) -> list[Figure]:
+def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
     """Return each format's recovery, where there is something to recover, and print the paired differences.
 
     Args:
-        runs: all runs, of one length.
+        values: of all rows, by name.
         prefix: begins the names.
 
     Returns:
         The figures.
     """
-    accuracy = {(run.setting("run.arm"), run.seed): _accuracies(run)[-1] for run in runs}
-    arms = {arm for arm, _ in accuracy}
+    name = re.compile(rf"{re.escape(prefix)}_(\w+)_seed(\d+)_test_accuracy")
+    accuracy = {found.groups(): value for row, value in values.items() if (found := name.fullmatch(row))}
     figures = []
-    for fmt in sorted(arm.removeprefix(_QARL) for arm in arms if arm.startswith(_QARL) and "," not in arm):
-        names = (_BASELINE, _ROLLOUT_ONLY + fmt, _QARL + fmt)
-        seeds = sorted({run.seed or 0 for run in runs})
-        seeds = [seed for seed in seeds if all((name, seed) in accuracy for name in names)]
+    for fmt in (*FORMAT_NAMES, *NARROW_NAMES):
+        arms = (_BASELINE, _ROLLOUT_ONLY + fmt, _QARL + fmt)
+        seeds = sorted({seed for _, seed in accuracy if all((arm, seed) in accuracy for arm in arms)}, key=int)
         if not seeds:
             continue
-        bf16, rollout_only, qarl = (np.array([accuracy[name, seed] for seed in seeds]) for name in names)
+        bf16, rollout_only, qarl = (np.array([accuracy[arm, seed] for seed in seeds]) for arm in arms)
         lost, gained = bf16 - rollout_only, qarl - rollout_only
         error = float(np.std(lost, ddof=1) / np.sqrt(len(seeds))) if len(seeds) > 1 else float("nan")
         print(f"{fmt}, seeds {seeds}: BF16 - rollout-only {lost.round(4)}, QaRL - rollout-only {gained.round(4)}")
@@ -87,19 +95,29 @@ def whole_runs(folder: Path) -> list[Run]:
     return whole
 
 
-def record_runs(path: Path, figures: Iterable[Figure], runs: list[Run], config: str, device: str) -> None:
+def record_runs(path: Path, figures: Iterable[Figure], runs: list[Run], config: str) -> None:
     """Append the figures of runs, with what computed them.
 
     Args:
         path: file of docs/results.
         figures: what the runs gave.
-        runs: the runs.
+        runs: the runs, at least one.
         config: the name of their config.
-        device: what they ran on, `cpu` or `cuda`.
+
+    Raises:
+        SystemExit: the runs ran on different machines or versions.
+        FileError: one does not say on which.
     """
-    served = any(run.setting("rollout.engine") == "vllm" for run in runs)
-    facts = {"hardware": hardware(device), "versions": versions() | (vllm_version(device) if served else {})}
-    record(path, result_rows(figures, command=f"qarl train examples/configs/{config}.yaml", **facts))
+    record(path, result_rows(figures, command=f"qarl train examples/configs/{config}.yaml", **_ran_on(runs)))
+
+
+def _ran_on(runs: list[Run]) -> dict[str, Any]:
+    found = {run.name: read_json(run.path / FACTS_FILE, "what a run ran on") for run in runs}
+    distinct = {json.dumps(facts, sort_keys=True) for facts in found.values()}
+    if len(distinct) != 1:
+        told = "; ".join(f"{name}: {facts}" for name, facts in found.items()) or "none did all of its steps"
+        raise SystemExit(f"runs of one machine and one set of versions are recorded at a time; {told}")
+    return json.loads(distinct.pop())
 
 
 def _accuracies(run: Run) -> list[float]:
@@ -113,12 +131,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="holds the arms' run directories, named like its config")
     parser.add_argument("--model", required=True, help="for the rows' names, e.g. qwen2.5-coder-0.5b")
     parser.add_argument("--data", required=True, help="for the rows' names, e.g. gsm8k")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="what the runs ran on")
+    parser.add_argument("--figure", type=Path, help="PNG of all runs of this config that were kept")
     arguments = parser.parse_args()
-    whole = whole_runs(arguments.folder)
+    whole, config = whole_runs(arguments.folder), arguments.folder.resolve().name
     prefix = f"real_{arguments.model}_{arguments.data}"
-    figures = [figure for run in whole for figure in run_figures(run, prefix)] + recoveries(whole, prefix)
-    record_runs(arguments.record, figures, whole, arguments.folder.resolve().name, arguments.device)
+    record_runs(arguments.record, [one for run in whole for one in run_figures(run, prefix)], whole, config)
+    values = {row.name: row.value for row in read_results(arguments.record)}
+    record_runs(arguments.record, recoveries(values, prefix), whole, config)
+    folder = arguments.record.parent / "runs" / config
+    keep_runs(whole, folder)
+    if arguments.figure:
+        write_summary_figure(kept(folder), arguments.figure)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, make_example
 from qarl_nemo.metrics.events import EventWriter
+from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.results import ResultRow, read_results
 
+RAN_ON = {"hardware": "1x NVIDIA H200", "versions": {"torch": "2.11.0", "vllm": "0.25.1"}}
 ARMS = {
     "aligned": ("w4a16", {"objective": "tbpo", "positive_clip_high": 4e-4, "mismatch_cap": 2.0}, 3e-5),
     "rollout_only": ("w4a16", {"objective": "grpo_tis", "clip_low": 0.2, "clip_high": 0.28}, 3e-2),
@@ -137,6 +139,7 @@ def write_run(
 ):
     rng = np.random.default_rng((seed, len(alignment)))
     write_config(run_dir, alignment=alignment, seed=seed, arm=arm, **extra)
+    (run_dir / FACTS_FILE).write_text(json.dumps(RAN_ON))
     with EventWriter(run_dir) as writer:
         for step in range(1, num_steps + 1):
             metrics = step_metrics(step, alignment=alignment, rng=rng)

@@ -26,7 +26,7 @@ def test_adapters_are_held_against_all_weights_in_their_format(make_run, record)
         )
         halve_gaps(whole / METRICS_FILE)
     folder = make_run("runs/bf16", arm="LoRA BF16", alignment="none", seed=1, policy=LORA, **SETTINGS).parent
-    rows = record("lora_runs", folder, "--device", "cpu")
+    rows = record("lora_runs", folder)
     for seed in (1, 2):
         run, whole = load_run(folder / f"lora{seed}"), load_run(folder / f"whole{seed}")
         arm = f"w4a16_noise_seed{seed}"

@@ -12,7 +12,7 @@ def test_every_seed_of_an_arm_has_its_rows(make_run, record, tmp_path, capsys):
     for seed in (1, 2):
         make_run(folder / f"narrow{seed}", arm="2 bits, clipped_range", seed=seed, **settings)
     make_run(folder / "short", arm="4 bits", seed=1, **settings | {"num_steps": 24})
-    rows = record("neighbour_runs", folder, "--device", "cpu")
+    rows = record("neighbour_runs", folder)
     assert "short: left out, 24 of 25 steps" in capsys.readouterr().out
     assert not [name for name in rows if "4_bits" in name]
     for seed in (1, 2):
@@ -34,7 +34,7 @@ def test_every_stage_has_its_gap(make_run, record):
     run = load_run(
         make_run("local_gsm8k_progressive/run", arm="8, 4 bits", seed=1, grids=[8] * 20 + [4] * 5, **settings)
     )
-    rows = record("neighbour_runs", run.path.parent, "--device", "cpu")
+    rows = record("neighbour_runs", run.path.parent)
     gaps = run.column("mismatch/abs_gap_mean")
     assert gaps[20:].mean() != pytest.approx(gaps[:20].mean(), rel=1e-3)
     for bits, stage in ((8, gaps[:20]), (4, gaps[20:])):

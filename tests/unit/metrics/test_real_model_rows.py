@@ -1,7 +1,9 @@
 """Rows that arms on a real model leave behind, by the embedded engine and by NeMo-RL."""
 
+import itertools
 import json
 
+import numpy as np
 import pytest
 from test_nemo_rl_logs import CONFIG, write_start
 
@@ -11,19 +13,52 @@ STEPS, LONGEST = 25, 512
 NAMES = ("--model", "m", "--data", "d")
 
 
+ALIGNMENTS = {"BF16": "none", "rollout-only w4a16": "rollout_only", "QaRL w4a16": "aligned", "QaRL w4a8": "aligned"}
+
+
+@pytest.fixture
+def make_arms(make_run, tmp_path):
+    def make(folder, *seeds, arms=ALIGNMENTS):
+        for arm, seed in itertools.product(arms, seeds):
+            settings = {"alignment": ALIGNMENTS[arm], "num_steps": STEPS, "grpo": {"max_num_steps": STEPS}}
+            path = tmp_path / folder / "local_math_arms" / f"{arm}-seed{seed}"
+            make_run(path, arm=arm, seed=seed, diagnostics=False, **settings)
+        return tmp_path / folder / "local_math_arms"
+
+    return make
+
+
 @pytest.mark.filterwarnings("error")
-def test_arms_have_rows_and_formats_with_all_three_a_recovery(make_run, record, tmp_path):
-    folder = tmp_path / "local_math_arms"
-    arms = {"BF16": "none", "rollout-only w4a16": "rollout_only", "QaRL w4a16": "aligned", "QaRL w4a8": "aligned"}
-    for arm, alignment in arms.items():
-        for seed in (1, 2):
-            settings = {"alignment": alignment, "num_steps": STEPS, "grpo": {"max_num_steps": STEPS}}
-            make_run(folder / f"{arm}{seed}", arm=arm, seed=seed, diagnostics=False, **settings)
-    rows = record("real_model_runs", folder, "--device", "cpu", *NAMES)
-    reward = load_run(folder / "QaRL w4a82").column("reward/mean")
+def test_arms_have_rows_and_formats_with_all_three_a_recovery(make_arms, record):
+    folder = make_arms("runs", 1, 2)
+    rows = record("real_model_runs", folder, *NAMES)
+    reward = load_run(folder / "QaRL w4a8-seed2").column("reward/mean")
     assert rows["real_m_d_qarl_w4a8_seed2_reward_final"].value == pytest.approx(reward[-5:].mean(), rel=1e-4)
     assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_math_arms.yaml"}
+    assert {row.hardware for row in rows.values()} == {"1x NVIDIA H200"}
     assert {name for name in rows if "recovery" in name} == {"real_m_d_recovery_w4a16"}
+
+
+def test_seeds_that_came_one_after_the_other_give_what_they_give_together(make_arms, record, tmp_path):
+    together = record("real_model_runs", make_arms("all", 1, 2), *NAMES)
+    (tmp_path / "rows.json").unlink()
+    record("real_model_runs", make_arms("first", 1), *NAMES)
+    rows = record("real_model_runs", make_arms("second", 2), *NAMES, "--figure", tmp_path / "arms.png")
+    assert {name: row.value for name, row in rows.items()} == {name: row.value for name, row in together.items()}
+    assert (tmp_path / "arms.png").stat().st_size > 10_000
+    (kept,) = tmp_path.rglob("runs/local_math_arms/QaRL w4a16-seed1/metrics.jsonl")
+    original = load_run(tmp_path / "first" / "local_math_arms" / "QaRL w4a16-seed1")
+    small = load_run(kept.parent)
+    assert (small.arm, small.seed, small.setting("qarl.alignment")) == ("QaRL w4a16", 1, "aligned")
+    for name in ("reward/mean", "validation/reward", "mismatch/abs_gap_mean"):
+        np.testing.assert_allclose(small.column(name), original.column(name), rtol=1e-4)
+
+
+def test_runs_of_two_machines_are_not_recorded_as_one(make_arms, record):
+    folder = make_arms("runs", 1)
+    (folder / "BF16-seed1" / "run.json").write_text(json.dumps({"hardware": "1x NVIDIA H100", "versions": {}}))
+    with pytest.raises(SystemExit, match="NVIDIA H100"):
+        record("real_model_runs", folder, *NAMES)
 
 
 @pytest.fixture

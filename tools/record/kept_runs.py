@@ -1,0 +1,52 @@
+"""Runs as docs/results/runs keeps them: the curves that figures are drawn from, a few kilobytes each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qarl_nemo.config import write_yaml
+from qarl_nemo.files import make_folder, write_atomic
+from qarl_nemo.metrics.events import METRICS_FILE
+from qarl_nemo.metrics.runs import CONFIG_FILE, Run
+
+_COLUMNS = (
+    "reward/mean",
+    "validation/reward",
+    "mismatch/abs_gap_mean",
+    "loss/kept_fraction",
+    "loss/entropy",
+    "error_tokens/rate",
+    "response_length_tokens/mean",
+)
+_SETTINGS = ("seed", "run.name", "run.arm", "qarl.alignment", "qarl.format", "loss_fn.objective")
+
+
+def keep_runs(runs: list[Run], folder: Path) -> None:
+    """Write what is kept of each run, in place of an earlier one of its arm and seed.
+
+    Args:
+        runs: the runs.
+        folder: gets a run directory for each, which `qarl report` reads as any other.
+    """
+    for run in runs:
+        kept_run = folder / run.path.name
+        make_folder(kept_run, "a kept run")
+        lines = [json.dumps({"step": int(step)} | _values(run, row)) for row, step in enumerate(run.steps)]
+        write_atomic(kept_run / METRICS_FILE, "\n".join(lines) + "\n")
+        config: dict[str, Any] = {}
+        for dotted in _SETTINGS:
+            block, _, key = dotted.rpartition(".")
+            (config.setdefault(block, {}) if block else config)[key] = run.setting(dotted)
+        write_yaml(kept_run / CONFIG_FILE, config)
+
+
+def kept(folder: Path) -> list[Path]:
+    """Return the run directories that are kept in a folder."""
+    return [path.parent for path in sorted(folder.glob(f"*/{METRICS_FILE}"))]
+
+
+def _values(run: Run, row: int) -> dict[str, float]:
+    found = {name: float(run.column(name)[row]) for name in _COLUMNS}
+    return {name: float(f"{value:.5g}") for name, value in found.items() if np.isfinite(value)}
