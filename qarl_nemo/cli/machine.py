@@ -4,6 +4,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +16,7 @@ from qarl_nemo.cli.program import command
 from qarl_nemo.names import check_targets, split_targets
 
 if TYPE_CHECKING:
-    from qarl_nemo.memory import Learner, ModelSize
+    from qarl_nemo.memory import Learner, ModelSize, Parallelism
 
 
 @command
@@ -152,7 +153,30 @@ def _show_memory(
     ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
     for one in ranks:
         require_layout(size, one)
+    problems = {one.name: _shard_problems(size, one, learners[0]) for one in ranks}
+    ranks = [one for one in ranks if not problems[one.name]]
+    if not ranks or (layout and any(problems.values())):
+        listed = [f"layout {name}: {problem}" for name, found in problems.items() for problem in found]
+        raise ValueError("the learner would not start:\n  " + "\n  ".join(listed))
     Console(width=160).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
+
+
+def _shard_problems(size: "ModelSize", ranks: "Parallelism", learner: "Learner") -> list[str]:
+    from qarl_nemo.megatron.alignment import Alignment
+    from qarl_nemo.megatron.checks import shard_problems
+
+    sizes = {
+        "hidden_size": size.hidden,
+        "moe_ffn_hidden_size": size.inner,
+        "ffn_hidden_size": size.inner,
+        "kv_channels": size.head_dim,
+        "num_attention_heads": size.num_heads,
+        "num_query_groups": size.num_kv_heads,
+        "tensor_model_parallel_size": ranks.tp,
+        "expert_tensor_parallel_size": ranks.etp,
+    }
+    assert learner.record is not None
+    return shard_problems(SimpleNamespace(**sizes), Alignment(learner.record, learner.targets))
 
 
 def _show_lora_memory(

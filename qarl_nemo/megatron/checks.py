@@ -75,11 +75,25 @@ def require_supported(config: Any, alignment: Alignment) -> None:
         problems += _rounding_problems(config)
     if not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
         problems.append("activation_func, gated_linear_unit: MLPs must be SwiGLU (silu, True)")
-    by_target = {"experts": _expert_problems, "attention": _attention_problems, "mlp": _mlp_problems}
-    for target in alignment.targets:
-        problems += by_target[target](config, alignment)
+    if "experts" in alignment.targets:
+        problems += _value_problems(config)
+    problems += shard_problems(config, alignment)
     if problems:
         raise ValueError(f"{len(problems)} setting(s) rule out an aligned model:\n  " + "\n  ".join(problems))
+
+
+def shard_problems(config: Any, alignment: Alignment) -> list[str]:
+    """Say which weights' shards an aligned model could not store.
+
+    Args:
+        config: sizes of the model and of its parallelism, named as in Megatron's `TransformerConfig`.
+        alignment: what the model would execute.
+
+    Returns:
+        One line for each problem.
+    """
+    by_target = {"experts": _shape_problems, "attention": _attention_problems, "mlp": _mlp_problems}
+    return [problem for target in alignment.targets for problem in by_target[target](config, alignment)]
 
 
 def _refused(config: Any, refused: dict[str, str]) -> list[str]:
@@ -95,10 +109,6 @@ def _rounding_problems(config: Any) -> list[str]:
         if getattr(config, name, value) != value
     ]
     return [f"{problem}; or leave norms and rotation to Megatron: engine_rounding=False" for problem in problems]
-
-
-def _expert_problems(config: Any, alignment: Alignment) -> list[str]:
-    return _value_problems(config) + _shape_problems(config, alignment)
 
 
 def _value_problems(config: Any) -> list[str]:

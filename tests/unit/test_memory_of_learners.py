@@ -222,6 +222,11 @@ def test_a_dense_learner_keeps_its_mlp_packed():
         (["--group-size", "100"], "unknown group_size 100; legal: 128, 64, 32"),
         (["--group-size", "64", "--format", "fp8_block"], "format 'fp8_block' takes no group_size"),
         (["--format", "nf4"], "unknown format 'nf4'; legal: w4a16, "),
+        (
+            ["--format", "nvfp4", "--targets", "attention", "--layout", "tp2_ep8"],
+            "would not start: layout tp2_ep8: tensor_model_parallel_size=2: nvfp4 has one scale for a whole weight",
+        ),
+        (["--layout", "ep2_etp4"], r"layout ep2_etp4: fc2 shard \[2048, 192\] .*multiple of group_size=128"),
         (["--tokens", "0"], "tokens=0 is not from 1 to"),
         (["--gpu-gib", "-1"], "gpu_gib=-1.0 must lie between 0 and"),
         (["--gpu-gib", "nan"], "gpu_gib=nan must lie between 0 and"),
@@ -259,6 +264,16 @@ def test_the_guide_says_what_is_computed(model):
         learner = Learner(optimizer=optimizer, recompute=recompute)
         needed = rank_memory(model, Parallelism.parse(layout, int(gpus)), learner)
         assert (f"{needed.peak_bytes / 2**30:.0f}", "yes" if needed.fits(gpu_gib * 2**30) else "no") == (peak, fits)
+
+
+def test_layouts_that_cut_what_a_format_scales_are_not_proposed(qarl):
+    found = {}
+    for name in ("w4a16", "int8"):
+        code, printed = qarl("memory", MODEL, "--format", name, "--targets", "experts,attention")
+        assert code == 0, printed
+        found[name] = {line.split()[1] for line in printed.splitlines() if " muon " in line}
+    assert found["w4a16"] - found["int8"] == {"tp2_ep4", "tp2_ep8", "tp4_ep4", "tp4_ep8"}
+    assert found["int8"] == {"ep4", "ep8"}
 
 
 def test_the_command_says_what_fits(qarl):
