@@ -78,7 +78,8 @@ def benchmark_tasks(config: BenchmarkConfig) -> list[Task]:
         text = benchmark.ask(question) if template is None else template.replace("{problem}", question)
         # math-verify is what a task without a function is checked by, in several processes.
         own = None if benchmark.check == "math" else judge
-        tasks.append(Task(with_system_prompt(text, config.system_prompt), problem.answer, own))
+        prompt = with_system_prompt(text, config.system_prompt)
+        tasks.append(Task(prompt, problem.answer, own, dataset=config.title))
     return tasks
 
 

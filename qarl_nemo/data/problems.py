@@ -24,12 +24,14 @@ class Task:
         answer: the expected answer.
         reward_function: judges responses; None for math-verify.
         record: the data set's fields, for `reward_function`; empty without one.
+        dataset: what people call its data set; empty for generated problems.
     """
 
     prompt: str | Messages
     answer: str
     reward_function: Callable[[str, str, Mapping[str, Any]], float] | None = None
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    dataset: str = field(default="", compare=False)
 
     def reward(self, response: str) -> float:
         """Return what a response earns: by `reward_function`, else 1.0 if math-verify finds the answer in it, or 0.0.
@@ -137,7 +139,8 @@ def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> T
         raise _MissingFieldError(f"no field {' and no '.join(map(repr, missing))}{fields_of(record)}")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(f"the answer is {answer!r}, neither text nor a number")
-    return Task(_prompt(problem, config), final_answer(str(answer), answer_format), judge, record if judge else {})
+    answer, kept = final_answer(str(answer), answer_format), record if judge else {}
+    return Task(_prompt(problem, config), answer, judge, kept, config.title)
 
 
 def _look_up(record: Mapping[str, Any], key: str) -> Any:

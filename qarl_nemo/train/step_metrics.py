@@ -1,5 +1,8 @@
 """A training step's metrics and readable examples, from its tensors."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -47,6 +50,24 @@ def step_metrics(
         **mismatch_metrics(prev_logprobs, rollouts.generation_logprobs, mask),
         **error_token_rates(error_mask, mask, advantages[:, None].expand_as(prev_logprobs)),
     }
+
+
+def mean_rewards(rewards: Sequence[float], tasks: Sequence[Task]) -> dict[str, float]:
+    """Average the rewards of a validation.
+
+    Args:
+        rewards: one for each task.
+        tasks: the tasks.
+
+    Returns:
+        `validation/reward`, and `validation/reward_<set>` for each data set if there are several; a file's name stands
+        for its path.
+    """
+    by_set: dict[str, list[float]] = {}
+    for task, reward in zip(tasks, rewards, strict=True):
+        by_set.setdefault(Path(task.dataset).stem, []).append(reward)
+    means = {f"validation/reward_{name}": fmean(values) for name, values in by_set.items()} if len(by_set) > 1 else {}
+    return {"validation/reward": fmean(rewards)} | means
 
 
 def diagnostics_examples(

@@ -32,7 +32,7 @@ from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run_dir import open_run_dir
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.setup import MakeLearner, build_sampler, starting_model, transformers_learner
-from qarl_nemo.train.step_metrics import diagnostics_examples, error_tokens, step_metrics
+from qarl_nemo.train.step_metrics import diagnostics_examples, error_tokens, mean_rewards, step_metrics
 from qarl_nemo.train.tasks import Task
 
 
@@ -153,7 +153,7 @@ class Trainer:
             self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
         if validates:
             progress.phase("validation")
-            metrics["validation/reward"] = self.validate()
+            metrics |= self.validate()
             if self.noise != self._noise(step + 1):
                 progress.phase("refit")
                 self._change_noise(self._noise(step + 1))
@@ -238,13 +238,13 @@ class Trainer:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return torch.tensor(task_rewards(tasks, texts), device=self.device)
 
-    def validate(self) -> float:
-        """Return the mean reward of the validation tasks under the rollout engine's current weights."""
+    def validate(self) -> dict[str, float]:
+        """Return the mean reward of the validation tasks under the engine's weights, and of each set if several."""
         grpo = self.config.grpo
         tasks = self.source.validation(grpo.val_num_prompts)
         params = SamplingParams(self.config.rollout.max_new_tokens, grpo.val_temperature, grpo.val_top_p)
         rollouts = self.generate(tasks, params, self._generator(0))
-        return float(self.rewards(rollouts, tasks).mean())
+        return mean_rewards(self.rewards(rollouts, tasks).tolist(), tasks)
 
     def _generator(self, step: int) -> torch.Generator:
         # Seeded by step, so that a resumed run draws what an uninterrupted one would have drawn.

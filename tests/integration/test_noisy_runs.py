@@ -15,7 +15,7 @@ NOISE = {"start": 0.1, "end": 0.01, "stages": STEPS}
 class WatchedTrainer(Trainer):
     """Remembers what was served when it validated."""
 
-    def validate(self) -> float:
+    def validate(self) -> dict[str, float]:
         self.validated = [*getattr(self, "validated", []), self.noise]
         return super().validate()
 

@@ -6,6 +6,7 @@ import pytest
 
 from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.train.config import ArithmeticData
+from qarl_nemo.train.step_metrics import mean_rewards
 from qarl_nemo.train.tasks import TaskSource, arithmetic_tasks, eval_chain
 from support.files import write_jsonl
 
@@ -127,6 +128,9 @@ def test_benchmarks_and_data_sets_are_validated_in_turn(tmp_path):
     validation = [*sets, {"benchmark": "math500", "data_path": math500}]
     source = TaskSource(DatasetsData(source="datasets", train=sets, validation=validation), seed=0)
     assert [task.answer for task in source.validation(3)] == ["0", "4", "1"]
+    rewards = {"validation/reward": 0.5, "validation/reward_a": 0.25, "validation/reward_MATH-500": 1.0}
+    assert mean_rewards([0.0, 1.0, 0.5], source.validation(3)) == rewards
+    assert mean_rewards([0.5], source.validation(1)) == {"validation/reward": 0.5}, "one set is the whole"
 
 
 def test_without_validation_sets_the_first_problems_are_validated(ten_problems):
