@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from qarl_formats import DEFAULT_FORMAT, QuantFormat, find_format, get_format, served_formats
 from qarl_nemo.memory.model_size import ModelSize
-from qarl_nemo.memory.units import BF16, FP32, OVERHEAD_BYTES
+from qarl_nemo.memory.units import BF16, FP32
 from qarl_nemo.parallelism import Parallelism
 
 PARTS = ("weights", "gradients", "optimizer", "packed", "activations", "working", "logits")
@@ -100,10 +100,6 @@ class Memory:
     def peak_bytes(self) -> float:
         """The most that is held in a step: logits are freed before a layer's backward needs its working memory."""
         return self.static_bytes + self.parts["activations"] + max(self.parts["working"], self.parts["logits"])
-
-    def fits(self, gpu_bytes: float) -> bool:
-        """Return whether it fits into so much of a GPU, with `OVERHEAD_BYTES` to spare."""
-        return self.peak_bytes + OVERHEAD_BYTES <= gpu_bytes
 
 
 def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memory:

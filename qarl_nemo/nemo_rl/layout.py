@@ -214,6 +214,13 @@ def _batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     even = not packed and not look_up(policy, "dynamic_batching.enabled", False)
     if even and not problems and batch and micro and batch % (ranks * micro):
         problems.append(f"policy.train_micro_batch_size={micro}: does not divide the {batch // ranks} of a rank")
+    chunk = policy.get("logprob_chunk_size") or 0
+    if chunk < 0:
+        problems.append(f"policy.logprob_chunk_size={chunk}: set 1 or more, or null")
+    elif chunk and not look_up(policy, "megatron_cfg.defer_fp32_logits", False):
+        problems.append(
+            f"{_MEGATRON}.defer_fp32_logits=false: policy.logprob_chunk_size={chunk} needs it; set true, or no chunks"
+        )
     longest = policy.get("max_total_sequence_length")
     for key in _TOKENS if packed else ():
         room = look_up(policy, f"sequence_packing.{key}", None)

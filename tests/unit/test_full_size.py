@@ -300,11 +300,8 @@ def options(words, name) -> list[str]:
 
 def named(words) -> tuple[str, list[str], list[str]]:
     """The workload, the arms and the placements of a command."""
-    return (
-        options(words, "workload")[0],
-        options(words, "arm") or ["w4a16"],
-        options(words, "placement") or ["colocated"],
-    )
+    arms, placements = options(words, "arm") or ["w4a16"], options(words, "placement") or ["colocated"]
+    return options(words, "workload")[0], arms, placements
 
 
 def test_what_can_be_run_has_its_rows_or_waits_for_gpus(tools):

@@ -13,6 +13,7 @@ from qarl_kernels import FORMAT_NAMES, get_format, stored_layout
 from qarl_nemo.architecture import read_architecture
 from qarl_nemo.files import FileError
 from qarl_nemo.memory import (
+    OVERHEAD_BYTES,
     Learner,
     ModelSize,
     Parallelism,
@@ -263,7 +264,8 @@ def test_the_guide_says_what_is_computed(model):
         gpu_gib = {"80": 79, "141": 139}[size]
         learner = Learner(optimizer=optimizer, recompute=recompute)
         needed = rank_memory(model, Parallelism.parse(layout, int(gpus)), learner)
-        assert (f"{needed.peak_bytes / 2**30:.0f}", "yes" if needed.fits(gpu_gib * 2**30) else "no") == (peak, fits)
+        fitting = needed.peak_bytes + OVERHEAD_BYTES <= gpu_gib * 2**30
+        assert (f"{needed.peak_bytes / 2**30:.0f}", "yes" if fitting else "no") == (peak, fits)
 
 
 def test_layouts_that_cut_what_a_format_scales_are_not_proposed(qarl):
