@@ -61,7 +61,7 @@ def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
     """Return each format's recovery, where there is something to recover, and print the paired differences.
 
     Args:
-        values: of all rows, by name.
+        values: those of all rows, by name.
         prefix: begins the names.
 
     Returns:
