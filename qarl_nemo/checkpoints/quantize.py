@@ -119,7 +119,7 @@ def quantize_checkpoint(
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         _check_device(device)
         for folder in {checkpoint.folder, checkpoint.companions}:
-            _check_apart(folder, destination)
+            check_apart(folder, destination)
         plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes, split_channels)
         require_loadable(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
         require_tied_copy(checkpoint)
@@ -224,7 +224,16 @@ def _source_stamps(plan: QuantizePlan, shard: PlannedShard) -> dict[str, list[in
     return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
-def _check_apart(source: Path, destination: Path) -> None:
+def check_apart(source: Path, destination: Path) -> None:
+    """Require that neither of two folders is the other one, or in it.
+
+    Args:
+        source: what is read.
+        destination: what is written.
+
+    Raises:
+        ValueError: one is.
+    """
     inner, outer = destination.resolve(), source.resolve()
     if inner == outer or outer in inner.parents or inner in outer.parents:
         raise ValueError(f"source {source} and destination {destination} must not contain each other")

@@ -12,6 +12,7 @@ from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, quantize_checkpo
 from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
 from qarl_nemo.checkpoints.overlay import write_overlay
 from qarl_nemo.checkpoints.partial import check_destination
+from qarl_nemo.checkpoints.quantize import check_apart
 from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.refit.engine_settings import serve_command
 from qarl_nemo.train.export import read_run
@@ -47,6 +48,7 @@ def export_packed(
 
 
 def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite: bool) -> None:
+    check_apart(base.folder, destination)
     check_destination(destination, overwrite)
     folder = destination.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -114,8 +114,12 @@ def test_a_packed_base_is_copied_with_what_was_trained(odd_rewards, tmp_path):
     for name in changed:
         assert torch.equal(found[name], run.model.get_parameter(parameter_name(name)).bfloat16())
     assert {path.name for path in tmp_path.iterdir()} == {"source", "int8", "run", "out"}
-    for wrong, problem in ((["--packed"], "exists; choose another"), (["--packed", "--dequantize"], "leave one")):
-        done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "out"), *wrong])
+    for out, wrong, problem in (
+        ("out", ["--packed"], "exists; choose another"),
+        ("out", ["--packed", "--dequantize"], "leave one"),
+        ("int8", ["--packed", "--overwrite"], "must not contain each other"),
+    ):
+        done = export(tmp_path / "run", tmp_path / out, *wrong)
         assert problem in str(done.exception) + done.output
 
 
