@@ -69,10 +69,11 @@ _UNREAD = {
     "use_cispo": False,
     "positive_example_nll_weight": 0.0,
 }
-# Settings that NeMo-RL's guide to Muon requires.
+# Settings that NeMo-RL requires of Muon, in its guide or once workers have started.
 _MUON = {
     "policy.megatron_cfg.optimizer.use_distributed_optimizer": False,
     "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False,
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": False,
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -243,14 +244,25 @@ def _server_conflicts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
-    name = look_up(config, "policy.megatron_cfg.optimizer.optimizer", "")
-    if "muon" not in str(name):
+    optimizer = look_up(config, _OPTIMIZER, {})
+    name = optimizer.get("optimizer", "")
+    if "muon" in str(name):
+        return [
+            _line(key, value, f"optimizer={name} does not go with it", _text(legal))
+            for key, legal in _MUON.items()
+            if (value := look_up(config, key, legal)) != legal
+        ]
+    if not optimizer.get("optimizer_cpu_offload", False):
         return []
-    return [
-        _line(key, value, f"optimizer={name} does not go with it", _text(legal))
-        for key, legal in _MUON.items()
-        if (value := look_up(config, key, legal)) != legal
-    ]
+    problems, fraction = [], optimizer.get("optimizer_offload_fraction", 0.0)
+    if not 0 < fraction <= 1:
+        why = "optimizer_cpu_offload=true keeps that part of the state in the host's memory"
+        problems.append(_line(f"{_OPTIMIZER}.optimizer_offload_fraction", fraction, why, "more than 0 and at most 1"))
+    if not optimizer.get("use_distributed_optimizer", False):
+        problems.append(
+            _line(f"{_OPTIMIZER}.use_distributed_optimizer", False, "optimizer_cpu_offload=true needs it", "true")
+        )
+    return problems
 
 
 def _stage_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:

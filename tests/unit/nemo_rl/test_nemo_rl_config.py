@@ -205,6 +205,24 @@ def test_stages_and_update_aware_rates_need_an_optimizer_and_a_loop_that_can(qar
     apply_qarl(config(qarl))
 
 
+OFFLOADED = {"optimizer": "adam", "use_distributed_optimizer": True, "optimizer_cpu_offload": True,
+             "optimizer_offload_fraction": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optimizer": "dist_muon"}, "optimizer_cpu_offload=true: optimizer=dist_muon does not go with it; set false"),
+        ({"optimizer_offload_fraction": 0.0}, "optimizer_offload_fraction=0.0: optimizer_cpu_offload=true keeps that"),
+        ({"use_distributed_optimizer": False}, "use_distributed_optimizer=false: optimizer_cpu_offload=true"),
+    ],
+)
+def test_an_optimizer_on_the_host_is_one_that_nemo_rl_keeps_there(changes, line):
+    where = "policy.megatron_cfg.optimizer"
+    assert any(line in found for found in problems(config(**{where: OFFLOADED | changes})))
+    apply_qarl(config(**{where: OFFLOADED}))
+
+
 def test_an_objective_without_mismatch_weight_does_not_take_older_responses():
     for objective in ({"objective": "gspo"}, {"objective": "grpo_tis", "mismatch_cap": None}):
         values = config({"objective": objective}, **{"grpo.async_grpo.enabled": True})
