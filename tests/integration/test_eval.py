@@ -297,9 +297,11 @@ def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
 
 def test_all_data_that_is_missing_is_in_one_error(checkpoint, tmp_path):
     copies = {name: tmp_path / f"{name}.jsonl" for name in ("aime24", "gsm8k")}
-    asked = EvalSettings((checkpoint,), tuple(copies), tmp_path / "r.json", copies, engine="packed", device="cpu")
-    with pytest.raises(ValueError, match=r"2 problem\(s\)(.|\n)*aime24.jsonl does not exist(.|\n)*gsm8k.jsonl does"):
+    names = ("math500", *copies)
+    asked = EvalSettings((checkpoint,), names, tmp_path / "r.json", copies, engine="packed", device="cpu")
+    with pytest.raises(ValueError, match=r"3 problem\(s\)(.|\n)*aime24.jsonl does not(.|\n)*gsm8k.jsonl does") as error:
         prepare(asked)
+    assert "the hub has not been asked yet for math500: no --data names a copy" in str(error.value)
 
 
 def test_a_folder_of_runs_names_them(tmp_path):

@@ -161,15 +161,14 @@ def prepare(settings: EvalSettings) -> EvalJob:
     found = attempt(problems, find_benchmarks, list(settings.benchmarks)) or []
     template = attempt(problems, read_text, settings.prompt_file, "a prompt file") if settings.prompt_file else None
     records = [attempt(problems, _sampled_as, settings, one, template) for one in found]
-    # Data is read, perhaps from the hub, once all else is right; then all that is missing of it is listed.
-    records = [] if problems else records
-    questions = [attempt(problems, _ask, settings, one) for one in records if one]
+    # Data is read once all else is right.
+    questions = [] if problems else _read_questions(settings, [one for one in records if one], problems)
     if problems:
         problems = list(dict.fromkeys(problems))
         raise ValueError(f"{len(problems)} problem(s) with this evaluation:\n  " + "\n  ".join(problems))
     assert device
     batch_size = settings.batch_size or _BATCH_SIZES[engine]
-    return EvalJob(settings, tuple(models), tuple(filter(None, questions)), engine, device, batch_size)
+    return EvalJob(settings, tuple(models), tuple(questions), engine, device, batch_size)
 
 
 def _number_problems(settings: EvalSettings) -> list[str]:
@@ -242,6 +241,19 @@ def _sampled_as(settings: EvalSettings, benchmark: Benchmark, template: str | No
             f"{benchmark.name}: {benchmark.num_samples} answers at temperature 0 are one; set --num-samples 1"
         )
     return benchmark if template is None else with_prompt(benchmark, template)
+
+
+def _read_questions(settings: EvalSettings, records: list[Benchmark], problems: list[str]) -> list[Questions]:
+    found, untried = {}, []
+    # Local copies first: without a network, every attempt at the hub takes half a minute.
+    for one in sorted(records, key=lambda one: one.name not in settings.data):
+        if problems and one.name not in settings.data:
+            untried.append(one.name)
+        else:
+            found[one.name] = attempt(problems, _ask, settings, one)
+    if untried:
+        problems.append(f"the hub has not been asked yet for {', '.join(untried)}: no --data names a copy of them")
+    return [questions for one in records if (questions := found.get(one.name)) is not None]
 
 
 def _ask(settings: EvalSettings, benchmark: Benchmark) -> Questions:
