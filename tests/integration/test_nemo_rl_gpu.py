@@ -120,6 +120,7 @@ def require_steps(case: Case, start: Start, ended: Ended, finished: int) -> None
     assert find_config(ended.logs), "the launcher describes its run"
     require_versions(case, run)
     assert diagnostic_steps(ended.logs)[0] == finished + 1
+    assert run.column("loss/entropy")[0] > 0, "exact, in the steps with diagnostics"
     assert (run.column("mismatch/nonfinite_tokens") == 0).all()
     allocated, reserved = (run.column(f"memory/update_{kind}_gib") for kind in ("allocated", "reserved"))
     assert ((allocated > 0) & (allocated <= reserved)).all(), (allocated, reserved)
