@@ -76,6 +76,13 @@ _MUON = {
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload": False,
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
+# What NeMo-RL requires where logits and log-probabilities are computed in one.
+_FUSED_LOGPROBS = {
+    "policy.sequence_packing.enabled": False,
+    "policy.megatron_cfg.context_parallel_size": 1,
+    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
+}
+_FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _UNCORRECTED = ("gspo", "sapo")
 # What NeMo-RL's asynchronous loop does not implement.
@@ -113,6 +120,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_loop_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *_optimizer_conflicts(config),
+        *(_mismatches(config, _FUSED_LOGPROBS, f"{_FUSED}=true") if look_up(config, _FUSED, False) else ()),
         *_stage_conflicts(config, qarl),
         *data_conflicts(config),
         *dtype_conflicts(config),
@@ -247,11 +255,7 @@ def _optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
     optimizer = look_up(config, _OPTIMIZER, {})
     name = optimizer.get("optimizer", "")
     if "muon" in str(name):
-        return [
-            _line(key, value, f"optimizer={name} does not go with it", _text(legal))
-            for key, legal in _MUON.items()
-            if (value := look_up(config, key, legal)) != legal
-        ]
+        return _mismatches(config, _MUON, f"optimizer={name}")
     if not optimizer.get("optimizer_cpu_offload", False):
         return []
     problems, fraction = [], optimizer.get("optimizer_offload_fraction", 0.0)
@@ -280,6 +284,14 @@ def _stage_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         why = "SGD's steps grow with its gradients, so that rates mean something else"
         problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, f"{_OPTIMIZER}.optimizer=adam"))
     return problems
+
+
+def _mismatches(config: Mapping[str, Any], required: Mapping[str, Any], by: str) -> list[str]:
+    return [
+        _line(key, value, f"{by} does not go with it", _text(legal))
+        for key, legal in required.items()
+        if (value := look_up(config, key, legal)) != legal
+    ]
 
 
 def _line(key: str, value: Any, why: str, legal: str) -> str:

@@ -223,6 +223,15 @@ def test_an_optimizer_on_the_host_is_one_that_nemo_rl_keeps_there(changes, line)
     apply_qarl(config(**{where: OFFLOADED}))
 
 
+def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them():
+    fused = {"policy.megatron_cfg.use_fused_linear_logprobs": True}
+    gather = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
+    lines = problems(config(**fused | {"policy.sequence_packing": {"enabled": True}}))
+    assert [line.partition("=")[0] for line in lines] == ["policy.sequence_packing.enabled", gather]
+    assert all("use_fused_linear_logprobs=true does not go with it; set false" in line for line in lines)
+    apply_qarl(config(**fused | {gather: False}))
+
+
 def test_an_objective_without_mismatch_weight_does_not_take_older_responses():
     for objective in ({"objective": "gspo"}, {"objective": "grpo_tis", "mismatch_cap": None}):
         values = config({"objective": objective}, **{"grpo.async_grpo.enabled": True})
