@@ -221,6 +221,12 @@ def _batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
         problems.append(
             f"{_MEGATRON}.defer_fp32_logits=false: policy.logprob_chunk_size={chunk} needs it; set true, or no chunks"
         )
+    prompt, served = (look_up(config, key, None) for key in ("data.max_input_seq_length", f"{_ENGINE}.max_model_len"))
+    if isinstance(prompt, int) and isinstance(served, int) and served < prompt:
+        problems.append(
+            f"{_ENGINE}.max_model_len={served}: a prompt of data.max_input_seq_length={prompt} tokens does not "
+            "fit; set room for it and its response"
+        )
     longest = policy.get("max_total_sequence_length")
     for key in _TOKENS if packed else ():
         room = look_up(policy, f"sequence_packing.{key}", None)

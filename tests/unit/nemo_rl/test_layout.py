@@ -81,6 +81,10 @@ def test_what_can_run_is_not_refused():
             {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 0, "logprob_mb_tokens": 9000}},
             "sequence_packing.train_mb_tokens=0: set 1 or more",
         ),
+        (
+            {"data.max_input_seq_length": 2048, "policy.generation.vllm_cfg.max_model_len": 1000},
+            "max_model_len=1000: a prompt of data.max_input_seq_length=2048 tokens does not fit",
+        ),
         ({"policy.logprob_chunk_size": 1024}, "defer_fp32_logits=false: policy.logprob_chunk_size=1024 needs it"),
         ({"policy.logprob_chunk_size": -4}, "policy.logprob_chunk_size=-4: set 1 or more, or null"),
         ({"policy.megatron_cfg.tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0: set 1 or more"),
