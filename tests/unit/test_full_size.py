@@ -1,32 +1,21 @@
-"""The harness of whole steps: its arms can run, memory is given to the phase that held it, and a plan adds up parts."""
+"""The harness of whole steps: what its runs measured, what is held against it, and what they are made of."""
 
 import csv
-import itertools
 import json
-import shlex
 import sys
 import threading
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from qarl_nemo.config import ConfigError, merge_mappings, read_yaml
+from qarl_nemo.config import read_yaml
 from qarl_nemo.memory import ModelSize
-from qarl_nemo.metrics.results import read_results
 from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
-from qarl_nemo.nemo_rl.layout import read_layout
-from qarl_nemo.nemo_rl.lookup import look_up
-from support.documents import commands
-from support.nemo_rl.recipes import BELOW, own_settings
+from support.full_size import MODEL, composed
 
-ROOT = Path(__file__).parents[2]
-PAGE, RUN = ROOT / "docs" / "evidence" / "full_size.md", "tools/bench/full_size/run.py"
-MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
 # Refit, rollout, rewards, log-probabilities and update, as NeMo-RL times them.
 SECONDS = {
     "prepare_for_generation/total": 2,
@@ -103,35 +92,6 @@ def test_memory_is_held_against_what_is_computed(tmp_path):
     assert found["full_memory_computed_gib"][0] == pytest.approx(94.43, abs=0.01)
     assert found["full_memory_error"][0] == pytest.approx(4.43 / 90, rel=1e-2)
     assert found["full_memory_host_computed_gib"][0] == pytest.approx(16.7, abs=0.05)
-
-
-def rates(**changes):
-    import step_time
-
-    launched = step_time.Launched(0.0, 0.0)
-    plain = step_time.Rates({32: 0.01, 128: 0.02}, 1e12, launched, launched, 0.5, 1.0)
-    return replace(plain, **changes)
-
-
-def test_a_line_goes_through_both_measured_sizes():
-    import step_time
-
-    line = step_time.Launched.through(0.010, 0.034)
-    assert line.seconds(8192) == pytest.approx(0.010)
-    assert line.seconds(32768) == pytest.approx(0.034)
-    assert line.fixed == pytest.approx(0.002)
-
-
-def test_answers_of_unequal_length_run_at_the_speed_of_those_that_are_left():
-    import step_time
-
-    # Without attention nothing is read from the cache; 80 sequences lie half-way between 32 and 128.
-    model = replace(ModelSize.read(MODEL), num_kv_heads=0)
-    work = step_time.Workload(1, 1, 80, 0, 100, 100, 1, 8192, 8192)
-    assert step_time.phases(model, rates(), work)["rollout"] == pytest.approx(100 * 0.015, rel=1e-6)
-    # Two answers of 100 and 300 tokens are as slow as 32 sequences.
-    two = replace(work, responses=2, longest=300)
-    assert step_time.phases(model, rates(), two)["rollout"] == pytest.approx(300 * 0.01, rel=1e-6)
 
 
 def test_arms_are_compared_by_their_median_step(tmp_path):
@@ -282,82 +242,6 @@ def test_steps_that_are_under_way_together_keep_their_lengths(tmp_path, monkeypa
     assert sorted(given.values()) == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
-def documented() -> list[tuple[str, str, str, float, tuple[str, ...]]]:
-    """What the page of whole steps says can be run: workload, arm, placement, GiB of a GPU, settings."""
-    found = []
-    for words in commands(PAGE):
-        if words[1:2] == [RUN]:
-            workload, arms, placements = named(words)
-            rest = float((options(words, "cap-gib") or ["140"])[0]), tuple(options(words, "set"))
-            found += [(workload, arm, place, *rest) for arm, place in itertools.product(arms, placements)]
-    return found
-
-
-def options(words, name) -> list[str]:
-    """What a command gives an option that may be repeated."""
-    return [value for option, value in itertools.pairwise(words) if option == f"--{name}"]
-
-
-def named(words) -> tuple[str, list[str], list[str]]:
-    """The workload, the arms and the placements of a command."""
-    arms, placements = options(words, "arm") or ["w4a16"], options(words, "placement") or ["colocated"]
-    return options(words, "workload")[0], arms, placements
-
-
-def test_what_can_be_run_has_its_rows_or_waits_for_gpus(tools):
-    from arms import row_name
-
-    tools("on_gpu")
-    import jobs
-
-    def rows(words):
-        workload, arms, placements = named(words)
-        label = "".join(options(words, "label"))
-        return {f"full_step_s_{row_name(arm, place, label)}_{workload}" for arm in arms for place in placements}
-
-    listed = [shlex.split(job.run) for job in jobs.read_jobs(ROOT / "tools" / "on_gpu" / "waiting.yaml")]
-    waiting = set().union(*(rows(words) for words in listed if words[1] == RUN))
-    asked = set().union(*(rows(words) for words in commands(PAGE) if words[1:2] == [RUN]))
-    measured = {row.name for row in read_results(ROOT / "docs" / "results" / "full_size.json")}
-    assert asked - measured - waiting == set()
-
-
-def composed(workload, arm, placement, gib, changes, folder):
-    """An arm's config, as far as files here say it."""
-    from arms import ARMS, IN_FLIGHT, nested, settings
-    from workloads import WORKLOADS
-
-    model = read_yaml(MODEL / "config.json") | {"num_hidden_layers": WORKLOADS[workload].layers}
-    (folder / "config.json").write_text(json.dumps(model))
-    above = settings(arm, placement, workload, "NEMO_RL")
-    values = BELOW
-    for file in above.pop("defaults"):
-        values = merge_mappings(values, {} if file.startswith("NEMO_RL") else own_settings(Path(file)))
-    values = merge_mappings(values, above)
-    values["policy"]["model_name"] = str(folder)
-    own = {"format": "bf16", "alignment": "none"} if ARMS[arm].recipe is None else {}
-    values = merge_mappings(values, {"qarl": {"gpu_memory_gib": gib} | own})
-    for key, _, value in (change.partition("=") for change in changes):
-        values = merge_mappings(values, nested({key: yaml.safe_load(value)}))
-    # NeMo-RL's own asynchronous arms may; aligned ones may not.
-    first, *_, last = IN_FLIGHT.split(".")
-    values[first].get("async_grpo", {}).pop(last, None)
-    return values
-
-
-@pytest.mark.parametrize(
-    "case",
-    [case if case[1] == "w4a16" else pytest.param(case, marks=pytest.mark.slow) for case in documented()],
-    ids=lambda case: "-".join(map(str, case)),
-)
-def test_what_the_page_says_can_be_run_fits(tmp_path, case):
-    values = composed(*case, tmp_path)
-    apply_qarl(values)
-    layout = read_layout(values)
-    assert layout is not None
-    assert layout.learner_gpus + (0 if layout.colocated else layout.engine_gpus) == layout.gpus_per_node
-
-
 @pytest.mark.slow
 def test_a_model_has_every_weight_and_prompts_of_one_length(tmp_path):
     from model import make_model
@@ -382,117 +266,3 @@ def test_a_model_has_every_weight_and_prompts_of_one_length(tmp_path):
     message = {"role": "user", "content": json.loads((tmp_path / "train.jsonl").read_text())["input"]}
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == PROMPT_TOKENS
-
-
-def test_a_placement_that_cannot_be_says_why():
-    from arms import Placement
-
-    assert Placement.parse("separate_1_3", 4) == Placement(1, 3)
-    assert Placement.parse("asynchronous_2_2", 4).asynchronous
-    for name in ("apart", "separate", "separate_0_4"):
-        with pytest.raises(ValueError, match="legal: colocated, separate_E_L"):
-            Placement.parse(name, 4)
-    with pytest.raises(ValueError, match="4 GPUs, where the workload has 2"):
-        Placement.parse("separate_2_2", 2)
-
-
-def test_nemo_rls_own_refit_is_imported_before_anything_starts(monkeypatch, capsys, tmp_path):
-    import arms
-    import refusals
-    import run
-
-    recipe = tmp_path / arms.OWN_RECIPE
-    recipe.parent.mkdir(parents=True)
-    recipe.touch()
-    # As on a host that has nccl4py without cuda-core.
-    monkeypatch.setitem(sys.modules, "nccl.core", None)
-    monkeypatch.setattr(run, "_prepare", lambda *_: pytest.fail("something was made"))
-    command = ["run.py", str(tmp_path / "work"), "--nemo-rl", str(tmp_path), "--workload", "a12_2gpu"]
-    monkeypatch.setattr(
-        sys, "argv", [*command, "--arm", "w4a16", "--arm", "nemo_rl_best", "--placement", "separate_1_1"]
-    )
-    with pytest.raises(SystemExit):
-        run.main()
-    assert "--arm nemo_rl_best: NeMo-RL refits engines" in (said := capsys.readouterr().err)
-    assert "install nccl4py and cuda-core" in said
-    # Ours, and engines beside the learner, do without it.
-    refusals.require_transport(["w4a16"])
-
-
-def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(monkeypatch):
-    import run
-    from arms import SHARE, settings
-
-    config = settings("w4a16", "colocated", "8gpu", "NEMO_RL")
-    monkeypatch.setattr(run, "first_gpu_gib", lambda: 140.0)
-    share, allocator, optimizer = run.capped(79.0, config, ours=True)
-    # 0.6 of 79 GiB are as much of 140; the learner's tensors have 79 without 6 for its process and 4 for the engine's.
-    assert share == f"{SHARE}={0.6 * 79 / 140:.3f}"
-    assert f"per_process_memory_fraction:{69 / 140:.3f}" in allocator
-    assert optimizer == "++qarl.resident=false"
-    # A machine without a GPU is checked as if its GPUs were that large.
-    monkeypatch.setattr(run, "first_gpu_gib", lambda: None)
-    assert run.capped(79.0, config, ours=True) == ["++qarl.gpu_memory_gib=79.0"]
-    shipped = own_settings(ROOT / "examples" / "configs" / "qarl-qwen3-30ba3b-1n8g-megatron-w4a16.yaml")
-    assert look_up(shipped, SHARE) == look_up(config, SHARE)
-
-
-def test_a_learner_without_room_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ConfigError, match="a learner rank needs 168 GiB"):
-        apply_qarl(composed("a24", "w4a16", "separate_1_1", 140.0, (), tmp_path))
-
-
-def test_an_update_launches_each_layer_of_each_micro_batch():
-    import step_time
-
-    model, launched = ModelSize.read(MODEL), step_time.Launched(0.001, 0.0)
-    work = step_time.Workload(2, 2, 16, 1000, 1000, 1000, 2, 4000, 8000)
-    computed, free = (
-        step_time.phases(model, rates(forward=cost, training=cost), work)
-        for cost in (launched, step_time.Launched(0.0, 0.0))
-    )
-    # 8 answers of 2000 tokens a GPU: 4 an update, two micro-batches each; forward again in the backward. The log-
-    # probabilities take two micro-batches.
-    assert computed["update"] - free["update"] == pytest.approx(2 * 2 * 48 * 2 * 0.001)
-    assert computed["prev_logprobs"] - free["prev_logprobs"] == pytest.approx(2 * 48 * 0.001)
-
-
-def test_gradients_cross_the_network_only_between_nodes():
-    import step_time
-
-    model, work = ModelSize.read(MODEL), step_time.Workload(8, 8, 64, 10, 10, 10, 1, 8192, 8192)
-    one, eight = (
-        step_time.phases(model, rates(), replace(work, gpus=gpus, responses=8 * gpus))["update"] for gpus in (8, 64)
-    )
-    # 7.25 GB of a rank's experts to and from seven other nodes, 3.08 GB of everything else to and from 63 other GPUs.
-    experts, others = 28.991e9 / 8 * 2, 1.5411e9 * 2
-    assert eight - one == pytest.approx(2 * (experts * 7 / 8 + others * 63 / 64) / 40e9, rel=1e-3)
-
-
-def test_halves_of_the_gpus_take_turns_or_work_at_once(monkeypatch):
-    import plan
-    import step_time
-
-    # A token takes as long with twice the sequences; a layer of a micro-batch as long as its tokens.
-    launched, model = step_time.Launched(0.0, 1e-6), replace(ModelSize.read(MODEL), num_kv_heads=0)
-    monkeypatch.setattr(
-        step_time.Rates, "read", lambda *_: rates(decode={1: 0.01, 512: 0.01}, forward=launched, training=launched)
-    )
-    work = plan.PLACED["a_1n8g"][1]
-    found = {name: value for name, value, _ in plan.placed(model, work, "w4a16")}
-    shared = step_time.phases(model, step_time.Rates.read(), work)
-    learning = shared["prev_logprobs"] + shared["update"]
-    assert found["s_colocated"] == pytest.approx(sum(shared.values()))
-    assert found["s_separate"] == pytest.approx(sum(shared.values()) + learning)
-    assert found["s_asynchronous"] == pytest.approx(max(shared["rollout"], 2 * learning) + shared["refit"])
-
-
-def test_the_plan_is_computed_from_the_results():
-    import plan
-
-    model = ModelSize.read(plan.MODEL)
-    for work, arm in itertools.product(plan.PLANNED.values(), plan.ARMS):
-        found = {name: value for name, value, _ in plan.planned(model, work, arm)}
-        phases = [value for name, value in found.items() if name.startswith("phase_s_")]
-        assert found["step_s"] == pytest.approx(sum(phases))
-        assert all(value > 0 for value in found.values())
