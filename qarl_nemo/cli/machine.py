@@ -74,7 +74,6 @@ def memory(
     context: typer.Context,
     model: Annotated[
         Path,
-        Path,
         typer.Argument(
             help="Hugging Face Qwen3, Qwen3-MoE or Qwen2 folder, or its config.json; with --lora also Llama, Mistral."
         ),
