@@ -27,7 +27,8 @@ def error_position_figure(arms: Sequence[Arm], width_in: float) -> Figure:
     for arm, part in zip(arms, counts, strict=True):
         padded = np.pad(part, ((0, 0), (0, -part.shape[1] % width)))
         tokens, wrong = padded.reshape(2, -1, width).sum(-1)
-        centers = width * (np.arange(len(tokens)) + 0.5)
+        # Tokens are counted from 1.
+        centers = width * (np.arange(len(tokens)) + 0.5) + 0.5
         axes.plot(centers, wrong / np.maximum(tokens, 1), marker="o", markersize=4, color=arm.color, label=arm.name)
     axes.set(xlabel="response token", ylabel="error tokens per token")
     axes.set_ylim(bottom=0)
