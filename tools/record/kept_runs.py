@@ -1,4 +1,4 @@
-"""Runs as docs/results/runs keeps them: the curves that figures are drawn from, a few kilobytes each."""
+"""Runs as docs/results/runs keeps them: only the curves that figures are drawn from, a few kilobytes a run."""
 
 import json
 from pathlib import Path
