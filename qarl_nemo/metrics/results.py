@@ -141,14 +141,24 @@ def result_rows(
 
 
 def render_table(rows: Sequence[ResultRow]) -> str:
-    """Render rows as the lines of a Markdown table, in their order, without a final newline."""
-    lines = ["| figure | value | goal | met | hardware | date | command |", "|---|---:|---:|---|---|---|---|"]
+    """Render rows as Markdown tables, without a final newline: one under each machine, day and command."""
+    runs: dict[str, list[ResultRow]] = {}
     for row in rows:
-        goal = "" if row.goal is None else f"{row.op} {_format(row.goal)}"
-        met = {None: "", True: "yes", False: "**no**"}[row.met]
-        value = f"{_format(row.value)} {row.unit}".rstrip()
-        cells = [f"`{row.name}`", value, goal, met, row.hardware, row.date, f"`{row.command}`"]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        runs.setdefault(f"{row.hardware}, {row.date}: `{row.command}`", []).append(row)
+    return "\n\n".join(f"{run}\n\n{_table(measured)}" for run, measured in runs.items())
+
+
+def _table(rows: Sequence[ResultRow]) -> str:
+    goals = any(row.goal is not None for row in rows)
+    lines = (
+        ["| figure | value | goal | met |", "|---|---:|---:|---|"] if goals else ["| figure | value |", "|---|---:|"]
+    )
+    for row in rows:
+        cells = [f"`{row.name}`", f"{_format(row.value)} {row.unit}".rstrip()]
+        if goals:
+            goal = "" if row.goal is None else f"{row.op} {_format(row.goal)}"
+            cells += [goal, {None: "", True: "yes", False: "**no**"}[row.met]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
