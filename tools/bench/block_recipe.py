@@ -25,7 +25,7 @@ from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.spec import align_spec
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 
@@ -166,11 +166,8 @@ def main() -> None:
     engines = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
     command = f"python tools/bench/block_recipe.py --tokens {arguments.tokens}"
     found = [Figure(name, value, name.rpartition("_")[2].replace("db", "dB"), "<=") for name, value in figures.items()]
-    rows = result_rows(found, hardware=hardware("cuda"), versions=versions() | engines, command=command)
-    for row in rows:
-        print(f"{row['name']:28} {row['value']:8} {row['unit']}", flush=True)
-    if arguments.results:
-        append_results(arguments.results, rows)
+    packages = versions() | engines
+    record_figures(arguments.results, found, hardware=hardware("cuda"), versions=packages, command=command)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from synthetic_megatron import CONFIG, write_checkpoint
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import QuantizeProgress, open_megatron, quantize_checkpoint
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 
 BLOCK_BYTES = 2**26
 
@@ -128,8 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         figures = measure(Path(folder), options.layers, options.format, sparse=options.sparse)
-    for name, value in figures.items():
-        print(f"{name:28} {value:.4g}")
+    print(f"{figures['seconds']:.4g} s, at most {figures['convert_peak_gib']:.4g} GiB")
     command = f"python tools/bench/convert.py --layers {options.layers} --format {options.format}"
     if options.sparse:
         command += " --sparse"
@@ -137,9 +136,7 @@ def main() -> None:
     else:
         ends = {"_gb_s": ("GB/s", ">="), "_per_gb": ("s", "<=")}
         found = [Figure(name, figures[name], *ends[end]) for name in figures for end in ends if name.endswith(end)]
-    if options.record:
-        rows = result_rows(found, hardware=hardware("cpu"), versions=versions(), command=command)
-        append_results(options.record, rows)
+    record_figures(options.record, found, hardware=hardware("cpu"), versions=versions(), command=command)
 
 
 if __name__ == "__main__":

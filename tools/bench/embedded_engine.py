@@ -8,13 +8,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from qarl_nemo.config import load_config
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.recorded import read_lines
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.trainer import Trainer
 
@@ -65,7 +63,7 @@ def bench(config: Path, format_name: str, device: str, steps: int, overrides: li
 
 
 def main() -> None:
-    """Run every format, print the table, and record it on request."""
+    """Run every format, print its figures, and record them on request."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("examples/configs/local_demo.yaml"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -74,23 +72,18 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/bench.json")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, a.b=c")
     arguments = parser.parse_args()
-    found: list[Figure] = []
-    table = None
+    command = f"python tools/bench/embedded_engine.py --device {arguments.device}"
     for name in arguments.formats.split(","):
         # Each format has a process of its own, so that its memory peak does not hide the next one's.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             task = (arguments.config, name, arguments.device, arguments.steps, arguments.overrides)
             figures = pool.submit(bench, *task).result()
-        table = table or Table("format", *figures, title=hardware(arguments.device))
-        table.add_row(name, *(f"{value:,.4g}" for value in figures.values()))
+        found: list[Figure] = []
         for key, value in figures.items():
             unit = "tokens/s" if key.endswith("_tokens_s") else key.rpartition("_")[2]
             found.append(Figure(f"bench_{name}_{key}", value, unit, ">=" if unit == "tokens/s" else "<="))
-    Console(width=200).print(table)
-    if arguments.record:
-        command = f"python tools/bench/embedded_engine.py --device {arguments.device}"
-        rows = result_rows(found, hardware=hardware(arguments.device), versions=versions(), command=command)
-        append_results(arguments.record, rows)
+        device = hardware(arguments.device)
+        record_figures(arguments.record, found, hardware=device, versions=versions(), command=command)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ from typing import Any, Self
 
 import torch
 from real_size import PHASES, WARM_UP_STEPS, step_settings
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from qarl_kernels import get_format
@@ -39,7 +37,7 @@ from qarl_nemo.memory import Learner, ModelSize
 from qarl_nemo.memory.lora import Adapters, adapted_memory
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.recorded import read_lines
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.rollouts import Rollouts
@@ -270,17 +268,11 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    """Run, print the table, and record it on request."""
+    """Run, print the figures, and record them on request."""
     options = arguments()
     figures = rows_of(bench(options), options)
-    table = Table("figure", "value", "unit", title=hardware(options.device))
-    for figure in figures:
-        table.add_row(figure.name, f"{figure.value:,.4g}", figure.unit)
-    Console(width=100).print(table)
-    if options.record:
-        command = " ".join(["python tools/bench/lora_30b.py", *chosen(options), *options.overrides])
-        rows = result_rows(figures, hardware=hardware(options.device), versions=versions(), command=command)
-        append_results(options.record, rows)
+    command = " ".join(["python tools/bench/lora_30b.py", *chosen(options), *options.overrides])
+    record_figures(options.record, figures, hardware=hardware(options.device), versions=versions(), command=command)
 
 
 if __name__ == "__main__":

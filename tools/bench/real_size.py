@@ -12,15 +12,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl_nemo.config import merge_mappings, validate
 from qarl_nemo.config.overrides import merge_overrides
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.recorded import read_lines
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.tokenizer import character_tokenizer
 from qarl_nemo.train.trainer import Trainer
@@ -119,7 +117,7 @@ def bench(options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run, print the table, and record it on request."""
+    """Run, print the figures, and record them on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="a Hugging Face folder")
@@ -137,20 +135,15 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the run's config, a.b=c")
     options = parser.parse_args()
     figures = bench(options)
-    table = Table("figure", "value", title=hardware(options.device))
     found = []
     for name, value in figures.items():
-        table.add_row(name, f"{value:,.4g}")
         unit = "tokens/s" if name.endswith("tokens_s") else name.rpartition("_")[2]
         suffix = f"_{options.label}" if options.label else ""
         found.append(Figure(f"real_{name}{suffix}", value, unit, ">=" if unit == "tokens/s" else "<=", GOALS.get(name)))
-    Console(width=100).print(table)
-    if options.record:
-        shown = options.model.name if options.model else options.config_json
-        command = f"python tools/bench/real_size.py {'--model' if options.model else '--config-json'} {shown}"
-        command = " ".join([command, "--max-new-tokens", str(options.max_new_tokens), *options.overrides])
-        rows = result_rows(found, hardware=hardware(options.device), versions=versions(), command=command)
-        append_results(options.record, rows)
+    shown = options.model.name if options.model else options.config_json
+    command = f"python tools/bench/real_size.py {'--model' if options.model else '--config-json'} {shown}"
+    command = " ".join([command, "--max-new-tokens", str(options.max_new_tokens), *options.overrides])
+    record_figures(options.record, found, hardware=hardware(options.device), versions=versions(), command=command)
 
 
 if __name__ == "__main__":

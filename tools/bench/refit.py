@@ -21,12 +21,10 @@ from statistics import median
 
 import torch
 from refit_model import ENVIRONMENT, Learner, model_config, shapes, start
-from rich.console import Console
-from rich.table import Table
 
 from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.metrics.machine import hardware
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.names import check_targets
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.engine import VllmEngine
@@ -58,10 +56,13 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
             del learner
             gc.collect()
             torch.cuda.empty_cache()
-            rows = refit_rows(format_name, name, figures, bf16_bytes, options.targets)
-            _show(f"{format_name} through {name}, medians of {options.repeats}", rows)
-            if options.record:
-                append_results(options.record, rows)
+            record_figures(
+                options.record,
+                refit_figures(format_name, name, figures, bf16_bytes, options.targets),
+                hardware=hardware("cuda", 2 if name == "collective" else 1),
+                versions={"torch": torch.__version__, "vllm": version("vllm")},
+                command=f"python tools/bench/refit.py --targets {','.join(options.targets)} --senders {name}",
+            )
     engine.llm.llm_engine.engine_core.shutdown()
 
 
@@ -98,10 +99,10 @@ def _measuring_alone() -> Iterator[None]:
         yield
 
 
-def refit_rows(
+def refit_figures(
     format_name: str, sender: str, figures: dict[str, list[float]], bf16_bytes: int, targets: tuple[str, ...]
-) -> list[dict]:
-    """Turn one format's figures through one sender into result rows: medians, and the spread of the whole.
+) -> list[Figure]:
+    """Return the medians of one format's repeats through one sender, and the spread of the whole.
 
     Args:
         format_name: the targeted layers' format.
@@ -111,7 +112,7 @@ def refit_rows(
         targets: what is quantized; rows' names include targets other than the default.
 
     Returns:
-        The rows.
+        The figures.
     """
     label = format_name if targets == TARGETS else "_".join((format_name, *targets))
     found: list[Figure] = []
@@ -130,12 +131,7 @@ def refit_rows(
             add("refit_bytes_ratio", ratio, "", GOAL_RATIO)
         if label == "bf16":
             add("refit_bf16_s", median(figures["s"]), "s")
-    return result_rows(
-        found,
-        hardware=hardware("cuda", 2 if sender == "collective" else 1),
-        versions={"torch": torch.__version__, "vllm": version("vllm")},
-        command=f"python tools/bench/refit.py --targets {','.join(targets)} --senders {sender}",
-    )
+    return found
 
 
 def main() -> None:
@@ -156,13 +152,6 @@ def main() -> None:
         # Each format has a process of its own, because an engine frees its memory only when its parent ends.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             pool.submit(bench, name, options).result()
-
-
-def _show(title: str, rows: list[dict]) -> None:
-    table = Table("figure", "value", "unit", title=title)
-    for entry in rows:
-        table.add_row(entry["name"], f"{entry['value']:,.4g}", entry["unit"])
-    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

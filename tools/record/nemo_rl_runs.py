@@ -13,11 +13,11 @@ import math
 from pathlib import Path
 
 import numpy as np
-from rows import parser_of, record
+from rows import parser_of
 
 from qarl_nemo.metrics.nemo_rl_logs import read_console, read_facts
 from qarl_nemo.metrics.report.timings import phase_seconds
-from qarl_nemo.metrics.results import Figure, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -41,13 +41,12 @@ def read_run(path: Path) -> Run:
     return Run(path, path.stem, path.stem, {}, steps, columns, None, [], [], ())
 
 
-def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dict]:
+def run_figures(name: str, run: Run, baseline: Run | None) -> list[Figure]:
     """Return one run's figures.
 
     Args:
         name: the rows' prefix.
         run: the run.
-        facts: command, hardware and versions.
         baseline: the BF16 run beside it on the same hardware, if there is one.
 
     Returns:
@@ -74,7 +73,7 @@ def run_rows(name: str, run: Run, baseline: Run | None, facts: dict) -> list[dic
         gap, floor = (np.nanmean(one.column("mismatch/abs_gap_mean")[:common]) for one in (run, baseline))
         figures.append(Figure(f"gap_ratio_{name}", float(gap / floor) if floor else math.nan, "", "<="))
         figures.append(Figure(f"step_speedup_{name}", step_seconds(baseline) / step_seconds(run), "", ">="))
-    return result_rows(figures, hardware=facts["hardware"], versions=facts["versions"], command=facts["command"])
+    return figures
 
 
 def step_seconds(run: Run) -> float:
@@ -118,14 +117,13 @@ def main() -> None:
     folders = dict(text.split("=", 1) for text in arguments.run)
     runs = {name: read_run(Path(folder)) for name, folder in folders.items()}
     given = json.loads(arguments.facts.read_text()) if arguments.facts else None
-    rows = []
     for name, run in runs.items():
         lost = run.path.is_file() or not any(run.path.rglob("run.json"))
         facts = given if lost and given else read_facts(run.path)
         facts |= {"command": arguments.command} if arguments.command else {}
-        found = run_rows(name, run, baseline_of(name, runs), facts)
-        rows += [row for row in found if row["name"].startswith(arguments.only)]
-    record(arguments.record, rows)
+        facts = {key: facts[key] for key in ("hardware", "versions", "command")}
+        figures = run_figures(name, run, baseline_of(name, runs))
+        record_figures(arguments.record, (one for one in figures if one.name.startswith(arguments.only)), **facts)
 
 
 if __name__ == "__main__":

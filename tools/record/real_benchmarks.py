@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from rows import parser_of, record
+from rows import parser_of
 
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import is_right, read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark
 from qarl_nemo.files import read_json
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 
 
 def walk(benchmark: Benchmark, problems: Sequence[Problem]) -> list[Figure]:
@@ -67,7 +67,7 @@ def main() -> None:
         figures += walk(BENCHMARKS[name], read_problems(BENCHMARKS[name], path and Path(path)))
     command = f"python tools/record/real_benchmarks.py {arguments.evaluation}"
     packages = versions() | {"math-verify": version("math-verify")}
-    record(arguments.record, result_rows(figures, hardware=hardware("cpu"), versions=packages, command=command))
+    record_figures(arguments.record, figures, hardware=hardware("cpu"), versions=packages, command=command)
 
 
 if __name__ == "__main__":

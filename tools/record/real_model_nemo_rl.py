@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from real_model_runs import run_figures
-from rows import parser_of, record
+from rows import parser_of
 
 from qarl_nemo.config import read_yaml
 from qarl_nemo.data.benchmarks import BENCHMARKS
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.metrics.nemo_rl_logs import find_config, read_facts
-from qarl_nemo.metrics.results import result_rows
+from qarl_nemo.metrics.results import record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 
 
@@ -92,8 +92,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     facts |= {"command": arguments.command} if arguments.command else {}
-    figures = run_figures(run, f"real_{arguments.model}_{arguments.data}", accuracies)
-    record(arguments.record, result_rows(figures, **facts))
+    record_figures(arguments.record, run_figures(run, f"real_{arguments.model}_{arguments.data}", accuracies), **facts)
 
 
 if __name__ == "__main__":

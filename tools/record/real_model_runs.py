@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 from kept_runs import keep_runs, kept
-from rows import parser_of, record, slug
+from rows import parser_of, slug
 
 from qarl_formats import FORMAT_NAMES, NARROW_NAMES
 from qarl_nemo.files import read_json
 from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.report import write_summary_figure
-from qarl_nemo.metrics.results import Figure, read_results, result_rows
+from qarl_nemo.metrics.results import Figure, read_results, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -95,7 +95,9 @@ def whole_runs(folder: Path) -> list[Run]:
     return whole
 
 
-def record_runs(path: Path, figures: Iterable[Figure], runs: list[Run], config: str) -> None:
+def record_runs(
+    path: Path, figures: Iterable[Figure], runs: list[Run], config: str, command: str | None = None
+) -> None:
     """Append the figures of runs, with what computed them.
 
     Args:
@@ -103,15 +105,25 @@ def record_runs(path: Path, figures: Iterable[Figure], runs: list[Run], config: 
         figures: what the runs gave.
         runs: the runs, at least one.
         config: the name of their config.
+        command: what measures them again; None = `qarl train` with that config.
+    """
+    command = command or f"qarl train examples/configs/{config}.yaml"
+    record_figures(path, figures, command=command, **ran_on(runs))
+
+
+def ran_on(runs: list[Run]) -> dict[str, Any]:
+    """Return the hardware and versions of runs.
+
+    Args:
+        runs: at least one.
+
+    Returns:
+        `hardware` and `versions`.
 
     Raises:
         SystemExit: the runs ran on different machines or versions.
         FileError: one does not say on which.
     """
-    record(path, result_rows(figures, command=f"qarl train examples/configs/{config}.yaml", **_ran_on(runs)))
-
-
-def _ran_on(runs: list[Run]) -> dict[str, Any]:
     found = {run.name: read_json(run.path / FACTS_FILE, "what a run ran on") for run in runs}
     distinct = {json.dumps(facts, sort_keys=True) for facts in found.values()}
     if len(distinct) != 1:

@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from workloads import ANSWERS_PER_PROMPT, WORKLOADS
 
 from qarl_nemo.metrics.machine import hardware
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 
 _NARROWER, _WIDTH, _VOCABULARY, _STD = 4, 512, 20000, 0.02
 _EXPERTS, _TOP_K, _ANSWERS, _PROMPT, _ANSWERED = 128, 8, 32, 120, 40
@@ -34,11 +34,8 @@ def main() -> None:
         reached = experts_reached(WORKLOADS[name].layers, embedding_std=1.0 if WORKLOADS[name].even_routers else _STD)
         print(name, *(f"{count:.0f}" for count in reached))
         found.append(Figure(f"full_experts_reached_{name}", sum(reached) / len(reached), "experts", ">="))
-    if arguments.record:
-        versions = {"torch": torch.__version__.split("+")[0]}
-        append_results(
-            arguments.record, result_rows(found, hardware=hardware("cpu"), versions=versions, command=_COMMAND)
-        )
+    versions = {"torch": torch.__version__.split("+")[0]}
+    record_figures(arguments.record, found, hardware=hardware("cpu"), versions=versions, command=_COMMAND)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from pathlib import Path
 from step_time import Rates, Workload, phases
 
 from qarl_nemo.memory import GIB, Learner, ModelSize, rank_memory
-from qarl_nemo.metrics.results import Figure, append_results, read_results, result_rows
+from qarl_nemo.metrics.results import Figure, read_results, record_figures
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
@@ -106,9 +106,7 @@ def main() -> None:
     ]
     rows = [Figure(name, value, unit, ">=" if unit == "tokens/s" else "<=") for name, value, unit in found]
     command = "python tools/bench/full_size/plan.py"
-    append_results(arguments.record, result_rows(rows, hardware="computed for H200s", versions={}, command=command))
-    for name, value, unit in found:
-        print(f"{name:40} {value:10.4g} {unit}")
+    record_figures(arguments.record, rows, hardware="computed for H200s", versions={}, command=command)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from workloads import PROMPT_TOKENS, WORKLOADS, Workload
 
 from qarl_nemo.files import read_json
 from qarl_nemo.metrics.nemo_rl_logs import read_facts
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 
 PHASES = ("rollout", "reward", "logprob_prep", "prev_logprobs", "training_prep", "update", "refit")
@@ -188,8 +188,8 @@ def main() -> None:
         general = timed.workload in ("a", "b") or name == "full_memory_error"
         goal = GOALS.get(row, GOALS.get(name)) if general else None
         found.append(Figure(row, value, unit, op, goal))
-    made = result_rows(found, hardware=facts["hardware"], versions=facts["versions"], command=timed.command)
-    append_results(arguments.record, made)
+    facts = {"hardware": facts["hardware"], "versions": facts["versions"], "command": timed.command}
+    made = record_figures(arguments.record, found, **facts)
     print(f"{len(made)} rows of steps {timed.steps(skip)} in {arguments.record}")
 
 

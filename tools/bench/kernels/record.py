@@ -8,7 +8,7 @@ import torch
 import triton
 
 from qarl_nemo.metrics.machine import hardware
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 
 
 def record(figures: Iterable[Figure], path: Path | None) -> None:
@@ -21,17 +21,8 @@ def record(figures: Iterable[Figure], path: Path | None) -> None:
     Raises:
         ValueError: a row or the file is not valid; nothing is written.
     """
-    rows = result_rows(
-        figures,
-        hardware=hardware("cuda"),
-        versions={"torch": torch.__version__, "triton": triton.__version__},
-        command=_command(),
-    )
-    for row in rows:
-        goal = "" if row["goal"] is None else f"  ({row['op']} {row['goal']:g})"
-        print(f"{row['name']:55} {row['value']:10.4g} {row['unit']}{goal}", flush=True)
-    if path is not None:
-        append_results(path, rows)
+    packages = {"torch": torch.__version__, "triton": triton.__version__}
+    record_figures(path, figures, hardware=hardware("cuda"), versions=packages, command=_command())
 
 
 def _command() -> str:

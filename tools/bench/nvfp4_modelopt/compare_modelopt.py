@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from qarl_kernels import get_format, largest, nvfp4
 from qarl_nemo.layers.install import InstallReport, install
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.names import fused_groups
 from qarl_nemo.train.config import PolicyConfig
 from qarl_nemo.train.model import load_model
@@ -165,19 +165,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/nvfp4_modelopt.json")
     options = parser.parse_args()
-    figures = []
-    for figure in compare(options):
-        figures.append(figure._replace(name=f"nvfp4_modelopt_{figure.name}"))
-        print(f"{figures[-1].name:40s} {figure.value:>14.8g} {figure.unit}", flush=True)
-    if options.record:
-        rows = result_rows(
-            figures,
-            hardware=hardware(modelopt_model.DEVICE.type),
-            versions=versions() | {"nvidia-modelopt": version("nvidia-modelopt")},
-            command="python tools/bench/nvfp4_modelopt/compare_modelopt.py --model model --data gsm8k/test.jsonl "
-            "--recipe nvfp4_a16.yaml",
-        )
-        append_results(options.record, rows)
+    record_figures(
+        options.record,
+        (figure._replace(name=f"nvfp4_modelopt_{figure.name}") for figure in compare(options)),
+        hardware=hardware(modelopt_model.DEVICE.type),
+        versions=versions() | {"nvidia-modelopt": version("nvidia-modelopt")},
+        command="python tools/bench/nvfp4_modelopt/compare_modelopt.py --model model --data gsm8k/test.jsonl "
+        "--recipe nvfp4_a16.yaml",
+    )
 
 
 if __name__ == "__main__":
