@@ -111,9 +111,6 @@ class Architecture:
             place: its path, for the error.
             supported: model types that are legal here.
 
-        Returns:
-            The sizes.
-
         Raises:
             FileError: an unsupported model, or sizes that no model has; every problem is listed.
         """
@@ -173,9 +170,6 @@ def read_architecture(path: Path, supported: Sequence[str] = tuple(FAMILIES)) ->
         path: Hugging Face folder, or its config.json.
         supported: model types that are legal here.
 
-    Returns:
-        The sizes.
-
     Raises:
         FileError: no readable config.json, or as `Architecture.parse`.
     """
@@ -185,9 +179,6 @@ def read_architecture(path: Path, supported: Sequence[str] = tuple(FAMILIES)) ->
 
 def config_file(path: Path) -> Path:
     """Return the config.json that a user names.
-
-    Args:
-        path: Hugging Face folder, or its config.json.
 
     Returns:
         The file, which may be missing from a folder.

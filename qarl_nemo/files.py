@@ -50,9 +50,6 @@ def read_text(path: Path, what: str) -> str:
         path: the file.
         what: what it should be, for the error.
 
-    Returns:
-        Its text.
-
     Raises:
         FileError: as `require_file`; it is not UTF-8, or larger than `MAX_TEXT_BYTES`.
     """
@@ -74,9 +71,6 @@ def read_json(path: Path, what: str, kind: type = dict) -> Any:
         what: what it should be, for the error.
         kind: `dict` or `list`.
 
-    Returns:
-        The content.
-
     Raises:
         FileError: as `read_text`; it is not JSON, or another kind of value.
     """
@@ -91,9 +85,6 @@ def parse_json(text: str, place: str, what: str, kind: type = dict) -> Any:
         place: where it stands, for the error: a file, or a file and a line.
         what: what it should be, for the error.
         kind: `dict` or `list`.
-
-    Returns:
-        The content.
 
     Raises:
         FileError: it is not JSON, or another kind of value.
@@ -110,12 +101,6 @@ def parse_json(text: str, place: str, what: str, kind: type = dict) -> Any:
 
 def load_json(text: str) -> Any:
     """Parse JSON text whose depth is bounded, so that no later walk through it exceeds Python's stack.
-
-    Args:
-        text: the JSON.
-
-    Returns:
-        The content.
 
     Raises:
         ValueError: it is not JSON, or nested deeper than any file of models, data or runs.

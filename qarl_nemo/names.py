@@ -51,9 +51,6 @@ def check_targets(targets: Sequence[str]) -> tuple[str, ...]:
     Args:
         targets: names out of `TARGETS`.
 
-    Returns:
-        The canonical tuple.
-
     Raises:
         ValueError: `targets` is empty or holds unknown names; every one is listed.
     """
@@ -121,9 +118,6 @@ def layer_of(name: str) -> str:
 
 def published_name(parameter: str) -> str:
     """Return the name under which a refit publishes an unquantized parameter.
-
-    Args:
-        parameter: its name in the model.
 
     Returns:
         The same name; stacked experts, whose parameters have no suffix, get `.weight`, and an adapter's loses `.lora`.

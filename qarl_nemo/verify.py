@@ -46,10 +46,6 @@ def reward(response: str, answer: str) -> float:
 def rewards(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return the reward of every response; many long ones are verified in several processes.
 
-    Args:
-        responses: decoded response texts.
-        answers: their expected answers.
-
     Returns:
         0.0 or 1.0 each.
     """

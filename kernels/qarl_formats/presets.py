@@ -197,9 +197,6 @@ def find_format(name: str) -> QuantFormat | None:
 
     Args:
         name: one of `FORMAT_NAMES` or of `OTHER_NAMES`.
-
-    Returns:
-        The record.
     """
     return _KNOWN.get(name)
 

@@ -29,11 +29,7 @@ Weights = Tensor | Sequence[Tensor]
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Return whether the Triton operators compute this: BF16 on a GPU of compute capability 9.0 or later.
-
-    Args:
-        x: activations or a weight.
-    """
+    """Return whether the Triton operators compute this: BF16 on a GPU of compute capability 9.0 or later."""
     return x.is_cuda and x.dtype == torch.bfloat16 and _is_hopper(x.device.index)
 
 
@@ -140,9 +136,6 @@ def _has_quantizer(fmt: QuantFormat) -> bool:
 
 def require_finite(weights: Mapping[str, QuantizedWeight]) -> None:
     """Raise if a weight quantized on a GPU held NaN or Inf; reads the device once for all of them.
-
-    Args:
-        weights: quantized weights by name.
 
     Raises:
         ValueError: names every such weight and how many values were not finite.

@@ -112,9 +112,6 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
     Args:
         shape: [..., N, K].
         fmt: the format.
-
-    Returns:
-        One sentence for each problem.
     """
     if len(shape) < 2:
         return [f"needs at least two dimensions [N, K], got shape {list(shape)}"]
@@ -141,9 +138,6 @@ def quantize_weight_reference(
         fmt: the format.
         name: what to call the weight in errors.
         amax: see `dispatch.quantize_weight`.
-
-    Returns:
-        The stored form.
 
     Raises:
         ValueError: on a CPU, the weight holds `unfit_values` (tensor and first index named).
@@ -214,9 +208,6 @@ def nonfinite_error(weights: list[str]) -> ValueError:
 
     Args:
         weights: each weight's name and count.
-
-    Returns:
-        The error to raise.
     """
     return ValueError(
         f"NaN or Inf in {len(weights)} weight(s) ({TOO_LARGE}), with the number of such values: {', '.join(weights)}; "

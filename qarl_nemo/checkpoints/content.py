@@ -20,10 +20,6 @@ _SHOWN = 8
 def drop_reason(name: str, architecture: Architecture) -> str | None:
     """Say why a tensor that is not a parameter may be left out of the output; None if it may not.
 
-    Args:
-        name: the tensor.
-        architecture: the model.
-
     Returns:
         The reason, for a short list of tensors that old checkpoints carry and no engine reads.
     """
@@ -69,9 +65,6 @@ def content_problems(tensors: Iterable[TensorInfo], architecture: Architecture) 
 
 def require_whole(checkpoint: Checkpoint) -> None:
     """Require that a checkpoint holds its whole model: loaders put random values in place of a missing tensor.
-
-    Args:
-        checkpoint: its table of contents.
 
     Raises:
         ValueError: another model, or tensors that are missing, have other shapes or belong to no model; all are listed.

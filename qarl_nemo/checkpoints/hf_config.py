@@ -32,11 +32,6 @@ def model_quantization_config(
 ) -> dict[str, Any] | None:
     """Return config.json's `quantization_config` for a model, including its list of BF16 modules.
 
-    Args:
-        fmt: the format.
-        parameter_names: every parameter name of the model.
-        targets: what is quantized.
-
     Returns:
         The dictionary, or None for bf16.
 
@@ -65,9 +60,6 @@ def record_rows(plan: QuantizePlan) -> list[dict[str, Any]]:
 
 def settings_record(plan: QuantizePlan) -> dict[str, Any]:
     """Return the choices that determine the output, as they are recorded beside it.
-
-    Args:
-        plan: the conversion.
 
     Returns:
         Tool version, format, group size, scale convention and targets, and, where they were given, the finer format
@@ -118,9 +110,6 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
 
 def foreign_files(folder: Path) -> list[str]:
     """Return the names of files in a checkpoint of this tool that this tool did not write.
-
-    Args:
-        folder: the checkpoint.
 
     Returns:
         Names, sorted.

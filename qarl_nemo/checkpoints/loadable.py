@@ -17,10 +17,6 @@ _NOT_NEGATIVE = ("initializer_range",)
 def require_loadable(config: Mapping[str, Any], place: str) -> None:
     """Require that transformers can read a config and could build the model that it describes.
 
-    Args:
-        config: content of config.json.
-        place: its path, for the error.
-
     Raises:
         FileError: a value has the wrong type or is not finite, or transformers does not know this kind of model.
     """

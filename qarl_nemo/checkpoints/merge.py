@@ -50,12 +50,7 @@ class Training:
 
 
 class MergedReader:
-    """Reads the tensors of a merged model.
-
-    Args:
-        base: the frozen base.
-        training: what was trained on it.
-    """
+    """Reads the tensors of a merged model."""
 
     def __init__(self, base: Checkpoint, training: Training) -> None:
         self._reader: TensorReader = base.open_reader()

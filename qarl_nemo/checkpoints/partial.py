@@ -27,12 +27,6 @@ _CHECKPOINT, _REPLACED, _LOCK = "checkpoint", "replaced", "qarl_lock"
 def partial_path(destination: Path) -> Path:
     """Return the folder a conversion works in: `<destination>.partial`.
 
-    Args:
-        destination: the final folder.
-
-    Returns:
-        Its path, existing or not.
-
     Raises:
         ValueError: the destination has no name of its own, like `..`.
     """

@@ -131,9 +131,6 @@ def plan_quantization(
         max_shard_bytes: limit of one output file.
         split_channels: least share of the inner channels of targeted MLPs that become pairs; None: none.
 
-    Returns:
-        The plan.
-
     Raises:
         ValueError: the conversion cannot give a checkpoint vLLM serves; every problem is listed with every name.
     """

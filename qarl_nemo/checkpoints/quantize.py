@@ -107,9 +107,6 @@ def quantize_checkpoint(
         device: where `quantize_weight` runs.
         progress: called after each tensor.
 
-    Returns:
-        What was written.
-
     Raises:
         ValueError: the source, the settings or the destination are unfit (every problem listed, nothing written), or
             weights hold NaN or Inf (every one listed; the partial folder keeps the shards that hold none).
@@ -226,10 +223,6 @@ def _source_stamps(plan: QuantizePlan, shard: PlannedShard) -> dict[str, list[in
 
 def check_apart(source: Path, destination: Path) -> None:
     """Require that neither of two folders is the other one, or in it.
-
-    Args:
-        source: what is read.
-        destination: what is written.
 
     Raises:
         ValueError: one is.

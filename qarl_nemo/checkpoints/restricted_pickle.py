@@ -65,9 +65,6 @@ _INERT = {place: type(place[1], (Inert,), {"__slots__": ()}) for place in _WRITT
 def load_metadata(path: Path) -> Inert:
     """Read a `.metadata` file; no class that it names is built.
 
-    Args:
-        path: the file.
-
     Returns:
         The table of contents, an `Inert` named `Metadata` that holds others; nothing in it was checked.
 

@@ -16,9 +16,6 @@ def shape_problems(name: str, target: str, shape: tuple[int, ...], fmt: QuantFor
         target: the target it belongs to.
         shape: [N, K].
         fmt: the format.
-
-    Returns:
-        One sentence for each problem.
     """
     if len(shape) != 2:
         return [f"needs two dimensions [N, K], got shape {list(shape)}"]
@@ -37,15 +34,7 @@ def shape_problems(name: str, target: str, shape: tuple[int, ...], fmt: QuantFor
 
 
 def kernel_role(name: str, target: str) -> Role:
-    """Return which of vLLM's kernels multiplies a weight.
-
-    Args:
-        name: parameter or module name.
-        target: the target it belongs to.
-
-    Returns:
-        The role.
-    """
+    """Return which of vLLM's kernels multiplies a weight."""
     if target != "experts":
         return "linear"
     return "experts_out" if "down_proj" in name else "experts_in"

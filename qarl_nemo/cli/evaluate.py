@@ -103,9 +103,6 @@ def _name_and_path(text: str) -> tuple[str, Path]:
 def evaluate(settings: "EvalSettings") -> None:
     """Evaluate, and show and keep the results.
 
-    Args:
-        settings: what was asked for.
-
     Raises:
         RunStoppedError: it was interrupted from the keyboard.
     """

@@ -30,9 +30,6 @@ def settings_of(model: type[Settings], given: Mapping[str, Any], /, **changed: A
         model: the dataclass.
         given: the command's `locals()`.
         changed: fields for which an option has another name or form.
-
-    Returns:
-        The settings.
     """
     names = {field.name for field in dataclasses.fields(model)}  # type: ignore[arg-type]
     return model(**({name: value for name, value in given.items() if name in names} | changed))

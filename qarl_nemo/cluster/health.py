@@ -24,9 +24,6 @@ def check(config: ClusterConfig, job_env: dict[str, str], say: Callable[[str], N
         job_env: variables the job will hand to its workers, as NeMo-RL does with PYTHONPATH.
         say: prints a line for the user.
 
-    Returns:
-        The nodes.
-
     Raises:
         ClusterError: nodes are missing, or any check failed on any node; all problems are listed.
     """

@@ -9,10 +9,6 @@ from qarl_nemo.cluster.plan import Plan, Step, node_line
 def hosts_plan(config: ClusterConfig, launcher: HostsLauncher) -> Plan:
     """Plan one node on every host.
 
-    Args:
-        config: the cluster run.
-        launcher: the hosts.
-
     Returns:
         Steps that run at the same time, the head's first.
     """

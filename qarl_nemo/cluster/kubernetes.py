@@ -51,9 +51,6 @@ def manifest_text(config: ClusterConfig, launcher: KubernetesLauncher) -> str:
     Args:
         config: the cluster run.
         launcher: where it goes.
-
-    Returns:
-        YAML documents.
     """
     return yaml.safe_dump_all(manifest(config, launcher), sort_keys=False, width=1000)
 
@@ -64,9 +61,6 @@ def manifest(config: ClusterConfig, launcher: KubernetesLauncher) -> list[dict[s
     Args:
         config: the cluster run.
         launcher: where it goes.
-
-    Returns:
-        Two Kubernetes objects.
 
     Source: KubeRay 1.7's custom resources, ray.io/v1.
     """

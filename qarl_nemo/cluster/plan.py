@@ -83,9 +83,6 @@ def node_line(config: ClusterConfig, arguments: Sequence[str]) -> str:
     Args:
         config: the cluster run.
         arguments: our command line's words; they may be `"$1"` and the like, so they are not quoted here.
-
-    Returns:
-        The line.
     """
     setup = [config.setup] if config.setup else []
     program = shlex.join([*shlex.split(config.python), *CLI])

@@ -29,12 +29,6 @@ def plain_secrets(env: Iterable[str], texts: Mapping[str, str]) -> list[str]:
 def caller_values(names: Iterable[str]) -> dict[str, str]:
     """Take variables from the environment of the launching shell.
 
-    Args:
-        names: which variables.
-
-    Returns:
-        Their values by name.
-
     Raises:
         ConfigError: variables are not set; all are named.
     """

@@ -27,9 +27,6 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
         overrides: dotted assignments, applied in order.
         model: the pydantic model of the whole file.
 
-    Returns:
-        The validated config.
-
     Raises:
         ConfigError: unreadable file, malformed override, unknown key (with the nearest legal one) or illegal value;
             all problems of a file are listed at once.

@@ -54,9 +54,6 @@ def all_keys(models: list[type[BaseModel]], above: tuple[str, ...] = ()) -> Iter
 def discriminator(members: list[type[BaseModel]]) -> str | None:
     """Return the key that tells a union's members apart.
 
-    Args:
-        members: the models of one key.
-
     Returns:
         The key with a single legal word in each member; None if there is only one member, or no such key.
     """
@@ -67,15 +64,7 @@ def discriminator(members: list[type[BaseModel]]) -> str | None:
 
 
 def tag(member: type[BaseModel], key: str) -> str | None:
-    """Return the only value that a key of a block may have; None if it may have others.
-
-    Args:
-        member: the block.
-        key: one of its keys.
-
-    Returns:
-        The word.
-    """
+    """Return the only value that a key of a block may have; None if it may have others."""
     annotation = member.model_fields[key].annotation
     words = get_args(annotation) if get_origin(annotation) is Literal else ()
     return words[0] if len(words) == 1 else None

@@ -27,9 +27,6 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
         overrides: the assignments, in order.
         model: the pydantic model of the whole config.
 
-    Returns:
-        The merged config.
-
     Raises:
         ConfigError: assignments without `=` or with a value that is not YAML; all are listed.
     """

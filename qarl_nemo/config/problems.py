@@ -32,9 +32,6 @@ def validate(values: Any, model: type[Model], *, source: str) -> Model:
         model: the pydantic model.
         source: where the values come from, for the error.
 
-    Returns:
-        The validated config.
-
     Raises:
         ConfigError: every unknown key and illegal value, one a line.
     """

@@ -28,9 +28,6 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML; `defaults:` (one path or a list, relative to the file) are merged below it, `_override_` replaces.
 
-    Args:
-        path: the YAML file.
-
     Returns:
         The merged, unvalidated config, with its `${...}` as they are written.
 
@@ -91,9 +88,6 @@ def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, An
 
 def check_yaml_size(text: str) -> None:
     """Refuse YAML that would grow without bound, before it is built; an alias counts each time it is used.
-
-    Args:
-        text: the YAML.
 
     Raises:
         ConfigError: it holds too many values, or nests too deep.

@@ -58,9 +58,6 @@ def read_problems(benchmark: Benchmark, path: Path | None = None) -> list[Proble
 def benchmark_tasks(config: BenchmarkConfig) -> list[Task]:
     """Read a benchmark as problems of a run.
 
-    Args:
-        config: its block.
-
     Returns:
         The tasks, in the set's order.
 
@@ -101,9 +98,6 @@ def is_right(benchmark: Benchmark, response: str, answer: str) -> bool:
 
 def chosen_letter(response: str) -> str | None:
     r"""Return the option that a response chooses.
-
-    Args:
-        response: decoded response text.
 
     Returns:
         The letter in the last `\boxed{}`; without one, that of the last "answer is B" or "answer: (B)"; or the letter

@@ -189,12 +189,6 @@ def find_benchmarks(names: list[str]) -> list[Benchmark]:
 def find_benchmark(name: str) -> Benchmark:
     """Return the benchmark of a name that stands for one.
 
-    Args:
-        name: its name.
-
-    Returns:
-        Its record.
-
     Raises:
         ValueError: the name is unknown, not supported, or stands for several.
     """
@@ -210,9 +204,6 @@ def with_prompt(benchmark: Benchmark, template: str) -> Benchmark:
     Args:
         benchmark: its record.
         template: NeMo-RL's prompt file: text in which `{}` stands for the question, and `{{` for a brace.
-
-    Returns:
-        The changed record.
 
     Raises:
         ValueError: the template has no `{}`, or other braces.

@@ -36,12 +36,6 @@ class Task:
     def reward(self, response: str) -> float:
         """Return what a response earns: by `reward_function`, else 1.0 if math-verify finds the answer in it, or 0.0.
 
-        Args:
-            response: decoded response text.
-
-        Returns:
-            The reward.
-
         Raises:
             ValueError: the function failed, or returned no finite number.
         """
@@ -57,9 +51,6 @@ def task_rewards(tasks: Sequence[Task], responses: Sequence[str]) -> list[float]
         tasks: a task for each response.
         responses: decoded response texts.
 
-    Returns:
-        The rewards.
-
     Raises:
         ValueError: a reward function failed, or returned no finite number.
     """
@@ -74,9 +65,6 @@ def task_rewards(tasks: Sequence[Task], responses: Sequence[str]) -> list[float]
 
 def read_tasks(config: DatasetConfig) -> list[Task]:
     """Read a data set.
-
-    Args:
-        config: its block.
 
     Returns:
         The tasks, in the data set's order.

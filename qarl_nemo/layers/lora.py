@@ -126,9 +126,6 @@ def _adapters_of(module: nn.Module, settings: LoraSettings, device: torch.device
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield every single adapter as PEFT and vLLM know it, one expert after another.
 
-    Args:
-        model: any.
-
     Yields:
         The adapted module's name (`model.layers.3.self_attn.q_proj`, `model.layers.3.mlp.experts.7.gate_proj`), A
         [r, K] and B [N, r] without alpha: views of the model's own parameters.

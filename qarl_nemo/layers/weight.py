@@ -205,9 +205,6 @@ def straight_through_weight(weight: ExecutedWeight, backward: Backward) -> Tenso
 def require_backward(backward: str) -> None:
     """Raise unless `backward` is a legal choice of the input gradient's weight.
 
-    Args:
-        backward: what the user asked for.
-
     Raises:
         ValueError: it is not.
     """

@@ -88,9 +88,6 @@ def shard_problems(config: Any, alignment: Alignment) -> list[str]:
     Args:
         config: sizes of the model and of its parallelism, named as in Megatron's `TransformerConfig`.
         alignment: what the model would execute.
-
-    Returns:
-        One line for each problem.
     """
     by_target = {"experts": _shape_problems, "attention": _attention_problems, "mlp": _mlp_problems}
     return [problem for target in alignment.targets for problem in by_target[target](config, alignment)]

@@ -31,9 +31,6 @@ def gpt_model(
         transformer_engine: build from Transformer-Engine's layers; else from Megatron's local ones.
         settings: more of `TransformerConfig`'s, such as `moe_token_dispatcher_type`.
 
-    Returns:
-        The model.
-
     Raises:
         ValueError: the model has features that are not translated, or settings rule out aligned experts; all are
             listed.

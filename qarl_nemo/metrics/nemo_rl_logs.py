@@ -83,9 +83,6 @@ def find_config(path: Path) -> Path | None:
 def read_facts(path: Path) -> dict[str, Any]:
     """Read command, hardware and versions of the latest start that recorded them.
 
-    Args:
-        path: the folder.
-
     Returns:
         `command`, `hardware` and `versions`.
 

@@ -124,9 +124,6 @@ def read_lines(path: Path, kind: type[BaseModel] | None = None) -> list[dict[str
         path: file to read.
         kind: what each object must be; None takes any.
 
-    Returns:
-        The objects, in order.
-
     Raises:
         FileError: a line other than an unfinished last one is not such an object.
     """
@@ -152,9 +149,6 @@ def read_rows(path: Path, kind: type[BaseModel]) -> list[dict[str, Any]]:
     Args:
         path: file to read.
         kind: what each object must be.
-
-    Returns:
-        The objects, in order.
 
     Raises:
         FileError: it is not such a list.

@@ -151,9 +151,6 @@ def record_figures(
         hardware: see `result_rows`.
         versions: likewise.
         command: likewise.
-
-    Returns:
-        The rows.
     """
     rows: list[dict[str, Any]] = []
     # One at a time, because some take minutes to come.

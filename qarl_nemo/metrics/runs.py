@@ -73,9 +73,6 @@ class Run:
 def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
     """Read run directories, in the order given; runs of the same name go by their directory's.
 
-    Args:
-        run_dirs: one or more run directories.
-
     Raises:
         ValueError: directories that are not runs, all of them named with what was looked for; or broken files.
     """

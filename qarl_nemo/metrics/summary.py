@@ -15,9 +15,6 @@ def smoothing_window(num_steps: int) -> int:
 def summarize_run(run: Run) -> dict[str, float]:
     """Condense a run into the figures of the report's headline.
 
-    Args:
-        run: the run.
-
     Returns:
         num_steps; reward_first and reward_final (mean of the first and last `smoothing_window` steps); reward_ratio
         (final over first); abs_gap_mean (nats, mean over steps); error_token_rate (fraction, last window);

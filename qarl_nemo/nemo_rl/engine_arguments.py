@@ -23,9 +23,6 @@ def engine_arguments(given: Mapping[str, Any], qarl: QarlConfig) -> dict[str, An
         given: NeMo-RL's arguments, including `vllm_kwargs`.
         qarl: the block.
 
-    Returns:
-        New arguments.
-
     Raises:
         FileError: there is no config.json of a supported model.
         ValueError: settings under which another kernel, format or distribution would be served; all listed.

@@ -88,9 +88,6 @@ def environment_problems(environment: Mapping[str, str], where: str, *, forced: 
         environment: variables that an engine will see.
         where: where they come from, for the message.
         forced: include those that QaRL's worker overwrites.
-
-    Returns:
-        One line each.
     """
     own = {name: Rule((value,), "QaRL's engines set it") for name, value in ENVIRONMENT.items()} if forced else {}
     return [

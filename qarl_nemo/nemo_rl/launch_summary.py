@@ -19,9 +19,6 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
         qarl: its checked `NemoQarlConfig`.
         arguments: the command line's words, the launcher first.
         unchecked: why the model's shapes and memory were not checked; None if they were.
-
-    Returns:
-        Lines of text.
     """
     layout = read_layout(config)
     lines = [

@@ -136,9 +136,6 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
         qarl: its checked `NemoQarlConfig`.
-
-    Returns:
-        What it holds and computes.
     """
     policy, megatron = config.get("policy") or {}, look_up(config, _MEGATRON, {})
     return Learner(

@@ -14,9 +14,6 @@ def look_up(config: Mapping[str, Any], dotted: str, default: Any = ABSENT) -> An
         config: nested mappings.
         dotted: the key, such as `policy.generation.backend`.
         default: what to return for an absent key.
-
-    Returns:
-        The value.
     """
     value: Any = config
     for part in dotted.split("."):

@@ -44,9 +44,6 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any, model: Architecture | 
         config: the whole NeMo-RL config, as nested dictionaries.
         qarl: its checked `NemoQarlConfig`.
         model: the run's; None if its config.json is not at hand.
-
-    Returns:
-        One line for each problem.
     """
     try:
         fmt = qarl.served_format

@@ -62,8 +62,5 @@ def completed_steps(state: Any, *, asynchronous: bool) -> int:
         state: NeMo-RL's `GRPOSaveState`. Its asynchronous loop counts in `current_step` alone, which in the synchronous
             one begins anew in every epoch.
         asynchronous: which of the loops runs.
-
-    Returns:
-        The number.
     """
     return state.current_step if asynchronous else state.total_steps

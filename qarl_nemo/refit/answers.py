@@ -63,10 +63,6 @@ def ask(engine: RolloutEngine, method: str, *args: Any, timeout_s: float | None 
 def require_answers(method: str, answers: list[Any]) -> list[Any]:
     """Return the answers of all ranks.
 
-    Args:
-        method: the method that was called.
-        answers: the ranks' answers in order.
-
     Raises:
         RuntimeError: ranks failed; all are named with their reasons.
     """

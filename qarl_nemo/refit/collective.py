@@ -65,9 +65,6 @@ def make_group(store: dist.Store, rank: int, size: int, backend: str, timeout_s:
         timeout_s: how long to wait for a broadcast before it is an error.
         host: address on which gloo listens here; NCCL uses the interface that `NCCL_SOCKET_IFNAME` names.
 
-    Returns:
-        The group.
-
     Raises:
         ValueError: unknown backend.
     """

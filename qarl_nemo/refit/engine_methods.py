@@ -127,11 +127,6 @@ def quantized_targets(chosen: Iterable[ChosenMethod]) -> list[str]:
 def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> None:
     """Refuse an engine that runs a layer with another method than its format's.
 
-    Args:
-        chosen: what vLLM chose.
-        fmt: format of the targeted layers.
-        targets: which layers are quantized.
-
     Raises:
         ValueError: there are `method_problems`; all are listed.
     """

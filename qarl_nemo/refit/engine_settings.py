@@ -28,10 +28,6 @@ COMPILATION: dict[str, Any] = {
 def kernel_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
     """Return the engine arguments that choose kernels if vLLM has several for a GPU.
 
-    Args:
-        fmt: what is served.
-        targets: which layers are quantized.
-
     Returns:
         `moe_backend` and `linear_backend`, each if it matters.
     """
@@ -47,10 +43,6 @@ def kernel_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
 def serving_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
     """Return the engine arguments with which a GPU serves a checkpoint as its format says.
 
-    Args:
-        fmt: what is served.
-        targets: which layers are quantized.
-
     Returns:
         `kernel_options` and the workers' extension.
     """
@@ -58,16 +50,7 @@ def serving_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
 
 
 def serve_command(folder: Path, fmt: QuantFormat, targets: Sequence[str]) -> str:
-    """Return the command with which vLLM serves a checkpoint as its format says.
-
-    Args:
-        folder: the checkpoint.
-        fmt: its format.
-        targets: which layers are quantized.
-
-    Returns:
-        The command line.
-    """
+    """Return the command with which vLLM serves a checkpoint as its format says."""
     command = ["vllm", "serve", str(folder)]
     if fmt.vllm and fmt.vllm.experts.mended and "experts" in targets:
         command += ["--worker-extension-cls", WORKER_EXTENSION]

@@ -201,9 +201,6 @@ def version_problems(version: Any, serving: int | None) -> list[str]:
     Args:
         version: the update's version.
         serving: the version that is served, or was served last; None before the first refit.
-
-    Returns:
-        One sentence, or nothing.
     """
     if type(version) is not int or version < 0:
         return [f"its version is {version!r}; versions are whole numbers from 0 on"]

@@ -60,18 +60,12 @@ class RefitUpdate:
             layers: tensors by name; a layer may be emptied when the next is asked for.
             fmt: the rollout engine's format.
             version: the number by which engines know these weights.
-
-        Returns:
-            The update and its manifest.
         """
         held = [dict(layer) for layer in layers]
         return cls(_manifest(held, fmt, version), held)
 
     def served_as(self, fmt: QuantFormat) -> Self:
         """Return the same update for engines of another format that is nested in what was published.
-
-        Args:
-            fmt: the engines' format.
 
         Returns:
             An update of the same tensors, under the same version.

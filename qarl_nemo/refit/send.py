@@ -47,10 +47,6 @@ class DirectSender:
     def send(self, update: Update, engine: RolloutEngine) -> None:
         """Hand every tensor over.
 
-        Args:
-            update: what to send.
-            engine: in this process.
-
         Raises:
             ValueError: the engine runs in other processes.
         """
@@ -125,12 +121,7 @@ class FileSender:
         self.timeout_s = timeout_s
 
     def send(self, update: Update, engine: RolloutEngine) -> None:
-        """Write `refit-<version>.safetensors` and have every rank read it.
-
-        Args:
-            update: what to send.
-            engine: any engine.
-        """
+        """Write `refit-<version>.safetensors` and have every rank read it."""
         from safetensors.torch import save_file
 
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -22,9 +22,6 @@ Parts = dict[str, Tensor]
 class RankSession(ABC):
     """Refits of one rank.
 
-    Args:
-        arrivals: the ways in which tensors reach it.
-
     Attributes:
         version: the version served last; None before the first refit.
         whole: whether that version is served, and no replacement of it broke off.

@@ -47,9 +47,6 @@ def within(timeout_s: float | None, what: str, call: Callable[[], T], *, owner: 
         owner: the object that is called, one call at a time: a call that has not ended delays later ones, so that none
             takes another's answer for its own.
 
-    Returns:
-        Its result.
-
     Raises:
         TimeoutError: it took longer.
     """

@@ -67,9 +67,6 @@ def select_arms(runs: list[LocalConfig], arms: Sequence[str]) -> list[LocalConfi
         runs: from `expand_arms`.
         arms: their names; none selects all.
 
-    Returns:
-        The runs, in order.
-
     Raises:
         ValueError: there is no such arm; all such names are listed.
     """
@@ -110,9 +107,6 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
     Args:
         runs: from `expand_arms`.
         parallel: processes at a time, on all GPUs together.
-
-    Returns:
-        The run directories, in order.
 
     Raises:
         RuntimeError: runs failed; names each with its log and the log's end. The others are finished first.

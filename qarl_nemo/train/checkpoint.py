@@ -69,9 +69,6 @@ def require_checkpoint(run_dir: Path) -> int:
     Args:
         run_dir: the run's folder.
 
-    Returns:
-        The step.
-
     Raises:
         FileError: there is none, or it is not whole.
     """
@@ -157,9 +154,6 @@ def leftovers(run_dir: Path, keep_last: int | None = None) -> list[Path]:
     Args:
         run_dir: the run's folder.
         keep_last: checkpoints older than this many are listed, too; None: none are.
-
-    Returns:
-        Folders.
     """
     folder = run_dir / "checkpoints"
     halves = [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []

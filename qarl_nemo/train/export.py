@@ -34,9 +34,6 @@ def export_run(
         overwrite: replace an earlier output.
         progress: called after each tensor.
 
-    Returns:
-        What was written.
-
     Raises:
         ValueError: the folder holds no run with a frozen base, or the base is quantized and `dequantize` was not given;
             the error says what quantizing the merged weights anew would change.

@@ -37,9 +37,6 @@ class FrozenRun:
             run: the run's folder.
             step: which checkpoint.
 
-        Returns:
-            The run.
-
         Raises:
             FileError: the base is gone, or has changed.
         """

@@ -89,9 +89,6 @@ class Learner:
         Args:
             fmt: the engine's format.
             noise: added to the published norms; the policy's own stay clean.
-
-        Returns:
-            The update.
         """
         return RefitUpdate.of(_with_noise(self.policy.layers(fmt), noise), fmt, version=self.weight_version)
 
@@ -176,9 +173,6 @@ class Learner:
             prev_logprobs: [B, R] FP32.
             advantages: [B] FP32, one for each response.
             minibatches: disjoint row indices [M] that cover the batch.
-
-        Returns:
-            Metrics and per-response values.
         """
         totals: dict[str, float] = {}
         curr = torch.zeros_like(prev_logprobs)

@@ -83,12 +83,6 @@ def _empty_model(policy: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
 def read_config(policy: PolicyConfig) -> PreTrainedConfig:
     """Return the model's config without its weights.
 
-    Args:
-        policy: the policy block.
-
-    Returns:
-        The Hugging Face config.
-
     Raises:
         ValueError: the directory is not a checkpoint of a supported model type.
     """
@@ -108,9 +102,6 @@ def read_config(policy: PolicyConfig) -> PreTrainedConfig:
 
 def read_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer without its weights.
-
-    Args:
-        policy: the policy block.
 
     Returns:
         The tokenizer, which pads with its end token if it has no pad token.
@@ -171,12 +162,6 @@ def load_tokenizer(path: Path, model: Path | None = None) -> PreTrainedTokenizer
 def checkpoint_config(path: Path) -> PreTrainedConfig:
     """Read the config of a checkpoint directory.
 
-    Args:
-        path: the directory.
-
-    Returns:
-        The Hugging Face config.
-
     Raises:
         ValueError: the directory is not a checkpoint of a supported model type; says what it may be instead.
     """
@@ -203,9 +188,6 @@ def tiny_config(init: ModelInit, tokenizer: PreTrainedTokenizerBase) -> Qwen3Moe
     Args:
         init: sizes.
         tokenizer: vocabulary size and special tokens.
-
-    Returns:
-        The config.
     """
     return Qwen3MoeConfig(
         vocab_size=len(tokenizer),

@@ -33,9 +33,6 @@ _LISTS_OF_MODULES = ("ignore", "modules_to_not_convert")
 def require_packed_base(config: LocalConfig) -> None:
     """Require that a run can train on the quantized checkpoint that it starts from, if it starts from one.
 
-    Args:
-        config: the resolved config.
-
     Raises:
         ValueError: the config says another format or other targets than the checkpoint, or asks for what needs masters;
             every conflict is listed with its fix.
@@ -104,9 +101,6 @@ class PackedBase:
         Args:
             model: on the meta device; changed in place.
             report: what `install` returned for it; changed likewise.
-
-        Returns:
-            What is to be filled.
         """
         slots = [take_master(model, report, key) for key in list(report.weights)]
         return cls(model, {slot.name: slot for slot in slots})

@@ -52,12 +52,6 @@ class Prepared:
 def prepare(config: LocalConfig) -> Prepared:
     """Check everything that can be checked without the model's weights, and build what a run works with.
 
-    Args:
-        config: the resolved config.
-
-    Returns:
-        What was checked.
-
     Raises:
         ValueError: no such device, an engine that does not run here, a format, targets or shapes that do not fit the
             model, data that cannot be used, or too little free disk space for the checkpoints.

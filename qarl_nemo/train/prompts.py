@@ -69,9 +69,6 @@ class PromptEncoder:
     def __call__(self, tasks: Sequence[Task]) -> list[list[int]]:
         """Tokenize the tasks' prompts.
 
-        Args:
-            tasks: the tasks.
-
         Returns:
             One list of token ids for each task.
 

@@ -36,9 +36,6 @@ class RunStoppedError(RuntimeError):
 def is_complete(config: LocalConfig) -> bool:
     """Tell whether the folder holds this same run up to its last step, so that nothing is left to do.
 
-    Args:
-        config: the resolved config.
-
     Returns:
         True if every step is recorded and, unless checkpoints are off, the last one has a checkpoint.
 
@@ -57,9 +54,6 @@ def open_run_dir(config: LocalConfig) -> int | None:
     """Write config.yaml into a new run's folder, or check that a folder with results is this run's and can be resumed.
 
     A run that failed before its first result (a wrong path, say) leaves a folder that a corrected config may take.
-
-    Args:
-        config: the resolved config.
 
     Returns:
         The step of the checkpoint to resume from, or None for a new run.

@@ -121,9 +121,6 @@ class PackedSampler:
     def load(self, update: Update) -> None:
         """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.
 
-        Args:
-            update: what the learner published.
-
         Raises:
             ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds, or
                 the version is not newer; all are listed, and the old version keeps serving.

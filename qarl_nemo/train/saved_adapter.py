@@ -41,9 +41,6 @@ def read_adapter(folder: Path) -> SavedAdapter:
     Args:
         folder: holds adapter_config.json and adapter_model.safetensors.
 
-    Returns:
-        The adapter.
-
     Raises:
         FileError: it is no such folder, or its adapters are not plain LoRA on a target's linears; all that speaks
             against it is listed.

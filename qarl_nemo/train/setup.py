@@ -40,9 +40,6 @@ def resolve_device(name: str) -> torch.device:
     Args:
         name: `cpu`, `cuda`, or `auto` for a GPU if there is one.
 
-    Returns:
-        The device.
-
     Raises:
         ValueError: `cuda` without a usable GPU.
     """
@@ -57,9 +54,6 @@ def learner_device(config: LocalConfig, rank: int = 0) -> torch.device:
     Args:
         config: the resolved config.
         rank: the learner's rank on this host.
-
-    Returns:
-        The device.
 
     Raises:
         ValueError: there is no such GPU.
@@ -176,9 +170,6 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
         config: the resolved config.
         model: the model, on the device where it is trained, or an empty one that its checkpoint then fills; changed in
             place.
-
-    Returns:
-        The learner.
     """
     settings = config.policy
     with working("aligning the layers"):
@@ -199,15 +190,7 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
 
 
 def build_learner(config: LocalConfig, policy: Policy) -> Learner:
-    """Combine a policy and the run's objective.
-
-    Args:
-        config: the resolved config.
-        policy: what is trained.
-
-    Returns:
-        The learner.
-    """
+    """Combine a policy and the run's objective."""
     return Learner(
         policy,
         build_loss(config.loss_fn),
@@ -233,9 +216,6 @@ def build_sampler(
         model: the learner's model, for its config, dtype and, with vLLM, first weights.
         tokenizer: for stop and pad tokens.
         device: the learner's device, and the engine's unless it has its own.
-
-    Returns:
-        The engine.
 
     Raises:
         ValueError: vLLM does not serve this model as configured; the reasons are listed.

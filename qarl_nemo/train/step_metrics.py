@@ -30,9 +30,6 @@ def step_metrics(
         prev_logprobs: [B, R] FP32.
         advantages: [B].
         result: what the update returned.
-
-    Returns:
-        Metrics by flat key.
     """
     mask = rollouts.response_mask
     ratios = result.sequences["prox_ratio"][result.sequences["valid"]].float()

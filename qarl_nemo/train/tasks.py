@@ -39,9 +39,6 @@ class TaskSource:
             step: 1-based step.
             num_prompts: how many.
             stream: a name that separates independent draws (`train`, `warm_start`).
-
-        Returns:
-            The tasks.
         """
         if isinstance(self.config, ArithmeticData):
             return arithmetic_tasks(self.config, num_prompts, random.Random(f"{stream}-{self.seed}-{step}"))
@@ -53,9 +50,6 @@ class TaskSource:
 
         Args:
             num_prompts: how many at most; of several validation sets, in turn.
-
-        Returns:
-            The tasks.
         """
         if isinstance(self.config, ArithmeticData):
             return arithmetic_tasks(self.config, num_prompts, random.Random("validation"))
@@ -87,9 +81,6 @@ def arithmetic_tasks(config: ArithmeticData, num_tasks: int, rng: random.Random)
         config: digits, terms and operators.
         num_tasks: how many.
         rng: source of randomness.
-
-    Returns:
-        The tasks.
     """
     tasks = []
     for _ in range(num_tasks):
@@ -112,9 +103,6 @@ def eval_chain(terms: Sequence[int], operators: Sequence[str]) -> int:
     Args:
         terms: the numbers.
         operators: one of `+-*` between each pair.
-
-    Returns:
-        The value.
     """
     summands = [terms[0]]
     for operator, term in zip(operators, terms[1:], strict=True):

@@ -78,12 +78,6 @@ def load_trained(model: nn.Module, folder: Path) -> None:
 def read_trained(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file that `save_trained` wrote.
 
-    Args:
-        path: the file.
-
-    Returns:
-        Tensors by name.
-
     Raises:
         FileError: it is missing or unreadable.
     """

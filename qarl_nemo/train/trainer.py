@@ -206,11 +206,6 @@ class Trainer:
     def generate(self, tasks: list[Task], params: SamplingParams, generator: torch.Generator) -> Rollouts:
         """Sample one response for each task, at most `rollout.batch_size` at a time.
 
-        Args:
-            tasks: the tasks.
-            params: how to draw.
-            generator: source of randomness.
-
         Returns:
             All rollouts, in the tasks' order.
         """

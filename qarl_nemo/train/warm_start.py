@@ -65,9 +65,6 @@ def greedy_answers(model: PreTrainedModel, encode: PromptEncoder, tasks: list[Ta
         encode: makes prompts of the tasks, with the model's tokenizer.
         tasks: the tasks.
         max_new_tokens: budget, tokens.
-
-    Returns:
-        The answers' texts.
     """
     device, tokenizer = next(model.parameters()).device, encode.tokenizer
     input_ids, mask = pad_left(encode(tasks), tokenizer.pad_token_id, device)

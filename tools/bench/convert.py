@@ -65,10 +65,6 @@ def convert(source: Path, destination: Path, format_name: str) -> tuple[float, f
 def disk_seconds(source: Path, destination: Path) -> float:
     """Measure how long the disk takes to read the source and to write what the conversion wrote.
 
-    Args:
-        source: folder out of the page cache.
-        destination: what the conversion wrote.
-
     Returns:
         Seconds.
     """

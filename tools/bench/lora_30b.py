@@ -84,9 +84,6 @@ def random_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
     Args:
         folder: where it goes unless `--base` says otherwise.
         options: what the command line says.
-
-    Returns:
-        Its folder.
     """
     source, destination = folder / "source", options.base or folder / "base"
     if destination.exists():
@@ -158,16 +155,7 @@ def bench(options: argparse.Namespace) -> dict[str, float]:
 
 
 def step_figures(records: list[dict[str, Any]], options: argparse.Namespace, trainer: Trainer) -> dict[str, float]:
-    """Return the medians of a run's steps, and how far its memory is from what is computed.
-
-    Args:
-        records: one for each measured step.
-        options: what the command line says.
-        trainer: the run.
-
-    Returns:
-        Figures by name.
-    """
+    """Return the medians of a run's steps, and how far its memory is from what is computed."""
     num_responses = options.num_prompts * options.num_generations
     tokens = [record["response_length_tokens/mean"] * num_responses for record in records]
     figures: dict[str, float] = {}

@@ -123,9 +123,6 @@ def build(name: str, options: argparse.Namespace, layout: Layout, like: Variant 
         options: the command line's options.
         layout: how ranks share it.
         like: the variant whose weights it begins with.
-
-    Returns:
-        The variant.
     """
     alignment = parse_variant(name)
     config = transformer_config(options.architecture, layout, **RECOMPUTE[options.recompute])

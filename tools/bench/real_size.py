@@ -38,9 +38,6 @@ def random_model(config: Path, folder: Path) -> Path:
     Args:
         config: a `config.json`, or its folder.
         folder: where the model goes.
-
-    Returns:
-        The folder.
     """
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.bfloat16).save_pretrained(folder)

@@ -110,9 +110,6 @@ def refit_figures(
         figures: what `measure` returned.
         bf16_bytes: size of the model in BF16.
         targets: what is quantized; rows' names include targets other than the default.
-
-    Returns:
-        The figures.
     """
     label = format_name if targets == TARGETS else "_".join((format_name, *targets))
     found: list[Figure] = []

@@ -27,9 +27,6 @@ PADDED_VOCAB = 152064
 def layout(num_layers: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
     """Yield what `NUM_RANKS` expert-parallel ranks write.
 
-    Args:
-        num_layers: how many layers.
-
     Yields:
         Key, global sizes, sizes of a chunk, and the axis along which ranks share chunks; -1 if rank 0 has them all.
     """

@@ -32,10 +32,6 @@ FLIPS = ("codes", "codes_in", "codes_out")
 def figures(runs: list[Run], comparison: str) -> Iterator[Figure]:
     """Yield the figures of every run.
 
-    Args:
-        runs: all runs, of one length.
-        comparison: begins the names.
-
     Yields:
         `run_figures`, the mean reward of all steps, each stage's gap where there is a schedule, and mean shares of
         flipped codes where there are codes.

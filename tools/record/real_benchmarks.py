@@ -29,9 +29,6 @@ def walk(benchmark: Benchmark, problems: Sequence[Problem]) -> list[Figure]:
     Args:
         benchmark: its record.
         problems: all of its problems.
-
-    Returns:
-        The figures.
     """
     seen = refused = 0
     for index, problem in enumerate(problems):

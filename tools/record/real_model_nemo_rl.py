@@ -53,9 +53,6 @@ def greedy_accuracies(file: Path, max_new_tokens: int) -> list[float]:
         file: results of `qarl eval`.
         max_new_tokens: the answers' greatest length.
 
-    Returns:
-        The two.
-
     Raises:
         ValueError: they are not of two models on one whole benchmark, greedy, with answers of that length.
     """

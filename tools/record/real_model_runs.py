@@ -40,9 +40,6 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
         run: the run.
         prefix: begins the names, `real_<model>_<data>`.
         accuracies: on the test set, the first and the last of which are recorded; None = the run's validations.
-
-    Returns:
-        The figures.
     """
     name, summary = f"{prefix}_{slug(run.setting('run.arm'))}_seed{run.seed}", summarize_run(run)
     accuracies = accuracies or _accuracies(run)
@@ -63,9 +60,6 @@ def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
     Args:
         values: those of all rows, by name.
         prefix: begins the names.
-
-    Returns:
-        The figures.
     """
     name = re.compile(rf"{re.escape(prefix)}_(\w+)_seed(\d+)_test_accuracy")
     accuracy = {found.groups(): value for row, value in values.items() if (found := name.fullmatch(row))}

@@ -101,9 +101,6 @@ def adapted_mlp_backward(
         down: [E, H, I] BF16, likewise.
         fmt: what the forward ran.
         adapters: BF16 factors; None without adapters.
-
-    Returns:
-        The gradients.
     """
     top_k, offsets = topk_weight.shape[1], routed.offsets
     grad_rows = spread_rows(grad_out.contiguous(), routed.inverse, top_k)

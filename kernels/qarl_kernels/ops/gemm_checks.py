@@ -20,9 +20,6 @@ def operand_problems(
         dtype: the legal dtype of both operands.
         contracted: the weight's contracted dimension, 1 or 2.
         multiple: what K must be a multiple of; N must be one of 8, the result's 16 bytes.
-
-    Returns:
-        One message per problem.
     """
     problems = tensor_problems("x", x, (dtype,)) + tensor_problems("weight", weight, (dtype,), 3)
     if x.dim() != 2 or weight.dim() != 3:
@@ -43,9 +40,6 @@ def offsets_problems(x: Tensor, num_experts: int, offsets: Tensor) -> list[str]:
         x: [M, ...] the rows, for their device.
         num_experts: E.
         offsets: the offsets.
-
-    Returns:
-        One message per problem.
     """
     problems = tensor_problems("offsets", offsets, (torch.int32,), 1)
     if num_experts == 0 or offsets.shape[0] != num_experts + 1:
@@ -64,9 +58,6 @@ def scale_problems(name: str, scale: Tensor, shape: list[int]) -> list[str]:
         name: the argument's name in messages.
         scale: the argument.
         shape: the legal shape.
-
-    Returns:
-        One message per problem.
     """
     problems = tensor_problems(name, scale, (torch.float32,), len(shape))
     if list(scale.shape) != shape:
@@ -81,9 +72,6 @@ def epilogue_problems(x: Tensor, row_weight: Tensor | None, weight_rounding: str
         x: [M, ...] the rows.
         row_weight: [M] FP32 or None.
         weight_rounding: where it is rounded; None without one.
-
-    Returns:
-        One message per problem.
     """
     if row_weight is None:
         return [] if weight_rounding is None else [f"weight_rounding={weight_rounding!r} without row_weight"]

@@ -78,9 +78,6 @@ def launch_grid(x: Tensor, tiles: Tensor, n: int, config: TileConfig) -> tuple[i
         tiles: the tile table.
         n: columns of the result.
         config: the tile.
-
-    Returns:
-        The grid.
     """
     bound = (tiles.shape[0] - 1) * triton.cdiv(n, config.block_n)
     return (min(bound, num_sms(x.device.index if x.is_cuda else None) * config.programs_per_sm),)
@@ -100,14 +97,7 @@ def output_descriptor(out: Tensor, config: TileConfig) -> TensorDescriptor:
 
 
 def compile_options(config: TileConfig) -> dict[str, int | bool]:
-    """Return the compile-time arguments that every GEMM kernel takes from its tile.
-
-    Args:
-        config: the tile.
-
-    Returns:
-        Keyword arguments of the launch.
-    """
+    """Return the compile-time arguments that every GEMM kernel takes from its tile."""
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,

@@ -61,9 +61,6 @@ def num_sms(device_index: int | None) -> int:
 
     Args:
         device_index: CUDA device, None = CPU.
-
-    Returns:
-        The number of multiprocessors.
     """
     if device_index is None:
         return 2
@@ -79,9 +76,6 @@ def problem_key(op: str, n: int, k: int, num_experts: int, num_rows: int) -> str
         k: in-features of the weight.
         num_experts: E.
         num_rows: M over all experts.
-
-    Returns:
-        The key.
     """
     experts = 1 << round(math.log2(max(num_experts, 1)))
     rows = 1 << round(math.log2(max(num_rows / max(num_experts, 1), 16)))
@@ -100,9 +94,6 @@ def tile_config(
         k: in-features of the weight.
         num_experts: E.
         out_dtype: dtype of the result; an FP32 tile takes twice the shared memory and has its own table rows.
-
-    Returns:
-        The tile.
     """
     op = f"{op}_fp32" if out_dtype == torch.float32 else op
     if x.device.type != "cuda":
@@ -112,14 +103,7 @@ def tile_config(
 
 
 def table_name(device_name: str) -> str:
-    """Return the file name of a device's tuned table.
-
-    Args:
-        device_name: as torch.cuda.get_device_name gives it.
-
-    Returns:
-        The file name.
-    """
+    """Return the file name of a device's tuned table."""
     return device_name.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 

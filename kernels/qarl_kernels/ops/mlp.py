@@ -147,9 +147,6 @@ def expert_mlp_backward(
         gate_up: [E, 2 I, H] BF16 for the input gradient.
         down: [E, H, I] BF16 for the input gradient.
         fmt: what the forward ran.
-
-    Returns:
-        The gradients.
     """
     top_k = topk_weight.shape[1]
     grad_x_rows, grad_weight, grad_gate_up, grad_down = mlp_rows_backward(

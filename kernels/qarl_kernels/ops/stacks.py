@@ -92,9 +92,6 @@ def stack_shape(tensors: list[Tensor]) -> tuple[int, int, int]:
 
     Args:
         tensors: one tensor [N, K] or [E, N, K], or E tensors [N, K].
-
-    Returns:
-        E, N, K.
     """
     rows, columns = tensors[0].shape[-2:]
     return tensors[0].shape[0] if tensors[0].ndim == 3 else len(tensors), rows, columns

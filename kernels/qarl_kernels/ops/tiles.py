@@ -153,8 +153,5 @@ def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     Args:
         tensor: contiguous, base and row sizes multiples of 16 bytes.
         block: shape of the box that one copy moves.
-
-    Returns:
-        The host-side descriptor.
     """
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)

@@ -28,9 +28,6 @@ _MIN_TOKEN_AMAX = tl.constexpr(MIN_TOKEN_AMAX)
 def kind_problems(kind: str) -> list[str]:
     """Say whether a kind of activations has no scale per token.
 
-    Args:
-        kind: the kind.
-
     Returns:
         One message, or none.
     """

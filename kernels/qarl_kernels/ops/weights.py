@@ -27,9 +27,6 @@ def quantize_weight_kernel(weight: Weights, fmt: QuantFormat, amax: Tensor | Non
         weight: [..., N, K] BF16, or E tensors [N, K].
         fmt: FP8, INT8, NVFP4, or integers stored in 4 or 8 bits.
         amax: see `dispatch.quantize_weight`.
-
-    Returns:
-        The stored form.
     """
     if fmt.weight_kind == "nvfp4":
         return _quantize_nvfp4(weight, fmt, amax, emit_unscaled=False)[0]
@@ -107,9 +104,6 @@ def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> Gem
         weight: the stored form.
         packed: keep packed 16-bit formats packed, a quarter of the memory at 4 bits and half of it at 8; the GEMM
             unpacks them.
-
-    Returns:
-        The operand.
     """
     fmt = weight.format
     if fmt.weight_kind == "int":

@@ -62,10 +62,6 @@ class Served:
 def serve(job: Job, fmt: QuantFormat) -> Served:
     """Have the job's engine answer its prompts.
 
-    Args:
-        job: the comparison.
-        fmt: what the engine serves.
-
     Returns:
         Responses with the engine's logprobs.
 

@@ -34,9 +34,6 @@ def write_comparison(folder: Path, settings: CompareSettings, result: Comparison
         folder: created if missing.
         settings: what was asked for.
         result: what was measured.
-
-    Returns:
-        Both paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {

@@ -67,9 +67,6 @@ def model_scores(model: PreTrainedModel, responses: list[Response], *, batch_siz
         responses: B responses.
         batch_size: responses of one forward.
         pad_id: filler.
-
-    Returns:
-        The scores.
     """
     sequences = [(response.prompt, response.tokens) for response in responses]
     return _scores(responses, *read_tokens(model, sequences, batch_size=batch_size, pad_id=pad_id))

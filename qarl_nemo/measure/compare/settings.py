@@ -114,12 +114,6 @@ class Job:
 def prepare(settings: CompareSettings) -> Job:
     """Check everything and make the prompts, before a weight is read.
 
-    Args:
-        settings: what was asked for.
-
-    Returns:
-        The job.
-
     Raises:
         ValueError: settings, checkpoint, formats, shapes or prompts are wrong; all that is wrong is listed.
     """
@@ -257,10 +251,6 @@ def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], confi
 
 def cpu_problems(fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
     """Say whether vLLM on a CPU serves a format.
-
-    Args:
-        fmt: the format.
-        targets: which layers are in it.
 
     Returns:
         One sentence that names what it serves, or nothing.

@@ -36,12 +36,7 @@ _CPU_ENVIRONMENT = {
 
 
 def main(request_path: str, answer_path: str) -> None:
-    """Answer one request.
-
-    Args:
-        request_path: JSON file to read.
-        answer_path: JSON file to write.
-    """
+    """Answer one request."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     llm, answer = _start(request)
     for temperature, prompts in request["requests"]:

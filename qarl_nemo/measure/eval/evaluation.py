@@ -87,9 +87,6 @@ class ModelEvaluation:
             asked: the benchmark.
             show: called with the number of new answers, as they come.
 
-        Returns:
-            One row for each answer.
-
         Raises:
             FileError: the file has answers of other weights, or to other prompts.
         """

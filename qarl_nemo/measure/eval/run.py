@@ -25,9 +25,6 @@ def plan(job: EvalJob, store: AnswerStore) -> list[ModelEvaluation]:
         job: the evaluation.
         store: where answers are kept.
 
-    Returns:
-        One entry for each model.
-
     Raises:
         ValueError: prompts leave no room for an answer.
     """
@@ -89,9 +86,6 @@ def score(asked: Asked, answers: Sequence[Row]) -> Row:
 
 def averages(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the paper's averages, for models that have answered all benchmarks of one.
-
-    Args:
-        rows: results.
 
     Returns:
         `model`, `group`, `value` and `standard_error` of each.

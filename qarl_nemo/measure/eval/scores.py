@@ -56,9 +56,6 @@ def reported_ks(num_samples: int) -> list[int]:
 def average(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of several benchmarks, each with the same weight.
 
-    Args:
-        estimates: one for each benchmark.
-
     Returns:
         The mean and its standard error, sqrt(sum_b se_b^2) / B; None if one of them has none.
     """

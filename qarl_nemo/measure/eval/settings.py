@@ -144,12 +144,6 @@ class EvalJob:
 def prepare(settings: EvalSettings) -> EvalJob:
     """Check everything and read the problems, before a weight is read.
 
-    Args:
-        settings: what was asked for.
-
-    Returns:
-        The job.
-
     Raises:
         ValueError: settings, models or data are wrong; all that is wrong is listed.
     """

@@ -121,9 +121,6 @@ def served_folder(model: EvalModel, scratch: Path, device: str) -> Path:
         model: what is served.
         scratch: what is made goes here.
         device: where weights are quantized.
-
-    Returns:
-        A Hugging Face folder.
     """
     base = model.checkpoint
     # vLLM reads adapters from their folder, and nothing that was trained beside them.

@@ -41,10 +41,6 @@ class SpeedRow:
 def speed_rows(speeds: Sequence[FormatSpeed], batch_sizes: Sequence[int]) -> list[SpeedRow]:
     """Return a row for each format and batch size, served or not.
 
-    Args:
-        speeds: what was measured.
-        batch_sizes: what was asked for.
-
     Returns:
         Rows by batch size, then in the order of `speeds`.
     """

@@ -68,9 +68,6 @@ def write_speed(folder: Path, job: SpeedJob, speeds: Sequence[FormatSpeed], rows
         job: what was asked for.
         speeds: what was measured.
         rows: what `speed_rows` returned.
-
-    Returns:
-        The files.
     """
     content = {
         "settings": dataclasses.asdict(job.settings),

@@ -101,9 +101,6 @@ class SpeedJob:
 def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
     """Check everything, before an engine is started.
 
-    Args:
-        settings: what was asked for.
-
     Returns:
         The job; formats that no kernel serves in these shapes are in `refused`.
 

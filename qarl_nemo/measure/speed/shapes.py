@@ -77,9 +77,6 @@ def shape_refusals(
         targets: what is quantized.
         tensor_parallel_size: GPUs that share each weight.
         enable_expert_parallel: whether each GPU has whole experts.
-
-    Returns:
-        One sentence for each reason.
     """
     reasons: dict[str, None] = {}
     for name, shape in model.parameters.items():

@@ -15,9 +15,6 @@ _MEANS = ("noise/sigma", "reward/mean", "loss/entropy", "rollout/entropy_estimat
 def stage_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
     """Build one row for each stage of each arm that has noise: name, color and cells.
 
-    Args:
-        arms: what is compared.
-
     Returns:
         Cells are stage, sigma, steps, reward, the learner's and the sampler's entropy, and gap; means over the stage's
         steps and the arm's runs.

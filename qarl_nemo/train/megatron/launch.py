@@ -38,9 +38,6 @@ _PARALLEL_SIZES = {"tensor_model_parallel_size", "expert_model_parallel_size", "
 def train_with_megatron(config: LocalConfig) -> None:
     """Run `policy.megatron_cfg`'s ranks, one for each GPU: the first runs the loop, the others follow it.
 
-    Args:
-        config: the resolved config.
-
     Raises:
         RuntimeError: a rank failed; its own error was printed.
     """
@@ -80,9 +77,6 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
         config: the resolved config.
         model: the starting model on the first rank, moved to the CPU; None elsewhere.
         device: this rank's device.
-
-    Returns:
-        The learner.
 
     Raises:
         ValueError: settings or sizes that Megatron does not support; all are listed.

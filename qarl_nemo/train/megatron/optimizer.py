@@ -21,9 +21,6 @@ from qarl_nemo.update_aware import lr_factors
 def optimizer_settings(config: AdamWConfig | MuonConfig) -> dict[str, Any]:
     """Return what Megatron's `OptimizerConfig` takes of an optimizer block besides learning rate and weight decay.
 
-    Args:
-        config: the block.
-
     Returns:
         Keyword arguments, for `torch.optim.AdamW`'s rule, with weight decay on matrices only, or for the Muon of
         `qarl_nemo.muon`, beside which Adam steps embeddings, head, routers and norms.

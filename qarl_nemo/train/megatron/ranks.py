@@ -81,9 +81,6 @@ def broadcast_each(named: list[tuple[str, Tensor]] | None, device: torch.device)
     Args:
         named: the first rank's tensors; None elsewhere.
         device: where the result goes.
-
-    Yields:
-        Names and tensors.
     """
     if dist.get_world_size() == 1:
         assert named is not None

@@ -36,9 +36,6 @@ def engine_environment(device: torch.device, settings: VllmRolloutConfig) -> dic
     Args:
         device: the learner's.
         settings: the rollout block.
-
-    Returns:
-        Variables by name.
     """
     # In this process, a refit passes tensors without a copy. An engine in another process takes the first GPU it sees.
     processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -67,9 +64,6 @@ def engine_options(
         device: the engine's device, a GPU or the CPU.
         capture_routes: let the engine return the experts it chose.
         lora: settings of the adapters that refits bring.
-
-    Returns:
-        Arguments by name.
     """
     options = {
         "skip_tokenizer_init": True,
@@ -121,9 +115,6 @@ def compilation_options(batch_size: int | None, lora: LoraSettings | None) -> di
     Args:
         batch_size: the largest batch that a CUDA graph decodes; None: no graphs.
         lora: settings of the adapters that every request names.
-
-    Returns:
-        Its keys.
     """
     options = dict(engine_settings.COMPILATION)
     if lora is not None:

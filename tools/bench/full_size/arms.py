@@ -79,13 +79,6 @@ class Placement:
     def parse(cls, name: str, gpus: int) -> "Placement":
         """Read `colocated`, `separate_E_L` or `asynchronous_E_L`: E GPUs for engines of one GPU, L for the learner.
 
-        Args:
-            name: the placement.
-            gpus: what the workload has.
-
-        Returns:
-            The placement.
-
         Raises:
             ValueError: it is none of these, or has another number of GPUs.
         """

@@ -16,9 +16,6 @@ _OWN_TRANSPORT = "nccl.core"
 def require_possible(arguments: argparse.Namespace) -> None:
     """Refuse what `run.py` could not run or record.
 
-    Args:
-        arguments: its own.
-
     Raises:
         ValueError: says why, and what to do.
     """

@@ -47,9 +47,6 @@ class Workload:
 
         Each step has the same lengths in an order of its own, so that steps ask for the same work and engines do not.
 
-        Args:
-            steps: how many steps' answers.
-
         Returns:
             The `answers` lengths of each step, the same at each call.
         """

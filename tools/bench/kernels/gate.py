@@ -85,9 +85,6 @@ def mlp_db(fmt: QuantFormat) -> float:
 def require_green(format_names: list[str]) -> list[tuple[str, float, float]]:
     """Check every format.
 
-    Args:
-        format_names: formats about to be timed.
-
     Returns:
         `<format>_gemm_sqnr_db` and `<format>_mlp_sqnr_db`, each with what was measured and what it should be.
 

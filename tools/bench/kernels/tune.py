@@ -150,9 +150,6 @@ def make_problem(case: MoeCase, n: int, k: int) -> Problem:
         case: rows and experts.
         n: out-features.
         k: in-features.
-
-    Returns:
-        The operands.
     """
     options = {"device": "cuda", "dtype": torch.bfloat16}
     x, grad = torch.randn(case.num_rows, k, **options), torch.randn(case.num_rows, n, **options)

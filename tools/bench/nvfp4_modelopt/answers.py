@@ -64,9 +64,6 @@ class Answers:
     def read(self, model: PreTrainedModel) -> Tensor:
         """Return a model's logprobs of all tokens of the answers.
 
-        Args:
-            model: the reader.
-
         Returns:
             [tokens] FP32, nats.
         """

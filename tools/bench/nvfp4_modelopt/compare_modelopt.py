@@ -78,10 +78,6 @@ def _largest_factors(served: Mapping[str, Served]) -> dict[str, Served]:
 def weight_figures(linears: Mapping[str, Any], exported: Mapping[str, modelopt_model.Exported]) -> list[Figure]:
     """Compare the weights that ModelOpt's learner multiplies by with what its exporter wrote.
 
-    Args:
-        linears: its linears, their weights folded.
-        exported: their tensors.
-
     Returns:
         The share that is the exported weight rounded to BF16, and the share that this rounding changed.
     """
@@ -138,9 +134,6 @@ def modelopt_gaps(
         answers: what they read.
         learner: the one with folded weights.
         exported: the tensors that the engine serves.
-
-    Yields:
-        The gaps.
     """
     weights = {name: Served(nvfp4.unscaled(one.packed, one.scale), one.global_scale) for name, one in exported.items()}
     served = answers.read(serve(load(options), weights))

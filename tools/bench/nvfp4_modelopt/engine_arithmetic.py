@@ -57,9 +57,6 @@ def serve(model: PreTrainedModel, weights: Mapping[str, Served], *, num_parts: i
         model: changed in place.
         weights: what to multiply by, by the linear's name.
         num_parts: see `EngineLinear`; 1 for a learner.
-
-    Returns:
-        The model.
     """
     parameters = dict(model.named_parameters())
     for name, served in weights.items():
