@@ -33,9 +33,6 @@ def secret_variables(config: Any, place: str = "") -> list[str]:
     Args:
         config: nested dictionaries and lists.
         place: its own key, with a dot at the end.
-
-    Returns:
-        Dotted keys, in order.
     """
     if not isinstance(config, Mapping):
         return []

@@ -33,9 +33,6 @@ def reward(response: str, answer: str) -> float:
     Args:
         response: decoded response text.
         answer: the expected answer, plain or LaTeX.
-
-    Returns:
-        0.0 or 1.0.
     """
     if _INTEGERS.fullmatch(answer) and _INTEGERS.fullmatch(response):
         # Plain integers are compared here: the parser takes milliseconds per call and finds no answer in a list.

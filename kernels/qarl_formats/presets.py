@@ -208,9 +208,6 @@ def in_own_width(fmt: QuantFormat) -> QuantFormat:
 
     Args:
         fmt: BF16 activations and a grid of 2 to 7 bits.
-
-    Returns:
-        The record, under the same name.
     """
     return replace(fmt, num_bits=fmt.grid_bits, vllm=_HUMMING)
 

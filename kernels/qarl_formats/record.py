@@ -193,9 +193,6 @@ class QuantFormat:
 
         Args:
             role: which of vLLM's kernels multiplies the weight.
-
-        Returns:
-            The multiples of N and of K.
         """
         rows, columns = self.vllm.shapes[role] if self.vllm else (1, 1)
         return rows, lcm(columns, self.group_size or 1)

@@ -111,9 +111,6 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
 def foreign_files(folder: Path) -> list[str]:
     """Return the names of files in a checkpoint of this tool that this tool did not write.
 
-    Returns:
-        Names, sorted.
-
     Raises:
         FileError: its index is damaged.
     """

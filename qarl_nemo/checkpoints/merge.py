@@ -102,10 +102,6 @@ class MergedReader:
 def merged_checkpoint(base: Checkpoint, training: Training) -> Checkpoint:
     """Return a BF16 checkpoint of the merged model, none of which has been read.
 
-    Args:
-        base: the frozen base, quantized or not.
-        training: what was trained on it.
-
     Returns:
         A source for `quantize_checkpoint`.
     """

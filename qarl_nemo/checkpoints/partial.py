@@ -224,10 +224,6 @@ def _require_own(work: Path) -> None:
 def check_destination(destination: Path, overwrite: bool) -> None:
     """Require that a folder may be made, or replaced.
 
-    Args:
-        destination: the folder.
-        overwrite: whether one that this tool wrote may be replaced.
-
     Raises:
         ValueError: it may not.
     """

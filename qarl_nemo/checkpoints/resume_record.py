@@ -47,9 +47,6 @@ class ResumeRecord(BaseModel, extra="forbid", strict=True):
     def read(cls, folder: Path) -> Self | None:
         """Read the record in a folder that no other process writes.
 
-        Args:
-            folder: where the conversion works.
-
         Returns:
             The record, None if there is none.
 

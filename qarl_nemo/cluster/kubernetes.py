@@ -14,10 +14,6 @@ CONFIG_FOLDER = "/etc/qarl"
 def kubernetes_plan(config: ClusterConfig, launcher: KubernetesLauncher) -> Plan:
     """Plan to create the objects, follow the job and end with its outcome.
 
-    Args:
-        config: the cluster run.
-        launcher: where it goes.
-
     Returns:
         Steps of `kubectl`, one after the other.
     """
@@ -46,21 +42,12 @@ def kubernetes_plan(config: ClusterConfig, launcher: KubernetesLauncher) -> Plan
 
 
 def manifest_text(config: ClusterConfig, launcher: KubernetesLauncher) -> str:
-    """Render the manifest.
-
-    Args:
-        config: the cluster run.
-        launcher: where it goes.
-    """
+    """Render the manifest."""
     return yaml.safe_dump_all(manifest(config, launcher), sort_keys=False, width=1000)
 
 
 def manifest(config: ClusterConfig, launcher: KubernetesLauncher) -> list[dict[str, Any]]:
     """Build the config's ConfigMap and the RayJob or RayCluster.
-
-    Args:
-        config: the cluster run.
-        launcher: where it goes.
 
     Source: KubeRay 1.7's custom resources, ray.io/v1.
     """

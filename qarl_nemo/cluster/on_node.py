@@ -37,9 +37,6 @@ def worker_pythons(env: dict[str, str], patterns: list[str]) -> list[str]:
         env: the job's environment. `NEMO_RL_VENV_DIR` is where they are; `NEMO_RL_PY_EXECUTABLES_SYSTEM=1` means there
             are none.
         patterns: patterns of folder names.
-
-    Returns:
-        Paths, sorted.
     """
     folder = env.get("NEMO_RL_VENV_DIR")
     if not folder or env.get("NEMO_RL_PY_EXECUTABLES_SYSTEM") == "1":

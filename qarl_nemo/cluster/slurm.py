@@ -12,10 +12,6 @@ _OTHERS_END_WITHIN_S = 300
 def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
     """Plan the submission of one batch job.
 
-    Args:
-        config: the cluster run.
-        launcher: where it goes.
-
     Returns:
         Two steps: make the folder that Slurm writes to, then `sbatch`.
     """

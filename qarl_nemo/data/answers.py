@@ -17,9 +17,6 @@ def final_answer(text: str, answer_format: AnswerFormat) -> str:
         answer_format: `plain` is all of it; `hash` what follows the last `####`, thousands without commas; `boxed` the
             content of the last `\boxed{}`.
 
-    Returns:
-        The answer, without spaces around it.
-
     Raises:
         ValueError: it is empty, or the solution has no such mark.
     """

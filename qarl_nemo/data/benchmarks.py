@@ -162,9 +162,6 @@ def find_benchmarks(names: list[str]) -> list[Benchmark]:
     Args:
         names: names of the table, each once; `math` and `ood` stand for the benchmarks of an average, `all` for all.
 
-    Returns:
-        Their records, in the order of the names.
-
     Raises:
         ValueError: a name is unknown, not supported or given twice, or there is none; all are listed.
     """

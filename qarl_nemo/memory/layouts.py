@@ -11,10 +11,6 @@ _LOOKED_AT = 1025
 def layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
     """Return layouts to choose from: one to four tensor-parallel ranks, and experts over as many ranks as possible.
 
-    Args:
-        model: its sizes.
-        num_gpus: GPUs that share it.
-
     Returns:
         Layouts without pipeline, context or expert tensor parallelism.
 
@@ -36,10 +32,6 @@ def layouts(model: ModelSize, num_gpus: int) -> list[Parallelism]:
 
 def require_layout(model: ModelSize, ranks: Parallelism) -> None:
     """Require that a layout splits a model evenly.
-
-    Args:
-        model: its sizes.
-        ranks: how GPUs share it.
 
     Raises:
         ValueError: it does not; names every wrong size and what it has to divide.

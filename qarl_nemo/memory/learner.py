@@ -105,11 +105,6 @@ class Memory:
 def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memory:
     """Compute the memory of the fullest rank.
 
-    Args:
-        model: its sizes.
-        ranks: how GPUs share it.
-        learner: what it holds and computes.
-
     Returns:
         Bytes by purpose.
     """

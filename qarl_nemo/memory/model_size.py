@@ -44,10 +44,6 @@ class ModelSize:
     def of(cls, model: Architecture, place: str) -> "ModelSize":
         """Take the sizes of a model that was read already.
 
-        Args:
-            model: what its config.json says.
-            place: where that stands, for the error.
-
         Returns:
             The model's sizes.
 

@@ -146,10 +146,6 @@ def read_lines(path: Path, kind: type[BaseModel] | None = None) -> list[dict[str
 def read_rows(path: Path, kind: type[BaseModel]) -> list[dict[str, Any]]:
     """Read a JSON list of objects.
 
-    Args:
-        path: file to read.
-        kind: what each object must be.
-
     Raises:
         FileError: it is not such a list.
     """

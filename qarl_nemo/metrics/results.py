@@ -123,9 +123,6 @@ def result_rows(
         hardware: what they were measured on, see `qarl_nemo.metrics.machine.hardware`.
         versions: package versions that matter.
         command: what measures them again.
-
-    Returns:
-        One row per finite figure, in their order.
     """
     facts = {
         "hardware": hardware,

@@ -212,10 +212,6 @@ def version_problems(version: Any, serving: int | None) -> list[str]:
 def require_no_problems(problems: Sequence[str], outcome: str) -> None:
     """Raise one error that lists every reason against an update.
 
-    Args:
-        problems: one sentence each.
-        outcome: what does not happen because of them.
-
     Raises:
         ValueError: there are problems.
     """

@@ -165,9 +165,6 @@ def serving_version(engine: RolloutEngine, *, timeout_s: float | None = None) ->
         engine: as for `push`.
         timeout_s: how long to wait for its ranks' answers; None waits on this thread.
 
-    Returns:
-        The version.
-
     Raises:
         RuntimeError: ranks serve different versions, or one broke off a refit.
         TimeoutError: a rank did not answer in time.

@@ -46,9 +46,6 @@ class NoiseConfig(StrictModel):
         Args:
             stage: from `stage`.
 
-        Returns:
-            The standard deviation.
-
         Source: NVlabs/QeRL trl_trainer/grpo_trainer.py, `sigma_decay_schedule_np`. The paper's equation 8 has other
             exponents, which do not end at `end` in the code's stages.
         """

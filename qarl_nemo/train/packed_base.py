@@ -119,10 +119,6 @@ class PackedBase:
     def read(self, checkpoint: Checkpoint, device: torch.device) -> None:
         """Read every tensor and put it on the device, one decoder layer after another.
 
-        Args:
-            checkpoint: the quantized checkpoint.
-            device: where the model goes.
-
         Raises:
             ValueError: tensors are missing, have other shapes or dtypes, or belong to no part of the model; all are
                 listed.

@@ -40,9 +40,6 @@ class PromptEncoder:
         Args:
             prompt: text, which is a user's message where there is a template, or messages.
 
-        Returns:
-            The text before the response.
-
         Raises:
             ValueError: messages without a template, or ones that the template refuses.
         """

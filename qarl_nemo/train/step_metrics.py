@@ -52,10 +52,6 @@ def step_metrics(
 def mean_rewards(rewards: Sequence[float], tasks: Sequence[Task]) -> dict[str, float]:
     """Average the rewards of a validation.
 
-    Args:
-        rewards: one for each task.
-        tasks: the tasks.
-
     Returns:
         `validation/reward`, and `validation/reward_<set>` for each data set if there are several; a file's name stands
         for its path.

@@ -85,12 +85,6 @@ def disk_seconds(source: Path, destination: Path) -> float:
 def measure(folder: Path, num_layers: int, format_name: str, *, sparse: bool) -> dict[str, float]:
     """Write a checkpoint, convert it, and return what that took.
 
-    Args:
-        folder: scratch folder.
-        num_layers: how many layers.
-        format_name: format of the experts.
-        sparse: zeros in files with holes.
-
     Returns:
         Figures by name; units in the names.
     """

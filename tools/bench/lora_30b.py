@@ -106,11 +106,6 @@ def random_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
 def settings(base: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return the run's config.
 
-    Args:
-        base: the quantized checkpoint.
-        folder: where data and run go.
-        options: what the command line says.
-
     Returns:
         Values of `LocalConfig`.
     """

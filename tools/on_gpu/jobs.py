@@ -34,10 +34,6 @@ class JobList(StrictModel):
 def read_jobs(path: Path, select: str = "") -> list[Job]:
     """Return the jobs of a list whose names match.
 
-    Args:
-        path: a YAML file.
-        select: a regular expression, searched in names; nothing selects all.
-
     Returns:
         Them, in the file's order.
 

@@ -25,9 +25,6 @@ GOAL = 1.5
 def figures(runs: list[Run]) -> Iterator[Figure]:
     """Yield the figures of every run.
 
-    Args:
-        runs: all runs, of one length, with and without adapters.
-
     Yields:
         The reward of the last ten steps and of all, the last accuracy, entropies, the gap, and its ratio.
     """

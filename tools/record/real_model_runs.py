@@ -55,12 +55,7 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
 
 
 def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
-    """Return each format's recovery, where there is something to recover, and print the paired differences.
-
-    Args:
-        values: those of all rows, by name.
-        prefix: begins the names.
-    """
+    """Return each format's recovery, where there is something to recover, and print the paired differences."""
     name = re.compile(rf"{re.escape(prefix)}_(\w+)_seed(\d+)_test_accuracy")
     accuracy = {found.groups(): value for row, value in values.items() if (found := name.fullmatch(row))}
     figures = []
@@ -107,9 +102,6 @@ def record_runs(
 
 def ran_on(runs: list[Run]) -> dict[str, Any]:
     """Return the hardware and versions of runs.
-
-    Args:
-        runs: at least one.
 
     Returns:
         `hardware` and `versions`.

@@ -58,9 +58,6 @@ def vllm_figures(runs: list[Run], prefix: str) -> Iterator[Figure]:
 def megatron_figures(runs: list[Run]) -> Iterator[Figure]:
     """Yield each arm's figures over the steps that all have, and how many it has.
 
-    Args:
-        runs: one of each arm, with a Megatron learner.
-
     Yields:
         Steps, reward, gap and, on GPUs, seconds.
     """

@@ -28,13 +28,7 @@ _COLUMNS = {
 
 
 def write_comparison(folder: Path, settings: CompareSettings, result: Comparison) -> tuple[Path, Path]:
-    """Write `compare.json` and `compare.png`.
-
-    Args:
-        folder: created if missing.
-        settings: what was asked for.
-        result: what was measured.
-    """
+    """Write `compare.json` and `compare.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "settings": dataclasses.asdict(settings),

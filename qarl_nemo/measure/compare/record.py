@@ -61,9 +61,6 @@ def comparison_rows(
         figures: what `gap_figures` returned, or the operators' figures.
         device: `cpu` or `cuda`.
         command: the command that measures it again.
-
-    Returns:
-        One row for each finite figure.
     """
     suffix = "" if settings.targets == ("experts",) else "_" + "_".join(settings.targets)
     suffix += "_engine_attention" if settings.attention == "engine" else ""

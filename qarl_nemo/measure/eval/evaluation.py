@@ -48,11 +48,6 @@ class Asked:
 class ModelEvaluation:
     """One model and everything it is asked; its engine starts when the first answer is missing.
 
-    Args:
-        job: the evaluation.
-        model: the model.
-        store: where answers are kept.
-
     Raises:
         ValueError: its tokenizer cannot be used, or its context leaves no room for an answer.
     """

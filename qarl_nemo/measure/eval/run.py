@@ -21,10 +21,6 @@ Keep = Callable[[list[Row]], None]
 def plan(job: EvalJob, store: AnswerStore) -> list[ModelEvaluation]:
     """Encode every prompt for every model, so that what cannot be asked is found before anything is.
 
-    Args:
-        job: the evaluation.
-        store: where answers are kept.
-
     Raises:
         ValueError: prompts leave no room for an answer.
     """

@@ -39,9 +39,6 @@ def pass_at_k(num_right: Sequence[int], num_samples: int, k: int) -> Estimate:
         num_samples: n answers to each.
         k: at most n.
 
-    Returns:
-        The unbiased estimate.
-
     Source: Chen et al., arXiv 2107.03374, equation 1.
     """
     ways = math.comb(num_samples, k)

@@ -36,10 +36,6 @@ class _KeptAnswer(BaseModel):
 class AnswerStore:
     """One JSON object a line: first the settings, then an object for each answer.
 
-    Args:
-        path: the file; created if missing.
-        settings: what decides the answers.
-
     Raises:
         FileError: it holds answers of another evaluation, or is damaged; every setting that differs is listed.
     """

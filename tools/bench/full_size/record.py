@@ -116,11 +116,6 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
 def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figures:
     """Return an arm's step time over that of other arms of the same host and workload.
 
-    Args:
-        timed: the arm.
-        others: those to compare with.
-        skip: steps that do not count.
-
     Raises:
         ValueError: another arm had another workload.
     """

@@ -125,10 +125,6 @@ def random_weights(shape: tuple[int, int], seeds: Iterable[int]) -> Iterator[tup
 def checkpoint_weights(folder: Path, most: int) -> Iterator[tuple[str, Tensor]]:
     """Yield BF16 weights [N, K] of a Hugging Face checkpoint, by their projection's name.
 
-    Args:
-        folder: the checkpoint, not quantized.
-        most: how many of each projection, evenly spaced over layers and experts.
-
     Yields:
         `q_proj`, ..., `down_proj`, and the weight.
     """
