@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,26 +26,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.spec import align_spec
+from qarl_nemo.memory import ModelSize
 
+QWEN3_30B_A3B = ModelSize.read(Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b")
+_MAX_SEQUENCE = 8192
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 STARTED = time.perf_counter()
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A Qwen3-MoE; the defaults are Qwen3-30B-A3B's."""
-
-    num_layers: int = 48
-    hidden: int = 2048
-    num_experts: int = 128
-    top_k: int = 8
-    inner: int = 768
-    num_heads: int = 32
-    num_kv_heads: int = 4
-    head_dim: int = 128
-    vocab_size: int = 151936
-    max_sequence: int = 8192
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ def parallel(layout: Layout) -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
-def transformer_config(architecture: Architecture, layout: Layout, **options: Any) -> TransformerConfig:
+def transformer_config(architecture: ModelSize, layout: Layout, **options: Any) -> TransformerConfig:
     """Return Megatron's settings, fused where Megatron-Bridge's Qwen3-MoE is."""
     settings = {
         "num_layers": architecture.num_layers,
@@ -116,7 +104,7 @@ def transformer_config(architecture: Architecture, layout: Layout, **options: An
 
 
 def gpt_model(
-    architecture: Architecture, config: TransformerConfig, alignment: Alignment | None, *, with_output: bool
+    architecture: ModelSize, config: TransformerConfig, alignment: Alignment | None, *, with_output: bool
 ) -> GPTModel:
     """Build this rank's part of a model with random weights, the same for every alignment.
 
@@ -145,7 +133,7 @@ def gpt_model(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=architecture.vocab_size,
-        max_sequence_length=architecture.max_sequence,
+        max_sequence_length=_MAX_SEQUENCE,
         post_process=with_output,
         position_embedding_type="rope",
         rotary_base=1000000,

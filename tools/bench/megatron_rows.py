@@ -2,11 +2,12 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
 from megatron_model import ON_GPU, software
 
-from qarl_nemo.memory import Learner, ModelSize, Parallelism, rank_memory
+from qarl_nemo.memory import Learner, Parallelism, rank_memory
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import Figure, result_rows
 
@@ -65,19 +66,8 @@ def peak_bytes(entry: dict) -> float:
 
 def predicted_bytes(entry: dict, options: argparse.Namespace, num_gpus: int) -> float:
     """Return what `qarl_nemo.memory` computes for a variant, with an embedding but without head and logits."""
-    a, (format_name, *flags) = options.architecture, entry["variant"].split("+")
-    model = ModelSize(
-        num_layers=a.num_layers,
-        hidden=a.hidden,
-        num_heads=a.num_heads,
-        num_kv_heads=a.num_kv_heads,
-        head_dim=a.head_dim,
-        vocab_size=a.vocab_size,
-        inner=a.inner,
-        num_experts=a.num_experts,
-        top_k=a.top_k,
-        tied_head=True,
-    )
+    format_name, *flags = entry["variant"].split("+")
+    model = replace(options.architecture, tied_head=True)
     learner = Learner(
         format=None if format_name == BASELINE else format_name,
         keep_operand="keep" in flags,

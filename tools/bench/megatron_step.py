@@ -24,7 +24,7 @@ from megatron_model import (
     DEVICE,
     ON_GPU,
     OPTIMIZERS,
-    Architecture,
+    QWEN3_30B_A3B,
     Layout,
     gpt_model,
     memory_allocated,
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from qarl_kernels import get_format
 from qarl_nemo.layers.weight import AlignedWeight
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights, bump_on_step
+from qarl_nemo.memory import ModelSize
 from qarl_nemo.metrics.results import append_results
 from qarl_nemo.train.progress import LiveProgress
 
@@ -104,7 +105,7 @@ class Batch:
     microbatches: int
 
 
-def make_batch(num_tokens: int, sequence: int, architecture: Architecture, microbatches: int) -> Batch:
+def make_batch(num_tokens: int, sequence: int, architecture: ModelSize, microbatches: int) -> Batch:
     """Return random tokens of this rank, [B, S], and gradients of its hidden states, [S, B, H]."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (num_tokens // sequence, sequence)
@@ -370,7 +371,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.variants:
         parse_variant(name)
-    options.architecture = Architecture(num_layers=options.layers, vocab_size=1024)
+    options.architecture = replace(QWEN3_30B_A3B, num_layers=options.layers, vocab_size=1024)
     with process_group():
         bench(options)
 

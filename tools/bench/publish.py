@@ -12,6 +12,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from megatron_model import (
     DEVICE,
     ON_GPU,
-    Architecture,
+    QWEN3_30B_A3B,
     Layout,
     gpt_model,
     memory_allocated,
@@ -169,14 +170,6 @@ def publish_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict
     )
 
 
-def num_parameters(architecture: Architecture) -> int:
-    """Return how many parameters a Qwen3-MoE has, its head untied."""
-    a = architecture
-    attention = a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) * a.hidden + 2 * a.head_dim
-    moe = a.num_experts * (3 * a.inner * a.hidden + a.hidden)
-    return 2 * a.vocab_size * a.hidden + a.hidden + a.num_layers * (attention + moe + 2 * a.hidden)
-
-
 def main() -> None:
     """Measure, show and record."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -187,11 +180,11 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, help="keep every measurement in this file")
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/megatron.json")
     options = parser.parse_args()
-    options.architecture = Architecture(num_layers=options.layers)
+    options.architecture = replace(QWEN3_30B_A3B, num_layers=options.layers)
     with process_group() as rank:
         found, num_gpus = bench(options), dist.get_world_size()
     if options.record and rank == 0:
-        append_results(options.record, publish_rows(found, num_gpus, 2 * num_parameters(options.architecture)))
+        append_results(options.record, publish_rows(found, num_gpus, 2 * options.architecture.num_parameters))
 
 
 if __name__ == "__main__":

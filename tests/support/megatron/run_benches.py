@@ -16,17 +16,18 @@ import megatron_rows
 import megatron_step
 import publish
 import torch.distributed as dist
-from megatron_model import Architecture, Layout, parallel, process_group, transformer_config
+from megatron_model import Layout, parallel, process_group, transformer_config
 
 # isort: split
 from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.publish import publish_layers, publish_update
+from qarl_nemo.memory import ModelSize
 from qarl_nemo.refit.manifest import Manifest
 from support.megatron.compare import published
 
 SIZES = {"num_layers": 2, "num_experts": 4, "top_k": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-ARCHITECTURE = Architecture(**SIZES, hidden=128, inner=128, vocab_size=64)
+ARCHITECTURE = ModelSize(**SIZES, hidden=128, inner=128, vocab_size=64)
 
 
 def step_rows(folder: Path) -> list[dict]:
@@ -53,7 +54,7 @@ def publish_rows() -> list[dict]:
     options = argparse.Namespace(
         layouts=["ep2", "tp2_etp2"], formats=["w4a16", "bf16"], repeats=1, raw=None, architecture=ARCHITECTURE
     )
-    whole = 2 * publish.num_parameters(ARCHITECTURE)
+    whole = 2 * ARCHITECTURE.num_parameters
     return publish.publish_rows(publish.bench(options), dist.get_world_size(), whole)
 
 

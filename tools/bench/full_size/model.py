@@ -7,14 +7,18 @@ own weights, and the engines get theirs by the first refit.
 
 import itertools
 import json
+import math
 import random
+import re
 import shutil
 import struct
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from qarl_nemo.architecture import Architecture
 
 _SPECIAL = {151643: "<|endoftext|>", 151644: "<|im_start|>", 151645: "<|im_end|>"}
 _TEMPLATE = (
@@ -66,11 +70,14 @@ def _write_tokenizer(model: Path, vocab_size: int) -> list[str]:
 
 def _write_headers(model: Path, config: dict) -> None:
     weight_map, total = {}, 0
-    files = [(f"layer-{i:03d}", list(_layer(config, i))) for i in range(config["num_hidden_layers"])]
-    for stem, tensors in [*files, ("ends", list(_ends(config)))]:
+    files = defaultdict(list)
+    for name, shape in Architecture.parse(config, "the model's config").parameters():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        files[f"layer-{int(layer[1]):03d}" if layer else "ends"].append((name, shape))
+    for stem, tensors in files.items():
         header, offset = {}, 0
         for name, shape in tensors:
-            size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+            size = 2 * math.prod(shape)
             header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
             weight_map[name], offset = f"{stem}.safetensors", offset + size
         raw = json.dumps(header).encode()
@@ -81,28 +88,3 @@ def _write_headers(model: Path, config: dict) -> None:
         total += offset
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (model / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-
-
-def _layer(config: dict, index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner, head = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    prefix = f"model.layers.{index}."
-    yield f"{prefix}input_layernorm.weight", (hidden,)
-    yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-    yield f"{prefix}self_attn.q_norm.weight", (head,)
-    yield f"{prefix}self_attn.k_norm.weight", (head,)
-    yield f"{prefix}self_attn.q_proj.weight", (queries, hidden)
-    yield f"{prefix}self_attn.k_proj.weight", (keys, hidden)
-    yield f"{prefix}self_attn.v_proj.weight", (keys, hidden)
-    yield f"{prefix}self_attn.o_proj.weight", (hidden, queries)
-    yield f"{prefix}mlp.gate.weight", (config["num_experts"], hidden)
-    for expert in range(config["num_experts"]):
-        yield f"{prefix}mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
-        yield f"{prefix}mlp.experts.{expert}.up_proj.weight", (inner, hidden)
-        yield f"{prefix}mlp.experts.{expert}.down_proj.weight", (hidden, inner)
-
-
-def _ends(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (config["vocab_size"], config["hidden_size"])
-    yield "model.norm.weight", (config["hidden_size"],)
-    yield "lm_head.weight", (config["vocab_size"], config["hidden_size"])
