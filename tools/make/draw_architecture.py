@@ -23,10 +23,10 @@ WIDTH, TOP, GAP, CORNER = 1080, 34, 64, 9
 BOX_WIDTH, BOX_HEIGHT = 236, 124
 SLATE, TEAL, BLUE, PURPLE, AMBER = "#475569", "#0f766e", "#1d4ed8", "#7e22ce", "#b45309"
 LEGEND = (
-    "Imports point down; rooms on one floor are strangers.",
+    "Imports point down, never to the same floor.",
     "An arrow is an import. One that a longer way implies is left out.",
-    "A label names the frameworks that a room opens.",
-    "Every room may import what loads no torch.",
+    "A label names the frameworks that a package imports.",
+    "Every package may import what loads no torch.",
 )
 # The centre of a room's column, and its colour.
 COLUMNS = {
