@@ -17,7 +17,7 @@ import grimp
 from check_types import find_errors, room_of
 from make.format_files import format_files
 
-from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 ROOT = Path(__file__).parents[1]
@@ -90,9 +90,8 @@ def main() -> None:
         goal = "" if figure.goal is None else f"{figure.op} {figure.goal:g}"
         print(f"{figure.name:22} {figure.value:>8g} {figure.unit:6} {goal}")
     if options.record:
-        machine, packages = hardware("cpu"), versions()
         for command, figures in by_command.items():
-            append_results(options.record, result_rows(figures, hardware=machine, versions=packages, command=command))
+            append_results(options.record, result_rows(figures, command=command, **facts("cpu")))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")}
 
 
-def facts(device: str, num_gpus: int, packages: Sequence[str] = ()) -> dict[str, Any]:
+def facts(device: str, num_gpus: int = 1, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Return what a run ran on.
 
     Args:

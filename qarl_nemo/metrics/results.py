@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -159,6 +160,21 @@ def record_figures(
     if path is not None:
         append_results(path, rows)
     return rows
+
+
+def running_command(program: str, *left_out: str) -> str:
+    """Return the command that is running.
+
+    Args:
+        program: what it begins with.
+        left_out: options with a value each that do not belong to what measures a figure again.
+    """
+    arguments = sys.argv[1:]
+    for option in left_out:
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
+    return " ".join([program, *arguments])
 
 
 def render_table(rows: Sequence[ResultRow]) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import torch
@@ -38,10 +38,11 @@ class UpdateResult:
     skipped: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class Learner:
     """A policy and its objective. If ranks share the policy, each has a learner, and all are called with the same.
 
-    Args:
+    Attributes:
         policy: what is trained.
         loss_fn: the objective.
         temperature: the rollouts' sampling temperature.
@@ -52,26 +53,15 @@ class Learner:
         replay_noise: run each batch through norms with the noise that sampled it; without it they are clean.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        loss_fn: LossFn,
-        *,
-        temperature: float,
-        replay_routes: bool,
-        micro_batch_size: int,
-        logprob_batch_size: int,
-        packing: SequencePackingConfig,
-        replay_noise: bool = False,
-    ) -> None:
-        self.policy = policy
-        self.loss_fn = loss_fn
-        self.temperature = temperature
-        self.replay_routes = replay_routes
-        self.micro_batch_size = micro_batch_size
-        self.logprob_batch_size = logprob_batch_size
-        self.packing = packing
-        self.replay_noise = replay_noise
+    policy: Policy
+    loss_fn: LossFn
+    _: KW_ONLY
+    temperature: float
+    replay_routes: bool
+    micro_batch_size: int
+    logprob_batch_size: int
+    packing: SequencePackingConfig
+    replay_noise: bool = False
 
     @property
     def weight_version(self) -> int:

@@ -10,10 +10,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import megatron.core
 import torch
 import torch.distributed as dist
-import transformer_engine
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.spec import align_spec
-from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
@@ -163,11 +161,10 @@ def main() -> None:
         model_parallel_cuda_manual_seed(1)
         figures = measure(arguments.tokens, arguments.repeats)
         dist.destroy_process_group()
-    engines = {"megatron-core": megatron.core.__version__, "transformer-engine": transformer_engine.__version__}
+    ran_on = facts("cuda", packages=["megatron-core", "transformer-engine"])
     command = f"python tools/bench/block_recipe.py --tokens {arguments.tokens}"
     found = [Figure(name, value, name.rpartition("_")[2].replace("db", "dB"), "<=") for name, value in figures.items()]
-    packages = versions() | engines
-    record_figures(arguments.results, found, hardware=hardware("cuda"), versions=packages, command=command)
+    record_figures(arguments.results, found, command=command, **ran_on)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from synthetic_megatron import CONFIG, write_checkpoint
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import QuantizeProgress, open_megatron, quantize_checkpoint
-from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures
 
 BLOCK_BYTES = 2**26
@@ -126,7 +126,7 @@ def main() -> None:
     else:
         ends = {"_gb_s": ("GB/s", ">="), "_per_gb": ("s", "<=")}
         found = [Figure(name, figures[name], *ends[end]) for name in figures for end in ends if name.endswith(end)]
-    record_figures(options.record, found, hardware=hardware("cpu"), versions=versions(), command=command)
+    record_figures(options.record, found, command=command, **facts("cpu"))
 
 
 if __name__ == "__main__":

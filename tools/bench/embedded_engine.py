@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from qarl_nemo.config import load_config
-from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.recorded import read_lines
 from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.train.config import LocalConfig
@@ -82,8 +82,7 @@ def main() -> None:
         for key, value in figures.items():
             unit = "tokens/s" if key.endswith("_tokens_s") else key.rpartition("_")[2]
             found.append(Figure(f"bench_{name}_{key}", value, unit, ">=" if unit == "tokens/s" else "<="))
-        device = hardware(arguments.device)
-        record_figures(arguments.record, found, hardware=device, versions=versions(), command=command)
+        record_figures(arguments.record, found, command=command, **facts(arguments.device))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from qarl_nemo.config.overrides import merge_overrides
 from qarl_nemo.files import read_json
 from qarl_nemo.memory import Learner, ModelSize
 from qarl_nemo.memory.lora import Adapters, adapted_memory
-from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.recorded import read_lines
 from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.train.config import LocalConfig
@@ -255,7 +255,7 @@ def main() -> None:
     options = arguments()
     figures = rows_of(bench(options), options)
     command = " ".join(["python tools/bench/lora_30b.py", *chosen(options), *options.overrides])
-    record_figures(options.record, figures, hardware=hardware(options.device), versions=versions(), command=command)
+    record_figures(options.record, figures, command=command, **facts(options.device))
 
 
 if __name__ == "__main__":

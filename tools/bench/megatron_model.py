@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.spec import align_spec
 from qarl_nemo.memory import ModelSize
+from qarl_nemo.metrics.machine import facts
 
 QWEN3_30B_A3B = ModelSize.read(Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b")
 _MAX_SEQUENCE = 8192
@@ -203,13 +204,6 @@ def memory_allocated() -> int:
     return torch.cuda.memory_allocated() if ON_GPU else 0
 
 
-def software() -> dict[str, str]:
-    """Return the versions that matter."""
-    import megatron.core
-
-    found = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
-    if ON_GPU:
-        import transformer_engine
-
-        found["transformer-engine"] = transformer_engine.__version__
-    return found
+def ran_on(num_gpus: int) -> dict[str, Any]:
+    """Return the hardware and versions of what so many ranks measure."""
+    return facts("cuda" if ON_GPU else "cpu", num_gpus, ["megatron-core", "transformer-engine"])

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
-from megatron_model import ON_GPU, software
+from megatron_model import ran_on
 
 from qarl_nemo.memory import Learner, Parallelism, rank_memory
-from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import Figure, result_rows
 
 BASELINE = "megatron"
@@ -121,8 +120,7 @@ def step_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> 
     require_same_function(found)
     program = f"torchrun --nproc-per-node {num_gpus} tools/bench/megatron_step.py"
     command = f"{program} --ep {','.join(map(str, options.ep))} --variants {','.join(options.variants)}"
-    device = hardware("cuda" if ON_GPU else "cpu", num_gpus)
-    return result_rows(_figures(found, options), hardware=device, versions=software(), command=command)
+    return result_rows(_figures(found, options), command=command, **ran_on(num_gpus))
 
 
 def _figures(found: list[dict], options: argparse.Namespace) -> list[Figure]:

@@ -28,8 +28,8 @@ from megatron_model import (
     memory_allocated,
     parallel,
     process_group,
+    ran_on,
     say,
-    software,
     synchronize,
     transformer_config,
 )
@@ -39,7 +39,6 @@ from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights, release
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.megatron.publish import publish_layers, publish_update
-from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 
 
@@ -164,8 +163,7 @@ def publish_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict
             add("publish_bytes_ratio", ratio, "")
     return result_rows(
         figures,
-        hardware=hardware("cuda" if ON_GPU else "cpu", num_gpus),
-        versions=software(),
+        **ran_on(num_gpus),
         command=f"torchrun --nproc-per-node {num_gpus} tools/bench/publish.py",
     )
 

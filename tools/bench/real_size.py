@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl_nemo.config import merge_mappings, validate
 from qarl_nemo.config.overrides import merge_overrides
-from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.recorded import read_lines
 from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.train.config import LocalConfig
@@ -140,7 +140,7 @@ def main() -> None:
     shown = options.model.name if options.model else options.config_json
     command = f"python tools/bench/real_size.py {'--model' if options.model else '--config-json'} {shown}"
     command = " ".join([command, "--max-new-tokens", str(options.max_new_tokens), *options.overrides])
-    record_figures(options.record, found, hardware=hardware(options.device), versions=versions(), command=command)
+    record_figures(options.record, found, command=command, **facts(options.device))
 
 
 if __name__ == "__main__":

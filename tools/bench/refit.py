@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ import torch
 from refit_model import ENVIRONMENT, Learner, model_config, shapes, start
 
 from qarl_kernels import FORMAT_NAMES, get_format
-from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.names import check_targets
 from qarl_nemo.refit.answers import ask
@@ -59,8 +58,7 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
             record_figures(
                 options.record,
                 refit_figures(format_name, name, figures, bf16_bytes, options.targets),
-                hardware=hardware("cuda", 2 if name == "collective" else 1),
-                versions={"torch": torch.__version__, "vllm": version("vllm")},
+                **facts("cuda", 2 if name == "collective" else 1, ["vllm"]),
                 command=f"python tools/bench/refit.py --targets {','.join(options.targets)} --senders {name}",
             )
     engine.llm.llm_engine.engine_core.shutdown()

@@ -10,7 +10,6 @@ Two texts of one number, 5 and x=5, are rightly not told apart.
 """
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from rows import parser_of
@@ -19,7 +18,7 @@ from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import is_right, read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark
 from qarl_nemo.files import read_json
-from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures
 
 
@@ -63,8 +62,7 @@ def main() -> None:
         path = evaluation["settings"]["data"].get(name)
         figures += walk(BENCHMARKS[name], read_problems(BENCHMARKS[name], path and Path(path)))
     command = f"python tools/record/real_benchmarks.py {arguments.evaluation}"
-    packages = versions() | {"math-verify": version("math-verify")}
-    record_figures(arguments.record, figures, hardware=hardware("cpu"), versions=packages, command=command)
+    record_figures(arguments.record, figures, command=command, **facts("cpu", packages=["math-verify"]))
 
 
 if __name__ == "__main__":

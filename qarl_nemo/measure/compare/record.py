@@ -1,6 +1,5 @@
 """A comparison's figures as rows of docs/results."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from qarl_nemo.measure.compare.operators import total_by_operator
 from qarl_nemo.measure.compare.run import FLOOR, Comparison
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, append_results, result_rows, running_command
 from qarl_nemo.train.setup import resolve_device
 
 MAX_GAP_RATIO = 1.05
@@ -33,21 +32,13 @@ def append_comparison(
     Raises:
         ValueError: a file is not valid; it is left as it was.
     """
-    command = " ".join(["qarl", *_without_options(sys.argv[1:], ("--record", "--record-operators"))])
+    command = running_command("qarl", "--record", "--record-operators")
     device = resolve_device(settings.device).type
     files = {gaps: gap_figures(result, settings.precision), operators: _operator_figures(result)}
     for path, figures in files.items():
         if path is not None:
             append_results(path, comparison_rows(settings, result.engine, figures, device, command))
     return [path for path in files if path is not None]
-
-
-def _without_options(arguments: list[str], options: tuple[str, ...]) -> list[str]:
-    for option in options:
-        if option in arguments:
-            at = arguments.index(option)
-            arguments = arguments[:at] + arguments[at + 2 :]
-    return arguments
 
 
 def comparison_rows(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from workloads import ANSWERS_PER_PROMPT, WORKLOADS
 
-from qarl_nemo.metrics.machine import hardware
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures
 
 _NARROWER, _WIDTH, _VOCABULARY, _STD = 4, 512, 20000, 0.02
@@ -34,8 +34,7 @@ def main() -> None:
         reached = experts_reached(WORKLOADS[name].layers, embedding_std=1.0 if WORKLOADS[name].even_routers else _STD)
         print(name, *(f"{count:.0f}" for count in reached))
         found.append(Figure(f"full_experts_reached_{name}", sum(reached) / len(reached), "experts", ">="))
-    versions = {"torch": torch.__version__.split("+")[0]}
-    record_figures(arguments.record, found, hardware=hardware("cpu"), versions=versions, command=_COMMAND)
+    record_figures(arguments.record, found, command=_COMMAND, **facts("cpu"))
 
 
 @torch.no_grad()

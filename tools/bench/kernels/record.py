@@ -4,11 +4,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-import triton
-
-from qarl_nemo.metrics.machine import hardware
-from qarl_nemo.metrics.results import Figure, record_figures
+from qarl_nemo.metrics.machine import facts
+from qarl_nemo.metrics.results import Figure, record_figures, running_command
 
 
 def record(figures: Iterable[Figure], path: Path | None) -> None:
@@ -21,13 +18,5 @@ def record(figures: Iterable[Figure], path: Path | None) -> None:
     Raises:
         ValueError: a row or the file is not valid; nothing is written.
     """
-    packages = {"torch": torch.__version__, "triton": triton.__version__}
-    record_figures(path, figures, hardware=hardware("cuda"), versions=packages, command=_command())
-
-
-def _command() -> str:
-    arguments = sys.argv[1:]
-    if "--record" in arguments:
-        at = arguments.index("--record")
-        del arguments[at : at + 2]
-    return " ".join(["python", f"tools/bench/kernels/{Path(sys.argv[0]).name}", *arguments])
+    command = running_command(f"python tools/bench/kernels/{Path(sys.argv[0]).name}", "--record")
+    record_figures(path, figures, command=command, **facts("cuda", packages=["triton"]))

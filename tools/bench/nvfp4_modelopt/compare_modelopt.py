@@ -13,7 +13,6 @@ and v, gate and up keep global scales of their own, of which an engine takes the
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 
 from qarl_kernels import get_format, largest, nvfp4
 from qarl_nemo.layers.install import InstallReport, install
-from qarl_nemo.metrics.machine import hardware, versions
+from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.names import fused_groups
 from qarl_nemo.train.config import PolicyConfig
@@ -161,8 +160,7 @@ def main() -> None:
     record_figures(
         options.record,
         (figure._replace(name=f"nvfp4_modelopt_{figure.name}") for figure in compare(options)),
-        hardware=hardware(modelopt_model.DEVICE.type),
-        versions=versions() | {"nvidia-modelopt": version("nvidia-modelopt")},
+        **facts(modelopt_model.DEVICE.type, packages=["nvidia-modelopt"]),
         command="python tools/bench/nvfp4_modelopt/compare_modelopt.py --model model --data gsm8k/test.jsonl "
         "--recipe nvfp4_a16.yaml",
     )
