@@ -1,10 +1,11 @@
-"""GPU memory, computed: which model fits on which GPUs, before anything is started.
+"""Memory of GPUs and hosts, computed: which model fits on which GPUs, before anything is started.
 
 All sizes are bytes of tensors. What tensors do not account for is `OVERHEAD_BYTES` of a learner, and `ASLEEP_BYTES` of
 an engine that shares its GPU; what the allocator reserves and cannot use comes on top and is not computed.
 """
 
 from qarl_nemo.memory.engine import engine_bytes, refit_bytes, served_bytes
+from qarl_nemo.memory.host import host_memory
 from qarl_nemo.memory.layouts import layouts, require_layout, require_targets
 from qarl_nemo.memory.learner import (
     MAX_TOKENS,
@@ -35,6 +36,7 @@ __all__ = [
     "Parallelism",
     "Recompute",
     "engine_bytes",
+    "host_memory",
     "largest_budget",
     "layouts",
     "logprob_bytes",

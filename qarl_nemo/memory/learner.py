@@ -108,14 +108,9 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
     Returns:
         Bytes by purpose.
     """
+    experts, dense = rank_parameters(model, ranks)
     layers = -(-model.num_layers // ranks.pp)
-    shares = {"experts": ranks.ep * ranks.etp, "attention": ranks.tp, "mlp": ranks.tp}
-    linears = {target: layers * count / shares[target] for target, count in model.linears.items()}
-    # The first stage has the embedding, the last one the head; without pipelines one rank has both.
-    tables = 1 if model.tied_head or ranks.pp > 1 else 2
-    experts = linears["experts"]
-    dense = linears["attention"] + linears["mlp"] + layers * model.small_parameters
-    dense += tables * model.vocab_size * model.hidden / ranks.tp + model.hidden
+    linears = {target: layers * count / _shares(ranks)[target] for target, count in model.linears.items()}
     state = OPTIMIZERS[learner.optimizer]
     activations, working = _activations(model, ranks, learner, layers)
     return Memory(
@@ -129,6 +124,24 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
             "logits": _logits_bytes(model, ranks, learner) if learner.logits else 0.0,
         }
     )
+
+
+def rank_parameters(model: ModelSize, ranks: Parallelism) -> tuple[float, float]:
+    """Count the parameters of the fullest rank.
+
+    Args:
+        model: its sizes.
+        ranks: how GPUs share it.
+
+    Returns:
+        Those of experts, and all others.
+    """
+    layers, shares = -(-model.num_layers // ranks.pp), _shares(ranks)
+    linears = {target: layers * count / shares[target] for target, count in model.linears.items()}
+    # The first stage has the embedding, the last one the head; without pipelines one rank has both.
+    tables = 1 if model.tied_head or ranks.pp > 1 else 2
+    dense = linears["attention"] + linears["mlp"] + layers * model.small_parameters
+    return linears["experts"], dense + tables * model.vocab_size * model.hidden / ranks.tp + model.hidden
 
 
 def largest_budget(peak_bytes: Callable[[int], float], room: float) -> int | None:
@@ -169,6 +182,10 @@ def logprob_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, *, opt
     # One layer runs at a time, and keeps no more than it does for a backward.
     layer, _ = _layer_bytes(model, ranks, learner)
     return static + max(logits if learner.logits else 0.0, layer)
+
+
+def _shares(ranks: Parallelism) -> dict[str, int]:
+    return {"experts": ranks.ep * ranks.etp, "attention": ranks.tp, "mlp": ranks.tp}
 
 
 def _cache_bytes(learner: Learner) -> float:

@@ -93,7 +93,8 @@ def _optimizer(needed: Needed, qarl: Any) -> str:
         return ""
     held = f"{needed.learner.parts['optimizer'] / GIB:.1f} of the optimizer"
     moved = f"{held} stay on the GPU" if qarl.resident else f"{held} go to the host and back in each step"
-    return f"{moved}; {needed.host / GIB:.0f} of tensors in a node's host memory; "
+    host = ", ".join(f"{name} {size / GIB:.0f}" for name, size in needed.host.items() if size)
+    return f"{moved}; {sum(needed.host.values()) / GIB:.0f} of a node's host memory ({host}); "
 
 
 def _checkpoints(config: Mapping[str, Any]) -> str:

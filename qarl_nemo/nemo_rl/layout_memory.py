@@ -1,4 +1,4 @@
-"""GPU memory of a NeMo-RL run's learner ranks and engines, computed from its config."""
+"""Memory of a NeMo-RL run's learner ranks, engines and hosts, computed from its config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from qarl_nemo.memory import (
     Memory,
     Recompute,
     engine_bytes,
+    host_memory,
     rank_memory,
     refit_bytes,
 )
@@ -39,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Needed:
-    """What GPUs will hold, in bytes.
+    """What GPUs and hosts will hold, in bytes.
 
     Attributes:
         learner: what the fullest learner rank holds.
@@ -47,8 +48,8 @@ class Needed:
         engine: an engine's weights on each of its GPUs.
         asleep: what an engine on the learner's GPU keeps while it sleeps.
         token: an engine's cache of one token on each of its GPUs.
-        host: what lies in a node's host memory: weights of sleeping engines, and while they are awake what the learner
-            has moved there; 0 if engines have GPUs of their own.
+        host: what a node's host memory holds by purpose, as `host_memory` computes it; empty if engines have GPUs of
+            their own.
     """
 
     learner: Memory
@@ -56,7 +57,7 @@ class Needed:
     engine: float
     asleep: float
     token: float
-    host: float
+    host: Mapping[str, float]
 
 
 def card(qarl: Any) -> Card:
@@ -76,13 +77,16 @@ def card(qarl: Any) -> Card:
     return Card(found, "this machine's first GPU")
 
 
-def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool) -> Needed | None:
-    """Compute what the run's GPUs will hold.
+def needed_memory(
+    config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool, parameters_stay: bool | None = None
+) -> Needed | None:
+    """Compute what the run's GPUs and hosts will hold.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
         qarl: its checked `NemoQarlConfig`.
         optimizer_stays: whether the optimizer stays on the GPU while engines generate.
+        parameters_stay: whether parameters do; None: as the optimizer.
 
     Returns:
         Bytes; None if the `cluster` block or the model's config.json is missing.
@@ -112,8 +116,19 @@ def needed_memory(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
     token = model.cache_bytes / min(layout.engine_tp, model.num_kv_heads)
     held = rank_memory(model, layout.ranks, learner)
     engine = engine_bytes(model, served, layout.engine_tp, layout.engine_ep)
-    moved = 0.0 if optimizer_stays else held.parts["optimizer"] + held.parts["weights"]
-    host = layout.gpus_per_node * (engine + moved) if layout.colocated else 0.0
+    host: Mapping[str, float] = {}
+    if layout.colocated:
+        host = host_memory(
+            model,
+            layout.ranks,
+            learner,
+            served,
+            gpus=layout.gpus_per_node,
+            engine_tp=layout.engine_tp,
+            engine_ep=layout.engine_ep,
+            parameters_leave=not (optimizer_stays if parameters_stay is None else parameters_stay),
+            optimizer_leaves=not optimizer_stays,
+        )
     return Needed(held, refit, engine, asleep, token, host)
 
 

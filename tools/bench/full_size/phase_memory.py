@@ -33,8 +33,8 @@ def memory_figures(folder: Path, run: Run, steps: Sequence[int], *, asynchronous
     Returns:
         GiB at the largest: `full_memory_gib_<phase>` of the fullest GPU as nvidia-smi counts it every second, and
         `full_memory_host_gib_<phase>`, neither of asynchronous runs; of runs with our workers, whose fullest learner
-        rank says them, `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`, the computed peak and how wrong it is,
-        and the tensors that are computed to lie in the host's memory.
+        rank says them, `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`, the computed peak, the host's memory as
+        computed, and how wrong both are.
     """
     found: Figures = {}
     windows = [] if asynchronous else list(_windows(folder / "logs", run, steps))
@@ -50,12 +50,15 @@ def memory_figures(folder: Path, run: Run, steps: Sequence[int], *, asynchronous
                 found[f"full_memory_{kind}_gib_{phase}"] = _gib(float(np.nanmax(values)))
     measured = found.get("full_memory_allocated_gib_update")
     if measured is not None:
-        needed = _computed(folder / "logs", folder.parent)
+        needed = _computed(folder, folder.parent)
         computed = needed.learner.peak_bytes / GIB
         found["full_memory_computed_gib"] = _gib(computed)
         found["full_memory_error"] = (abs(computed - measured[0]) / measured[0], "", "<=")
-        if needed.host:
-            found["full_memory_host_computed_gib"] = _gib(needed.host / GIB)
+        host = found.get("full_memory_host_gib_update")
+        if needed.host and host is not None:
+            computed = sum(needed.host.values()) / GIB
+            found["full_memory_host_computed_gib"] = _gib(computed)
+            found["full_memory_host_error"] = (abs(computed - host[0]) / host[0], "", "<=")
     return found
 
 
@@ -109,11 +112,14 @@ def _watched(file: Path, windows: Sequence[tuple[str, float, float]]) -> dict[st
     return found
 
 
-def _computed(logs: Path, model: Path) -> Needed:
-    file = find_config(logs)
+def _computed(folder: Path, model: Path) -> Needed:
+    file = find_config(folder / "logs")
     assert file is not None, "a run whose ranks say what they hold wrote its config"
     config = merge_mappings(read_yaml(file), {"policy": {"model_name": str(model)}})
     qarl = NemoQarlConfig.model_validate(config["policy"]["qarl"])
-    needed = needed_memory(config, qarl, optimizer_stays=qarl.resident)
+    # Ranks decide about parameters by what is free, and print it.
+    output = folder / "driver.txt"
+    left = output.is_file() and "parameters leave while" in output.read_text(encoding="utf-8", errors="replace")
+    needed = needed_memory(config, qarl, optimizer_stays=qarl.resident, parameters_stay=qarl.resident and not left)
     assert needed is not None, "a run that ended had a cluster block"
     return needed
