@@ -49,51 +49,24 @@ def _sign(positive_high: float = math.inf, negative: Interval = _EVERYTHING) -> 
     return {"positive": (0.0, positive_high), "negative": negative}
 
 
+def _ppo(config: Any) -> dict[str, Interval]:
+    return _sign(1 + config.clip_high, (1 - config.clip_low, getattr(config, "dual_clip", math.inf)))
+
+
 def _tbpo(config: losses.TBPOConfig) -> ObjectiveBands:
     negative = (1 - config.negative_clip_low, 1 + config.negative_clip_high)
     cap = config.mismatch_cap
     return ObjectiveBands("response", _sign(1 + config.positive_clip_high, negative), (1 / cap, cap))
 
 
-def _gspo(config: losses.GSPOConfig) -> ObjectiveBands:
-    return ObjectiveBands("response", _sign(1 + config.clip_high, (1 - config.clip_low, math.inf)))
-
-
-def _mis_gspo(config: losses.MISGSPOConfig) -> ObjectiveBands:
-    prox = _sign(1 + config.clip_high, (1 - config.clip_low, math.inf))
-    return ObjectiveBands("response", prox, (config.mismatch_low, config.mismatch_high))
-
-
-def _ppo(config: losses.GRPOTISConfig | losses.QuRLACRConfig) -> ObjectiveBands:
-    prox = _sign(1 + config.clip_high, (1 - config.clip_low, math.inf))
-    return ObjectiveBands("token", prox, (0.0, config.mismatch_cap or math.inf))
-
-
-def _positive(config: losses.PositiveGRPOConfig) -> ObjectiveBands:
-    return ObjectiveBands("token", _sign(1 + config.clip_high), (0.0, config.mismatch_cap))
-
-
-def _on_policy(config: losses.OnPolicyGRPOConfig) -> ObjectiveBands:
-    return ObjectiveBands("token", mismatch=(0.0, config.mismatch_cap))
-
-
-def _dual_clip(config: losses.DualClipGRPOConfig) -> ObjectiveBands:
-    prox = _sign(1 + config.clip_high, (1 - config.clip_low, config.dual_clip))
-    return ObjectiveBands("token", prox, (0.0, config.mismatch_cap))
-
-
-def _sapo(_: losses.SAPOConfig) -> ObjectiveBands:
-    return ObjectiveBands("token")
-
-
 _BANDS: dict[type, Callable[[Any], ObjectiveBands]] = {
     losses.TBPOConfig: _tbpo,
-    losses.GRPOTISConfig: _ppo,
-    losses.GSPOConfig: _gspo,
-    losses.MISGSPOConfig: _mis_gspo,
-    losses.PositiveGRPOConfig: _positive,
-    losses.OnPolicyGRPOConfig: _on_policy,
-    losses.DualClipGRPOConfig: _dual_clip,
-    losses.SAPOConfig: _sapo,
-    losses.QuRLACRConfig: _ppo,
+    losses.GSPOConfig: lambda own: ObjectiveBands("response", _ppo(own)),
+    losses.MISGSPOConfig: lambda own: ObjectiveBands("response", _ppo(own), (own.mismatch_low, own.mismatch_high)),
+    losses.GRPOTISConfig: lambda own: ObjectiveBands("token", _ppo(own), (0.0, own.mismatch_cap or math.inf)),
+    losses.QuRLACRConfig: lambda own: ObjectiveBands("token", _ppo(own), (0.0, own.mismatch_cap)),
+    losses.DualClipGRPOConfig: lambda own: ObjectiveBands("token", _ppo(own), (0.0, own.mismatch_cap)),
+    losses.PositiveGRPOConfig: lambda own: ObjectiveBands("token", _sign(1 + own.clip_high), (0.0, own.mismatch_cap)),
+    losses.OnPolicyGRPOConfig: lambda own: ObjectiveBands("token", mismatch=(0.0, own.mismatch_cap)),
+    losses.SAPOConfig: lambda _: ObjectiveBands("token"),
 }
