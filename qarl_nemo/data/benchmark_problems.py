@@ -76,7 +76,7 @@ def benchmark_tasks(config: BenchmarkConfig) -> list[Task]:
         # math-verify is what a task without a function is checked by, in several processes.
         own = None if benchmark.check == "math" else judge
         prompt = with_system_prompt(text, config.system_prompt)
-        tasks.append(Task(prompt, problem.answer, own, dataset=config.title))
+        tasks.append(Task(prompt, problem.answer, own))
     return tasks
 
 

@@ -24,7 +24,7 @@ class Task:
         answer: the expected answer.
         reward_function: judges responses; None for math-verify.
         record: the data set's fields, for `reward_function`; empty without one.
-        dataset: what people call its data set; empty for generated problems.
+        dataset: what the score of its data set is called; empty for generated problems.
     """
 
     prompt: str | Messages
@@ -128,7 +128,7 @@ def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> T
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(f"the answer is {answer!r}, neither text nor a number")
     answer, kept = final_answer(str(answer), answer_format), record if judge else {}
-    return Task(_prompt(problem, config), answer, judge, kept, config.title)
+    return Task(_prompt(problem, config), answer, judge, kept)
 
 
 def _look_up(record: Mapping[str, Any], key: str) -> Any:

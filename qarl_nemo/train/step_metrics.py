@@ -1,7 +1,6 @@
 """A training step's metrics and readable examples, from its tensors."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -53,12 +52,11 @@ def mean_rewards(rewards: Sequence[float], tasks: Sequence[Task]) -> dict[str, f
     """Average the rewards of a validation.
 
     Returns:
-        `validation/reward`, and `validation/reward_<set>` for each data set if there are several; a file's name stands
-        for its path.
+        `validation/reward`, and `validation/reward_<set>` for each data set if there are several.
     """
     by_set: dict[str, list[float]] = {}
     for task, reward in zip(tasks, rewards, strict=True):
-        by_set.setdefault(Path(task.dataset).stem, []).append(reward)
+        by_set.setdefault(task.dataset, []).append(reward)
     means = {f"validation/reward_{name}": fmean(values) for name, values in by_set.items()} if len(by_set) > 1 else {}
     return {"validation/reward": fmean(rewards)} | means
 

@@ -4,6 +4,8 @@ import functools
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import PurePath
 
 from qarl_nemo.data.benchmark_problems import benchmark_tasks
 from qarl_nemo.data.config import BenchmarkConfig, Datasets, DatasetsData, ValidationSets
@@ -62,10 +64,25 @@ class TaskSource:
 
 
 def _read(datasets: Datasets | ValidationSets) -> list[list[Task]]:
-    return [
-        benchmark_tasks(config) if isinstance(config, BenchmarkConfig) else read_tasks(config)
-        for config in (datasets if isinstance(datasets, list) else [datasets])
-    ]
+    sets = datasets if isinstance(datasets, list) else [datasets]
+    read = [benchmark_tasks(config) if isinstance(config, BenchmarkConfig) else read_tasks(config) for config in sets]
+    names = _score_names([config.title for config in sets])
+    return [[replace(task, dataset=name) for task in tasks] for tasks, name in zip(read, names, strict=True)]
+
+
+def _score_names(titles: Sequence[str]) -> list[str]:
+    """Return the shortest end of each title that no other has, file endings left out; equal titles get numbers."""
+    ends = {title: _ends(title) for title in titles}
+    every = [end for own in ends.values() for end in set(own)]
+    names = [next((end for end in ends[title] if every.count(end) == 1), title) for title in titles]
+    numbers = [titles[: place + 1].count(title) for place, title in enumerate(titles)]
+    return [f"{name}#{number}" if number > 1 else name for name, number in zip(names, numbers, strict=True)]
+
+
+def _ends(title: str) -> list[str]:
+    path = PurePath(title)
+    *folders, _ = path.parts
+    return ["/".join([*folders[place:], path.stem]) for place in range(len(folders), -1, -1)] + [title]
 
 
 # A step looks up an epoch's order for every prompt. Two streams, each at the end of an epoch, use four orders.

@@ -133,5 +133,30 @@ def test_benchmarks_and_data_sets_are_validated_in_turn(tmp_path):
     assert mean_rewards([0.5], source.validation(1)) == {"validation/reward": 0.5}, "one set is the whole"
 
 
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (("one/test.jsonl", "two/test.jsonl"), ("one/test", "two/test")),
+        (("x/one/test.jsonl", "y/one/test.jsonl", "other.jsonl"), ("x/one/test", "y/one/test", "other")),
+        (("one/test.jsonl", "one/test.json"), ("one/test.jsonl", "one/test.json")),
+        (("test.jsonl", "one/test.jsonl"), ("test.jsonl", "one/test")),
+        (("test.jsonl", "test.jsonl", "test.jsonl"), ("test", "test#2", "test#3")),
+        (("one/test.jsonl", "two/test.jsonl", "one/test.jsonl"), ("one/test", "two/test", "one/test#2")),
+    ],
+)
+def test_data_sets_of_one_name_have_their_own_scores(tmp_path, monkeypatch, files, names):
+    monkeypatch.chdir(tmp_path)
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / file, [{"problem": "p", "answer": 1}])
+    sets = [{"data_path": file} for file in files]
+    source = TaskSource(DatasetsData(source="datasets", train=sets, validation=sets), seed=0)
+    rewards = mean_rewards([float(place) for place in range(len(files))], source.validation(len(files)))
+    assert {name: rewards[f"validation/reward_{name}"] for name in names} == {
+        name: float(place) for place, name in enumerate(names)
+    }
+    assert len(rewards) == 1 + len(files)
+
+
 def test_without_validation_sets_the_first_problems_are_validated(ten_problems):
     assert [task.answer for task in TaskSource(ten_problems, seed=0).validation(3)] == ["0", "1", "2"]
