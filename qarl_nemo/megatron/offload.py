@@ -172,6 +172,18 @@ def optimizer_tensors(optimizer: Any, model: nn.Module) -> list[Tensor]:
     ]
 
 
+def reserve_parameters(model: Any) -> None:
+    """Give Megatron's buffers the host memory that parameters leave to, so that it need not pin a second copy of them.
+
+    Args:
+        model: Megatron's DistributedDataParallel, whose buffers are changed in place.
+    """
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+        if buffer.param_data is not None and buffer.param_data_cpu is None:
+            memory = _host_memory(buffer.param_data.nbytes)[: buffer.param_data.nbytes]
+            buffer.param_data_cpu = memory.view(buffer.param_data.dtype)
+
+
 def reload_for_update(optimizer: Any, offload: Offload) -> None:
     """Make an optimizer's tensors come back by themselves: while gradients are computed, in time for the step.
 

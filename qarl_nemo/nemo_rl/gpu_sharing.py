@@ -7,7 +7,7 @@ import torch
 from nemo_rl.models.policy.workers import megatron_policy_worker
 
 from qarl_nemo.megatron.alignment import release
-from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update
+from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update, reserve_parameters
 from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.memory_metrics import others_bytes
 from qarl_nemo.nemo_rl.residency import short_of_room
@@ -93,6 +93,8 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
             self._say(f"parameters {'stay' if stay else 'leave'} while the engine runs")
         self._parameters_stay = stay
         if not stay:
+            if isinstance(self.model, megatron_policy_worker.DistributedDataParallel):
+                reserve_parameters(self.model)
             self.model = self.move_model(self.model, "cpu")
             torch.cuda.empty_cache()
         self.model.eval()

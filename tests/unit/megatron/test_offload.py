@@ -2,13 +2,14 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from qarl_nemo.megatron import offload
-from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update
+from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update, reserve_parameters
 from support.asserts import assert_bitwise_equal
 from support.interruptions import third_call_fails
 from support.programs import run_program
@@ -135,6 +136,36 @@ def test_a_host_without_memory_leaves_everything_where_it_is(monkeypatch):
     assert held_bytes(tensors) == 0
     carrier.finish_reload()
     assert_same(tensors, expected)
+
+
+class Buffer:
+    """Megatron's buffer of parameters: its memory, and Megatron's own ways out and back."""
+
+    def __init__(self, param_data):
+        self.param_data, self.param_data_cpu, self.grad_data = param_data, None, None
+
+    def cycle(self):
+        from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer as Own
+
+        Own.offload_to_cpu(self)
+        held = held_bytes([self.param_data])
+        Own.reload_from_cpu(self)
+        return held
+
+
+def test_parameters_leave_to_memory_that_is_reserved_once():
+    pytest.importorskip("megatron.core.distributed.param_and_grad_buffer")
+    dense, experts = (Buffer(torch.randn(count).bfloat16()) for count in (1000, 4096))
+    # An optimizer that is not distributed has no buffer of parameters.
+    model = SimpleNamespace(buffers=[dense, Buffer(None)], expert_parallel_buffers=[experts])
+    for change in range(2):
+        dense.param_data.add_(change)
+        expected = copies([dense.param_data, experts.param_data])
+        reserve_parameters(model)
+        places = [buffer.param_data_cpu.data_ptr() for buffer in (dense, experts)]
+        assert [dense.cycle(), experts.cycle()] == [0, 0]
+        assert_same([dense.param_data, experts.param_data], expected)
+        assert [buffer.param_data_cpu.data_ptr() for buffer in (dense, experts)] == places
 
 
 def test_a_gpu_without_memory_can_be_asked_again(monkeypatch):
