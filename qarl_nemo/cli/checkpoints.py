@@ -41,7 +41,7 @@ def quantize(
         typer.Option(help="Least share of an MLP's inner channels to compute twice, for smaller scales of down_proj."),
     ] = None,
 ) -> None:
-    """Quantize a Hugging Face checkpoint into one that stock vLLM loads, shard by shard; a killed command goes on."""
+    """Quantize a Hugging Face checkpoint into one that stock vLLM loads; the same command resumes a killed one."""
     from qarl_nemo.checkpoints import open_checkpoint
 
     fmt = _format(format_name, group_size, scale_convention, nested_in)
@@ -68,8 +68,8 @@ def convert(
 ) -> None:
     """Turn a Megatron checkpoint, as NeMo-RL saves it, into one that stock vLLM loads: quantized, or BF16.
 
-    Needs neither Megatron nor a GPU, streams, resumes after a kill, and unpickles nothing but torch's own table of
-    contents.
+    It needs neither Megatron nor a GPU, and unpickles nothing that could run code. The same command resumes a killed
+    one.
     """
     from qarl_nemo.checkpoints import open_megatron
 

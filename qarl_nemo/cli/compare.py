@@ -48,9 +48,10 @@ def compare(
 ) -> None:
     """Measure how far the learner's log-probabilities are from the rollout engine's, format by format.
 
-    The engine answers the prompts at temperature 1 and greedily; the learner scores the same tokens. Arms: aligned (the
-    learner executes the format that the engine serves), rollout_only (BF16 learner) and bf16 (both sides, the floor).
-    Beside these: attention (another kernel in the learner: the format's own floor), engine (its responses read again).
+    The engine answers the prompts at temperature 1 and greedily, and the learner scores the same tokens: in the format
+    that the engine serves (aligned), in BF16 (rollout_only), and with BF16 on both sides (bf16, the floor). Beside
+    these, attention compares two attention kernels of the learner, the format's own floor, and engine what the engine
+    wrote with what it reads.
     """
     given = locals()
     from rich.console import Console

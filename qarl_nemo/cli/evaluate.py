@@ -62,10 +62,10 @@ def eval_(
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of each GPU that vLLM takes.")] = 0.9,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share a model in vLLM.")] = 1,
 ) -> None:
-    """Count the benchmark problems that models solve as they are served: avg@k and pass@k with standard errors.
+    """Measure how many benchmark problems models solve as they are served: avg@k and pass@k with standard errors.
 
-    Prompts, answer checks, temperature and lengths are one record a benchmark; the tokenizer's chat template is used if
-    it has one. Several models are asked the same and stand side by side. A killed evaluation goes on.
+    Each benchmark has its own prompts, answer check, temperature and lengths; the tokenizer's chat template is used if
+    it has one. Several models are asked the same and stand side by side. The same command resumes a killed one.
     """
     given = locals()
     from qarl_nemo.measure.eval.settings import EvalSettings

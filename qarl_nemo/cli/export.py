@@ -21,7 +21,7 @@ def export(
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make a run with LoRA or a quantized base one checkpoint: merged, in BF16; or packed, as it was served."""
+    """Make one checkpoint of a run with LoRA or a quantized base: merged in BF16, or packed as it was served."""
     if dequantize and packed:
         raise ValueError("--dequantize writes BF16 and --packed what is quantized: leave one of them out")
     from qarl_nemo.cli.shard_progress import shard_progress

@@ -48,7 +48,7 @@ def doctor(
     ] = Path("runs/rollout_speed"),
     record: Annotated[Path | None, typer.Option(help="Results file (docs/results) to add the figures to.")] = None,
 ) -> None:
-    """Say what this machine can run and what is missing; with --rollout, how fast it samples in every format."""
+    """Say what this machine can run and what is missing; with --rollout, how fast vLLM samples in every format."""
     given = locals()
     from qarl_nemo.measure.doctor import measure_rollouts, show_findings
 
@@ -105,7 +105,7 @@ def memory(
 ) -> None:
     """Compute what training needs on each GPU, and which layouts fit; nothing is started.
 
-    The learner is Megatron's; with --lora, it is that of qarl train with adapters on a frozen base, on one GPU.
+    The learner is Megatron's; with --lora it is that of `qarl train` with adapters on a frozen base, on one GPU.
     """
     from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, require_targets
 
