@@ -1,7 +1,8 @@
 """Rewrites the blocks between `<!-- results:NAME -->` and `<!-- /results -->` in README.md and docs/.
 
 NAME stands for docs/results/NAME.json. Its rows become a table, or with `rows=a,b columns=c,d cell={row}_x_{column}` in
-the opening marker a grid of the figures so called; `only=*_bandwidth` keeps the rows whose names match.
+the opening marker a grid of the figures so called; `only=*_bandwidth` keeps the rows whose names match, and
+`hardware=H200` those that were measured on such a machine.
 """
 
 import argparse
@@ -39,12 +40,15 @@ def render_document(text: str, results_dir: Path) -> str:
 
 def _render(block: re.Match[str], results_dir: Path) -> str:
     options = dict(option.split("=", 1) for option in block["options"].split())
-    rows = read_results(results_dir / f"{block['name']}.json")
+    machine = options.pop("hardware", "")
+    rows = [row for row in read_results(results_dir / f"{block['name']}.json") if machine in row.hardware]
     if set(options) == {"rows", "columns", "cell"}:
         return render_grid(rows, options["rows"].split(","), options["columns"].split(","), options["cell"])
     if set(options) <= {"only"}:
         return render_table([row for row in rows if fnmatchcase(row.name, options.get("only", "*"))])
-    raise ValueError(f"results:{block['name']} has options {sorted(options)} (legal: rows, columns and cell, or only)")
+    raise ValueError(
+        f"results:{block['name']} has options {sorted(options)} (legal: rows, columns and cell, or only; hardware)"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

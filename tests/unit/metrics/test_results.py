@@ -162,4 +162,15 @@ def test_a_block_may_choose_rows_or_be_a_grid(docs, monkeypatch, capsys):
     assert render(docs, monkeypatch, "--check") == 0
     (docs / "guide.md").write_text("<!-- results:local rows=w4a16 -->\n<!-- /results -->\n")
     assert render(docs, monkeypatch) == 2
-    assert "legal: rows, columns and cell, or only" in capsys.readouterr().err
+    assert "legal: rows, columns and cell, or only; hardware" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", ["", "rows=demo columns=train cell={row}_{column}_s "])
+@pytest.mark.parametrize(("machine", "value", "other"), [("CPU", "96.4 s", "2 s"), ("H200", "2 s", "96.4 s")])
+def test_a_block_may_keep_to_one_machine(docs, monkeypatch, options, machine, value, other):
+    append_results(docs / "results" / "local.json", [row(value=2.0, hardware="1x NVIDIA H200")])
+    (docs / "guide.md").write_text(f"<!-- results:local {options}hardware={machine} -->\n<!-- /results -->\n")
+    assert render(docs, monkeypatch) == 0
+    text = (docs / "guide.md").read_text()
+    assert f" | {value} |" in text
+    assert f" | {other} |" not in text
