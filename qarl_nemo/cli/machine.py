@@ -11,7 +11,7 @@ import typer
 
 from qarl_formats import DEFAULT_FORMAT, formats_with_groups
 from qarl_nemo.architecture import FAMILIES, MEGATRON_FAMILIES, config_file
-from qarl_nemo.cli.options import Format, GroupSize, NestedIn, Targets, settings_of
+from qarl_nemo.cli.options import Format, GroupSize, NestedIn, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import check_targets, split_targets
 
@@ -80,21 +80,38 @@ def memory(
     ],
     gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 8,
     gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB: 79 for an H100, 139 for an H200.")] = 79.0,
-    layout: Annotated[list[str] | None, typer.Option(help="E.g. tp2_ep8; repeat. Default: several.")] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(help="Parallel sizes, the rest is data parallel: dp, ep8, tp2_ep8; repeat. Default: several."),
+    ] = None,
     format_name: Format = DEFAULT_FORMAT,
     group_size: GroupSize = None,
     nested_in: NestedIn = None,
-    targets: Targets = "experts",
+    targets: Annotated[
+        str | None,
+        typer.Option(help="What is quantized: experts, attention, mlp. Default: experts, or a dense model's mlp."),
+    ] = None,
     keep_operand: Annotated[bool, typer.Option(help="Keep what the learner's GEMMs multiply.")] = False,
-    tokens: Annotated[int, typer.Option(help="Tokens of a microbatch, before tp and cp ranks share it.")] = 8192,
-    optimizer: Annotated[list[str] | None, typer.Option(help="adam, adam_bf16, muon or offloaded; repeat.")] = None,
-    recompute: Annotated[list[str] | None, typer.Option(help="full or none; repeat.")] = None,
-    gradient_bytes: Annotated[int, typer.Option(help="Bytes of one gradient element: 4 or 2.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, before tp and cp ranks share it.")] = 8192,
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="adam, adam_bf16 (BF16 moments), muon or offloaded (state on the host); repeat. Default: all."
+        ),
+    ] = None,
+    recompute: Annotated[
+        list[str] | None, typer.Option(help="Activation checkpointing: full or none; repeat. Default: both.")
+    ] = None,
+    gradient_bytes: Annotated[
+        int, typer.Option(help="Bytes of one gradient element: 4, or 2 without grad_reduce_in_fp32.")
+    ] = 4,
     logprob_chunk: Annotated[
-        int | None, typer.Option(help="Tokens whose log-probabilities are computed at a time. Default: all.")
+        int | None,
+        typer.Option(help="Tokens whose log-probabilities are computed at a time. Default: all; with --lora 1024."),
     ] = None,
     engine_tp: Annotated[
-        int | None, typer.Option(help="GPUs of one rollout engine on the learner's GPUs: adds a refit's peaks.")
+        int | None,
+        typer.Option(help="GPUs of one rollout engine on the learner's GPUs: adds a refit's peaks and host memory."),
     ] = None,
     lora: Annotated[
         int | None,
@@ -105,11 +122,14 @@ def memory(
 ) -> None:
     """Compute what training needs on each GPU, and which layouts fit; nothing is started.
 
-    The learner is Megatron's; with --lora it is that of `qarl train` with adapters on a frozen base, on one GPU.
+    The learner is Megatron's; with --lora it is that of `qarl train` with adapters on a frozen base, on one GPU. A
+    NeMo-RL config says itself what it needs: `run_qarl_grpo.py --check`.
     """
     from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, require_targets
 
     size = ModelSize.read(model, MEGATRON_FAMILIES if lora is None else tuple(FAMILIES))
+    if targets is None:
+        targets = "experts" if size.num_experts else "mlp"
     chosen = check_targets(split_targets(targets))
     require_targets(size, chosen)
     if group_size is not None and format_name not in (grouped := formats_with_groups()):

@@ -1,6 +1,6 @@
 """The tables of `qarl memory`, without and with `--lora`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,11 +14,20 @@ from qarl_nemo.memory import (
     Learner,
     ModelSize,
     Parallelism,
+    host_memory,
     largest_budget,
     rank_memory,
     refit_bytes,
 )
 from qarl_nemo.memory.lora import ADAPTED_PARTS, ENGINES, AdaptedMemory, Adapters, adapted_memory
+
+# The optimizer's state stands beside the optimizer's name.
+_HEADERS = {name: "state" if name == "optimizer" else name for name in PARTS}
+
+_NONE_FITS = (
+    "None fits: fewer --tokens, --logprob-chunk 1024 and --gradient-bytes 2 take less, or add --gpus; --lora trains "
+    "adapters on one GPU."
+)
 
 
 def memory_table(
@@ -33,34 +42,63 @@ def memory_table(
     Args:
         model: the model's sizes.
         layouts: the layouts to compute.
-        learners: the learners to compute in each layout.
+        learners: the learners to compute in each layout, alike but for optimizer and recomputation.
         gpu_bytes: memory of a GPU.
-        engine_tp: GPUs that share one rollout engine on the learner's GPUs. Adds two columns, a refit's peak as a whole
-            and layer by layer, which must fit as well; everything must, beside what the engine keeps asleep.
+        engine_tp: GPUs that share one rollout engine on the learner's GPUs. Adds three columns: a refit's peak as a
+            whole and layer by layer, which must fit as well, and a GPU's share of the host's memory; everything must
+            fit beside what the engine keeps asleep.
     """
     beside = OVERHEAD_BYTES + (0 if engine_tp is None else ASLEEP_BYTES)
-    room = f"{beside / GIB:g} beside its tensors it must fit in {gpu_bytes / GIB:g}"
-    title = f"GiB of each rank; with {room}; tokens: the largest micro-batch that does"
-    refits = () if engine_tp is None else ("refit", "layerwise")
-    table = Table("layout", "optimizer", "recompute", *PARTS, "peak", "fits", "tokens", *refits, title=title)
-
-    def marked(size: float) -> str:
-        color = "green" if size + beside <= gpu_bytes else "red"
-        return f"[{color}]{size / GIB:.1f}[/]"
-
+    room, first = gpu_bytes - beside, learners[0]
+    title = (
+        f"GiB of the fullest rank with {first.tokens:,} tokens a micro-batch and {', '.join(first.targets)} as "
+        f"{first.format}; fits: peak and {beside / GIB:g} beside tensors in {gpu_bytes / GIB:g}"
+    )
+    sums = " + ".join(_HEADERS[name] for name in PARTS[:-2])
+    caption = f"peak = {sums} + the larger of working and logits. tokens: the largest micro-batch that fits."
+    refits: tuple[str, ...] = ()
+    if engine_tp is not None:
+        refits = ("refit", "layerwise", "host")
+        caption += f"\n{_refit_caption(model, first, engine_tp)}"
+    headers = (_HEADERS[name] for name in PARTS)
+    columns = ("layout", "optimizer", "recompute", *headers, "peak", "fits", "tokens", *refits)
+    table = Table(*columns, title=title, caption=caption, title_justify="left", caption_justify="left")
+    fitting = False
     for ranks in layouts:
         for learner in learners:
             needed = rank_memory(model, ranks, learner)
             sizes = [f"{size / GIB:.1f}" for size in (*(needed.parts[name] for name in PARTS), needed.peak_bytes)]
-            fits = "[green]yes[/]" if needed.peak_bytes + beside <= gpu_bytes else "[red]no[/]"
-            peaks = (
-                []
-                if engine_tp is None
-                else [marked(refit_bytes(model, ranks, learner, engine_tp, layerwise=kind)) for kind in (False, True)]
-            )
-            most = largest_budget(partial(_peak_bytes, model, ranks, learner), gpu_bytes - beside)
-            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits, str(most or "-"), *peaks)
+            fits = "[green]yes[/]" if needed.peak_bytes <= room else "[red]no[/]"
+            most = largest_budget(partial(_peak_bytes, model, ranks, learner), room)
+            more = [] if engine_tp is None else _refit_columns(model, ranks, learner, engine_tp, room)
+            table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits, str(most or "-"), *more)
+            fitting |= needed.peak_bytes <= room
+    if not fitting:
+        table.caption = f"{caption}\n{_NONE_FITS}"
     return table
+
+
+def _refit_columns(
+    model: ModelSize, ranks: Parallelism, learner: Learner, engine_tp: int, room: float
+) -> Iterator[str]:
+    for layerwise in (False, True):
+        size = refit_bytes(model, ranks, learner, engine_tp, layerwise=layerwise)
+        yield f"[{'green' if size <= room else 'red'}]{size / GIB:.1f}[/]"
+    yield f"{sum(_host(model, ranks, learner, engine_tp).values()) / GIB:.1f}"
+
+
+def _refit_caption(model: ModelSize, learner: Learner, engine_tp: int) -> str:
+    parts = _host(model, Parallelism(engine_tp), learner, engine_tp)
+    return (
+        "refit, layerwise: a GPU's peak while its engine gets all weights at once, or one layer at a time. host: a "
+        f"GPU's share of the host's memory: the engine's weights ({parts['engines'] / GIB:.1f}), processes "
+        f"({parts['processes'] / GIB:g}, a fitted constant), and parameters and state, which leave while it runs."
+    )
+
+
+def _host(model: ModelSize, ranks: Parallelism, learner: Learner, engine_tp: int) -> dict[str, float]:
+    leave = {"parameters_leave": True, "optimizer_leaves": True}
+    return host_memory(model, ranks, learner, learner, gpus=1, engine_tp=engine_tp, **leave)
 
 
 def _peak_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, tokens: int) -> float:
@@ -77,13 +115,18 @@ def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes
         gpu_bytes: memory of the GPU.
         cache_bytes: keys and values of the responses that are sampled together.
     """
-    trained = f"{adapters.num_parameters(model) / 1e6:,.1f} M parameters"
     title = (
-        f"GiB of one GPU that trains {trained} (rank {adapters.rank}, {', '.join(adapters.targets)}); "
-        f"with {OVERHEAD_BYTES / GIB:g} beside its tensors it must fit in {gpu_bytes / GIB:g}; tokens: the largest "
-        "micro-batch that does"
+        f"GiB of one GPU: adapters of rank {adapters.rank} on {', '.join(adapters.targets)} "
+        f"({adapters.num_parameters(model) / 1e6:,.1f} M parameters), {learner.tokens:,} tokens a micro-batch, base "
+        f"{', '.join(learner.targets)} as {learner.format}"
     )
-    table = Table("rollouts by", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens", title=title)
+    caption = (
+        "rollout = base + adapters + engine + cache; update = base + adapters + engine + activations + the larger of "
+        "working and logits, and the cache, too, where the engine keeps it.\nfits: the larger of the two and "
+        f"{OVERHEAD_BYTES / GIB:g} beside tensors in {gpu_bytes / GIB:g}. tokens: the largest micro-batch that fits."
+    )
+    columns = ("rollouts by", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens")
+    table = Table(*columns, title=title, caption=caption, title_justify="left", caption_justify="left")
     for engine in ENGINES:
         memory = partial(adapted_memory, model, adapters=adapters, engine=engine, cache_bytes=cache_bytes)
         needed = memory(learner)

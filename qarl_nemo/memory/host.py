@@ -6,6 +6,7 @@ Most of it is pinned, and PyTorch rounds each block of pinned memory up to a pow
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.memory.learner import Learner, rank_memory, rank_parameters
@@ -79,12 +80,14 @@ def host_memory(
     """
     experts, dense = rank_parameters(model, ranks)
     buffers = [BF16 * count for count in (experts, dense) if count]
-    # Its state goes to the host in pieces that waste nothing.
-    optimizer = rank_memory(model, ranks, learner).parts["optimizer"]
+    # It leaves in pieces that waste nothing. One that is always there has Adam's FP32 state, gradients not counted.
+    offloaded = learner.optimizer == "offloaded"
+    state = replace(learner, optimizer="adam") if offloaded else learner
+    optimizer = rank_memory(model, ranks, state).parts["optimizer"]
     each = {
         "engines": backup_bytes(model, served, engine_tp, engine_ep),
         "parameters": sum(map(pinned_bytes, buffers)) if parameters_leave else 0.0,
-        "optimizer": optimizer if optimizer_leaves else 0.0,
+        "optimizer": optimizer if optimizer_leaves or offloaded else 0.0,
         "processes": PROCESS_BYTES,
     }
     return {name: gpus * size for name, size in each.items()}

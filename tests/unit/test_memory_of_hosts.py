@@ -75,6 +75,11 @@ def test_what_stays_on_the_gpu_takes_no_host_memory():
     # Experts 13.5 GiB and the rest 2.02, each in one block.
     assert leaves["parameters"] == 8 * (16 + 4) * GIB
     assert leaves["engines"] == stays["engines"]
+    # An optimizer that is always there is so wherever parameters are.
+    offloaded = replace(served("w4a16"), optimizer="offloaded")
+    arm = {"gpus": 1, "engine_tp": 1, "parameters_leave": False, "optimizer_leaves": False}
+    held = host_memory(HALF, Parallelism(2, ep=2), offloaded, offloaded, **arm)["optimizer"]
+    assert held == 12 * HALF.num_parameters / 2
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "nvfp4", "bf16"])

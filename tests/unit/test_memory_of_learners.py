@@ -289,6 +289,8 @@ def test_the_command_says_what_fits(qarl):
     most = [line.split()[-2] for line in lines]
     assert int(most[0]) > 8192
     assert most[1] == "-" or int(most[1]) < 8192
+    assert "None fits" not in printed
+    assert "None fits: fewer --tokens" in qarl("memory", MODEL, "--gpus", 1)[1]
 
 
 # By hand: 28,991,029,248 parameters of experts, 1,541,093,376 others in BF16; on EP8 an eighth of the experts.
@@ -307,7 +309,29 @@ def test_a_refit_holds_learner_engine_and_update(model, name, bits, engine_tp):
 def test_the_command_adds_a_refits_peaks(qarl):
     code, printed = qarl("memory", MODEL, "--layout", "ep8", "--format", "bf16", "--engine-tp", 2)
     assert code == 0, printed
-    assert re.search(r"refit\W+layerwise", printed)
+    assert re.search(r"refit\W+layerwise\W+host", printed)
+    said = " ".join(printed.split())
+    # BF16's experts of half the model a GPU: 48 layers of 384 and 192 MiB in blocks of 512 and 256.
+    weights = float(re.search(r"the engine's weights \((\d+\.\d)\)", said)[1])
+    assert 48 * 0.75 < weights < 48 * 0.75 + 3
+    assert "processes (11, a fitted constant)" in said
+    offloaded, muon = (
+        next(line for line in printed.splitlines() if f" {name} " in line).split()[-2] for name in ("offloaded", "muon")
+    )
+    assert float(offloaded) > float(muon) > weights + 11
+
+
+def test_a_dense_model_is_computed_without_further_words(tmp_path, qarl):
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936}
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
+    for options in (["--gpus", "1"], ["--lora", "32"]):
+        code, printed = qarl("memory", tmp_path, *options)
+        assert code == 0, printed
+        assert "mlp as w4a16" in " ".join(printed.split())
+    code, printed = qarl("memory", tmp_path, "--targets", "experts")
+    assert code == 2
+    assert "targets experts: this model has mlp, attention" in " ".join(printed.split())
 
 
 def test_nested_codes_take_their_eight_bits_in_the_learner_and_on_the_way():
