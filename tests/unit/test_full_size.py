@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,9 +53,9 @@ def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated
     writer.close()
     with (folder / "memory.csv").open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["time_s", "host_gib", "gpu0_gib", "gpu1_gib"])
+        rows.writerow(["time_s", "host_gib", "host_anonymous_gib", "gpu0_gib", "gpu1_gib"])
         for second in np.arange(ends[0] - 22, ends[-1] + 5):
-            rows.writerow([second, 40.0, 1.0, (second - ends[0]) % 22])
+            rows.writerow([second, 40.0, 9.0, 1.0, (second - ends[0]) % 22])
 
 
 def test_memory_is_given_to_the_phase_that_held_it(tmp_path):
@@ -68,12 +69,34 @@ def test_memory_is_given_to_the_phase_that_held_it(tmp_path):
     ends = {"refit": 1.0, "rollout": 11.0, "prev_logprobs": 15.0, "update": 21.0}
     assert {phase: found[f"full_memory_gib_{phase}"][0] for phase in ends} == ends
     assert found["full_memory_host_gib_rollout"] == (40.0, "GiB", "<=")
+    assert found["full_memory_host_anonymous_gib_rollout"] == (9.0, "GiB", "<=")
     assert found["full_memory_reserved_gib_update"][0] == 93.0
     # Nothing is said about the first step, nor an error without what was allocated.
     assert "full_memory_error" not in found
     # Where phases overlap only the learner's ranks know what they held in each.
     overlapping = phase_memory.memory_figures(tmp_path, run, [2, 3], asynchronous=True)
     assert set(overlapping) == {"full_memory_reserved_gib_update"}
+
+
+def test_a_hosts_memory_is_recorded_in_parts(tmp_path, monkeypatch):
+    import host_memory
+
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=(handle + 1) * 2**30),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    file = tmp_path / "memory.csv"
+    with host_memory.recorded_memory(file, 2):
+        while not file.is_file() or len(file.read_text().splitlines()) < 2:
+            threading.Event().wait(0.05)
+    with file.open(newline="") as rows:
+        row = next(csv.DictReader(rows))
+    assert list(row) == ["time_s", "host_gib", "host_anonymous_gib", "host_shared_gib", "gpu0_gib", "gpu1_gib"]
+    assert (row["gpu0_gib"], row["gpu1_gib"]) == ("1.0", "2.0")
+    # What this process holds is a part of what all hold.
+    assert 0 < float(row["host_anonymous_gib"]) <= float(row["host_gib"]) + float(row["host_shared_gib"])
 
 
 def test_memory_is_held_against_what_is_computed(tmp_path):

@@ -57,6 +57,14 @@ def test_a_host_holds_what_is_computed(arm, name, parameters_leave, phase):
     assert tensors / GIB != pytest.approx(row, rel=MOST)
 
 
+def test_the_page_says_what_is_computed():
+    page = (ROOT / "docs" / "evidence" / "full_size.md").read_text()
+    int4, bf16 = (sum(on_host(name, parameters_leave=name == "bf16").values()) / GIB for name in ("w4a16", "bf16"))
+    assert f"| `w4a16_a24` (fitted), `w4a16_a24_even` | {int4:.1f} GiB |" in page
+    assert f"| `bf16_a24`, `bf16_a24_even` | {bf16:.1f} GiB |" in page
+    assert f"| `nemo_rl_best_a24` | {bf16:.1f} GiB |" in page
+
+
 @pytest.mark.parametrize("arm", ["bf16_a24", "bf16_a24_even"])
 def test_parameters_that_leave_for_the_first_time_lie_there_twice(arm):
     # Megatron copies them into pageable memory, and that into pinned: for a while 13.5 GiB a rank more.

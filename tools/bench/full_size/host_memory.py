@@ -8,6 +8,9 @@ from pathlib import Path
 
 from qarl_nemo.memory import GIB
 
+# What all hold together; of it processes' own pages, and Ray's objects. Pinned memory and drivers' are the rest.
+HOST = ("host", "host_anonymous", "host_shared")
+
 
 @contextmanager
 def recorded_memory(file: Path, gpus: int) -> Iterator[None]:
@@ -25,10 +28,11 @@ def recorded_memory(file: Path, gpus: int) -> Iterator[None]:
 
     def watch() -> None:
         with file.open("w") as rows:
-            rows.write("time_s,host_gib," + ",".join(f"gpu{index}_gib" for index in range(gpus)) + "\n")
+            held = [*HOST, *(f"gpu{index}" for index in range(gpus))]
+            rows.write(",".join(["time_s", *(f"{name}_gib" for name in held)]) + "\n")
             while not ended.wait(1.0):
                 used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB for handle in handles]
-                rows.write(",".join(f"{value:.1f}" for value in (time.time(), _host_gib(), *used)) + "\n")
+                rows.write(",".join(f"{value:.1f}" for value in (time.time(), *_host_gib(), *used)) + "\n")
                 rows.flush()
 
     watcher = threading.Thread(target=watch)
@@ -53,7 +57,9 @@ def num_gpus() -> int:
         return 0
 
 
-def _host_gib() -> float:
+def _host_gib() -> tuple[float, float, float]:
     values = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (int(values[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
-    return (total - free) / 2**20
+    total, free, anonymous, shared = (
+        int(values[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable", "AnonPages", "Shmem")
+    )
+    return total - free, anonymous, shared

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from host_memory import HOST
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from qarl_nemo.config import merge_mappings, read_yaml
@@ -32,9 +33,9 @@ def memory_figures(folder: Path, run: Run, steps: Sequence[int], *, asynchronous
 
     Returns:
         GiB at the largest: `full_memory_gib_<phase>` of the fullest GPU as nvidia-smi counts it every second, and
-        `full_memory_host_gib_<phase>`, neither of asynchronous runs; of runs with our workers, whose fullest learner
-        rank says them, `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`, the computed peak, the host's memory as
-        computed, and how wrong both are.
+        `full_memory_host_gib_<phase>` with its parts out of `HOST`, none of asynchronous runs; of runs with our
+        workers, whose fullest learner rank says them, `_allocated_gib_`, `_reserved_gib_` and `_others_gib_`, the
+        computed peak, the host's memory as computed, and how wrong both are.
     """
     found: Figures = {}
     windows = [] if asynchronous else list(_windows(folder / "logs", run, steps))
@@ -42,8 +43,11 @@ def memory_figures(folder: Path, run: Run, steps: Sequence[int], *, asynchronous
     for phase in RECORDED:
         rows = watched.get(phase)
         if rows:
-            found[f"full_memory_gib_{phase}"] = _gib(max(max(gpus) for _, gpus in rows))
-            found[f"full_memory_host_gib_{phase}"] = _gib(max(host for host, _ in rows))
+            gpus = [name for name in rows[0] if name.startswith("gpu")]
+            found[f"full_memory_gib_{phase}"] = _gib(max(row[name] for row in rows for name in gpus))
+            # Runs of earlier versions did not divide it.
+            for part in (part for part in HOST if f"{part}_gib" in rows[0]):
+                found[f"full_memory_{part}_gib_{phase}"] = _gib(max(row[f"{part}_gib"] for row in rows))
         for kind in ("allocated", "reserved", "others"):
             values = run.column(f"memory/{phase}_{kind}_gib")[np.isin(run.steps, steps)]
             if np.isfinite(values).any():
@@ -100,15 +104,15 @@ def _ends(logs: Path) -> dict[int, float]:
     return ends
 
 
-def _watched(file: Path, windows: Sequence[tuple[str, float, float]]) -> dict[str, list[tuple[float, list[float]]]]:
-    """Return the seconds of each phase: GiB of the host, and of each GPU."""
-    found: dict[str, list[tuple[float, list[float]]]] = {}
+def _watched(file: Path, windows: Sequence[tuple[str, float, float]]) -> dict[str, list[dict[str, float]]]:
+    """Return the seconds of each phase, each with the table's columns."""
+    found: dict[str, list[dict[str, float]]] = {}
     with file.open(encoding="utf-8", newline="") as rows:
         for row in csv.DictReader(rows):
-            gpus = [float(value) for name, value in row.items() if name.startswith("gpu")]
+            second = {name: float(value) for name, value in row.items()}
             for phase, begin, end in windows:
-                if begin <= float(row["time_s"]) < end:
-                    found.setdefault(phase, []).append((float(row["host_gib"]), gpus))
+                if begin <= second["time_s"] < end:
+                    found.setdefault(phase, []).append(second)
     return found
 
 
