@@ -202,6 +202,8 @@ def _table(rows: Sequence[ResultRow]) -> str:
 def render_grid(rows: Sequence[ResultRow], lines: Sequence[str], columns: Sequence[str], cell: str) -> str:
     """Render figures that differ in two words of their name as a Markdown grid; a missed goal is bold.
 
+    A unit that all figures share stands in the corner, one that a line shares beside its name.
+
     Args:
         rows: rows to look in.
         lines: values of `{row}`, one line each.
@@ -218,17 +220,29 @@ def render_grid(rows: Sequence[ResultRow], lines: Sequence[str], columns: Sequen
     names = [[cell.format(row=line, column=column) for column in columns] for line in lines]
     if not any(name in figures for line in names for name in line):
         raise ValueError(f"no figure is called like {names[0][0]}")
-    table = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
-    for line, cells in zip(lines, names, strict=True):
-        values = (_cell(figures[name]) if name in figures else "" for name in cells)
-        table.append(f"| `{line}` | " + " | ".join(values) + " |")
+    found = [[figures.get(name) for name in line] for line in names]
+    corner = _shared_unit(row for line in found for row in line)
+    table = [f"| {f'{corner} ' if corner else ''}| {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    for line, measured in zip(lines, found, strict=True):
+        unit = corner or _shared_unit(measured)
+        values = " | ".join("" if row is None else _cell(row, unit) for row in measured)
+        table.append(f"| `{line}`{f', {unit}' if unit != corner else ''} | {values} |")
     return "\n".join(table)
 
 
-def _cell(row: ResultRow) -> str:
+def _shared_unit(rows: Iterable[ResultRow | None]) -> str:
+    units = {_unit(row) for row in rows if row is not None}
+    return units.pop() if len(units) == 1 else ""
+
+
+def _unit(row: ResultRow) -> str:
+    return "" if row.unit == "fraction" else row.unit
+
+
+def _cell(row: ResultRow, unit: str) -> str:
     # A fraction near one and a ratio beside its goal differ in late digits.
     number = f"{row.value:,.0f}" if abs(row.value) >= 1e4 else f"{row.value:.4g}"
-    value = f"{row.value:.6g}" if row.unit == "fraction" else f"{number} {row.unit}".rstrip()
+    value = f"{row.value:.6g}" if row.unit == "fraction" else f"{number} {'' if unit else _unit(row)}".rstrip()
     return f"**{value}**" if row.met is False else value
 
 
