@@ -202,7 +202,7 @@ def _table(rows: Sequence[ResultRow]) -> str:
 def render_grid(rows: Sequence[ResultRow], lines: Sequence[str], columns: Sequence[str], cell: str) -> str:
     """Render figures that differ in two words of their name as a Markdown grid; a missed goal is bold.
 
-    A unit that all figures share stands in the corner, one that a line shares beside its name.
+    A unit that all figures share stands in the corner; else one that a line or a column shares, beside its name.
 
     Args:
         rows: rows to look in.
@@ -222,11 +222,14 @@ def render_grid(rows: Sequence[ResultRow], lines: Sequence[str], columns: Sequen
         raise ValueError(f"no figure is called like {names[0][0]}")
     found = [[figures.get(name) for name in line] for line in names]
     corner = _shared_unit(row for line in found for row in line)
-    table = [f"| {f'{corner} ' if corner else ''}| {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
-    for line, measured in zip(lines, found, strict=True):
-        unit = corner or _shared_unit(measured)
-        values = " | ".join("" if row is None else _cell(row, unit) for row in measured)
-        table.append(f"| `{line}`{f', {unit}' if unit != corner else ''} | {values} |")
+    beside = ["" if corner else _shared_unit(line) for line in found]
+    above = ["" if corner or any(beside) else _shared_unit(column) for column in zip(*found, strict=True)]
+    head = " | ".join(f"{column}{unit and f', {unit}'}" for column, unit in zip(columns, above, strict=True))
+    table = [f"| {corner and f'{corner} '}| {head} |", "|---|" + "---:|" * len(columns)]
+    for line, unit, measured in zip(lines, beside, found, strict=True):
+        said = [corner or unit or column for column in above]
+        values = ("" if row is None else _cell(row, bool(said[i])) for i, row in enumerate(measured))
+        table.append(f"| `{line}`{unit and f', {unit}'} | {' | '.join(values)} |")
     return "\n".join(table)
 
 
@@ -239,10 +242,10 @@ def _unit(row: ResultRow) -> str:
     return "" if row.unit == "fraction" else row.unit
 
 
-def _cell(row: ResultRow, unit: str) -> str:
+def _cell(row: ResultRow, bare: bool) -> str:
     # A fraction near one and a ratio beside its goal differ in late digits.
     number = f"{row.value:,.0f}" if abs(row.value) >= 1e4 else f"{row.value:.4g}"
-    value = f"{row.value:.6g}" if row.unit == "fraction" else f"{number} {'' if unit else _unit(row)}".rstrip()
+    value = f"{row.value:.6g}" if row.unit == "fraction" else f"{number} {'' if bare else row.unit}".rstrip()
     return f"**{value}**" if row.met is False else value
 
 

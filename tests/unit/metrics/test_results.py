@@ -115,6 +115,7 @@ def test_grid_places_figures_by_the_two_words_of_their_name(tmp_path):
     [
         (("s", "s", "s", "s"), ("| s | e1 | e2 |", "| `a` | 1 | 1 |", "| `b` | 1 | 1 |")),
         (("s", "s", "GiB", "GiB"), ("| | e1 | e2 |", "| `a`, s | 1 | 1 |", "| `b`, GiB | 1 | 1 |")),
+        (("s", "GiB", "s", "GiB"), ("| | e1, s | e2, GiB |", "| `a` | 1 | 1 |", "| `b` | 1 | 1 |")),
         (("s", "GiB", "", "fraction"), ("| | e1 | e2 |", "| `a` | 1 s | 1 GiB |", "| `b` | 1 | 1 |")),
     ],
 )
