@@ -6,13 +6,14 @@ from typing import Any
 from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo_rl.budgets import largest_share, token_budgets, waiting_answers
-from qarl_nemo.nemo_rl.layout_memory import card, needed_memory
+from qarl_nemo.nemo_rl.layout_memory import Needed, card, first_host_gib, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.residency import UTILIZATION
 from qarl_nemo.secrets import secret_variables
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
+_ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
 # With it, vLLM's cache does not follow from its share of the GPU.
 _CACHE = "policy.generation.vllm_kwargs.kv_cache_memory_bytes"
@@ -56,7 +57,7 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
 
 
 def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    """Say which budgets of GPU memory could be much larger.
+    """Say which budgets of GPU memory could be much larger, and whether a host's memory is too small.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
@@ -75,12 +76,26 @@ def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
                 f"{budget.key}={budget.value}: small micro-batches spend their time launching kernels; {proposed} fit "
                 f"by computation{more}. Take half of it first, and look at train/qarl/memory in the run's metrics"
             )
-    return hints + _share_hints(config, qarl)
+    needed = needed_memory(config, qarl, optimizer_stays=qarl.resident)
+    return hints if needed is None else hints + _share_hints(needed, config, qarl) + _host_hints(needed, qarl)
 
 
-def _share_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    needed, share = needed_memory(config, qarl, optimizer_stays=qarl.resident), look_up(config, UTILIZATION, None)
-    if needed is None or not isinstance(share, float) or look_up(config, _CACHE, None) is not None:
+def _host_hints(needed: Needed, qarl: Any) -> list[str]:
+    # A hint and no conflict: part of the sum is a constant that errs high on hosts of many GPUs.
+    total, memory = sum(needed.host.values()) / GIB, first_host_gib()
+    if memory is None or total <= memory:
+        return []
+    parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in needed.host.items() if size)
+    stay = "" if qarl.resident else "qarl.resident=true where the GPU has room, "
+    return [
+        f"host memory: {total:.0f} GiB are computed for each node ({parts}), and this machine has {memory:.0f}: the "
+        f"system may kill a worker; set {stay}a larger {_ENGINE_TP}, or fewer bits"
+    ]
+
+
+def _share_hints(needed: Needed, config: Mapping[str, Any], qarl: Any) -> list[str]:
+    share = look_up(config, UTILIZATION, None)
+    if not isinstance(share, float) or look_up(config, _CACHE, None) is not None:
         return []
     gpu_bytes = card(qarl).gib * GIB
     most = min(largest_share(needed, gpu_bytes, optimizer_stays=qarl.resident), _USUAL_SHARE)

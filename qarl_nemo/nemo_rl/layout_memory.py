@@ -1,7 +1,9 @@
 """Memory of a NeMo-RL run's learner ranks, engines and hosts, computed from its config."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qarl_nemo.memory import (
@@ -23,6 +25,8 @@ from qarl_nemo.nemo_rl.optimizer_dtypes import has_16_bit_moments
 _MEGATRON = "policy.megatron_cfg"
 # What the driver shows of 80 GB, the size of the paper's GPUs.
 DEFAULT_GIB = 79.0
+# Of control groups, version 2 and 1; "max" is none.
+_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,15 @@ def first_gpu_gib() -> float | None:
         return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total / GIB
     except pynvml.NVMLError:
         return None
+
+
+def first_host_gib() -> float | None:
+    """Return the memory of this machine, or of its container, in GiB; None where there is no GPU, as on a laptop."""
+    if first_gpu_gib() is None:
+        return None
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [path.read_text().strip() for path in _CONTAINER_LIMITS if path.is_file()]
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())]) / GIB
 
 
 def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:

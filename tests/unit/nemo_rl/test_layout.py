@@ -1,12 +1,14 @@
 """A config whose GPUs, ranks, batches or memory cannot be is refused before Ray starts; one that can says what runs."""
 
 import json
+import re
 
 import pytest
 import torch
 from test_nemo_rl_config import config, problems
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.nemo_rl import hints, layout_memory
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.hints import budget_hints
@@ -24,6 +26,11 @@ WHOLE_NODES = {
 EXPERTS = "policy.generation.vllm_cfg.expert_parallel_size"
 SHARE = "policy.generation.vllm_cfg.gpu_memory_utilization"
 MUON = {"optimizer": "dist_muon", "use_distributed_optimizer": False}
+
+
+@pytest.fixture(autouse=True)
+def on_a_host_without_gpus(monkeypatch):
+    monkeypatch.setattr(hints, "first_host_gib", lambda: None)
 
 
 def launch(qarl=None, **changes) -> dict:
@@ -267,6 +274,31 @@ def test_small_micro_batches_are_a_hint():
     assert train.startswith("policy.sequence_packing.train_mb_tokens=4096: small micro-batches")
     assert logprob.startswith("policy.sequence_packing.logprob_mb_tokens=4096: small micro-batches")
     assert "policy.logprob_chunk_size=1024" in train
+
+
+def test_a_host_without_the_computed_memory_is_a_hint(monkeypatch):
+    values = launch()
+    qarl = apply_qarl(values)
+    for memory, said in ((None, 0), (5000.0, 0), (100.0, 1)):
+        monkeypatch.setattr(hints, "first_host_gib", lambda memory=memory: memory)
+        lines = [line for line in budget_hints(values, qarl) if line.startswith("host memory")]
+        assert len(lines) == said
+    assert re.match(
+        r"host memory: \d+ GiB are computed for each node \(engines \d+, .*\), and this machine has 100:", lines[0]
+    )
+
+
+def test_a_machines_memory_is_that_of_its_container(monkeypatch, tmp_path):
+    limits = [tmp_path / "memory.max", tmp_path / "no_such_file"]
+    monkeypatch.setattr(layout_memory, "_CONTAINER_LIMITS", limits)
+    monkeypatch.setattr(layout_memory, "first_gpu_gib", lambda: None)
+    assert layout_memory.first_host_gib() is None
+    monkeypatch.setattr(layout_memory, "first_gpu_gib", lambda: 140.0)
+    limits[0].write_text("max\n")
+    whole = layout_memory.first_host_gib()
+    assert whole is not None
+    limits[0].write_text(str(2**29))
+    assert layout_memory.first_host_gib() == 0.5 < whole
 
 
 def test_types_of_the_optimizers_state_are_named_as_torch_names_them():
