@@ -121,16 +121,15 @@ def _sampled(sampler: PackedSampler, job: Job, temperature: float, generator: to
 def _sample(sampler: PackedSampler, job: Job, temperature: float, generator: torch.Generator) -> Iterator[Response]:
     prompts, size = _prompts(job, temperature), job.settings.batch_size
     tops: list[torch.Tensor] = []
-    hook = sampler.model.lm_head.register_forward_hook(lambda _, __, logits: tops.append(logits[:, -1].argmax(-1)))
-    for start in range(0, len(prompts), size):
-        batch = prompts[start : start + size]
-        tops.clear()
-        rollouts = sampler.generate(batch, SamplingParams(job.settings.max_new_tokens, temperature), generator)
-        tokens = rollouts.input_ids[:, rollouts.num_prompt_columns :]
-        columns = (tokens, rollouts.generation_logprobs, torch.stack(tops, dim=-1))
-        for prompt, mask, *row in zip(batch, rollouts.response_mask, *columns, strict=True):
-            yield Response(prompt, *(values[mask].tolist() for values in row), read_logprobs=[], read_top_tokens=[])
-    hook.remove()
+    with sampler.model.lm_head.register_forward_hook(lambda _, __, logits: tops.append(logits[:, -1].argmax(-1))):
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
+            tops.clear()
+            rollouts = sampler.generate(batch, SamplingParams(job.settings.max_new_tokens, temperature), generator)
+            tokens = rollouts.input_ids[:, rollouts.num_prompt_columns :]
+            columns = (tokens, rollouts.generation_logprobs, torch.stack(tops, dim=-1))
+            for prompt, mask, *row in zip(batch, rollouts.response_mask, *columns, strict=True):
+                yield Response(prompt, *(values[mask].tolist() for values in row), read_logprobs=[], read_top_tokens=[])
 
 
 def _serve_vllm(job: Job, fmt: QuantFormat) -> Served:
