@@ -11,9 +11,9 @@ from qarl_nemo.files import make_folder, write_atomic
 from qarl_nemo.metrics.events import METRICS_FILE
 from qarl_nemo.metrics.runs import CONFIG_FILE, Run
 
+_SCORE = "validation/reward"
 _COLUMNS = (
     "reward/mean",
-    "validation/reward",
     "mismatch/abs_gap_mean",
     "loss/kept_fraction",
     "loss/entropy",
@@ -21,6 +21,11 @@ _COLUMNS = (
     "response_length_tokens/mean",
 )
 _SETTINGS = ("seed", "run.name", "run.arm", "qarl.alignment", "qarl.format", "loss_fn.objective")
+
+
+def validation_columns(run: Run) -> list[str]:
+    """Return the columns with a run's scores: of each of its validation sets in their order, or of its only one."""
+    return [name for name in run.columns if name.startswith(f"{_SCORE}_")] or [_SCORE]
 
 
 def keep_runs(runs: list[Run], folder: Path) -> None:
@@ -33,7 +38,9 @@ def keep_runs(runs: list[Run], folder: Path) -> None:
     for run in runs:
         kept_run = folder / run.path.name
         make_folder(kept_run, "a kept run")
-        lines = [json.dumps({"step": int(step)} | _values(run, row)) for row, step in enumerate(run.steps)]
+        # What the first set scored stands for the run's own data, so that runs with and without others can be compared.
+        columns = {name: name for name in _COLUMNS} | {_SCORE: validation_columns(run)[0]}
+        lines = [json.dumps({"step": int(step)} | _values(run, row, columns)) for row, step in enumerate(run.steps)]
         write_atomic(kept_run / METRICS_FILE, "\n".join(lines) + "\n")
         config: dict[str, Any] = {}
         for dotted in _SETTINGS:
@@ -47,6 +54,6 @@ def kept(folder: Path) -> list[Path]:
     return [path.parent for path in sorted(folder.glob(f"*/{METRICS_FILE}"))]
 
 
-def _values(run: Run, row: int) -> dict[str, float]:
-    found = {name: float(run.column(name)[row]) for name in _COLUMNS}
+def _values(run: Run, row: int, columns: dict[str, str]) -> dict[str, float]:
+    found = {name: float(run.column(column)[row]) for name, column in columns.items()}
     return {name: float(f"{value:.5g}") for name, value in found.items() if np.isfinite(value)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from real_model_runs import record_runs, whole_runs
+from real_model_runs import record_runs, scores_of, whole_runs
 from rows import parser_of, slug
 
 from qarl_nemo.metrics.results import Figure
@@ -32,10 +32,9 @@ def figures(runs: list[Run]) -> Iterator[Figure]:
     for run in runs:
         arm = f"{slug(run.setting('run.arm')).removeprefix('lora_')}_seed{run.seed}"
         summary, entropies = summarize_run(run), run.column("rollout/entropy_estimate")
-        accuracies = run.column("validation/reward")
         yield Figure(f"lora_reward_{arm}", summary["reward_final"], "", ">=")
         yield Figure(f"lora_reward_mean_{arm}", finite_mean(run.column("reward/mean")), "", ">=")
-        yield Figure(f"lora_accuracy_{arm}", float(accuracies[np.isfinite(accuracies)][-1]), "", ">=")
+        yield Figure(f"lora_accuracy_{arm}", scores_of(run)["test"][-1], "", ">=")
         yield Figure(f"lora_entropy_{arm}", finite_mean(entropies), "nats", ">=")
         stages = run.column("noise/stage")
         for stage in np.unique(stages[np.isfinite(stages)]):

@@ -5,6 +5,7 @@ r"""Turn the arms of a comparison on a real model into rows: reward, accuracy, g
         --figure docs/images/real_gsm8k.png
     python tools/record/real_model_runs.py runs/local_math_arms --model qwen2.5-coder-1.5b --data math
 
+`test_accuracy` is that of a run's first validation set; others have rows of their own (`math_500_accuracy`).
 Arms are called BF16, `rollout-only FORMAT` and `QaRL FORMAT`; what follows a comma is another objective. A format's
 recovery, (QaRL - rollout-only) / (BF16 - rollout-only) of the paired seeds' mean accuracies, is a row only where
 rollout-only is behind BF16 by more than two standard errors of the paired difference. Seeds may come one after the
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kept_runs import keep_runs, kept
+from kept_runs import keep_runs, kept, validation_columns
 from rows import parser_of, slug
 
 from qarl_formats import FORMAT_NAMES, NARROW_NAMES
@@ -39,16 +40,16 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
     Args:
         run: the run.
         prefix: begins the names, `real_<model>_<data>`.
-        accuracies: on the test set, the first and the last of which are recorded; None = the run's validations.
+        accuracies: on the test set, the first and the last of which are recorded; None = the run's own validations.
     """
     name, summary = f"{prefix}_{slug(run.setting('run.arm'))}_seed{run.seed}", summarize_run(run)
-    accuracies = accuracies or _accuracies(run)
+    tests = {"test": accuracies} if accuracies else scores_of(run)
     return [
         Figure(f"{name}_steps", summary["num_steps"], "", ">="),
         Figure(f"{name}_reward_first", summary["reward_first"], "", ">="),
         Figure(f"{name}_reward_final", summary["reward_final"], "", ">="),
-        Figure(f"{name}_test_accuracy_first", accuracies[0], "", ">="),
-        Figure(f"{name}_test_accuracy", accuracies[-1], "", ">="),
+        *(Figure(f"{name}_{test}_accuracy_first", scores[0], "", ">=") for test, scores in tests.items()),
+        *(Figure(f"{name}_{test}_accuracy", scores[-1], "", ">=") for test, scores in tests.items()),
         Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<="),
         Figure(f"{name}_error_tokens", summary["error_token_rate"], "fraction", "<="),
     ]
@@ -118,9 +119,12 @@ def ran_on(runs: list[Run]) -> dict[str, Any]:
     return json.loads(distinct.pop())
 
 
-def _accuracies(run: Run) -> list[float]:
-    values = run.column("validation/reward")
-    return values[np.isfinite(values)].tolist()
+def scores_of(run: Run) -> dict[str, list[float]]:
+    """Return the scores of a run's validations; its first set is `test`, others have their own names."""
+    first, *others = validation_columns(run)
+    names = {first: "test"} | {column: slug(column.partition("_")[2]) for column in others}
+    scores = {name: run.column(column) for column, name in names.items()}
+    return {name: values[np.isfinite(values)].tolist() for name, values in scores.items()}
 
 
 def main() -> None:

@@ -54,6 +54,27 @@ def test_seeds_that_came_one_after_the_other_give_what_they_give_together(make_a
         np.testing.assert_allclose(small.column(name), original.column(name), rtol=1e-4)
 
 
+def test_each_validation_set_has_its_accuracy_and_the_first_is_the_test(make_arms, record, tmp_path):
+    folder = make_arms("runs", 1, arms=["BF16"])
+    file = folder / "BF16-seed1" / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for at, gsm8k, math500 in ((0, 0.2, 0.1), (-1, 0.3, 0.15)):
+        sets = {"validation/reward_gsm8k": gsm8k, "validation/reward_MATH-500": math500}
+        records[at] |= {"validation/reward": (gsm8k + math500) / 2} | sets
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    rows = record("real_model_runs", folder, *NAMES)
+    prefix = "real_m_d_bf16_seed1"
+    found = {name: row.value for name, row in rows.items() if "accuracy" in name}
+    assert found == {
+        f"{prefix}_test_accuracy_first": 0.2,
+        f"{prefix}_test_accuracy": 0.3,
+        f"{prefix}_math_500_accuracy_first": 0.1,
+        f"{prefix}_math_500_accuracy": 0.15,
+    }
+    (kept,) = tmp_path.rglob("runs/local_math_arms/BF16-seed1/metrics.jsonl")
+    assert load_run(kept.parent).column("validation/reward")[-1] == 0.3
+
+
 def test_runs_of_two_machines_are_not_recorded_as_one(make_arms, record):
     folder = make_arms("runs", 1)
     (folder / "BF16-seed1" / "run.json").write_text(json.dumps({"hardware": "1x NVIDIA H100", "versions": {}}))
