@@ -1,6 +1,7 @@
 """What a measured figure ran on: one line of hardware, and the versions that matter."""
 
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -39,10 +40,16 @@ def facts(device: str, num_gpus: int = 1, packages: Sequence[str] = ()) -> dict[
     Args:
         device: `cpu` or `cuda`.
         num_gpus: how many GPUs took part.
-        packages: versions of those that are installed are added.
+        packages: versions of those that are installed or imported are added.
 
     Returns:
         `hardware` and `versions`.
     """
-    found = {name: number for name in packages if (number := installed_version(name))}
+    found = {name: number for name in packages if (number := installed_version(name) or _imported_version(name))}
     return {"hardware": hardware(device, num_gpus), "versions": versions() | found}
+
+
+def _imported_version(package: str) -> str | None:
+    # Megatron-core on a path to its sources is no installed package.
+    modules = (sys.modules.get(package.replace("-", mark)) for mark in "._")
+    return next((module.__version__ for module in modules if hasattr(module, "__version__")), None)
