@@ -3,6 +3,7 @@
 import shlex
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated
@@ -95,9 +96,7 @@ def memory(
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, before tp and cp ranks share it.")] = 8192,
     optimizer: Annotated[
         list[str] | None,
-        typer.Option(
-            help="adam, adam_bf16 (BF16 moments), muon or offloaded (state on the host); repeat. Default: all."
-        ),
+        typer.Option(help="adam, adam_bf16 (BF16 moments), muon, offloaded (to the host); repeat. Default: all."),
     ] = None,
     recompute: Annotated[
         list[str] | None, typer.Option(help="Activation checkpointing: full or none; repeat. Default: both.")
@@ -122,38 +121,36 @@ def memory(
 ) -> None:
     """Compute what training needs on each GPU, and which layouts fit; nothing is started.
 
-    The learner is Megatron's; with --lora it is that of `qarl train` with adapters on a frozen base, on one GPU. A
+    The learner is Megatron's, or with --lora that of `qarl train` with adapters on a frozen base, on one GPU. A
     NeMo-RL config says itself what it needs: `run_qarl_grpo.py --check`.
     """
-    from qarl_nemo.memory import OPTIMIZERS, Learner, ModelSize, require_targets
+    from qarl_nemo.memory import OPTIMIZERS, ModelSize
 
     size = ModelSize.read(model, MEGATRON_FAMILIES if lora is None else tuple(FAMILIES))
-    if targets is None:
-        targets = "experts" if size.num_experts else "mlp"
-    chosen = check_targets(split_targets(targets))
-    require_targets(size, chosen)
-    if group_size is not None and format_name not in (grouped := formats_with_groups()):
-        raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
-    if not 0 < gpu_gib <= 2**20:
-        raise ValueError(f"gpu_gib={gpu_gib} must lie between 0 and {2**20}")
-    base = Learner(format_name, group_size or 128, chosen, keep_operand, tokens=tokens)
+    base = replace(_base_learner(size, format_name, group_size, targets), keep_operand=keep_operand, tokens=tokens)
+    _require_size("gpu_gib", gpu_gib)
     if lora is not None:
         _require_lora_options(context)
         _require_own_format(model, base)
-        adapted = replace(base, recompute="full", logits=False, logprob_chunk=logprob_chunk or 1024)
+        adapted = replace(base, logprob_chunk=logprob_chunk or 1024)
         _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib)
         return
-    if alone := [option for option in _given_options(context) if option in ("--lora-targets", "--cache-gib")]:
-        raise ValueError(f"{', '.join(alone)}: of adapters on a frozen base; name their rank with --lora")
-    if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
-        raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
+    _require_megatron_options(context, engine_tp, gpus)
     base = replace(base, gradient_bytes=gradient_bytes, logprob_chunk=logprob_chunk, nested_in=nested_in)
-    learners = [
-        replace(base, optimizer=name, recompute=kind)
-        for name in optimizer or OPTIMIZERS
-        for kind in recompute or ("full", "none")
-    ]
+    chosen = product(optimizer or OPTIMIZERS, recompute or ("full", "none"))
+    learners = [replace(base, optimizer=name, recompute=kind) for name, kind in chosen]
     _show_memory(size, learners, layout, gpus, gpu_gib, engine_tp)
+
+
+def _base_learner(size: "ModelSize", format_name: str, group_size: int | None, targets: str | None) -> "Learner":
+    from qarl_nemo.memory import Learner, require_targets
+
+    usual = "experts" if size.num_experts else "mlp"
+    chosen = check_targets(split_targets(usual if targets is None else targets))
+    require_targets(size, chosen)
+    if group_size is not None and format_name not in (grouped := formats_with_groups()):
+        raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
+    return Learner(format_name, group_size or 128, chosen)
 
 
 def _show_memory(
@@ -212,9 +209,14 @@ def _show_lora_memory(
     require_targets(size, targets)
     if rank not in RANKS:
         raise ValueError(f"lora={rank} is a rank that no engine serves; legal: {', '.join(map(str, RANKS))}")
-    if not 0 < cache_gib <= 2**20:
-        raise ValueError(f"cache_gib={cache_gib} must lie between 0 and {2**20}")
+    _require_size("cache_gib", cache_gib)
+    base = replace(base, recompute="full", logits=False)
     Console(width=160).print(lora_table(size, base, Adapters(rank, targets), gpu_gib * 2**30, cache_gib * 2**30))
+
+
+def _require_size(name: str, gib: float) -> None:
+    if not 0 < gib <= 2**20:
+        raise ValueError(f"{name}={gib} must lie between 0 and {2**20}")
 
 
 def _require_lora_options(context: typer.Context) -> None:
@@ -222,6 +224,13 @@ def _require_lora_options(context: typer.Context) -> None:
     wrong = sorted(learners.intersection(_given_options(context)))
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: of a Megatron learner on several GPUs; leave it out with --lora")
+
+
+def _require_megatron_options(context: typer.Context, engine_tp: int | None, gpus: int) -> None:
+    if alone := [option for option in _given_options(context) if option in ("--lora-targets", "--cache-gib")]:
+        raise ValueError(f"{', '.join(alone)}: of adapters on a frozen base; name their rank with --lora")
+    if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
+        raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
 
 
 def _require_own_format(model: Path, learner: "Learner") -> None:
