@@ -115,6 +115,9 @@ def quantize_with_operand(
         name: what to call the weight in errors.
         amax: see `quantize_weight`.
 
+    Returns:
+        The stored form, and the operand.
+
     Raises:
         ValueError: see `quantize_weight`.
     """

@@ -24,6 +24,9 @@ def check(config: ClusterConfig, job_env: dict[str, str], say: Callable[[str], N
         job_env: variables the job will hand to its workers, as NeMo-RL does with PYTHONPATH.
         say: prints a line for the user.
 
+    Returns:
+        The cluster's nodes.
+
     Raises:
         ClusterError: nodes are missing, or any check failed on any node; all problems are listed.
     """

@@ -37,6 +37,9 @@ def use_reward_functions(data: Mapping[str, Any], env: MutableMapping[str, Any])
     Args:
         data: the `data:` block; `env_name` of these data sets is set.
         env: the `env:` block; the environments' settings are added.
+
+    Returns:
+        The environments' names.
     """
     names = []
     for dataset in _datasets(data):

@@ -39,6 +39,9 @@ class RayEngines:
             timeout: seconds; None takes this object's own.
             args: positional arguments.
 
+        Returns:
+            The results, in the order of ranks.
+
         Raises:
             ray.exceptions.RayError: an engine failed, is gone, or has not answered in time.
         """

@@ -45,6 +45,9 @@ def ask(engine: RolloutEngine, method: str, *args: Any, timeout_s: float | None 
         args: arguments that vLLM can send.
         timeout_s: how long to wait for all answers; None waits on this thread, for engines in this process.
 
+    Returns:
+        The results, in the order of ranks.
+
     Raises:
         RuntimeError: ranks failed; all are named with their reasons.
         TimeoutError: a rank did not answer in time.

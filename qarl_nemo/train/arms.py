@@ -108,6 +108,9 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
         runs: from `expand_arms`.
         parallel: processes at a time, on all GPUs together.
 
+    Returns:
+        The run directories, in order.
+
     Raises:
         RuntimeError: runs failed; names each with its log and the log's end. The others are finished first.
         RunStoppedError: it was interrupted from the keyboard.

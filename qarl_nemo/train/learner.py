@@ -163,6 +163,9 @@ class Learner:
             prev_logprobs: [B, R] FP32.
             advantages: [B] FP32, one for each response.
             minibatches: disjoint row indices [M] that cover the batch.
+
+        Returns:
+            Metrics and per-response values.
         """
         totals: dict[str, float] = {}
         curr = torch.zeros_like(prev_logprobs)

@@ -101,6 +101,9 @@ class PackedBase:
         Args:
             model: on the meta device; changed in place.
             report: what `install` returned for it; changed likewise.
+
+        Returns:
+            What is to be filled.
         """
         slots = [take_master(model, report, key) for key in list(report.weights)]
         return cls(model, {slot.name: slot for slot in slots})

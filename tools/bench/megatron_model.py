@@ -158,6 +158,9 @@ def with_optimizer(model: GPTModel, name: str) -> tuple[DistributedDataParallel,
     Args:
         model: what `gpt_model` returned.
         name: one of `OPTIMIZERS`: Adam in FP32, or precision-aware with BF16 moments.
+
+    Returns:
+        The wrapped model, and its optimizer.
     """
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True

@@ -42,6 +42,9 @@ def quantize_with_operand(
         weight: [..., N, K] BF16, or E tensors [N, K].
         fmt: FP8, INT8, NVFP4, or integers stored in 4 or 8 bits.
         amax: see `dispatch.quantize_weight`.
+
+    Returns:
+        The stored form, and the operand.
     """
     if fmt.weight_kind == "nvfp4":
         quantized, values = _quantize_nvfp4(weight, fmt, amax, emit_unscaled=True)

@@ -28,7 +28,11 @@ _COLUMNS = {
 
 
 def write_comparison(folder: Path, settings: CompareSettings, result: Comparison) -> tuple[Path, Path]:
-    """Write `compare.json` and `compare.png`."""
+    """Write `compare.json` and `compare.png`.
+
+    Returns:
+        Both files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "settings": dataclasses.asdict(settings),

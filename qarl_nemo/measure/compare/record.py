@@ -29,6 +29,9 @@ def append_comparison(
         gaps: file of the gaps, or None.
         operators: file of the operators' differences, or None.
 
+    Returns:
+        The files.
+
     Raises:
         ValueError: a file is not valid; it is left as it was.
     """

@@ -32,6 +32,9 @@ class AnswerEngine(Protocol):
             prompts: token ids.
             params: how to draw.
             seeds: one for each answer; the same call gives the same answers.
+
+        Returns:
+            The answers, in the prompts' order.
         """
         ...
 

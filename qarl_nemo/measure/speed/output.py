@@ -68,6 +68,9 @@ def write_speed(folder: Path, job: SpeedJob, speeds: Sequence[FormatSpeed], rows
         job: what was asked for.
         speeds: what was measured.
         rows: what `speed_rows` returned.
+
+    Returns:
+        The files.
     """
     content = {
         "settings": dataclasses.asdict(job.settings),

@@ -96,6 +96,9 @@ class VllmRollout:
     def load(self, update: RefitUpdate) -> RefitReport:
         """Serve `update` from now on; nothing changes unless the whole update is as its manifest says and as expected.
 
+        Returns:
+            What it cost.
+
         Raises:
             ValueError: a tensor is missing, unexpected, different from the manifest or from what this engine holds;
                 all are listed, and the old version keeps serving.

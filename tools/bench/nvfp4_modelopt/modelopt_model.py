@@ -51,6 +51,9 @@ def quantize(model: PreTrainedModel, recipe: Path) -> dict[str, Any]:
     Args:
         model: changed in place; a dense Hugging Face model.
         recipe: ModelOpt's YAML, e.g. NeMo-RL's `examples/modelopt/quant_configs/nvfp4_a16.yaml`.
+
+    Returns:
+        The quantized linears by name.
     """
     import modelopt.torch.quantization as mtq
     from modelopt.recipe import load_config
