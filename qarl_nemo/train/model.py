@@ -144,11 +144,17 @@ def load_tokenizer(path: Path, model: Path | None = None) -> PreTrainedTokenizer
         The tokenizer, which pads with its end token if it has no pad token.
 
     Raises:
-        ValueError: it cannot be loaded, has no end token, or tokens that the model does not know.
+        ValueError: it cannot be loaded, knows no words, has no end token, or tokens that the model does not know.
     """
     vocab_size = checkpoint_config(model or path).vocab_size
     with _named_errors(path, "its tokenizer cannot be loaded"):
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if not tokenizer("a 1", add_special_tokens=False)["input_ids"]:
+        # Without its files transformers makes one that reads every prompt as nothing.
+        raise FileError(
+            f"{path}: its tokenizer knows no words; the folder lacks tokenizer.json (or vocab.json and merges.txt, or "
+            "tokenizer.model)"
+        )
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= vocab_size:
         raise FileError(f"{path}: its tokenizer has token {largest}, its model only {vocab_size} tokens")

@@ -104,6 +104,15 @@ def test_stop_tokens_are_the_models_and_the_tokenizers(configured, expected):
     assert stop_token_ids(model, tokenizer) == expected
 
 
+@pytest.mark.parametrize("family", ["Qwen2Tokenizer", "LlamaTokenizer"])
+def test_a_tokenizer_without_its_files_is_refused(family, saved):
+    (saved / "tokenizer.json").unlink()
+    settings = json.loads((saved / "tokenizer_config.json").read_text()) | {"tokenizer_class": family}
+    (saved / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(FileError, match=r"its tokenizer knows no words; the folder lacks tokenizer.json"):
+        load_checkpoint(saved, torch.float32)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_file_cut_short_is_named(name, saved):
     content = (saved / name).read_bytes()
