@@ -1,6 +1,9 @@
 """Final answers out of worked solutions."""
 
+import math
 import re
+from decimal import Decimal
+from typing import Any
 
 from qarl_nemo.data.named import AnswerFormat
 
@@ -29,6 +32,20 @@ def final_answer(text: str, answer_format: AnswerFormat) -> str:
     if not text.strip():
         raise ValueError("its answer is empty")
     return text.strip()
+
+
+def answer_text(value: Any) -> str | None:
+    """Return a record's text or number as text, numbers without an exponent or empty decimals, as answers write them.
+
+    Args:
+        value: a field of a record.
+
+    Returns:
+        None if it is neither text nor a finite number.
+    """
+    if isinstance(value, float):
+        return f"{Decimal(str(value)).normalize():f}" if math.isfinite(value) else None
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
 
 
 def _last_box(text: str) -> str:

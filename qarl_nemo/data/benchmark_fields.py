@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from qarl_nemo.data.answers import final_answer
+from qarl_nemo.data.answers import answer_text, final_answer
 
 _SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)")
 # A dollar sign that opens or ends a formula, not an amount of money.
@@ -111,7 +111,7 @@ def _formula(answer: str) -> str:
 
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record[key]
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+    text = answer_text(value)
+    if text is None or not text.strip():
         raise TypeError(f"{key} is {str(value)[:80]!r}, neither text nor a number")
-    # Of a whole number the parser knows that it may stand before a percent sign; of 27.0 it does not.
-    return str(int(value)) if isinstance(value, float) and value % 1 == 0 else str(value)
+    return text

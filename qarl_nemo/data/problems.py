@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qarl_nemo.data.answers import final_answer
+from qarl_nemo.data.answers import answer_text, final_answer
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.records import fields_of, listed, read_records
 from qarl_nemo.data.reward_function import RewardFunction
@@ -125,10 +125,10 @@ def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> T
     missing = [key for key, value in ((input_key, problem), (output_key, answer)) if value is _ABSENT]
     if missing:
         raise _MissingFieldError(f"no field {' and no '.join(map(repr, missing))}{fields_of(record)}")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+    text = answer_text(answer)
+    if text is None:
         raise TypeError(f"the answer is {answer!r}, neither text nor a number")
-    answer, kept = final_answer(str(answer), answer_format), record if judge else {}
-    return Task(_prompt(problem, config), answer, judge, kept)
+    return Task(_prompt(problem, config), final_answer(text, answer_format), judge, record if judge else {})
 
 
 def _look_up(record: Mapping[str, Any], key: str) -> Any:
@@ -143,6 +143,7 @@ def _look_up(record: Mapping[str, Any], key: str) -> Any:
 def _prompt(problem: Any, config: DatasetConfig) -> str | Messages:
     """Put the problem into the template; of messages, the last one."""
     if isinstance(problem, str):
+        _require_words(problem)
         text = config.prompt_template.replace("{problem}", problem)
         return with_system_prompt(text, config.system_prompt)
     if not isinstance(problem, list) or not problem:
@@ -152,8 +153,14 @@ def _prompt(problem: Any, config: DatasetConfig) -> str | Messages:
         if messages[0]["role"] == "system":
             raise ValueError("it has a system message, and system_prompt is another one")
         messages.insert(0, {"role": "system", "content": config.system_prompt})
+    _require_words(messages[-1]["content"])
     messages[-1]["content"] = config.prompt_template.replace("{problem}", messages[-1]["content"])
     return tuple(messages)
+
+
+def _require_words(problem: str) -> None:
+    if not problem.strip():
+        raise ValueError("the problem is empty")
 
 
 def _message(message: Any) -> dict[str, str]:

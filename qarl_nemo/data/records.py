@@ -1,6 +1,7 @@
 """Records of a local file, a folder or the Hugging Face hub, each with its place for errors."""
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,25 +59,28 @@ def _local_file(config: DatasetConfig) -> Path | None:
 def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     # JSON strings may contain the other line separators that splitlines() splits at.
     lines = [line for line in enumerate(read_text(path, "JSONL data").split("\n"), start=1) if line[1].strip()]
-    for number, line in lines[_part(split, len(lines))]:
+    for number, line in [line for part in _parts(split, len(lines)) for line in lines[part]]:
         record: Any
         try:
             record = load_json(line)
+            if "\\ud" in line.lower():
+                # Half of a surrogate pair is legal JSON, and no text.
+                json.dumps(record, ensure_ascii=False).encode()
         except ValueError as error:
             record = error
         yield f"line {number}", record
 
 
-def _part(split: str, num_records: int) -> slice:
-    """Return which records a split such as `train[:10%]` asks for, as `datasets` reads it."""
+def _parts(split: str, num_records: int) -> list[slice]:
+    """Return which records a split such as `train[:10%]+train[90%:]` asks for, as `datasets` reads it."""
     name, bracket, _ = split.partition("[")
     if not bracket:
-        return slice(None)
+        return [slice(None)]
     try:
-        (part,) = _datasets().ReadInstruction.from_spec(split).to_absolute({name: num_records})
+        parts = _datasets().ReadInstruction.from_spec(split).to_absolute({name: num_records})
     except (ValueError, AssertionError) as error:
         raise FileError(f"split {split!r} of {num_records} records: {str(error).splitlines()[0]}") from error
-    return slice(part.from_, part.to)
+    return [slice(part.from_, part.to) for part in parts]
 
 
 def listed(problems: Mapping[str, Sequence[str]]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qarl_nemo.data.answers import final_answer
+from qarl_nemo.data.answers import answer_text, final_answer
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,24 @@ def test_the_answer_is_found(text, answer_format, answer):
 def test_a_solution_without_one_is_refused(text, answer_format, said):
     with pytest.raises(ValueError, match=said):
         final_answer(text, answer_format)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("1e5 ", "1e5 "),
+        (27.0, "27"),
+        (100.0, "100"),
+        (-0.5, "-0.5"),
+        (1e20, "1" + "0" * 20),
+        (1e-05, "0.00001"),
+        (10**40 + 1, f"1{'0' * 39}1"),
+    ],
+)
+def test_a_number_is_written_as_answers_are(value, text):
+    assert answer_text(value) == text
+
+
+@pytest.mark.parametrize("value", [None, True, [1], float("nan"), float("-inf")])
+def test_what_is_no_answer_has_no_text(value):
+    assert answer_text(value) is None

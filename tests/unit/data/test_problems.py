@@ -60,7 +60,10 @@ def test_messages_and_nested_answers_are_read(written):
     assert read_tasks(own) == found
 
 
-@pytest.mark.parametrize(("split", "kept"), [("train[:1]", [0]), ("train[1:]", [1, 2]), ("train[-34%:]", [2])])
+@pytest.mark.parametrize(
+    ("split", "kept"),
+    [("train[:1]", [0]), ("train[1:]", [1, 2]), ("train[-34%:]", [2]), ("train[:1]+train[2:]", [0, 2])],
+)
 def test_a_part_of_a_split_can_be_held_out(written, split, kept):
     config = DatasetConfig(dataset_name="openr1_math", data_path=written, split=split)
     assert read_tasks(config) == [openr1_task(*PROBLEMS[number]) for number in kept]
@@ -144,12 +147,17 @@ def test_every_unusable_line_is_listed(tmp_path):
     good = json.dumps({"problem": "p", "answer": "1"})
     lines = [good, '{"problem": "p"', '{"problem": "p"}', '{"answer": "1"}', '{"problem": 3, "answer": "1"}', "[1]",
              '{"problem": "p", "answer": null}', '{"problem": "p", "answer": true}', good,
-             '{"problem": [{"role": "user"}], "answer": 1}', '{"problem": [], "answer": 1}']  # fmt: skip
+             '{"problem": [{"role": "user"}], "answer": 1}', '{"problem": [], "answer": 1}',
+             '{"problem": " ", "answer": 1}',
+             '{"problem": [{"role": "user", "content": ""}], "answer": 1}', '{"problem": "p", "answer": NaN}',
+             r'{"problem": "half of \uD83D", "answer": 1}']  # fmt: skip
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"bad.jsonl: every record needs the fields `problem` .* `answer`") as raised:
         read_tasks(DatasetConfig(data_path=str(path)))
     message = str(raised.value)
-    assert [number for number in range(1, 12) if f"line {number}:" in message] == [2, 3, 4, 5, 6, 7, 8, 10, 11]
+    assert [number for number in range(1, 16) if f"line {number}:" in message] == [*range(2, 9), 10, 11, 13, 14, 15]
+    assert "line 12, line 13: the problem is empty" in message
+    assert "line 15: UnicodeEncodeError" in message
     assert "line 3: no field 'answer' (its fields: problem)" in message
     assert "the answer is None, neither text nor a number" in message
     assert message.endswith("; set input_key and output_key to the fields of problem and answer")
