@@ -49,7 +49,8 @@ class RewardFunction:
         try:
             value = self._function(*arguments)
             number = float(value)
-        except Exception as error:
+        # A function that runs what a model wrote may meet its exit().
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"reward function {self.path} failed with {type(error).__name__}: {str(error)[:_MAX_QUOTED]} {quoted}; "
                 "QARL_DEBUG=1 shows the traceback"
@@ -68,7 +69,7 @@ def _load(path: str) -> Any:
         sys.path.append("")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's, and importing runs it
+    except (Exception, SystemExit) as error:  # the module is the user's, and importing runs it
         raise ValueError(
             f"reward function {path}: module {module_name} cannot be imported, {type(error).__name__}: "
             f"{str(error)[:_MAX_QUOTED]}; it is looked for in the current folder and on PYTHONPATH"

@@ -61,6 +61,11 @@ class PromptEncoder:
                 "policy.tokenizer.chat_template sets another one, null none"
             ) from error
         assert isinstance(text, str), "without tokenize, templates give text"
+        if not text:
+            raise ValueError(
+                f"the chat template writes nothing of the messages {str(messages)[:_MAX_QUOTED]}; "
+                "policy.tokenizer.chat_template sets another one, null none"
+            )
         return text
 
     def __call__(self, tasks: Sequence[Task]) -> list[list[int]]:

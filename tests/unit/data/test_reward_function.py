@@ -24,6 +24,7 @@ def one(response): return 1
 def fails(response, answer): return {}[answer]
 def not_a_number(response, answer): return float("nan")
 def nothing(response, answer): pass
+def leaves(response, answer): exit()
 """
 
 
@@ -32,6 +33,7 @@ def here(tmp_path, monkeypatch):
     """A folder with the user's module, which is the current one."""
     (tmp_path / "own_rewards.py").write_text(SOURCE)
     (tmp_path / "broken_rewards.py").write_text("import nowhere_to_be_found")
+    (tmp_path / "leaving_rewards.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     yield
@@ -51,6 +53,7 @@ def test_it_is_called_with_what_it_takes(path, value):
         ("./own_rewards:score", "must be module:function"),
         ("own_reward:score", "own_reward cannot be imported, ModuleNotFoundError.* current folder and on PYTHONPATH"),
         ("broken_rewards:score", "No module named 'nowhere_to_be_found'"),
+        ("leaving_rewards:score", "leaving_rewards cannot be imported, SystemExit: 3"),
         ("own_rewards:scores", "own_rewards has no 'scores'; it has score, with_record, Judge"),
         ("own_rewards:LIMIT", "is int, which cannot be called"),
         ("own_rewards:one", r"takes \(response\); it is called with response and answer, or"),
@@ -66,6 +69,7 @@ def test_what_cannot_be_called_is_refused_at_the_start(path, said):
     [
         ("fails", "failed with KeyError: '46' for the answer '46' and the response 'so 46'"),
         ("nothing", "failed with TypeError"),
+        ("leaves", "failed with SystemExit"),
         ("not_a_number", "returned nan"),
     ],
 )
