@@ -75,7 +75,7 @@ def eval_(
         given,
         models=tuple(models),
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
-        data=dict(map(_name_and_path, data or [])),
+        data=named_copies(data or []),
         prompts=_prompts(chat_template, chat_template_kwargs),
     )
     evaluate(settings)
@@ -93,11 +93,27 @@ def _prompts(template: str | None, options: str | None) -> "TokenizerConfig | No
     return validate(written, TokenizerConfig, source="--chat-template")
 
 
-def _name_and_path(text: str) -> tuple[str, Path]:
-    name, equals, path = text.partition("=")
-    if not equals or not name or not path:
-        raise ValueError(f"--data {text}: write NAME=PATH, for example --data gsm8k=data/test.jsonl")
-    return name, Path(path)
+def named_copies(given: list[str]) -> dict[str, Path]:
+    """Read the values of `--data`.
+
+    Args:
+        given: NAME=PATH each.
+
+    Returns:
+        Name -> path.
+
+    Raises:
+        ValueError: one is not of this form, or a name comes twice; all are listed.
+    """
+    parts = [text.partition("=") for text in given]
+    wrong = [text for text, part in zip(given, parts, strict=True) if not all(part)]
+    if wrong:
+        raise ValueError(f"--data {', '.join(wrong)}: write NAME=PATH, for example --data gsm8k=data/test.jsonl")
+    names = [name for name, _, _ in parts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"--data names more than one copy of {', '.join(twice)}; choose one")
+    return {name: Path(path) for name, _, path in parts}
 
 
 def evaluate(settings: "EvalSettings") -> None:

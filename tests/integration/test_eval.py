@@ -1,5 +1,6 @@
 """`qarl eval` on tiny random models: what is served, what is kept, what goes on after a kill, and what is refused."""
 
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
 from qarl_nemo.checkpoints.stored import stored_format, stored_layers
-from qarl_nemo.cli.evaluate import evaluate
+from qarl_nemo.cli.evaluate import evaluate, named_copies
 from qarl_nemo.files import FileError
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.eval.models import find_model
@@ -355,3 +357,22 @@ def test_averages_need_all_of_their_benchmarks():
     assert mean["standard_error"] == pytest.approx(0.1 / 6**0.5)
     assert averages(rows[1:]) == []
     assert results_table(rows).row_count == 8
+
+
+def test_long_names_are_told_apart_in_a_narrow_table():
+    names = [f"/models/of/some/long/folder/step_{number}" for number in range(6)]
+    row = {"benchmark": "gsm8k", "num_samples": 1, "avg": {"value": 0.5, "standard_error": 0.01}}
+    console = Console(width=80, file=io.StringIO())
+    console.print(results_table([row | {"model": name} for name in names]))
+    (names_end,) = [line for line in console.file.getvalue().splitlines() if line.startswith("benchmark")]
+    assert [cell[-1] for cell in names_end.split()[1:]] == list("012345")
+
+
+def test_a_copy_is_named_once():
+    for given, said in (
+        (["a=1", "b=2", "a=3"], "more than one copy of a"),
+        (["a=1", "b", "=c"], "--data b, =c: write"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            named_copies(given)
+    assert named_copies(["a=1=2", "b=3"]) == {"a": Path("1=2"), "b": Path("3")}

@@ -55,7 +55,8 @@ def results_table(rows: Sequence[Row]) -> Table:
     title = "right answers in percent (standard error)"
     table = Table("benchmark", title=title, min_width=len(title), box=None, padding=(0, 2, 0, 0))
     for model in models:
-        table.add_column(model, justify="right")
+        # Never an ellipsis, after which long names are all alike.
+        table.add_column(model, justify="right", overflow="fold")
     for name in dict.fromkeys(row["benchmark"] for row in rows):
         of_it = {row["model"]: row for row in rows if row["benchmark"] == name}
         k = next(iter(of_it.values()))["num_samples"]
