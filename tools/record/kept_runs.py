@@ -15,6 +15,8 @@ _SCORE = "validation/reward"
 _COLUMNS = (
     "reward/mean",
     "mismatch/abs_gap_mean",
+    "mismatch/kl_k3",
+    "optim/grad_norm",
     "loss/kept_fraction",
     "loss/entropy",
     "error_tokens/rate",

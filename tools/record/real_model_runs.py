@@ -28,14 +28,18 @@ from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.report import write_summary_figure
 from qarl_nemo.metrics.results import Figure, read_results, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
-from qarl_nemo.metrics.summary import summarize_run
+from qarl_nemo.metrics.summary import finite_mean, smoothing_window, summarize_run
 
 _BASELINE, _ROLLOUT_ONLY, _QARL = "bf16", "rollout_only_", "qarl_"
 _STANDARD_ERRORS = 2.0
+# What moves before rewards do: how far the engine is from the learner, the gradient, the learner's own entropy, and the
+# share of responses that the objective keeps.
+_DRIFT = {"kl": ("mismatch/kl_k3", "nats"), "grad_norm": ("optim/grad_norm", ""), "entropy": ("loss/entropy", "nats"),
+          "kept": ("loss/kept_fraction", "fraction")}  # fmt: skip
 
 
 def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None) -> list[Figure]:
-    """Return a run's figures; `reward_final` is the mean of its last ten steps.
+    """Return a run's figures; `first` and `final` are means of ten steps.
 
     Args:
         run: the run.
@@ -52,7 +56,18 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
         *(Figure(f"{name}_{test}_accuracy", scores[-1], "", ">=") for test, scores in tests.items()),
         Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<="),
         Figure(f"{name}_error_tokens", summary["error_token_rate"], "fraction", "<="),
+        *drift_figures(run, name),
     ]
+
+
+def drift_figures(run: Run, name: str) -> Iterable[Figure]:
+    """Yield the means of the first and the last steps of what drifts, as far as the run measured it."""
+    window = smoothing_window(len(run.steps))
+    for kind, (column, unit) in _DRIFT.items():
+        values = run.column(column)
+        for when, part in (("first", values[:window]), ("final", values[-window:])):
+            if np.isfinite(mean := finite_mean(part)):
+                yield Figure(f"{name}_{kind}_{when}", mean, unit, "<=")
 
 
 def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
@@ -133,13 +148,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="holds the arms' run directories, named like its config")
     parser.add_argument("--model", required=True, help="for the rows' names, e.g. qwen2.5-coder-0.5b")
     parser.add_argument("--data", required=True, help="for the rows' names, e.g. gsm8k")
+    parser.add_argument(
+        "--command", help="what trains them, unless qarl train does with the config of the folder's name"
+    )
     parser.add_argument("--figure", type=Path, help="PNG of all runs of this config that were kept")
     arguments = parser.parse_args()
     whole, config = whole_runs(arguments.folder), arguments.folder.resolve().name
     prefix = f"real_{arguments.model}_{arguments.data}"
-    record_runs(arguments.record, [one for run in whole for one in run_figures(run, prefix)], whole, config)
+    record_runs(
+        arguments.record, [one for run in whole for one in run_figures(run, prefix)], whole, config, arguments.command
+    )
     values = {row.name: row.value for row in read_results(arguments.record)}
-    record_runs(arguments.record, recoveries(values, prefix), whole, config)
+    record_runs(arguments.record, recoveries(values, prefix), whole, config, arguments.command)
     folder = arguments.record.parent / "runs" / config
     keep_runs(whole, folder)
     if arguments.figure:

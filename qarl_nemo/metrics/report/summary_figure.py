@@ -1,4 +1,4 @@
-"""One picture of a run or a comparison, for a README: reward, logprob gap, and what mismatch or bands do."""
+"""One picture of a run or a comparison, for a README: reward, logprob gap, and what they do to the loss."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -31,7 +31,7 @@ def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
     """Write one PNG: reward, mean |prev - generation| on a log axis, and responses by mismatch weight.
 
     For a single run the third panel is the share of responses in the objective's band, when it was recorded; for runs
-    without diagnostics it is the share that the objective kept.
+    without diagnostics it is the gradient's norm.
 
     Args:
         run_dirs: run directories, as for `write_report`.
@@ -56,7 +56,7 @@ def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
         if len(arms) == 1 and has_values(arms, "band_share/in_band_positive"):
             _draw_band_shares(third, arms[0])
         else:
-            _draw_mismatch_or_kept(third, arms)
+            _draw_mismatch_or_norm(third, arms)
         if len(arms) > 1:
             handles, labels = reward.get_legend_handles_labels()
             columns = len(arms) if len(arms) <= _LEGEND_COLUMNS else ceil(len(arms) / 2)
@@ -77,14 +77,14 @@ def _draw_band_shares(axes: Axes, arm: Arm) -> None:
     axes.legend(loc="lower right")
 
 
-def _draw_mismatch_or_kept(axes: Axes, arms: Sequence[Arm]) -> None:
+def _draw_mismatch_or_norm(axes: Axes, arms: Sequence[Arm]) -> None:
     diagnosed = [arm for arm in arms if arm.has_diagnostic("seq_mismatch_weight")]
     if diagnosed:
         _draw_mismatch(axes, diagnosed)
-    elif has_values(arms, "loss/kept_fraction"):
-        axes.set_title("Kept by the objective")
-        draw_curves(axes, arms, "loss/kept_fraction")
-        finish_curves(axes, "share of responses", percent=True)
+    elif has_values(arms, "optim/grad_norm"):
+        axes.set_title("Gradient norm")
+        draw_curves(axes, arms, "optim/grad_norm")
+        finish_curves(axes, "norm of the gradient")
     else:
         axes.set_title("Mismatch weight")
         axes.text(0.5, 0.5, "no diagnostics yet", transform=axes.transAxes, ha="center", color=MUTED)

@@ -36,6 +36,9 @@ def test_arms_have_rows_and_formats_with_all_three_a_recovery(make_arms, record)
     assert rows["real_m_d_qarl_w4a8_seed2_reward_final"].value == pytest.approx(reward[-5:].mean(), rel=1e-4)
     assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_math_arms.yaml"}
     assert {row.hardware for row in rows.values()} == {"1x NVIDIA H200"}
+    norm = load_run(folder / "QaRL w4a8-seed2").column("optim/grad_norm")
+    found = [rows[f"real_m_d_qarl_w4a8_seed2_grad_norm_{when}"].value for when in ("first", "final")]
+    np.testing.assert_allclose(found, [norm[:5].mean(), norm[-5:].mean()], rtol=1e-4)
     assert {name for name in rows if "recovery" in name} == {"real_m_d_recovery_w4a16"}
 
 
@@ -108,7 +111,8 @@ def test_a_nemo_rl_run_has_the_embedded_engines_rows(record, logs, tmp_path):
     prefix = "real_m_d_qarl_w4a16_megatron_seed3"
     # The reward of step n is 0.5 + n / 100; the last five steps are 21 to 25.
     expected = {"steps": STEPS, "reward_first": 0.53, "reward_final": 0.73, "test_accuracy_first": 0.2,
-                "test_accuracy": 0.3, "gap": 2e-3, "error_tokens": 0.01}  # fmt: skip
+                "test_accuracy": 0.3, "gap": 2e-3, "error_tokens": 0.01, "kl_first": 1e-4, "kl_final": 1e-4,
+                "kept_first": 0.9, "kept_final": 0.9}  # fmt: skip
     assert {name.removeprefix(f"{prefix}_"): row.value for name, row in rows.items()} == pytest.approx(
         expected, rel=1e-4
     )
