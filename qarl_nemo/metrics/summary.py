@@ -6,6 +6,9 @@ import numpy as np
 
 from qarl_nemo.metrics.runs import Floats, Run
 
+# Aligned and BF16 learners stay at 0.0003 nats of their engine. On a real model misaligned ones grew by 30 to 70 %.
+_LARGE_KL, _GROWTH = 1e-3, 1.2
+
 
 def smoothing_window(num_steps: int) -> int:
     """Choose the moving mean's length: a fifth of the run, between 1 and 10 steps."""
@@ -33,6 +36,18 @@ def summarize_run(run: Run) -> dict[str, float]:
         "skipped_steps": float(np.nansum(run.column("optim/skipped_steps"))),
         "time_s": _last(run.column("time_s")),
     }
+
+
+def growing_mismatch(run: Run) -> tuple[float, float] | None:
+    """Say whether the learner moves away from its engine, which shows before rewards fall.
+
+    Returns:
+        Mean KL of engine to learner in the first and the last `smoothing_window` steps, nats per token; None unless the
+        last is large and a fifth above the first.
+    """
+    window, kl = smoothing_window(len(run.steps)), run.column("mismatch/kl_k3")
+    first, last = finite_mean(kl[:window]), finite_mean(kl[-window:])
+    return (first, last) if last > max(_LARGE_KL, _GROWTH * first) else None
 
 
 def finite_mean(values: Floats) -> float:

@@ -17,7 +17,7 @@ from qarl_nemo.metrics.report.sections import build_sections
 from qarl_nemo.metrics.report.style import report_style
 from qarl_nemo.metrics.report.timings import phase_table
 from qarl_nemo.metrics.runs import CONFIG_FILE, Run, load_runs
-from qarl_nemo.metrics.summary import summarize_run
+from qarl_nemo.metrics.summary import growing_mismatch, summarize_run
 
 _TEMPLATE = "report.html.j2"
 # Every report has this mark in its head; a file without it is not ours and is never overwritten.
@@ -93,6 +93,12 @@ def _notices(runs: Sequence[Run]) -> list[dict[str, Any]]:
         problems = list(run.missing)
         if run.config and objective_bands(run.config.get("loss_fn")) is None:
             problems.append(f"{CONFIG_FILE}: loss_fn is not an objective this version knows, so no band lines")
+        if grown := growing_mismatch(run):
+            problems.append(
+                f"mismatch/kl_k3: grew from {grown[0]:.2g} to {grown[1]:.2g} nats, "
+                "the learner moves away from its engine; "
+                "look whether the gradient's norm rises as well, and stop before rewards fall or align the learner"
+            )
         skipped = summarize_run(run)["skipped_steps"]
         if skipped > 0:
             problems.append(f"optim/skipped_steps: {skipped:.0f} updates skipped for a non-finite loss or gradient")

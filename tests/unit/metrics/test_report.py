@@ -3,6 +3,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,6 +177,22 @@ def test_unknown_objectives_and_skipped_updates_are_pointed_out(tmp_path, make_r
     page = report([run_dir], tmp_path)
     assert "loss_fn is not an objective this version knows" in page
     assert "2 updates skipped for a non-finite loss or gradient" in page
+
+
+@pytest.mark.parametrize(
+    ("run", "drifts"),
+    [
+        ("local_gsm8k_arms/BF16-seed2", False),
+        ("local_gsm8k_arms/QaRL-w4a16-seed2", False),
+        ("local_gsm8k_narrow/QaRL-w3a16-seed1", False),
+        ("local_gsm8k_arms/rollout-only-w4a16-TBPO-seed2", False),
+        ("local_gsm8k_arms/rollout-only-w4a16-seed2", True),
+        ("local_gsm8k_narrow/rollout-only-w3a16-seed1", True),
+    ],
+)
+def test_a_learner_that_moves_away_from_its_engine_is_pointed_out(run, drifts, tmp_path):
+    page = report([Path(__file__).parents[3] / "docs" / "results" / "runs" / run], tmp_path)
+    assert ("the learner moves away from its engine" in page) == drifts
 
 
 def test_a_gap_of_exactly_zero_is_drawn(make_run):
