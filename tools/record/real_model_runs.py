@@ -71,7 +71,7 @@ def drift_figures(run: Run, name: str) -> Iterable[Figure]:
 
 
 def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
-    """Return each format's recovery, where there is something to recover, and print the paired differences."""
+    """Return what each format's rollouts cost and what QaRL won back, paired by seed, and the recovery if it can be."""
     name = re.compile(rf"{re.escape(prefix)}_(\w+)_seed(\d+)_test_accuracy")
     accuracy = {found.groups(): value for row, value in values.items() if (found := name.fullmatch(row))}
     figures = []
@@ -82,11 +82,25 @@ def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
             continue
         bf16, rollout_only, qarl = (np.array([accuracy[arm, seed] for seed in seeds]) for arm in arms)
         lost, gained = bf16 - rollout_only, qarl - rollout_only
-        error = float(np.std(lost, ddof=1) / np.sqrt(len(seeds))) if len(seeds) > 1 else float("nan")
         print(f"{fmt}, seeds {seeds}: BF16 - rollout-only {lost.round(4)}, QaRL - rollout-only {gained.round(4)}")
-        if lost.mean() > _STANDARD_ERRORS * error:
+        figures += paired(f"{prefix}_lost_{fmt}", lost) + paired(f"{prefix}_gained_{fmt}", gained)
+        if lost.mean() > _STANDARD_ERRORS * standard_error(lost):
             figures.append(Figure(f"{prefix}_recovery_{fmt}", float(gained.mean() / lost.mean()), "", ">=", 0.8))
     return figures
+
+
+def paired(name: str, differences: np.ndarray) -> list[Figure]:
+    """Return the mean of one difference a seed, and its standard error where there are two seeds or more."""
+    mean, error = float(differences.mean()), standard_error(differences)
+    return [
+        Figure(f"{name}_mean", mean, "", ">="),
+        *([Figure(f"{name}_error", error, "", "<=")] if np.isfinite(error) else []),
+    ]
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Return the standard error of a mean, s / sqrt(n), NaN of a single value."""
+    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
 
 
 def whole_runs(folder: Path) -> list[Run]:

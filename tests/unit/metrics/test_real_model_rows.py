@@ -40,6 +40,15 @@ def test_arms_have_rows_and_formats_with_all_three_a_recovery(make_arms, record)
     found = [rows[f"real_m_d_qarl_w4a8_seed2_grad_norm_{when}"].value for when in ("first", "final")]
     np.testing.assert_allclose(found, [norm[:5].mean(), norm[-5:].mean()], rtol=1e-4)
     assert {name for name in rows if "recovery" in name} == {"real_m_d_recovery_w4a16"}
+    lost = [
+        rows[f"real_m_d_bf16_seed{seed}_test_accuracy"].value
+        - rows[f"real_m_d_rollout_only_w4a16_seed{seed}_test_accuracy"].value
+        for seed in (1, 2)
+    ]
+    # of two values, half of their distance
+    expected = np.mean(lost), abs(lost[0] - lost[1]) / 2
+    found = [rows[f"real_m_d_lost_w4a16_{figure}"].value for figure in ("mean", "error")]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_seeds_that_came_one_after_the_other_give_what_they_give_together(make_arms, record, tmp_path):
