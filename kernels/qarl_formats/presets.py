@@ -183,7 +183,7 @@ _SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _I
 _NARROW = {name: replace(_W4A16, name=name, grid_bits=bits) for name, bits in (("w3a16", 3), ("w2a16", 2))}
 _KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(5, 8))} | _SERVED | _NARROW
 FORMAT_NAMES = tuple(_SERVED)
-_FEW_ACTIVATION_BITS = re.compile(r"w[1-8]a[1-7]")
+_FEW_ACTIVATION_BITS = re.compile(r"w\d+a[1-7]", re.IGNORECASE)
 NARROW_NAMES = tuple(_NARROW)
 # What messages say of the names beside `FORMAT_NAMES`.
 OTHER_NAMES = f"{', '.join(NARROW_NAMES)} (fewer levels in w4a16's storage); experimental: w5a16 .. w7a16"

@@ -117,7 +117,7 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
         return [f"needs at least two dimensions [N, K], got shape {list(shape)}"]
     columns = shape[-1]
     if fmt.weight_kind == "int" and columns % fmt.group_size:
-        legal = [size for size in (128, 64, 32) if columns % size == 0]
+        legal = [size for size in fmt.group_sizes if columns % size == 0]
         return [f"K={columns} is not a multiple of group_size={fmt.group_size} (group sizes that divide it: {legal})"]
     if fmt.weight_kind == "nvfp4" and columns % nvfp4.GROUP:
         return [f"K={columns} is not a multiple of {nvfp4.GROUP}, the group of nvfp4"]

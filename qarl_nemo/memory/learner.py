@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from qarl_formats import DEFAULT_FORMAT, QuantFormat, find_format, get_format, served_formats
+from qarl_formats import DEFAULT_FORMAT, QuantFormat, find_format, get_format, served_formats, why_impossible
 from qarl_nemo.memory.model_size import ModelSize
 from qarl_nemo.memory.units import BF16, FP32
 from qarl_nemo.parallelism import Parallelism
@@ -70,7 +70,9 @@ class Learner:
         if problems:
             raise ValueError("; ".join(problems))
         if self.format not in (None, *(legal := served_formats("cuda"))):
-            raise ValueError(f"unknown format {self.format!r}; legal: {', '.join(legal)}")
+            raise ValueError(
+                f"unknown format {self.format!r}{why_impossible(self.format or '')}; legal: {', '.join(legal)}"
+            )
 
     @property
     def record(self) -> QuantFormat | None:

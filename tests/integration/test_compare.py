@@ -191,7 +191,7 @@ def test_everything_wrong_is_listed_at_once(checkpoint, tmp_path):
     prompts.write_text('{"prompt": "1+1="}\n{"answer": 2}\nnot json\n')
     wrong = settings(
         checkpoint,
-        formats=("w4a16", "bf16", "w9"),
+        formats=("w4a16", "bf16", "w9", "w4a16"),
         group_size=48,
         scale_convention="wide",
         targets=("experts", "heads"),
@@ -203,6 +203,7 @@ def test_everything_wrong_is_listed_at_once(checkpoint, tmp_path):
         prepare(wrong)
     for text in ("max_new_tokens=0", "'heads'", "'sglang'", "group_size=48", "'wide'", "bf16 is the floor", "'w9'"):
         assert text in str(error.value)
+    assert str(error.value).count("w4a16 is named more than once") == 1
     assert "line 2 holds no prompt" in str(error.value)
     assert "line 3 holds no prompt" in str(error.value)
 

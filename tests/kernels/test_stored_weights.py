@@ -150,11 +150,17 @@ def test_a_weight_beyond_bf16_counts_as_infinite():
 
 
 @pytest.mark.parametrize(
-    ("columns", "group_size", "fitting"),
-    [(192, 128, "[64, 32]"), (96, 64, "[32]"), (100, 32, "[]"), (64, 128, "[64, 32]")],
+    ("name", "columns", "group_size", "fitting"),
+    [
+        ("w4a16", 192, 128, "[64, 32]"),
+        ("w4a16", 96, 64, "[32]"),
+        ("w4a16", 100, 32, "[]"),
+        ("w4a16", 64, 128, "[64, 32]"),
+        ("w4a8", 64, 128, "[]"),
+    ],
 )
-def test_a_row_that_is_no_multiple_of_the_group_names_groups_that_fit(columns, group_size, fitting):
-    fmt = get_format("w4a16", group_size=group_size)
+def test_a_row_that_is_no_multiple_of_the_group_names_groups_that_fit(name, columns, group_size, fitting):
+    fmt = get_format(name, group_size=group_size)
     with pytest.raises(ValueError, match="q_proj") as error:
         quantize_weight(torch.zeros(8, columns), fmt, name="q_proj")
     assert f"K={columns} is not a multiple of group_size={group_size}" in str(error.value)

@@ -232,7 +232,7 @@ def test_unknown_formats_are_refused(name):
         validate({"format": name}, QarlConfig, source="test")
 
 
-@pytest.mark.parametrize("name", ["w2a2", "w4a4"])
+@pytest.mark.parametrize("name", ["w2a2", "W2A2", "w4a4", "w16a4"])
 def test_activations_of_few_bits_are_refused_with_the_reason(name):
     with pytest.raises(ConfigError, match=f"unknown format '{name}' .*fewer than 8 bits have no tensor-core path"):
         validate({"format": name}, QarlConfig, source="test")

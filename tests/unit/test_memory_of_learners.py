@@ -223,6 +223,7 @@ def test_a_dense_learner_keeps_its_mlp_packed():
         (["--group-size", "100"], "unknown group_size 100; legal: 128, 64, 32"),
         (["--group-size", "64", "--format", "fp8_block"], "format 'fp8_block' takes no group_size"),
         (["--format", "nf4"], "unknown format 'nf4'; legal: w4a16, "),
+        (["--format", "w2a2"], r"unknown format 'w2a2' \(activations of fewer than 8 bits have no tensor-core path"),
         (
             ["--format", "nvfp4", "--targets", "attention", "--layout", "tp2_ep8"],
             "would not start: layout tp2_ep8: tensor_model_parallel_size=2: nvfp4 has one scale for a whole weight",

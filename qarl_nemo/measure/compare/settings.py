@@ -200,11 +200,11 @@ def _formats(settings: CompareSettings, problems: list[str]) -> list[QuantFormat
     formats: list[QuantFormat] = []
     if not settings.formats:
         problems.append("no format to compare")
-    for name in settings.formats:
+    for name in dict.fromkeys(settings.formats):
+        if settings.formats.count(name) > 1:
+            problems.append(f"format {name} is named more than once")
         if name == BASELINE:
             problems.append(f"{BASELINE} is the floor and always measured: leave it out of the formats")
-        elif settings.formats.count(name) > 1:
-            problems.append(f"format {name} is named more than once")
         elif (fmt := attempt(problems, get_format, name, **_integer_options(settings, name))) is not None:
             formats.append(fmt)
     return formats
