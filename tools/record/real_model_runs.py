@@ -5,24 +5,20 @@ r"""Turn the arms of a comparison on a real model into rows: reward, accuracy, g
         --figure docs/images/real_gsm8k.png
     python tools/record/real_model_runs.py runs/local_math_arms --model qwen2.5-coder-1.5b --data math
 
-`test_accuracy` is that of a run's first validation set; others have rows of their own (`math_500_accuracy`).
-Arms are called BF16, `rollout-only FORMAT` and `QaRL FORMAT`; what follows a comma is another objective. A format's
-recovery, (QaRL - rollout-only) / (BF16 - rollout-only) of the paired seeds' mean accuracies, is a row only where
-rollout-only is behind BF16 by more than two standard errors of the paired difference. Seeds may come one after the
-other: recoveries are computed from all rows in the file, and the figure is drawn from all runs that were kept.
+`test_accuracy` is that of a run's first validation set; others have rows of their own (`math_500_accuracy`). Seeds may
+come one after the other: `recovery.py` reads all rows in the file, and the figure is drawn from all that were kept.
 """
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kept_runs import keep_runs, kept, validation_columns
+from recovery import recoveries
 from rows import parser_of, slug
 
-from qarl_formats import FORMAT_NAMES, NARROW_NAMES
 from qarl_nemo.files import read_json
 from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.report import write_summary_figure
@@ -30,8 +26,6 @@ from qarl_nemo.metrics.results import Figure, read_results, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import finite_mean, smoothing_window, summarize_run
 
-_BASELINE, _ROLLOUT_ONLY, _QARL = "bf16", "rollout_only_", "qarl_"
-_STANDARD_ERRORS = 2.0
 # What moves before rewards do: how far the engine is from the learner, the gradient, the learner's own entropy, and the
 # share of responses that the objective keeps.
 _DRIFT = {"kl": ("mismatch/kl_k3", "nats"), "grad_norm": ("optim/grad_norm", ""), "entropy": ("loss/entropy", "nats"),
@@ -68,39 +62,6 @@ def drift_figures(run: Run, name: str) -> Iterable[Figure]:
         for when, part in (("first", values[:window]), ("final", values[-window:])):
             if np.isfinite(mean := finite_mean(part)):
                 yield Figure(f"{name}_{kind}_{when}", mean, unit, "<=")
-
-
-def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
-    """Return what each format's rollouts cost and what QaRL won back, paired by seed, and the recovery if it can be."""
-    name = re.compile(rf"{re.escape(prefix)}_(\w+)_seed(\d+)_test_accuracy")
-    accuracy = {found.groups(): value for row, value in values.items() if (found := name.fullmatch(row))}
-    figures = []
-    for fmt in (*FORMAT_NAMES, *NARROW_NAMES):
-        arms = (_BASELINE, _ROLLOUT_ONLY + fmt, _QARL + fmt)
-        seeds = sorted({seed for _, seed in accuracy if all((arm, seed) in accuracy for arm in arms)}, key=int)
-        if not seeds:
-            continue
-        bf16, rollout_only, qarl = (np.array([accuracy[arm, seed] for seed in seeds]) for arm in arms)
-        lost, gained = bf16 - rollout_only, qarl - rollout_only
-        print(f"{fmt}, seeds {seeds}: BF16 - rollout-only {lost.round(4)}, QaRL - rollout-only {gained.round(4)}")
-        figures += paired(f"{prefix}_lost_{fmt}", lost) + paired(f"{prefix}_gained_{fmt}", gained)
-        if lost.mean() > _STANDARD_ERRORS * standard_error(lost):
-            figures.append(Figure(f"{prefix}_recovery_{fmt}", float(gained.mean() / lost.mean()), "", ">=", 0.8))
-    return figures
-
-
-def paired(name: str, differences: np.ndarray) -> list[Figure]:
-    """Return the mean of one difference a seed, and its standard error where there are two seeds or more."""
-    mean, error = float(differences.mean()), standard_error(differences)
-    return [
-        Figure(f"{name}_mean", mean, "", ">="),
-        *([Figure(f"{name}_error", error, "", "<=")] if np.isfinite(error) else []),
-    ]
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Return the standard error of a mean, s / sqrt(n), NaN of a single value."""
-    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
 
 
 def whole_runs(folder: Path) -> list[Run]:
