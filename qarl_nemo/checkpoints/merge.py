@@ -107,13 +107,13 @@ def merged_checkpoint(base: Checkpoint, training: Training) -> Checkpoint:
     """
     config = {key: value for key, value in base.config.items() if key != "quantization_config"}
     architecture = Architecture.parse(config, str(base.companions / CONFIG_FILE))
-    files = {info.name: info.files for info in base.tensors}
+    files: dict[str, set[str]] = {}
+    for info in base.tensors:
+        files.setdefault(info.name.rpartition(".")[0], set()).update(info.files)
     trained = tuple(str(path.absolute()) for path in training.files)
 
     def described(name: str, shape: tuple[int, ...]) -> TensorInfo:
-        module = name.removesuffix(".weight")
-        own = {file for stored, held in files.items() if stored.rpartition(".")[0] == module for file in held}
-        return TensorInfo(name, shape, "BF16", (*sorted(own), *trained))
+        return TensorInfo(name, shape, "BF16", (*sorted(files.get(name.rpartition(".")[0], ())), *trained))
 
     infos = tuple(described(name, shape) for name, shape in architecture.parameters())
     return replace(base, config=config, tensors=infos, open_reader=lambda: MergedReader(base, training))

@@ -11,7 +11,7 @@ from qarl_formats import FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format, st
 from qarl_nemo.checkpoints.hf_config import RECORD_FILE
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
 from qarl_nemo.files import read_json
-from qarl_nemo.names import GLOBAL_SCALE, TARGETS, expert_names, is_stacked_expert, layer_of, module_kind
+from qarl_nemo.names import GLOBAL_SCALE, TARGETS, expert_names, is_stacked_expert, layer_of, module_kind, target_of
 
 # Name -> shape and dtype of every tensor that a model needs, stacked experts as one.
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -30,10 +30,12 @@ class Stored:
     Attributes:
         format: the record with its group size; None if it is none of ours.
         targets: which layers are in that format.
+        left_out: modules of these targets that are not.
     """
 
     format: QuantFormat | None
     targets: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Stored | None":
@@ -47,7 +49,13 @@ class Stored:
             info.name.rpartition(".")[0] for info in checkpoint.tensors if "scale" in info.name.rpartition(".")[2]
         }
         kinds = {module_kind(module) for module in scaled}
-        return cls(stored_format(quantization, recorded), tuple(target for target in TARGETS if target in kinds))
+        left_out = [
+            info.name.removesuffix(".weight")
+            for info in checkpoint.tensors
+            if target_of(info.name) in kinds and info.name.removesuffix(".weight") not in scaled
+        ]
+        targets = tuple(target for target in TARGETS if target in kinds)
+        return cls(stored_format(quantization, recorded), targets, tuple(left_out))
 
 
 def stored_format(quantization: dict[str, Any], recorded: object = None) -> QuantFormat | None:
@@ -74,10 +82,11 @@ def _arithmetic(quantization: dict[str, Any]) -> Any:
     if quantization.get("quant_method") != "compressed-tensors":
         return [quantization.get(key) for key in ("quant_method", "fmt", "activation_scheme", "weight_block_size")]
     groups = quantization.get("config_groups")
-    found = [
-        [_side(group.get(side)) for side in ("weights", "input_activations")]
-        for group in (groups.values() if isinstance(groups, dict) else ())
-    ]
+    found: list[Any] = []
+    for group in groups.values() if isinstance(groups, dict) else ():
+        sides = [_side(group.get(side)) for side in ("weights", "input_activations")]
+        # Groups may differ in nothing but the modules that they name.
+        found += [] if sides in found else [sides]
     rotated = quantization.get("transform_config") or None
     return [quantization.get("format"), quantization.get("kv_cache_scheme"), rotated, found]
 

@@ -48,6 +48,8 @@ def align_model(config: LocalConfig, model: PreTrainedModel, device: torch.devic
     if not has_frozen_base(config.policy):
         return report
     if lora is not None:
+        if lora.router and not report.num_routers:
+            raise ValueError("policy.lora.router=true, and this model has no routers; set policy.lora.router=false")
         model.requires_grad_(False)
     _freeze(config, model, report, device)
     settings = lora_settings(lora)

@@ -15,7 +15,7 @@ from qarl_formats import BASELINE, FORMAT_NAMES
 from qarl_kernels import QuantizedWeight, stored_layout
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints import Checkpoint, open_checkpoint
-from qarl_nemo.checkpoints.content import drop_reason
+from qarl_nemo.checkpoints.content import drop_reason, require_tied_copy
 from qarl_nemo.checkpoints.stored import Layout, Stored, stored_layers, stored_names
 from qarl_nemo.config import QarlConfig
 from qarl_nemo.layers.frozen import hold, take_master
@@ -64,6 +64,11 @@ def _format_problems(checkpoint: Checkpoint, qarl: QarlConfig) -> list[str]:
         problems.append(f"it is stored as {own.name}; set qarl.format={own.name}{sizes}")
     if set(stored.targets) != set(qarl.targets):
         problems.append(f"its quantized layers are others; set qarl.targets=[{','.join(stored.targets)}]")
+    if stored.left_out:
+        problems.append(
+            f"{summarize_names(stored.left_out, _SHOWN)} are not quantized, and others of {', '.join(stored.targets)} "
+            "are; a target is quantized in every layer or in none: make one with qarl quantize"
+        )
     if qarl.scale_convention is not None:
         problems.append("its scales are given; set qarl.scale_convention=null")
     if qarl.nested_in is not None:
@@ -123,9 +128,10 @@ class PackedBase:
         """Read every tensor and put it on the device, one decoder layer after another.
 
         Raises:
-            ValueError: tensors are missing, have other shapes or dtypes, or belong to no part of the model; all are
-                listed.
+            ValueError: tensors are missing, have other shapes or dtypes, hold NaN or Inf, or belong to no part of the
+                model; all are listed. Or a tied lm_head is another than the embedding.
         """
+        require_tied_copy(checkpoint)
         layout, found = self.layout, set()
         problems = _foreign(checkpoint, layout)
         for layer in stored_layers(checkpoint, layout, device):
@@ -169,9 +175,12 @@ def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _difference(name: str, tensor: Tensor, expected: tuple[tuple[int, ...], torch.dtype]) -> str | None:
     shape, dtype = expected
-    if (tuple(tensor.shape), tensor.dtype) == expected:
-        return None
-    return f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
+    if (tuple(tensor.shape), tensor.dtype) != expected:
+        return f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
+    # E4M3 has no infinities, and no operator for its NaN.
+    is_e4m3, is_float = dtype == torch.float8_e4m3fn, dtype.is_floating_point
+    finite = (tensor.view(torch.uint8) & 0x7F) != 0x7F if is_e4m3 else tensor.isfinite() if is_float else None
+    return None if finite is None or finite.all() else f"{name} holds NaN or Inf"
 
 
 def _unlike_scales(layer: Mapping[str, Tensor]) -> list[str]:

@@ -24,7 +24,7 @@ from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
 from support.engines import PROMPTS, TOKENIZER, tiny_model
 from support.runs import make_config, read_metrics, without_clocks
-from support.whole_models import quantized_copies
+from support.whole_models import DENSE, quantized_copies
 
 SIZES = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 256, "hidden_size": 256, "head_dim": 64}
 TARGETS = ("experts", "attention")
@@ -180,6 +180,57 @@ def test_foreign_missing_and_misshapen_tensors_are_all_named(packed, tmp_path):
         assert part in str(error.value)
 
 
+def test_nan_in_scales_codes_and_norms_is_named(packed, tmp_path):
+    def spoil(key):
+        return lambda tensors: tensors[key].view(torch.uint8).flatten()[-1:].fill_(0x7F)
+
+    for name, key in (("fp8_block", "self_attn.q_proj.weight"), ("nvfp4", "mlp.experts.3.up_proj.weight_scale")):
+        changed_copy(packed, tmp_path, name, spoil(f"model.layers.1.{key}"))
+        with pytest.raises(
+            ValueError, match=r"layers\.1\.(self_attn\.q|mlp\.experts\.gate_up)_proj.* holds NaN or Inf"
+        ):
+            Trainer(config_of(tmp_path / "run", tmp_path, name))
+    norm = "model.layers.0.input_layernorm.weight"
+    changed_copy(packed, tmp_path, "int8", lambda tensors: tensors[norm][3:4].fill_(torch.inf))
+    with pytest.raises(ValueError, match=f"{norm} holds NaN or Inf"):
+        Trainer(config_of(tmp_path / "run", tmp_path, "int8"))
+
+
+def test_an_lm_head_that_is_not_the_tied_embedding_is_refused(packed, tmp_path):
+    tensors = changed_copy(packed, tmp_path, "w4a16", lambda _: None)
+    file = tmp_path / "w4a16" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    with pytest.raises(ValueError, match=r"says tie_word_embeddings, but lm_head\.weight is not"):
+        Trainer(config_of(tmp_path / "run", tmp_path))
+
+
+def test_layers_that_a_checkpoint_ignores_are_named(packed, tmp_path):
+    left_out = "model.layers.1.self_attn.o_proj"
+
+    def ignore(tensors):
+        tensors[f"{left_out}.weight"] = torch.zeros(256, 256, dtype=torch.bfloat16)
+        for suffix in ("packed", "scale", "shape"):
+            del tensors[f"{left_out}.weight_{suffix}"]
+
+    changed_copy(packed, tmp_path, "w4a16", ignore)
+    with pytest.raises(
+        ValueError, match=f"{left_out} are not quantized, and others of experts, attention are"
+    ) as error:
+        train_run(config_of(tmp_path / "run", tmp_path))
+    assert "what its config.json says" not in str(error.value)
+
+
+def test_a_model_without_routers_trains_none(tmp_path):
+    folder = tmp_path / "dense"
+    TOKENIZER.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(DENSE))
+    policy = {"_override_": True, "model_path": str(folder), "lora": {"rank": 8, "router": True}}
+    qarl = {"_override_": True, "format": "w4a16", "targets": ["attention"]}
+    with pytest.raises(ValueError, match=r"this model has no routers; set policy\.lora\.router=false"):
+        train_run(make_config(tmp_path / "run", policy=policy, qarl=qarl))
+
+
 def test_projections_that_engines_fuse_must_share_their_global_scale(packed, tmp_path):
     key = "model.layers.1.self_attn.k_proj.weight_global_scale"
     changed_copy(packed, tmp_path, "nvfp4", lambda tensors: tensors[key].mul_(2))
@@ -214,6 +265,15 @@ def test_a_format_that_nothing_here_executes_is_shown(packed, tmp_path):
 def test_eight_bit_groups_are_known():
     fmt = get_format("w8a16", group_size=64)
     assert stored_format(storage_config(fmt, ignore=[])) == fmt
+
+
+def test_config_groups_of_one_scheme_are_one_and_of_two_are_refused():
+    fmt = get_format("w4a16")
+    config = storage_config(fmt, ignore=[])
+    alike = config["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}
+    assert stored_format(config | {"config_groups": config["config_groups"] | {"group_1": alike}}) == fmt
+    other = alike | {"weights": alike["weights"] | {"num_bits": 8}}
+    assert stored_format(config | {"config_groups": config["config_groups"] | {"group_1": other}}) is None
 
 
 @pytest.mark.parametrize(
