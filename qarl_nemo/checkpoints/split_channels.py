@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl_formats import QuantFormat
+from qarl_formats import BASELINE, QuantFormat, get_format
+from qarl_kernels import unfit_values
 from qarl_kernels.integer import integer_grid
 from qarl_nemo.checkpoints.reader import TensorInfo, TensorReader
 
@@ -135,11 +136,14 @@ class ChannelSplitter:
             kind: what the module that owns it is.
 
         Returns:
-            The tensor, of `Splitting.shape`; split columns that are shifted in FP32.
+            The tensor, of `Splitting.shape`; split columns that are shifted in FP32. One with NaN or Inf as it is.
         """
         info = self._infos[name]
         weight = self._reader.read(info)
         if self._splitting.shape(name, kind, info.shape) == tuple(info.shape):
+            return weight
+        if unfit_values(weight, get_format(BASELINE), name):
+            # It is refused next, with the shape and the place that it has in the source.
             return weight
         order = self._order_of(name, kind)
         return split_columns(weight, order, self._format) if name.endswith(_DOWN) else weight[order]

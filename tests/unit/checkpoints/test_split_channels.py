@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from qarl_kernels import get_format, quantize_weight
@@ -113,6 +115,20 @@ def test_what_is_stored_is_the_quantized_split_weight(models, tmp_path, read_all
             assert after[f"{module}.weight_shape"].tolist() == list(weight.shape)
             for suffix, tensor in quantize_weight(weight, W4).tensors.items():
                 assert torch.equal(after[f"{module}.{suffix}"], tensor)
+
+
+@pytest.mark.parametrize("fmt", [W4, BF16], ids=["w4a16", "bf16"])
+def test_a_bad_value_is_named_where_the_source_has_it(fmt, models, tmp_path):
+    folder, weights = models["mixed"]
+    shutil.copytree(folder, tmp_path / "bad")
+    bad = {name: one.clone() for name, one in weights.items()}
+    bad["model.layers.1.mlp.experts.3.down_proj.weight"][3, 200] = torch.nan
+    bad["model.layers.0.mlp.up_proj.weight"][201, 7] = torch.inf
+    save_file(bad, tmp_path / "bad" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="NaN or Inf in 2 weights") as error:
+        quantize_checkpoint(tmp_path / "bad", tmp_path / "out", fmt, ["experts", "mlp"], split_channels=0.1)
+    for place in ("(1, the first at index [3, 200]: nan)", "(1, the first at index [201, 7]: inf)"):
+        assert place in str(error.value)
 
 
 def test_widths_grow_to_what_the_kernels_take():
