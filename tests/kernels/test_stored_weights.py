@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
+from qarl_formats import SCALE_CONVENTIONS
 from qarl_kernels import QuantizedWeight, gemm_operand, get_format, quantize_weight, stored_layout, weight_problems
 from qarl_kernels.integer import dequantize_integer, quantize_integer
 from support.asserts import assert_bitwise_equal
@@ -182,3 +184,13 @@ def test_a_row_that_is_no_multiple_of_nvfp4s_group_is_refused():
 def test_a_vector_is_refused():
     with pytest.raises(ValueError, match=r"at least two dimensions \[N, K\], got shape \[128\]"):
         quantize_weight(torch.zeros(128), get_format("fp8_channel"))
+
+
+@pytest.mark.parametrize("nested_in", [None, "w8a16"])
+@pytest.mark.parametrize("convention", SCALE_CONVENTIONS)
+def test_the_last_grid_of_a_schedule_has_a_format_with_the_same_weights(convention, nested_in):
+    weight, options = torch.randn(16, 128), {"scale_convention": convention, "nested_in": nested_in}
+    stage = replace(get_format("w8a16", **options), grid_bits=2)
+    served = quantize_weight(weight, stage).dequantize()
+    assert torch.equal(quantize_weight(weight, get_format("w2a16", **options)).dequantize(), served)
+    assert not torch.equal(quantize_weight(weight, get_format("w3a16", **options)).dequantize(), served)
