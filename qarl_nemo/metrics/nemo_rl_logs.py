@@ -31,6 +31,7 @@ _RENAMED = {
     "train/mean_gen_tokens_per_sample": "response_length_tokens/mean",
     "train/approx_entropy": "loss/approx_entropy",
     "train/gen_kl_error": "mismatch/kl_k3",
+    "train/truncation_rate": "truncated_fraction",
     "train/grad_norm": "optim/grad_norm",
     "train/lr": "optim/lr",
     "train/loss": "loss/total",
@@ -163,13 +164,17 @@ def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
 
     A dump has the mismatch weights of its responses and log-probabilities of some tokens, but none of the update.
     """
-    dumps, recorded = {}, {}
+    dumps: dict[int, Path] = {}
+    recorded: dict[int, Path] = {}
     for start in _starts(path):
-        recorded |= dict.fromkeys(diagnostic_steps(start), start)
-        for file in start.glob("train_data_step*.jsonl"):
-            found = re.fullmatch(r"train_data_step(\d+)\.jsonl", file.name)
-            if found:
-                dumps[int(found[1])] = file
+        fresh_dumps, fresh_steps = _dumps(start), diagnostic_steps(start)
+        if dumps or recorded:
+            # Steps of an earlier start that this one took again are no part of the run.
+            first = min([*_read_scalars(start / _EVENTS), *fresh_dumps, *fresh_steps], default=math.inf)
+            dumps = {step: file for step, file in dumps.items() if step < first}
+            recorded = {step: folder for step, folder in recorded.items() if step < first}
+        dumps |= fresh_dumps
+        recorded |= dict.fromkeys(fresh_steps, start)
     dumped = _diagnostics(max(dumps), dumps[max(dumps)]) if dumps else None
     if not recorded:
         return dumped
@@ -185,6 +190,11 @@ def _starts(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return [path] if is_start(path) else [folder for folder in sorted(path.glob("exp_*")) if is_start(folder)]
+
+
+def _dumps(start: Path) -> dict[int, Path]:
+    found = ((re.fullmatch(r"train_data_step(\d+)\.jsonl", file.name), file) for file in start.iterdir())
+    return {int(name[1]): file for name, file in found if name}
 
 
 def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:
@@ -246,8 +256,8 @@ def _diagnostics(step: int, file: Path) -> StepDiagnostics:
         weights.append(math.exp(min(float(np.mean(prev - generation)), 20.0)))
         advantages.append(float(advantage.mean()))
         tokens.append(columns)
-        if len(examples) < 8 and isinstance(row.get("content"), str):
-            examples.append(_example(row["content"], reward, advantages[-1]))
+        if len(examples) < 8 and (texts := _texts(row.get("content"))):
+            examples.append(_example(texts, reward, advantages[-1]))
     chosen = np.concatenate([*tokens, np.empty((0, 3))])
     # Evenly spaced over the step.
     chosen = chosen[:: max(1, len(chosen) // _MAX_TOKENS)]
@@ -270,11 +280,19 @@ def _token_columns(row: Mapping[str, Any]) -> NDArray[np.float64]:
     return np.stack(columns, axis=-1)[mask]
 
 
-def _example(response: str, reward: float, advantage: float) -> dict[str, Any]:
-    # NeMo-RL dumps prompt and response as one text; only the tokenizer could tell where the response begins.
+def _texts(content: Any) -> list[str]:
+    """Return the messages' texts: the prompt, then responses, each with the environment's words after it."""
+    texts = content if isinstance(content, list) else [content]
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
+def _example(texts: list[str], reward: float, advantage: float) -> dict[str, Any]:
+    # Of one text alone, only the tokenizer could tell where the response begins.
+    prompt, responses = (texts[0], texts[1:]) if len(texts) > 1 else ("", texts)
     return {
-        "prompt": "",
-        "response": response,
+        "prompt": prompt,
+        # What the environment says last is no part of the response.
+        "response": "\n".join(responses[:-1] or responses),
         "answer": "",
         "reward": reward,
         "advantage": advantage,

@@ -8,6 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qarl_nemo import __version__
 from qarl_nemo.files import FileError, read_text, require_file, write_atomic
+from qarl_nemo.metrics.nemo_rl_logs import find_config
 from qarl_nemo.metrics.report import tables
 from qarl_nemo.metrics.report.arms import group_by_arm
 from qarl_nemo.metrics.report.bands import objective_bands
@@ -108,5 +109,5 @@ def _notices(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _config_text(run: Run) -> str:
-    path = run.path / CONFIG_FILE
+    path = find_config(run.path) or run.path / CONFIG_FILE
     return read_text(path, "a run's config") if path.exists() else ""

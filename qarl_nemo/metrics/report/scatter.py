@@ -24,7 +24,7 @@ def scatter_figure(arms: Sequence[Arm], x: str, y: str, labels: tuple[str, str],
     """
     figure = new_figure(width_in, 4.6)
     grid = figure.subplots(1, len(arms), squeeze=False, sharex=True, sharey=True)[0]
-    lowest = min(_probabilities(arm, name).min(initial=0.5) for arm in arms for name in (x, y))
+    lowest = min(np.nanmin(_probabilities(arm, name), initial=0.5) for arm in arms for name in (x, y))
     for axes, arm in zip(grid, arms, strict=True):
         advantage = arm.diagnostic("token_advantage")
         signed = np.where(advantage > 0, SIGN_COLORS["positive"], SIGN_COLORS["negative"])
@@ -45,4 +45,5 @@ def scatter_figure(arms: Sequence[Arm], x: str, y: str, labels: tuple[str, str],
 
 
 def _probabilities(arm: Arm, policy: str) -> Floats:
-    return np.clip(np.exp(arm.diagnostic(f"token_{policy}_logprob")), _LOWEST_PROB, 1.0)
+    # A log-probability that is no number has no place; it must not take the axes with it.
+    return np.exp(np.clip(arm.diagnostic(f"token_{policy}_logprob"), np.log(_LOWEST_PROB), 0.0))

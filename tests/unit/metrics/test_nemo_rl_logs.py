@@ -36,6 +36,7 @@ def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFI
             "train/reward": reward + 0.01 * step,
             "train/mean_gen_tokens_per_sample": 50.0,
             "train/gen_kl_error": 1e-4,
+            "train/truncation_rate": 0.25,
             "train/approx_entropy": 0.7,
             "train/qarl/skipped_steps": 1.0,
             "train/qarl/memory/update_allocated_gib": 90.0,
@@ -70,7 +71,7 @@ def write_dump(folder, step, gap):
         prev = [0.0, 0.0, -1.0, -2.0]
         rows.append(
             {
-                "content": [f"user: 1+1?\nassistant: answer {index}"],
+                "content": [["user: 1+1?", f"answer {index}", "Environment: correct"]],
                 "rewards": [1.0],
                 "token_ids": [[1, 2, 3, 4]],
                 "token_loss_mask": [[0, 0, 1, 1]],
@@ -90,6 +91,7 @@ def test_columns_carry_the_embedded_engines_names(tmp_path):
     assert run.column("reward/mean") == pytest.approx([0.51, 0.52, 0.53, 0.54, 0.55])
     assert run.column("mismatch/abs_gap_mean") == pytest.approx([2e-3] * 5)
     assert run.column("mismatch/kl_k3") == pytest.approx([1e-4] * 5)
+    assert run.column("truncated_fraction") == pytest.approx([0.25] * 5)
     assert run.column("loss/approx_entropy") == pytest.approx([0.7] * 5)
     assert np.isnan(run.column("loss/entropy")).all(), "an estimate is not under the exact one's name"
     exact = write_start(tmp_path / "exp_002", range(1, 6), entropy={4: 0.6})
@@ -124,6 +126,19 @@ def test_the_newest_dump_gives_weights_and_tokens_of_responses_that_count(tmp_pa
     assert diagnostics.arrays["seq_mismatch_weight"] == pytest.approx([math.exp(0.1)] * 2)
     assert diagnostics.arrays["seq_advantage"].tolist() == [1.0, -1.0]
     assert diagnostics.arrays["token_prev_logprob"].tolist() == [-1.0, -2.0, -1.0, -2.0]
+    first = diagnostics.examples[0]
+    assert (first["prompt"], first["response"]) == ("user: 1+1?", "answer 0"), "as NeMo-RL's messages tell them apart"
+
+
+def test_what_an_abandoned_start_dumped_is_no_part_of_the_run(tmp_path):
+    first, second = write_start(tmp_path / "exp_001", range(1, 31)), write_start(tmp_path / "exp_002", range(21, 26))
+    for step in (20, 30):
+        write_dump(first, step, gap=5.0)
+        DiagnosticsCollector(step).write(first)
+    diagnostics = load_run(tmp_path).diagnostics
+    assert (diagnostics.step, diagnostics.examples != []) == (20, True)
+    DiagnosticsCollector(25).write(second)
+    assert load_run(tmp_path).diagnostics.step == 25
 
 
 def test_a_step_that_the_loss_recorded_comes_with_examples_of_the_newest_dump(tmp_path):
@@ -152,6 +167,14 @@ def test_the_report_shows_it_beside_a_run_of_nemo_rl_alone(tmp_path):
     assert "not started by examples/run_qarl_grpo.py" in html
     assert "<h3>Approximate entropy</h3>" in html
     assert "<h3>Entropy</h3>" not in html
+
+
+def test_the_page_shows_config_and_examples_and_outlives_what_is_no_number(tmp_path):
+    folder = write_start(tmp_path / "logs" / "exp_001", [1])
+    write_dump(folder, 1, gap=math.nan)
+    html = write_report([tmp_path / "logs"], tmp_path / "report.html").read_text()
+    assert "num_generations_per_prompt: 2" in html
+    assert "answer 0" in html
 
 
 def test_a_folder_without_scalars_says_what_to_set(tmp_path):
