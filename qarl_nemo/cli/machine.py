@@ -132,7 +132,7 @@ def memory(
     if lora is not None:
         _require_lora_options(context)
         _require_own_format(model, base)
-        adapted = replace(base, logprob_chunk=logprob_chunk or 1024)
+        adapted = replace(base, logprob_chunk=1024 if logprob_chunk is None else logprob_chunk)
         _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib)
         return
     _require_megatron_options(context, engine_tp, gpus)
@@ -234,16 +234,26 @@ def _require_megatron_options(context: typer.Context, engine_tp: int | None, gpu
 
 
 def _require_own_format(model: Path, learner: "Learner") -> None:
-    """Require that a quantized checkpoint, which is executed as it is stored, takes the bits that are computed."""
-    from qarl_nemo.checkpoints.stored import stored_format
+    """Require that a quantized checkpoint, which is executed as it is stored, takes the bytes that are computed."""
+    from qarl_nemo.checkpoints import open_checkpoint
+    from qarl_nemo.checkpoints.stored import Stored, stored_format
     from qarl_nemo.files import read_json
 
-    config = read_json(config_file(model), "a model's config.json")
-    stored = stored_format(config.get("quantization_config") or {})
-    if stored and learner.record and stored.bits_per_weight != learner.record.bits_per_weight:
+    file = config_file(model)
+    stored = stored_format(read_json(file, "a model's config.json").get("quantization_config") or {})
+    if stored is None or learner.record is None:
+        return
+    options = []
+    if stored.bits_per_weight != learner.record.bits_per_weight:
         size = f" --group-size {stored.group_size}" if stored.group_sizes else ""
+        options.append(f"--format {stored.name}{size}")
+    # A config.json alone does not say which layers these are.
+    own = Stored.of(open_checkpoint(file.parent)) if any(file.parent.glob("*.safetensors")) else None
+    if own and set(own.targets) != set(learner.targets):
+        options.append(f"--targets {','.join(own.targets)}")
+    if options:
         raise ValueError(
-            f"{model} is stored as {stored.name}, as which a frozen base is executed: add --format {stored.name}{size}"
+            f"{model} is stored as {stored.name}, as which a frozen base is executed: add {' '.join(options)}"
         )
 
 

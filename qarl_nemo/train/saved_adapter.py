@@ -16,7 +16,12 @@ from qarl_nemo.names import TARGETS, module_kind, parameter_name, summarize_name
 from qarl_nemo.train.trained import ADAPTER_CONFIG, ADAPTER_FILE, TRAINED_FILE, read_trained
 
 # What these settings of PEFT do to an adapter is not computed here.
-_UNSUPPORTED = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
+_UNSUPPORTED = (
+    *("use_dora", "use_rslora", "use_qalora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    *("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "alora_invocation_tokens", "layer_replication"),
+)
+# Others change the base's weights, which the files do not hold.
+_INITS = (True, False, "gaussian", "eva", "orthogonal")
 _SHOWN = 8
 
 
@@ -94,6 +99,8 @@ def _config_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"peft_type={config.get('peft_type')!r}; legal: LORA")
     if config.get("bias", "none") != "none":
         problems.append(f"bias={config['bias']!r}; legal: none")
+    if (init := config.get("init_lora_weights", True)) not in _INITS:
+        problems.append(f"init_lora_weights={init!r}; legal: {', '.join(map(str, _INITS))}")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         problems.append(f"r={rank!r} is no rank")

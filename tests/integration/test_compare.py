@@ -117,10 +117,11 @@ def test_both_sides_add_a_saved_adapter_and_what_was_trained_beside_it(checkpoin
 def test_adapters_that_cannot_be_compared_are_refused_with_every_reason(checkpoint, adapter, tmp_path):
     shutil.copytree(adapter, tmp_path / "copy")
     config = json.loads((adapter / "adapter_config.json").read_text())
-    changed = config | {"use_dora": True, "bias": "all", "r": 0}
+    changed = config | {"use_dora": True, "bias": "all", "r": 0, "init_lora_weights": "pissa"}
     (tmp_path / "copy" / "adapter_config.json").write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="use_dora=True") as raised:
         prepare(settings(checkpoint, adapter=tmp_path / "copy"))
+    assert "init_lora_weights='pissa'; legal: True, False, gaussian" in str(raised.value)
     assert "bias='all'; legal: none" in str(raised.value)
     assert "r=0 is no rank" in str(raised.value)
     with pytest.raises(ValueError, match="layers does not know adapters") as raised:
@@ -139,7 +140,11 @@ def test_adapters_that_cannot_be_compared_are_refused_with_every_reason(checkpoi
               tmp_path / "copy" / "adapter_model.safetensors")  # fmt: skip
     (tmp_path / "copy" / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"not of this model: .*layers\.7"):
-        compare(settings(checkpoint, adapter=tmp_path / "copy"))
+        prepare(settings(checkpoint, adapter=tmp_path / "copy"))
+    save_file({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(8, 256)},
+              tmp_path / "copy" / "adapter_model.safetensors")  # fmt: skip
+    with pytest.raises(ValueError, match=r"copy is not of this model: targets \['mlp'\] match no module"):
+        prepare(settings(checkpoint, adapter=tmp_path / "copy"))
 
 
 def test_random_prompts_need_no_tokenizer(checkpoint, tmp_path):

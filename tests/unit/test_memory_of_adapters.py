@@ -9,6 +9,7 @@ import pytest
 from qarl_formats import get_format, storage_config
 from qarl_nemo.memory import Learner, ModelSize
 from qarl_nemo.memory.lora import Adapters, adapted_memory
+from support.whole_models import quantized_copies, save_sparse
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b"
 ATTENTION, EXPERTS = Adapters(32, ("attention",)), Adapters(16, ("experts",))
@@ -80,6 +81,15 @@ def test_a_quantized_base_is_computed_as_it_is_stored(tmp_path, qarl):
     assert code == 0, printed
 
 
+def test_a_base_with_weights_says_itself_which_layers_are_quantized(tmp_path, qarl):
+    quantized_copies(save_sparse(tmp_path / "source"), tmp_path, ["w4a16"], ["experts", "attention"])
+    code, printed = qarl("memory", tmp_path / "w4a16", "--lora", 8, "--group-size", 32)
+    assert code == 2
+    assert "add --format w4a16 --group-size 128 --targets experts,attention" in " ".join(printed.split())
+    code, printed = qarl("memory", tmp_path / "w4a16", "--lora", 8, "--targets", "attention,experts")
+    assert code == 0, printed
+
+
 def test_engines_without_kernels_beside_adapters_fit_nowhere(qarl):
     code, printed = qarl("memory", MODEL, "--lora", 32, "--format", "w4a8")
     assert code == 0, printed
@@ -114,6 +124,7 @@ def test_the_command_says_what_fits(qarl):
         (["--lora", "16", "--lora-targets", "mlp"], "targets mlp: this model has experts, attention"),
         (["--lora", "16", "--gpus", "8"], "--gpus: of a Megatron learner on several GPUs; leave it out with --lora"),
         (["--lora-targets", "mlp", "--cache-gib", "8"], "--lora-targets, --cache-gib: of adapters on a frozen base"),
+        (["--lora", "16", "--logprob-chunk", "0"], "logprob_chunk=0 is not from 1 to"),
         (["--lora", "16", "--cache-gib", "0"], "cache_gib=0.0 must lie between 0 and"),
     ],
 )

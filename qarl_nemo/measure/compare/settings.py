@@ -19,7 +19,7 @@ from qarl_nemo.names import TARGETS
 from qarl_nemo.train.engine_attention import ATTENTIONS, engine_attention_problem
 from qarl_nemo.train.lora import RANKS
 from qarl_nemo.train.model import checkpoint_config, stored_stop_ids
-from qarl_nemo.train.saved_adapter import SavedAdapter, read_adapter
+from qarl_nemo.train.saved_adapter import SavedAdapter, add_saved_adapter, read_adapter
 from qarl_nemo.train.setup import resolve_device
 
 ENGINES = ("packed", "vllm")
@@ -128,6 +128,8 @@ def prepare(settings: CompareSettings) -> Job:
     if found:
         config, tokenizer = found
         problems += _shape_problems(settings, formats, config)
+        if adapter:
+            attempt(problems, _require_same_model, adapter, config)
         prompts = attempt(problems, make_prompts, settings, tokenizer, config)
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with this comparison:\n  " + "\n  ".join(problems))
@@ -175,6 +177,16 @@ def _adapter_problems(
     if adapter.settings.rank > RANKS[-1]:
         problems.append(f"the adapters have rank {adapter.settings.rank}; vLLM serves up to {RANKS[-1]}")
     return problems
+
+
+def _require_same_model(adapter: SavedAdapter, config: PreTrainedConfig) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    try:
+        install(model, adapter.settings.targets, get_format(BASELINE))
+    except ValueError as error:
+        raise ValueError(f"{adapter.folder} is not of this model: {error}") from error
+    add_saved_adapter(model, adapter)
 
 
 def adapter_problems(formats: Sequence[QuantFormat], targets: Sequence[str], device: torch.device) -> list[str]:
