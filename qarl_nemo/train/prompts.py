@@ -75,11 +75,18 @@ class PromptEncoder:
             One list of token ids for each task.
 
         Raises:
-            ValueError: as `text`.
+            ValueError: as `text`; or the tokenizer makes no token of a prompt.
         """
         texts = [self.text(task.prompt) for task in tasks]
         # The template writes all special tokens that the model expects.
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        prompts = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        empty = [text for text, tokens in zip(texts, prompts, strict=True) if not tokens]
+        if empty:
+            raise ValueError(
+                f"the tokenizer makes no token of {len(empty)} of {len(texts)} prompts, such as "
+                f"{empty[0][:_MAX_QUOTED]!r}; leave them out, or use the tokenizer that the model was trained with"
+            )
+        return prompts
 
 
 def longest_prompt(config: LocalConfig, max_position_embeddings: int) -> int:

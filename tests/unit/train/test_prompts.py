@@ -42,6 +42,11 @@ def test_tokens_are_those_of_the_text_and_no_others():
     assert encode([]) == []
 
 
+def test_a_prompt_without_a_token_is_refused():
+    with pytest.raises(ValueError, match="makes no token of 1 of 2 prompts, such as ''; leave them out, or use the"):
+        encoder(template=None)([Task("1+2=", "3"), Task("", "5")])
+
+
 def test_null_turns_the_template_off_and_keeps_it_for_the_checkpoint():
     encode = encoder(chat_template=None)
     assert encode.text("1+2") == "1+2"
