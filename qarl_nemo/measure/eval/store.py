@@ -53,8 +53,8 @@ class AnswerStore:
         for key in [key for key, rows in self._chunks.items() if len(rows) != rows[0]["chunk_size"]]:
             del self._chunks[key]
         kept = [{"settings": settings}, *(row for rows in self._chunks.values() for row in rows)]
-        if kept != lines:
-            write_atomic(path, "".join(map(_line, kept)))
+        # Also where no row is lost: what comes next must not stand on a line that a kill has left unfinished.
+        write_atomic(path, "".join(map(_line, kept)))
 
     def chunk(self, model: str, benchmark: str, number: int) -> list[Row] | None:
         """Return the answers of a whole chunk, None if it is still to be asked."""
