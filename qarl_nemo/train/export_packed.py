@@ -30,7 +30,7 @@ def export_packed(
         progress: called after each tensor that is quantized; a base that is quantized already is copied.
 
     Returns:
-        The command with which vLLM serves it, with the adapters of the run if it has any.
+        The command with which vLLM serves it, with the adapters of the run if it has any, or why it does not.
 
     Raises:
         ValueError: the folder holds no run with a frozen base, or the base was executed in BF16.
@@ -44,6 +44,9 @@ def export_packed(
         quantize_checkpoint(source, destination, training.fmt, training.targets, overwrite=overwrite, progress=progress)
     else:
         _copy(base, training, destination, overwrite=overwrite)
+    if training.adapters and not training.fmt.runs_beside_adapters(training.targets):
+        name = training.fmt.name
+        return f"not by vLLM, whose kernels for {name} experts do not run beside adapters; qarl eval --engine packed"
     return serve_command(destination, training.fmt, training.targets) + _adapter_options(training)
 
 

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
 from qarl_nemo.cli import app
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.measure.eval.models import find_model
@@ -18,6 +19,7 @@ from qarl_nemo.train.export_packed import export_packed
 from qarl_nemo.train.run import train_run
 from support.engines import TOKENIZER, tiny_model
 from support.runs import make_config, train
+from support.whole_models import DENSE, checkpoint_of
 
 LORA = {"rank": 8, "alpha": 16, "targets": ["attention", "experts"], "norms": True}
 IDS = torch.tensor([[5, 3, 8, 2]])
@@ -121,6 +123,23 @@ def test_a_packed_base_is_copied_with_what_was_trained(odd_rewards, tmp_path):
     ):
         done = export(tmp_path / "run", tmp_path / out, *wrong)
         assert problem in str(done.exception) + done.output
+
+
+def test_a_merged_bias_is_read_from_its_bases_file(tmp_path):
+    base = checkpoint_of(DENSE | {"model_type": "qwen2"})
+    training = Training(get_format("bf16"), (), {}, 1.0, {}, (tmp_path / "trained.safetensors",))
+    files = {info.name: info.files for info in merged_checkpoint(base, training).tensors}
+    assert set(files.values()) == {("model.safetensors", str(tmp_path / "trained.safetensors"))}
+    assert "model.layers.0.self_attn.q_proj.bias" in files
+
+
+def test_no_command_serves_experts_whose_kernels_do_not_run_beside_adapters(tmp_path):
+    qarl = {"_override_": True, "format": "fp8_channel"}
+    train(tmp_path / "run", policy={"lora": {"rank": 8}}, qarl=qarl, grpo={"max_num_steps": 2})
+    done = export(tmp_path / "run", tmp_path / "out", "--packed")
+    assert done.exit_code == 0, done.output
+    assert "whose kernels for fp8_channel experts do not run beside adapters" in " ".join(done.output.split())
+    assert "vllm serve" not in done.output
 
 
 def test_bf16_is_not_packed(runs, tmp_path):
