@@ -15,10 +15,12 @@ from qarl_nemo.verify import reward
 
 _MAX_QUOTED = 200
 _LETTER = r"(?:(?i:option|choice)\s*)?\(?([A-Z])\)?(?![\w'])"
-_BOXED_LETTER = re.compile(rf"\\boxed\s*\{{\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{)?\s*{_LETTER}")
+# What LaTeX and Markdown write before a letter: \textbf{, \(, **.
+_MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s*${])*"
+_BOXED_LETTER = re.compile(rf"\\boxed\s*\{{{_MARKUP}{_LETTER}")
 # Not "let us analyze each option: A. Water", with which a response begins that was cut off before its answer.
 _SAID = r"(?i:(?<!each )(?<!every )answer|(?:correct|right|best|final)\s+(?:option|choice))"
-_SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?\s*:?[\s*$]*{_LETTER}")
+_SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?\s*:?{_MARKUP}{_LETTER}")
 _BARE_LETTER = re.compile(rf"\s*{_LETTER}[.\s]*")
 
 

@@ -182,6 +182,11 @@ def test_a_missing_copy_says_how_one_is_named(tmp_path):
     ("response", "letter"),
     [
         (r"So \boxed{B}.", "B"),
+        (r"\boxed{\textit{B}}", "B"),
+        (r"\boxed{{\mathrm{(B)}}}", "B"),
+        (r"Answer: \(B\)", "B"),
+        (r"The answer is $\text{B}$.", "B"),
+        (r"\boxed{\frac{A}{B}}", None),
         (r"First \boxed{A}, no: $\boxed{\text{(C)}}$", "C"),
         (r"\boxed{D. water}", "D"),
         ("The answer is (B).", "B"),
