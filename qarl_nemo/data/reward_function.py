@@ -8,10 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 _MAX_QUOTED = 200
+# What verl passes to a reward function, by name.
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class RewardFunction:
     """Calls `function(response, answer)`, or `function(response, answer, record)` if it takes three.
+
+    A function with verl's `solution_str` and `ground_truth` is called by name, as verl calls it, with the record's
+    `data_source` and `extra_info`; of a mapping that a function returns, `score` is the reward.
 
     Args:
         path: `module:function`; the module is found in the current folder or wherever Python finds modules.
@@ -23,11 +28,13 @@ class RewardFunction:
     def __init__(self, path: str) -> None:
         self.path = path
         self._function = _load(path)
+        self._verl = _verl_parameters(self._function)
         self._takes_record = _takes(self._function, 3)
-        if not self._takes_record and not _takes(self._function, 2):
+        if not self._verl and not self._takes_record and not _takes(self._function, 2):
             raise ValueError(
                 f"reward function {path} takes {inspect.signature(self._function)}; it is called with response and "
-                "answer, or with response, answer and record (the data set's fields)"
+                "answer, or with response, answer and record (the data set's fields), or as verl's with "
+                + ", ".join(_VERL)
             )
 
     def __call__(self, response: str, answer: str, record: Mapping[str, Any]) -> float:
@@ -44,11 +51,15 @@ class RewardFunction:
         Raises:
             ValueError: the function failed, or returned something else.
         """
+        named = {"solution_str": response, "ground_truth": answer}
         arguments = (response, answer, record) if self._takes_record else (response, answer)
         quoted = f"for the answer {answer[:_MAX_QUOTED]!r} and the response {response[:_MAX_QUOTED]!r}"
         try:
-            value = self._function(*arguments)
-            number = float(value)
+            if self._verl:
+                value = self._function(**{name: named.get(name, record.get(name)) for name in self._verl})
+            else:
+                value = self._function(*arguments)
+            number = float(value["score"] if isinstance(value, Mapping) else value)
         # A function that runs what a model wrote may meet its exit().
         except (Exception, SystemExit) as error:
             raise ValueError(
@@ -86,6 +97,17 @@ def _load(path: str) -> Any:
 def _functions(module: Any) -> str:
     names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     return ", ".join(names)[:_MAX_QUOTED] or "no functions"
+
+
+def _verl_parameters(function: Any) -> list[str]:
+    """Return which of verl's arguments one of its reward functions takes; none of any other function."""
+    try:
+        signature = inspect.signature(function)
+        taken = [name for name in _VERL if name in signature.parameters]
+        signature.bind(**dict.fromkeys(taken))
+    except (TypeError, ValueError):  # it needs others, or is a builtin that does not tell
+        return []
+    return taken if {"solution_str", "ground_truth"} <= set(taken) else []
 
 
 def _takes(function: Any, num_arguments: int) -> bool:

@@ -20,6 +20,10 @@ class Judge:
     def score(response, answer, *, bonus=1):
         return 2 * bonus
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": (solution_str == ground_truth) + extra_info["index"], "acc": data_source == "gsm8k"}
+
+def needs_more(data_source, solution_str, ground_truth, threshold): return 1
 def one(response): return 1
 def fails(response, answer): return {}[answer]
 def not_a_number(response, answer): return float("nan")
@@ -40,9 +44,11 @@ def here(tmp_path, monkeypatch):
     sys.modules.pop("own_rewards", None)
 
 
-@pytest.mark.parametrize(("path", "value"), [("score", 1.0), ("with_record", 2.5), ("Judge.score", 2.0)])
+@pytest.mark.parametrize(
+    ("path", "value"), [("score", 1.0), ("with_record", 2.5), ("Judge.score", 2.0), ("compute_score", 8.0)]
+)
 def test_it_is_called_with_what_it_takes(path, value):
-    assert RewardFunction(f"own_rewards:{path}")("46", "46", {"level": 5}) == value
+    assert RewardFunction(f"own_rewards:{path}")("46", "46", {"level": 5, "extra_info": {"index": 7}}) == value
 
 
 @pytest.mark.parametrize(
@@ -56,6 +62,7 @@ def test_it_is_called_with_what_it_takes(path, value):
         ("leaving_rewards:score", "leaving_rewards cannot be imported, SystemExit: 3"),
         ("own_rewards:scores", "own_rewards has no 'scores'; it has score, with_record, Judge"),
         ("own_rewards:LIMIT", "is int, which cannot be called"),
+        ("own_rewards:needs_more", r"takes \(data_source, .* or as verl's with data_source, solution_str"),
         ("own_rewards:one", r"takes \(response\); it is called with response and answer, or"),
     ],
 )
