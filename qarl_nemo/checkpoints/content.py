@@ -12,7 +12,7 @@ from qarl_nemo.names import summarize_names
 
 _ROTARY = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.(?:inv_freq|cos_cached|sin_cached)")
 _STACKED = re.compile(r".*\.mlp\.experts\.(?:gate_up|down)_proj")
-_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # For each kind of problem this many names and pairs of shapes are written out; the others are counted.
 _SHOWN = 8
 
@@ -25,7 +25,7 @@ def drop_reason(name: str, architecture: Architecture) -> str | None:
     """
     if _ROTARY.fullmatch(name):
         return "engines compute rotary frequencies from config.json"
-    if name == _LM_HEAD and architecture.tie_word_embeddings:
+    if name == LM_HEAD and architecture.tie_word_embeddings:
         return "config.json ties it to the embedding, whose values it has"
     return None
 
@@ -88,12 +88,12 @@ def require_tied_copy(checkpoint: Checkpoint) -> None:
     Raises:
         ValueError: the two differ.
     """
-    tables = {info.name: info for info in checkpoint.tensors if info.name in (_LM_HEAD, _EMBEDDING)}
+    tables = {info.name: info for info in checkpoint.tensors if info.name in (LM_HEAD, EMBEDDING)}
     if len(tables) < 2 or not checkpoint.config.get("tie_word_embeddings"):
         return
     with checkpoint.open_reader() as reader:
-        embedding = reader.read(tables[_EMBEDDING]).clone()
-        if not torch.equal(embedding, reader.read(tables[_LM_HEAD])):
+        embedding = reader.read(tables[EMBEDDING]).clone()
+        if not torch.equal(embedding, reader.read(tables[LM_HEAD])):
             raise ValueError(
                 f"{checkpoint.folder}: config.json says tie_word_embeddings, but lm_head.weight is not "
                 "model.embed_tokens.weight; engines would ignore it: set tie_word_embeddings to false, or remove it"

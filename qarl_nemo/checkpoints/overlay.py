@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qarl_nemo.checkpoints.content import EMBEDDING, LM_HEAD
 from qarl_nemo.checkpoints.reader import Checkpoint, open_checkpoint
 from qarl_nemo.checkpoints.shard import save_shard
 from qarl_nemo.files import FileError, require_space
@@ -33,6 +34,9 @@ def write_overlay(
         FileError: the checkpoint holds no such tensor, or in another shape; or the disk has too little room.
     """
     infos = {info.name: info for info in checkpoint.tensors}
+    if checkpoint.config.get("tie_word_embeddings") and EMBEDDING in tensors and LM_HEAD in infos:
+        # Some tools store the tied copy, which has to stay one.
+        tensors = {**tensors, LM_HEAD: tensors[EMBEDDING]}
     wrong = [name for name, one in tensors.items() if name not in infos or infos[name].shape != tuple(one.shape)]
     if wrong:
         raise FileError(

@@ -1,5 +1,6 @@
 """`qarl eval` of runs on a frozen base: base, adapters and what was trained beside them are all served."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -167,6 +168,16 @@ def test_an_overlay_copies_what_it_changes_links_the_rest_and_names_what_does_no
     with pytest.raises(FileError, match=r"in another shape: .*input_layernorm.weight, model\.layers\.9\.mlp\.gate"):
         write_overlay(base, wrong, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
+
+
+def test_an_overlay_keeps_the_stored_copy_of_a_tied_embedding_one(bases, tmp_path):
+    folder = shutil.copytree(bases["bf16"], tmp_path / "tied")
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True})
+    )
+    embedding = torch.full_like(tensors(folder)["model.embed_tokens.weight"], 3.0)
+    overlay = write_overlay(open_checkpoint(folder), {"model.embed_tokens.weight": embedding}, tmp_path / "overlay")
+    assert_bitwise_equal(tensors(overlay.folder)["lm_head.weight"], embedding)
 
 
 def test_answers_belong_to_what_was_trained_and_to_its_base(bases, tmp_path):
