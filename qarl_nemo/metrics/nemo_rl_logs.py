@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 
 from qarl_nemo.files import FileError, read_json, require_file
 from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
-from qarl_nemo.metrics.recorded import FACTS_FILE, read_lines
+from qarl_nemo.metrics.recorded import FACTS_FILE, each_line
 
 CONFIG_FILE = "config.yaml"
 _EVENTS = "tensorboard"
@@ -240,7 +240,7 @@ def _record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[str,
 
 def _diagnostics(step: int, file: Path) -> StepDiagnostics:
     weights, advantages, tokens, examples = [], [], [], []
-    for number, line in enumerate(read_lines(file), start=1):
+    for number, line in enumerate(each_line(file), start=1):
         try:
             row = {key: value[0] if isinstance(value, list) else value for key, value in line.items()}
             columns = _token_columns(row)

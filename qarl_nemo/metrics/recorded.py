@@ -1,12 +1,14 @@
 """The contents of a run's files; a damaged one is reported with file, place and what was expected there."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from qarl_nemo.files import FileError, parse_json, read_json, read_text
+from qarl_nemo.files import FileError, parse_json, read_json, require_file
 
+_LINES = "one JSON object a line"
 # What a run ran on: hardware and versions, in NeMo-RL also its command.
 FACTS_FILE = "run.json"
 # Beyond float32's range matplotlib's axes overflow.
@@ -127,20 +129,29 @@ def read_lines(path: Path, kind: type[BaseModel] | None = None) -> list[dict[str
     Raises:
         FileError: a line other than an unfinished last one is not such an object.
     """
-    lines = read_text(path, "one JSON object a line").splitlines(keepends=True)
-    records = []
-    for number, line in enumerate(lines, start=1):
-        place = f"{path}, line {number}"
-        try:
-            record = parse_json(line, place, "a JSON object")
-        except FileError:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise
-        if kind is not None:
-            require_kind(record, kind, place)
-        records.append(record)
-    return records
+    return list(each_line(path, kind))
+
+
+def each_line(path: Path, kind: type[BaseModel] | None = None) -> Iterator[dict[str, Any]]:
+    """Read as `read_lines` does, one line at a time: long responses make files of many gigabytes."""
+    require_file(path, _LINES)
+    try:
+        with path.open("rb") as file:
+            # Split at newlines alone: JSON strings may hold other line separators.
+            for number, line in enumerate(file, start=1):
+                place = f"{path}, line {number}"
+                try:
+                    record = parse_json(line.decode(), place, "a JSON object")
+                except ValueError as error:
+                    cut_short = not isinstance(error, UnicodeDecodeError) or error.reason == "unexpected end of data"
+                    if cut_short and not line.endswith(b"\n"):
+                        return
+                    raise
+                if kind is not None:
+                    require_kind(record, kind, place)
+                yield record
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: expected {_LINES}, but: {error}") from error
 
 
 def read_rows(path: Path, kind: type[BaseModel]) -> list[dict[str, Any]]:

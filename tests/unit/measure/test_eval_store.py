@@ -2,6 +2,7 @@
 
 import pytest
 
+from qarl_nemo import files
 from qarl_nemo.measure.eval.store import AnswerStore
 
 ROW = {
@@ -29,3 +30,15 @@ def test_a_line_that_a_kill_cut_short_takes_no_answer_with_it(cut, tmp_path):
     AnswerStore(path, {}).add(chunks[2])
     found = [AnswerStore(path, {}).chunk("m", "gsm8k", number) for number in range(3)]
     assert found == [chunks[0], None if cut == "at a chunk's first row" else chunks[1], chunks[2]]
+
+
+def test_answers_in_any_script_are_read_again_after_a_kill_inside_a_letter(tmp_path, monkeypatch):
+    path, chunk = tmp_path / "answers.jsonl", [ROW | {"chunk": 0, "response": "a\u2028b\x85 \u6c34"}]
+    AnswerStore(path, {}).add(chunk)
+    whole = path.read_bytes()
+    water = "\u6c34".encode()
+    # The next chunk's row, cut inside its last letter.
+    path.write_bytes(whole + whole.splitlines()[-1].replace(b'"chunk": 0', b'"chunk": 1').split(water)[0] + water[:1])
+    # Of many long answers, and of NeMo-RL's dumps, there are more bytes than any text file may have.
+    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 10)
+    assert AnswerStore(path, {}).chunk("m", "gsm8k", 0) == chunk
