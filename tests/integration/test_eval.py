@@ -312,6 +312,15 @@ def test_a_folder_of_runs_names_them(tmp_path):
         find_model(tmp_path)
 
 
+def test_what_is_no_result_is_not_replaced(checkpoint, tmp_path, sums):
+    chosen = settings(tmp_path, sums, checkpoint)
+    evaluate(chosen)
+    evaluate(chosen)
+    for path in (sums, answers_path(chosen.output)):
+        with pytest.raises(ValueError, match=f"output {path} holds no results of qarl eval and would be lost"):
+            prepare(replace(chosen, output=path))
+
+
 def test_greedy_answers_are_not_counted_several_times(checkpoint, tmp_path, sums):
     with pytest.raises(ValueError, match="gsm8k: 3 answers at temperature 0 are one; set --num-samples 1"):
         prepare(settings(tmp_path, sums, checkpoint, temperature=0.0, num_samples=3))

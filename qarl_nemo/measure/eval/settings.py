@@ -12,7 +12,7 @@ import torch
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
-from qarl_nemo.files import read_text
+from qarl_nemo.files import FileError, read_json, read_text
 from qarl_nemo.measure.checks import attempt, count_problems, share_problems
 from qarl_nemo.measure.compare.settings import adapter_problems, cpu_problems
 from qarl_nemo.measure.eval.models import EvalModel, find_model
@@ -185,7 +185,16 @@ def _choice_problems(settings: EvalSettings) -> list[str]:
         problems.append("no model is named")
     if settings.output.is_dir():
         problems.append(f"output {settings.output} is a folder; name a file, such as {settings.output}/results.json")
+    elif settings.output.exists() and not _holds_results(settings.output):
+        problems.append(f"output {settings.output} holds no results of qarl eval and would be lost; name another file")
     return problems
+
+
+def _holds_results(path: Path) -> bool:
+    try:
+        return "results" in read_json(path, "results of qarl eval")
+    except FileError:
+        return False
 
 
 def _engine(settings: EvalSettings, models: list[EvalModel], device: torch.device, problems: list[str]) -> str:
