@@ -19,7 +19,9 @@ def train(
     arm: Annotated[
         list[str] | None, typer.Option(help="Only this arm of a compare: block; repeat for several.")
     ] = None,
-    parallel: Annotated[int, typer.Option(help="Runs of a compare: block at a time, over all visible GPUs.")] = 2,
+    parallel: Annotated[
+        int, typer.Option(min=1, help="Runs of a compare: block at a time, over all visible GPUs.")
+    ] = 2,
 ) -> None:
     """Train on this machine, without NeMo-RL; the same command resumes a killed run from its last checkpoint.
 

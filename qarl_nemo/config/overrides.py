@@ -15,6 +15,9 @@ from qarl_nemo.config.problems import ConfigError
 from qarl_nemo.config.strict import StrictModel
 from qarl_nemo.config.yaml_file import check_yaml_size, merge_mappings
 
+# `compare.arms={...}` replaces all arms, as in a file; an assignment that goes deeper means one of them.
+_INTO_AN_ARM = "compare.arms."
+
 
 def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: type[BaseModel]) -> dict[str, Any]:
     """Apply `a.b=c` assignments; as in a file, `a._override_=true` empties block `a` first.
@@ -42,9 +45,17 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
     for assignment in assigned:
         said = merge_mappings(said, assignment)
     merged = _without_meaningless(config, said, [model])
-    for assignment in assigned:
-        merged = merge_mappings(merged, assignment)
+    for key, assignment in zip(overrides, assigned, strict=True):
+        merge = _merge_marked if key.startswith(_INTO_AN_ARM) else merge_mappings
+        merged = merge(merged, assignment)
     return merged
+
+
+def _merge_marked(below: Any, above: Any) -> Any:
+    """Merge as `merge_mappings` does, but keep `_override_` marks and what else the file has on arms."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {key: _merge_marked(below.get(key), value) for key, value in above.items()}
 
 
 def _assignment(text: str, model: type[BaseModel]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from qarl_nemo.train.run_dir import RunStoppedError, where_it_stands
 
 _LOG_LINES = 15
 _PATIENCE_S = 10.0
+_NOT_OF_AN_ARM = ("seed", "run_dir", "run", "compare")
 
 
 class _Running(NamedTuple):
@@ -91,8 +92,15 @@ def _require_own_folders(compare: CompareConfig, source: str) -> None:
         for seed, count in Counter(compare.seeds).items()
         if count > 1
     ]
-    if shared or repeated:
-        raise ConfigError("\n  ".join([f"{source}: {len(shared + repeated)} problem(s)", *shared, *repeated]))
+    taken = {arm: [key for key in overrides if key in _NOT_OF_AN_ARM] for arm, overrides in compare.arms.items()}
+    wrong = [
+        f"arm {arm!r} sets {', '.join(keys)}: the seeds are compare.seeds, folders and names follow; remove it"
+        for arm, keys in taken.items()
+        if keys
+    ]
+    problems = [*shared, *repeated, *wrong]
+    if problems:
+        raise ConfigError("\n  ".join([f"{source}: {len(problems)} problem(s)", *problems]))
 
 
 def _slug(arm: str) -> str:

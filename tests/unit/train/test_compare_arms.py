@@ -1,5 +1,6 @@
 """Arms and seeds of one comparison become whole configs; what is wrong in any arm is said before the first run."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,31 @@ def test_runs_that_would_share_a_folder_are_refused(expand):
     assert "arms 'a b' and 'a-b' would share the folder a-b-seed1; rename one" in str(raised.value)
     assert "compare.seeds holds 1 2 times" in str(raised.value)
     assert "'c'" not in str(raised.value)
+
+
+def test_an_arm_cannot_have_what_is_not_its_own(expand):
+    arms = {"x": {"seed": 7, "run": {"name": "x"}}, "y": {"run_dir": "other"}, "z": {"compare": None}, "good": {}}
+    with pytest.raises(ConfigError) as raised:
+        expand(BASE | {"compare": {"seeds": [1], "arms": arms}})
+    for problem in ("arm 'x' sets seed, run:", "arm 'y' sets run_dir:", "arm 'z' sets compare:"):
+        assert problem in str(raised.value)
+    assert "'good'" not in str(raised.value)
+
+
+def test_an_override_of_one_arm_keeps_the_rest_of_all(tmp_path):
+    path = tmp_path / "compare.yaml"
+    OmegaConf.save(OmegaConf.create(BASE), path)
+    load = partial(load_config, path, model=LocalConfig)
+    arms = load(["compare.arms.BF16.loss_fn.clip_low=0.1", "compare.arms.new.grpo.max_num_steps=3"]).compare.arms
+    plain = {**BASE["compare"]["arms"]["BF16"]["loss_fn"], "clip_low": 0.1}
+    assert arms["BF16"] == {"qarl": {"alignment": "none", "format": "bf16"}, "loss_fn": plain}
+    assert (arms["QaRL, ours"], arms["new"]) == ({}, {"grpo": {"max_num_steps": 3}})
+    assert load(["compare.arms={only: {}}"]).compare.arms == {"only": {}}
+
+
+def test_no_run_at_a_time_is_refused(qarl):
+    code, said = qarl("train", "compare", "--parallel", "0")
+    assert (code, "--parallel" in said) == (2, True)
 
 
 def test_arms_are_selected_by_name_and_unknown_ones_listed(expand):
