@@ -36,6 +36,7 @@ class Learner:
         logprob_chunk: tokens whose logits are FP32 at a time (NeMo-RL's `logprob_chunk_size`); None: all at once.
         busiest: rows that the busiest rank's experts get, over the mean.
         nested_in: the finer format whose codes it stores; None: the format's own.
+        optimizer_whole: whether every data parallel rank holds all of the state, rather than its share.
     """
 
     format: str | None = DEFAULT_FORMAT
@@ -50,6 +51,7 @@ class Learner:
     busiest: float = 1.0
     logprob_chunk: int | None = None
     nested_in: str | None = None
+    optimizer_whole: bool = False
 
     def __post_init__(self) -> None:
         fmt = find_format(self.format or "")
@@ -114,12 +116,13 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
     layers = -(-model.num_layers // ranks.pp)
     linears = {target: layers * count / _shares(ranks)[target] for target, count in model.linears.items()}
     state = OPTIMIZERS[learner.optimizer]
+    shards = (1, 1) if learner.optimizer_whole else (ranks.expert_optimizer_shards, ranks.optimizer_shards)
     activations, working = _activations(model, ranks, learner, layers)
     return Memory(
         {
             "weights": BF16 * (experts + dense),
             "gradients": learner.gradient_bytes * (experts + dense),
-            "optimizer": state * (experts / ranks.expert_optimizer_shards + dense / ranks.optimizer_shards),
+            "optimizer": state * (experts / shards[0] + dense / shards[1]),
             "packed": _cache_bytes(learner) * sum(linears[target] for target in learner.targets),
             "activations": activations,
             "working": working,

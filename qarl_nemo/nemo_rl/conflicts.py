@@ -14,7 +14,7 @@ from qarl_nemo.nemo_rl.engine_checks import (
     given_arguments,
     repeated_arguments,
 )
-from qarl_nemo.nemo_rl.layout import layout_conflicts
+from qarl_nemo.nemo_rl.layout import layout_conflicts, read_layout
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
@@ -83,6 +83,9 @@ _FUSED_LOGPROBS = {
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
 _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
+_PACKING = "policy.sequence_packing.enabled"
+# What NeMo-RL requires of dynamic batches, once workers start.
+_DYNAMIC = {_PACKING: False, "policy.megatron_cfg.pipeline_model_parallel_size": 1}
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _UNCORRECTED = ("gspo", "sapo")
 # What NeMo-RL's asynchronous loop does not implement.
@@ -121,6 +124,8 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_engine_conflicts(config, qarl),
         *_optimizer_conflicts(config),
         *(_mismatches(config, _FUSED_LOGPROBS, f"{_FUSED}=true") if look_up(config, _FUSED, False) else ()),
+        *_packing_conflicts(config),
+        *_sampling_conflicts(config),
         *_stage_conflicts(config, qarl),
         *data_conflicts(config),
         *dtype_conflicts(config),
@@ -160,7 +165,11 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
     batch, key = policy.get("train_global_batch_size"), "policy.train_global_batch_size"
     forced = look_up(config, "loss_fn.force_on_policy_ratio", False)
     if per_step and batch and per_step % batch:
-        legal = [str(per_step // n) for n in range(1, 17) if per_step % n == 0]
+        layout = read_layout(config)
+        ranks = (layout and layout.data_parallel) or 1
+        sizes = [per_step // n for n in range(1, 17) if per_step % n == 0]
+        # Without one that data parallel ranks divide, the step itself is refused.
+        legal = [str(size) for size in sizes if size % ranks == 0] or [str(size) for size in sizes]
         problems.append(_line(key, batch, f"does not divide the {per_step} responses of a step", " or ".join(legal)))
     elif per_step and batch and batch != per_step and (forced or objective.objective == "on_policy_grpo"):
         cause = "loss_fn.force_on_policy_ratio" if forced else "qarl.objective on_policy_grpo"
@@ -173,6 +182,29 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
     if tensor_parallel >= 4 and not forced and None not in (micro, scored) and micro != scored:
         why = f"NeMo-RL wants policy.train_micro_batch_size with tensor_model_parallel_size={tensor_parallel}"
         problems.append(_line("policy.logprob_batch_size", scored, why, str(micro)))
+    return problems
+
+
+def _packing_conflicts(config: Mapping[str, Any]) -> list[str]:
+    problems, key = [], "policy.megatron_cfg.context_parallel_size"
+    if look_up(config, "policy.dynamic_batching.enabled", False):
+        problems += _mismatches(config, _DYNAMIC, "policy.dynamic_batching.enabled=true")
+    if (ranks := look_up(config, key, 1)) > 1:
+        problems += _mismatches(config, {_PACKING: True}, f"{key}={ranks}")
+    return problems
+
+
+def _sampling_conflicts(config: Mapping[str, Any]) -> list[str]:
+    generation = look_up(config, "policy.generation", {})
+    temperature, top_p, top_k = (generation.get(key) for key in ("temperature", "top_p", "top_k"))
+    problems = []
+    if temperature is not None and not temperature > 0:
+        why = "the learner divides logits by it"
+        problems.append(_line("policy.generation.temperature", temperature, why, "more than 0"))
+    if top_p is not None and not 0 < top_p <= 1:
+        problems.append(_line("policy.generation.top_p", top_p, "a share of probability", "more than 0 and at most 1"))
+    if top_k not in (None, -1) and top_k < 1:
+        problems.append(_line("policy.generation.top_k", top_k, "a number of tokens", "1 or more, or null for all"))
     return problems
 
 

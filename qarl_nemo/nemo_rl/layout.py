@@ -32,6 +32,9 @@ _COUNTS = (
     "policy.train_global_batch_size",
     "policy.train_micro_batch_size",
     "policy.logprob_batch_size",
+    "policy.generation.max_new_tokens",
+    "policy.max_total_sequence_length",
+    "checkpointing.save_period",
 )
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens")
 

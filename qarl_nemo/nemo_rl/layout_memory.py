@@ -174,6 +174,7 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         targets=tuple(qarl.targets),
         keep_operand=qarl.keep_operand,
         optimizer=_optimizer(look_up(megatron, "optimizer", {})),
+        optimizer_whole=not _is_distributed(look_up(megatron, "optimizer", {})),
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
         tokens=_tokens(policy),
         # Selective recomputation keeps something between this and nothing.
@@ -195,9 +196,16 @@ def _served(qarl: Any) -> Learner:
 def _optimizer(optimizer: Mapping[str, Any]) -> str:
     if optimizer.get("optimizer_cpu_offload") and optimizer.get("optimizer_offload_fraction") == 1.0:
         return "offloaded"
-    if "muon" in str(optimizer.get("optimizer", "")):
+    # SGD keeps what Muon does: master and momentum.
+    if any(name in str(optimizer.get("optimizer", "")) for name in ("muon", "sgd")):
         return "muon"
     return "adam_bf16" if has_16_bit_moments(optimizer) else "adam"
+
+
+def _is_distributed(optimizer: Mapping[str, Any]) -> bool:
+    by_layers = optimizer.get("use_layer_wise_distributed_optimizer", False)
+    named = str(optimizer.get("optimizer", "")).startswith("dist_")
+    return bool(optimizer.get("use_distributed_optimizer", True) or by_layers or named)
 
 
 def _tokens(policy: Mapping[str, Any]) -> int:

@@ -63,7 +63,10 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
         fixes.append("qarl.keep_operand=false")
     if budget.trains and not look_up(config, _RECOMPUTE, False):
         fixes.append(f"{_RECOMPUTE}=true")
-    if budget.trains and learner_of(config, qarl).optimizer == "adam":
+    learner = learner_of(config, qarl)
+    if budget.trains and learner.optimizer_whole:
+        fixes.append(f"use_distributed_optimizer=true (of Muon: optimizer=dist_muon) in {KEY}")
+    if budget.trains and learner.optimizer == "adam":
         keys = ", ".join(f"{key}=bfloat16" for key in MOMENTS)
         fixes.append(f"use_precision_aware_optimizer=true, {keys} in {KEY}")
     return (

@@ -102,6 +102,9 @@ def test_what_can_run_is_not_refused():
             "resources.gpus_per_node=2: engines take whole nodes; set 8",
         ),
         (APART, "product 8 does not divide the learner's 6 GPUs"),
+        ({"policy.generation.max_new_tokens": 0}, "policy.generation.max_new_tokens=0: set 1 or more"),
+        ({"policy.max_total_sequence_length": -1}, "policy.max_total_sequence_length=-1: set 1 or more"),
+        ({"checkpointing": {"save_period": 0}}, "checkpointing.save_period=0: set 1 or more"),
     ],
 )
 def test_what_cannot_run_is_refused(changes, named):
@@ -177,6 +180,16 @@ def test_an_optimizer_that_is_too_large_may_have_smaller_moments():
     assert "exp_avg_dtype=bfloat16, exp_avg_sq_dtype=bfloat16 in policy.megatron_cfg.optimizer" in line
     for moments in (BF16_MOMENTS, BF16_MOMENTS | {"exp_avg_dtype": "float16"}):
         apply_qarl(launch(**{OPTIMIZER: moments} | sizes))
+
+
+@pytest.mark.parametrize(("optimizer", "parameter_bytes"), [("adam", 12), ("muon", 8), ("sgd", 8)])
+def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank(optimizer, parameter_bytes):
+    said = {"optimizer": optimizer, "use_distributed_optimizer": False}
+    values = launch(**{OPTIMIZER: said, "cluster": {"num_nodes": 2, "gpus_per_node": 8}})
+    parts = needed_memory(values, NemoQarlConfig.model_validate(values["qarl"]), optimizer_stays=False).learner.parts
+    assert parts["optimizer"] == parts["weights"] / 2 * parameter_bytes
+    distributed = "use_distributed_optimizer=true (of Muon: optimizer=dist_muon)"
+    assert optimizer != "adam" or any(distributed in line for line in problems(values))
 
 
 def test_engines_that_share_experts_hold_and_wake_fewer():
