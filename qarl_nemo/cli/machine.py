@@ -127,18 +127,18 @@ def memory(
     from qarl_nemo.memory import OPTIMIZERS, ModelSize
 
     size = ModelSize.read(model, MEGATRON_FAMILIES if lora is None else tuple(FAMILIES))
-    base = replace(_base_learner(size, format_name, group_size, targets), keep_operand=keep_operand, tokens=tokens)
+    base = replace(_base_learner(size, format_name, group_size, targets), keep_operand=keep_operand)
     _require_size("gpu_gib", gpu_gib)
     if lora is not None:
         _require_lora_options(context)
         _require_own_format(model, base)
-        adapted = replace(base, logprob_chunk=1024 if logprob_chunk is None else logprob_chunk)
+        adapted = replace(base, tokens=tokens, logprob_chunk=1024 if logprob_chunk is None else logprob_chunk)
         _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib)
         return
     _require_megatron_options(context, engine_tp, gpus)
-    base = replace(base, gradient_bytes=gradient_bytes, logprob_chunk=logprob_chunk, nested_in=nested_in)
+    alike = {"tokens": tokens, "gradient_bytes": gradient_bytes, "logprob_chunk": logprob_chunk, "nested_in": nested_in}
     chosen = product(optimizer or OPTIMIZERS, recompute or ("full", "none"))
-    learners = [replace(base, optimizer=name, recompute=kind) for name, kind in chosen]
+    learners = [replace(base, **alike, optimizer=name, recompute=kind) for name, kind in chosen]
     _show_memory(size, learners, layout, gpus, gpu_gib, engine_tp)
 
 
@@ -150,7 +150,7 @@ def _base_learner(size: "ModelSize", format_name: str, group_size: int | None, t
     require_targets(size, chosen)
     if group_size is not None and format_name not in (grouped := formats_with_groups()):
         raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
-    return Learner(format_name, group_size or 128, chosen)
+    return Learner(format_name, 128 if group_size is None else group_size, chosen)
 
 
 def _show_memory(
@@ -164,17 +164,30 @@ def _show_memory(
     from rich.console import Console
 
     from qarl_nemo.cli.memory_table import memory_table
-    from qarl_nemo.memory import Parallelism, layouts, require_layout
+    from qarl_nemo.memory import layouts
 
-    ranks = [Parallelism.parse(text, gpus) for text in layout or ()] or layouts(size, gpus)
-    for one in ranks:
-        require_layout(size, one)
+    ranks = _named_layouts(size, layout, gpus) if layout else layouts(size, gpus)
     problems = {one.name: _shard_problems(size, one, learners[0]) for one in ranks}
     ranks = [one for one in ranks if not problems[one.name]]
     if not ranks or (layout and any(problems.values())):
         listed = [f"layout {name}: {problem}" for name, found in problems.items() for problem in found]
         raise ValueError("the learner would not start:\n  " + "\n  ".join(listed))
     Console(width=160).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
+
+
+def _named_layouts(size: "ModelSize", layout: list[str], gpus: int) -> list["Parallelism"]:
+    from qarl_nemo.memory import Parallelism, require_layout
+
+    found, problems = [], []
+    for text in layout:
+        try:
+            found.append(Parallelism.parse(text, gpus))
+            require_layout(size, found[-1])
+        except ValueError as error:
+            problems.append(f"{text}: {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
 
 
 def _shard_problems(size: "ModelSize", ranks: "Parallelism", learner: "Learner") -> list[str]:

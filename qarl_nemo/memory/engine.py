@@ -37,7 +37,7 @@ def engine_bytes(model: ModelSize, served: Learner, tp: int, ep: int = 1) -> flo
         Bytes.
     """
     fmt = (served.record or get_format(BASELINE)).narrowed
-    experts = stored_bytes(fmt) * model.num_layers * model.expert_parameters
+    experts = (stored_bytes(fmt) if "experts" in served.targets else BF16) * model.num_layers * model.expert_parameters
     return experts / max(tp, ep) + (served_bytes(model, served) - experts) / tp
 
 

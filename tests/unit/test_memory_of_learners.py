@@ -17,6 +17,7 @@ from qarl_nemo.memory import (
     Learner,
     ModelSize,
     Parallelism,
+    engine_bytes,
     largest_budget,
     layouts,
     logprob_bytes,
@@ -230,6 +231,9 @@ def test_a_dense_learner_keeps_its_mlp_packed():
         ),
         (["--layout", "ep2_etp4"], r"layout ep2_etp4: fc2 shard \[2048, 192\] .*multiple of group_size=128"),
         (["--tokens", "0"], "tokens=0 is not from 1 to"),
+        (["--group-size", "0"], "unknown group_size 0; legal: 128, 64, 32"),
+        (["--tokens", "0", "--optimizer", "sgd"], "unknown optimizer 'sgd'; .*tokens=0 is not from 1 to"),
+        (["--layout", "ep3", "--layout", "tp8"], "ep3: .*=3 does not divide.* tp8: .*=8 does not divide 4 key-value"),
         (["--gpu-gib", "-1"], "gpu_gib=-1.0 must lie between 0 and"),
         (["--gpu-gib", "nan"], "gpu_gib=nan must lie between 0 and"),
         (["--engine-tp", "3"], "engine_tp=3 does not divide 8 GPUs"),
@@ -305,6 +309,12 @@ def test_a_refit_holds_learner_engine_and_update(model, name, bits, engine_tp):
     assert whole / 1e9 == pytest.approx(held + served, rel=1e-4)
     by_layers = refit_bytes(model, ranks, learner, engine_tp, layerwise=True)
     assert by_layers / 1e9 == pytest.approx(held + max(served / 48, 2 * 151936 * 2048 / 1e9), rel=1e-4)
+
+
+def test_experts_that_are_not_quantized_are_shared_by_more_gpus_in_bf16(model):
+    served = Learner(targets=("attention",))
+    experts, others = 2 * 28.991029248, 2 * (1.541093376 - 0.905969664) + 0.905969664 * 4.125 / 8
+    assert engine_bytes(model, served, 1, ep=8) / 1e9 == pytest.approx(experts / 8 + others, rel=1e-4)
 
 
 def test_the_command_adds_a_refits_peaks(qarl):
