@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check the Ray cluster this machine belongs to")
     run = commands.add_parser("run", help="on the head of a running Ray cluster: check it, run the job under watch")
     for command in (launch, check, run):
-        command.add_argument("config", help="a YAML such as docker/clusters/hosts.yaml, or - for standard input")
+        command.add_argument(
+            "config", help="a YAML such as docker/clusters/hosts.yaml, or - for JSON on standard input"
+        )
         command.add_argument("overrides", nargs="*", metavar="a.b=c", help="change keys of the config")
     for command in (check, run):
         command.add_argument("--address", help="host:port of Ray's head; default: this machine's cluster")
@@ -137,6 +139,8 @@ def _require_ray() -> None:
 
 def _read(args: argparse.Namespace) -> ClusterConfig:
     if args.config == "-":
+        if args.overrides:
+            raise ConfigError(f"a config on standard input takes no overrides: {' '.join(args.overrides)}")
         return _parse(sys.stdin.read(), "standard input")
     return load_config(Path(args.config), args.overrides, ClusterConfig)
 

@@ -9,6 +9,7 @@ from qarl_nemo.cluster.secrets import plain_secrets
 from qarl_nemo.config import StrictModel
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/")]
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 EXIT_UNHEALTHY = 3
@@ -69,7 +70,7 @@ class EnvironmentSources(StrictModel):
     @classmethod
     def names_of_variables(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         """Reject anything but a name, such as an assignment, without showing its value."""
-        if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in value):
+        if not all(_VARIABLE.fullmatch(name) for name in value):
             raise ValueError("must be names of variables, without values")
         return value
 
@@ -88,6 +89,8 @@ class HostsLauncher(StrictModel):
     def names_are_usable(self) -> "HostsLauncher":
         """Reject hosts named twice, addresses of unknown hosts and a connection that goes nowhere."""
         problems = [f"{host} is named twice" for host in set(self.hosts) if self.hosts.count(host) > 1]
+        wrong = [host for host in self.hosts if not re.fullmatch(r"[^\s-]\S*", host)]
+        problems += [f"{host!r} is no host's name: it is empty, holds a space or starts with -" for host in wrong]
         problems += [f"addresses has {host}, which is none of the hosts" for host in self.addresses.keys() - self.hosts]
         if not any("{host}" in part for part in self.connect):
             problems.append("connect must hold {host}, which stands for the host's name")
@@ -175,6 +178,15 @@ class ClusterConfig(StrictModel):
             return value
         numbers = {key for key, item in value.items() if isinstance(item, int | float) and not isinstance(item, bool)}
         return {key: str(item) if key in numbers else item for key, item in value.items()}
+
+    @field_validator("env")
+    @classmethod
+    def env_names_variables(cls, value: dict[str, str]) -> dict[str, str]:
+        """Reject names that no variable can have, which a shell, Ray or Kubernetes would refuse or cut."""
+        wrong = [name for name in value if not _VARIABLE.fullmatch(name)]
+        if wrong:
+            raise ValueError(f"no names of variables (letters, digits and _): {', '.join(map(repr, wrong))}")
+        return value
 
     @model_validator(mode="after")
     def launcher_fits(self) -> "ClusterConfig":

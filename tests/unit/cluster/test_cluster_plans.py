@@ -1,5 +1,6 @@
 """Launchers' plans: what a dry run prints is what a launch executes."""
 
+import io
 import json
 import shlex
 import subprocess
@@ -146,6 +147,9 @@ def test_a_ray_cluster_stays_and_runs_the_job_in_its_head():
     [
         ("hosts", ["nodes=3"], "nodes=3, but launcher.hosts names 2"),
         ("hosts", ["launcher.hosts=[a,a]"], "a is named twice"),
+        ("hosts", ["launcher.hosts=['', -oX=y]"], "'' is no host's name"),
+        ("hosts", ["launcher.hosts=['', -oX=y]"], "'-oX=y' is no host's name"),
+        ("hosts", ["env={A B: 1, C=D: 2, E: 3}"], "no names of variables (letters, digits and _): 'A B', 'C=D'"),
         ("hosts", ["launcher.addresses={c: 10.0.0.1}"], "addresses has c, which is none of the hosts"),
         ("hosts", ["launcher.connect=[ssh]"], "connect must hold {host}"),
         ("hosts", ["launcher.type=slrm"], "did you mean 'slurm'"),
@@ -165,6 +169,12 @@ def test_a_ray_cluster_stays_and_runs_the_job_in_its_head():
 def test_a_config_that_cannot_work_is_refused_before_anything_starts(name, overrides, says, capsys):
     assert main(["launch", str(ROOT / f"docker/clusters/{name}.yaml"), *overrides]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_overrides_of_standard_input_are_refused_and_not_ignored(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(example("hosts").as_json()))
+    assert main(["launch", "-", "--dry-run", "nodes=3"]) == 2
+    assert "a config on standard input takes no overrides: nodes=3" in capsys.readouterr().err
 
 
 def test_a_manifest_is_for_kubernetes_alone(capsys):
