@@ -23,8 +23,10 @@ except ImportError as error:
         "PYTHONPATH (NEMO_RL_ROOT alone only says where its configs are): docs/guide/nemo_rl.md, step 1"
     )
 
-from nemo_rl.utils.config import OverridesError
+from nemo_rl.utils.config import OverridesError, load_config
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError
@@ -47,9 +49,9 @@ _LOSS, _STATE = 6, 9
 
 def main() -> None:
     """Run NeMo-RL's launcher on the command line's config."""
-    check_only = _parse_arguments()
     # Our recipes build on NeMo-RL's, which they find through this variable.
     os.environ.setdefault("NEMO_RL_ROOT", str(_ROOT))
+    check_only = _parse_arguments()
     sys.path.insert(0, str(_ROOT / "examples"))
     import run_grpo
 
@@ -57,7 +59,7 @@ def main() -> None:
     run.bind()
     try:
         run_grpo.main()
-    except (ConfigError, FileError, OverridesError) as error:
+    except (ConfigError, FileError, OverridesError, OmegaConfBaseException) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     # NeMo-RL's asynchronous loop prints why its first refit failed, and returns.
     if run.synchronizer is not None and run.synchronizer.failure is not None:
@@ -78,6 +80,11 @@ def _parse_arguments() -> bool:
     arguments, _ = parser.parse_known_args()
     if arguments.config and not arguments.config.is_file():
         sys.exit(f"{parser.prog}: --config {arguments.config}: no such file")
+    try:
+        # NeMo-RL asserts that it is a mapping; `defaults` may name a file that is not there.
+        load_config(arguments.config) if arguments.config else None
+    except (AssertionError, OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        sys.exit(f"{parser.prog}: --config {arguments.config} cannot be read: {error}")
     sys.argv = [argument for argument in sys.argv if argument != "--check"]
     return arguments.check
 

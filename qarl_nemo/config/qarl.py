@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from qarl_formats import (
     BASELINE,
@@ -19,7 +19,7 @@ from qarl_formats import (
 )
 from qarl_nemo.config.problems import hint
 from qarl_nemo.config.strict import StrictModel
-from qarl_nemo.names import Backward, split_targets
+from qarl_nemo.names import Backward, check_targets, split_targets
 
 Alignment = Literal["aligned", "rollout_only", "none"]
 
@@ -30,7 +30,10 @@ def _split(value: object) -> object:
 
 # A list, or `experts,attention`, as the command line's options take it.
 Targets = Annotated[
-    tuple[Literal["experts", "attention", "mlp"], ...], Field(min_length=1, max_length=3), BeforeValidator(_split)
+    tuple[Literal["experts", "attention", "mlp"], ...],
+    Field(min_length=1, max_length=3),
+    BeforeValidator(_split),
+    AfterValidator(check_targets),
 ]
 
 

@@ -14,7 +14,7 @@ from qarl_nemo.nemo_rl.engine_checks import (
     given_arguments,
     repeated_arguments,
 )
-from qarl_nemo.nemo_rl.layout import layout_conflicts, read_layout
+from qarl_nemo.nemo_rl.layout import count_problems, layout_conflicts, read_layout
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
@@ -130,7 +130,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *data_conflicts(config),
         *dtype_conflicts(config),
         *unknown,
-        *shape_conflicts(config, qarl, model),
+        *([] if count_problems(config) else shape_conflicts(config, qarl, model)),
         *(layout := layout_conflicts(config, model)),
         # Memory can be computed only for a layout that is possible.
         *([] if unknown or layout else memory_conflicts(config, qarl)),

@@ -1,6 +1,6 @@
 """How a NeMo-RL run divides its GPUs among learner ranks and engines, and why that may be impossible."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from qarl_nemo.nemo_rl.lookup import look_up
 
 _MEGATRON = "policy.megatron_cfg"
 _ENGINE = "policy.generation.vllm_cfg"
+_SHARE = f"{_ENGINE}.gpu_memory_utilization"
 _RESOURCES = "policy.generation.colocated.resources"
 # Our short names of parallel sizes -> Megatron's.
 _SIZES = {
@@ -119,7 +120,7 @@ def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> l
     Returns:
         One line each: keys, values, and what is needed.
     """
-    if problems := [f"{key}={value}: set 1 or more" for key, value in _too_small(config)]:
+    if problems := count_problems(config):
         return problems
     layout = read_layout(config)
     if layout is None:
@@ -132,15 +133,22 @@ def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> l
     return problems + (_model_problems(config, layout, model) if model else [])
 
 
-def _too_small(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    keys = list(_COUNTS)
+def count_problems(config: Mapping[str, Any]) -> list[str]:
+    """Say which of the sizes that everything else is computed from are no numbers, or too small ones."""
+    keys, problems = list(_COUNTS), []
     for kind in ("sequence_packing", "dynamic_batching"):
         if look_up(config, f"policy.{kind}.enabled", False):
             keys += [f"policy.{kind}.{name}" for name in _TOKENS]
     for key in keys:
         value = look_up(config, key, None)
-        if isinstance(value, int) and value < 1:
-            yield key, value
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            problems.append(f"{key}={value}: not a whole number; set 1 or more")
+        elif value is not None and value < 1:
+            problems.append(f"{key}={value}: set 1 or more")
+    share = look_up(config, _SHARE, None)
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+        problems.append(f"{_SHARE}={share}: not a number; set a GPU's share, more than 0 and less than 1")
+    return problems
 
 
 def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -151,14 +159,14 @@ def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     if layout.nodes == 1:
         if nodes not in (None, 1):
             problems.append(f"{_RESOURCES}.num_nodes={nodes}: cluster.num_nodes=1; set null or 1")
-        if not per_node or per_node >= layout.gpus_per_node:
+        if not 1 <= (per_node or 0) < layout.gpus_per_node:
             legal = f"1 to {layout.gpus_per_node - 1}"
             problems.append(
                 f"{_RESOURCES}.gpus_per_node={per_node}: learner and engines share the {layout.gpus_per_node} GPUs of "
                 f"cluster.gpus_per_node; set {legal}"
             )
         return problems
-    if not nodes or nodes >= layout.nodes:
+    if not 1 <= (nodes or 0) < layout.nodes:
         problems.append(f"{_RESOURCES}.num_nodes={nodes}: of {layout.nodes} nodes; set 1 to {layout.nodes - 1}")
     if per_node != layout.gpus_per_node:
         problems.append(f"{_RESOURCES}.gpus_per_node={per_node}: engines take whole nodes; set {layout.gpus_per_node}")

@@ -94,6 +94,10 @@ def test_a_config_without_the_block_does_not_start():
         apply_qarl(values)
 
 
+def test_a_target_that_is_named_twice_counts_once():
+    assert apply_qarl(config({"targets": ["attention", "experts", "attention"]})).targets == ("experts", "attention")
+
+
 def test_an_unknown_key_names_the_nearest_legal_one():
     assert "did you mean 'format'" in problems(config({"fromat": "w4a16"}))[0]
 
