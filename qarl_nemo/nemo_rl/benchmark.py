@@ -7,6 +7,7 @@ from datasets import Dataset
 from nemo_rl.data.datasets.raw_dataset import RawDataset
 from nemo_rl.data.processors import math_hf_data_processor
 
+from qarl_nemo.config import ConfigError
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmark
 
@@ -23,7 +24,7 @@ class Benchmark(RawDataset):
         unread: NeMo-RL's other keys of a dataset.
 
     Raises:
-        ValueError: there is no such benchmark, or its problems cannot be read.
+        ConfigError: there is no such benchmark, or its problems cannot be read.
     """
 
     def __init__(
@@ -33,9 +34,12 @@ class Benchmark(RawDataset):
         repeat: int = 1,
         **unread: Any,  # noqa: ARG002
     ) -> None:
-        self.record = find_benchmark(benchmark)
+        try:
+            self.record = find_benchmark(benchmark)
+            problems = read_problems(self.record, Path(data_path) if data_path else None)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         self.task_name = self.record.name
-        problems = read_problems(self.record, Path(data_path) if data_path else None)
         self.dataset = Dataset.from_list(
             [
                 {

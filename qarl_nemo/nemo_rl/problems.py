@@ -7,7 +7,7 @@ from datasets import Dataset
 from nemo_rl.data.datasets.raw_dataset import RawDataset
 from nemo_rl.data.processors import math_hf_data_processor
 
-from qarl_nemo.config import validate
+from qarl_nemo.config import ConfigError, validate
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import OWN
 from qarl_nemo.data.problems import Messages, read_tasks
@@ -31,7 +31,7 @@ class Problems(RawDataset):
         unread: NeMo-RL's other keys of a data set.
 
     Raises:
-        ValueError: the data set cannot be loaded, or records lack a field; all are listed.
+        ConfigError: the data set cannot be loaded, or records lack a field; all are listed.
     """
 
     named: ClassVar[str] = OWN
@@ -60,6 +60,10 @@ class Problems(RawDataset):
             "reward_function": reward_function,
         }
         config = validate(values, DatasetConfig, source=f"data set {type(self).__name__}")
+        try:
+            tasks = read_tasks(config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         # NeMo-RL tells data sets apart by this name.
         self.task_name = f"{config.title}-{config.split}"
         self.dataset = Dataset.from_list(
@@ -72,7 +76,7 @@ class Problems(RawDataset):
                     "task_name": self.task_name,
                     RECORD: json.dumps(task.record, default=str),
                 }
-                for task in read_tasks(config)
+                for task in tasks
             ]
         )
         self.val_dataset = None

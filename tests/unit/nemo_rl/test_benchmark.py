@@ -12,6 +12,7 @@ import ray
 from nemo_rl.data.datasets import load_response_dataset
 from nemo_rl.environments import utils
 
+from qarl_nemo.config import ConfigError
 from qarl_nemo.data.benchmarks import BENCHMARKS
 from qarl_nemo.nemo_rl import plugin
 from qarl_nemo.nemo_rl.benchmark_environment import BenchmarkRewards
@@ -58,9 +59,9 @@ def test_problems_repeat(sums):
 
 
 def test_unknown_benchmarks_are_refused(sums):
-    with pytest.raises(ValueError, match="unknown benchmark 'gsm'"):
+    with pytest.raises(ConfigError, match="unknown benchmark 'gsm'"):
         load(sums, benchmark="gsm")
-    with pytest.raises(ValueError, match=re.escape("'ood' stands for several")):
+    with pytest.raises(ConfigError, match=re.escape("'ood' stands for several")):
         load(sums, benchmark="ood")
 
 

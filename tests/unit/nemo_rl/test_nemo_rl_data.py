@@ -64,7 +64,7 @@ def test_named_sets_and_fields_of_ones_own_are_data_sets_of_nemo_rl(tmp_path):
     assert contents(load("Problems", own, **keys)) == [("q", "5"), ("r", "6")]
     assert contents(load("Problems", own, **keys, split="train[1:]")) == [("r", "6")]
     with pytest.raises(
-        ValueError, match=r"no field 'problem' and no 'answer' \(its fields: input, output\); set input_key"
+        ConfigError, match=r"no field 'problem' and no 'answer' \(its fields: input, output\); set input_key"
     ):
         load("Problems", own)
     with pytest.raises(ValueError, match=r"answer_format: Input should be"):
