@@ -13,10 +13,11 @@ def configs(
     name: Annotated[str | None, typer.Argument(help="Print this config, to be copied and changed.")] = None,
 ) -> None:
     """List the configs that come with the package; `qarl train NAME` runs one, `qarl configs NAME` prints it."""
+    from qarl_nemo.files import read_text
     from qarl_nemo.installation import find_config, is_nemo_rl_recipe, shipped_configs
 
     if name is not None:
-        typer.echo(find_config(Path(name)).read_text(encoding="utf-8"), nl=False)
+        typer.echo(read_text(find_config(Path(name)), "a config"), nl=False)
         return
     for of_nemo, title in ((False, "qarl train NAME [a.b=c ...]"), (True, "on NeMo-RL, see docs/guide/nemo_rl.md")):
         typer.echo(f"{title}:")

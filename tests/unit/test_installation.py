@@ -81,3 +81,9 @@ def test_a_wheel_holds_the_configs_and_names_itself_in_hints(tmp_path):
     assert done.stdout == "gspo pip install 'qarl-nemo[vllm]'\n"
     listed = subprocess.run([sys.executable, "-m", "qarl_nemo", "configs"], cwd=tmp_path, **run).stdout
     assert all(f"  {name} " in listed for name in shipped_configs())
+
+
+def test_a_config_that_is_no_text_is_one_line(qarl, tmp_path):
+    (tmp_path / "odd.yaml").write_bytes(b"\xe4\xe4")
+    code, said = qarl("configs", tmp_path / "odd.yaml")
+    assert (code, "odd.yaml: expected a config, but: " in said) == (2, True)
