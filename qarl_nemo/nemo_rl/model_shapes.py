@@ -13,7 +13,7 @@ from qarl_formats import QuantFormat
 from qarl_nemo.architecture import CONFIG_FILE, MEGATRON_FAMILIES, Architecture
 from qarl_nemo.checkpoints.shapes import engine_shard, shape_problems
 from qarl_nemo.config import ConfigError
-from qarl_nemo.files import read_json
+from qarl_nemo.files import FileError, read_json
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.memory import ModelSize
@@ -94,15 +94,21 @@ def read_model(config: Mapping[str, Any]) -> Architecture | None:
         cache.
 
     Raises:
-        FileError: the two are not of a supported model.
+        FileError: the two are not of a supported model, or ask for layers that its checkpoint does not have.
     """
     path = _config_file(_name(config))
     if path is None:
         return None
-    changes = look_up(config, _OVERRIDES, None) or {}
-    return Architecture.parse(
-        read_json(path, "a model's config.json") | dict(changes), _place(config), MEGATRON_FAMILIES
+    stored = read_json(path, "a model's config.json")
+    model = Architecture.parse(
+        stored | dict(look_up(config, _OVERRIDES, None) or {}), _place(config), MEGATRON_FAMILIES
     )
+    layers = stored.get("num_hidden_layers")
+    if isinstance(layers, int) and model.num_hidden_layers > layers:
+        raise FileError(
+            f"{_place(config)}: the checkpoint has {layers} layers; set num_hidden_layers to at most {layers}"
+        )
+    return model
 
 
 def read_model_size(config: Mapping[str, Any]) -> ModelSize | None:

@@ -94,6 +94,12 @@ def test_a_config_without_the_block_does_not_start():
         apply_qarl(values)
 
 
+def test_layers_that_a_checkpoint_does_not_have_are_refused():
+    apply_qarl(config(**{"policy.hf_config_overrides": {"num_hidden_layers": 48}}))
+    (line,) = problems(config(**{"policy.hf_config_overrides": {"num_hidden_layers": 50}}))
+    assert line.endswith("the checkpoint has 48 layers; set num_hidden_layers to at most 48")
+
+
 def test_a_target_that_is_named_twice_counts_once():
     assert apply_qarl(config({"targets": ["attention", "experts", "attention"]})).targets == ("experts", "attention")
 
