@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qarl_formats import DEFAULT_FORMAT, formats_with_groups
+from qarl_formats import DEFAULT_FORMAT, find_format, formats_with_groups
 from qarl_nemo.architecture import FAMILIES, MEGATRON_FAMILIES, config_file
 from qarl_nemo.cli.options import Format, GroupSize, NestedIn, settings_of
 from qarl_nemo.cli.program import command
@@ -135,7 +135,7 @@ def memory(
         adapted = replace(base, tokens=tokens, logprob_chunk=1024 if logprob_chunk is None else logprob_chunk)
         _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib)
         return
-    _require_megatron_options(context, engine_tp, gpus)
+    _require_megatron_options(context, engine_tp, {"GPUs": gpus, "attention heads": size.num_heads})
     alike = {"tokens": tokens, "gradient_bytes": gradient_bytes, "logprob_chunk": logprob_chunk, "nested_in": nested_in}
     chosen = product(optimizer or OPTIMIZERS, recompute or ("full", "none"))
     learners = [replace(base, **alike, optimizer=name, recompute=kind) for name, kind in chosen]
@@ -148,7 +148,7 @@ def _base_learner(size: "ModelSize", format_name: str, group_size: int | None, t
     usual = "experts" if size.num_experts else "mlp"
     chosen = check_targets(split_targets(usual if targets is None else targets))
     require_targets(size, chosen)
-    if group_size is not None and format_name not in (grouped := formats_with_groups()):
+    if group_size is not None and find_format(format_name) and format_name not in (grouped := formats_with_groups()):
         raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
     return Learner(format_name, 128 if group_size is None else group_size, chosen)
 
@@ -239,11 +239,14 @@ def _require_lora_options(context: typer.Context) -> None:
         raise ValueError(f"{', '.join(wrong)}: of a Megatron learner on several GPUs; leave it out with --lora")
 
 
-def _require_megatron_options(context: typer.Context, engine_tp: int | None, gpus: int) -> None:
+def _require_megatron_options(context: typer.Context, engine_tp: int | None, shared: dict[str, int]) -> None:
     if alone := [option for option in _given_options(context) if option in ("--lora-targets", "--cache-gib")]:
         raise ValueError(f"{', '.join(alone)}: of adapters on a frozen base; name their rank with --lora")
-    if engine_tp is not None and (engine_tp < 1 or gpus % engine_tp):
-        raise ValueError(f"engine_tp={engine_tp} does not divide {gpus} GPUs")
+    if engine_tp is None:
+        return
+    uneven = [f"{count} {what}" for what, count in shared.items() if engine_tp < 1 or count % engine_tp]
+    if uneven:
+        raise ValueError(f"engine_tp={engine_tp} does not divide {' and '.join(uneven)}")
 
 
 def _require_own_format(model: Path, learner: "Learner") -> None:

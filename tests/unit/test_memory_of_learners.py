@@ -237,6 +237,8 @@ def test_a_dense_learner_keeps_its_mlp_packed():
         (["--gpu-gib", "-1"], "gpu_gib=-1.0 must lie between 0 and"),
         (["--gpu-gib", "nan"], "gpu_gib=nan must lie between 0 and"),
         (["--engine-tp", "3"], "engine_tp=3 does not divide 8 GPUs"),
+        (["--engine-tp", "64", "--gpus", "64"], "engine_tp=64 does not divide 32 attention heads"),
+        (["--format", "nf4", "--group-size", "64"], "unknown format 'nf4'; legal: w4a16, "),
         (["--engine-tp", "0"], "engine_tp=0 does not divide 8 GPUs"),
     ],
 )
