@@ -82,7 +82,8 @@ def _parse_arguments() -> bool:
         sys.exit(f"{parser.prog}: --config {arguments.config}: no such file")
     try:
         # NeMo-RL asserts that it is a mapping; `defaults` may name a file that is not there.
-        load_config(arguments.config) if arguments.config else None
+        if arguments.config:
+            load_config(arguments.config)
     except (AssertionError, OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         sys.exit(f"{parser.prog}: --config {arguments.config} cannot be read: {error}")
     sys.argv = [argument for argument in sys.argv if argument != "--check"]
