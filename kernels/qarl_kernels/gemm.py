@@ -88,15 +88,15 @@ class GemmOperand:
 
     def expert(self, index: int) -> "GemmOperand":
         """Return one expert of a stacked operand."""
-        scale = None if self.scale is None else self.scale[index]
-        tensor_scale = None if self.tensor_scale is None else self.tensor_scale[index]
-        return GemmOperand(self.format, self.values[index], scale, self.dense, tensor_scale)
+        return self._indexed(index)
 
     def stacked(self) -> "GemmOperand":
         """Return a dense operand as a stack of one expert."""
-        scale = None if self.scale is None else self.scale[None]
-        tensor_scale = None if self.tensor_scale is None else self.tensor_scale[None]
-        return GemmOperand(self.format, self.values[None], scale, self.dense, tensor_scale)
+        return self._indexed(None)
+
+    def _indexed(self, index: int | None) -> "GemmOperand":
+        scale, tensor_scale = (None if one is None else one[index] for one in (self.scale, self.tensor_scale))
+        return GemmOperand(self.format, self.values[index], scale, self.dense, tensor_scale)
 
     def unscaled(self) -> "GemmOperand":
         """Return the operand without its `tensor_scale`, for those who multiply it into router weights."""

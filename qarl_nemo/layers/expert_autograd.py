@@ -43,7 +43,7 @@ class _AlignedExpertMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         from qarl_kernels.ops.adapted_mlp import adapted_mlp_backward
         from qarl_kernels.ops.mlp import expert_mlp_backward
 
@@ -53,10 +53,10 @@ class _AlignedExpertMlp(torch.autograd.Function):
         gate_up_ran, down_ran = (straight_through_weight(one, ctx.backward_choice) for one in (gate_up, down))
         common = (gate_up_ran, down_ran, gate_up.format)
         if not any(ctx.needs_input_grad[2:4]):
-            inputs = adapted_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *common, None)
-            return inputs.x, inputs.topk_weight, None, None, None, None, None, None
+            grads = adapted_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *common, None)
+            return *grads, None, None, None, None, None, None
         grads = expert_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *common)
-        return grads.x, grads.topk_weight, grads.gate_up, grads.down, None, None, None, None
+        return *grads, None, None, None, None
 
 
 class _AdaptedExpertMlp(torch.autograd.Function):
@@ -87,8 +87,8 @@ class _AdaptedExpertMlp(torch.autograd.Function):
         x, topk_weight, hidden, *factors = ctx.saved_tensors
         gate_up, down = (straight_through_weight(weight, "dequantized") for weight in (ctx.gate_up, ctx.down))
         weights = (gate_up, down, ctx.gate_up.format, ExpertAdapters.of(*factors))
-        grads = adapted_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *weights)
-        return grads.x, grads.topk_weight, None, None, None, *grads.adapters
+        grad_x, grad_weight, *grads = adapted_mlp_backward(grad_out, x, hidden, ctx.routed, topk_weight, *weights)
+        return grad_x, grad_weight, None, None, None, *grads
 
 
 def aligned_expert_mlp(

@@ -1,14 +1,10 @@
+from functools import partial
+
 import pytest
 import torch
 
 from qarl_kernels import fp8
-from qarl_kernels.ops.fp8_weights import (
-    MAX_COLUMNS,
-    fp8_block_dequantize,
-    fp8_block_quantize,
-    fp8_channel_dequantize,
-    fp8_channel_quantize,
-)
+from qarl_kernels.ops.eight_bit_weights import MAX_COLUMNS, dequantize_8_bits, quantize_8_bits
 from support.asserts import assert_bitwise_equal
 from support.formats import uneven_weight
 from support.triton_interpreter import DEVICE, INTERPRETED
@@ -17,8 +13,11 @@ from support.weights import LAYOUTS, WEIGHTS, significand_pairs
 SHAPES = [(1, 384), (130, 768), (3, 7, 264)]
 if not INTERPRETED:
     SHAPES += [(2, 1, 264), (7, 1531, 2048), (300, 16384)]
+fp8_channel_quantize = partial(quantize_8_bits, kind="fp8_rows")
+fp8_block_quantize = partial(quantize_8_bits, kind="fp8_blocks")
+fp8_block_dequantize = partial(dequantize_8_bits, block=True)
 QUANTIZE = {
-    "channel": (fp8_channel_quantize, fp8.quantize_channel, fp8_channel_dequantize),
+    "channel": (fp8_channel_quantize, fp8.quantize_channel, dequantize_8_bits),
     "block": (fp8_block_quantize, fp8.quantize_block, fp8_block_dequantize),
 }
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -91,11 +90,11 @@ def test_registered_operators_have_faithful_fakes():
     weight = uneven_weight(2, 3, 256).to(DEVICE)
     tests = ("test_schema", "test_faketensor")
     for kind, (quantize, _, _) in QUANTIZE.items():
-        op = getattr(torch.ops.qarl, f"fp8_{kind}_quantize").default
-        torch.library.opcheck(op, ([weight],), test_utils=tests)
+        op = torch.ops.qarl.quantize_8_bits.default
+        torch.library.opcheck(op, ([weight], quantize.keywords["kind"]), test_utils=tests)
         w8, scale, _ = quantize(weight)
         # The other check multiplies inputs, which torch cannot for FP8.
-        op = torch.ops.qarl.dequantize_weight.default
+        op = torch.ops.qarl.dequantize_8_bits.default
         torch.library.opcheck(op, (w8, scale, kind == "block"), test_utils="test_faketensor")
 
 
@@ -122,4 +121,4 @@ def test_errors_name_everything_wrong():
     with pytest.raises(ValueError, match=r"scale is \[1, 2\] \(legal: \[2, 2\]\)"):
         fp8_block_dequantize(w8, torch.ones(1, 2, device=DEVICE))
     with pytest.raises(ValueError, match=r"scale torch.float64.*scale is \[130\] \(legal: \[130, 1\]\)"):
-        fp8_channel_dequantize(w8, torch.ones(130, dtype=torch.float64, device=DEVICE))
+        dequantize_8_bits(w8, torch.ones(130, dtype=torch.float64, device=DEVICE))

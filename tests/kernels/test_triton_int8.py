@@ -1,5 +1,6 @@
 """The INT8 kernels: activations, weights and the grouped GEMM, each against the reference in torch."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 from qarl_kernels import int8
 from qarl_kernels.ops.activations import quantize_token
+from qarl_kernels.ops.eight_bit_weights import MAX_COLUMNS, dequantize_8_bits, quantize_8_bits
 from qarl_kernels.ops.int8_gemm import grouped_gemm_int8
-from qarl_kernels.ops.int8_weights import MAX_COLUMNS, int8_channel_dequantize, int8_channel_quantize
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_token
 from support.asserts import assert_bitwise_equal
 from support.formats import uneven_weight
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 ROWS = [(5, 256), (3, 1152)] if INTERPRETED else [(16384, 768), (16384, 2048), (4097, 14336)]
 # Experts' row counts, N, K: empty experts first, last and between, partial tiles, edge columns.
 CASES = [([0, 5, 0, 70, 33, 0], 72, 144)] if INTERPRETED else [([0, 5, 0, 700, 333, 0], 1536, 2048), ([1], 2048, 768)]
+int8_channel_quantize = partial(quantize_8_bits, kind="int8_rows")
 KINDS = pytest.mark.parametrize("dense", [True, False])
 
 
@@ -90,7 +92,7 @@ def assert_is_the_references(quantized, weight):
     assert_bitwise_equal(scale, expected_scale)
     assert_bitwise_equal(w8, expected_w8)
     assert nonfinite.tolist() == [0]
-    assert_bitwise_equal(int8_channel_dequantize(w8, scale), (w8.float() * scale).bfloat16())
+    assert_bitwise_equal(dequantize_8_bits(w8, scale), (w8.float() * scale).bfloat16())
 
 
 @pytest.mark.parametrize("make", WEIGHTS.values(), ids=WEIGHTS)
@@ -180,15 +182,15 @@ def test_errors_name_everything_wrong():
         grouped_gemm_int8(wrong[0], rows[1].flatten(), wrong[1], stored[1], offsets)
     with pytest.raises(ValueError, match=rf"K={MAX_COLUMNS + 8} \(legal: at most {MAX_COLUMNS}\)"):
         int8_channel_quantize(torch.zeros(1, MAX_COLUMNS + 8, device=DEVICE).bfloat16())
-    with pytest.raises(ValueError, match=r"w8 is torch.float8_e4m3fn .*legal: torch.int8"):
-        int8_channel_dequantize(stored[0].to(torch.float8_e4m3fn), stored[1])
+    with pytest.raises(ValueError, match=r"w8 is torch.int16 .*legal: one of torch.float8_e4m3fn, torch.int8"):
+        dequantize_8_bits(stored[0].to(torch.int16), stored[1])
 
 
 def test_operators_are_registered_for_tracing():
     rows, stored, offsets = problem([2, 1], 64, 144)
     checks = ("test_schema", "test_faketensor")
     ops = torch.ops.qarl
-    torch.library.opcheck(ops.int8_channel_quantize, ([uneven_weight(2, 3, 256).to(DEVICE)],), test_utils=checks)
+    torch.library.opcheck(ops.quantize_8_bits, ([uneven_weight(2, 3, 256).to(DEVICE)], "int8_rows"), test_utils=checks)
     torch.library.opcheck(ops.grouped_gemm_int8, (*rows, *stored, offsets, None, False), test_utils=checks)
     x = rows_of(3, 256)
     # The other check multiplies codes by a number, which torch cannot keep in int8.

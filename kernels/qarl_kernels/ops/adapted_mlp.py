@@ -11,8 +11,6 @@ so neither t nor fc2's output is stored. Formats that quantize activations take 
 The rank-r products run in the grouped GEMMs of the base; a rank that is no multiple of 8 is filled up with zeros.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
 from qarl_formats import QuantFormat
@@ -29,21 +27,6 @@ from qarl_kernels.ops.wgrad import grouped_wgrad
 from qarl_kernels.routing import RoutedRows
 
 _RANK_MULTIPLE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedGradients:
-    """Gradients of the adapted expert MLP.
-
-    Attributes:
-        x: [T, H] BF16.
-        topk_weight: [T, k] FP32.
-        adapters: A and B of gate, up and down, BF16, as `ExpertAdapters.flat`; empty without adapters.
-    """
-
-    x: Tensor
-    topk_weight: Tensor
-    adapters: tuple[Tensor, ...]
 
 
 def adapted_mlp_forward(
@@ -88,7 +71,7 @@ def adapted_mlp_backward(
     down: Tensor,
     fmt: QuantFormat,
     adapters: ExpertAdapters | None,
-) -> AdaptedGradients:
+) -> tuple[Tensor, ...]:
     """Differentiate `adapted_mlp_forward`, or `expert_mlp_forward` with frozen weights.
 
     Args:
@@ -101,6 +84,9 @@ def adapted_mlp_backward(
         down: [E, H, I] BF16, likewise.
         fmt: what the forward ran.
         adapters: BF16 factors; None without adapters.
+
+    Returns:
+        gradients of x, of topk_weight and, in their order, of the adapters' factors (`ExpertAdapters.flat`).
     """
     top_k, offsets = topk_weight.shape[1], routed.offsets
     grad_rows = spread_rows(grad_out.contiguous(), routed.inverse, top_k)
@@ -119,7 +105,7 @@ def adapted_mlp_backward(
             grads += _factor_grads(grad, rows, factors, offsets)
         grads += _factor_grads(grad_rows, weighted, adapters.down, offsets)
     grad_x = combine_rows(grad_x_rows, routed.inverse, None, None, top_k=top_k)
-    return AdaptedGradients(grad_x, grad_weight[routed.inverse].view_as(topk_weight), grads)
+    return grad_x, grad_weight[routed.inverse].view_as(topk_weight), *grads
 
 
 def _low_rank(rows: Tensor, factors: LowRank, offsets: Tensor, row_weight: Tensor | None = None) -> Tensor:

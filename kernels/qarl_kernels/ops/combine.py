@@ -78,7 +78,9 @@ def combine_rows(
     Source: `qarl_kernels.expert_mlp.combine_choices`.
     """
     mode = router_weight or "on_accumulator"
-    problems = tensor_problems("rows", rows, (torch.bfloat16,)) + _mode_problems(mode)
+    problems = tensor_problems("rows", rows, (torch.bfloat16,))
+    if mode not in ROUTER_WEIGHTS:
+        problems.append(f"router_weight={mode!r} (legal: {', '.join(ROUTER_WEIGHTS)})")
     if (weights is None) != (mode == "on_accumulator"):
         problems.append(
             f"weights are {'missing' if weights is None else 'given'} for router_weight={router_weight!r} "
@@ -97,12 +99,6 @@ def combine_rows(
             problems += _shape_problems("weights", weights, (num_tokens, top_k))
     refuse("combine_rows", problems)
     return _combine_rows(rows, inverse, weights, mode, top_k)
-
-
-def _mode_problems(mode: str) -> list[str]:
-    if mode in ROUTER_WEIGHTS:
-        return []
-    return [f"router_weight={mode!r} (legal: {', '.join(ROUTER_WEIGHTS)})"]
 
 
 def _shape_problems(name: str, tensor: Tensor, legal: tuple[int, int]) -> list[str]:
@@ -131,11 +127,5 @@ def _combine_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None, mode: s
 
 
 @_combine_rows.register_fake
-def _combine_rows_fake(
-    rows: Tensor,
-    inverse: Tensor,  # noqa: ARG001
-    weights: Tensor | None,  # noqa: ARG001
-    mode: str,  # noqa: ARG001
-    top_k: int,
-) -> Tensor:
+def _combine_rows_fake(rows: Tensor, _: Tensor, __: Tensor | None, ___: str, top_k: int) -> Tensor:
     return rows.new_empty(rows.shape[0] // top_k, rows.shape[1])

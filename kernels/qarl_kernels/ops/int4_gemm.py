@@ -175,14 +175,7 @@ def _int4_op(
 
 
 @_int4_op.register_fake
-def _(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,  # noqa: ARG001
-    offsets: Tensor,  # noqa: ARG001
-    row_weight: Tensor | None,  # noqa: ARG001
-    epilogue: int,  # noqa: ARG001
-) -> Tensor:
+def _(x: Tensor, packed: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], packed.shape[1])
 
 

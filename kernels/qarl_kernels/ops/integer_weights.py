@@ -10,7 +10,7 @@ Where codes are nested, the BF16 weight is that of the codes that engines round 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qarl_formats import SCALE_CONVENTIONS, ScaleConvention
 from qarl_kernels.integer import integer_grid
+from qarl_kernels.ops.checks import refuse
 from qarl_kernels.ops.integer_kernels import (
     _dequantize_kernel,
     _int4_encode_fp8_kernel,
@@ -30,7 +31,7 @@ Emit = Literal["packed", "bf16", "fp8"]
 
 GROUP_SIZES = (32, 64, 128)
 CODE_BITS = (4, 8)
-EMITS = ("packed", "bf16", "fp8")
+EMITS = get_args(Emit)
 FP8_GROUP_SIZE = 128
 MAX_COLUMNS = 16384
 _ENCODED_GROUPS = 32  # that one program of int4_encode_fp8 takes
@@ -108,8 +109,7 @@ def integer_quantize_pack(
         problems.append(f"group_size={group_size} with emit='fp8' (legal: {FP8_GROUP_SIZE})")
     if emit == "fp8" and (num_bits, served_bits) != (4, grid_bits):
         problems.append(f"num_bits={num_bits} and served_bits={served_bits} with emit='fp8' (legal: 4, None)")
-    if problems:
-        raise ValueError("integer_quantize_pack: " + "; ".join(problems))
+    refuse("integer_quantize_pack", problems)
     max_columns = MAX_COLUMNS if emit == "fp8" else None
     tensors, stacked = expert_weights("integer_quantize_pack", weights, group_size, max_columns)
     bits = num_bits, grid_bits, served_bits
@@ -167,15 +167,7 @@ def _integer_quantize_pack(
 
 
 @_integer_quantize_pack.register_fake
-def _(
-    weights: list[Tensor],
-    group_size: int,
-    scale_convention: str,  # noqa: ARG001
-    num_bits: int,
-    grid_bits: int,  # noqa: ARG001
-    served_bits: int,  # noqa: ARG001
-    emit: str,
-) -> list[Tensor]:
+def _(weights: list[Tensor], group_size: int, _: str, num_bits: int, __: int, ___: int, emit: str) -> list[Tensor]:
     return _empty_results(weights, group_size, num_bits, emit)
 
 
@@ -286,5 +278,4 @@ def _check_packed(op: str, packed: Tensor, scale: Tensor, group_sizes: tuple[int
             f"(legal: [..., N, K / {lanes}] and [..., N, K / group_size], "
             f"group_size {', '.join(map(str, group_sizes))})"
         )
-    if problems:
-        raise ValueError(f"{op}: " + "; ".join(problems))
+    refuse(op, problems)

@@ -9,8 +9,6 @@ where the row goes, and k times fewer rows are quantized. Backward in BF16, with
 so neither fc2's output nor w g is ever stored. a_q is what fc2 multiplied: da . a_q = g . (W2 a_q).
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from qarl_formats import QuantFormat
@@ -28,25 +26,6 @@ from qarl_kernels.ops.routing import spread_rows
 from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu_backward import swiglu_backward
 from qarl_kernels.routing import RoutedRows
-
-WeightGradients = tuple[Weights, Weights]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMlpGradients:
-    """Gradients of the expert MLP.
-
-    Attributes:
-        x: [T, H] BF16.
-        topk_weight: [T, k] FP32.
-        gate_up: [E, 2 I, H] BF16.
-        down: [E, H, I] BF16.
-    """
-
-    x: Tensor
-    topk_weight: Tensor
-    gate_up: Tensor
-    down: Tensor
 
 
 def spread_tokens(x: Tensor, routed: RoutedRows, topk_weight: Tensor, fmt: QuantFormat) -> QuantizedRows:
@@ -115,7 +94,7 @@ def mlp_rows_backward(
     gate_up: Tensor,
     down: Tensor,
     fmt: QuantFormat,
-    into: WeightGradients | None = None,
+    into: tuple[Weights, Weights] | None = None,
 ) -> tuple[Tensor, Tensor, Weights, Weights]:
     """Differentiate `mlp_rows` in BF16, its quantization as the identity; see `dispatch_rows.expert_rows_backward`."""
     into_gate_up, into_down = into or (None, None)
@@ -135,7 +114,7 @@ def expert_mlp_backward(
     gate_up: Tensor,
     down: Tensor,
     fmt: QuantFormat,
-) -> ExpertMlpGradients:
+) -> tuple[Tensor, Tensor, Weights, Weights]:
     """Differentiate `expert_mlp_forward`, quantization counting as the identity.
 
     Args:
@@ -147,6 +126,9 @@ def expert_mlp_backward(
         gate_up: [E, 2 I, H] BF16 for the input gradient.
         down: [E, H, I] BF16 for the input gradient.
         fmt: what the forward ran.
+
+    Returns:
+        gradients of x, topk_weight, gate_up and down.
     """
     top_k = topk_weight.shape[1]
     grad_x_rows, grad_weight, grad_gate_up, grad_down = mlp_rows_backward(
@@ -160,4 +142,4 @@ def expert_mlp_backward(
         fmt,
     )
     grad_x = combine_rows(grad_x_rows, routed.inverse, None, None, top_k=top_k)
-    return ExpertMlpGradients(grad_x, grad_weight[routed.inverse].view_as(topk_weight), grad_gate_up, grad_down)
+    return grad_x, grad_weight[routed.inverse].view_as(topk_weight), grad_gate_up, grad_down

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from qarl_kernels.ops.checks import refuse
 from qarl_kernels.ops.exact_math import INTERPRETED
 
 ALIGNMENT = 16
@@ -44,15 +45,14 @@ def expert_weights(
     named = {"weights": weights} if single else {f"weights[{expert}]": one for expert, one in enumerate(weights)}
     tensors = list(named.values())
     if not tensors:
-        raise ValueError(f"{op}: weights is an empty list (legal: at least one tensor [N, K])")
+        refuse(op, ["weights is an empty list (legal: at least one tensor [N, K])"])
     problems = device_problems(tensors)
     for name, tensor in named.items():
         problems += [f"{name} {problem}" for problem in _problems(tensor, tensors[0], single, column_multiple)]
     columns = tensors[0].shape[-1] if tensors[0].ndim else 0
     if max_columns is not None and columns > max_columns:
         problems.append(f"K={columns} (legal: at most {max_columns})")
-    if problems:
-        raise ValueError(f"{op}: " + "; ".join(problems))
+    refuse(op, problems)
     return tensors, not single or tensors[0].ndim == 3
 
 

@@ -166,15 +166,12 @@ def _hidden_problems(hidden: Tensor) -> list[str]:
     return problems
 
 
-def _grid(rows: int, columns: int) -> tuple[int, int]:
-    return triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS)
-
-
 @torch.library.custom_op("qarl::swiglu", mutates_args=())
 def _swiglu(hidden: Tensor) -> Tensor:
     out = _swiglu_fake(hidden)
     rows, inner = out.shape
-    _swiglu_kernel[_grid(rows, inner)](hidden, out, rows, inner, _ROWS, _COLUMNS, num_warps=4)
+    grid = triton.cdiv(rows, _ROWS), triton.cdiv(inner, _COLUMNS)
+    _swiglu_kernel[grid](hidden, out, rows, inner, _ROWS, _COLUMNS, num_warps=4)
     return out
 
 

@@ -137,10 +137,5 @@ def _swiglu_backward(
 
 
 @_swiglu_backward.register_fake
-def _swiglu_backward_fake(
-    hidden: Tensor,
-    grad: Tensor,
-    row_weight: Tensor,
-    activation_kind: str,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:
+def _swiglu_backward_fake(hidden: Tensor, grad: Tensor, row_weight: Tensor, _: str) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(hidden), torch.empty_like(grad), torch.empty_like(row_weight)

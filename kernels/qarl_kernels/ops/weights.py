@@ -6,14 +6,7 @@ from torch import Tensor
 from qarl_formats import QuantFormat
 from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.nvfp4 import global_divisor, tensor_scale
-from qarl_kernels.ops.fp8_weights import (
-    dequantize_rows,
-    fp8_block_dequantize,
-    fp8_block_quantize,
-    fp8_channel_dequantize,
-    fp8_channel_quantize,
-)
-from qarl_kernels.ops.int8_weights import int8_channel_dequantize, int8_channel_quantize
+from qarl_kernels.ops.eight_bit_weights import dequantize_8_bits, quantize_8_bits
 from qarl_kernels.ops.integer_weights import CODE_BITS, int4_encode_fp8, integer_dequantize, integer_quantize_pack
 from qarl_kernels.ops.nvfp4 import largest_magnitudes, nvfp4_quantize, nvfp4_unscaled
 from qarl_kernels.ops.stacks import Weights
@@ -88,12 +81,8 @@ def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[Quantize
             "fp8": (done.w8, done.channel_scale),
         }[emit]
         return QuantizedWeight(fmt, shape, tensors, done.nonfinite), GemmOperand(fmt.narrowed, values, scale)
-    quantize, suffix = {
-        "fp8_rows": (fp8_channel_quantize, "weight_scale"),
-        "fp8_blocks": (fp8_block_quantize, "weight_scale_inv"),
-        "int8_rows": (int8_channel_quantize, "weight_scale"),
-    }[fmt.weight_kind]
-    values, scale, nonfinite = quantize(weight)
+    suffix = "weight_scale_inv" if fmt.weight_kind == "fp8_blocks" else "weight_scale"
+    values, scale, nonfinite = quantize_8_bits(weight, fmt.weight_kind)
     return QuantizedWeight(fmt, shape, {"weight": values, suffix: scale}, nonfinite), GemmOperand(fmt, values, scale)
 
 
@@ -139,13 +128,9 @@ def dequantize_operand(operand: GemmOperand) -> Tensor:
             assert operand.scale is not None
             values = nvfp4_unscaled(values.view(torch.uint8), operand.scale)
         row_scale = operand.tensor_scale.expand(*values.shape[:-1], 1).contiguous()
-        return dequantize_rows("dequantize_operand", values, row_scale, torch.bfloat16)
+        return dequantize_8_bits(values, row_scale)
     if operand.scale is None:
         return operand.values
     if operand.is_packed:
         return integer_dequantize(operand.values, operand.scale, operand.format.num_bits)
-    if operand.format.weight_kind == "fp8_blocks":
-        return fp8_block_dequantize(operand.values, operand.scale)
-    if operand.format.weight_kind == "int8_rows":
-        return int8_channel_dequantize(operand.values, operand.scale)
-    return fp8_channel_dequantize(operand.values, operand.scale)
+    return dequantize_8_bits(operand.values, operand.scale, block=operand.format.weight_kind == "fp8_blocks")

@@ -15,8 +15,7 @@ from torch import Tensor
 from qarl_kernels import get_format
 from qarl_kernels.nvfp4 import global_divisor
 from qarl_kernels.ops.activations import quantize_group, quantize_token
-from qarl_kernels.ops.fp8_weights import fp8_block_quantize, fp8_channel_quantize
-from qarl_kernels.ops.int8_weights import int8_channel_quantize
+from qarl_kernels.ops.eight_bit_weights import quantize_8_bits
 from qarl_kernels.ops.integer_weights import int4_encode_fp8, integer_dequantize, integer_quantize_pack
 from qarl_kernels.ops.nvfp4 import largest_magnitudes, nvfp4_quantize, nvfp4_unscaled
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
@@ -90,9 +89,9 @@ def weight_figures(copy: float, num_experts: int) -> Iterator[Figure]:
             ("int4_dequantize", integer_dequantize, (stored.packed, stored.scale)),
             ("int8_dequantize", partial(integer_dequantize, num_bits=8), (wide.packed, wide.scale)),
             ("int4_encode_fp8", int4_encode_fp8, (stored.packed, stored.scale)),
-            ("fp8_channel_quantize", fp8_channel_quantize, (weight,)),
-            ("fp8_block_quantize", fp8_block_quantize, (weight,)),
-            ("int8_channel_quantize", int8_channel_quantize, (weight,)),
+            ("fp8_channel_quantize", partial(quantize_8_bits, kind="fp8_rows"), (weight,)),
+            ("fp8_block_quantize", partial(quantize_8_bits, kind="fp8_blocks"), (weight,)),
+            ("int8_channel_quantize", partial(quantize_8_bits, kind="int8_rows"), (weight,)),
             ("nvfp4_largest_magnitudes", largest_magnitudes, (weight,)),
             ("nvfp4_quantize", nvfp4_quantize, (weight, divisor)),
             ("nvfp4_unscaled", nvfp4_unscaled, (fp4.packed, fp4.scale)),

@@ -1,8 +1,9 @@
-"""Triton kernels of `ops/fp8_weights.py`, and what `ops/int8_weights.py` shares with them.
+"""Triton kernels of `ops/eight_bit_weights.py`.
 
-A row or a 128x128 block stays in registers between finding its largest magnitude and writing FP8: one pass over
-memory. Quotients come from `split_reciprocal`, which leaves the same FP8 values as a correctly rounded division. If a
-scale is below 2^-64, weights and scale are first multiplied by 2^64 (exactly), because 1 / scale could overflow.
+A row or a 128x128 block stays in registers between finding its largest magnitude and writing 8-bit numbers: one pass
+over memory. Of FP8 quotients come from `split_reciprocal`, which leaves the same values as a correctly rounded
+division. If a scale is below 2^-64, weights and scale are first multiplied by 2^64 (exactly), because 1 / scale could
+overflow.
 
 A thread holds 8 neighbouring weights. Experts are the grid's second dimension.
 """
@@ -11,13 +12,16 @@ import triton
 import triton.language as tl
 
 from qarl_kernels.fp8 import FP8_MAX
+from qarl_kernels.int8 import INT8_MAX
+from qarl_kernels.ops.exact_math import divide, round_half_even
 from qarl_kernels.ops.split_reciprocal import split_multiply, split_reciprocal
 
 _FP8_MAX = tl.constexpr(FP8_MAX)
+_INT8_MAX = tl.constexpr(INT8_MAX)
 _INF_BITS = tl.constexpr(0x7F800000)
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
-SMALL = tl.constexpr(2.0**-64)
-LARGE = tl.constexpr(2.0**64)
+_SMALL = tl.constexpr(2.0**-64)
+_LARGE = tl.constexpr(2.0**64)
 
 
 @triton.jit
@@ -27,7 +31,7 @@ def _abs_bits(weights):
 
 
 @triton.jit
-def load_whole_rows(
+def _load_whole_rows(
     table_ptr,
     num_rows,
     WORDS: tl.constexpr,
@@ -59,7 +63,7 @@ def load_whole_rows(
 
 
 @triton.jit
-def count_nonfinite(amax_bits, valid_rows, nonfinite_ptr):
+def _count_nonfinite(amax_bits, valid_rows, nonfinite_ptr):
     """Add the number of a program's rows that hold NaN or Inf."""
     bad = valid_rows & (amax_bits >= _INF_BITS)
     tl.atomic_add(nonfinite_ptr + amax_bits * 0, 1, mask=bad, sem="relaxed")
@@ -69,7 +73,7 @@ def count_nonfinite(amax_bits, valid_rows, nonfinite_ptr):
 def _scale_and_inverse(amax_bits):
     scale = tl.math.div_rn(amax_bits.to(tl.float32, bitcast=True), _FP8_MAX)
     scale = tl.where(scale == 0.0, 1.0, scale)
-    factor = tl.where(scale < SMALL, LARGE, 1.0)
+    factor = tl.where(scale < _SMALL, _LARGE, 1.0)
     high, low = split_reciprocal(scale * factor)
     return scale, factor, high, low
 
@@ -87,7 +91,7 @@ def _fp8_channel_quantize_kernel(
     DEPTH: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    weights, offsets, valid, amax_bits, row, valid_rows, start, first_row = load_whole_rows(
+    weights, offsets, valid, amax_bits, row, valid_rows, start, first_row = _load_whole_rows(
         table_ptr, num_rows, WORDS, TILE_ROWS, SPREAD, DEPTH, ALIGNMENT
     )
     scale, factor, high, low = _scale_and_inverse(amax_bits)
@@ -95,7 +99,33 @@ def _fp8_channel_quantize_kernel(
     w8 = split_multiply(weights, high[None, :, None, None], low[None, :, None, None]).to(tl.float8e4nv)
     tl.store(w8_ptr + start + offsets, w8, mask=valid)
     tl.store(scale_ptr + first_row + row, scale, mask=valid_rows)
-    count_nonfinite(amax_bits, valid_rows, nonfinite_ptr)
+    _count_nonfinite(amax_bits, valid_rows, nonfinite_ptr)
+
+
+@triton.jit
+def _int8_channel_quantize_kernel(
+    table_ptr,  # [E] addresses of BF16 [N, K]
+    w8_ptr,  # [E, N, K]
+    scale_ptr,  # [E, N]
+    nonfinite_ptr,  # [1]
+    num_rows,
+    WORDS: tl.constexpr,  # K / 8
+    TILE_ROWS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    weights, offsets, valid, amax_bits, row, valid_rows, start, first_row = _load_whole_rows(
+        table_ptr, num_rows, WORDS, TILE_ROWS, SPREAD, DEPTH, ALIGNMENT
+    )
+    scale = tl.math.div_rn(amax_bits.to(tl.float32, bitcast=True), _INT8_MAX)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    # Exact, and the reciprocal of a scale below 2^-64 cannot overflow.
+    factor = tl.where(scale < _SMALL, _LARGE, 1.0)
+    quotient = divide(weights * factor[None, :, None, None], (scale * factor)[None, :, None, None])
+    tl.store(w8_ptr + start + offsets, round_half_even(quotient).to(tl.int8), mask=valid)
+    tl.store(scale_ptr + first_row + row, scale, mask=valid_rows)
+    _count_nonfinite(amax_bits, valid_rows, nonfinite_ptr)
 
 
 @triton.jit
