@@ -1,14 +1,27 @@
-"""The configs of whole steps, for tests that have `tools("bench/full_size")`."""
+"""The configs and logs of whole steps, for tests that have `tools("bench/full_size")`."""
 
+import csv
 import json
 from pathlib import Path
 
+import numpy as np
 import yaml
+from torch.utils.tensorboard import SummaryWriter
 
 from qarl_nemo.config import merge_mappings, read_yaml
 from support.nemo_rl.recipes import BELOW, own_settings
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3-30b-a3b"
+# Refit, rollout, rewards, log-probabilities and update, as NeMo-RL times them.
+SECONDS = {
+    "prepare_for_generation/total": 2,
+    "generation": 10,
+    "reward_calculation": 0,
+    "logprob_inference_prep": 1,
+    "policy_and_reference_logprobs": 3,
+    "training_prep": 0,
+    "policy_training": 6,
+}
 
 
 def composed(workload, arm, placement, gib, changes, folder):
@@ -32,3 +45,27 @@ def composed(workload, arm, placement, gib, changes, folder):
     first, *_, last = IN_FLIGHT.split(".")
     values[first].get("async_grpo", {}).pop(last, None)
     return values
+
+
+def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated", allocated=None):
+    """Steps of 22 s that end at these times; the GPU holds as many GiB as the second of the step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"arm": arm, "workload": workload, "placement": placement, "command": "run"}
+    (folder / "facts.json").write_text(json.dumps(facts))
+    start = folder / "logs" / "exp_001"
+    writer = SummaryWriter(log_dir=str(start / "tensorboard"))
+    for step, end in enumerate(ends, start=1):
+        writer.add_scalar("train/loss", 0.0, step, walltime=end)
+        writer.add_scalar("timing/train/total_step_time", 22.0, step, walltime=end)
+        for phase, seconds in SECONDS.items():
+            writer.add_scalar(f"timing/train/{phase}", seconds, step, walltime=end)
+        writer.add_scalar("train/mean_gen_tokens_per_sample", 100.0, step, walltime=end)
+        writer.add_scalar("train/qarl/memory/update_reserved_gib", 90.0 + step, step, walltime=end)
+        if allocated is not None:
+            writer.add_scalar("train/qarl/memory/update_allocated_gib", allocated, step, walltime=end)
+    writer.close()
+    with (folder / "memory.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["time_s", "host_gib", "host_anonymous_gib", "gpu0_gib", "gpu1_gib"])
+        for second in np.arange(ends[0] - 22, ends[-1] + 5):
+            rows.writerow([second, 40.0, 9.0, 1.0, (second - ends[0]) % 22])

@@ -9,53 +9,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from torch.utils.tensorboard import SummaryWriter
 
 from qarl_nemo.config import read_yaml
 from qarl_nemo.memory import ModelSize
 from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
-from support.full_size import MODEL, composed
-
-# Refit, rollout, rewards, log-probabilities and update, as NeMo-RL times them.
-SECONDS = {
-    "prepare_for_generation/total": 2,
-    "generation": 10,
-    "reward_calculation": 0,
-    "logprob_inference_prep": 1,
-    "policy_and_reference_logprobs": 3,
-    "training_prep": 0,
-    "policy_training": 6,
-}
+from support.full_size import MODEL, composed, write_run
 
 
 @pytest.fixture(autouse=True)
 def harness(tools):
     tools("bench/full_size")
-
-
-def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated", allocated=None):
-    """Steps of 22 s that end at these times; the GPU holds as many GiB as the second of the step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = {"arm": arm, "workload": workload, "placement": placement, "command": "run"}
-    (folder / "facts.json").write_text(json.dumps(facts))
-    start = folder / "logs" / "exp_001"
-    writer = SummaryWriter(log_dir=str(start / "tensorboard"))
-    for step, end in enumerate(ends, start=1):
-        writer.add_scalar("train/loss", 0.0, step, walltime=end)
-        writer.add_scalar("timing/train/total_step_time", 22.0, step, walltime=end)
-        for phase, seconds in SECONDS.items():
-            writer.add_scalar(f"timing/train/{phase}", seconds, step, walltime=end)
-        writer.add_scalar("train/mean_gen_tokens_per_sample", 100.0, step, walltime=end)
-        writer.add_scalar("train/qarl/memory/update_reserved_gib", 90.0 + step, step, walltime=end)
-        if allocated is not None:
-            writer.add_scalar("train/qarl/memory/update_allocated_gib", allocated, step, walltime=end)
-    writer.close()
-    with (folder / "memory.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["time_s", "host_gib", "host_anonymous_gib", "gpu0_gib", "gpu1_gib"])
-        for second in np.arange(ends[0] - 22, ends[-1] + 5):
-            rows.writerow([second, 40.0, 9.0, 1.0, (second - ends[0]) % 22])
 
 
 def test_memory_is_given_to_the_phase_that_held_it(tmp_path):
@@ -83,6 +47,7 @@ def test_a_hosts_memory_is_recorded_in_parts(tmp_path, monkeypatch):
 
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=(handle + 1) * 2**30),
     )
@@ -174,7 +139,7 @@ def test_what_is_not_the_same_work_is_not_compared(tmp_path):
     one, two, half = timed("a12_1gpu"), timed("a12_2gpu"), timed("a24")
     assert record.scaling(two, one, [1]) == ("full_scaling_efficiency_2gpu", 1.0)
     for wrong in (half, timed("a12_4gpu", arm="bf16")):
-        with pytest.raises(ValueError, match="not the same with as much work a GPU"):
+        with pytest.raises(ValueError, match="not the same on fewer GPUs with as much work"):
             record.scaling(wrong, one, [1])
     with pytest.raises(ValueError, match="another workload"):
         record.ratios(two, [half], [1])
@@ -185,7 +150,7 @@ def test_what_is_not_the_same_work_is_not_compared(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--set", "++grpo.num_prompts_per_step=4"], "--set grpo.num_prompts_per_step: the workload says it"),
+        (["--set", "++grpo.num_prompts_per_step=4"], "--set grpo.num_prompts_per_step: other options say it"),
         (["--label", "EP 8"], "--label 'EP 8': rows end in it"),
         (["--steps", "1"], "--steps 1: the first one compiles and does not count"),
         (["--check", "--config", "nothing.json"], "nothing.json: expected a model's config.json"),

@@ -20,7 +20,7 @@ SHARE = f"{_ENGINE}.gpu_memory_utilization"
 # An engine's share of a GPU that no learner is on, and of one in the recipes as they are shipped.
 _APART_SHARE, _SHIPPED_SHARE = 0.85, 0.6
 IN_FLIGHT = "grpo.async_grpo.in_flight_weight_updates"
-_PLACEMENT = re.compile(r"(separate|asynchronous)_(\d+)_(\d+)")
+_PLACEMENT = re.compile(r"(separate|asynchronous)_([1-9]\d*)_([1-9]\d*)")
 _SEQUENCE_MULTIPLE = 512
 
 
@@ -85,7 +85,7 @@ class Placement:
         found = _PLACEMENT.fullmatch(name)
         if name == "colocated":
             return cls(0, gpus)
-        if found is None or 0 in (int(found[2]), int(found[3])):
+        if found is None:
             raise ValueError(f"placement {name!r}; legal: colocated, separate_E_L, asynchronous_E_L, E and L 1 or more")
         engines, learners = int(found[2]), int(found[3])
         if engines + learners != gpus:

@@ -1,10 +1,12 @@
 """How much memory of a host and of its GPUs is used while something runs."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from qarl_nemo.memory import GIB
 
@@ -18,12 +20,11 @@ def recorded_memory(file: Path, gpus: int) -> Iterator[None]:
 
     Args:
         file: the table to write, CSV.
-        gpus: how many of the first GPUs to watch.
+        gpus: how many of the first GPUs that this process may use to watch.
     """
     import pynvml
 
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(gpus)]
+    handles = visible_gpus()[:gpus]
     ended = threading.Event()
 
     def watch() -> None:
@@ -44,15 +45,28 @@ def recorded_memory(file: Path, gpus: int) -> Iterator[None]:
         watcher.join()
 
 
+def visible_gpus() -> list[Any]:
+    """Return NVML's handles of the GPUs that `CUDA_VISIBLE_DEVICES` leaves: others may run other jobs."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
+    return [
+        pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(name)
+        for name in map(str.strip, names)
+        if name
+    ]
+
+
 def num_gpus() -> int:
-    """Return how many GPUs this machine has."""
+    """Return how many GPUs this process may use."""
     try:
         import pynvml
     except ImportError:
         return 0
     try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetCount()
+        return len(visible_gpus())
     except pynvml.NVMLError:
         return 0
 

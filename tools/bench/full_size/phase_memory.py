@@ -9,6 +9,7 @@ from host_memory import HOST
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from qarl_nemo.config import merge_mappings, read_yaml
+from qarl_nemo.files import FileError, read_text
 from qarl_nemo.memory import GIB
 from qarl_nemo.metrics.nemo_rl_logs import find_config
 from qarl_nemo.metrics.runs import Run
@@ -76,11 +77,17 @@ def start_seconds(folder: Path, run: Run) -> float:
     Args:
         folder: the arm's, with memory.csv, whose first row is a second after the command.
         run: its logs.
+
+    Raises:
+        FileError: memory.csv is damaged, or another run's.
     """
-    with (folder / "memory.csv").open(encoding="utf-8", newline="") as rows:
-        began = float(next(csv.DictReader(rows))["time_s"]) - 1.0
+    file = folder / "memory.csv"
+    began = next(_seconds(file))["time_s"] - 1.0
     first = int(run.steps[0])
-    return _ends(folder / "logs")[first] - float(run.column("timing/step_s")[0]) - began
+    took = _ends(folder / "logs")[first] - float(run.column("timing/step_s")[0]) - began
+    if took < 0:
+        raise FileError(f"{file} begins after the first step that was logged: it is another run's")
+    return took
 
 
 def _windows(logs: Path, run: Run, steps: Sequence[int]) -> Iterator[tuple[str, float, float]]:
@@ -107,13 +114,23 @@ def _ends(logs: Path) -> dict[int, float]:
 def _watched(file: Path, windows: Sequence[tuple[str, float, float]]) -> dict[str, list[dict[str, float]]]:
     """Return the seconds of each phase, each with the table's columns."""
     found: dict[str, list[dict[str, float]]] = {}
-    with file.open(encoding="utf-8", newline="") as rows:
-        for row in csv.DictReader(rows):
-            second = {name: float(value) for name, value in row.items()}
-            for phase, begin, end in windows:
-                if begin <= second["time_s"] < end:
-                    found.setdefault(phase, []).append(second)
+    for second in _seconds(file):
+        for phase, begin, end in windows:
+            if begin <= second["time_s"] < end:
+                found.setdefault(phase, []).append(second)
     return found
+
+
+def _seconds(file: Path) -> Iterator[dict[str, float]]:
+    """Yield the table's rows, without a last one that a kill cut short; FileError if there is none, or a broken one."""
+    whole = read_text(file, "what run.py watched").rpartition("\n")[0].splitlines()
+    if len(whole) < 2:
+        raise FileError(f"{file}: nothing was watched, as if the run ended in its first second")
+    for number, row in enumerate(csv.DictReader(whole), start=2):
+        try:
+            yield {name: float(value) for name, value in row.items()}
+        except (TypeError, ValueError) as error:
+            raise FileError(f"{file}, line {number} is damaged: expected {whole[0]}, but: {error}") from error
 
 
 def _computed(folder: Path, model: Path) -> Needed:

@@ -11,14 +11,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from arms import Placement
 from phase_memory import Figures, memory_figures, start_seconds
 from workloads import PROMPT_TOKENS, WORKLOADS, Workload
 
-from qarl_nemo.files import read_json
+from qarl_nemo.files import FileError, read_json
 from qarl_nemo.metrics.nemo_rl_logs import read_facts
+from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 
@@ -63,11 +65,15 @@ class Timed:
     placement: Placement
     command: str
     run: Run
+    SAID: ClassVar = ("arm", "workload", "placement", "command")
 
     @classmethod
     def read(cls, folder: Path) -> "Timed":
-        """Read the folder of an arm."""
-        said = read_json(folder / "facts.json", "what run.py wrote of an arm")
+        """Read the folder of an arm; ValueError where it cannot be."""
+        file = folder / "facts.json"
+        said = require_keys(file, read_json(file, "what run.py wrote of an arm"), cls.SAID)
+        if said["workload"] not in WORKLOADS:
+            raise FileError(f"{file}: workload {said['workload']!r}; legal: {', '.join(WORKLOADS)}")
         placement = Placement.parse(said["placement"], WORKLOADS[said["workload"]].gpus)
         return cls(folder, said["arm"], said["workload"], placement, said["command"], load_run(folder / "logs"))
 
@@ -87,6 +93,13 @@ class Timed:
     def median(self, key: str, skip: Sequence[int]) -> float:
         """Return a column's median over the steps that count; NaN without the column."""
         return float(np.median(self.run.column(key)[np.isin(self.run.steps, self.steps(skip))]))
+
+
+def require_keys(file: Path, found: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return what a file holds; FileError if it lacks keys."""
+    if lacking := [key for key in keys if key not in found]:
+        raise FileError(f"{file}: it lacks {', '.join(lacking)}, as if another program wrote it")
+    return found
 
 
 def figures(timed: Timed, skip: Sequence[int]) -> Figures:
@@ -118,11 +131,13 @@ def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figure
     """Return an arm's step time over that of other arms of the same host and workload.
 
     Raises:
-        ValueError: another arm had another workload.
+        ValueError: another arm had another workload, or is the same arm.
     """
     wrong = [f"{other.folder}: {other.workload}" for other in others if other.workload != timed.workload]
     if wrong:
         raise ValueError(f"{timed.folder} ran {timed.workload}, and what it is compared with another workload: {wrong}")
+    if same := [str(other.folder) for other in others if other.arm == timed.arm]:
+        raise ValueError(f"{timed.folder}: {timed.arm} is compared with itself in {', '.join(same)}")
     own = timed.median("timing/step_s", skip)
     return {
         _RATIOS.get(other.arm, f"full_step_over_{other.arm}"): (own / other.median("timing/step_s", skip), "", "<=")
@@ -139,13 +154,13 @@ def scaling(timed: Timed, fewer: Timed, skip: Sequence[int]) -> tuple[str, float
         skip: steps that do not count.
 
     Raises:
-        ValueError: the two differ in more than their number of GPUs.
+        ValueError: the second has no fewer GPUs, or the two differ in more than that.
     """
     alike = replace(fewer.work, gpus=timed.work.gpus, answers=fewer.work.answers * timed.work.gpus // fewer.work.gpus)
-    if timed.arm != fewer.arm or timed.work != alike:
+    if timed.arm != fewer.arm or timed.work != alike or fewer.work.gpus >= timed.work.gpus:
         raise ValueError(
-            f"{timed.folder} is {timed.arm} with {timed.work}, and {fewer.folder} is not the same with as much work a "
-            f"GPU: {fewer.arm} with {fewer.work}"
+            f"{timed.folder} is {timed.arm} with {timed.work}, and {fewer.folder} is not the same on fewer GPUs with "
+            f"as much work a GPU: {fewer.arm} with {fewer.work}"
         )
     name = f"full_scaling_efficiency_{timed.work.gpus}gpu"
     return name, fewer.median("timing/step_s", skip) / timed.median("timing/step_s", skip)
@@ -156,27 +171,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the arm's, as run.py left it")
     parser.add_argument("--record", type=Path, default=Path("docs/results/full_size.json"), help="file to append to")
-    parser.add_argument(
-        "--skip", type=lambda text: [int(step) for step in text.split(",")], default=[1], metavar="STEP,..."
-    )
+    parser.add_argument("--skip", default="", metavar="STEP,...", help="steps that do not count, beside the first")
     parser.add_argument("--facts", type=Path, help="run.json of another arm, where this one has none")
     parser.add_argument(
         "--over", type=Path, action="append", default=[], metavar="FOLDER", help="an arm to compare with; repeat"
     )
     parser.add_argument("--scaling-from", type=Path, metavar="FOLDER", help="the same arm on fewer GPUs")
     arguments = parser.parse_args()
-    skip = arguments.skip
     try:
+        skip = _skipped(arguments.skip)
         timed = Timed.read(arguments.folder)
         measured = figures(timed, skip) | ratios(timed, [Timed.read(other) for other in arguments.over], skip)
         rows = [scaling(timed, Timed.read(arguments.scaling_from), skip)] if arguments.scaling_from else []
-        facts = read_json(arguments.facts, "facts") if arguments.facts else read_facts(arguments.folder / "logs")
+        facts = _facts(arguments.facts, timed.folder)
         asynchronous = timed.placement.asynchronous
         measured |= memory_figures(timed.folder, timed.run, timed.steps(skip), asynchronous=asynchronous)
+        if not asynchronous:
+            measured["full_start_s"] = (start_seconds(timed.folder, timed.run), "s", "<=")
     except ValueError as error:
         parser.error(str(error))
-    if not asynchronous:
-        measured["full_start_s"] = (start_seconds(timed.folder, timed.run), "s", "<=")
     found = [Figure(name, value, "", ">=") for name, value in rows]
     for name, (value, unit, op) in measured.items():
         row = f"{name}_{timed.arm}_{timed.workload}"
@@ -187,6 +200,20 @@ def main() -> None:
     facts = {"hardware": facts["hardware"], "versions": facts["versions"], "command": timed.command}
     made = record_figures(arguments.record, found, **facts)
     print(f"{len(made)} rows of steps {timed.steps(skip)} in {arguments.record}")
+
+
+def _skipped(text: str) -> list[int]:
+    words = [word for word in text.split(",") if word]
+    if wrong := [word for word in words if not word.isdecimal()]:
+        raise ValueError(f"--skip: {', '.join(map(repr, wrong))} is not a step's number")
+    return [1, *map(int, words)]
+
+
+def _facts(file: Path | None, folder: Path) -> dict[str, Any]:
+    """Return hardware and versions, from a file or from the logs of an arm."""
+    place = file or folder / "logs" / "exp_*" / FACTS_FILE
+    found = read_json(file, "facts") if file else read_facts(folder / "logs")
+    return require_keys(place, found, ("hardware", "versions"))
 
 
 if __name__ == "__main__":

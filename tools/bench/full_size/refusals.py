@@ -2,15 +2,32 @@
 
 import argparse
 import importlib
+import itertools
 import re
 from collections.abc import Sequence
 
-from arms import ARMS, OWN_RECIPE, Placement, work_settings
+from arms import ARMS, OWN_RECIPE, Placement, row_name, work_settings
 from host_memory import num_gpus
 from workloads import WORKLOADS
 
+from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
+
 # How NeMo-RL's own arms reach engines with GPUs of their own.
 _OWN_TRANSPORT = "nccl.core"
+# What --placement, --steps and the harness say, beside what the workload does; blocks stand for all that is in them.
+_SAID = (
+    "cluster.num_nodes",
+    "data.train",
+    "data.validation",
+    "grpo.async_grpo.enabled",
+    "grpo.max_num_steps",
+    "logger.log_dir",
+    "policy.generation.colocated",
+    "policy.generation.vllm_cfg.async_engine",
+    "policy.hf_config_overrides",
+    "policy.model_name",
+    "policy.pretrained_checkpoint",
+)
 
 
 def require_possible(arguments: argparse.Namespace) -> None:
@@ -25,6 +42,11 @@ def require_possible(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--nemo-rl {arguments.nemo_rl}: no {OWN_RECIPE} in it, so it is not NeMo-RL's repository")
     if arguments.steps < 2:
         raise ValueError(f"--steps {arguments.steps}: the first one compiles and does not count; take 2 or more")
+    if arguments.profile is not None and not 1 <= arguments.profile <= arguments.steps:
+        raise ValueError(f"--profile {arguments.profile}: the run has steps 1 to {arguments.steps}")
+    beside = (OVERHEAD_BYTES + ASLEEP_BYTES) / GIB
+    if arguments.cap_gib is not None and not beside < arguments.cap_gib < float("inf"):
+        raise ValueError(f"--cap-gib {arguments.cap_gib:g}: {beside:g} of them are for processes; take more")
     _require_told_apart(arguments)
     if arguments.check:
         return
@@ -34,6 +56,13 @@ def require_possible(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--workload {arguments.workload} runs on {work.gpus} GPU(s), and this machine has {found}; --check says "
             "what would run"
+        )
+    names = itertools.starmap(row_name, itertools.product(arguments.arm, arguments.placement, [arguments.label]))
+    folders = [arguments.work / arguments.workload / name for name in names]
+    if ran := [str(folder) for folder in folders if (folder / "logs").exists()]:
+        raise ValueError(
+            f"{', '.join(ran)} holds a run, whose logs and memory would be mixed with this one's; take another --label "
+            "or WORK, or remove it"
         )
 
 
@@ -60,10 +89,18 @@ def require_transport(arms: Sequence[str]) -> None:
 def _require_told_apart(arguments: argparse.Namespace) -> None:
     if not re.fullmatch("[a-z0-9_]*", arguments.label):
         raise ValueError(f"--label {arguments.label!r}: rows end in it; legal are a to z, 0 to 9 and _")
-    changed = {override.lstrip("+~").partition("=")[0] for override in arguments.set}
-    wrong = sorted(changed & set(work_settings(WORKLOADS[arguments.workload])))
+    taken = any(f"{arm}_{arguments.label}" in ARMS for arm in ARMS)
+    if taken or arguments.label.startswith(("separate_", "asynchronous_")):
+        raise ValueError(f"--label {arguments.label}: an arm or a placement is called so; take another word")
+    changed = {override.strip().lstrip("+~").partition("=")[0] for override in arguments.set}
+    said = (*_SAID, *work_settings(WORKLOADS[arguments.workload]))
+    wrong = sorted(key for key in changed if any(_within(key, own) or _within(own, key) for own in said))
     if wrong:
         raise ValueError(
-            f"--set {', '.join(wrong)}: the workload says it, and rows are computed from that; take another "
-            "--workload, or add one to workloads.py"
+            f"--set {', '.join(wrong)}: other options say it, and rows are computed from that; take another "
+            "--workload, --placement or --steps, or add a workload to workloads.py"
         )
+
+
+def _within(key: str, block: str) -> bool:
+    return key == block or key.startswith(f"{block}.")

@@ -5,7 +5,7 @@
 ROOT holds nemo_rl/, examples/ and megatron/ (Megatron-LM's, and Bridge's inside it) at the supported versions;
 PYTHONPATH has what they import. WORK gets a copy of NeMo-RL (`tree.py`) and, for each workload, the model without
 weights (`model.py`) and a folder an arm with config, output, memory and logs, which `record.py` turns into rows.
-`--check` says what would run, or why it could not, and starts nothing: it needs no GPU.
+`--check` says what would run, or why it could not, and starts nothing: it needs no GPU, and writes to WORK/check.
 """
 
 import argparse
@@ -36,6 +36,8 @@ _LAUNCHER = REPOSITORY / "examples" / "run_qarl_grpo.py"
 # The template adds three.
 _WORDS = PROMPT_TOKENS - 3
 _OUTPUT = "driver.txt"
+_MODEL = REPOSITORY / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
+_STEPS = 4
 # As a check of ours reads NeMo-RL's own arms: the same ranks, batches and engines, in BF16.
 _AS_OURS = ("++qarl.format=bf16", "++qarl.alignment=none", f"++{IN_FLIGHT}=false")
 
@@ -43,9 +45,13 @@ _AS_OURS = ("++qarl.format=bf16", "++qarl.alignment=none", f"++{IN_FLIGHT}=false
 def main() -> int:
     """Prepare, and run what the command line names; returns 1 if an arm failed."""
     arguments = _parse_arguments()
-    folder = arguments.work.absolute() / arguments.workload
+    # What a check writes is none of what ran.
+    folder = arguments.work.absolute() / ("check" if arguments.check else "") / arguments.workload
     folder.mkdir(parents=True, exist_ok=True)
-    tree = _prepare(folder, arguments)
+    try:
+        tree = _prepare(folder, arguments)
+    except ValueError as error:
+        sys.exit(f"run.py: error: {error}")
     failed = False
     for arm in arguments.arm:
         for placement in arguments.placement:
@@ -71,17 +77,19 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for every arm; repeat")
     parser.add_argument("--label", default="", metavar="WORD", help="ends the arms' names, to tell what --set changes")
-    config = REPOSITORY / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
-    parser.add_argument("--config", type=Path, default=config, help="the model's; the workload says how many layers")
+    parser.add_argument("--config", type=Path, default=_MODEL, help="the model's; the workload says how many layers")
     parser.add_argument("--cap-gib", type=float, metavar="GIB", help="what a run may take of a GPU; default all")
-    parser.add_argument("--steps", type=int, default=4, help="the first one compiles and warms up")
+    parser.add_argument("--steps", type=int, default=_STEPS, help="the first one compiles and warms up")
     parser.add_argument("--profile", type=int, metavar="STEP", help="profile the learner's update in this step")
     parser.add_argument("--check", action="store_true", help="only check configs and memory")
     arguments = parser.parse_args()
-    arguments.arm, arguments.placement = arguments.arm or ["w4a16"], arguments.placement or ["colocated"]
+    arguments.arm = list(dict.fromkeys(arguments.arm or ["w4a16"]))
+    arguments.placement = list(dict.fromkeys(arguments.placement or ["colocated"]))
     try:
         require_possible(arguments)
         arguments.model = read_json(arguments.config, "a model's config.json")
+        if arguments.config != _MODEL and not arguments.label:
+            raise ValueError(f"--config {arguments.config}: rows of another model need a --label")
     except ValueError as error:
         parser.error(str(error))
     return arguments
@@ -96,13 +104,14 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
     )
     if arguments.check:
         return arguments.nemo_rl.absolute()
+    tree = copy_tree(arguments.nemo_rl, arguments.work.absolute() / "nemo_rl_root")
     # Asynchronous engines are steps ahead.
     asked = arguments.steps + 4
     make_model(config, folder, prompt_tokens=_WORDS, num_prompts=work.prompts * asked)
     (folder / "lengths.json").write_text(json.dumps(work.lengths(asked)), encoding="utf-8")
     (folder / "none").mkdir(exist_ok=True)
     (folder / "none" / "metadata.json").write_text("{}", encoding="utf-8")
-    return copy_tree(arguments.nemo_rl, arguments.work.absolute() / "nemo_rl_root")
+    return tree
 
 
 def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse.Namespace) -> int:
@@ -197,6 +206,9 @@ def _command_line(arm: str, placement: str, arguments: argparse.Namespace) -> st
     words += ["--placement", placement] if placement != "colocated" else []
     words += ["--label", arguments.label] if arguments.label else []
     words += ["--cap-gib", f"{arguments.cap_gib:g}"] if arguments.cap_gib else []
+    words += ["--config", str(arguments.config)] if arguments.config != _MODEL else []
+    words += ["--steps", str(arguments.steps)] if arguments.steps != _STEPS else []
+    words += ["--profile", str(arguments.profile)] if arguments.profile else []
     words += [word for override in arguments.set for word in ("--set", override)]
     return f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT {shlex.join(words)}"
 

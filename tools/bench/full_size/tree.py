@@ -130,8 +130,11 @@ def copy_tree(root: Path, copy: Path) -> Path:
         `copy`.
 
     Raises:
-        ValueError: a line to be changed is not where it is in the supported version.
+        ValueError: a folder is missing, or a line to be changed is not where it is in the supported version.
     """
+    needed = (*_FOLDERS[:2], "megatron/core", "megatron/bridge")
+    if missing := [folder for folder in needed if not (root / folder).is_dir()]:
+        raise ValueError(f"{root} has no {', '.join(missing)}: NeMo-RL's and Megatron's packages belong there")
     digest, written = _digest(root), copy / "digest.txt"
     if written.is_file() and written.read_text(encoding="utf-8") == digest:
         return copy
