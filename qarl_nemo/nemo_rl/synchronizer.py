@@ -19,12 +19,14 @@ class PackedWeightSynchronizer(WeightSynchronizer):
 
     Args:
         policy: NeMo-RL's policy with our workers.
-        generation: NeMo-RL's `VllmGeneration` with our workers.
+        generation: NeMo-RL's `VllmGeneration` with our workers; from now on its failed wakes are errors.
     """
 
     def __init__(self, policy: Any, generation: Any) -> None:
         self._policy, self._generation = policy, generation
         self._colocated = generation.cfg["colocated"]["enabled"]
+        if self._colocated:
+            _raise_failed_wakes(generation)
         group = generation.worker_group
         self._engines = [group.workers[index] for index in group.dp_leader_worker_indices]
         self._num_ranks = 0
@@ -79,7 +81,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             with _timed(seconds, "make_room"):
                 self._policy.offload_before_refit()
             with _timed(seconds, "wake_weights"):
-                self._wake("weights")
+                self._generation.prepare_for_generation(tags=["weights"])
         # Engines accept each number once, and a refit that broke off may have reached some of them.
         self._attempted += 1
         with timer.time(_TIMED) if timer is not None else nullcontext():
@@ -97,19 +99,27 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             with _timed(seconds, "leave"):
                 self._policy.offload_after_refit()
             with _timed(seconds, "wake_cache"):
-                self._wake("kv_cache")
+                self._generation.prepare_for_generation(tags=["kv_cache"])
         return figures[0] | seconds | {"version": float(self.version)}
-
-    def _wake(self, tag: str) -> None:
-        # NeMo-RL prints what went wrong and returns False, which its own callers ignore.
-        if not self._generation.prepare_for_generation(tags=[tag]):
-            raise RuntimeError(
-                f"vLLM did not wake up its {tag}: NeMo-RL printed why above. Where it ran out of memory, lower "
-                "policy.generation.vllm_cfg.gpu_memory_utilization or what stays of the learner on these GPUs"
-            )
 
     def shutdown(self) -> None:
         """Do nothing: connections end with the workers."""
+
+
+def _raise_failed_wakes(generation: Any) -> None:
+    wake = generation.prepare_for_generation
+
+    def wake_or_raise(*arguments: Any, **named: Any) -> bool:
+        # NeMo-RL prints what went wrong and returns False, which its own loops ignore.
+        if not wake(*arguments, **named):
+            parts = " and ".join(named.get("tags") or ("weights", "kv_cache"))
+            raise RuntimeError(
+                f"vLLM did not wake up its {parts}: NeMo-RL printed why above. Where it ran out of memory, lower "
+                "policy.generation.vllm_cfg.gpu_memory_utilization or what stays of the learner on these GPUs"
+            )
+        return True
+
+    generation.prepare_for_generation = wake_or_raise
 
 
 @contextmanager

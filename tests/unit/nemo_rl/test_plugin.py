@@ -48,6 +48,22 @@ def test_engines_that_serve_bf16_are_refused():
         plugin.install_refit(None, generation)
 
 
+@pytest.mark.parametrize("named", [{}, {"tags": ["weights"]}])
+def test_a_failed_wake_is_an_error_also_where_nothing_is_refitted(named):
+    pytest.importorskip("ray")
+    wakes = [True, False]
+    generation = SimpleNamespace(
+        cfg={"quant_cfg": plugin.SENTINEL, "colocated": {"enabled": True}},
+        worker_group=SimpleNamespace(workers=[], dp_leader_worker_indices=[]),
+        # NeMo-RL's own answers; after a validation its loop wakes engines without a refit, and ignores them.
+        prepare_for_generation=lambda **_: wakes.pop(0),
+    )
+    plugin.install_refit(None, generation)
+    assert generation.prepare_for_generation(**named)
+    with pytest.raises(RuntimeError, match="vLLM did not wake up its weights"):
+        generation.prepare_for_generation(**named)
+
+
 def test_the_policy_numbers_the_responses_it_trains_on_and_leaves_the_batch_as_it_was(monkeypatch):
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.policy.lm_policy import Policy
