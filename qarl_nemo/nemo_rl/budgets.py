@@ -15,7 +15,7 @@ from qarl_nemo.memory import (
     logprob_bytes,
     rank_memory,
 )
-from qarl_nemo.nemo_rl.layout import read_layout
+from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, learner_of
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.model_shapes import read_model_size
@@ -87,7 +87,7 @@ def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
         "update": lambda tokens: rank_memory(model, layout.ranks, replace(learner, tokens=tokens)).peak_bytes,
         "logprobs": lambda tokens: logprob_bytes(model, layout.ranks, replace(learner, tokens=tokens), optimizer=held),
     }
-    responses = {"update": look_up(config, "policy.train_global_batch_size", 0), "logprobs": _responses(config)}
+    responses = {"update": look_up(config, "policy.train_global_batch_size", 0), "logprobs": responses_per_step(config)}
     room = card(qarl).gib * GIB - OVERHEAD_BYTES - (ASLEEP_BYTES if layout.colocated else 0)
     longest, found = look_up(config, _LONGEST, None) or _SHORT, []
     plenty = _PLENTY * layout.sizes["tp"] * layout.sizes["cp"]
@@ -164,7 +164,7 @@ def waiting_answers(needed: Needed, share: float, gpu_bytes: float, config: Mapp
     assert layout is not None, "without a cluster block nothing is needed"
     cache = share * gpu_bytes - needed.engine - ENGINE_BYTES
     longest = look_up(config, _LONGEST, None) or _SHORT
-    return max(0, int(cache // (needed.token * longest))), _responses(config) // layout.engines
+    return max(0, int(cache // (needed.token * longest))), responses_per_step(config) // layout.engines
 
 
 def _key(config: Mapping[str, Any], phase: str) -> tuple[str, int]:
@@ -174,10 +174,3 @@ def _key(config: Mapping[str, Any], phase: str) -> tuple[str, int]:
         if look_up(config, f"policy.{kind}.enabled", False):
             return f"policy.{kind}.{tokens}", 1
     return f"policy.{responses}", look_up(config, _LONGEST, None) or 8192
-
-
-def _responses(config: Mapping[str, Any]) -> int:
-    prompts, each = (
-        look_up(config, f"grpo.{key}", 0) for key in ("num_prompts_per_step", "num_generations_per_prompt")
-    )
-    return prompts * each

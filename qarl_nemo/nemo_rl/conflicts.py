@@ -14,7 +14,7 @@ from qarl_nemo.nemo_rl.engine_checks import (
     given_arguments,
     repeated_arguments,
 )
-from qarl_nemo.nemo_rl.layout import count_problems, layout_conflicts, read_layout
+from qarl_nemo.nemo_rl.layout import count_problems, layout_conflicts, read_layout, responses_per_step
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
@@ -160,13 +160,12 @@ def _loss_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
 
 def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
     problems = []
-    grpo, policy = config.get("grpo") or {}, config.get("policy") or {}
-    per_step = grpo.get("num_prompts_per_step", 0) * grpo.get("num_generations_per_prompt", 0)
+    policy, per_step = config.get("policy") or {}, responses_per_step(config)
     batch, key = policy.get("train_global_batch_size"), "policy.train_global_batch_size"
     forced = look_up(config, "loss_fn.force_on_policy_ratio", False)
     if per_step and batch and per_step % batch:
         layout = read_layout(config)
-        ranks = (layout and layout.data_parallel) or 1
+        ranks = max(1, layout.data_parallel) if layout else 1
         sizes = [per_step // n for n in range(1, 17) if per_step % n == 0]
         # Without one that data parallel ranks divide, the step itself is refused.
         legal = [str(size) for size in sizes if size % ranks == 0] or [str(size) for size in sizes]

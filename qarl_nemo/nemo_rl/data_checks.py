@@ -20,7 +20,8 @@ def data_conflicts(config: Mapping[str, Any]) -> list[str]:
     problems = []
     if overlong_prompts(config) not in OVERLONG:
         problems.append(f"data.overlong_prompts={overlong_prompts(config)}: set {' or '.join(OVERLONG)}")
-    for place, path in _reward_functions(config):
+    for place, dataset in _rewarded(config.get("data") or {}):
+        path = dataset["reward_function"]
         try:
             RewardFunction(str(path))
         except ValueError as error:
@@ -41,31 +42,20 @@ def use_reward_functions(data: Mapping[str, Any], env: MutableMapping[str, Any])
     Returns:
         The environments' names.
     """
-    names = []
-    for dataset in _datasets(data):
-        path = dataset.get("reward_function")
-        if path:
-            name = f"reward_function {path}"
-            workers = look_up(env, "reward_function.num_workers", _DEFAULT_WORKERS)
-            env[name] = {"reward_function": path, "num_workers": workers}
-            dataset["env_name"] = name
-            names.append(name)
+    names, workers = [], look_up(env, "reward_function.num_workers", _DEFAULT_WORKERS)
+    for _, dataset in _rewarded(data):
+        name = f"reward_function {dataset['reward_function']}"
+        env[name] = {"reward_function": dataset["reward_function"], "num_workers": workers}
+        dataset["env_name"] = name
+        names.append(name)
     return list(dict.fromkeys(names))
 
 
-def _reward_functions(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    data = config.get("data") or {}
+def _rewarded(data: Mapping[str, Any]) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    """Yield the data sets with a `reward_function` and their places."""
     for key in ("train", "validation", "default"):
         found = data.get(key)
         several = isinstance(found, list)
         for number, dataset in enumerate(found if several else [found]):
-            if isinstance(dataset, Mapping) and dataset.get("reward_function"):
-                yield f"data.{key}.{number}" if several else f"data.{key}", dataset["reward_function"]
-
-
-def _datasets(data: Mapping[str, Any]) -> Iterator[MutableMapping[str, Any]]:
-    for key in ("train", "validation", "default"):
-        found = data.get(key)
-        for dataset in found if isinstance(found, list) else [found]:
-            if isinstance(dataset, MutableMapping):
-                yield dataset
+            if isinstance(dataset, MutableMapping) and dataset.get("reward_function"):
+                yield f"data.{key}.{number}" if several else f"data.{key}", dataset

@@ -192,13 +192,8 @@ def _operator_problems(operators: Iterable[Any], place: str) -> list[str]:
 
 def _is_legal(value: Any, legal: tuple[Any, ...]) -> bool:
     plain = _plain(value)
-    return plain is None or any(plain == each and type(plain) is type(each) for each in legal) or _same(plain, legal)
-
-
-def _same(plain: Any, legal: tuple[Any, ...]) -> bool:
     # A command line's 0 is an integer where vLLM has a float; a bool does not count as a number.
-    numbers = (int, float)
-    return type(plain) in numbers and any(type(each) in numbers and plain == each for each in legal)
+    return plain is None or any(plain == each and isinstance(plain, bool) == isinstance(each, bool) for each in legal)
 
 
 def _plain(value: Any) -> Any:

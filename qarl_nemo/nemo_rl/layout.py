@@ -110,6 +110,11 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
     )
 
 
+def responses_per_step(config: Mapping[str, Any]) -> int:
+    """Return how many responses a step of a config asks for; 0 if it does not say."""
+    return _count(config, "grpo.num_prompts_per_step", 0) * _count(config, "grpo.num_generations_per_prompt", 0)
+
+
 def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> list[str]:
     """Say what NeMo-RL, Megatron or vLLM would refuse once all workers have started.
 
@@ -212,12 +217,11 @@ def _engine_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
 def _batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     policy, ranks = config.get("policy") or {}, layout.data_parallel
     batch, micro = policy.get("train_global_batch_size"), policy.get("train_micro_batch_size")
-    per_step = _count(config, "grpo.num_prompts_per_step", 0) * _count(config, "grpo.num_generations_per_prompt", 0)
     problems = [
         f"{key}={size}: is not a multiple of the {ranks} data parallel learner ranks"
         for key, size in (
             ("policy.train_global_batch_size", batch),
-            ("grpo.num_prompts_per_step * grpo.num_generations_per_prompt", per_step),
+            ("grpo.num_prompts_per_step * grpo.num_generations_per_prompt", responses_per_step(config)),
         )
         if size and size % ranks
     ]

@@ -102,38 +102,25 @@ def needed_memory(
     if layout is None or model is None:
         return None
     learner, served = learner_of(config, qarl), _served(qarl)
-    layerwise = qarl.layerwise_refit is not False
-    refit = None
-    if layout.colocated:
-        refit = refit_bytes(
-            model,
-            layout.ranks,
-            learner,
-            layout.engine_tp,
-            layerwise=layerwise,
-            engine_ep=layout.engine_ep,
-            served=served,
-            optimizer_stays=optimizer_stays,
-        )
-    asleep = ASLEEP_BYTES if layout.colocated else 0.0
-    # More ranks than heads hold copies.
-    token = model.cache_bytes / min(layout.engine_tp, model.num_kv_heads)
     held = rank_memory(model, layout.ranks, learner)
     engine = engine_bytes(model, served, layout.engine_tp, layout.engine_ep)
-    host: Mapping[str, float] = {}
-    if layout.colocated:
-        host = host_memory(
-            model,
-            layout.ranks,
-            learner,
-            served,
-            gpus=layout.gpus_per_node,
-            engine_tp=layout.engine_tp,
-            engine_ep=layout.engine_ep,
-            parameters_leave=not (optimizer_stays if parameters_stay is None else parameters_stay),
-            optimizer_leaves=not optimizer_stays,
-        )
-    return Needed(held, refit, engine, asleep, token, host)
+    # More ranks than heads hold copies.
+    token = model.cache_bytes / min(layout.engine_tp, model.num_kv_heads)
+    if not layout.colocated:
+        return Needed(held, None, engine, 0.0, token, {})
+    both = {"served": served, "engine_tp": layout.engine_tp, "engine_ep": layout.engine_ep}
+    layerwise = qarl.layerwise_refit is not False
+    refit = refit_bytes(model, layout.ranks, learner, layerwise=layerwise, optimizer_stays=optimizer_stays, **both)
+    host = host_memory(
+        model,
+        layout.ranks,
+        learner,
+        gpus=layout.gpus_per_node,
+        parameters_leave=not (optimizer_stays if parameters_stay is None else parameters_stay),
+        optimizer_leaves=not optimizer_stays,
+        **both,
+    )
+    return Needed(held, refit, engine, ASLEEP_BYTES, token, host)
 
 
 def first_gpu_gib() -> float | None:

@@ -15,7 +15,6 @@ GENERATION_WORKERS = {
 }
 # The name under which `env:` configures it and data sets ask for it.
 ENVIRONMENT = "qarl_benchmark"
-_ENVIRONMENT_ACTOR = f"{_HERE}.benchmark_environment.BenchmarkEnvironment"
 _REWARD_ACTOR = f"{_HERE}.reward_environment.RewardFunctionEnvironment"
 # Actors that NeMo-RL starts through uv even if told to use the system's Python.
 _UV_ALWAYS = (
@@ -44,9 +43,8 @@ def register() -> None:
     for own in GENERATION_WORKERS.values():
         registry.ACTOR_ENVIRONMENT_REGISTRY[own] = registry.VLLM_EXECUTABLE
     utils.GENERATION_WORKER_OVERRIDES.update(GENERATION_WORKERS)
-    for actor in (_ENVIRONMENT_ACTOR, _REWARD_ACTOR):
-        registry.ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
-    ENV_REGISTRY[ENVIRONMENT] = {"actor_class_fqn": _ENVIRONMENT_ACTOR}
+    registry.ACTOR_ENVIRONMENT_REGISTRY[_REWARD_ACTOR] = PY_EXECUTABLES.SYSTEM
+    ENV_REGISTRY[ENVIRONMENT] = {"actor_class_fqn": _REWARD_ACTOR}
     if registry.USE_SYSTEM_EXECUTABLE:
         registry.ACTOR_ENVIRONMENT_REGISTRY.update(dict.fromkeys(_UV_ALWAYS, PY_EXECUTABLES.SYSTEM))
 

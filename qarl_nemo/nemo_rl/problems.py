@@ -13,22 +13,16 @@ from qarl_nemo.data.named import OWN
 from qarl_nemo.data.problems import Messages, read_tasks
 
 RECORD = "record"
+_READ = ("data_path", "subset", "split", "input_key", "output_key", "answer_format", "reward_function")
 
 
 class Problems(RawDataset):
     """Problems with answers from a file, a folder or the hub; of messages, the last one of the user is the problem.
 
     Args:
-        data_path: local file or folder, or a name on the hub; None is the named set's.
-        subset: the hub's configuration.
-        split: the split to read, or a part of one.
-        input_key: field of the problem.
-        output_key: field of the answer.
-        answer_format: how the answer stands in its field: `plain`, `hash` or `boxed`.
-        reward_function: `module:function` in the place of NeMo-RL's verifier.
         split_validation_size: share or number of problems set aside for validation.
         seed: seeds their choice.
-        unread: NeMo-RL's other keys of a data set.
+        given: keys of `DatasetConfig` out of `_READ`; NeMo-RL's other keys of a data set are not read.
 
     Raises:
         ConfigError: the data set cannot be loaded, or records lack a field; all are listed.
@@ -36,29 +30,8 @@ class Problems(RawDataset):
 
     named: ClassVar[str] = OWN
 
-    def __init__(
-        self,
-        data_path: str | None = None,
-        subset: str | None = None,
-        split: str = "train",
-        input_key: str | None = None,
-        output_key: str | None = None,
-        answer_format: str | None = None,
-        reward_function: str | None = None,
-        split_validation_size: float = 0,
-        seed: int = 42,
-        **unread: Any,  # noqa: ARG002
-    ) -> None:
-        values = {
-            "dataset_name": self.named,
-            "data_path": data_path,
-            "subset": subset,
-            "split": split,
-            "input_key": input_key,
-            "output_key": output_key,
-            "answer_format": answer_format,
-            "reward_function": reward_function,
-        }
+    def __init__(self, split_validation_size: float = 0, seed: int = 42, **given: Any) -> None:
+        values = {"dataset_name": self.named} | {key: given[key] for key in _READ if key in given}
         config = validate(values, DatasetConfig, source=f"data set {type(self).__name__}")
         try:
             tasks = read_tasks(config)

@@ -15,7 +15,7 @@ from nemo_rl.environments import utils
 from qarl_nemo.config import ConfigError
 from qarl_nemo.data.benchmarks import BENCHMARKS
 from qarl_nemo.nemo_rl import plugin
-from qarl_nemo.nemo_rl.benchmark_environment import BenchmarkRewards
+from qarl_nemo.nemo_rl.reward_environment import RewardFunctionEnvironment
 from qarl_nemo.train.tokenizer import character_tokenizer
 from support.files import write_jsonl
 
@@ -70,20 +70,25 @@ def test_nemo_rl_knows_the_environment_once_the_plugin_is_registered(monkeypatch
     plugin.register()
     plugin.register()
     actor = utils.ENV_REGISTRY[plugin.ENVIRONMENT]["actor_class_fqn"]
-    assert utils.get_object(actor).__ray_metadata__.class_name == "BenchmarkRewards"
+    assert utils.get_object(actor).__ray_metadata__.class_name == "RewardFunctionEnvironment"
     assert utils.get_actor_python_env(actor)
 
 
 @pytest.mark.slow
 def test_answers_are_checked_as_each_benchmark_asks():
-    ray.init(num_cpus=1, include_dashboard=False)
+    ray.init(num_cpus=4, include_dashboard=False)
     try:
         asked = [("gsm8k", r"\boxed{7}", "7"), ("gpqa", r"\boxed{b}", "B"), ("gpqa", "answer: B", "B")]
         logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for _, text, _ in asked]
         metadata = [{"benchmark": name, "ground_truth": expected} for name, _, expected in asked]
-        returned = BenchmarkRewards({"num_workers": 2}).step(logs, metadata)
+        environment = RewardFunctionEnvironment.remote({"num_workers": 2})
+        returned = ray.get(environment.step.remote(logs, metadata))
         assert returned.rewards.tolist() == [1.0, 0.0, 1.0]
         assert returned.terminateds.tolist() == [1.0, 1.0, 1.0]
         assert returned.metadata == metadata
+        assert [one["content"] for one in returned.observations][:2] == [
+            "Environment: correct",
+            "Environment: incorrect",
+        ]
     finally:
         ray.shutdown()
