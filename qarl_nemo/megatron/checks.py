@@ -89,8 +89,8 @@ def shard_problems(config: Any, alignment: Alignment) -> list[str]:
         config: sizes of the model and of its parallelism, named as in Megatron's `TransformerConfig`.
         alignment: what the model would execute.
     """
-    by_target = {"experts": _shape_problems, "attention": _attention_problems, "mlp": _mlp_problems}
-    return [problem for target in alignment.targets for problem in by_target[target](config, alignment)]
+    by_target = {"experts": _expert_problems, "attention": _attention_problems, "mlp": _mlp_problems}
+    return [problem for target in alignment.targets for problem in by_target[target](config, alignment.format)]
 
 
 def _refused(config: Any, refused: dict[str, str]) -> list[str]:
@@ -128,18 +128,27 @@ def _value_problems(config: Any) -> list[str]:
     return problems
 
 
-def _shape_problems(config: Any, alignment: Alignment) -> list[str]:
-    fmt, etp = alignment.format, config.expert_tensor_parallel_size or 1
-    inner, rest = divmod(config.moe_ffn_hidden_size, etp)
+def _expert_problems(config: Any, fmt: QuantFormat) -> list[str]:
+    return _gated_problems(config, fmt, ("fc1", "fc2"), "moe_ffn_hidden_size", "expert_tensor_parallel_size")
+
+
+def _mlp_problems(config: Any, fmt: QuantFormat) -> list[str]:
+    return _gated_problems(config, fmt, ("linear_fc1", "linear_fc2"), "ffn_hidden_size", "tensor_model_parallel_size")
+
+
+def _gated_problems(config: Any, fmt: QuantFormat, names: tuple[str, str], width: str, split: str) -> list[str]:
+    """Say which shards of two linears around SwiGLU cannot be stored; `width` and `split` are settings' names."""
+    whole, parts = getattr(config, width), getattr(config, split) or 1
+    inner, rest = divmod(whole, parts)
     if rest:
-        return [f"expert_tensor_parallel_size={etp} does not divide moe_ffn_hidden_size={config.moe_ffn_hidden_size}"]
-    problems = []
-    where = f"(moe_ffn_hidden_size={config.moe_ffn_hidden_size}, expert_tensor_parallel_size={etp})"
-    for name, shape in (("fc1", (2 * inner, config.hidden_size)), ("fc2", (config.hidden_size, inner))):
+        return [f"{split}={parts} does not divide {width}={whole}"]
+    problems, where = [], f"({width}={whole}, {split}={parts})"
+    for name, shape in zip(names, ((2 * inner, config.hidden_size), (config.hidden_size, inner)), strict=True):
         problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
     if inner % fmt.scale_rows:
-        problems.append(f"fc1 shard of {inner} gate rows {where}: a {fmt.scale_rows}-row block would hold gate and up")
-    return problems + _cut_problems(fmt, "fc2", f"expert_tensor_parallel_size={etp}", etp)
+        rows = f"{names[0]} shard of {inner} gate rows {where}"
+        problems.append(f"{rows}: a {fmt.scale_rows}-row block would hold gate and up")
+    return problems + _cut_problems(fmt, names[1], f"{split}={parts}", parts)
 
 
 def _cut_problems(fmt: QuantFormat, name: str, setting: str, parts: int) -> list[str]:
@@ -153,8 +162,8 @@ def _cut_problems(fmt: QuantFormat, name: str, setting: str, parts: int) -> list
     return [f"{setting}: {fmt.name} scales whole rows of {name}, which it would cut"]
 
 
-def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
-    fmt, tp, width = alignment.format, config.tensor_model_parallel_size, config.kv_channels
+def _attention_problems(config: Any, fmt: QuantFormat) -> list[str]:
+    tp, width = config.tensor_model_parallel_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
     if heads % tp or groups % tp:
         return [f"tensor_model_parallel_size={tp} does not divide {heads} attention heads and {groups} KV heads"]
@@ -169,17 +178,3 @@ def _attention_problems(config: Any, alignment: Alignment) -> list[str]:
     if width % fmt.scale_rows:
         problems.append(f"kv_channels={width}: a {fmt.scale_rows}-row block would hold several heads of fused q, k, v")
     return problems + _cut_problems(fmt, "linear_proj", f"tensor_model_parallel_size={tp}", tp)
-
-
-def _mlp_problems(config: Any, alignment: Alignment) -> list[str]:
-    fmt, tp = alignment.format, config.tensor_model_parallel_size
-    inner, rest = divmod(config.ffn_hidden_size, tp)
-    if rest:
-        return [f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={config.ffn_hidden_size}"]
-    problems = []
-    where = f"(ffn_hidden_size={config.ffn_hidden_size}, tensor_model_parallel_size={tp})"
-    for name, shape in (("linear_fc1", (2 * inner, config.hidden_size)), ("linear_fc2", (config.hidden_size, inner))):
-        problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
-    if inner % fmt.scale_rows:
-        problems.append(f"shard of {inner} gate rows {where}: a {fmt.scale_rows}-row block would hold gate and up")
-    return problems + _cut_problems(fmt, "linear_fc2", f"tensor_model_parallel_size={tp}", tp)

@@ -51,7 +51,7 @@ def gpt_model(
         # Gather the logits of the whole vocabulary on every rank.
         parallel_output=False,
         position_embedding_type="rope",
-        rotary_base=_rope(hf)["rope_theta"],
+        rotary_base=hf.rope_parameters["rope_theta"],
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -70,10 +70,6 @@ def _leave_padding_alone(weight: nn.Parameter, pad_token_id: int) -> None:
         weight.register_hook(lambda grad: grad.index_fill(0, index, 0))
 
 
-def _rope(hf: Any) -> dict[str, Any]:
-    return hf.rope_parameters
-
-
 def _require_translatable(hf: Any) -> None:
     wrong = {
         "model_type": (hf.model_type, "qwen3_moe"),
@@ -82,7 +78,7 @@ def _require_translatable(hf: Any) -> None:
         "attention_bias": (hf.attention_bias, False),
         "use_sliding_window": (hf.use_sliding_window, False),
         "hidden_act": (hf.hidden_act, "silu"),
-        "rope_parameters.rope_type": (_rope(hf).get("rope_type", "default"), "default"),
+        "rope_parameters.rope_type": (hf.rope_parameters.get("rope_type", "default"), "default"),
     }
     problems = [f"{name}={found!r}: legal is {legal!r}" for name, (found, legal) in wrong.items() if found != legal]
     if problems:

@@ -1,6 +1,7 @@
 """Loads Hugging Face's parameters into this rank's part of a Megatron model, one at a time: undoes `publish`."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -48,9 +49,12 @@ def _takers(model: GPTModel) -> Iterator[tuple[str, Take]]:
                 yield prefix + LAYER_NAMES[name], _taker(parameter)
         yield from _attention_takers(prefix + "self_attn.", layer)
         experts, numbers = layer.mlp.experts, layer.mlp.local_expert_indices
-        gate_up, down = (linear.aligned.masters for linear in (experts.linear_fc1, experts.linear_fc2))
-        yield f"{prefix}mlp.experts.gate_up_proj", lambda whole, own=gate_up, n=numbers: _take_gate_up(own, n, whole)
-        yield f"{prefix}mlp.experts.down_proj", lambda whole, own=down, n=numbers: _take_down(own, n, whole)
+        # Gate and up are split one by one, down along its columns.
+        for name, linear, parts, dim in (("gate_up", experts.linear_fc1, 2, 0), ("down", experts.linear_fc2, 1, 1)):
+            yield (
+                f"{prefix}mlp.experts.{name}_proj",
+                partial(_take_experts, linear.aligned.masters, numbers, parts, dim),
+            )
 
 
 def _taker(parameter: nn.Parameter) -> Take:
@@ -83,17 +87,8 @@ def _attention_takers(prefix: str, layer: TransformerLayer) -> Iterator[tuple[st
         yield f"{prefix}{letter}_proj.weight", take
 
 
-def _take_gate_up(own: list[nn.Parameter], numbers: list[int], whole: Tensor) -> None:
-    for parameter, number in zip(own, numbers, strict=True):
-        gate, up = (_expert_shard(part, 0) for part in whole[number].chunk(2))
-        parameter.copy_(torch.cat([gate, up]))
-
-
-def _take_down(own: list[nn.Parameter], numbers: list[int], whole: Tensor) -> None:
-    for parameter, number in zip(own, numbers, strict=True):
-        parameter.copy_(_expert_shard(whole[number], 1))
-
-
-def _expert_shard(whole: Tensor, dim: int) -> Tensor:
+def _take_experts(own: list[nn.Parameter], numbers: list[int], num_parts: int, dim: int, whole: Tensor) -> None:
     group = parallel_state.get_expert_tensor_parallel_group()
-    return whole.chunk(group.size(), dim)[group.rank()]
+    for parameter, number in zip(own, numbers, strict=True):
+        parts = whole[number].chunk(num_parts)
+        parameter.copy_(torch.cat([part.chunk(group.size(), dim)[group.rank()] for part in parts]))

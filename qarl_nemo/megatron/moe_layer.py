@@ -1,5 +1,6 @@
 """Megatron's MoE layer and expert MLP in the rollout engine's order of operations."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ class AlignedMoELayer(MoELayer):
 
     def __init__(self, *arguments: Any, alignment: Alignment, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        own = self.token_dispatcher
         self.token_dispatcher = DISPATCHERS[self.config.moe_token_dispatcher_type](
             self.num_local_experts,
             self.local_expert_indices,
             config=self.config,
             # The process groups of the dispatcher that Megatron just built, under the names that dispatchers read.
-            pg_collection=_Groups(self.token_dispatcher),
+            pg_collection=SimpleNamespace(ep=own.ep_group, expt_tp=own.tp_group, tp_ep=own.tp_ep_group),
         )
         self.token_dispatcher.router = self.router
         self.token_dispatcher.format = alignment.format
@@ -39,11 +41,6 @@ class AlignedMoELayer(MoELayer):
         experts = f"model.layers.{layer_number - 1}.mlp.experts"
         self.experts.linear_fc1.aligned.name = f"{experts}.gate_up_proj"
         self.experts.linear_fc2.aligned.name = f"{experts}.down_proj"
-
-
-class _Groups:
-    def __init__(self, dispatcher: Any) -> None:
-        self.ep, self.expt_tp, self.tp_ep = dispatcher.ep_group, dispatcher.tp_group, dispatcher.tp_ep_group
 
 
 class AlignedGroupedMLP(TEGroupedMLP):

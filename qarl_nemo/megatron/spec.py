@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -33,17 +34,14 @@ from qarl_nemo.megatron.router import AlignedTopKRouter
 
 
 class _AlignedExperts:
+    # The classes of the experts' fc1 and fc2.
+    grouped_linears: Callable[[], tuple[type, type]]
+    # The class of linear_qkv and a dense linear_fc1, and of linear_proj and a dense linear_fc2.
+    linears: Callable[[], tuple[type, type]]
+
     def __init__(self, alignment: Alignment) -> None:
         super().__init__()
         self.alignment = alignment
-
-    def grouped_linears(self) -> tuple[type, type]:
-        """Return fc1's and fc2's class."""
-        raise NotImplementedError
-
-    def linears(self) -> tuple[type, type]:
-        """Return the class of linear_qkv and a dense linear_fc1, and of linear_proj and a dense linear_fc2."""
-        raise NotImplementedError
 
     def grouped_mlp_modules(self, *_: Any) -> Any:
         """Return the expert MLP: a builder (Megatron-core 0.20), or class and submodules (0.16)."""
@@ -58,25 +56,15 @@ class _AlignedExperts:
 class AlignedTESpecProvider(_AlignedExperts, TESpecProvider):
     """Megatron's Transformer-Engine backend with aligned experts."""
 
-    def grouped_linears(self) -> tuple[type, type]:
-        """Return fc1's and fc2's class."""
-        return transformer_engine_grouped_linears()
-
-    def linears(self) -> tuple[type, type]:
-        """Return the class of linear_qkv and a dense linear_fc1, and of linear_proj and a dense linear_fc2."""
-        return transformer_engine_linears()
+    grouped_linears = staticmethod(transformer_engine_grouped_linears)
+    linears = staticmethod(transformer_engine_linears)
 
 
 class AlignedLocalSpecProvider(_AlignedExperts, LocalSpecProvider):
     """Megatron's local backend with aligned experts."""
 
-    def grouped_linears(self) -> tuple[type, type]:
-        """Return fc1's and fc2's class."""
-        return AlignedLocalColumnGroupedLinear, AlignedLocalRowGroupedLinear
-
-    def linears(self) -> tuple[type, type]:
-        """Return the class of linear_qkv and a dense linear_fc1, and of linear_proj and a dense linear_fc2."""
-        return AlignedColumnParallelLinear, AlignedRowParallelLinear
+    grouped_linears = staticmethod(lambda: (AlignedLocalColumnGroupedLinear, AlignedLocalRowGroupedLinear))
+    linears = staticmethod(lambda: (AlignedColumnParallelLinear, AlignedRowParallelLinear))
 
 
 def align_spec(
