@@ -50,6 +50,39 @@ def test_jobs_run_on_gpus_with_room_and_failures_are_told(started):
     assert {(out / f"{name}.txt").read_text() for name in "ab"} == {"on 0\n", "on 1\n"}
 
 
+def test_a_job_leaves_nothing_on_its_gpus(started, tmp_path):
+    # Neither one that ended before its workers did, nor one that was stopped and whose workers do not answer.
+    ends, stays = (f"sleep 600 & echo $! > {tmp_path}/{name}" for name in ("ends", "stays"))
+    _, states, _ = started(
+        {"name": "ends", "run": ends}, {"name": "stays", "run": f"trap '' TERM; {stays}; exec sleep 600"}, limit_s="3"
+    )
+    assert states == {"ends": "passed", "stays": "cut"}
+    for name in states:
+        status = Path(f"/proc/{(tmp_path / name).read_text().strip()}/stat")
+        # What nobody waits for may be a zombie for a while.
+        assert not status.exists() or status.read_text().split(")")[1].split()[0] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--select", "("], "--select '(' is no pattern"),
+        (["--side-by-side", "0"], "--side-by-side 0: set 1 or more"),
+        (["--out", "/proc/nowhere"], "/proc/nowhere"),
+    ],
+)
+def test_wrong_options_start_nothing(on_gpu, monkeypatch, capsys, words, said):
+    _, run, schedule = on_gpu
+    monkeypatch.setattr(run, "find_gpus", lambda: [schedule.Gpu(0, 100.0)])
+    monkeypatch.setattr(run, "_problems", lambda *_: [])
+    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: pytest.fail("a job was started"))
+    monkeypatch.setattr(sys, "argv", ["run.py", str(FOLDER / "tests.yaml"), "--limit-s", "1", *words])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_what_does_not_fit_into_the_time_is_not_started_and_what_runs_then_is_stopped(started):
     code, states, _ = started(
         {"name": "late", "run": "sleep 60", "seconds": 0.1}, {"name": "long", "run": "true", "seconds": 9}, limit_s="1"

@@ -38,14 +38,17 @@ def read_jobs(path: Path, select: str = "") -> list[Job]:
         Them, in the file's order.
 
     Raises:
-        ConfigError: it is no such list, a name stands twice, or nothing matches.
+        ConfigError: it is no such list, a name stands twice, the pattern is none, or nothing matches.
     """
     jobs = validate(read_yaml(path), JobList, source=str(path)).jobs
     names = [job.name for job in jobs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"{path}: two jobs are called {', '.join(twice)}; each needs a name of its own")
-    chosen = [job for job in jobs if re.search(select, job.name)]
+    try:
+        chosen = [job for job in jobs if re.search(select, job.name)]
+    except re.error as error:
+        raise ConfigError(f"--select {select!r} is no pattern: {error}") from error
     if not chosen:
         raise ConfigError(f"{path}: no job's name matches {select!r}; there are {', '.join(names)}")
     return chosen

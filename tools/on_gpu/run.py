@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from jobs import Job, read_jobs, unset_variables
 from schedule import Gpu, next_job
 
 from qarl_nemo.config import ConfigError
-from qarl_nemo.files import write_atomic
+from qarl_nemo.files import FileError, make_folder, write_atomic
 
 _ROOT = Path(__file__).parents[2]
 # Of a stopped job, between the signal it can answer and the one it cannot.
@@ -55,7 +56,6 @@ class Host:
 
     def run(self, jobs: list[Job]) -> bool:
         """Run them; returns whether all ran and succeeded."""
-        self._out.mkdir(parents=True, exist_ok=True)
         waiting = list(jobs)
         try:
             while waiting or self._running:
@@ -95,8 +95,7 @@ class Host:
             code = running.process.poll()
             if code is None and not late:
                 continue
-            if code is None:
-                self._stop(running)
+            self._stop(running)
             self._running.remove(running)
             for gpu in running.gpus:
                 gpu.jobs.remove(running.job)
@@ -110,12 +109,15 @@ class Host:
             self._note(job, "no time", 0.0, waiting)
 
     def _stop(self, running: _Running) -> None:
-        os.killpg(running.process.pid, signal.SIGTERM)
-        try:
-            running.process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
+        """End a job, and what it left behind, which would keep its GPUs."""
+        # Nobody may be left.
+        with suppress(ProcessLookupError):
+            if running.process.poll() is None:
+                os.killpg(running.process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    running.process.wait(_GRACE_S)
             os.killpg(running.process.pid, signal.SIGKILL)
-            running.process.wait()
+        running.process.wait()
 
     def _note(self, job: Job, state: str, seconds: float, waiting: list[Job]) -> None:
         now = time.monotonic()
@@ -162,9 +164,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/on_gpu"), help="folder for logs; default runs/on_gpu")
     parser.add_argument("--check", action="store_true", help="only list the jobs")
     options = parser.parse_args()
+    if options.side_by_side < 1:
+        parser.error(f"--side-by-side {options.side_by_side}: set 1 or more")
     try:
         jobs = read_jobs(options.list, options.select)
-    except (ConfigError, OSError) as error:
+        if not options.check:
+            make_folder(options.out, "a folder for logs")
+    except (ConfigError, FileError) as error:
         parser.error(str(error))
     if options.check:
         for job in jobs:
