@@ -1,9 +1,12 @@
 """Which weight shapes vLLM 0.25.1 serves in a format, and how many bytes the stored form takes."""
 
 import math
+from collections.abc import Sequence
 
 from qarl_formats import QuantFormat, Role
 from qarl_kernels import stored_layout, weight_problems
+from qarl_nemo.architecture import Architecture
+from qarl_nemo.names import target_of
 
 WEIGHT_SHAPE_BYTES = 16
 
@@ -79,6 +82,35 @@ def engine_shard(name: str, shape: tuple[int, ...], parts: int, head_dim: int) -
         return rows, math.ceil(columns / parts)
     least = head_dim if "k_proj" in name or "v_proj" in name else 1
     return max(math.ceil(rows / parts), least), columns
+
+
+def engine_problems(
+    model: Architecture, fmt: QuantFormat, targets: Sequence[str], tp: int, *, whole_experts: bool = False
+) -> list[tuple[str, str]]:
+    """Say which parts of a model's weights vLLM's ranks could not serve in a format.
+
+    Args:
+        model: the model.
+        fmt: the format.
+        targets: what is quantized.
+        tp: ranks that share each weight.
+        whole_experts: ranks share experts, but not their weights.
+
+    Returns:
+        For each kind of weight and reason its target, and a line with the weight's name first.
+    """
+    problems: dict[tuple[str, str], None] = {}
+    # One of a kind stands for all layers and experts.
+    kinds = {(".experts." in name, name.split(".")[-2], shape): name for name, shape in model.parameters()}
+    for (_, linear, shape), name in kinds.items():
+        target = target_of(name)
+        # Values are cut as keys are, and up as gate.
+        if target is None or target not in targets or linear in ("v_proj", "up_proj"):
+            continue
+        shard = engine_shard(name, shape, 1 if target == "experts" and whole_experts else tp, model.head_dim)
+        for problem in shape_problems(name, target, shard, fmt):
+            problems[target, f"{linear}: {problem}"] = None
+    return list(problems)
 
 
 def stored_bytes(shape: tuple[int, ...], fmt: QuantFormat) -> int:

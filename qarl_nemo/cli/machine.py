@@ -136,6 +136,8 @@ def memory(
         _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib)
         return
     _require_megatron_options(context, engine_tp, {"GPUs": gpus, "attention heads": size.num_heads})
+    if engine_tp is not None:
+        _require_served(model, base, engine_tp)
     alike = {"tokens": tokens, "gradient_bytes": gradient_bytes, "logprob_chunk": logprob_chunk, "nested_in": nested_in}
     chosen = product(optimizer or OPTIMIZERS, recompute or ("full", "none"))
     learners = [replace(base, **alike, optimizer=name, recompute=kind) for name, kind in chosen]
@@ -247,6 +249,18 @@ def _require_megatron_options(context: typer.Context, engine_tp: int | None, sha
     uneven = [f"{count} {what}" for what, count in shared.items() if engine_tp < 1 or count % engine_tp]
     if uneven:
         raise ValueError(f"engine_tp={engine_tp} does not divide {' and '.join(uneven)}")
+
+
+def _require_served(model: Path, learner: "Learner", engine_tp: int) -> None:
+    from qarl_nemo.architecture import read_architecture
+    from qarl_nemo.checkpoints.shapes import engine_problems
+
+    assert learner.record is not None
+    size = read_architecture(model, MEGATRON_FAMILIES)
+    if found := engine_problems(size, learner.record, learner.targets, engine_tp):
+        raise ValueError(
+            "\n  ".join(["no engine would start:", *(f"engine_tp={engine_tp}: {line}" for _, line in found)])
+        )
 
 
 def _require_own_format(model: Path, learner: "Learner") -> None:

@@ -11,13 +11,12 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
 from qarl_formats import QuantFormat
 from qarl_nemo.architecture import CONFIG_FILE, MEGATRON_FAMILIES, Architecture
-from qarl_nemo.checkpoints.shapes import engine_shard, shape_problems
+from qarl_nemo.checkpoints.shapes import engine_problems
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.memory import ModelSize
-from qarl_nemo.names import target_of
 from qarl_nemo.nemo_rl.lookup import look_up
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -172,17 +171,6 @@ def _engine_problems(
 ) -> list[str]:
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     tensor_parallel, expert_parallel = vllm.get("tensor_parallel_size", 1), vllm.get("expert_parallel_size", 1)
-    problems: dict[str, None] = {}
-    # One of a kind stands for all layers and experts.
-    kinds = {(".experts." in name, name.split(".")[-2], shape): name for name, shape in model.parameters()}
-    for (_, linear, shape), name in kinds.items():
-        target = target_of(name)
-        # Values are cut as keys are, and up as gate.
-        if target not in targets or linear in ("v_proj", "up_proj"):
-            continue
-        whole = target == "experts" and expert_parallel > 1
-        shard = engine_shard(name, shape, 1 if whole else tensor_parallel, model.head_dim)
-        where = f"qarl.targets {target}, policy.generation.vllm_cfg.tensor_parallel_size={tensor_parallel}"
-        for problem in shape_problems(name, target, shard, fmt):
-            problems[f"{where}: {linear}: {problem}"] = None
-    return list(problems)
+    where = f"policy.generation.vllm_cfg.tensor_parallel_size={tensor_parallel}"
+    found = engine_problems(model, fmt, targets, tensor_parallel, whole_experts=expert_parallel > 1)
+    return [f"qarl.targets {target}, {where}: {problem}" for target, problem in found]

@@ -240,6 +240,8 @@ def test_a_dense_learner_keeps_its_mlp_packed():
         (["--engine-tp", "64", "--gpus", "64"], "engine_tp=64 does not divide 32 attention heads"),
         (["--format", "nf4", "--group-size", "64"], "unknown format 'nf4'; legal: w4a16, "),
         (["--engine-tp", "0"], "engine_tp=0 does not divide 8 GPUs"),
+        (["--engine-tp", "4"], "engine_tp=4: down_proj: K=192 is not a multiple of group_size=128"),
+        (["--engine-tp", "8", "--format", "fp8_block"], "engine_tp=8: gate_proj: N=96"),
     ],
 )
 def test_what_is_not_legal_is_one_line_with_what_is(options, problem, qarl):
