@@ -67,6 +67,23 @@ def test_what_can_be_run_has_its_rows_or_waits_for_gpus():
     assert asked - measured - listed == set()
 
 
+def test_the_page_runs_what_its_rows_ran(tmp_path):
+    def run(words):
+        workload, arms, placements = named(words)
+        changes = tuple(options(words, "set"))
+        composed_of = itertools.product(arms, placements)
+        return [(workload, composed(workload, arm, place, 140.0, changes, tmp_path)) for arm, place in composed_of]
+
+    page = [config for words in commands(PAGE) if words[1:2] == [RUN] for config in run(words)]
+    ran = {row.command for row in read_results(ROOT / "docs" / "results" / "full_size.json") if RUN in row.command}
+    # Those of earlier options run no more.
+    told = [words for words in map(shlex.split, ran) if "--gpus" not in words]
+    assert len(told) >= 5
+    for words in told:
+        (config,) = run(words if "--workload" in words else [*words, "--workload", "a"])
+        assert config in page, shlex.join(words)
+
+
 @pytest.mark.parametrize(
     "case",
     [case if case[1] == "w4a16" else pytest.param(case, marks=pytest.mark.slow) for case in documented()],
