@@ -82,7 +82,9 @@ def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
     if layout is None or model is None:
         return []
     learner = learner_of(config, qarl)
-    held = optimizer_stays and not look_up(config, "policy.offload_optimizer_for_logprob", False)
+    # Beside engines with GPUs of their own nothing has to leave before rollouts.
+    stays = optimizer_stays or not layout.colocated
+    held = stays and not look_up(config, "policy.offload_optimizer_for_logprob", False)
     peaks: dict[str, Callable[[int], float]] = {
         "update": lambda tokens: rank_memory(model, layout.ranks, replace(learner, tokens=tokens)).peak_bytes,
         "logprobs": lambda tokens: logprob_bytes(model, layout.ranks, replace(learner, tokens=tokens), optimizer=held),

@@ -10,6 +10,7 @@ from test_nemo_rl_config import config, problems
 from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo_rl import hints, layout_memory
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.budgets import token_budgets
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.hints import budget_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
@@ -258,6 +259,19 @@ def test_a_micro_batch_that_does_not_fit_is_refused_with_the_largest_that_does()
     values = launch(**packed(*largest))
     assert budget_hints(values, apply_qarl(values)) == []
     assert len(problems(launch(**packed(*[tokens + 1024 for tokens in largest])))) == 2
+
+
+def test_an_optimizer_without_an_engine_beside_it_stays_during_log_probabilities():
+    def logprobs(**changes):
+        values = launch(**packed(8192, 8192), **changes)
+        found = token_budgets(values, qarl := apply_qarl(values), optimizer_stays=qarl.resident)
+        return next(budget for budget in found if not budget.trains)
+
+    # Nothing sends it to the host but the key that does so for this phase.
+    apart, sent = logprobs(**WHOLE_NODES), logprobs(**WHOLE_NODES, **{"policy.offload_optimizer_for_logprob": True})
+    values = launch(**WHOLE_NODES)
+    needed = needed_memory(values, apply_qarl(values), optimizer_stays=True)
+    assert apart.needed - sent.needed == needed.learner.parts["optimizer"] > 0
 
 
 def test_a_budget_beyond_what_a_rank_has_is_what_it_has():
