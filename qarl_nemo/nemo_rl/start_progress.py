@@ -38,9 +38,12 @@ def shown_start(
     finally:
         ready.set()
         thread.join()
-    facts = read_json(log_dir / FACTS_FILE, "what a run wrote of itself")
-    facts[_SECONDS] = round(time.monotonic() - began, 1)
-    write_atomic(log_dir / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
+    try:
+        facts = read_json(log_dir / FACTS_FILE, "what a run wrote of itself")
+        facts[_SECONDS] = round(time.monotonic() - began, 1)
+        write_atomic(log_dir / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
+    except (FileError, OSError) as error:
+        show(f"qarl: the start's seconds are not noted: {error}")
 
 
 def _last_start(log_dir: Path) -> float | None:

@@ -41,3 +41,12 @@ def test_a_start_that_fails_notes_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="no GPU"), shown_start(tmp_path, period_s=0.01, show=print):
         raise RuntimeError("no GPU")
     assert json.loads((tmp_path / "run.json").read_text()) == {}
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("{cut")])
+def test_seconds_that_cannot_be_noted_cost_a_line_and_not_the_run(tmp_path, damage):
+    (tmp_path / "run.json").write_text("{}")
+    lines: list[str] = []
+    with shown_start(tmp_path, show=lines.append):
+        damage(tmp_path / "run.json")
+    assert lines[-1].startswith("qarl: the start's seconds are not noted: ")
