@@ -57,6 +57,7 @@ _PHASES = {
     "total_validation_time": "validation",
 }
 _TRANSFER = "timing/train/prepare_for_generation/transfer_and_update_weights"
+_DUMP = re.compile(r"train_data_step(\d+)\.jsonl")
 _TOKEN_COLUMNS = ("prev_logprobs", "generation_logprobs", "advantages")
 _MAX_TOKENS = 4096
 # What NeMo-RL prints for a step: `  * Avg Reward: 0.1250`, `  * generation: 0.74s (12.9%)`, each with a bullet.
@@ -167,7 +168,7 @@ def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
     dumps: dict[int, Path] = {}
     recorded: dict[int, Path] = {}
     for start in _starts(path):
-        fresh_dumps, fresh_steps = _dumps(start), diagnostic_steps(start)
+        fresh_dumps, fresh_steps = _numbered(start, _DUMP), diagnostic_steps(start)
         if dumps or recorded:
             # Steps of an earlier start that this one took again are no part of the run.
             first = min([*_read_scalars(start / _EVENTS), *fresh_dumps, *fresh_steps], default=math.inf)
@@ -182,6 +183,21 @@ def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
     return StepDiagnostics(step, read_diagnostics(recorded[step], step).arrays, dumped.examples if dumped else [])
 
 
+def run_files(path: Path, name: re.Pattern[str]) -> dict[int, Path]:
+    """Return a run's files by step, without those of steps that a later start took again.
+
+    Args:
+        path: the folder.
+        name: matches a file's name; its first group is the step.
+    """
+    files: dict[int, Path] = {}
+    for start in _starts(path):
+        fresh = _numbered(start, name)
+        first = min([*_read_scalars(start / _EVENTS), *fresh], default=math.inf) if files else math.inf
+        files = {step: file for step, file in files.items() if step < first} | fresh
+    return files
+
+
 def _starts(path: Path) -> list[Path]:
     def is_start(folder: Path) -> bool:
         dumped = any(folder.glob("train_data_step*.jsonl"))
@@ -192,9 +208,9 @@ def _starts(path: Path) -> list[Path]:
     return [path] if is_start(path) else [folder for folder in sorted(path.glob("exp_*")) if is_start(folder)]
 
 
-def _dumps(start: Path) -> dict[int, Path]:
-    found = ((re.fullmatch(r"train_data_step(\d+)\.jsonl", file.name), file) for file in start.iterdir())
-    return {int(name[1]): file for name, file in found if name}
+def _numbered(start: Path, name: re.Pattern[str]) -> dict[int, Path]:
+    found = ((name.fullmatch(file.name), file) for file in start.iterdir())
+    return {int(match[1]): file for match, file in found if match}
 
 
 def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:

@@ -316,6 +316,8 @@ class LoggerConfig(StrictModel):
     diagnostics_period: int = Field(
         20, ge=1, le=10_000_000, description="Steps between dumps of ratios, scatter and examples."
     )
+    validation_answers: bool = True
+    """Keep every answer of a validation in validation/, so that reports compare arms problem by problem."""
 
 
 class RunLabels(StrictModel):

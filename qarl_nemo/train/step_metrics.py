@@ -61,6 +61,32 @@ def mean_rewards(rewards: Sequence[float], tasks: Sequence[Task]) -> dict[str, f
     return {"validation/reward": fmean(rewards)} | means
 
 
+def validation_answers(
+    tasks: Sequence[Task], rollouts: Rollouts, texts: Sequence[str], rewards: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Return a validation's answers as `write_validation` takes them.
+
+    Args:
+        tasks: B tasks.
+        rollouts: B responses.
+        texts: their texts.
+        rewards: what they earned.
+    """
+    lengths, truncated = rollouts.response_mask.sum(-1).tolist(), rollouts.truncated.tolist()
+    return [
+        {
+            "dataset": task.dataset,
+            "prompt": task.prompt,
+            "answer": task.answer,
+            "response": text,
+            "reward": reward,
+            "num_tokens": length,
+            "truncated": cut,
+        }
+        for task, text, reward, length, cut in zip(tasks, texts, rewards, lengths, truncated, strict=True)
+    ]
+
+
 def diagnostics_examples(
     tokenizer: PreTrainedTokenizerBase,
     tasks: list[Task],

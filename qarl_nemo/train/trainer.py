@@ -16,6 +16,7 @@ from qarl_nemo.metrics.events import EventWriter
 from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
+from qarl_nemo.metrics.validations import write_validation
 from qarl_nemo.refit.flips import FlippedCodes
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.train.advantages import group_advantages
@@ -32,7 +33,13 @@ from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run_dir import open_run_dir
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.setup import MakeLearner, build_sampler, starting_model, transformers_learner
-from qarl_nemo.train.step_metrics import diagnostics_examples, error_tokens, mean_rewards, step_metrics
+from qarl_nemo.train.step_metrics import (
+    diagnostics_examples,
+    error_tokens,
+    mean_rewards,
+    step_metrics,
+    validation_answers,
+)
 from qarl_nemo.train.tasks import Task
 
 
@@ -154,7 +161,7 @@ class Trainer:
             self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
         if validates:
             progress.phase("validation")
-            metrics |= self.validate()
+            metrics |= self.validate(step)
             if self.noise != self._noise(step + 1):
                 progress.phase("refit")
                 self._change_noise(self._noise(step + 1))
@@ -230,17 +237,30 @@ class Trainer:
         Returns:
             [B] FP32; 0 and 1 unless the data set has a reward function of its own.
         """
-        responses = rollouts.input_ids[:, rollouts.num_prompt_columns :]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return torch.tensor(task_rewards(tasks, texts), device=self.device)
+        return torch.tensor(task_rewards(tasks, self._texts(rollouts)), device=self.device)
 
-    def validate(self) -> dict[str, float]:
-        """Return the mean reward of the validation tasks under the engine's weights, and of each set if several."""
+    def _texts(self, rollouts: Rollouts) -> list[str]:
+        responses = rollouts.input_ids[:, rollouts.num_prompt_columns :]
+        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Answer the validation tasks under the engine's weights and keep the answers.
+
+        Args:
+            step: training step that has just ended.
+
+        Returns:
+            Their mean reward, and that of each data set if there are several.
+        """
         grpo = self.config.grpo
         tasks = self.source.validation(grpo.val_num_prompts)
         params = SamplingParams(self.config.rollout.max_new_tokens, grpo.val_temperature, grpo.val_top_p)
         rollouts = self.generate(tasks, params, self._generator(0))
-        return mean_rewards(self.rewards(rollouts, tasks).tolist(), tasks)
+        texts = self._texts(rollouts)
+        rewards = task_rewards(tasks, texts)
+        if self.config.logger.validation_answers:
+            write_validation(self.config.run_dir, step, validation_answers(tasks, rollouts, texts, rewards))
+        return mean_rewards(rewards, tasks)
 
     def _generator(self, step: int) -> torch.Generator:
         # Seeded by step, so that a resumed run draws what an uninterrupted one would have drawn.

@@ -15,9 +15,9 @@ NOISE = {"start": 0.1, "end": 0.01, "stages": STEPS}
 class WatchedTrainer(Trainer):
     """Remembers what was served when it validated."""
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, step: int) -> dict[str, float]:
         self.validated = [*getattr(self, "validated", []), self.noise]
-        return super().validate()
+        return super().validate(step)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,15 @@
 """A tiny run in every alignment and format writes its whole folder and shows the gap it should."""
 
 import json
+from statistics import fmean
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from qarl_nemo.metrics.recorded import read_lines
+from qarl_nemo.metrics.validations import read_rewards, validation_files
 from support.runs import QARL, STEPS, make_config, read_metrics, train
 
 CASES = [
@@ -62,6 +65,7 @@ def test_every_file_of_a_run_is_written(qarl, tmp_path):
     assert " cores of " in ran_on["hardware"]
     assert {"python", "torch", "transformers"} <= set(ran_on["versions"])
     check_diagnostics(tmp_path / "diagnostics")
+    check_validations(tmp_path, records)
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step_000004" / "model")
@@ -104,6 +108,21 @@ def check_quantized(rows, qarl):
     else:  # the learner executes BF16
         assert quantized == set()
     assert all(row["reason"] for row in rows if not row["quantized"])
+
+
+def check_validations(folder, records):
+    recorded = {record["step"]: record["validation/reward"] for record in records if "validation/reward" in record}
+    answers = {step: read_lines(file) for step, file in validation_files(folder).items()}
+    assert {step: fmean(answer["reward"] for answer in kept) for step, kept in answers.items()} == recorded
+    assert {len(kept) for kept in answers.values()} == {16}
+    assert all(answer["prompt"].endswith("=") and answer["response"].isascii() for answer in answers[STEPS])
+    # Generated problems recur, and count once where arms are paired.
+    assert len(read_rewards(validation_files(folder)[STEPS])) == len({answer["prompt"] for answer in answers[STEPS]})
+
+
+def test_a_run_keeps_no_answers_if_told_so(tmp_path):
+    train(tmp_path, grpo={"max_num_steps": 1}, logger={"validation_answers": False})
+    assert validation_files(tmp_path) == {}
 
 
 def check_diagnostics(folder):

@@ -17,6 +17,7 @@ from qarl_nemo.metrics.report.noise import stage_rows
 from qarl_nemo.metrics.report.sections import build_sections
 from qarl_nemo.metrics.report.style import report_style
 from qarl_nemo.metrics.report.timings import phase_table
+from qarl_nemo.metrics.report.validation import validation_tables
 from qarl_nemo.metrics.runs import CONFIG_FILE, Run, load_runs
 from qarl_nemo.metrics.summary import growing_mismatch, summarize_run
 
@@ -57,6 +58,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
         "arm_rows": tables.arm_rows(arms),
         "seeds": tables.seed_table(arms),
         "differences": tables.config_differences(arms),
+        "validations": validation_tables(arms),
         "noise_stages": stage_rows(arms),
         "phases": phase_table(runs),
         "modules": tables.module_tables(arms),
