@@ -7,9 +7,10 @@ from rich.console import Console
 
 from qarl_nemo.files import readable_bytes
 from qarl_nemo.train.aligned_model import has_frozen_base, lora_settings
-from qarl_nemo.train.config import ArithmeticData, LocalConfig, VllmRolloutConfig
+from qarl_nemo.train.config import ArithmeticData, LocalConfig
 from qarl_nemo.train.noise import NoiseConfig
 from qarl_nemo.train.preflight import Prepared
+from qarl_nemo.train.rollout_config import VllmRolloutConfig
 
 _LABEL = 12
 _MAX_QUOTED = 4000

@@ -6,8 +6,9 @@ from rich.console import Console
 from qarl_nemo.files import exclusive, make_folder
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps
 from qarl_nemo.train.checkpoint import leftovers, remove_leftovers
-from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
+from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.preflight import prepare
+from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.run_dir import RunStoppedError, is_complete, where_it_stands
 from qarl_nemo.train.setup import MakeLearner, transformers_learner
 from qarl_nemo.train.trainer import Trainer

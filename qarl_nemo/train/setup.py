@@ -13,13 +13,14 @@ from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base, lora_settings
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state
-from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
+from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.learner import Learner
 from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
 from qarl_nemo.train.optimizer import MasterOptimizer
 from qarl_nemo.train.policy import Policy, TransformersPolicy
 from qarl_nemo.train.progress import LiveProgress, working
 from qarl_nemo.train.prompts import PromptEncoder
+from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.sampler import PackedSampler
 from qarl_nemo.train.tasks import Task, TaskSource
 from qarl_nemo.train.vllm.host import vllm_problem

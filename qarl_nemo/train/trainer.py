@@ -24,11 +24,12 @@ from qarl_nemo.train.aligned_model import has_frozen_base
 from qarl_nemo.train.banner import show_banner
 from qarl_nemo.train.base_files import hold_base
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state, save_checkpoint
-from qarl_nemo.train.config import LocalConfig, VllmRolloutConfig
+from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.gpu_pool import num_gpus
 from qarl_nemo.train.learner import UpdateResult
 from qarl_nemo.train.preflight import Prepared, prepare
 from qarl_nemo.train.progress import LiveProgress
+from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run_dir import open_run_dir
 from qarl_nemo.train.sampling import SamplingParams

@@ -9,7 +9,8 @@ import torch
 from qarl_nemo.config import ConfigError, QarlConfig, load_config
 from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.train import setup
-from qarl_nemo.train.config import LocalConfig, PackedRolloutConfig, VllmRolloutConfig
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.rollout_config import PackedRolloutConfig, VllmRolloutConfig
 from qarl_nemo.train.vllm import host as vllm_host
 from qarl_nemo.train.vllm.options import adapter_options
 from qarl_nemo.train.vllm.shapes import gpu_problems

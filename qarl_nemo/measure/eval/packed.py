@@ -14,9 +14,9 @@ from qarl_nemo.measure.eval.engine import Answer
 from qarl_nemo.measure.eval.models import EvalModel
 from qarl_nemo.refit.publish import StreamedUpdate, publish
 from qarl_nemo.train.aligned_model import align_model
-from qarl_nemo.train.config import PackedRolloutConfig
 from qarl_nemo.train.frozen_run import FrozenRun
 from qarl_nemo.train.model import load_checkpoint, load_model
+from qarl_nemo.train.rollout_config import PackedRolloutConfig
 from qarl_nemo.train.sampler import PackedSampler
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.setup import build_sampler

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from qarl_kernels import QuantFormat
 from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.refit import engine_settings
-from qarl_nemo.train.config import VllmRolloutConfig
+from qarl_nemo.train.rollout_config import VllmRolloutConfig
 
 _EVERYWHERE = {
     # Compiling the sampler would delay the first rollout by more than it saves.

@@ -20,8 +20,8 @@ from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.refit.push import RefitReport, push, serving_version
 from qarl_nemo.refit.send import CollectiveSender, DirectSender
-from qarl_nemo.train.config import VllmRolloutConfig
 from qarl_nemo.train.model import is_packed
+from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.vllm.answers import make_rollouts

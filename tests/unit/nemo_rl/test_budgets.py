@@ -1,0 +1,89 @@
+"""Token budgets and shares of a GPU that do not fit are refused with what does; wasteful ones get a hint."""
+
+import re
+
+from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
+from test_nemo_rl_config import problems
+
+from qarl_nemo.nemo_rl import hints
+from qarl_nemo.nemo_rl.budgets import token_budgets
+from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.hints import budget_hints
+from qarl_nemo.nemo_rl.layout_memory import needed_memory
+
+
+def packed(train: int, logprob: int) -> dict:
+    return {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": train, "logprob_mb_tokens": logprob}}
+
+
+def test_a_micro_batch_that_does_not_fit_is_refused_with_the_largest_that_does():
+    keys = ("train_mb_tokens", "logprob_mb_tokens")
+    lines = problems(launch(**packed(*[2**20] * 2)))
+    assert [line.split("=")[0] for line in lines] == [f"memory: policy.sequence_packing.{key}" for key in keys]
+    largest = [int(line.partition("at most ")[2].split(",")[0]) for line in lines]
+    assert all(tokens % 1024 == 0 for tokens in largest)
+    # A token of log-probabilities has no gradient.
+    assert largest[1] > largest[0]
+    values = launch(**packed(*largest))
+    assert budget_hints(values, apply_qarl(values)) == []
+    assert len(problems(launch(**packed(*[tokens + 1024 for tokens in largest])))) == 2
+
+
+def test_an_optimizer_without_an_engine_beside_it_stays_during_log_probabilities():
+    def logprobs(**changes):
+        values = launch(**packed(8192, 8192), **changes)
+        found = token_budgets(values, qarl := apply_qarl(values), optimizer_stays=qarl.resident)
+        return next(budget for budget in found if not budget.trains)
+
+    # Nothing sends it to the host but the key that does so for this phase.
+    apart, sent = logprobs(**WHOLE_NODES), logprobs(**WHOLE_NODES, **{"policy.offload_optimizer_for_logprob": True})
+    values = launch(**WHOLE_NODES)
+    needed = needed_memory(values, apply_qarl(values), optimizer_stays=True)
+    assert apart.needed - sent.needed == needed.learner.parts["optimizer"] > 0
+
+
+def test_a_budget_beyond_what_a_rank_has_is_what_it_has():
+    # 128 responses of an optimizer step and 512 of a rollout batch, on four data-parallel ranks.
+    values = launch(**packed(2**20, 2**20), **{"policy.max_total_sequence_length": 512})
+    assert [problem.partition("=")[0] for problem in problems(values)] == [
+        "memory: policy.sequence_packing.logprob_mb_tokens"
+    ]
+    values = launch(**packed(2**20, 32768), **{"policy.max_total_sequence_length": 512})
+    assert budget_hints(values, apply_qarl(values)) == []
+
+
+def test_an_engine_has_room_for_a_response_at_least():
+    small = {SHARE: 0.2, "policy.logprob_batch_size": 1, "policy.max_total_sequence_length": 8192}
+    (line,) = problems(launch(**small))
+    # 16.8 GiB of weights, 5 of the engine's own, and 0.75 of the cache are 22.5 of 79.
+    assert line.startswith(f"{SHARE}=0.2: an engine's weights are 17 GiB a GPU, where it has 79")
+    assert "set at least 0.29, or" in line
+    values = launch(**small | {SHARE: 0.29})
+    (hint,) = [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(SHARE)]
+    # 28.4 GiB of Muon's state stay, and 6 of the learner's process: 0.56 of 79 are left, 22.4 of them for the cache.
+    assert hint == (
+        f"{SHARE}=0.29: an engine's cache holds 1 answer(s) of the largest length at once, of the 64 that it gets; "
+        "with 0.56 it holds 29"
+    )
+    values["policy"]["generation"].setdefault("vllm_kwargs", {})["kv_cache_memory_bytes"] = 2**33
+    assert [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(SHARE)] == []
+
+
+def test_small_micro_batches_are_a_hint():
+    values = launch(**packed(4096, 4096))
+    train, logprob = budget_hints(values, apply_qarl(values))
+    assert train.startswith("policy.sequence_packing.train_mb_tokens=4096: small micro-batches")
+    assert logprob.startswith("policy.sequence_packing.logprob_mb_tokens=4096: small micro-batches")
+    assert "policy.logprob_chunk_size=1024" in train
+
+
+def test_a_host_without_the_computed_memory_is_a_hint(monkeypatch):
+    values = launch()
+    qarl = apply_qarl(values)
+    for memory, said in ((None, 0), (5000.0, 0), (100.0, 1)):
+        monkeypatch.setattr(hints, "first_host_gib", lambda memory=memory: memory)
+        lines = [line for line in budget_hints(values, qarl) if line.startswith("host memory")]
+        assert len(lines) == said
+    assert re.match(
+        r"host memory: \d+ GiB are computed for each node \(engines \d+, .*\), and this machine has 100:", lines[0]
+    )
