@@ -5,6 +5,8 @@ of KL(engine || learner) is exp(d) - 1 - d, and a response's ratio is the geomet
 Shapes: B responses, R response tokens.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -22,82 +24,71 @@ _NAMES = {
 }
 
 
-def fidelity_metrics(
-    learner_logprobs: Tensor, generation_logprobs: Tensor, same_top: Tensor, token_mask: Tensor
-) -> dict[str, float]:
-    """Measure |gap|, k3 KL, sequence ratios and top-1 agreement over the tokens of a mask.
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Two policies' logprobs of the tokens of B responses.
 
-    Args:
-        learner_logprobs: [B, R] logprobs of the engine's tokens under the learner, nats.
-        generation_logprobs: [B, R] logprobs of the same tokens under the engine, nats.
+    Attributes:
+        logprobs: [B, R], from the model that is compared with the engine, at temperature 1, nats.
+        generation_logprobs: [B, R], from the engine as it sampled, nats.
         same_top: [B, R] bool, whether both consider the same token the likeliest.
-        token_mask: [B, R] bool, true for response tokens.
-
-    Returns:
-        gap_mean, gap_p50, gap_p90, gap_p99, gap_max, kl_k3 (nats), ratio_p01, ratio_p50, ratio_p99 of the responses'
-        geometric mean ratios, top1_agreement (fraction), num_tokens and nonfinite_tokens (counts). Tokens that are not
-        finite are counted and left out of the other figures; NaN where no token is left.
+        mask: [B, R] bool, where a response has a token.
     """
-    measured = mismatch_metrics(learner_logprobs, generation_logprobs, token_mask)
-    gaps, finite = _gaps(learner_logprobs, generation_logprobs, token_mask)
-    metrics = {name: measured[f"mismatch/{source}"] for name, source in _NAMES.items()}
-    for name, level in _GAP_QUANTILES.items():
-        metrics[name] = float(gaps.quantile(level)) if gaps.numel() else float("nan")
-    metrics["top1_agreement"] = float(same_top[finite].double().mean())
-    metrics["num_tokens"] = int(token_mask.sum())
-    metrics["nonfinite_tokens"] = int(measured["mismatch/nonfinite_tokens"])
-    return metrics
 
+    logprobs: Tensor
+    generation_logprobs: Tensor
+    same_top: Tensor
+    mask: Tensor
 
-def fidelity_by_position(
-    learner_logprobs: Tensor,
-    generation_logprobs: Tensor,
-    same_top: Tensor,
-    token_mask: Tensor,
-    *,
-    max_intervals: int = 16,
-) -> list[dict[str, float]]:
-    """Measure the same figures for each interval of response positions that holds a token.
+    def metrics(self) -> dict[str, float]:
+        """Measure |gap|, k3 KL, sequence ratios and top-1 agreement over the tokens of the mask.
 
-    Args:
-        learner_logprobs: [B, R], nats.
-        generation_logprobs: [B, R], nats.
-        same_top: [B, R] bool.
-        token_mask: [B, R] bool.
-        max_intervals: intervals of equal width at most; a ratio is the geometric mean of a response's tokens inside.
+        Returns:
+            gap_mean, gap_p50, gap_p90, gap_p99, gap_max, kl_k3 (nats), ratio_p01, ratio_p50, ratio_p99 of the
+            responses' geometric mean ratios, top1_agreement (fraction), num_tokens and nonfinite_tokens (counts).
+            Tokens that are not finite are counted and left out of the other figures; NaN where no token is left.
+        """
+        measured = mismatch_metrics(self.logprobs, self.generation_logprobs, self.mask)
+        gaps, finite = self._gaps()
+        metrics = {name: measured[f"mismatch/{source}"] for name, source in _NAMES.items()}
+        for name, level in _GAP_QUANTILES.items():
+            metrics[name] = float(gaps.quantile(level)) if gaps.numel() else float("nan")
+        metrics["top1_agreement"] = float(self.same_top[finite].double().mean())
+        metrics["num_tokens"] = int(self.mask.sum())
+        metrics["nonfinite_tokens"] = int(measured["mismatch/nonfinite_tokens"])
+        return metrics
 
-    Returns:
-        One dictionary for each interval: `first` and `last` position, from 0, and the figures of `fidelity_metrics`.
-    """
-    num_positions = token_mask.shape[1]
-    width = -(-num_positions // max_intervals)
-    rows = []
-    for first in range(0, num_positions, width):
-        part = slice(first, first + width)
-        if bool(token_mask[:, part].any()):
-            columns = (learner_logprobs, generation_logprobs, same_top, token_mask)
-            figures = fidelity_metrics(*(column[:, part] for column in columns))
-            rows.append({"first": first, "last": min(first + width, num_positions) - 1, **figures})
-    return rows
+    def by_position(self, max_intervals: int = 16) -> list[dict[str, float]]:
+        """Measure the same figures for each interval of response positions that holds a token.
 
+        Args:
+            max_intervals: intervals of equal width at most; a ratio is the geometric mean of a response's tokens
+                inside.
 
-def gap_cdf(learner_logprobs: Tensor, generation_logprobs: Tensor, token_mask: Tensor) -> list[float]:
-    """Return |gap| at equally spaced quantiles: enough to draw its distribution without keeping the tokens.
+        Returns:
+            One dictionary for each interval: `first` and `last` position, from 0, and the figures of `metrics`.
+        """
+        num_positions = self.mask.shape[1]
+        width = -(-num_positions // max_intervals)
+        rows = []
+        for first in range(0, num_positions, width):
+            columns = (self.logprobs, self.generation_logprobs, self.same_top, self.mask)
+            part = Scores(*(column[:, first : first + width] for column in columns))
+            if bool(part.mask.any()):
+                rows.append({"first": first, "last": min(first + width, num_positions) - 1, **part.metrics()})
+        return rows
 
-    Args:
-        learner_logprobs: [B, R], nats.
-        generation_logprobs: [B, R], nats.
-        token_mask: [B, R] bool.
+    def gap_cdf(self) -> list[float]:
+        """Return |gap| at equally spaced quantiles: enough to draw its distribution without keeping the tokens.
 
-    Returns:
-        101 values from the smallest to the largest gap; empty where no token is left.
-    """
-    gaps, _ = _gaps(learner_logprobs, generation_logprobs, token_mask)
-    levels = torch.linspace(0, 1, _CDF_LEVELS + 1, dtype=gaps.dtype, device=gaps.device)
-    return gaps.quantile(levels).tolist() if gaps.numel() else []
+        Returns:
+            101 values from the smallest to the largest gap; empty where no token is left.
+        """
+        gaps, _ = self._gaps()
+        levels = torch.linspace(0, 1, _CDF_LEVELS + 1, dtype=gaps.dtype, device=gaps.device)
+        return gaps.quantile(levels).tolist() if gaps.numel() else []
 
-
-def _gaps(learner_logprobs: Tensor, generation_logprobs: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
-    difference = learner_logprobs.double() - generation_logprobs.double()
-    finite = token_mask.bool() & difference.isfinite()
-    return difference[finite].abs(), finite
+    def _gaps(self) -> tuple[Tensor, Tensor]:
+        difference = self.logprobs.double() - self.generation_logprobs.double()
+        finite = self.mask & difference.isfinite()
+        return difference[finite].abs(), finite

@@ -1,6 +1,9 @@
-"""A training step's metrics and readable examples, from its tensors."""
+"""What a training step leaves to be reported: metrics, readable examples, and files of diagnostics."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qarl_nemo.metrics.diagnostics import make_example
+from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, make_example
 from qarl_nemo.metrics.error_tokens import error_token_mask, error_token_rates
 from qarl_nemo.metrics.mismatch import mismatch_metrics
 from qarl_nemo.train.learner import UpdateResult
@@ -18,34 +21,85 @@ from qarl_nemo.train.tasks import Task
 _NUM_EXAMPLES = 8
 
 
-def step_metrics(
-    rollouts: Rollouts, rewards: Tensor, prev_logprobs: Tensor, advantages: Tensor, result: UpdateResult
-) -> dict[str, float]:
-    """Collect one step's flat metrics, except timings.
+@dataclass(frozen=True)
+class FinishedStep:
+    """A training step after its update.
 
-    Args:
+    Attributes:
+        tasks: B tasks.
         rollouts: B responses.
-        rewards: [B].
+        rewards: [B] FP32.
         prev_logprobs: [B, R] FP32.
-        advantages: [B].
+        advantages: [B] FP32.
         result: what the update returned.
     """
-    mask = rollouts.response_mask
-    ratios = result.sequences["prox_ratio"][result.sequences["valid"]].float()
-    quantiles = torch.quantile(ratios, torch.tensor([0.01, 0.5, 0.99], device=ratios.device)).tolist()
-    error_mask = error_tokens(rollouts, prev_logprobs)
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "response_length_tokens/mean": float(mask.sum(-1).float().mean()),
-        "truncated_fraction": float(rollouts.truncated.float().mean()),
-        # Of the policy that sampled, noise on its norms included, whatever the learner runs.
-        "rollout/entropy_estimate": -float(rollouts.generation_logprobs[mask].mean()),
-        **result.metrics,
-        **dict(zip(("prox_ratio/p01", "prox_ratio/p50", "prox_ratio/p99"), quantiles, strict=True)),
-        **mismatch_metrics(prev_logprobs, rollouts.generation_logprobs, mask),
-        **error_token_rates(error_mask, mask, advantages[:, None].expand_as(prev_logprobs)),
-    }
+
+    tasks: Sequence[Task]
+    rollouts: Rollouts
+    rewards: Tensor
+    prev_logprobs: Tensor
+    advantages: Tensor
+    result: UpdateResult
+
+    @cached_property
+    def error_mask(self) -> Tensor:
+        """[B, R] bool, true for error tokens."""
+        rollouts = self.rollouts
+        tokens = rollouts.input_ids[:, rollouts.num_prompt_columns :]
+        return error_token_mask(self.prev_logprobs, rollouts.generation_logprobs, tokens, rollouts.response_mask)
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """[B, R] FP32, each token's advantage."""
+        return self.advantages[:, None].expand_as(self.prev_logprobs)
+
+    def metrics(self) -> dict[str, float]:
+        """Collect the step's flat metrics, except timings."""
+        rollouts, sequences, mask = self.rollouts, self.result.sequences, self.rollouts.response_mask
+        ratios = sequences["prox_ratio"][sequences["valid"]].float()
+        quantiles = torch.quantile(ratios, torch.tensor([0.01, 0.5, 0.99], device=ratios.device)).tolist()
+        return {
+            "reward/mean": float(self.rewards.mean()),
+            "reward/std": float(self.rewards.std()),
+            "response_length_tokens/mean": float(mask.sum(-1).float().mean()),
+            "truncated_fraction": float(rollouts.truncated.float().mean()),
+            # Of the policy that sampled, noise on its norms included, whatever the learner runs.
+            "rollout/entropy_estimate": -float(rollouts.generation_logprobs[mask].mean()),
+            **self.result.metrics,
+            **dict(zip(("prox_ratio/p01", "prox_ratio/p50", "prox_ratio/p99"), quantiles, strict=True)),
+            **mismatch_metrics(self.prev_logprobs, rollouts.generation_logprobs, mask),
+            **error_token_rates(self.error_mask, mask, self.token_advantages),
+        }
+
+    def write_diagnostics(self, run_dir: Path, step: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the step's ratios, a sample of its tokens, and examples, with a tokenizer that decodes them."""
+        collector = DiagnosticsCollector(step)
+        collector.add(
+            self.result.sequences,
+            prev_logprobs=self.prev_logprobs,
+            curr_logprobs=self.result.curr_logprobs,
+            generation_logprobs=self.rollouts.generation_logprobs,
+            advantages=self.token_advantages,
+            token_mask=self.rollouts.response_mask,
+            error_mask=self.error_mask,
+        )
+        # The responses with the most error tokens, then the first ones.
+        rows = self.error_mask.sum(-1).argsort(descending=True, stable=True)[:_NUM_EXAMPLES].tolist()
+        collector.write(run_dir, [self._example(row, tokenizer) for row in rows])
+
+    def _example(self, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        rollouts, first = self.rollouts, self.rollouts.num_prompt_columns
+        length = int(rollouts.response_mask[row].sum())
+        return make_example(
+            prompt=tokenizer.decode(rollouts.input_ids[row, :first][rollouts.attention_mask[row, :first]]),
+            tokens=[tokenizer.decode([token]) for token in rollouts.input_ids[row, first : first + length]],
+            answer=self.tasks[row].answer,
+            reward=float(self.rewards[row]),
+            advantage=float(self.advantages[row]),
+            error_mask=self.error_mask[row, :length].tolist(),
+            prev_logprobs=self.prev_logprobs[row, :length].tolist(),
+            generation_logprobs=rollouts.generation_logprobs[row, :length].tolist(),
+        )
 
 
 def mean_rewards(rewards: Sequence[float], tasks: Sequence[Task]) -> dict[str, float]:
@@ -85,52 +139,3 @@ def validation_answers(
         }
         for task, text, reward, length, cut in zip(tasks, texts, rewards, lengths, truncated, strict=True)
     ]
-
-
-def diagnostics_examples(
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: list[Task],
-    rollouts: Rollouts,
-    rewards: Tensor,
-    prev_logprobs: Tensor,
-    advantages: Tensor,
-) -> list[dict[str, Any]]:
-    """Pick the responses with the most error tokens, then the first ones, as readable records.
-
-    Args:
-        tokenizer: decodes prompts and tokens.
-        tasks: B tasks.
-        rollouts: B responses.
-        rewards: [B].
-        prev_logprobs: [B, R] FP32.
-        advantages: [B].
-
-    Returns:
-        At most eight records.
-    """
-    error_mask = error_tokens(rollouts, prev_logprobs)
-    rows = error_mask.sum(-1).argsort(descending=True, stable=True)[:_NUM_EXAMPLES].tolist()
-    first = rollouts.num_prompt_columns
-    examples = []
-    for row in rows:
-        length = int(rollouts.response_mask[row].sum())
-        prompt_ids = rollouts.input_ids[row, :first][rollouts.attention_mask[row, :first]]
-        examples.append(
-            make_example(
-                prompt=tokenizer.decode(prompt_ids),
-                tokens=[tokenizer.decode([token]) for token in rollouts.input_ids[row, first : first + length]],
-                answer=tasks[row].answer,
-                reward=float(rewards[row]),
-                advantage=float(advantages[row]),
-                error_mask=error_mask[row, :length].tolist(),
-                prev_logprobs=prev_logprobs[row, :length].tolist(),
-                generation_logprobs=rollouts.generation_logprobs[row, :length].tolist(),
-            )
-        )
-    return examples
-
-
-def error_tokens(rollouts: Rollouts, prev_logprobs: Tensor) -> Tensor:
-    """Return [B, R] bool, true for the rollouts' error tokens; [B, R] FP32 logprobs of the learner are given."""
-    tokens = rollouts.input_ids[:, rollouts.num_prompt_columns :]
-    return error_token_mask(prev_logprobs, rollouts.generation_logprobs, tokens, rollouts.response_mask)

@@ -11,7 +11,6 @@ from torch import Tensor
 from qarl_nemo.data.problems import task_rewards
 from qarl_nemo.files import write_atomic
 from qarl_nemo.layers.norm_noise import NormNoise
-from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.events import EventWriter
 from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.recorded import FACTS_FILE
@@ -26,7 +25,6 @@ from qarl_nemo.train.base_files import hold_base
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state, save_checkpoint
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.gpu_pool import num_gpus
-from qarl_nemo.train.learner import UpdateResult
 from qarl_nemo.train.preflight import Prepared, prepare
 from qarl_nemo.train.progress import LiveProgress
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
@@ -34,13 +32,7 @@ from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run_dir import open_run_dir
 from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.setup import MakeLearner, build_sampler, starting_model, transformers_learner
-from qarl_nemo.train.step_metrics import (
-    diagnostics_examples,
-    error_tokens,
-    mean_rewards,
-    step_metrics,
-    validation_answers,
-)
+from qarl_nemo.train.step_metrics import FinishedStep, mean_rewards, validation_answers
 from qarl_nemo.train.tasks import Task
 
 
@@ -151,7 +143,8 @@ class Trainer:
         with timer.phase("refit"):
             update = self._change_noise(None if validates else self._noise(step + 1))
         tokens = int(rollouts.response_mask.sum())
-        metrics = step_metrics(rollouts, rewards, prev, advantages, result)
+        finished = FinishedStep(tasks, rollouts, rewards, prev, advantages, result)
+        metrics = finished.metrics()
         metrics |= timer.finish_step({"rollout": tokens, "prev_logprobs": tokens, "update": tokens}) | peak_memory()
         metrics |= {"weight_version": self.learner.weight_version, "refit/bytes": update.num_bytes}
         metrics |= {f"refit/{name}": share for name, share in self.flips.figures().items()}
@@ -159,7 +152,7 @@ class Trainer:
         if self.config.qarl.schedule:
             metrics["refit/grid_bits"] = self.format.grid_bits
         if step % self.config.logger.diagnostics_period == 0 or step == 1:
-            self._write_diagnostics(step, tasks, rollouts, rewards, prev, advantages, result)
+            finished.write_diagnostics(self.config.run_dir, step, self.tokenizer)
         if validates:
             progress.phase("validation")
             metrics |= self.validate(step)
@@ -273,29 +266,6 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
         order = torch.randperm(total, generator=generator).to(self.device)
         return list(order.split(grpo.train_global_batch_size))
-
-    def _write_diagnostics(
-        self,
-        step: int,
-        tasks: list[Task],
-        rollouts: Rollouts,
-        rewards: Tensor,
-        prev: Tensor,
-        advantages: Tensor,
-        result: UpdateResult,
-    ) -> None:
-        collector = DiagnosticsCollector(step)
-        collector.add(
-            result.sequences,
-            prev_logprobs=prev,
-            curr_logprobs=result.curr_logprobs,
-            generation_logprobs=rollouts.generation_logprobs,
-            advantages=advantages[:, None].expand_as(prev),
-            token_mask=rollouts.response_mask,
-            error_mask=error_tokens(rollouts, prev),
-        )
-        examples = diagnostics_examples(self.tokenizer, tasks, rollouts, rewards, prev, advantages)
-        collector.write(self.config.run_dir, examples)
 
     def _save(self) -> None:
         checkpointing = self.config.checkpointing

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,8 @@ def write_comparison(folder: Path, settings: CompareSettings, result: Comparison
         "settings": dataclasses.asdict(settings),
         "engine": result.engine,
         "methods": result.methods,
-        "rows": _without_nan(result.rows),
+        # JSON has no NaN or infinity.
+        "rows": json.loads(json.dumps(result.rows), parse_constant=lambda _: None),
         "operators": result.operators,
     }
     write_atomic(folder / "compare.json", json.dumps(content, indent=1, default=str, allow_nan=False) + "\n")
@@ -78,11 +78,3 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str]:
     if row["snr_db"] is None:
         return "all", "", ""
     return f"{row['identical']:.4%}", f"{row['snr_db']:.1f}", format_number(row["max_abs"])
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,9 +15,9 @@ from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.engines import Served, serve
 from qarl_nemo.measure.compare.operators import compare_operators
-from qarl_nemo.measure.compare.score import Scores, engine_scores, model_scores
+from qarl_nemo.measure.compare.score import engine_scores, model_scores
 from qarl_nemo.measure.compare.settings import CompareSettings, Job, prepare
-from qarl_nemo.metrics.fidelity import fidelity_by_position, fidelity_metrics, gap_cdf
+from qarl_nemo.metrics.fidelity import Scores
 from qarl_nemo.train.engine_attention import plain_attention, use_attention
 from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.saved_adapter import add_saved_adapter
@@ -51,7 +51,7 @@ def compare(settings: CompareSettings, show: Callable[[str], None] = lambda _: N
         show: called with what happens next.
 
     Returns:
-        Rows with `arm`, `format` (the engine's), `decoding`, the figures of `fidelity_metrics`, `gap_over_floor`,
+        Rows with `arm`, `format` (the engine's), `decoding`, the figures of `Scores.metrics`, `gap_over_floor`,
         `gap_over_own`, `by_position` and `gap_cdf`; the floor first. Arms: bf16, aligned, rollout_only; `engine`, which
         reads its own responses; `attention`, the aligned learner against itself with another attention kernel.
 
@@ -131,9 +131,9 @@ def _row(arm: str, name: str, decoding: str, scores: Scores) -> dict[str, Any]:
         "format": name,
         "decoding": decoding,
         "num_responses": len(scores.mask),
-        **fidelity_metrics(*scores.columns),
-        "by_position": fidelity_by_position(*scores.columns),
-        "gap_cdf": gap_cdf(scores.logprobs, scores.generation_logprobs, scores.mask),
+        **scores.metrics(),
+        "by_position": scores.by_position(),
+        "gap_cdf": scores.gap_cdf(),
     }
 
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qarl_nemo.metrics.fidelity import Scores
+
 # FP32 logits over a vocabulary of 150k at this many positions of one response take 150 MB.
 _LOGIT_COLUMNS = 256
 
@@ -29,28 +31,6 @@ class Response:
     top_tokens: list[int]
     read_logprobs: list[float]
     read_top_tokens: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Two policies' logprobs of the tokens of B responses, on the CPU.
-
-    Attributes:
-        logprobs: [B, R] FP32, from the model that is compared with the engine, at temperature 1.
-        generation_logprobs: [B, R] FP32, from the engine as it sampled.
-        same_top: [B, R] bool, whether both consider the same token the likeliest.
-        mask: [B, R] bool, where a response has a token.
-    """
-
-    logprobs: Tensor
-    generation_logprobs: Tensor
-    same_top: Tensor
-    mask: Tensor
-
-    @property
-    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All four tensors, in the order of `metrics.fidelity`'s arguments."""
-        return self.logprobs, self.generation_logprobs, self.same_top, self.mask
 
 
 def engine_scores(responses: list[Response]) -> Scores:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from qarl_nemo.metrics.fidelity import fidelity_by_position, fidelity_metrics, gap_cdf
+from qarl_nemo.metrics.fidelity import Scores
 
 LEARNER = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -9.0, 0.0]])
 ENGINE = torch.tensor([[-1.5, -2.0, -2.0], [-0.5, -1.0, -1.0]])
@@ -29,18 +29,18 @@ EXPECTED = {
 
 
 def test_figures_are_those_derived_by_hand():
-    assert fidelity_metrics(LEARNER, ENGINE, SAME_TOP, MASK) == pytest.approx(EXPECTED, rel=1e-6)
+    assert Scores(LEARNER, ENGINE, SAME_TOP, MASK).metrics() == pytest.approx(EXPECTED, rel=1e-6)
 
 
 def test_learner_and_engine_are_not_interchangeable():
-    swapped = fidelity_metrics(ENGINE, LEARNER, SAME_TOP, MASK)
+    swapped = Scores(ENGINE, LEARNER, SAME_TOP, MASK).metrics()
     assert swapped["gap_mean"] == EXPECTED["gap_mean"]
     for key in ("kl_k3", "ratio_p50"):
         assert swapped[key] != pytest.approx(EXPECTED[key], rel=1e-3)
 
 
 def test_logprobs_shifted_by_one_token_show():
-    shifted = fidelity_metrics(LEARNER.roll(1, 1), ENGINE, SAME_TOP, MASK)
+    shifted = Scores(LEARNER.roll(1, 1), ENGINE, SAME_TOP, MASK).metrics()
     # d becomes -1.5, 1, 0 | 0.5
     assert shifted["gap_mean"] == 0.75 != EXPECTED["gap_mean"]
 
@@ -48,7 +48,7 @@ def test_logprobs_shifted_by_one_token_show():
 def test_a_broken_token_is_counted_and_left_out():
     learner = LEARNER.clone()
     learner[0, 2] = float("nan")
-    figures = fidelity_metrics(learner, ENGINE, SAME_TOP, MASK)
+    figures = Scores(learner, ENGINE, SAME_TOP, MASK).metrics()
     assert (figures["num_tokens"], figures["nonfinite_tokens"]) == (4, 1)
     # d is left with 0.5, 0 | 0, of which two agree on the likeliest token
     assert figures["gap_mean"] == pytest.approx(0.5 / 3)
@@ -56,7 +56,7 @@ def test_a_broken_token_is_counted_and_left_out():
 
 
 def test_positions_are_measured_in_intervals_that_hold_tokens():
-    first, last = fidelity_by_position(LEARNER, ENGINE, SAME_TOP, MASK, max_intervals=2)
+    first, last = Scores(LEARNER, ENGINE, SAME_TOP, MASK).by_position(max_intervals=2)
     assert (first["first"], first["last"], last["first"], last["last"]) == (0, 1, 2, 2)
     # 0.5, 0 | 0 and then -1
     assert (first["num_tokens"], first["gap_mean"]) == (3, pytest.approx(0.5 / 3))
@@ -65,11 +65,11 @@ def test_positions_are_measured_in_intervals_that_hold_tokens():
 
 def test_intervals_without_tokens_are_left_out():
     mask = MASK & torch.tensor([True, False, False])
-    assert [row["first"] for row in fidelity_by_position(LEARNER, ENGINE, SAME_TOP, mask)] == [0]
+    assert [row["first"] for row in Scores(LEARNER, ENGINE, SAME_TOP, mask).by_position()] == [0]
 
 
 def test_the_distribution_runs_from_the_smallest_gap_to_the_largest():
-    values = gap_cdf(LEARNER, ENGINE, MASK)
+    values = Scores(LEARNER, ENGINE, SAME_TOP, MASK).gap_cdf()
     # rank 3 * level of 0, 0, 0.5, 1
     assert len(values) == 101
     assert [values[i] for i in (0, 50, 90, 100)] == pytest.approx([0, 0.25, 0.85, 1])
@@ -77,6 +77,6 @@ def test_the_distribution_runs_from_the_smallest_gap_to_the_largest():
 
 def test_without_tokens_there_is_nothing_to_measure():
     nothing = torch.zeros_like(MASK)
-    assert math.isnan(fidelity_metrics(LEARNER, ENGINE, SAME_TOP, nothing)["gap_mean"])
-    assert gap_cdf(LEARNER, ENGINE, nothing) == []
-    assert fidelity_by_position(LEARNER, ENGINE, SAME_TOP, nothing) == []
+    assert math.isnan(Scores(LEARNER, ENGINE, SAME_TOP, nothing).metrics()["gap_mean"])
+    assert Scores(LEARNER, ENGINE, SAME_TOP, nothing).gap_cdf() == []
+    assert Scores(LEARNER, ENGINE, SAME_TOP, nothing).by_position() == []
