@@ -8,10 +8,11 @@ the opening marker a grid of the figures so called; `only=*_bandwidth` keeps the
 import argparse
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from qarl_nemo.metrics.results import read_results, render_grid, render_table
+from qarl_nemo.metrics.results import ResultRow, read_results
 
 _BLOCK = re.compile(
     r"(<!-- results:(?P<name>[\w-]+)(?P<options>( \w+=\S+)*) -->\n)(?P<table>.*?)(?P<end><!-- /results -->)", re.DOTALL
@@ -49,6 +50,84 @@ def _render(block: re.Match[str], results_dir: Path) -> str:
     raise ValueError(
         f"results:{block['name']} has options {sorted(options)} (legal: rows, columns and cell, or only; hardware)"
     )
+
+
+def render_table(rows: Sequence[ResultRow]) -> str:
+    """Render rows as Markdown tables, without a final newline: one under each machine, day and command."""
+    runs: dict[str, list[ResultRow]] = {}
+    for row in rows:
+        runs.setdefault(f"{row.hardware}, {row.date}: `{row.command}`", []).append(row)
+    return "\n\n".join(f"{run}\n\n{_table(measured)}" for run, measured in runs.items())
+
+
+def _table(rows: Sequence[ResultRow]) -> str:
+    goals = any(row.goal is not None for row in rows)
+    lines = (
+        ["| figure | value | goal | met |", "|---|---:|---:|---|"] if goals else ["| figure | value |", "|---|---:|"]
+    )
+    for row in rows:
+        cells = [f"`{row.name}`", f"{_format(row.value)} {row.unit}".rstrip()]
+        if goals:
+            goal = "" if row.goal is None else f"{row.op} {_format(row.goal)}"
+            cells += [goal, {None: "", True: "yes", False: "**no**"}[row.met]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def render_grid(rows: Sequence[ResultRow], lines: Sequence[str], columns: Sequence[str], cell: str) -> str:
+    """Render figures that differ in two words of their name as a Markdown grid; a missed goal is bold.
+
+    A unit that all figures share stands in the corner; else one that a line or a column shares, beside its name.
+
+    Args:
+        rows: rows to look in.
+        lines: values of `{row}`, one line each.
+        columns: values of `{column}`, one column each.
+        cell: name of a cell's figure, e.g. `{row}_mlp_forward_ratio_{column}`.
+
+    Returns:
+        Table lines joined by newlines, without a final one; a figure nobody measured is an empty cell.
+
+    Raises:
+        ValueError: no cell names a figure.
+    """
+    figures = {row.name: row for row in rows}
+    names = [[cell.format(row=line, column=column) for column in columns] for line in lines]
+    if not any(name in figures for line in names for name in line):
+        raise ValueError(f"no figure is called like {names[0][0]}")
+    found = [[figures.get(name) for name in line] for line in names]
+    corner = _shared_unit(row for line in found for row in line)
+    beside = ["" if corner else _shared_unit(line) for line in found]
+    above = ["" if corner or any(beside) else _shared_unit(column) for column in zip(*found, strict=True)]
+    head = " | ".join(f"{column}{unit and f', {unit}'}" for column, unit in zip(columns, above, strict=True))
+    table = [f"| {corner and f'{corner} '}| {head} |", "|---|" + "---:|" * len(columns)]
+    for line, unit, measured in zip(lines, beside, found, strict=True):
+        said = [corner or unit or column for column in above]
+        values = ("" if row is None else _cell(row, bool(said[i])) for i, row in enumerate(measured))
+        table.append(f"| `{line}`{unit and f', {unit}'} | {' | '.join(values)} |")
+    return "\n".join(table)
+
+
+def _shared_unit(rows: Iterable[ResultRow | None]) -> str:
+    units = {_unit(row) for row in rows if row is not None}
+    return units.pop() if len(units) == 1 else ""
+
+
+def _unit(row: ResultRow) -> str:
+    return "" if row.unit == "fraction" else row.unit
+
+
+def _cell(row: ResultRow, bare: bool) -> str:
+    # A fraction near one and a ratio beside its goal differ in late digits.
+    number = f"{row.value:,.0f}" if abs(row.value) >= 1e4 else f"{row.value:.4g}"
+    value = f"{row.value:.6g}" if row.unit == "fraction" else f"{number} {'' if bare else row.unit}".rstrip()
+    return f"**{value}**" if row.met is False else value
+
+
+def _format(value: float) -> str:
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from qarl_nemo.checkpoints.plan import (
 )
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, Checkpoint, TensorReader, open_checkpoint
 from qarl_nemo.checkpoints.shard import ShardBuffer, save_shard, shard_names
-from qarl_nemo.checkpoints.split_channels import ChannelSplitter, Splitting
+from qarl_nemo.checkpoints.split_channels import ChannelSplitter
 from qarl_nemo.files import FileError, os_reason, require_space
 
 
@@ -57,25 +57,18 @@ class QuantizeReport:
 
     Attributes:
         destination: the checkpoint.
-        fmt: format of the quantized tensors.
-        rows: `{name, kind, shape, format, quantized, reason}` of every source tensor.
-        source_bytes: size of the source tensors.
-        output_bytes: size of the output tensors, scales included.
-        num_shards: output files.
-        num_resumed_shards: how many of them an earlier, killed run had finished.
-        dropped: source tensor that no engine reads -> why it was left out.
-        splitting: which MLPs got more channels; None: none.
+        plan: what is in it.
+        num_resumed_shards: how many of its files an earlier, killed run had finished.
     """
 
     destination: Path
-    fmt: QuantFormat
-    rows: list[dict[str, Any]]
-    source_bytes: int
-    output_bytes: int
-    num_shards: int
+    plan: QuantizePlan
     num_resumed_shards: int
-    dropped: dict[str, str]
-    splitting: Splitting | None = None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """`{name, kind, shape, format, quantized, reason}` of every source tensor."""
+        return record_rows(self.plan)
 
 
 def quantize_checkpoint(
@@ -130,17 +123,7 @@ def quantize_checkpoint(
                 weight_map, num_resumed = _write_shards(plan, partial, device, progress or (lambda _: None))
                 partial.publish(companion_files(plan, weight_map, plan.num_bytes))
             partial.clean_up()
-    return QuantizeReport(
-        destination,
-        fmt,
-        record_rows(plan),
-        plan.source_bytes,
-        plan.num_bytes,
-        len(plan.shards),
-        num_resumed,
-        plan.dropped,
-        plan.splitting,
-    )
+    return QuantizeReport(destination, plan, num_resumed)
 
 
 def _write_shards(

@@ -111,16 +111,17 @@ def _quantize(
             device=device,
             progress=show,
         )
-    for reason in dict.fromkeys(report.dropped.values()):
-        dropped = [name for name, why in report.dropped.items() if why == reason]
+    plan = report.plan
+    for reason in dict.fromkeys(plan.dropped.values()):
+        dropped = [name for name, why in plan.dropped.items() if why == reason]
         typer.echo(f"left out: {summarize_names(dropped, 8)} ({reason})")
-    for target, (before, after) in report.splitting.widths.items() if report.splitting else ():
+    for target, (before, after) in plan.splitting.widths.items() if plan.splitting else ():
         typer.echo(f"split channels of {target}: {before} -> {after}")
-    quantized = sum(row["quantized"] for row in report.rows)
-    again = f", {report.num_resumed_shards} of {report.num_shards} shards from before" * bool(report.num_resumed_shards)
+    tensors = [tensor.quantized for tensor in plan.tensors]
+    again = f", {report.num_resumed_shards} of {len(plan.shards)} shards from before" * bool(report.num_resumed_shards)
     typer.echo(
-        f"{report.destination}: {quantized} of {len(report.rows)} tensors quantized to {fmt.name}, "
-        f"{readable_bytes(report.source_bytes)} -> {readable_bytes(report.output_bytes)} "
-        f"({report.output_bytes / report.source_bytes:.2f}x){again}; table in qarl_quantization.json"
+        f"{report.destination}: {sum(tensors)} of {len(tensors)} tensors quantized to {fmt.name}, "
+        f"{readable_bytes(plan.source_bytes)} -> {readable_bytes(plan.num_bytes)} "
+        f"({plan.num_bytes / plan.source_bytes:.2f}x){again}; table in qarl_quantization.json"
     )
     typer.echo(f"serve it: {serve_command(report.destination, fmt, chosen)}")

@@ -36,5 +36,5 @@ def export(
         return
     with shard_progress() as show:
         report = export_run(run, destination, dequantize=dequantize, overwrite=overwrite, progress=show)
-    typer.echo(f"{report.destination}: {len(report.rows)} tensors in BF16, {readable_bytes(report.output_bytes)}")
+    typer.echo(f"{report.destination}: {len(report.rows)} tensors in BF16, {readable_bytes(report.plan.num_bytes)}")
     typer.echo(f"serve it: vllm serve {report.destination}")

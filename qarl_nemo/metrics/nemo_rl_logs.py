@@ -60,15 +60,6 @@ _TRANSFER = "timing/train/prepare_for_generation/transfer_and_update_weights"
 _DUMP = re.compile(r"train_data_step(\d+)\.jsonl")
 _TOKEN_COLUMNS = ("prev_logprobs", "generation_logprobs", "advantages")
 _MAX_TOKENS = 4096
-# What NeMo-RL prints for a step: `  * Avg Reward: 0.1250`, `  * generation: 0.74s (12.9%)`, each with a bullet.
-_PRINTED_STEP = re.compile(r"=+ Step (\d+)/")
-_PRINTED = re.compile(r"\s*\u2022 ([^:]+): (-?[\d.]+)s?(?: \(|$)")
-_PRINTED_NAMES = {
-    "Loss": "train/loss",
-    "Avg Reward": "train/reward",
-    "Mean Generation Length": "train/mean_gen_tokens_per_sample",
-    "Total step time": "timing/train/total_step_time",
-}
 
 
 def is_nemo_rl_log(path: Path) -> bool:
@@ -132,32 +123,42 @@ def read_records(path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         steps = {step: values for step, values in steps.items() if step < first} | fresh
     records, time_s = [], 0.0
     for step in sorted(steps):
-        record = _record(steps[step], config)
+        record = step_record(steps[step], config)
         time_s += record.get("timing/step_s", 0.0)
         records.append({"step": step, **record, "time_s": time_s})
     return records
 
 
-def read_console(file: Path) -> list[dict[str, Any]]:
-    """Read what NeMo-RL printed about a run's finished steps, for a run whose log folder was lost.
+def step_record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
+    """Return a step's scalars under the embedded engine's keys, with rates that follow from them.
 
     Args:
-        file: the driver's output.
-
-    Returns:
-        Records as `read_records` returns them, without the metrics that NeMo-RL does not print.
+        values: NeMo-RL's key -> value.
+        config: as `report_config` returns it; empty if nobody knows it.
     """
-    steps: dict[int, dict[str, float]] = {}
-    current: dict[str, float] = {}
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        step, value = _PRINTED_STEP.search(line), _PRINTED.match(line)
-        if step:
-            current = steps.setdefault(int(step[1]), {})
-        elif value:
-            name = _PRINTED_NAMES.get(value[1], f"timing/train/{value[1]}")
-            current.setdefault(name, float(value[2]))
-    finished = {step: values for step, values in steps.items() if "timing/train/total_step_time" in values}
-    return [{"step": step} | _record(values, {}) for step, values in sorted(finished.items())]
+    record = {new: values[key] for key, new in _RENAMED.items() if key in values}
+    if _TRANSFER in values:
+        record["refit/total_s"] = values[_TRANSFER]
+    record |= {key: value for key, value in values.items() if key.startswith("refit/")}
+    for key, value in values.items():
+        if key.startswith(_OURS) and key not in _RENAMED:
+            name = key.removeprefix(_OURS)
+            record[name if name.startswith("memory/") else f"loss/{name}"] = value
+    for sign in ("positive", "negative"):
+        tokens = values.get(f"{_OURS}tokens_{sign}")
+        if tokens:
+            record[f"error_tokens/rate_{sign}"] = values[f"{_OURS}error_tokens_{sign}"] / tokens
+    for phase, name in _PHASES.items():
+        if f"timing/train/{phase}" in values:
+            key = f"timing/{name}_s"
+            record[key] = record.get(key, 0.0) + values[f"timing/train/{phase}"]
+    grpo = config.get("grpo") or {}
+    responses = (grpo.get("num_prompts_per_step") or 0) * (grpo.get("num_generations_per_prompt") or 0)
+    tokens = responses * record.get("response_length_tokens/mean", 0.0)
+    for phase in ("rollout", "update"):
+        if tokens and record.get(f"timing/{phase}_s"):
+            record[f"throughput/{phase}_tokens_s"] = tokens / record[f"timing/{phase}_s"]
+    return record
 
 
 def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
@@ -226,32 +227,6 @@ def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:
             raise FileError(f"{file} is damaged: expected TensorBoard's events, but: {error}") from error
     # NeMo-RL's steps begin at 1; what a start logs before the first one (step 0) is not a step.
     return {step: values for step, values in steps.items() if any(tag.startswith("train/") for tag in values)}
-
-
-def _record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
-    record = {new: values[key] for key, new in _RENAMED.items() if key in values}
-    if _TRANSFER in values:
-        record["refit/total_s"] = values[_TRANSFER]
-    record |= {key: value for key, value in values.items() if key.startswith("refit/")}
-    for key, value in values.items():
-        if key.startswith(_OURS) and key not in _RENAMED:
-            name = key.removeprefix(_OURS)
-            record[name if name.startswith("memory/") else f"loss/{name}"] = value
-    for sign in ("positive", "negative"):
-        tokens = values.get(f"{_OURS}tokens_{sign}")
-        if tokens:
-            record[f"error_tokens/rate_{sign}"] = values[f"{_OURS}error_tokens_{sign}"] / tokens
-    for phase, name in _PHASES.items():
-        if f"timing/train/{phase}" in values:
-            key = f"timing/{name}_s"
-            record[key] = record.get(key, 0.0) + values[f"timing/train/{phase}"]
-    grpo = config.get("grpo") or {}
-    responses = (grpo.get("num_prompts_per_step") or 0) * (grpo.get("num_generations_per_prompt") or 0)
-    tokens = responses * record.get("response_length_tokens/mean", 0.0)
-    for phase in ("rollout", "update"):
-        if tokens and record.get(f"timing/{phase}_s"):
-            record[f"throughput/{phase}_tokens_s"] = tokens / record[f"timing/{phase}_s"]
-    return record
 
 
 def _diagnostics(step: int, file: Path) -> StepDiagnostics:

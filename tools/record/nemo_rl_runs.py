@@ -10,12 +10,14 @@ own runs, need the run.json of another run on the same host: `--run w4a16=driver
 
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rows import parser_of
 
-from qarl_nemo.metrics.nemo_rl_logs import read_console, read_facts
+from qarl_nemo.metrics.nemo_rl_logs import read_facts, step_record
 from qarl_nemo.metrics.report.timings import phase_seconds
 from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
@@ -26,6 +28,15 @@ BASELINE = "bf16"
 WARM_UP_STEPS = 3
 # One run has to show that it learns, which takes this many steps; the others only show that they run.
 LEARNS, ENOUGH_STEPS = "w4a16", 100.0
+# What NeMo-RL prints for a step: `  * Avg Reward: 0.1250`, `  * generation: 0.74s (12.9%)`, each with a bullet.
+_PRINTED_STEP = re.compile(r"=+ Step (\d+)/")
+_PRINTED = re.compile(r"\s*\u2022 ([^:]+): (-?[\d.]+)s?(?: \(|$)")
+_PRINTED_NAMES = {
+    "Loss": "train/loss",
+    "Avg Reward": "train/reward",
+    "Mean Generation Length": "train/mean_gen_tokens_per_sample",
+    "Total step time": "timing/train/total_step_time",
+}
 
 
 def read_run(path: Path) -> Run:
@@ -39,6 +50,28 @@ def read_run(path: Path) -> Run:
     columns = {key: np.array([record.get(key, math.nan) for record in records]) for key in keys}
     steps = np.array([record["step"] for record in records], float)
     return Run(path, path.stem, path.stem, {}, steps, columns, None, [], [], ())
+
+
+def read_console(file: Path) -> list[dict[str, Any]]:
+    """Read what NeMo-RL printed about a run's finished steps, for a run whose log folder was lost.
+
+    Args:
+        file: the driver's output.
+
+    Returns:
+        Records with `step`, ascending, without the metrics that NeMo-RL does not print.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    current: dict[str, float] = {}
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        step, value = _PRINTED_STEP.search(line), _PRINTED.match(line)
+        if step:
+            current = steps.setdefault(int(step[1]), {})
+        elif value:
+            name = _PRINTED_NAMES.get(value[1], f"timing/train/{value[1]}")
+            current.setdefault(name, float(value[2]))
+    finished = {step: values for step, values in steps.items() if "timing/train/total_step_time" in values}
+    return [{"step": step} | step_record(values, {}) for step, values in sorted(finished.items())]
 
 
 def run_figures(name: str, run: Run, baseline: Run | None) -> list[Figure]:

@@ -39,7 +39,7 @@ def test_bf16_gives_back_the_model_bit_for_bit(model, layout, models, megatron, 
     expected = models[model][1]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert report.source_bytes == sum(tensor.nbytes for tensor in expected.values())
+    assert report.plan.source_bytes == sum(tensor.nbytes for tensor in expected.values())
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
         (folder / "config.json").read_text()
     )

@@ -37,9 +37,9 @@ def test_round_trip_is_the_one_quantizer(key, source, tmp_path, read_all, read_q
     fmt = FORMATS[key]
     report = quantize_checkpoint(source, tmp_path / "out", fmt, ALL_TARGETS, max_shard_bytes=500_000)
     before, after = read_all(source), read_all(tmp_path / "out")
-    assert report.num_shards > 1
-    assert report.source_bytes == sum(tensor.nbytes for tensor in before.values())
-    assert report.output_bytes == sum(tensor.nbytes for tensor in after.values())
+    assert len(report.plan.shards) > 1
+    assert report.plan.source_bytes == sum(tensor.nbytes for tensor in before.values())
+    assert report.plan.num_bytes == sum(tensor.nbytes for tensor in after.values())
     quantized = [row["name"] for row in report.rows if row["quantized"]]
     # 2 sparse layers x 4 experts x 3 projections, 3 layers x 4 attention projections, 1 dense layer x 3.
     assert len(quantized) == (0 if key == "bf16" else 24 + 12 + 3)
@@ -272,8 +272,8 @@ def test_old_rotary_buffers_and_a_tied_copy_are_left_out(make_source, tmp_path, 
     weights, frequencies = tensors_of(config), "model.layers.1.self_attn.rotary_emb.inv_freq"
     extra = {frequencies: torch.ones(32), "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     report = quantize_checkpoint(make_source(weights | extra, config), tmp_path / "out", FORMATS["w4a16"], ["mlp"])
-    assert set(report.dropped) == set(extra)
-    assert json.loads((tmp_path / "out" / "qarl_quantization.json").read_text())["dropped"] == report.dropped
+    assert set(report.plan.dropped) == set(extra)
+    assert json.loads((tmp_path / "out" / "qarl_quantization.json").read_text())["dropped"] == report.plan.dropped
     assert not set(extra) & set(read_all(tmp_path / "out"))
     extra["lm_head.weight"][0, 0] += 1
     with pytest.raises(

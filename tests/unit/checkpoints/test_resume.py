@@ -72,7 +72,7 @@ def test_a_stopped_conversion_goes_on_and_gives_the_same_bytes(source, tmp_path,
     assert contents(out) == uninterrupted
     assert not partial.exists()
     assert events[0].shard == 3
-    assert events[-1].done_bytes == events[-1].total_bytes == report.source_bytes
+    assert events[-1].done_bytes == events[-1].total_bytes == report.plan.source_bytes
 
 
 def test_a_killed_process_goes_on_and_gives_the_same_bytes(source, tmp_path, uninterrupted):

@@ -85,7 +85,7 @@ def test_a_split_model_is_the_same_model_of_greater_width(name, models, tmp_path
     folder, _ = models[name]
     targets = ["experts", "mlp"] if name == "mixed" else ["mlp"]
     report = quantize_checkpoint(folder, tmp_path / "out", BF16, targets, split_channels=0.1)
-    assert report.splitting.widths == dict.fromkeys(targets, (256, 384))
+    assert report.plan.splitting.widths == dict.fromkeys(targets, (256, 384))
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))
     widths = ["intermediate_size", "moe_intermediate_size"][: len(targets)]
     assert [(before[key], after[key]) for key in widths] == [(256, 384)] * len(targets)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from qarl_nemo.metrics.results import append_results, read_results, render_grid, render_table
+from qarl_nemo.metrics.results import append_results, read_results
 
 TOOL = Path(__file__).parents[3] / "tools" / "render_results.py"
+RENDERING = runpy.run_path(str(TOOL))
+render_grid, render_table = RENDERING["render_grid"], RENDERING["render_table"]
 
 
 def row(name="demo_train_s", **changes):
