@@ -109,7 +109,7 @@ def load_run(path: Path) -> Run:
     if not records:
         missing.append(f"{METRICS_FILE}: no training step has finished yet, so there are no curves")
     diagnostics, examples = _read_diagnostics(path, missing)
-    quantized = read_rows(path / QUANTIZED_FILE, Module) if _has(path, QUANTIZED_FILE) else []
+    quantized = read_rows(path / QUANTIZED_FILE, Module) if (path / QUANTIZED_FILE).exists() else []
     if not quantized:
         missing.append(f"{QUANTIZED_FILE}: no table of quantized modules")
     run_block = config.get("run") or {}
@@ -163,14 +163,10 @@ def _read_config(file: Path, kind: type[BaseModel]) -> dict[str, Any]:
     return config
 
 
-def _has(path: Path, name: str) -> bool:
-    return (path / name).exists()
-
-
 def _why_not_a_run(path: Path) -> str | None:
     if not path.is_dir():
         return f"{path}: no such directory (looked for {CONFIG_FILE} or {METRICS_FILE} in it)"
-    if _has(path, CONFIG_FILE) or _has(path, METRICS_FILE) or nemo_rl_logs.is_nemo_rl_log(path):
+    if any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE)) or nemo_rl_logs.is_nemo_rl_log(path):
         return None
     inner = sorted(child.name for child in path.iterdir() if child.is_dir() and _why_not_a_run(child) is None)
     found = f"; these folders in it are runs: {', '.join(inner)}" if inner else ""

@@ -7,10 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
-def _no_synchronization() -> None:
-    return None
-
-
 class PhaseTimer:
     """Adds up seconds per phase of one training step.
 
@@ -29,7 +25,7 @@ class PhaseTimer:
 
     def __init__(
         self,
-        synchronize: Callable[[], None] = _no_synchronization,
+        synchronize: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         on_phase: Callable[[str], None] | None = None,
     ):

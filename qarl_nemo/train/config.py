@@ -307,50 +307,37 @@ class LocalConfig(StrictModel):
     compare: CompareConfig | None = None
 
     @model_validator(mode="after")
-    def on_policy_takes_one_step(self) -> "LocalConfig":
-        """Require one optimizer step per rollout batch for `on_policy_grpo`, which has no ratio."""
-        total = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
-        if self.loss_fn.objective == "on_policy_grpo" and self.grpo.train_global_batch_size != total:
-            raise ValueError(
-                "loss_fn.objective=on_policy_grpo is right for one optimizer step a rollout batch only; set "
-                f"grpo.train_global_batch_size={total}"
-            )
+    def blocks_fit_together(self) -> "LocalConfig":
+        """Reject what each block allows and cannot be combined; every conflict is listed."""
+        if problems := _conflicts(self):
+            raise ValueError("; ".join(problems))
         return self
 
-    @model_validator(mode="after")
-    def ranks_share_minibatches(self) -> "LocalConfig":
-        """Require that a Megatron learner's data-parallel ranks get equal parts of a minibatch."""
-        ranks = self.policy.megatron_cfg.data_parallel_size if self.policy.megatron_cfg else 1
-        if self.grpo.train_global_batch_size % ranks:
-            raise ValueError(
-                f"grpo.train_global_batch_size={self.grpo.train_global_batch_size} is not a multiple of the {ranks} "
-                "data parallel ranks of policy.megatron_cfg"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def adapters_have_a_frozen_base(self) -> "LocalConfig":
-        """Reject what cannot be combined with `policy.lora`; every conflict is listed."""
-        if problems := lora_problems(self):
-            raise ValueError("policy.lora: " + "; ".join(problems))
-        return self
-
-    @model_validator(mode="after")
-    def faster_steps_are_of_quantized_weights(self) -> "LocalConfig":
-        """Reject `update_aware_scale` where no weight is quantized."""
-        if self.qarl.alignment == "none" and self.policy.optimizer.update_aware_scale is not None:
-            raise ValueError(
-                "policy.optimizer.update_aware_scale speeds up quantized weights, and with qarl.alignment=none there "
-                "are none; set it to null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def vllm_serves_it(self) -> "LocalConfig":
-        """Reject settings of `rollout.engine: vllm` that vLLM cannot serve on the device; every conflict is listed."""
-        # With device=auto the device is known, and this is checked, when the run starts.
-        known = self.rollout.engine == "vllm" and self.device != "auto"
-        problems = config_problems(self, self.device) if known else []
-        if problems:
-            raise ValueError("rollout.engine=vllm: " + "; ".join(problems))
-        return self
+def _conflicts(config: LocalConfig) -> list[str]:
+    grpo, policy = config.grpo, config.policy
+    size, total = grpo.train_global_batch_size, grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    ranks = policy.megatron_cfg.data_parallel_size if policy.megatron_cfg else 1
+    problems = []
+    if config.loss_fn.objective == "on_policy_grpo" and size != total:
+        problems.append(
+            "loss_fn.objective=on_policy_grpo is right for one optimizer step a rollout batch only; set "
+            f"grpo.train_global_batch_size={total}"
+        )
+    if size % ranks:
+        problems.append(
+            f"grpo.train_global_batch_size={size} is not a multiple of the {ranks} data parallel ranks of "
+            "policy.megatron_cfg"
+        )
+    if adapted := lora_problems(config):
+        problems.append("policy.lora: " + "; ".join(adapted))
+    if config.qarl.alignment == "none" and policy.optimizer.update_aware_scale is not None:
+        problems.append(
+            "policy.optimizer.update_aware_scale speeds up quantized weights, and with qarl.alignment=none there are "
+            "none; set it to null"
+        )
+    # With device=auto the device is known, and this is checked, when the run starts.
+    known = config.rollout.engine == "vllm" and config.device != "auto"
+    if known and (unserved := config_problems(config, config.device)):
+        problems.append("rollout.engine=vllm: " + "; ".join(unserved))
+    return problems

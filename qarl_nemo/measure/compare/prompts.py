@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -10,21 +10,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.prompts import PromptEncoder
 
+if TYPE_CHECKING:
+    from qarl_nemo.measure.compare.settings import CompareSettings
+
 DEFAULT_NUM_PROMPTS = 16
 
 
-class PromptSettings(Protocol):
-    """The settings that determine a comparison's prompts."""
-
-    prompts: Path | None
-    num_prompts: int | None
-    prompt_tokens: int
-    max_new_tokens: int
-    seed: int
-
-
 def make_prompts(
-    settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+    settings: "CompareSettings", tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> list[list[int]]:
     """Read the prompts, or draw random tokens other than special ones.
 
@@ -61,7 +54,7 @@ def make_prompts(
 
 
 def _random_prompts(
-    settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+    settings: "CompareSettings", tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> list[list[int]]:
     special = set(tokenizer.all_special_ids)
     known = set(range(min(len(tokenizer), config.vocab_size))) - special

@@ -17,6 +17,7 @@ order in which the engine computed them. An operator's inputs are earlier output
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ class OperatorRecorder:
     def __init__(self, model: Any) -> None:
         self.kept: dict[str, list[Tensor]] = {}
         self._steps = 0
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         # vLLM bypasses the whole model's hooks, so parts of it are hooked.
         self._watch(model.model.embed_tokens, lambda inputs, _: self._keep("tokens", inputs[0].long()))
-        self._handles.append(model.model.layers[0].register_forward_pre_hook(self._start))
+        self._hooks.enter_context(model.model.layers[0].register_forward_pre_hook(self._start))
         for index, layer in enumerate(model.model.layers):
             self._watch_layer(str(index), layer)
         self._watch(model.model.norm, self._keep_norm("final_norm", "final_residual"))
@@ -48,18 +49,15 @@ class OperatorRecorder:
 
     def stop(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _watch_layer(self, index: str, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._watch(layer.input_layernorm, self._keep_norm(f"{index}.input_norm", f"{index}.residual"))
         self._watch(layer.post_attention_layernorm, self._keep_norm(f"{index}.post_norm", f"{index}.post_residual"))
-        for name in ("qkv_proj", "o_proj"):
+        for name in ("qkv_proj", "o_proj", "q_norm", "k_norm"):
             self._watch(getattr(attention, name), self._keeper(f"{index}.{name}"))
-        for name in ("q_norm", "k_norm"):
-            self._watch(getattr(attention, name), self._keeper(f"{index}.{name}"))
-        self._handles.append(attention.attn.register_forward_pre_hook(self._keep_qkv(index)))
+        self._hooks.enter_context(attention.attn.register_forward_pre_hook(self._keep_qkv(index)))
         self._watch(attention.attn, self._keeper(f"{index}.attention"))
         self._watch(mlp, self._keeper(f"{index}.mlp"))
         if hasattr(mlp, "gate"):
@@ -67,7 +65,7 @@ class OperatorRecorder:
             self._watch_choice(index, mlp.experts.router)
 
     def _watch(self, module: nn.Module, keep: Callable[[tuple, Any], None]) -> None:
-        self._handles.append(module.register_forward_hook(lambda _, inputs, out: keep(inputs, out)))
+        self._hooks.enter_context(module.register_forward_hook(lambda _, inputs, out: keep(inputs, out)))
 
     def _watch_choice(self, index: str, router: Any) -> None:
         select = router.select_experts
@@ -78,8 +76,9 @@ class OperatorRecorder:
             self._keep(f"{index}.topk_ids", ids)
             return weights, ids
 
+        # An instance's attribute hides the class's until it is deleted.
         router.select_experts = kept_choice
-        self._handles.append(_Patch(router, "select_experts"))
+        self._hooks.callback(delattr, router, "select_experts")
 
     def _start(self, _: nn.Module, inputs: tuple) -> None:
         positions = inputs[0]
@@ -108,13 +107,3 @@ class OperatorRecorder:
 
     def _keep(self, name: str, value: Tensor) -> None:
         self.kept.setdefault(name, []).append(value.detach().flatten(1 if value.ndim > 1 else 0).cpu().clone())
-
-
-class _Patch:
-    """An instance's attribute that hides the class's until it is removed."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def remove(self) -> None:
-        delattr(self.owner, self.name)

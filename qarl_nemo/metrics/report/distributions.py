@@ -63,16 +63,16 @@ def mismatch_weights(arms: Sequence[Arm]) -> list[Ratios]:
     return collected
 
 
-def histogram_figure(panels: Sequence[Ratios], quantity: str, line_name: str, width_in: float) -> Figure:
+def histogram_figure(panels: Sequence[Ratios], width_in: float, *, quantity: str, line_name: str) -> Figure:
     """Draw a histogram per arm (column) and advantage sign (row); the shaded interval is the objective's.
 
     Panels of the same unit share their x axis, so that spreads compare by eye.
 
     Args:
         panels: at most MAX_COLUMNS arms.
+        width_in: width, inches.
         quantity: name of the ratio.
         line_name: what the interval is called: band or cap.
-        width_in: width, inches.
     """
     figure = new_figure(width_in, 4.6)
     grid = figure.subplots(2, len(panels), squeeze=False)

@@ -1,14 +1,13 @@
 """Panels: a figure with its title and caption, or what to look for where a run has no data for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from matplotlib.figure import Figure
 
-from qarl_nemo.metrics.report import curves, distributions, positions, scatter
+from qarl_nemo.metrics.report import curves
 from qarl_nemo.metrics.report.arms import Arm
-from qarl_nemo.metrics.report.distributions import Ratios
 from qarl_nemo.metrics.report.style import FULL_WIDTH_IN, HALF_WIDTH_IN, MAX_COLUMNS, figure_uri
 
 Item = TypeVar("Item")
@@ -54,57 +53,26 @@ def curve_panel(arms: Sequence[Arm], title: str, key: str, ylabel: str, caption:
     return figure_panel(title, caption, figure, f"Not recorded: {key} in metrics.jsonl.")
 
 
-def histogram_panel(ratios: Sequence[Ratios], quantity: str, line_name: str, title: str, caption: str) -> Panel:
-    """Build a panel of histograms, one column per arm.
+def diagnostics_panel(arms: Sequence[Arm], title: str, caption: str, figures: Sequence[Figure]) -> Panel:
+    """Build a panel of the newest diagnostics.
 
     Args:
-        ratios: what each arm's histogram shows.
-        quantity: name of the ratio.
-        line_name: what the shaded interval is called.
+        arms: whose they are.
         title: heading.
         caption: how to read it; the step is added.
+        figures: one below the other; none where nothing was recorded.
     """
-    figures = [distributions.histogram_figure(row, quantity, line_name, _width_in(row)) for row in _rows_of(ratios)]
-    return _distribution_panel([item.arm for item in ratios], title, caption, figures)
-
-
-def scatter_panel(
-    arms: Sequence[Arm], policies: tuple[str, str], labels: tuple[str, str], title: str, caption: str
-) -> Panel:
-    """Build a panel of scatters of token probabilities, one column per arm.
-
-    Args:
-        arms: arms with diagnostics.
-        policies: the two of prev, curr, generation on x and y.
-        labels: axis labels.
-        title: heading.
-        caption: how to read it; the step is added.
-    """
-    figures = [scatter.scatter_figure(row, *policies, labels, _width_in(row)) for row in _rows_of(arms)]
-    return _distribution_panel(arms, title, caption, figures)
-
-
-def position_panel(arms: Sequence[Arm], title: str, caption: str) -> Panel:
-    """Build a panel of the error tokens' positions.
-
-    Args:
-        arms: arms with counts by position.
-        title: heading.
-        caption: how to read it; the step is added.
-    """
-    figures = [positions.error_position_figure(arms, _width_in(arms))] if arms else []
-    return _distribution_panel(arms, title, caption, figures)
-
-
-def _distribution_panel(arms: Sequence[Arm], title: str, caption: str, figures: Sequence[Figure]) -> Panel:
     steps = {run.diagnostics.step for arm in arms for run in arm.runs if run.diagnostics is not None}
     when = f" At step {' / '.join(map(str, sorted(steps)))}."
     return Panel(title, caption + when, tuple(map(figure_uri, figures)), len(arms) > 1, _NEEDS_DIAGNOSTICS)
 
 
-def _rows_of(items: Sequence[Item]) -> list[Sequence[Item]]:
-    return [items[start : start + MAX_COLUMNS] for start in range(0, len(items), MAX_COLUMNS)]
+def in_rows(draw: Callable[[Sequence[Item], float], Figure], columns: Sequence[Item]) -> list[Figure]:
+    """Draw columns, at most MAX_COLUMNS of them in a figure, given with its width in inches."""
+    rows = (columns[start : start + MAX_COLUMNS] for start in range(0, len(columns), MAX_COLUMNS))
+    return [draw(row, width_in(row)) for row in rows]
 
 
-def _width_in(columns: Sequence[object]) -> float:
+def width_in(columns: Sequence[object]) -> float:
+    """Return the width of a figure with so many columns, inches."""
     return FULL_WIDTH_IN if len(columns) > 1 else HALF_WIDTH_IN

@@ -12,15 +12,15 @@ from qarl_nemo.metrics.runs import Floats
 _LOWEST_PROB = 1e-7
 
 
-def scatter_figure(arms: Sequence[Arm], x: str, y: str, labels: tuple[str, str], width_in: float) -> Figure:
+def scatter_figure(arms: Sequence[Arm], width_in: float, *, x: str, y: str, labels: tuple[str, str]) -> Figure:
     """Draw token probabilities under two policies against each other, log-log, coloured by advantage sign.
 
     Args:
         arms: at most MAX_COLUMNS arms with diagnostics.
+        width_in: width, inches.
         x: prev, curr or generation.
         y: like x.
         labels: axis labels.
-        width_in: width, inches.
     """
     figure = new_figure(width_in, 4.6)
     grid = figure.subplots(1, len(arms), squeeze=False, sharex=True, sharey=True)[0]

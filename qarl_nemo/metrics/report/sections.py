@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from qarl_nemo.metrics.report import curves, distributions, sign_curves, timings
+from qarl_nemo.metrics.report import curves, sign_curves, timings
 from qarl_nemo.metrics.report.arms import Arm
-from qarl_nemo.metrics.report.panels import (
-    Panel,
-    curve_panel,
-    figure_panel,
-    histogram_panel,
-    position_panel,
-    scatter_panel,
-)
+from qarl_nemo.metrics.report.distributions import histogram_figure, mismatch_weights, prox_ratios
+from qarl_nemo.metrics.report.panels import Panel, curve_panel, diagnostics_panel, figure_panel, in_rows, width_in
+from qarl_nemo.metrics.report.positions import error_position_figure
+from qarl_nemo.metrics.report.scatter import scatter_figure
 from qarl_nemo.metrics.report.style import FULL_WIDTH_IN
 
 
@@ -70,6 +67,7 @@ def _entropy(arms: Sequence[Arm]) -> list[Panel]:
 
 def _mismatch(arms: Sequence[Arm]) -> Section:
     measured = [arm for arm in arms if arm.has_diagnostic("seq_mismatch_weight")]
+    labels = ("p under the rollout engine", "p under the learner (prev)")
     panels = (
         curve_panel(
             arms,
@@ -80,19 +78,17 @@ def _mismatch(arms: Sequence[Arm]) -> Section:
             log=True,
         ),
         curve_panel(arms, "KL sampler to learner", "mismatch/kl_k3", "KL (nats)", "k3 per token.", log=True),
-        histogram_panel(
-            distributions.mismatch_weights(measured),
-            "mismatch weight",
-            "cap",
+        diagnostics_panel(
+            measured,
             "Mismatch weight",
             "exp(prev - generation); shaded: used without a cap. The outermost bins hold what lies beyond.",
+            in_rows(partial(histogram_figure, quantity="mismatch weight", line_name="cap"), mismatch_weights(measured)),
         ),
-        scatter_panel(
+        diagnostics_panel(
             measured,
-            ("generation", "prev"),
-            ("p under the rollout engine", "p under the learner (prev)"),
             "Rollout engine against learner",
             "One point per sampled token; on the dashed line both agree.",
+            in_rows(partial(scatter_figure, x="generation", y="prev", labels=labels), measured),
         ),
     )
     intro = "How far the learner's view of a response is from the rollout engine's that sampled it, before any update."
@@ -119,19 +115,17 @@ def _noise(arms: Sequence[Arm]) -> Section:
 def _bands(arms: Sequence[Arm]) -> Section:
     measured = [arm for arm in arms if arm.has_diagnostic("seq_prox_ratio")]
     panels = (
-        histogram_panel(
-            distributions.prox_ratios(measured),
-            "prox ratio",
-            "band",
+        diagnostics_panel(
+            measured,
             "Prox ratio",
             "exp(curr - prev); shaded: the objective has a gradient. The outermost bins hold what lies beyond.",
+            in_rows(partial(histogram_figure, quantity="prox ratio", line_name="band"), prox_ratios(measured)),
         ),
-        scatter_panel(
+        diagnostics_panel(
             measured,
-            ("prev", "curr"),
-            ("old p (prev)", "new p (curr)"),
             "Old against new token probability",
             "Error tokens sit at the lower left, where small changes are large ratios.",
+            in_rows(partial(scatter_figure, x="prev", y="curr", labels=("old p (prev)", "new p (curr)")), measured),
         ),
         figure_panel(
             "Share in the band",
@@ -156,7 +150,12 @@ def _errors(arms: Sequence[Arm]) -> Section:
     )
     intro = "Error tokens are improbable under both policies (garbled), or part of a long repetition of one n-gram."
     counted = [arm for arm in arms if arm.has_diagnostic("position_tokens")]
-    by_position = position_panel(counted, "Error tokens by position", "Share of the tokens at a place in the response.")
+    by_position = diagnostics_panel(
+        counted,
+        "Error tokens by position",
+        "Share of the tokens at a place in the response.",
+        [error_position_figure(counted, width_in(counted))] if counted else [],
+    )
     return Section("errors", "Error tokens", intro, (panel, by_position))
 
 

@@ -23,7 +23,9 @@ def vertical_lines(axes):
 
 def test_bands_are_drawn_over_the_sign_they_belong_to():
     lines = {"positive": (0.0, 1.01), "negative": (0.98, 1.02)}
-    figure = histogram_figure([ratios([0.99, 1.0, 1.02], [0.97, 1.01], lines)], "prox ratio", "band", 6)
+    figure = histogram_figure(
+        [ratios([0.99, 1.0, 1.02], [0.97, 1.01], lines)], 6, quantity="prox ratio", line_name="band"
+    )
     above, below = figure.axes
     assert vertical_lines(above) == [1.01]
     assert vertical_lines(below) == [0.98, 1.02]
@@ -34,7 +36,7 @@ def test_bands_are_drawn_over_the_sign_they_belong_to():
 
 def test_a_line_far_from_the_data_is_named_instead_of_squeezing_it():
     lines = dict.fromkeys(SIGN_COLORS, (0.5, 2.0))
-    figure = histogram_figure([ratios([0.9999, 1.0001], [1.0], lines)], "mismatch weight", "cap", 6)
+    figure = histogram_figure([ratios([0.9999, 1.0001], [1.0], lines)], 6, quantity="mismatch weight", line_name="cap")
     assert vertical_lines(figure.axes[0]) == []
     assert "cap at 0.5 and 2, off this axis" in figure.axes[0].texts[0].get_text()
     low, high = figure.axes[0].get_xlim()
@@ -44,7 +46,9 @@ def test_a_line_far_from_the_data_is_named_instead_of_squeezing_it():
 
 def test_histogram_heights_are_shares_and_nothing_is_lost_beyond_the_axis():
     values = np.concatenate([np.linspace(0.99, 1.01, 997), [0.1, 5.0, 9.0]])
-    figure = histogram_figure([ratios(values, [], dict.fromkeys(SIGN_COLORS, EVERYTHING))], "r", "band", 6)
+    figure = histogram_figure(
+        [ratios(values, [], dict.fromkeys(SIGN_COLORS, EVERYTHING))], 6, quantity="r", line_name="band"
+    )
     heights = figure.axes[0].patches[0].get_data().values
     assert heights.sum() == pytest.approx(1.0)
     assert figure.axes[0].get_xlim()[1] < 1.1
@@ -53,7 +57,9 @@ def test_histogram_heights_are_shares_and_nothing_is_lost_beyond_the_axis():
 @pytest.mark.parametrize(("spread", "scale"), [(1e-4, "linear"), (0.1, "linear"), (3.0, "log")])
 def test_wide_ratios_get_a_log_axis(spread, scale):
     values = np.exp(np.linspace(-spread, spread, 101))
-    figure = histogram_figure([ratios(values, values, dict.fromkeys(SIGN_COLORS, EVERYTHING))], "r", "band", 6)
+    figure = histogram_figure(
+        [ratios(values, values, dict.fromkeys(SIGN_COLORS, EVERYTHING))], 6, quantity="r", line_name="band"
+    )
     assert figure.axes[1].get_xscale() == scale
     assert ("times" in figure.axes[1].get_xlabel()) == (scale == "linear")
 
@@ -84,7 +90,7 @@ def test_ratios_are_split_by_the_sign_of_the_advantage(make_run):
 def test_scatter_shows_every_token_in_the_colour_of_its_sign(make_run):
     (arm,) = arms_of(make_run, "aligned")
     arrays = arm.runs[0].diagnostics.arrays
-    zero, signed = scatter_figure([arm], "prev", "curr", ("old", "new"), 6).axes[0].collections
+    zero, signed = scatter_figure([arm], 6, x="prev", y="curr", labels=("old", "new")).axes[0].collections
     assert len(zero.get_offsets()) == (arrays["token_advantage"] == 0).sum()
     assert to_hex(zero.get_facecolors()[0]) == ZERO_COLOR.lower()
     advantage = arrays["token_advantage"][arrays["token_advantage"] != 0]
