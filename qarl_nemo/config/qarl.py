@@ -153,11 +153,17 @@ class QarlConfig(StrictModel):
         """What the learner's forward executes: the engine's format where they are aligned, else BF16."""
         return self.served_format if self.alignment == "aligned" else get_format(BASELINE)
 
-    @property
-    def grids(self) -> str:
-        """What a start says beside the format's name: the finer codes that are published, and the stages to come."""
-        nested = f", nested in {self.nested_in}" if self.nested_in else ""
-        return nested + "".join(f", {stage.bits} bits from step {stage.from_step}" for stage in self.schedule or ())
+    def grids(self, last_step: int | None) -> str:
+        """Say what a start says beside the format's name: the finer codes that are published, and the stages to come.
+
+        Args:
+            last_step: of the run, as far as it is known; a stage that begins later is pointed out.
+        """
+        told = [f", nested in {self.nested_in}"] if self.nested_in else []
+        for stage in self.schedule or ():
+            missed = ", which this run does not reach" if last_step is not None and stage.from_step > last_step else ""
+            told.append(f", {stage.bits} bits from step {stage.from_step}{missed}")
+        return "".join(told)
 
     @classmethod
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:

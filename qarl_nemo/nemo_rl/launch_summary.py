@@ -22,7 +22,7 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
     """
     layout = read_layout(config)
     lines = [
-        f"model    {look_up(config, 'policy.model_name', '?')}, {_quantized(qarl)}",
+        f"model    {look_up(config, 'policy.model_name', '?')}, {_quantized(config, qarl)}",
         f"steps    {_steps(config, qarl)}",
     ]
     if layout is not None:
@@ -38,10 +38,11 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
     return "\n".join(f"qarl: {line}" for line in lines)
 
 
-def _quantized(qarl: Any) -> str:
+def _quantized(config: Mapping[str, Any], qarl: Any) -> str:
     if qarl.alignment == "none":
         return "BF16 on both sides"
-    rollouts = f"rollouts as {qarl.format}{qarl.grids} in {' and '.join(qarl.targets)}"
+    grids = qarl.grids(look_up(config, "grpo.max_num_steps", None))
+    rollouts = f"rollouts as {qarl.format}{grids} in {' and '.join(qarl.targets)}"
     executed = "the learner executes the same" if qarl.alignment == "aligned" else "the learner in BF16 (rollout_only)"
     return f"{rollouts}; {executed}"
 

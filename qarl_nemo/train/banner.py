@@ -55,8 +55,9 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         "model": f"{config.policy.model_path or 'random weights (policy.model_init)'}, "
         f"{_readable_count(prepared.num_parameters)} parameters, {config.policy.precision} on {prepared.device}",
         **_trained(config, prepared),
-        "rollouts": f"{prepared.format.name}{_groups(prepared)}{qarl.grids}, {quantized} of {len(prepared.rows)} "
-        f"modules quantized ({', '.join(qarl.targets)}), engine {config.rollout.engine}{_noise(rollout.noise)}",
+        "rollouts": f"{prepared.format.name}{_groups(prepared)}{qarl.grids(grpo.max_num_steps)}, "
+        f"{quantized} of {len(prepared.rows)} modules quantized ({', '.join(qarl.targets)}), "
+        f"engine {config.rollout.engine}{_noise(rollout.noise)}",
         **kv_cache,
         "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
         f"{grpo.num_generations_per_prompt} responses a step{_update_aware(config)}",

@@ -155,7 +155,7 @@ def test_a_run_killed_at_step_three_says_what_is_missing(tmp_path, make_run):
         file.write('{"step": 4, "rew')
     page = report([killed], tmp_path)
     assert "diagnostics/: none written yet" in page
-    assert "Not written yet: quantized.json" in page
+    assert "No quantized.json" in page
     assert page.count("Not recorded, or not yet, in diagnostics/") == 5
     shown = {title for _, title in figures(page)}
     assert {"Reward", "Phases"} <= shown

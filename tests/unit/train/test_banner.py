@@ -87,3 +87,11 @@ def test_a_phase_is_told_when_a_step_takes_minutes(silent_s, told, capsys):
     printed = capsys.readouterr().out
     assert ("demo step 4/10: update" in printed) == told
     assert "refit" not in printed
+
+
+def test_a_stage_that_the_run_does_not_reach_is_pointed_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    schedule = [{"from_step": 200, "bits": 4}, {"from_step": 201, "bits": 3}]
+    made = config(qarl={"format": "w8a16", "group_size": 32, "schedule": schedule})
+    said = banner_lines(made, prepare(made), None)["rollouts"]
+    assert "4 bits from step 200, 3 bits from step 201, which this run does not reach, " in said
