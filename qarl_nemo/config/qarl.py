@@ -157,7 +157,7 @@ class QarlConfig(StrictModel):
         """Say what a start says beside the format's name: the finer codes that are published, and the stages to come.
 
         Args:
-            last_step: of the run, as far as it is known; a stage that begins later is pointed out.
+            last_step: where the run ends, None if nobody knows; a stage that begins later is pointed out.
         """
         told = [f", nested in {self.nested_in}"] if self.nested_in else []
         for stage in self.schedule or ():

@@ -8,13 +8,11 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from qarl_nemo.files import FileError, write_atomic
+from qarl_nemo.metrics.estimate import Estimate, mean_of
 from qarl_nemo.metrics.nemo_rl_logs import run_files
 from qarl_nemo.metrics.recorded import each_line
 
@@ -23,21 +21,6 @@ _NAME, _NEMO_RL_NAME = re.compile(r"step_(\d+)\.jsonl"), re.compile(r"val_data_s
 
 # Data set and prompt: what makes two runs' problems the same.
 Problem = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over problems.
-
-    Attributes:
-        value: the mean.
-        standard_error: s / sqrt(n) over the problems; NaN of one alone.
-        num_problems: n.
-    """
-
-    value: float
-    standard_error: float
-    num_problems: int
 
 
 def write_validation(run_dir: Path, step: int, answers: Iterable[Mapping[str, Any]]) -> Path:
@@ -87,21 +70,12 @@ def read_rewards(file: Path) -> dict[Problem, float]:
     return {problem: math.fsum(rewards) / len(rewards) for problem, rewards in earned.items()}
 
 
-def estimate(values: Iterable[float]) -> Estimate:
-    """Return mean and standard error of one value a problem, NaN of none."""
-    array = np.fromiter(values, float)
-    if not len(array):
-        return Estimate(math.nan, math.nan, 0)
-    error = float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else math.nan
-    return Estimate(float(array.mean()), error, len(array))
-
-
 def paired(one: Mapping[Problem, float], other: Mapping[Problem, float]) -> Estimate:
-    """Return mean_i (one_i - other_i) over the problems that both have, with the standard error of that difference.
+    """Return mean_i (one_i - other_i) over the problems that both have; NaN if they have none in common.
 
     Pairing takes out what makes some problems harder than others, which is most of the error of either mean.
     """
-    return estimate(reward - other[problem] for problem, reward in one.items() if problem in other)
+    return mean_of(reward - other[problem] for problem, reward in one.items() if problem in other)
 
 
 def _answer(line: Mapping[str, Any]) -> tuple[Problem, float]:

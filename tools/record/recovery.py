@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from qarl_formats import FORMAT_NAMES, NARROW_NAMES
+from qarl_nemo.metrics.estimate import mean_of
 from qarl_nemo.metrics.results import Figure
 
 _BASELINE, _ROLLOUT_ONLY, _QARL = "bf16", "rollout_only_", "qarl_"
@@ -31,20 +32,16 @@ def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
         lost, gained = bf16 - rollout_only, qarl - rollout_only
         print(f"{fmt}, seeds {seeds}: BF16 - rollout-only {lost.round(4)}, QaRL - rollout-only {gained.round(4)}")
         figures += paired(f"{prefix}_lost_{fmt}", lost) + paired(f"{prefix}_gained_{fmt}", gained)
-        if lost.mean() > _STANDARD_ERRORS * standard_error(lost):
+        error = mean_of(lost.tolist()).standard_error
+        if error is not None and lost.mean() > _STANDARD_ERRORS * error:
             figures.append(Figure(f"{prefix}_recovery_{fmt}", float(gained.mean() / lost.mean()), "", ">=", 0.8))
     return figures
 
 
 def paired(name: str, differences: np.ndarray) -> list[Figure]:
     """Return the mean of one difference a seed, and its standard error where there are two seeds or more."""
-    mean, error = float(differences.mean()), standard_error(differences)
+    mean = mean_of(differences.tolist())
     return [
-        Figure(f"{name}_mean", mean, "", ">="),
-        *([Figure(f"{name}_error", error, "", "<=")] if np.isfinite(error) else []),
+        Figure(f"{name}_mean", mean.value, "", ">="),
+        *([] if mean.standard_error is None else [Figure(f"{name}_error", mean.standard_error, "", "<=")]),
     ]
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Return the standard error of a mean, s / sqrt(n), NaN of a single value."""
-    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")

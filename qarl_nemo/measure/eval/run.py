@@ -8,9 +8,10 @@ from typing import Any
 
 from qarl_nemo.data.benchmarks import BENCHMARKS, GROUPS
 from qarl_nemo.measure.eval.evaluation import Asked, ModelEvaluation
-from qarl_nemo.measure.eval.scores import Estimate, average, avg_at_k, pass_at_k, reported_ks
+from qarl_nemo.measure.eval.scores import average, avg_at_k, pass_at_k, reported_ks
 from qarl_nemo.measure.eval.settings import EvalJob
 from qarl_nemo.measure.eval.store import AnswerStore, Row
+from qarl_nemo.metrics.estimate import Estimate
 
 # Called with what is under way, and how many new answers came: none when it begins.
 Show = Callable[[str, int], None]

@@ -3,20 +3,8 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over problems.
-
-    Attributes:
-        value: between 0 and 1.
-        standard_error: the mean's, over problems; None with a single problem.
-    """
-
-    value: float
-    standard_error: float | None
+from qarl_nemo.metrics.estimate import Estimate, mean_of
 
 
 def avg_at_k(num_right: Sequence[int], num_samples: int) -> Estimate:
@@ -29,7 +17,7 @@ def avg_at_k(num_right: Sequence[int], num_samples: int) -> Estimate:
     Returns:
         The mean; problems are the independent draws, so the standard error is that of their shares.
     """
-    return _mean([right / num_samples for right in num_right])
+    return mean_of([right / num_samples for right in num_right])
 
 
 def pass_at_k(num_right: Sequence[int], num_samples: int, k: int) -> Estimate:
@@ -43,7 +31,7 @@ def pass_at_k(num_right: Sequence[int], num_samples: int, k: int) -> Estimate:
     Source: Chen et al., arXiv 2107.03374, equation 1.
     """
     ways = math.comb(num_samples, k)
-    return _mean([1 - math.comb(num_samples - right, k) / ways for right in num_right])
+    return mean_of([1 - math.comb(num_samples - right, k) / ways for right in num_right])
 
 
 def reported_ks(num_samples: int) -> list[int]:
@@ -61,8 +49,3 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
     whole = len(errors) == len(estimates)
     value = statistics.fmean(one.value for one in estimates)
     return Estimate(value, math.hypot(*errors) / len(estimates) if whole else None)
-
-
-def _mean(values: list[float]) -> Estimate:
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Estimate(statistics.fmean(values), error)

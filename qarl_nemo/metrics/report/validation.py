@@ -1,11 +1,13 @@
 """Arms against each other on the problems of their newest common validation."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qarl_nemo.metrics.estimate import Estimate, mean_of
 from qarl_nemo.metrics.report.arms import Arm
-from qarl_nemo.metrics.validations import Estimate, Problem, estimate, paired, read_rewards, validation_files
+from qarl_nemo.metrics.validations import Problem, paired, read_rewards, validation_files
 
 _STANDARD_ERRORS = 2.0
 Rewards = Mapping[Problem, float]
@@ -53,21 +55,23 @@ def _table(dataset: str, arms: Sequence[Arm], rewards: Mapping[str, Rewards]) ->
     }
     rows = []
     for place, arm in enumerate(arms):
-        mean = estimate(of_set[arm.name].values())
-        differences = [paired(of_set[arm.name], of_set[other.name]) for other in arms[:place]]
+        earned = of_set[arm.name]
+        differences = [paired(earned, of_set[other.name]) for other in arms[:place]]
         cells = [{"text": _text(one, "+"), "bold": _apart(one)} for one in differences]
         cells += [{"text": "", "bold": False}] * (len(arms) - 1 - place)
-        row = {"name": arm.name, "color": arm.color, "num_problems": mean.num_problems, "reward": _text(mean)}
+        mean = _text(mean_of(earned.values()))
+        row = {"name": arm.name, "color": arm.color, "num_problems": len(earned), "reward": mean}
         rows.append(row | {"cells": cells})
     return {"dataset": dataset, "columns": [arm.name for arm in arms[:-1]], "rows": rows}
 
 
 def _apart(difference: Estimate) -> bool:
-    return abs(difference.value) > _STANDARD_ERRORS * difference.standard_error
+    error = difference.standard_error
+    return error is not None and abs(difference.value) > _STANDARD_ERRORS * error
 
 
 def _text(one: Estimate, sign: str = "") -> str:
-    if not one.num_problems:
+    if math.isnan(one.value):
         return "-"
-    error = f" ± {100 * one.standard_error:.1f}" if one.num_problems > 1 else ""
+    error = "" if one.standard_error is None else f" ± {100 * one.standard_error:.1f}"
     return f"{100 * one.value:{sign}.1f}{error}"

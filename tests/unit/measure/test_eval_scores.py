@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from qarl_nemo.measure.eval.scores import Estimate, average, avg_at_k, pass_at_k, reported_ks
+from qarl_nemo.measure.eval.scores import average, avg_at_k, pass_at_k, reported_ks
+from qarl_nemo.metrics.estimate import Estimate
 
 
 def test_avg_at_k_is_the_mean_share_and_its_error_is_over_problems():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from qarl_nemo.files import FileError
+from qarl_nemo.metrics.estimate import Estimate, mean_of
 from qarl_nemo.metrics.report.validation import validation_tables
-from qarl_nemo.metrics.validations import estimate, paired, read_rewards, validation_files, write_validation
+from qarl_nemo.metrics.validations import paired, read_rewards, validation_files, write_validation
 from support.validations import answers, make_arm, nemo_rl_lines
 
 RIGHT = {"BF16": [1, 1, 1, 0, 1, 0], "QaRL": [1, 1, 0, 0, 1, 0], "rollout-only": [1, 0, 0, 0, 0, 0]}
@@ -39,15 +40,15 @@ def test_a_paired_difference_has_less_error_than_the_means():
     values = np.array(list(one.values())) - np.array(list(other.values()))
     assert difference.value == pytest.approx(values.mean())
     assert difference.standard_error == pytest.approx(values.std(ddof=1) / 20)
-    assert difference.standard_error < 0.5 * estimate(one.values()).standard_error
+    assert difference.standard_error < 0.5 * mean_of(one.values()).standard_error
     # Whoever pairs an answer with another problem's loses what pairing gains.
     shuffled = dict(zip(other, generator.permutation(list(other.values())), strict=True))
-    assert paired(one, shuffled).standard_error > 1.2 * estimate(one.values()).standard_error
+    assert paired(one, shuffled).standard_error > 1.2 * mean_of(one.values()).standard_error
 
 
 def test_problems_of_one_arm_alone_do_not_count():
-    assert paired({("", "a"): 1.0, ("", "b"): 1.0}, {("", "b"): 0.0, ("", "c"): 1.0}).num_problems == 1
-    assert paired({("", "a"): 1.0}, {("", "b"): 0.0}).num_problems == 0
+    assert paired({("", "a"): 0.0, ("", "b"): 1.0}, {("", "b"): 0.0, ("", "c"): 1.0}) == Estimate(1.0, None)
+    assert np.isnan(paired({("", "a"): 1.0}, {("", "b"): 0.0}).value)
 
 
 def test_nemo_rl_s_answers_are_read_without_steps_that_were_taken_again(tmp_path):
