@@ -1,6 +1,8 @@
 """Settings of a cluster run: nodes, shared paths, the job, how nodes are started. Imports neither torch nor ray."""
 
 import re
+from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -203,7 +205,7 @@ class ClusterConfig(StrictModel):
             problems += [
                 f"{key}={path} does not lie under launcher.mount_path={launcher.mount_path}, so pods do not share it"
                 for key, path in paths.items()
-                if not f"{path}/".startswith(f"{launcher.mount_path.rstrip('/')}/")
+                if not PurePosixPath(normpath(path)).is_relative_to(normpath(launcher.mount_path))
             ]
         problems += self._secret_problems()
         if problems:

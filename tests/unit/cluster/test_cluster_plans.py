@@ -163,6 +163,11 @@ def test_a_ray_cluster_stays_and_runs_the_job_in_its_head():
             ["log_dir=/scratch/logs"],
             "log_dir=/scratch/logs does not lie under launcher.mount_path=/shared",
         ),
+        (
+            "kubernetes",
+            ["log_dir=/shared/../scratch"],
+            "log_dir=/shared/../scratch does not lie under launcher.mount_path=/shared",
+        ),
         ("kubernetes", ["launcher.name=Not_A_Name"], "launcher.name"),
     ],
 )
