@@ -112,7 +112,8 @@ def _measure(job: SpeedJob, fmt: QuantFormat, sizes: list[int], speed: FormatSpe
 
 def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) -> dict[str, Any]:
     settings = job.settings
-    quantization = model_quantization_config(fmt, job.model.parameters, settings.targets)
+    names = (name for name, _ in job.model.architecture.parameters())
+    quantization = model_quantization_config(fmt, names, settings.targets)
     config = job.model.config | ({} if quantization is None else {"quantization_config": quantization})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options: dict[str, Any] = {"dtype": "bfloat16"}

@@ -175,7 +175,7 @@ def _model_problems(settings: RolloutSpeedSettings, model: ModelShapes) -> list[
         problems.append(
             f"prompt_tokens + {SETTLE_TOKENS} + new_tokens = {length}, and the model's contexts end at {longest}"
         )
-    parts, heads = settings.tensor_parallel_size, model.num_attention_heads
+    parts, heads = settings.tensor_parallel_size, model.architecture.num_attention_heads
     if parts > 0 and heads % parts:
         problems.append(f"tensor_parallel_size={parts} does not divide {heads} heads")
     return problems

@@ -8,7 +8,7 @@ from typing import Any
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.architecture import Architecture, config_file
-from qarl_nemo.checkpoints.shapes import engine_shard, shape_problems
+from qarl_nemo.checkpoints.shapes import engine_problems
 from qarl_nemo.files import read_json
 from qarl_nemo.names import TARGETS, target_of
 
@@ -19,22 +19,18 @@ class ModelShapes:
 
     Attributes:
         config: content of config.json.
-        parameters: name -> shape, with one entry per expert.
+        architecture: its sizes.
         max_position_embeddings: longest context, tokens.
-        num_attention_heads: query heads.
-        head_dim: width of a head.
     """
 
     config: dict[str, Any]
-    parameters: dict[str, tuple[int, ...]]
+    architecture: Architecture
     max_position_embeddings: int
-    num_attention_heads: int
-    head_dim: int
 
     @property
     def targets(self) -> list[str]:
         """Targets for which the model has weights."""
-        present = {target_of(name) for name in self.parameters}
+        present = {target_of(name) for name, _ in self.architecture.parameters()}
         return [target for target in TARGETS if target in present]
 
 
@@ -58,7 +54,7 @@ def read_shapes(path: Path) -> ModelShapes:
     context = raw.get("max_position_embeddings")
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise ValueError(f"{file}: max_position_embeddings={json.dumps(context)} is not a whole number from 1")
-    return ModelShapes(raw, dict(model.parameters()), context, model.num_attention_heads, model.head_dim)
+    return ModelShapes(raw, model, context)
 
 
 def shape_refusals(
@@ -78,13 +74,9 @@ def shape_refusals(
         tensor_parallel_size: GPUs that share each weight.
         enable_expert_parallel: whether each GPU has whole experts.
     """
-    reasons: dict[str, None] = {}
-    for name, shape in model.parameters.items():
-        target = target_of(name)
-        if target is None or target not in targets:
-            continue
-        parts = 1 if target == "experts" and enable_expert_parallel else tensor_parallel_size
-        split = f", on each of {parts} GPUs" if parts > 1 else ""
-        for problem in shape_problems(name, target, engine_shard(name, shape, parts, model.head_dim), fmt):
-            reasons[f"{target}: {problem}{split}"] = None
-    return list(reasons)
+    found = engine_problems(
+        model.architecture, fmt, targets, tensor_parallel_size, whole_experts=enable_expert_parallel
+    )
+    split = f", on each of {tensor_parallel_size} GPUs" if tensor_parallel_size > 1 else ""
+    whole = "experts" if enable_expert_parallel else None
+    return [f"{target}: {problem}{'' if target == whole else split}" for target, problem in found]

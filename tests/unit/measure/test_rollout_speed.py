@@ -41,7 +41,7 @@ def test_key_value_heads_are_repeated_on_more_ranks_than_there_are(model):
 
 def test_the_example_has_the_size_of_qwen3_30b_a3b(model):
     # 30.5 billion, says its model card
-    assert sum(math.prod(shape) for shape in model.parameters.values()) == 30_532_122_624
+    assert sum(math.prod(shape) for _, shape in model.architecture.parameters()) == 30_532_122_624
     assert model.targets == ["experts", "attention"]
 
 
@@ -100,7 +100,7 @@ def test_what_does_not_fit_the_model_is_refused(options, message):
     [
         ("w4a16", 128, 2, None),
         # 768 / 4 = 192
-        ("w4a16", 128, 4, "experts: K=192 is not a multiple of group_size=128"),
+        ("w4a16", 128, 4, "experts: down_proj: K=192 is not a multiple of group_size=128"),
         ("w4a16", 64, 4, None),
         ("w4a8", 128, 1, None),
         # 768 / 2 = 384
