@@ -12,7 +12,7 @@ import typer
 
 from qarl_formats import DEFAULT_FORMAT, find_format, formats_with_groups
 from qarl_nemo.architecture import FAMILIES, MEGATRON_FAMILIES, config_file
-from qarl_nemo.cli.options import Format, GroupSize, NestedIn, settings_of
+from qarl_nemo.cli.options import Format, GroupSize, NestedIn, Targets, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import check_targets, split_targets
 
@@ -34,7 +34,7 @@ def doctor(
         list[str] | None, typer.Option("--format", help="Repeat for several. Default: all; speed-ups are over bf16.")
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
-    targets: Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")] = "experts",
+    targets: Targets = "experts",
     batch_sizes: Annotated[
         list[int] | None, typer.Option("--batch-size", help="Repeat for several. Default: 32, 128, 512.")
     ] = None,

@@ -19,19 +19,16 @@ class PhaseTimer:
     Args:
         synchronize: waits for the device; called when a phase starts and ends, so that asynchronous kernels are billed
             to the phase that launched them. The default suits a CPU.
-        clock: monotonic seconds.
         on_phase: called with a phase's name when it starts.
     """
 
     def __init__(
         self,
         synchronize: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
         on_phase: Callable[[str], None] | None = None,
     ):
         self._synchronize = synchronize
         self._on_phase = on_phase
-        self._clock = clock
         self._seconds: dict[str, float] = {}
         self._step_start: float | None = None
 
@@ -45,12 +42,12 @@ class PhaseTimer:
         self._synchronize()
         if self._on_phase is not None:
             self._on_phase(name)
-        start = self._clock()
+        start = time.perf_counter()
         if self._step_start is None:
             self._step_start = start
         yield
         self._synchronize()
-        self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def finish_step(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
         """Close the step; the next one starts with its first phase.
@@ -70,7 +67,7 @@ class PhaseTimer:
             raise ValueError(f"no time was measured for phases {unknown}; measured: {sorted(self._seconds)}")
         assert self._step_start is not None, "a step without a phase has no beginning"
         metrics = {f"timing/{name}_s": seconds for name, seconds in self._seconds.items()}
-        metrics["timing/step_s"] = self._clock() - self._step_start
+        metrics["timing/step_s"] = time.perf_counter() - self._step_start
         for name, count in num_tokens.items():
             seconds = self._seconds[name]
             metrics[f"throughput/{name}_tokens_s"] = count / seconds if seconds > 0 else float("nan")

@@ -84,7 +84,8 @@ def _serve_packed(job: Job, fmt: QuantFormat) -> Served:
         model.requires_grad_(False)
         freeze(model, report)
         add_saved_adapter(model, job.adapter)
-    frozen = FrozenBase.of(model) if job.adapter else FrozenBase()
+    # Without adapters nothing is.
+    frozen = FrozenBase.of(model)
     sampler = PackedSampler(
         model.config,
         fmt,

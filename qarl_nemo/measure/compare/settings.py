@@ -127,7 +127,7 @@ def prepare(settings: CompareSettings) -> Job:
     prompts: list[list[int]] | None = None
     if found:
         config, tokenizer = found
-        problems += _shape_problems(settings, formats, config)
+        problems += _shape_problems(settings, formats, config, device)
         if adapter:
             attempt(problems, _require_same_model, adapter, config)
         prompts = attempt(problems, make_prompts, settings, tokenizer, config)
@@ -244,7 +244,9 @@ def _read_checkpoint(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenize
     return config, tokenizer
 
 
-def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], config: PreTrainedConfig) -> list[str]:
+def _shape_problems(
+    settings: CompareSettings, formats: list[QuantFormat], config: PreTrainedConfig, device: torch.device | None
+) -> list[str]:
     if not settings.targets or any(target not in TARGETS for target in settings.targets):
         return [] if settings.targets else [f"no target; legal: {', '.join(TARGETS)}"]
     problems: list[str] = []
@@ -255,8 +257,7 @@ def _shape_problems(settings: CompareSettings, formats: list[QuantFormat], confi
         attempt(problems, install, model, settings.targets, fmt)
         if checkpoint and settings.engine == "vllm":
             attempt(problems, plan_quantization, checkpoint, fmt, settings.targets)
-        on_cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
-        if settings.engine == "vllm" and on_cpu:
+        if settings.engine == "vllm" and device is not None and device.type == "cpu":
             problems += cpu_problems(fmt, settings.targets)
     return problems
 

@@ -1,7 +1,8 @@
 """Curves that tell positive from negative advantages: shares in the band, error-token rates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qarl_nemo.metrics.report.arms import Arm
@@ -40,13 +41,18 @@ def error_rate_figure(arms: Sequence[Arm], width_in: float) -> Figure | None:
     figure = new_figure(width_in, 3.3)
     if len(arms) == 1:
         axes = figure.subplots()
-        for sign, key in keys.items():
-            steps, mean, low, high = thin_out(*arms[0].curve(key))
-            axes.plot(steps, mean, color=SIGN_COLORS[sign], label=SIGN_LABELS[sign])
-            axes.fill_between(steps, low, high, color=SIGN_COLORS[sign], alpha=0.16, linewidth=0)
+        draw_signs(axes, arms[0], keys)
         finish_curves(axes, "error tokens per token", percent=True, legend=True)
         return figure
     for axes, (sign, key) in zip(figure.subplots(1, 2, sharey=True), keys.items(), strict=True):
         draw_curves(axes, arms, key)
         finish_curves(axes, f"error tokens per token, {SIGN_LABELS[sign]}", percent=True)
     return figure
+
+
+def draw_signs(axes: Axes, arm: Arm, keys: Mapping[str, str]) -> None:
+    """Draw an arm's metric of each advantage sign, given its key, with its range over seeds."""
+    for sign, key in keys.items():
+        steps, mean, low, high = thin_out(*arm.curve(key))
+        axes.plot(steps, mean, color=SIGN_COLORS[sign], label=SIGN_LABELS[sign])
+        axes.fill_between(steps, low, high, color=SIGN_COLORS[sign], alpha=0.16, linewidth=0)

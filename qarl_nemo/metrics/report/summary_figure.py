@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from qarl_nemo.metrics.report.arms import Arm, group_by_arm
 from qarl_nemo.metrics.report.curves import draw_curves, draw_rewards, finish_curves, has_values
 from qarl_nemo.metrics.report.distributions import mismatch_weights
+from qarl_nemo.metrics.report.sign_curves import draw_signs
 from qarl_nemo.metrics.report.style import (
     MUTED,
     SIGN_COLORS,
-    SIGN_LABELS,
     log_ticks,
     new_figure,
     percent_axis,
@@ -67,10 +67,7 @@ def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
 
 
 def _draw_band_shares(axes: Axes, arm: Arm) -> None:
-    for sign, color in SIGN_COLORS.items():
-        steps, mean, low, high = arm.curve(f"band_share/in_band_{sign}")
-        axes.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)
-        axes.plot(steps, mean, color=color, label=SIGN_LABELS[sign])
+    draw_signs(axes, arm, {sign: f"band_share/in_band_{sign}" for sign in SIGN_COLORS})
     finish_curves(axes, "share in the band", percent=True)
     axes.set_ylim(-0.03, 1.03)
     axes.set_title("Kept by the objective's band")

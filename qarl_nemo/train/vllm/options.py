@@ -65,7 +65,7 @@ def engine_options(
         capture_routes: let the engine return the experts it chose.
         lora: settings of the adapters that refits bring.
     """
-    options = {
+    options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         # The checkpoint's sampling defaults would change the distribution.
         "generation_config": "vllm",
@@ -85,7 +85,12 @@ def engine_options(
     if capture_routes:
         options["enable_return_routed_experts"] = True
     if device.type == "cuda":
-        options |= _gpu_options(fmt, targets, settings, lora)
+        options["compilation_config"] = compilation_options(
+            None if settings.enforce_eager else settings.batch_size, lora
+        )
+        # The utilization only says how much must be free at the start; kv_cache_gib says how much is taken.
+        options["gpu_memory_utilization"] = 0.01
+        options |= engine_settings.kernel_options(fmt, targets)
     return options if lora is None else options | adapter_options(lora)
 
 
@@ -98,15 +103,6 @@ def adapter_options(lora: LoraSettings) -> dict[str, Any]:
         "max_lora_rank": lora.rank,
         "lora_target_modules": [module for target in lora.targets for module in _MODULES[target]],
     }
-
-
-def _gpu_options(
-    fmt: QuantFormat, targets: Sequence[str], settings: VllmRolloutConfig, lora: LoraSettings | None
-) -> dict[str, Any]:
-    compilation = compilation_options(None if settings.enforce_eager else settings.batch_size, lora)
-    # The utilization only says how much must be free at the start; kv_cache_gib says how much is taken.
-    options: dict[str, Any] = {"compilation_config": compilation, "gpu_memory_utilization": 0.01}
-    return options | engine_settings.kernel_options(fmt, targets)
 
 
 def compilation_options(batch_size: int | None, lora: LoraSettings | None) -> dict[str, Any]:

@@ -1,15 +1,22 @@
+from types import SimpleNamespace
+
 import pytest
 
+from qarl_nemo.metrics import throughput
 from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
 
 
-def timer_at(*times):
-    events = []
-    ticks = iter(times)
-    return PhaseTimer(synchronize=lambda: events.append("sync"), clock=lambda: next(ticks)), events
+@pytest.fixture
+def timer_at(monkeypatch):
+    def make(*times):
+        events, ticks = [], iter(times)
+        monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        return PhaseTimer(synchronize=lambda: events.append("sync")), events
+
+    return make
 
 
-def test_phases_add_up_within_a_step_and_start_anew_with_the_next():
+def test_phases_add_up_within_a_step_and_start_anew_with_the_next(timer_at):
     timer, events = timer_at(1, 3, 4, 5, 6, 9, 10, 20, 21, 22)
     with timer.phase("rollout"):  # 1 .. 3
         pass
@@ -31,7 +38,7 @@ def test_phases_add_up_within_a_step_and_start_anew_with_the_next():
     assert timer.finish_step({}) == {"timing/refit_s": 1, "timing/step_s": 2}
 
 
-def test_tokens_of_a_phase_that_never_ran_are_an_error():
+def test_tokens_of_a_phase_that_never_ran_are_an_error(timer_at):
     timer, _ = timer_at(1, 2, 3)
     with timer.phase("rollout"):
         pass
