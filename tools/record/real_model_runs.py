@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from kept_runs import keep_runs, kept, validation_columns
+from paired_answers import answer_differences
 from recovery import recoveries
 from rows import parser_of, slug
 
@@ -130,9 +131,8 @@ def main() -> None:
     arguments = parser.parse_args()
     whole, config = whole_runs(arguments.folder), arguments.folder.resolve().name
     prefix = f"real_{arguments.model}_{arguments.data}"
-    record_runs(
-        arguments.record, [one for run in whole for one in run_figures(run, prefix)], whole, config, arguments.command
-    )
+    figures = [one for run in whole for one in run_figures(run, prefix)] + answer_differences(whole, prefix)
+    record_runs(arguments.record, figures, whole, config, arguments.command)
     values = {row.name: row.value for row in read_results(arguments.record)}
     record_runs(arguments.record, recoveries(values, prefix), whole, config, arguments.command)
     folder = arguments.record.parent / "runs" / config

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from test_nemo_rl_logs import CONFIG, write_start
 
+from qarl_nemo.config import merge_mappings, read_yaml, write_yaml
 from qarl_nemo.metrics.runs import load_run
+from qarl_nemo.metrics.validations import write_validation
+from support.validations import answers
 
 STEPS, LONGEST = 25, 512
 NAMES = ("--model", "m", "--data", "d")
@@ -64,6 +67,27 @@ def test_seeds_that_came_one_after_the_other_give_what_they_give_together(make_a
     assert (small.arm, small.seed, small.setting("qarl.alignment")) == ("QaRL w4a16", 1, "aligned")
     for name in ("reward/mean", "validation/reward", "mismatch/abs_gap_mean"):
         np.testing.assert_allclose(small.column(name), original.column(name), rtol=1e-4)
+
+
+def test_arms_that_kept_their_answers_are_paired_with_rollout_only(make_arms, record):
+    folder = make_arms("runs", 1, 2)
+    right = {"BF16": [1, 1, 1, 1], "rollout-only w4a16": [1, 0, 0, 0], "QaRL w4a16": [1, 1, 0, 0], "QaRL w4a8": [1] * 4}
+    for arm, rewards in right.items():
+        # Another set's answers are no part of the difference.
+        write_validation(folder / f"{arm}-seed1", STEPS, answers(rewards) + answers([0, 0], dataset="MATH-500"))
+    other = folder / "QaRL w4a8-seed1" / "config.yaml"
+    write_yaml(other, merge_mappings(read_yaml(other), {"qarl": {"format": "w4a8"}}))
+    write_validation(folder / "QaRL w4a16-seed1", STEPS + 1, answers([0, 0, 0, 0]))
+    rows = record("real_model_runs", folder, *NAMES)
+    found = {name.removeprefix("real_m_d_"): row.value for name, row in rows.items() if "_ahead_of_" in name}
+    assert found == pytest.approx(
+        {
+            "bf16_seed1_ahead_of_rollout_only_w4a16": 0.75,
+            "bf16_seed1_ahead_of_rollout_only_w4a16_error": 0.25,
+            "qarl_w4a16_seed1_ahead_of_rollout_only_w4a16": 0.25,
+            "qarl_w4a16_seed1_ahead_of_rollout_only_w4a16_error": 0.25,
+        }
+    )
 
 
 def test_each_validation_set_has_its_accuracy_and_the_first_is_the_test(make_arms, record, tmp_path):

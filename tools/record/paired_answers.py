@@ -1,0 +1,48 @@
+"""How many more of the same problems an arm solves than rollout-only does, from the answers that runs keep."""
+
+from collections.abc import Iterable
+
+from rows import slug
+
+from qarl_nemo.metrics.estimate import Estimate
+from qarl_nemo.metrics.results import Figure
+from qarl_nemo.metrics.runs import Run
+from qarl_nemo.metrics.validations import paired, read_rewards, validation_files
+
+
+def answer_differences(runs: Iterable[Run], prefix: str) -> list[Figure]:
+    """Return mean_i (arm_i - rollout_only_i) of each arm and seed, over the problems of the first validation set.
+
+    An arm stands against the rollout-only arm of its seed that has its format; BF16 against all of its seed. Runs that
+    kept no answers have no figures.
+
+    Args:
+        runs: whole runs.
+        prefix: begins the names, `real_<model>_<data>`.
+    """
+    all_runs = list(runs)
+    figures = []
+    for base in all_runs:
+        if base.setting("qarl.alignment") != "rollout_only" or "," in base.arm:
+            continue
+        for run in all_runs:
+            served = run.setting("qarl.format") == base.setting("qarl.format")
+            if run.seed != base.seed or run is base or not (served or run.setting("qarl.alignment") == "none"):
+                continue
+            if found := _difference(run, base):
+                name = f"{prefix}_{slug(run.arm)}_seed{run.seed}_ahead_of_{slug(base.arm)}"
+                figures.append(Figure(name, found.value, "", ">="))
+                if found.standard_error is not None:
+                    figures.append(Figure(f"{name}_error", found.standard_error, "", "<="))
+    return figures
+
+
+def _difference(run: Run, base: Run) -> Estimate | None:
+    files = validation_files(run.path), validation_files(base.path)
+    common = files[0].keys() & files[1].keys()
+    if not common:
+        return None
+    rewards = [read_rewards(of_run[max(common)]) for of_run in files]
+    first = next(iter(rewards[0]))[0]
+    of_set = [{problem: reward for problem, reward in earned.items() if problem[0] == first} for earned in rewards]
+    return paired(*of_set)
