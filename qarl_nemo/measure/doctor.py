@@ -37,18 +37,10 @@ def show_findings() -> None:
     from rich.table import Table
 
     table = Table("capability", "here", "why / how")
-    for finding in _examine():
+    python = Finding("Python >= 3.11", sys.version_info >= (3, 11), platform.python_version())
+    for finding in (python, _packages(), *_devices(), *_engines()):
         table.add_row(finding.capability, "[green]yes[/]" if finding.usable else "[red]no[/]", escape(finding.reason))
     Console().print(table)
-
-
-def _examine() -> list[Finding]:
-    """Examine Python, packages, CPU and GPU."""
-    return [_python(), _packages(), *_devices(), *_engines()]
-
-
-def _python() -> Finding:
-    return Finding("Python >= 3.11", sys.version_info >= (3, 11), platform.python_version())
 
 
 def _packages() -> Finding:

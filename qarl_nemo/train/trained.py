@@ -6,7 +6,7 @@ checkpoint does not hold packed) are beside them in trained.safetensors, because
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -68,7 +68,8 @@ def load_trained(model: nn.Module, folder: Path) -> None:
         if not wanted:
             continue
         found = read_trained(folder / file)
-        wrong = {name for name in found | wanted if name not in wanted or not _same_shape(found, wanted, name)}
+        there, here = ({name: one.shape for name, one in tensors.items()} for tensors in (found, wanted))
+        wrong = {name for name, _ in there.items() ^ here.items()}
         if wrong:
             raise FileError(f"{folder / file}: not what this run trains: {summarize_names(wrong, _SHOWN)}")
         for name, tensor in wanted.items():
@@ -93,10 +94,6 @@ def _files(model: nn.Module) -> dict[str, dict[str, Tensor]]:
         published_name(name): parameter.data for name, parameter in trained_parameters(model) if ".lora." not in name
     }
     return {ADAPTER_FILE: peft_tensors(model), TRAINED_FILE: others}
-
-
-def _same_shape(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> bool:
-    return name in found and found[name].shape == wanted[name].shape
 
 
 def _peft_config(model: nn.Module, settings: LoraSettings, base: str) -> dict[str, object]:

@@ -103,12 +103,8 @@ class _Tokens:
                 "shorten the prompts"
             )
         self.shape = num_requests, int(positions.max()) + 1
-        self.ends = self._ends(lengths)
-
-    def _ends(self, lengths: Tensor) -> Tensor:
-        rows = torch.arange(len(self.request), device=lengths.device)
-        last = self.record["positions"] == lengths[self.request] - 1
-        return rows[~self.prefill | last]
+        # The rows of which the engine computes logits.
+        self.ends = (~self.prefill | (positions == lengths[self.request] - 1)).nonzero().flatten()
 
     def __getitem__(self, name: str) -> Tensor:
         return self.record[name]

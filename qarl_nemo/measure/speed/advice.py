@@ -84,7 +84,8 @@ def recommend(rows: Sequence[SpeedRow]) -> list[dict[str, Any]]:
     Returns:
         One `{batch_size, format, tied, reason}` for each batch size; `format` is None if nothing was measured.
     """
-    return [_advice(size, [row for row in rows if row.batch_size == size]) for size in _sizes(rows)]
+    sizes = dict.fromkeys(row.batch_size for row in rows)
+    return [_advice(size, [row for row in rows if row.batch_size == size]) for size in sizes]
 
 
 def _advice(size: int, rows: list[SpeedRow]) -> dict[str, Any]:
@@ -113,7 +114,3 @@ def _advice(size: int, rows: list[SpeedRow]) -> dict[str, Any]:
 def _speed(row: SpeedRow) -> str:
     over = f"{row.speedup:.2f}x bf16, " if row.speedup is not None and row.format_name != BASELINE else ""
     return f"{over}{row.decode_tokens_s:,.0f} tokens/s, {row.weights_gib:.1f} GiB of weights"
-
-
-def _sizes(rows: Sequence[SpeedRow]) -> list[int]:
-    return list(dict.fromkeys(row.batch_size for row in rows))
