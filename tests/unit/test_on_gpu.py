@@ -112,6 +112,26 @@ def test_a_job_that_wants_gpus_alone_is_not_overtaken_on_them(on_gpu):
     assert schedule.next_job([small], [schedule.Gpu(0, 100.0, [other])], [other]) is None
 
 
+def test_a_job_that_wants_the_host_shares_it_with_nobody(on_gpu):
+    jobs, _, schedule = on_gpu
+    small, whole = (
+        jobs.Job(name=name, why="w", run="r", memory_gib=10, seconds=1, alone=alone)
+        for name, alone in (("small", False), ("whole", "host"))
+    )
+    gpus = [schedule.Gpu(index, 100.0) for index in range(4)]
+    assert schedule.next_job([whole, small], gpus, []) == (whole, [gpus[0]])
+    # Nothing overtakes it while it waits, and nothing starts beside it.
+    assert schedule.next_job([whole, small], gpus, [small]) is None
+    assert schedule.next_job([small], gpus, [whole]) is None
+
+
+def test_whole_steps_have_the_host_whose_memory_and_files_they_write(on_gpu):
+    jobs, _, _ = on_gpu
+    steps = [job for job in jobs.read_jobs(FOLDER / "waiting.yaml") if "full_size/run.py" in job.run]
+    assert len(steps) > 10
+    assert {job.alone for job in steps} == {"host"}
+
+
 def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     jobs, run, schedule = on_gpu
     job = {"name": "a", "why": "w", "run": "echo $QARL_NO_SUCH ${QARL_NOR_THIS}", "memory_gib": 200, "seconds": 1}

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,7 +22,7 @@ class Job(StrictModel):
     gpus: int = Field(1, ge=1)
     memory_gib: float = Field(gt=0, description="of each of its GPUs")
     seconds: float = Field(gt=0, description="as it took the last time, or a guess")
-    alone: bool = Field(False, description="nothing else on its GPUs, so that times count")
+    alone: bool | Literal["host"] = Field(False, description="nothing else on its GPUs or host, so that figures count")
     one_of: str | None = Field(None, description="of the jobs with the same word here one runs at a time")
 
 

@@ -30,7 +30,7 @@ def next_job(waiting: Sequence[Job], gpus: Sequence[Gpu], running: Iterable[Job]
     """Return the first waiting job that can start, and its GPUs, the emptiest ones.
 
     A job that must be alone, or needs several GPUs, would never start while smaller ones keep arriving, so that nothing
-    behind it starts on the GPUs that it waits for.
+    behind it starts on the GPUs that it waits for; on none, if it waits for the host.
 
     Args:
         waiting: in their order.
@@ -40,11 +40,16 @@ def next_job(waiting: Sequence[Job], gpus: Sequence[Gpu], running: Iterable[Job]
     Returns:
         Both, or None: something has to end first.
     """
+    running = list(running)
+    if any(job.alone == "host" for job in running):
+        return None
     words = {job.one_of for job in running} - {None}
     open_gpus = sorted(gpus, key=lambda gpu: (len(gpu.jobs), -gpu.free_gib, gpu.index))
     for job in waiting:
         if job.one_of in words:
             continue
+        if job.alone == "host" and running:
+            return None
         free = [gpu for gpu in open_gpus if gpu.takes(job)][: job.gpus]
         if len(free) == job.gpus:
             return job, free
