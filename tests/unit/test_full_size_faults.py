@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from support.full_size import MODEL, write_run
 
 ENDS = (1000.0, 1022.0, 1044.0)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -186,3 +188,23 @@ def test_the_first_step_never_counts(record, tmp_path):
     assert record(ran(tmp_path / "arm"), "--skip", "3") == ""
     assert "--skip leaves none to count" in record(tmp_path / "arm", "--skip", "2,3")
     assert "--skip: 'last' is not" in record(tmp_path / "arm", "--skip", "last")
+
+
+@pytest.mark.parametrize(
+    ("results", "figure", "said"),
+    [
+        ("nothing.json", "bars.png", "nothing.json: expected a JSON list of results"),
+        ("docs/results/full_size.json", "/proc/nowhere/bars.png", "/proc/nowhere/bars.png: no such file"),
+        ("docs/results/full_size.json", "bars.txt", "bars.txt: Format 'txt' is not supported"),
+        ("docs/results/house.json", "bars.png", "house.json has no full_step_s_..._a24"),
+    ],
+)
+def test_bars_that_cannot_be_drawn_are_one_line(monkeypatch, capsys, tmp_path, results, figure, said):
+    import phase_bars
+
+    words = [str(ROOT / results), str(tmp_path / figure), "--workload", "a24"]
+    monkeypatch.setattr(sys, "argv", ["phase_bars.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        phase_bars.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -13,6 +13,7 @@ import numpy as np
 from phase_memory import ORDER
 from workloads import WORKLOADS
 
+from qarl_nemo.files import os_reason
 from qarl_nemo.metrics.report.style import INK, OTHER_COLOR, PHASE_COLORS, new_figure, report_style
 from qarl_nemo.metrics.results import read_results
 
@@ -95,10 +96,16 @@ def main() -> None:
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeat for several; default a")
     arguments = parser.parse_args()
     workloads = arguments.workload or ["a"]
-    values = {row.name: row.value for row in read_results(arguments.results)}
+    try:
+        values = {row.name: row.value for row in read_results(arguments.results)}
+    except ValueError as error:
+        parser.error(str(error))
     if missing := [workload for workload in workloads if not phase_bars(values, workload)]:
         parser.error(f"{arguments.results} has no full_step_s_..._{' or '.join(missing)}")
-    draw(labelled(values, workloads), arguments.figure)
+    try:
+        draw(labelled(values, workloads), arguments.figure)
+    except (OSError, ValueError) as error:
+        parser.error(f"{arguments.figure}: {os_reason(error) if isinstance(error, OSError) else error}")
 
 
 if __name__ == "__main__":
