@@ -31,12 +31,11 @@ class RayEngines:
             first_rank += len(ranks)
         return first_rank
 
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call a method of every rank of every engine.
 
         Args:
             method: the ranks' method.
-            timeout: seconds; None takes this object's own.
             args: positional arguments.
 
         Returns:
@@ -47,8 +46,7 @@ class RayEngines:
         """
         shared = ray.put(args)
         calls = [worker.qarl_rpc.remote(method, shared) for worker in self.workers]
-        answers = ray.get(calls, timeout=TIMEOUT_S if timeout is None else timeout)
-        return [result for results in answers for result in results]
+        return [result for results in ray.get(calls, timeout=TIMEOUT_S) for result in results]
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes in every engine; false while a request holds some."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 class RolloutEngine(Protocol):
     """What a refit needs of an engine."""
 
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call a method of every rank's worker and return the results, in the order of ranks."""
 
     def reset_prefix_cache(self) -> bool:
@@ -26,9 +26,9 @@ class VllmEngine:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call a method of every rank's worker and return the results, in the order of ranks."""
-        return self.llm.collective_rpc(method, timeout=timeout, args=args)
+        return self.llm.collective_rpc(method, args=args)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false while a request holds some."""

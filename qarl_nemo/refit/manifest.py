@@ -22,7 +22,7 @@ class TensorRecord:
     Attributes:
         shape: its shape.
         dtype: its dtype, as torch prints it without the prefix (`int32`, `bfloat16`, `float8_e4m3fn`).
-        checksum: `checksum` of its bytes.
+        checksum: `checksum_on_device` of its bytes.
     """
 
     shape: tuple[int, ...]
@@ -237,20 +237,8 @@ def _record(name: Any, record: Any) -> "TensorRecord":
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the `checksum` of each tensor, waiting once for each device."""
+    """Return each tensor's `checksum_on_device`, waiting once for each device."""
     return read_checksums([checksum_on_device(tensor) for tensor in tensors])
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return sum_i (2 i + 1) * word_i modulo 2^64 over the tensor's bytes as 32-bit words, plus their number.
-
-    Args:
-        tensor: any dtype and shape.
-
-    Returns:
-        A signed 64-bit integer; it differs when one word changes or two different words change places.
-    """
-    return int(checksum_on_device(tensor))
 
 
 def read_checksums(sums: Iterable[Tensor]) -> list[int]:
@@ -263,7 +251,15 @@ def read_checksums(sums: Iterable[Tensor]) -> list[int]:
 
 
 def checksum_on_device(tensor: Tensor) -> Tensor:
-    """Return the `checksum` as an int64 scalar on the tensor's device, without waiting for it."""
+    """Compute sum_i (2 i + 1) * word_i modulo 2^64 over the tensor's bytes as 32-bit words, plus their number.
+
+    Args:
+        tensor: any dtype and shape.
+
+    Returns:
+        An int64 scalar on the tensor's device, without waiting for it; it differs when one word changes or two
+        different words change places.
+    """
     raw = bytes_of(tensor)
     aligned = raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0
     words = (raw if aligned else torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).clone()).view(torch.int32)

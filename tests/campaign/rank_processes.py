@@ -45,7 +45,7 @@ class RankProcesses:
         # Wait until all have started.
         self.collective_rpc("qarl_process")
 
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call a method of every rank and return the answers, in the order of ranks."""
         self._calls += 1
         for pipe in self._pipes:

@@ -40,7 +40,7 @@ class Meddled:
         self.calls: list[str] = []
         self._number, self._meddling, self._lasting = number, meddling, lasting
 
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call a method of every rank, or meddle with the call."""
         self.calls.append(method)
         number = len(self.calls)

@@ -24,7 +24,7 @@ class Ranks:
     def __init__(self, count):
         self.ranks = [Rank(number) for number in range(count)]
 
-    def collective_rpc(self, method, timeout=None, args=()):
+    def collective_rpc(self, method, *, args=()):
         return [getattr(rank, method)(*args) for rank in self.ranks]
 
 

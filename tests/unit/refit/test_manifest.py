@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import qarl_nemo.refit.manifest as manifest_module
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.refit.incoming import IncomingUpdate
-from qarl_nemo.refit.manifest import Manifest, TensorRecord, checksum
+from qarl_nemo.refit.manifest import Manifest, TensorRecord, checksums
 from support.asserts import assert_bitwise_equal
 
 DTYPES = [
@@ -23,6 +23,11 @@ DTYPES = [
     torch.float64,
     torch.float8_e4m3fn,
 ]
+
+
+def checksum(tensor):
+    """One tensor's checksum."""
+    return checksums([tensor])[0]
 
 
 def as_int64(value):

@@ -34,7 +34,7 @@ class OneRank:
         self.rank = ReceivingRank()
         self.rank.session = session
 
-    def collective_rpc(self, method, timeout=None, args=()):
+    def collective_rpc(self, method, *, args=()):
         return [getattr(self.rank, method)(*args)]
 
     def reset_prefix_cache(self):

@@ -40,7 +40,7 @@ class Ranks:
     def part(self, name, whole, rank):
         return whole.chunk(len(self.arrivals))[rank] if ".experts." in name else whole
 
-    def collective_rpc(self, method, timeout=None, args=()):
+    def collective_rpc(self, method, *, args=()):
         calls = {"qarl_process": self._process, "qarl_connect": self._connect, "qarl_receive": self._receive}
         with ThreadPoolExecutor(len(self.arrivals)) as pool:
             answers = [pool.submit(calls[method], rank, *args) for rank in range(len(self.arrivals))]
