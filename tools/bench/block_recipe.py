@@ -8,24 +8,19 @@ import argparse
 import math
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_model import QWEN3_30B_A3B, Layout, gpt_model, parallel, ran_on, transformer_config
 from torch import Tensor, nn
 
 from qarl_kernels import get_format
 from qarl_nemo.megatron.alignment import Alignment
-from qarl_nemo.megatron.spec import align_spec
-from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures
 
-EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+MODEL = replace(QWEN3_30B_A3B, num_layers=1, vocab_size=128)
 
 
 def build_experts(alignment: Alignment | None) -> nn.Module:
@@ -37,31 +32,9 @@ def build_experts(alignment: Alignment | None) -> nn.Module:
     Returns:
         The module: rows, counts, router weights -> rows.
     """
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=32,
-        num_query_groups=4,
-        kv_channels=128,
-        moe_ffn_hidden_size=INNER,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOP_K,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=True,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        add_bias_linear=False,
-        bias_activation_fusion=True,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-    )
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=EXPERTS, moe_grouped_gemm=True, qk_layernorm=True)
-    if alignment:
-        spec = align_spec(spec, config, alignment, transformer_engine=True)
-    experts = GPTModel(config, spec, vocab_size=128, max_sequence_length=128).cuda().decoder.layers[0].mlp.experts
+    # Without Apex gradients cannot be added in place; no optimizer reads them here.
+    config = transformer_config(MODEL, Layout(), gradient_accumulation_fusion=False)
+    experts = gpt_model(MODEL, config, alignment, with_output=True).decoder.layers[0].mlp.experts
     generator = torch.Generator("cuda").manual_seed(1)
     for weight in experts.parameters():
         nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
@@ -110,16 +83,16 @@ def measure(tokens: int, repeats: int) -> dict[str, float]:
     """Time and compare all backends.
 
     Args:
-        tokens: number of tokens, each routed to TOP_K random experts.
+        tokens: number of tokens, each routed to eight random experts.
         repeats: see `milliseconds`.
 
     Returns:
         Names of rows -> figures.
     """
     generator = torch.Generator("cuda").manual_seed(2)
-    chosen = torch.rand(tokens, EXPERTS, device="cuda", generator=generator).topk(TOP_K).indices
-    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).cpu()
-    rows = torch.randn(tokens * TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+    chosen = torch.rand(tokens, MODEL.num_experts, device="cuda", generator=generator).topk(MODEL.top_k).indices
+    counts = torch.bincount(chosen.flatten(), minlength=MODEL.num_experts).cpu()
+    rows = torch.randn(tokens * MODEL.top_k, MODEL.hidden, device="cuda", dtype=torch.bfloat16, generator=generator)
     weight = torch.rand(len(rows), device="cuda", generator=generator)
     fp8 = get_format("fp8_block")
     backends = {
@@ -157,14 +130,12 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
-        figures = measure(arguments.tokens, arguments.repeats)
+        with parallel(Layout()):
+            figures = measure(arguments.tokens, arguments.repeats)
         dist.destroy_process_group()
-    ran_on = facts("cuda", packages=["megatron-core", "transformer-engine"])
     command = f"python tools/bench/block_recipe.py --tokens {arguments.tokens}"
     found = [Figure(name, value, name.rpartition("_")[2].replace("db", "dB"), "<=") for name, value in figures.items()]
-    record_figures(arguments.results, found, command=command, **ran_on)
+    record_figures(arguments.results, found, command=command, **ran_on(1))
 
 
 if __name__ == "__main__":

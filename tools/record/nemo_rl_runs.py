@@ -24,6 +24,7 @@ from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
 BASELINE = "bf16"
+_STEP = "timing/step_s"
 # The first steps compile and warm up.
 WARM_UP_STEPS = 3
 # One run has to show that it learns, which takes this many steps; the others only show that they run.
@@ -88,14 +89,14 @@ def run_figures(name: str, run: Run, baseline: Run | None) -> list[Figure]:
     summary = summarize_run(run)
     rise = summary["reward_final"] - summary["reward_first"]
     # A stopped run has logged only part of its last step.
-    finished = float(np.isfinite(run.column("timing/step_s")).sum())
+    finished, step_s = float(np.isfinite(run.column(_STEP)).sum()), median(run.column(_STEP))
     figures = [
         Figure(f"run_steps_{name}", finished, "steps", ">=", ENOUGH_STEPS if name == LEARNS else None),
         Figure(f"reward_rise_{name}", rise, "", ">="),
         Figure(f"reward_final_{name}", summary["reward_final"], "", ">="),
         Figure(f"gap_{name}", summary["abs_gap_mean"], "nats", "<="),
-        Figure(f"step_s_{name}", step_seconds(run), "s", "<="),
-        Figure(f"refit_s_{name}", typical(run, "refit/total_s"), "s", "<="),
+        Figure(f"step_s_{name}", step_s, "s", "<="),
+        Figure(f"refit_s_{name}", median(run.column("refit/total_s")), "s", "<="),
     ]
     figures += [
         Figure(f"phase_s_{phase}_{name}", median(values), "s", "<=") for phase, values in phase_seconds(run).items()
@@ -105,18 +106,8 @@ def run_figures(name: str, run: Run, baseline: Run | None) -> list[Figure]:
         common = min(len(run.steps), len(baseline.steps))
         gap, floor = (np.nanmean(one.column("mismatch/abs_gap_mean")[:common]) for one in (run, baseline))
         figures.append(Figure(f"gap_ratio_{name}", float(gap / floor) if floor else math.nan, "", "<="))
-        figures.append(Figure(f"step_speedup_{name}", step_seconds(baseline) / step_seconds(run), "", ">="))
+        figures.append(Figure(f"step_speedup_{name}", median(baseline.column(_STEP)) / step_s, "", ">="))
     return figures
-
-
-def step_seconds(run: Run) -> float:
-    """Return the median seconds of a step, warm-up left out."""
-    return typical(run, "timing/step_s")
-
-
-def typical(run: Run, key: str) -> float:
-    """Return the median of a column over the steps after warm-up; NaN where nothing was recorded."""
-    return median(run.column(key))
 
 
 def median(values: np.ndarray) -> float:
