@@ -7,7 +7,7 @@ import torch
 
 from qarl_formats import FP8_BLOCK
 from qarl_kernels.fp8 import expand_block_scale
-from qarl_kernels.ops.grouped_gemm import grouped_gemm_fp8_channel
+from qarl_kernels.ops.grouped_gemm import grouped_gemm_channel
 from qarl_kernels.ops.hopper_fp8 import (
     hopper_grouped_gemm_fp8_block,
     hopper_grouped_gemm_fp8_channel,
@@ -73,7 +73,7 @@ def test_long_sums_of_many_experts(kind, poisoned_empty):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
-@pytest.mark.parametrize("multiply", [hopper_grouped_gemm_fp8_channel, grouped_gemm_fp8_channel])
+@pytest.mark.parametrize("multiply", [hopper_grouped_gemm_fp8_channel, grouped_gemm_channel])
 def test_the_two_scales_multiply_in_the_stated_order(multiply):
     a8, a_scale, w8, w_scale, offsets = operands([1000, 1000], 1024, 256, "channel")
     # One product a sum, so that the sum is exact and the order of the scales alone decides.

@@ -7,8 +7,8 @@ from qarl_kernels import fp8
 from qarl_kernels.ops import launch
 from qarl_kernels.ops.grouped_gemm import (
     grouped_gemm_bf16,
+    grouped_gemm_channel,
     grouped_gemm_fp8_block,
-    grouped_gemm_fp8_channel,
     launch_grouped_gemm,
 )
 from support.asserts import assert_snr
@@ -102,7 +102,7 @@ def test_fp8_channel_product(problem):
     offsets, x, weight = problem
     a8, a_scale = fp8.quantize_token(x)
     w8, w_scale = fp8.quantize_channel(weight)
-    out = grouped_gemm_fp8_channel(a8, a_scale, w8, w_scale, offsets)
+    out = grouped_gemm_channel(a8, a_scale, w8, w_scale, offsets)
     expected = product_by_expert(a8.double() * a_scale, w8.double() * w_scale, offsets)
     assert_snr(out, expected, 45)
     wrong_axis = w_scale.flatten().roll(1).view_as(w_scale)

@@ -9,7 +9,7 @@ import torch
 from qarl_kernels import int8
 from qarl_kernels.ops.activations import quantize_token
 from qarl_kernels.ops.eight_bit_weights import MAX_COLUMNS, dequantize_8_bits, quantize_8_bits
-from qarl_kernels.ops.int8_gemm import grouped_gemm_int8
+from qarl_kernels.ops.grouped_gemm import grouped_gemm_channel
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_token
 from support.asserts import assert_bitwise_equal
 from support.formats import uneven_weight
@@ -151,7 +151,7 @@ def test_the_product_is_bit_equal(case, weighted, channel_first):
     rows, stored, offsets = problem(*case)
     row_weight = torch.rand(len(rows[0]), device=DEVICE) + 0.01 if weighted else None
     options = {"row_weight": row_weight, "channel_first": channel_first}
-    actual = grouped_gemm_int8(*rows, *stored, offsets, **options)
+    actual = grouped_gemm_channel(*rows, *stored, offsets, **options)
     assert_bitwise_equal(actual, reference(rows, stored, offsets, row_weight, channel_first=channel_first))
     wrong = stored[0], stored[1].flatten().roll(1).view_as(stored[1])
     with pytest.raises(AssertionError, match="elements differ"):
@@ -166,20 +166,20 @@ def test_the_scales_are_multiplied_in_the_order_that_is_told():
     assert len(shows)
     offsets = offsets_of([len(shows)])
     for channel_first, expected in zip((True, False), orders, strict=True):
-        actual = grouped_gemm_int8(a8[shows], a_scale[shows], *stored, offsets, channel_first=channel_first)
+        actual = grouped_gemm_channel(a8[shows], a_scale[shows], *stored, offsets, channel_first=channel_first)
         assert_bitwise_equal(actual, expected[shows])
 
 
 def test_no_rows():
     (a8, a_scale), stored, offsets = problem([0, 0, 0], 64, 128)
-    assert grouped_gemm_int8(a8, a_scale, *stored, offsets).shape == (0, 64)
+    assert grouped_gemm_channel(a8, a_scale, *stored, offsets).shape == (0, 64)
 
 
 def test_errors_name_everything_wrong():
     rows, stored, offsets = problem([4, 0], 64, 144)
     wrong = [one[..., :136].contiguous() for one in (rows[0], stored[0])]
     with pytest.raises(ValueError, match=r"K=136 \(legal: multiples of 16\).*a_scale has shape \[4\]"):
-        grouped_gemm_int8(wrong[0], rows[1].flatten(), wrong[1], stored[1], offsets)
+        grouped_gemm_channel(wrong[0], rows[1].flatten(), wrong[1], stored[1], offsets)
     with pytest.raises(ValueError, match=rf"K={MAX_COLUMNS + 8} \(legal: at most {MAX_COLUMNS}\)"):
         int8_channel_quantize(torch.zeros(1, MAX_COLUMNS + 8, device=DEVICE).bfloat16())
     with pytest.raises(ValueError, match=r"w8 is torch.int16 .*legal: one of torch.float8_e4m3fn, torch.int8"):
@@ -191,7 +191,7 @@ def test_operators_are_registered_for_tracing():
     checks = ("test_schema", "test_faketensor")
     ops = torch.ops.qarl
     torch.library.opcheck(ops.quantize_8_bits, ([uneven_weight(2, 3, 256).to(DEVICE)], "int8_rows"), test_utils=checks)
-    torch.library.opcheck(ops.grouped_gemm_int8, (*rows, *stored, offsets, None, False), test_utils=checks)
+    torch.library.opcheck(ops.grouped_gemm_channel, (*rows, *stored, offsets, None, False), test_utils=checks)
     x = rows_of(3, 256)
     # The other check multiplies codes by a number, which torch cannot keep in int8.
     torch.library.opcheck(ops.quantize_token, (x, "int8_token", True), test_utils="test_faketensor")

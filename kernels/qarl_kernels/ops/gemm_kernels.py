@@ -1,4 +1,4 @@
-"""Triton kernels of the BF16 and FP8 grouped GEMMs: y[m] = epilogue(sum_k x[m, k] * W[e(m), n, k]).
+"""Triton kernels of the BF16, FP8 and INT8 grouped GEMMs: y[m] = epilogue(sum_k x[m, k] * W[e(m), n, k]).
 
 Persistent programs walk over the tile table. Operands arrive by the copy engine (TMA), which reads zeros beyond a
 tensor's end; rows beyond an expert's end are its neighbour's, computed and not stored. A tile is stored through a
@@ -47,8 +47,10 @@ def grouped_gemm_kernel(
     tiles_ptr,  # [1 + T, 4] int32
     row_scale_ptr,  # [M] FP32
     column_scale_ptr,  # [E, N] FP32
+    row_weight_ptr,  # [M] FP32
     N,
     K,
+    SCALES: tl.constexpr,  # 0: none; 1: the row's before the column's; 2: after it
     EPILOGUE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -58,28 +60,33 @@ def grouped_gemm_kernel(
     FLATTEN: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """BF16 or E4M3 operands summed over all of K in the tensor cores, scaled in the epilogue."""
+    """BF16, E4M3 or INT8 operands summed over all of K in the tensor cores, scaled in the epilogue."""
+    sum_dtype: tl.constexpr = tl.int32 if x_desc.dtype == tl.int8 else tl.float32
     num_m_tiles = tl.load(tiles_ptr)
     num_n_tiles = tl.cdiv(N, BLOCK_N)
     first, step = tl.program_id(0), tl.num_programs(0)
     for tile in tl.range(first, num_m_tiles * num_n_tiles, step, flatten=FLATTEN):
         expert, row, stop, column = expert_tile(tile, tiles_ptr, num_m_tiles, num_n_tiles, GROUP_M, BLOCK_N)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=sum_dtype)
         for k in tl.range(0, K, BLOCK_K):
             x = x_desc.load([row, k])
             if TRANSPOSED:
                 w = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
             else:
                 w = w_desc.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
-            acc = tl.dot(x, w, acc)
-        if EPILOGUE == 4:
-            acc = scale_columns(acc, column_scale_ptr + expert.to(tl.int64) * N, column, N, BLOCK_N)
+            sums = tl.dot(x, w, sums, out_dtype=sum_dtype)
+        acc = sums.to(tl.float32)
+        rows = row + tl.arange(0, BLOCK_M)
+        if SCALES != 0:
+            row_scale = tl.load(row_scale_ptr + rows, mask=rows < stop, other=0.0)[:, None]
+            column_scale = column_scale_ptr + expert.to(tl.int64) * N
+            if SCALES == 1:
+                acc = scale_columns(acc * row_scale, column_scale, column, N, BLOCK_N)
+            else:
+                acc = scale_columns(acc, column_scale, column, N, BLOCK_N) * row_scale
         if EPILOGUE != 0:
-            rows = row + tl.arange(0, BLOCK_M)
-            row_scale = tl.load(row_scale_ptr + rows, mask=rows < stop, other=0.0)
-            acc = scale_rows(acc, row_scale[:, None], EPILOGUE)
-        if EPILOGUE == 3:
-            acc = scale_columns(acc, column_scale_ptr + expert.to(tl.int64) * N, column, N, BLOCK_N)
+            row_weight = tl.load(row_weight_ptr + rows, mask=rows < stop, other=0.0)
+            acc = scale_rows(acc, row_weight[:, None], EPILOGUE)
         store_tile(out_desc, acc, row, stop, column, SPLIT)
 
 
@@ -97,12 +104,13 @@ def grouped_gemm_fp8_block_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """E4M3 operands summed over 128 of K in the tensor cores, scaled and added up outside them."""
-    tl.static_assert(128 % BLOCK_N == 0, "a tile has one weight scale per K-block")
+    tl.static_assert(128 % BLOCK_N == 0 and BLOCK_K == 128, "a tile has one weight scale per K-block")
     num_m_tiles = tl.load(tiles_ptr)
     num_n_tiles = tl.cdiv(N, BLOCK_N)
     num_blocks = tl.cdiv(K, 128)

@@ -13,6 +13,7 @@ What is computed, by kernel (acc is FP32, r[m] the router weight of a row where 
                                                               round(bf16(acc) * bf16(r))
     fp8_channel   acc = x8 @ w8^T                             y = bf16(w_scale[e, n] * (x_scale[m] * acc)), or
                                                               bf16(x_scale[m] * (w_scale[e, n] * acc))
+    int8          the same of a sum in int32, which is exact, and acc * r after the scales
     fp8_block     acc += (x8 @ w8^T) * x_scale * w_scale      for each 128 of K; y = bf16(acc * r)
 
 The epilogues look interchangeable and are not: each belongs to one vLLM kernel, and even the order in which two scales
@@ -45,18 +46,19 @@ What to know before changing it:
   128, so that a tile meets one weight scale per K-block. Tiles come from `tuned/<device>.json`, which
   `tools/bench/kernels/tune.py` writes; a problem that is not in it takes the nearest one that is.
 - Rows from offsets[E] on belong to no expert and are not written.
-- TMA needs base addresses and row sizes in multiples of 16 bytes: hence K in multiples of 8 (BF16) or 16 (FP8).
+- TMA needs base addresses and row sizes in multiples of 16 bytes: hence K in multiples of 8 (BF16) or 16 (8 bits).
 - Addresses are computed in 64 bits: expert * N * K overflows int32 at the sizes of real layers.
 - This is plain Triton, one source for every GPU with a copy engine, without multicast or a schedule tuned to one chip.
   `operand_gemm.py` prefers `hopper_fp8.py` for FP8 on Hopper, which is faster and takes whole tiles of weights only.
   Packed int4 weights are `int4_gemm.py`, the weight gradient is `wgrad.py`.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qarl_kernels.ops.checks import refuse
 from qarl_kernels.ops.gemm_checks import epilogue_problems, operand_problems, scale_problems
@@ -65,48 +67,64 @@ from qarl_kernels.ops.launch import TileConfig, num_sms, tile_config
 from qarl_kernels.ops.tiles import build_tile_table, descriptor
 
 FP8_BLOCK = 128
-# The kernels' epilogues: by where the router weight is rounded, and the FP8 channel scales.
+# The kernels' epilogues, by where the router weight is rounded.
 EPILOGUES = {None: 0, "on_accumulator": 1, "rounded_product": 2}
-_TOKEN_THEN_CHANNEL, _CHANNEL_THEN_TOKEN = 3, 4
 
 
-def launch_grid(x: Tensor, tiles: Tensor, n: int, config: TileConfig) -> tuple[int]:
-    """Return the number of persistent programs: all that fit on the device, or one per tile if those are fewer.
-
-    Args:
-        x: [M, K], for its device.
-        tiles: the tile table.
-        n: columns of the result.
-        config: the tile.
-    """
-    bound = (tiles.shape[0] - 1) * triton.cdiv(n, config.block_n)
-    return (min(bound, num_sms(x.device.index if x.is_cuda else None) * config.programs_per_sm),)
-
-
-def output_descriptor(out: Tensor, config: TileConfig) -> TensorDescriptor:
-    """Describe the result to the copy engine, so that a store can end at any row.
+def launch_tiles(
+    kernel: Any,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    config: TileConfig,
+    pointers: tuple[Tensor | None, ...],
+    *,
+    w_box: tuple[int, int] | None = None,
+    **constants: Any,
+) -> Tensor:
+    """Run a kernel with a given tile.
 
     Args:
-        out: [M, N] contiguous.
+        kernel: takes descriptors, the tile table, `pointers`, N, K, and as constants those of the tile and its own.
+        x: [M, K].
+        weight: [E, ...].
+        offsets: [E + 1] int32.
+        out: [M, N], written.
         config: the tile.
+        pointers: what is read without the copy engine.
+        w_box: what is loaded of an expert's weight at once; None: [block_n, block_k].
+        **constants: the kernel's own.
 
     Returns:
-        The ragged descriptor that `store_tile` takes.
+        out.
     """
-    return create_ragged_descriptor(out, [config.block_m, config.block_n // config.epilogue_split])
-
-
-def compile_options(config: TileConfig) -> dict[str, int | bool]:
-    """Return the compile-time arguments that every GEMM kernel takes from its tile."""
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "GROUP_M": config.group_m,
-        "FLATTEN": config.flatten,
-        "SPLIT": config.epilogue_split,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+    (num_rows, k), n = x.shape, out.shape[1]
+    if num_rows == 0:
+        return out
+    tiles = build_tile_table(offsets, num_rows, config.block_m)
+    # All persistent programs that fit on the device, or one per tile if those are fewer.
+    bound = (tiles.shape[0] - 1) * triton.cdiv(n, config.block_n)
+    resident = num_sms(x.device.index if x.is_cuda else None) * config.programs_per_sm
+    kernel[(min(bound, resident),)](
+        descriptor(x, [config.block_m, config.block_k]),
+        descriptor(weight, [1, *(w_box or (config.block_n, config.block_k))]),
+        create_ragged_descriptor(out, [config.block_m, config.block_n // config.epilogue_split]),
+        tiles,
+        *pointers,
+        n,
+        k,
+        **constants,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        FLATTEN=config.flatten,
+        SPLIT=config.epilogue_split,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
 
 
 def launch_grouped_gemm(
@@ -117,11 +135,12 @@ def launch_grouped_gemm(
     config: TileConfig,
     *,
     transposed: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
+    channel_first: bool = False,
+    row_weight: Tensor | None = None,
     epilogue: int = 0,
-    row_scale: Tensor | None = None,
-    column_scale: Tensor | None = None,
 ) -> Tensor:
-    """Run the BF16 or FP8 channel kernel with a given tile (for the operators below and for the tuner).
+    """Run the BF16 kernel, which is FP8's and INT8's too, with a given tile (for the operators and for the tuner).
 
     Args:
         x: [M, K].
@@ -130,33 +149,18 @@ def launch_grouped_gemm(
         out: [M, N], written.
         config: the tile.
         transposed: whether the weight's out-features are contracted.
-        epilogue: a value of `EPILOGUES`, or 3 for row and then column scales, 4 for column and then row scales.
-        row_scale: [M] FP32 if the epilogue has one.
-        column_scale: [E, N] FP32 for epilogues 3 and 4.
+        scales: FP32, the rows' [M] and the channels' [E, N]; None without.
+        channel_first: multiply by the channels' before the rows'.
+        row_weight: [M] FP32 if the epilogue has one.
+        epilogue: a value of `EPILOGUES`.
 
     Returns:
         out.
     """
-    (num_rows, k), n = x.shape, out.shape[1]
-    if num_rows == 0:
-        return out
-    tiles = build_tile_table(offsets, num_rows, config.block_m)
-    w_block = [1, config.block_k, config.block_n] if transposed else [1, config.block_n, config.block_k]
-    grouped_gemm_kernel[launch_grid(x, tiles, n, config)](
-        descriptor(x, [config.block_m, config.block_k]),
-        descriptor(weight, w_block),
-        output_descriptor(out, config),
-        tiles,
-        row_scale,
-        column_scale,
-        n,
-        k,
-        EPILOGUE=epilogue,
-        TRANSPOSED=transposed,
-        BLOCK_K=config.block_k,
-        **compile_options(config),
-    )
-    return out
+    w_box = (config.block_k, config.block_n) if transposed else (config.block_n, config.block_k)
+    constants = {"SCALES": 0 if scales is None else 1 + channel_first, "EPILOGUE": epilogue, "TRANSPOSED": transposed}
+    pointers = *(scales or (None, None)), row_weight
+    return launch_tiles(grouped_gemm_kernel, x, weight, offsets, out, config, pointers, w_box=w_box, **constants)
 
 
 def launch_grouped_gemm_fp8_block(
@@ -184,24 +188,8 @@ def launch_grouped_gemm_fp8_block(
     Returns:
         out.
     """
-    (num_rows, k), n = a8.shape, out.shape[1]
-    if num_rows == 0:
-        return out
-    tiles = build_tile_table(offsets, num_rows, config.block_m)
-    grouped_gemm_fp8_block_kernel[launch_grid(a8, tiles, n, config)](
-        descriptor(a8, [config.block_m, FP8_BLOCK]),
-        descriptor(w8, [1, config.block_n, FP8_BLOCK]),
-        output_descriptor(out, config),
-        tiles,
-        a_scale,
-        w_scale,
-        row_weight,
-        n,
-        k,
-        WEIGHTED=row_weight is not None,
-        **compile_options(config),
-    )
-    return out
+    pointers, weighted = (a_scale, w_scale, row_weight), row_weight is not None
+    return launch_tiles(grouped_gemm_fp8_block_kernel, a8, w8, offsets, out, config, pointers, WEIGHTED=weighted)
 
 
 @torch.library.custom_op("qarl::grouped_gemm_bf16", mutates_args=())
@@ -216,7 +204,7 @@ def _bf16_op(
     num_experts, n, k = weight.shape
     out = x.new_empty(x.shape[0], k if transposed else n)
     config = tile_config("bf16_transposed" if transposed else "bf16", x, n, k, num_experts)
-    options = {"transposed": transposed, "epilogue": epilogue, "row_scale": row_weight}
+    options = {"transposed": transposed, "epilogue": epilogue, "row_weight": row_weight}
     return launch_grouped_gemm(x, weight, offsets, out, config, **options)
 
 
@@ -230,19 +218,25 @@ def fake_rows(rows: Tensor, _: Tensor, weight: Tensor, *__: object) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
 
 
-@torch.library.custom_op("qarl::grouped_gemm_fp8_channel", mutates_args=())
-def _fp8_channel_op(
-    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, channel_first: bool
+@torch.library.custom_op("qarl::grouped_gemm_channel", mutates_args=())
+def _channel_op(
+    a8: Tensor,
+    a_scale: Tensor,
+    w8: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    row_weight: Tensor | None,
+    channel_first: bool,
 ) -> Tensor:
     num_experts, n, k = w8.shape
     out = a8.new_empty(a8.shape[0], n, dtype=torch.bfloat16)
-    config = tile_config("fp8_channel", a8, n, k, num_experts)
-    scales = {"row_scale": a_scale, "column_scale": w_scale}
-    epilogue = _CHANNEL_THEN_TOKEN if channel_first else _TOKEN_THEN_CHANNEL
-    return launch_grouped_gemm(a8, w8, offsets, out, config, epilogue=epilogue, **scales)
+    config = tile_config("int8" if a8.dtype == torch.int8 else "fp8_channel", a8, n, k, num_experts)
+    options = {"scales": (a_scale, w_scale), "channel_first": channel_first, "row_weight": row_weight}
+    epilogue = EPILOGUES[None if row_weight is None else "on_accumulator"]
+    return launch_grouped_gemm(a8, w8, offsets, out, config, epilogue=epilogue, **options)
 
 
-_fp8_channel_op.register_fake(fake_rows)
+_channel_op.register_fake(fake_rows)
 
 
 @torch.library.custom_op("qarl::grouped_gemm_fp8_block", mutates_args=())
@@ -290,18 +284,28 @@ def grouped_gemm_bf16(
     return _bf16_op(x, weight, offsets, transposed, row_weight, EPILOGUES[weight_rounding])
 
 
-def grouped_gemm_fp8_channel(
-    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, *, channel_first: bool = False
+def grouped_gemm_channel(
+    a8: Tensor,
+    a_scale: Tensor,
+    w8: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    *,
+    row_weight: Tensor | None = None,
+    channel_first: bool = False,
 ) -> Tensor:
-    """Multiply E4M3 rows by their expert's weight: y = bf16(w_scale * (a_scale * (a8 @ w8^T))).
+    """Multiply E4M3 or INT8 rows by their expert's weight: y = bf16(w_scale * (a_scale * (a8 @ w8^T)) * row_weight).
+
+    Sums of integers are exact, so neither tiles nor the order of K show in their result.
 
     Args:
-        a8: [M, K] float8_e4m3fn, rows sorted by expert.
+        a8: [M, K] float8_e4m3fn or int8, rows sorted by expert.
         a_scale: [M, 1] FP32.
-        w8: [E, N, K] float8_e4m3fn.
+        w8: [E, N, K] of a8's dtype.
         w_scale: [E, N, 1] FP32.
         offsets: [E + 1] int32.
-        channel_first: multiply by w_scale before a_scale, which differs in the last bit.
+        row_weight: [M] FP32 factor of each row, or None.
+        channel_first: multiply by w_scale before a_scale, as for dense layers, which differs in the last bit.
 
     Returns:
         [M, N] BF16.
@@ -309,13 +313,17 @@ def grouped_gemm_fp8_channel(
     Raises:
         ValueError: an operand is not legal; everything wrong is named.
 
-    Source: vLLM 0.25.1 scaled_mm_epilogues_c3x.hpp, fast accumulation.
+    Source: vLLM 0.25.1 scaled_mm_epilogues_c3x.hpp, fast accumulation (FP8, and dense); fused_moe.py,
+    fused_moe_kernel (INT8 of experts).
     """
-    problems = operand_problems(a8, w8, offsets, torch.float8_e4m3fn, contracted=2, multiple=16)
+    dtype = torch.int8 if a8.dtype == torch.int8 else torch.float8_e4m3fn
+    problems = operand_problems(a8, w8, offsets, dtype, contracted=2, multiple=16)
     problems += scale_problems("a_scale", a_scale, [a8.shape[0], 1])
     problems += scale_problems("w_scale", w_scale, [*w8.shape[:2], 1])
-    refuse("grouped_gemm_fp8_channel", problems)
-    return _fp8_channel_op(a8, a_scale, w8, w_scale, offsets, channel_first)
+    if row_weight is not None:
+        problems += scale_problems("row_weight", row_weight, [a8.shape[0]])
+    refuse("grouped_gemm_channel", problems)
+    return _channel_op(a8, a_scale, w8, w_scale, offsets, row_weight, channel_first)
 
 
 def grouped_gemm_fp8_block(

@@ -7,6 +7,8 @@ again, and the tensor cores wait meanwhile; with many rows per expert it is fast
 GEMM.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +18,10 @@ from qarl_kernels.nvfp4 import GROUP
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.gemm_checks import epilogue_problems, offsets_problems
 from qarl_kernels.ops.gemm_kernels import scale_rows, store_tile
-from qarl_kernels.ops.grouped_gemm import EPILOGUES, compile_options, launch_grid, output_descriptor
+from qarl_kernels.ops.grouped_gemm import EPILOGUES, launch_tiles
 from qarl_kernels.ops.launch import TileConfig, tile_config
 from qarl_kernels.ops.nvfp4 import grid_values
-from qarl_kernels.ops.tiles import build_tile_table, descriptor, expert_tile
+from qarl_kernels.ops.tiles import expert_tile
 
 CODES_PER_WORD = 8
 # The scales' dtype says what codes are: integers or E2M1.
@@ -140,29 +142,15 @@ def launch_grouped_gemm_int4(
     Returns:
         out.
     """
-    (num_rows, k), n = x.shape, out.shape[1]
-    if num_rows == 0:
-        return out
-    group_size = k // scale.shape[2]
+    group_size = x.shape[1] // scale.shape[2]
     fp4 = scale.dtype == torch.float8_e4m3fn
-    block_k = config.block_k if fp4 else min(config.block_k, group_size)
-    tiles = build_tile_table(offsets, num_rows, config.block_m)
-    _grouped_gemm_int4_kernel[launch_grid(x, tiles, n, config)](
-        descriptor(x, [config.block_m, block_k]),
-        descriptor(packed, [1, config.block_n, block_k // CODES_PER_WORD]),
-        output_descriptor(out, config),
-        tiles,
-        scale,
-        row_weight,
-        n,
-        k,
-        EPILOGUE=epilogue,
-        GROUP_SIZE=group_size,
-        FP4=fp4,
-        BLOCK_K=block_k,
-        **compile_options(config),
+    if not fp4:
+        config = replace(config, block_k=min(config.block_k, group_size))
+    box, constants = (config.block_n, config.block_k // CODES_PER_WORD), {"GROUP_SIZE": group_size, "FP4": fp4}
+    pointers = scale, row_weight
+    return launch_tiles(
+        _grouped_gemm_int4_kernel, x, packed, offsets, out, config, pointers, w_box=box, EPILOGUE=epilogue, **constants
     )
-    return out
 
 
 @torch.library.custom_op("qarl::grouped_gemm_int4", mutates_args=())

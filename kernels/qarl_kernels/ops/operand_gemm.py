@@ -15,14 +15,13 @@ from torch import Tensor
 from qarl_formats import FP8_BLOCK, QuantFormat
 from qarl_kernels.gemm import GemmOperand
 from qarl_kernels.ops.activations import quantize_group, quantize_token
-from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16, grouped_gemm_fp8_block, grouped_gemm_fp8_channel
+from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16, grouped_gemm_channel, grouped_gemm_fp8_block
 from qarl_kernels.ops.hopper_fp8 import (
     HOPPER,
     hopper_grouped_gemm_fp8_block,
     hopper_grouped_gemm_fp8_channel,
 )
 from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
-from qarl_kernels.ops.int8_gemm import grouped_gemm_int8
 from qarl_kernels.ops.integer_weights import integer_dequantize
 from qarl_kernels.ops.nvfp4 import nvfp4_unscaled
 from qarl_kernels.ops.stacks import Weights
@@ -96,11 +95,11 @@ def multiply_rows(
     assert weight.scale is not None
     operands = (rows.values, rows.scale, weight.values, weight.scale, offsets)
     if weight.format.activation_kind == "int8_token":
-        return grouped_gemm_int8(*operands, row_weight=row_weight, channel_first=weight.channel_first)
+        return grouped_gemm_channel(*operands, row_weight=row_weight, channel_first=weight.channel_first)
     on_hopper = _fits_hopper(rows, weight)
     if weight.format.activation_kind == "fp8_token":
         assert row_weight is None
-        multiply = hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_fp8_channel
+        multiply = hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_channel
         return multiply(*operands, channel_first=weight.channel_first)
     return (hopper_grouped_gemm_fp8_block if on_hopper else grouped_gemm_fp8_block)(*operands, row_weight=row_weight)
 

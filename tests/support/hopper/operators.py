@@ -22,12 +22,11 @@ from qarl_kernels.ops.checksum import weighted_word_sum
 from qarl_kernels.ops.gemm_checks import WEIGHT_ROUNDINGS
 from qarl_kernels.ops.grouped_gemm import (
     grouped_gemm_bf16,
+    grouped_gemm_channel,
     grouped_gemm_fp8_block,
-    grouped_gemm_fp8_channel,
     launch_grouped_gemm,
 )
 from qarl_kernels.ops.int4_gemm import GROUP_SIZES, grouped_gemm_int4
-from qarl_kernels.ops.int8_gemm import grouped_gemm_int8
 from qarl_kernels.ops.launch import TileConfig
 from qarl_kernels.ops.mlp import expert_mlp_backward, expert_mlp_forward
 from qarl_kernels.ops.norm import MAX_NORM_COLUMNS
@@ -194,11 +193,11 @@ def call_gemms_of_8_bits(n: int, k: int, offsets: Tensor, num_rows: int) -> None
     """Run the plain FP8 and INT8 GEMMs; for whole blocks the layers take those of `hopper_fp8.py`."""
     num_experts = len(offsets) - 1
     row_scale, column_scale = tensor(num_rows, 1, dtype=FP32), tensor(num_experts, n, 1, dtype=FP32)
-    for dtype, multiply in ((FP8, grouped_gemm_fp8_channel), (torch.int8, grouped_gemm_int8)):
+    for dtype in (FP8, torch.int8):
         operands = tensor(num_rows, k, dtype=dtype), row_scale, tensor(num_experts, n, k, dtype=dtype), column_scale
         for channel_first in (False, True):
-            multiply(*operands, offsets, channel_first=channel_first)
-    grouped_gemm_int8(*operands, offsets, row_weight=tensor(num_rows, dtype=FP32))
+            grouped_gemm_channel(*operands, offsets, channel_first=channel_first)
+    grouped_gemm_channel(*operands, offsets, row_weight=tensor(num_rows, dtype=FP32))
     a8, w8 = tensor(num_rows, k, dtype=FP8), tensor(num_experts, n, k, dtype=FP8)
     scales = tensor(num_rows, k // 128, dtype=FP32), tensor(num_experts, -(-n // 128), k // 128, dtype=FP32)
     for row_weight in (None, tensor(num_rows, dtype=FP32)):

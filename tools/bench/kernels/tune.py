@@ -21,7 +21,6 @@ import qarl_kernels.ops
 from qarl_kernels import fp8, int8, integer
 from qarl_kernels.ops.grouped_gemm import launch_grouped_gemm, launch_grouped_gemm_fp8_block
 from qarl_kernels.ops.int4_gemm import launch_grouped_gemm_int4
-from qarl_kernels.ops.int8_gemm import launch_grouped_gemm_int8
 from qarl_kernels.ops.launch import TileConfig, problem_key, table_name
 from qarl_kernels.ops.wgrad import launch_grouped_wgrad
 
@@ -113,18 +112,12 @@ class Problem:
             packed = integer.pack_int32(codes, 4)
             run = lambda tile: launch_grouped_gemm_int4(x, packed, scale, offsets, None, 0, out, tile)  # noqa: E731
             return run, self._product(x, integer.dequantize_integer(codes, scale))
-        if op == "fp8_channel":
-            a8, row_scale = fp8.quantize_token(x)
-            w8, column_scale = fp8.quantize_channel(weight)
-            scales = {"epilogue": 3, "row_scale": row_scale, "column_scale": column_scale}
-            values = (a8.float() * row_scale).bfloat16(), (w8.float() * column_scale).bfloat16()
-            return lambda tile: launch_grouped_gemm(a8, w8, offsets, out, tile, **scales), self._product(*values)
-        if op == "int8":
-            rows, stored = int8.quantize_token(x, dense=False), int8.quantize_channel(weight)
-            values = tuple((codes.float() * scale).bfloat16() for codes, scale in (rows, stored))
-            run = lambda tile: launch_grouped_gemm_int8(  # noqa: E731
-                *rows, *stored, offsets, None, out, tile, channel_first=False
-            )
+        if op in ("fp8_channel", "int8"):
+            rows = fp8.quantize_token(x) if op == "fp8_channel" else int8.quantize_token(x, dense=False)
+            stored = (fp8 if op == "fp8_channel" else int8).quantize_channel(weight)
+            (a8, w8), scales = zip(rows, stored, strict=True)
+            values = ((codes.float() * scale).bfloat16() for codes, scale in (rows, stored))
+            run = lambda tile: launch_grouped_gemm(a8, w8, offsets, out, tile, scales=scales)  # noqa: E731
             return run, self._product(*values)
         a8, a_scale = fp8.quantize_group(x)
         w8, w_scale = fp8.quantize_block(weight)
