@@ -4,7 +4,7 @@ Everything above this package calls these functions; nothing else asks for a dev
 when activations are FP32 (experiments) or the GPU has no FP8 tensor cores and no bulk tensor copies (before Hopper).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -18,14 +18,15 @@ from qarl_kernels.low_rank import ExpertAdapters
 from qarl_kernels.routing import route_rows
 from qarl_kernels.weights import (
     QuantizedWeight,
+    Weights,
     largest_reference,
+    logical_shape,
     nonfinite_error,
     quantize_weight_reference,
     weight_problems,
 )
 
 _HOPPER = (9, 0)
-Weights = Tensor | Sequence[Tensor]
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -57,7 +58,7 @@ def quantize_weight(
         ValueError: the shape does not fit the format, or on a CPU the weight holds NaN or Inf (tensor and first index
             named).
     """
-    shape = _stack_shape(weight)
+    shape = logical_shape(weight)
     problems = weight_problems(shape, fmt)
     if problems:
         raise ValueError(f"{name} {list(shape)} cannot be stored as {fmt.name}: " + "; ".join(problems))
@@ -94,10 +95,6 @@ def _stack(weight: Weights) -> Tensor:
     return weight if isinstance(weight, Tensor) else torch.stack(list(weight))
 
 
-def _stack_shape(weight: Weights) -> tuple[int, ...]:
-    return tuple(weight.shape) if isinstance(weight, Tensor) else (len(weight), *weight[0].shape)
-
-
 def _detached(weight: Weights, dtype: torch.dtype) -> Weights:
     if isinstance(weight, Tensor):
         return weight.detach().to(dtype)
@@ -122,7 +119,7 @@ def quantize_with_operand(
         ValueError: see `quantize_weight`.
     """
     first = _first(weight)
-    if runs_kernels(first) and _has_quantizer(fmt) and not weight_problems(_stack_shape(weight), fmt):
+    if runs_kernels(first) and _has_quantizer(fmt) and not weight_problems(logical_shape(weight), fmt):
         from qarl_kernels.ops import weights
 
         return weights.quantize_with_operand(_detached(weight, first.dtype), fmt, amax)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from qarl_kernels.dispatch import runs_kernels
-from qarl_kernels.rotation import rotate_pairs_reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, after_add: bool) -> Tensor:
@@ -78,3 +77,15 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
 
         return rotate_pairs_kernel(x, cos, sin, back=back)
     return rotate_pairs_reference(x, cos, sin, back=back)
+
+
+def rotate_pairs_reference(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """Rotate pairs (x_i, x_{i + D/2}); see `rotate_pairs`."""
+    first, second = (half.float() for half in x.chunk(2, dim=-1))
+    (cos_first, cos_second), (sin_first, sin_second) = (
+        [half.float().unsqueeze(-2) for half in table.chunk(2, dim=-1)] for table in (cos, sin)
+    )
+    if back:
+        sin_first, sin_second = -sin_second, -sin_first
+    halves = first * cos_first - second * sin_first, second * cos_second + first * sin_second
+    return torch.cat([half.to(x.dtype) for half in halves], dim=-1)

@@ -1,5 +1,6 @@
 """The one quantizer that the forward and the publisher share: from a weight to the tensors that are stored and sent."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,14 @@ from qarl_formats import FP8_BLOCK, QuantFormat
 from qarl_kernels import fp8, int8, integer, nvfp4
 from qarl_kernels.nested import narrow_tensor
 
+Weights = Tensor | Sequence[Tensor]
+"""Weights [..., N, K], or E tensors [N, K] wherever they lie."""
 TOO_LARGE = "or magnitudes of 2^127 and more for integer codes, of 2^20 and more for nvfp4"
+
+
+def logical_shape(weight: Weights) -> tuple[int, ...]:
+    """Return the shape of a weight, or of the stack of several."""
+    return tuple(weight.shape) if isinstance(weight, Tensor) else (len(weight), *weight[0].shape)
 
 
 @dataclass(frozen=True, slots=True)

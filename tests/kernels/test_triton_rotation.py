@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from qarl_kernels.dispatch_norms import rotate_pairs_reference
 from qarl_kernels.ops.rotation import rotate_pairs_kernel
-from qarl_kernels.rotation import rotate_pairs_reference
 from support.asserts import assert_bitwise_equal
 from support.triton_interpreter import DEVICE
 

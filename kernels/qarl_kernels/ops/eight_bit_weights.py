@@ -19,7 +19,8 @@ from qarl_kernels.ops.eight_bit_kernels import (
     _fp8_channel_quantize_kernel,
     _int8_channel_quantize_kernel,
 )
-from qarl_kernels.ops.stacks import Weights, address_table, device_problems, expert_weights, row_tile, stack_shape
+from qarl_kernels.ops.stacks import address_table, device_problems, expert_weights, row_tile, stack_shape
+from qarl_kernels.weights import Weights
 
 MAX_COLUMNS = 16384
 VECTOR = 8

@@ -25,7 +25,8 @@ from qarl_kernels.ops.integer_kernels import (
     _quantize_encode_kernel,
     _quantize_pack_kernel,
 )
-from qarl_kernels.ops.stacks import Weights, address_table, device_problems, expert_weights, row_tile, stack_shape
+from qarl_kernels.ops.stacks import address_table, device_problems, expert_weights, row_tile, stack_shape
+from qarl_kernels.weights import Weights
 
 Emit = Literal["packed", "bf16", "fp8"]
 

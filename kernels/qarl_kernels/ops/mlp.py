@@ -23,9 +23,9 @@ from qarl_kernels.ops.operand_gemm import (
     weight_grad,
 )
 from qarl_kernels.ops.routing import spread_rows
-from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu_backward import swiglu_backward
 from qarl_kernels.routing import RoutedRows
+from qarl_kernels.weights import Weights
 
 
 def spread_tokens(x: Tensor, routed: RoutedRows, topk_weight: Tensor, fmt: QuantFormat) -> QuantizedRows:

@@ -16,7 +16,8 @@ from qarl_kernels.nvfp4 import FP4_MAX, GROUP, LEAST_SCALE, OVERFLOW
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.exact_math import divide, reciprocal
 from qarl_kernels.ops.integer_kernels import _hide_order
-from qarl_kernels.ops.stacks import Weights, address_table, device_problems, expert_weights, stack_shape
+from qarl_kernels.ops.stacks import address_table, device_problems, expert_weights, stack_shape
+from qarl_kernels.weights import Weights
 
 _FP4_MAX = tl.constexpr(FP4_MAX)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)

@@ -24,11 +24,11 @@ from qarl_kernels.ops.hopper_fp8 import (
 from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
 from qarl_kernels.ops.integer_weights import integer_dequantize
 from qarl_kernels.ops.nvfp4 import nvfp4_unscaled
-from qarl_kernels.ops.stacks import Weights
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
 from qarl_kernels.ops.token_rounding import TOKEN_DTYPES
 from qarl_kernels.ops.wgrad import grouped_wgrad
 from qarl_kernels.routing import rows_scale
+from qarl_kernels.weights import Weights
 
 # Rows per expert up to which reading a quarter of the weight bytes saves more time than dequantizing per tile costs.
 FUSED_INT4_MAX_ROWS = 256

@@ -7,7 +7,6 @@ load of eight bytes in each program no expert has to be copied.
 
 import functools
 import itertools
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from qarl_kernels.ops.checks import refuse
 from qarl_kernels.ops.exact_math import INTERPRETED
+from qarl_kernels.weights import Weights
 
 ALIGNMENT = 16
 _TABLES = 1024
 # Host memory that a captured CUDA graph reads each time it is replayed.
 _CAPTURED: list[Tensor] = []
-
-Weights = Tensor | Sequence[Tensor]
 
 
 def expert_weights(

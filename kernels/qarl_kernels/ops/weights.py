@@ -9,8 +9,7 @@ from qarl_kernels.nvfp4 import global_divisor, tensor_scale
 from qarl_kernels.ops.eight_bit_weights import dequantize_8_bits, quantize_8_bits
 from qarl_kernels.ops.integer_weights import CODE_BITS, int4_encode_fp8, integer_dequantize, integer_quantize_pack
 from qarl_kernels.ops.nvfp4 import largest_magnitudes, nvfp4_quantize, nvfp4_unscaled
-from qarl_kernels.ops.stacks import Weights
-from qarl_kernels.weights import QuantizedWeight
+from qarl_kernels.weights import QuantizedWeight, Weights, logical_shape
 
 
 def quantize_weight_kernel(weight: Weights, fmt: QuantFormat, amax: Tensor | None = None) -> QuantizedWeight:
@@ -56,19 +55,15 @@ def _quantize_nvfp4(
     divisor = global_divisor(largest_magnitudes(weight) if amax is None else amax)
     done = nvfp4_quantize(weight, divisor, emit_unscaled=emit_unscaled)
     tensors = {"weight_packed": done.packed, "weight_scale": done.scale, "weight_global_scale": divisor}
-    return QuantizedWeight(fmt, _shape(weight), tensors, done.nonfinite), done.unscaled
+    return QuantizedWeight(fmt, logical_shape(weight), tensors, done.nonfinite), done.unscaled
 
 
 def _nvfp4_operand(weight: QuantizedWeight, values: Tensor, scale: Tensor | None = None) -> GemmOperand:
     return GemmOperand(weight.format, values, scale, tensor_scale=tensor_scale(weight.tensors["weight_global_scale"]))
 
 
-def _shape(weight: Weights) -> tuple[int, ...]:
-    return tuple(weight.shape) if isinstance(weight, Tensor) else (len(weight), *weight[0].shape)
-
-
 def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[QuantizedWeight, GemmOperand]:
-    shape = _shape(weight)
+    shape = logical_shape(weight)
     if fmt.weight_kind == "int":
         assert fmt.scale_convention is not None
         grid_bits = fmt.nested_bits or fmt.grid_bits
