@@ -96,11 +96,11 @@ def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
     for phase, peak in peaks.items():
         key, unit = _key(config, phase)
         value = look_up(config, key, None)
-        if isinstance(value, int) and 0 < value * unit <= MAX_TOKENS:
+        if isinstance(value, int) and value > 0:
             useful = responses[phase] // layout.data_parallel * longest
             tokens = largest_budget(peak, room) or 0
             largest = tokens // unit if tokens >= longest else 0
-            needed = peak(min(value * unit, useful) if useful else value * unit)
+            needed = peak(min(value * unit, useful or MAX_TOKENS, MAX_TOKENS))
             trains = phase == "update"
             found.append(Budget(key, trains, value, needed, room, largest, useful // unit, plenty // unit))
     return found

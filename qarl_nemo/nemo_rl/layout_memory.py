@@ -9,6 +9,7 @@ from typing import Any
 from qarl_nemo.memory import (
     ASLEEP_BYTES,
     GIB,
+    MAX_TOKENS,
     Learner,
     Memory,
     Recompute,
@@ -198,8 +199,9 @@ def _is_distributed(optimizer: Mapping[str, Any]) -> bool:
 def _tokens(policy: Mapping[str, Any]) -> int:
     for kind in ("sequence_packing", "dynamic_batching"):
         if look_up(policy, f"{kind}.enabled", False):
-            return look_up(policy, f"{kind}.train_mb_tokens", 8192)
-    return (policy.get("train_micro_batch_size") or 1) * (policy.get("max_total_sequence_length") or 8192)
+            return min(look_up(policy, f"{kind}.train_mb_tokens", 8192), MAX_TOKENS)
+    each, longest = policy.get("train_micro_batch_size") or 1, policy.get("max_total_sequence_length") or 8192
+    return min(each * longest, MAX_TOKENS)
 
 
 def _recompute(megatron: Mapping[str, Any]) -> Recompute:

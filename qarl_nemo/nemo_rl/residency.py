@@ -30,7 +30,7 @@ def optimizer_stays(config: Mapping[str, Any], qarl: Any) -> bool:
         ValueError: the model's config.json lacks keys.
     """
     said = look_up(config, OFFLOAD, None)
-    if said is not None:
+    if isinstance(said, bool):
         return not said
     if qarl.resident != "auto":
         return qarl.resident
@@ -62,7 +62,7 @@ def fits_beside_engine(needed: Needed, share: float | None, gpu_bytes: float) ->
 
 
 def residency_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    """Say where NeMo-RL's key and `qarl.resident` contradict each other.
+    """Say where NeMo-RL's key is no answer, or `qarl.resident` contradicts it.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
@@ -72,6 +72,8 @@ def residency_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         No line, or one: key, value, why, and what to set.
     """
     said = look_up(config, OFFLOAD, None)
+    if said is not None and not isinstance(said, bool):
+        return [f"{OFFLOAD}={said}: not true or false; set one, or remove it"]
     if said is None or qarl.resident == "auto" or qarl.resident != said:
         return []
     word = str(said).lower()

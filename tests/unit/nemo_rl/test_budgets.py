@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
 from test_nemo_rl_config import problems
 
@@ -27,6 +28,23 @@ def test_a_micro_batch_that_does_not_fit_is_refused_with_the_largest_that_does()
     values = launch(**packed(*largest))
     assert budget_hints(values, apply_qarl(values)) == []
     assert len(problems(launch(**packed(*[tokens + 1024 for tokens in largest])))) == 2
+
+
+def test_no_budget_is_too_large_to_be_refused():
+    for beyond in (2**24 + 1, 10**9):
+        lines = problems(launch(**packed(beyond, beyond)))
+        assert [line.partition(":")[2].partition(":")[0] for line in lines] == [
+            f" policy.sequence_packing.{key}={beyond}" for key in ("train_mb_tokens", "logprob_mb_tokens")
+        ]
+        assert all("set at most " in line for line in lines)
+    # Of responses there are never more than a rank has.
+    apply_qarl(launch(**{"policy.logprob_batch_size": 10**7, "policy.max_total_sequence_length": 256}))
+
+
+@pytest.mark.parametrize("said", ["false", 0, "auto", []])
+def test_whether_the_optimizer_leaves_is_true_or_false(said):
+    (line,) = problems(launch(**{"policy.offload_optimizer_for_refit": said}))
+    assert line == f"policy.offload_optimizer_for_refit={said}: not true or false; set one, or remove it"
 
 
 def test_an_optimizer_without_an_engine_beside_it_stays_during_log_probabilities():
