@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from qarl_kernels import GemmOperand, expert_mlp_reference, get_format, route_rows
-from qarl_kernels.gemm import grouped_gemm
+from qarl_kernels import GemmOperand, expert_mlp, get_format, route_rows
 from qarl_kernels.low_rank import ExpertAdapters
 from qarl_kernels.ops.adapted_mlp import adapted_mlp_backward, adapted_mlp_forward
 from qarl_kernels.ops.weights import dequantize_operand, operand_from_weight
 from qarl_kernels.weights import quantize_weight_reference
 from support.asserts import assert_snr
-from support.formats import uneven_weight
+from support.formats import moved, uneven_weight
 from support.triton_interpreter import DEVICE, INTERPRETED
 
 T, TOP_K, E, H, INNER = (6, 2, 3, 128, 128) if INTERPRETED else (300, 4, 16, 512, 384)
@@ -35,23 +34,10 @@ def make_case(fmt, rank):
     return x, index, weight / weight.sum(-1, keepdim=True), stored, factors
 
 
-def on_device(stored):
-    moved = {suffix: tensor.to(DEVICE) for suffix, tensor in stored.tensors.items()}
-    return operand_from_weight(type(stored)(stored.format, stored.shape, moved), packed=False)
-
-
-def reference(x, index, weight, operands, factors, fmt):
-    fc1, fc2 = operands
-    return expert_mlp_reference(
-        x,
-        index,
-        weight,
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc1, offsets, out_dtype=dtype),
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc2, offsets, out_dtype=dtype, after_swiglu=True),
-        fmt,
-        E,
-        ExpertAdapters.of(*factors),
-    )
+def reference(x, index, weight, stored, factors):
+    """On operands in x's dtype."""
+    operands = (GemmOperand.from_weight(one, x.dtype) for one in stored)
+    return expert_mlp(x, index, weight, *operands, ExpertAdapters.of(*factors))
 
 
 @pytest.mark.slow
@@ -60,15 +46,13 @@ def reference(x, index, weight, operands, factors, fmt):
 def test_the_kernels_add_where_the_reference_does(name, rank):
     fmt = get_format(name)
     x, index, weight, stored, factors = make_case(fmt, rank)
-    expected = reference(
-        x, index, weight, [GemmOperand.from_weight(one, torch.bfloat16) for one in stored], factors, fmt
-    )
-    operands = [on_device(one) for one in stored]
+    expected = reference(x, index, weight, stored, factors)
+    operands = [operand_from_weight(moved(one, DEVICE)) for one in stored]
     routed = route_rows(index.to(DEVICE), E)
 
     def run(adapters):
-        moved = ExpertAdapters.of(*(factor.to(DEVICE) for factor in adapters))
-        return adapted_mlp_forward(x.to(DEVICE), routed, weight.to(DEVICE), *operands, moved)[0]
+        added = ExpertAdapters.of(*(factor.to(DEVICE) for factor in adapters))
+        return adapted_mlp_forward(x.to(DEVICE), routed, weight.to(DEVICE), *operands, added)[0]
 
     # BF16 rounds fc1, SwiGLU, fc2 and both products of each adapter.
     min_db = 40 if fmt.activation_kind == "none" else 30
@@ -86,9 +70,8 @@ def test_the_backward_is_the_references_autograd(name, rank):
     x, index, weight, stored, factors = make_case(fmt, rank)
     grad_out = torch.randn(T, H).bfloat16()
     leaves = [tensor.float().requires_grad_() for tensor in (x, weight, *factors)]
-    wide = [GemmOperand.from_weight(one, torch.float32) for one in stored]
-    reference(leaves[0], index, leaves[1], wide, leaves[2:], fmt).backward(grad_out.float())
-    operands = [on_device(one) for one in stored]
+    reference(leaves[0], index, leaves[1], stored, leaves[2:]).backward(grad_out.float())
+    operands = [operand_from_weight(moved(one, DEVICE)) for one in stored]
     routed = route_rows(index.to(DEVICE), E)
     x, weight, grad_out = (tensor.to(DEVICE) for tensor in (x, weight, grad_out))
     adapters = ExpertAdapters.of(*(factor.to(DEVICE) for factor in factors))

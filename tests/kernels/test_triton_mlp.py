@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from qarl_kernels import GemmOperand, expert_mlp_reference, get_format, route_rows
+from qarl_kernels import GemmOperand, expert_mlp, get_format, route_rows
 from qarl_kernels.fp8 import encode_int4_as_fp8
-from qarl_kernels.gemm import grouped_gemm
 from qarl_kernels.ops.adapted_mlp import adapted_mlp_backward
 from qarl_kernels.ops.mlp import expert_mlp_backward, expert_mlp_forward
 from qarl_kernels.ops.weights import dequantize_operand, operand_from_weight, quantize_with_operand
 from qarl_kernels.weights import quantize_weight_reference
 from support.asserts import assert_bitwise_equal, assert_snr
-from support.formats import uneven_weight
+from support.formats import moved, uneven_weight
 from support.triton_interpreter import DEVICE, INTERPRETED
 
 T, TOP_K, E, H, INNER = (12, 2, 4, 256, 128) if INTERPRETED else (300, 4, 16, 512, 384)
@@ -32,23 +31,8 @@ def make_case(fmt):
     return x, index, weight / weight.sum(-1, keepdim=True), stored
 
 
-def to_device(stored):
-    moved = {suffix: tensor.to(DEVICE) for suffix, tensor in stored.tensors.items()}
-    return type(stored)(stored.format, stored.shape, moved)
-
-
-def reference(x, index, weight, stored, fmt):
-    fc1, fc2 = (GemmOperand.from_weight(one, torch.bfloat16) for one in stored)
-    return expert_mlp_reference(
-        x,
-        index,
-        weight,
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc1, offsets, out_dtype=dtype),
-        lambda rows, offsets, dtype: grouped_gemm(rows, fc2.unscaled(), offsets, out_dtype=dtype, after_swiglu=True),
-        fmt,
-        E,
-        fc2_scale=fc2.tensor_scale,
-    )
+def reference(x, index, weight, stored):
+    return expert_mlp(x, index, weight, *(GemmOperand.from_weight(one, torch.bfloat16) for one in stored))
 
 
 def operands_of(stored, *, packed=False):
@@ -57,7 +41,7 @@ def operands_of(stored, *, packed=False):
         # The kernels give the same bits: test_triton_integer.py.
         encoded = (encode_int4_as_fp8(one.codes(), one.tensors["weight_scale"]) for one in stored)
         return [GemmOperand(stored[0].format, *one) for one in encoded]
-    return [operand_from_weight(to_device(one), packed=packed) for one in stored]
+    return [operand_from_weight(moved(one, DEVICE), packed=packed) for one in stored]
 
 
 def forward(x, index, weight, operands):
@@ -67,7 +51,7 @@ def forward(x, index, weight, operands):
 @pytest.mark.usefixtures("poisoned_empty")
 def test_the_forward_is_the_references(fmt):
     x, index, weight, stored = make_case(fmt)
-    expected = reference(x, index, weight, stored, fmt)
+    expected = reference(x, index, weight, stored)
     operands = operands_of(stored)
     out, hidden = forward(x, index, weight, operands)
     assert (out.shape, out.dtype, hidden.shape) == ((T, H), torch.bfloat16, (T * TOP_K, 2 * INNER))
@@ -85,7 +69,7 @@ def test_the_forward_is_the_references(fmt):
 def test_packed_weights_multiply_to_the_same(name, group_size):
     fmt = get_format(name, group_size=group_size)
     x, index, weight, stored = make_case(fmt)
-    expected = reference(x, index, weight, stored, fmt)
+    expected = reference(x, index, weight, stored)
     operands = operands_of(stored, packed=True)
     assert_snr(forward(x, index, weight, operands)[0], expected, 45)
     assert_bitwise_equal(dequantize_operand(operands[1]).cpu(), stored[1].dequantize())
@@ -134,14 +118,14 @@ def test_the_backward_is_straight_through(fmt):
 
 
 def test_one_pass_makes_the_stored_weight_and_the_operand(fmt):
-    if not fmt.is_quantized or fmt.num_bits == 3:
+    if not fmt.is_quantized:
         pytest.skip("quantized by the reference")
     weight = uneven_weight(2, 24, H) if INTERPRETED else uneven_weight(E, 2 * INNER, H)
     expected = quantize_weight_reference(weight, fmt, name="w")
     quantized, operand = quantize_with_operand(weight.to(DEVICE), fmt)
     for suffix, tensor in expected.tensors.items():
         assert_bitwise_equal(quantized.tensors[suffix], tensor)
-    other = operand_from_weight(to_device(expected))
+    other = operand_from_weight(moved(expected, DEVICE))
     assert_bitwise_equal(operand.values, other.values.cpu() if INTERPRETED else other.values)
     assert_bitwise_equal(dequantize_operand(operand), dequantize_operand(other))
 
@@ -149,7 +133,7 @@ def test_one_pass_makes_the_stored_weight_and_the_operand(fmt):
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_it_without_waiting_for_the_device(fmt):
     x, index, weight, stored = make_case(fmt)
-    operands = [operand_from_weight(to_device(one)) for one in stored]
+    operands = [operand_from_weight(moved(one, DEVICE)) for one in stored]
     x, index, weight = x.cuda(), index.cuda(), weight.cuda()
     grad_out = torch.randn_like(x)
     weights = [dequantize_operand(operand) for operand in operands]
@@ -180,7 +164,7 @@ def test_a_cuda_graph_replays_it_without_waiting_for_the_device(fmt):
 @pytest.mark.gpu
 def test_torch_compile_sees_through_the_operators(fmt):
     x, index, weight, stored = make_case(fmt)
-    operands = [operand_from_weight(to_device(one)) for one in stored]
+    operands = [operand_from_weight(moved(one, DEVICE)) for one in stored]
     x, index, weight = x.cuda(), index.cuda(), weight.cuda()
 
     def run(x, index, weight):

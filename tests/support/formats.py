@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from qarl_kernels import QuantFormat, get_format
+from qarl_kernels import QuantFormat, QuantizedWeight, get_format
 
 FORMATS = {
     "w4a16": get_format("w4a16"),
@@ -35,6 +35,12 @@ def uneven_weight(*shape: int) -> Tensor:
     group_size = torch.exp2(torch.randint(-2, 3, (*batch, rows, columns // 32)).float())
     weight = torch.randn(shape) * row_size * group_size.repeat_interleave(32, -1) * columns**-0.5
     return weight.to(torch.bfloat16)
+
+
+def moved(stored: QuantizedWeight, device: str) -> QuantizedWeight:
+    """The same stored tensors on another device."""
+    tensors = {suffix: tensor.to(device) for suffix, tensor in stored.tensors.items()}
+    return QuantizedWeight(stored.format, stored.shape, tensors)
 
 
 def quantized_activations(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False) -> Tensor:
