@@ -5,7 +5,7 @@ import os
 import pytest
 from pydantic import Field
 
-from qarl_nemo.config import ConfigError, QarlConfig, StrictModel, load_config, merge_mappings, read_yaml, validate
+from qarl_nemo.config import ConfigError, QarlConfig, StrictModel, load_config, merge_mappings, read_yaml
 
 
 class Inner(StrictModel):
@@ -207,70 +207,6 @@ def test_circular_defaults_show_the_circle(write):
         load_config(write("defaults: other.yaml"), [], Whole)
 
 
-@pytest.mark.parametrize(
-    ("alignment", "number_format"), [("none", "w4a16"), ("aligned", "bf16"), ("rollout_only", "bf16")]
-)
-def test_alignment_none_and_bf16_go_together(alignment, number_format):
-    with pytest.raises(ConfigError, match="alignment=none and format=bf16 go together"):
-        validate({"alignment": alignment, "format": number_format}, QarlConfig, source="test")
-
-
-@pytest.mark.parametrize(
-    "name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4", "w2a16", "w3a16", "w8a16"]
-)
-def test_every_format_is_legal_with_both_quantized_alignments(name):
-    for alignment in ("aligned", "rollout_only"):
-        assert validate({"alignment": alignment, "format": name}, QarlConfig, source="test").format == name
-
-
-@pytest.mark.parametrize("name", ["w9a16", "w4a16x", "int4", "fp8"])
-def test_unknown_formats_are_refused(name):
-    with pytest.raises(
-        ConfigError,
-        match=f"unknown format '{name}': .*legal here: w4a16, w4a8, fp8_block, fp8_channel, int8, nvfp4, w8a16, bf16",
-    ):
-        validate({"format": name}, QarlConfig, source="test")
-
-
-@pytest.mark.parametrize("name", ["w2a2", "W2A2", "w4a4", "w16a4"])
-def test_activations_of_few_bits_are_refused_with_the_reason(name):
-    with pytest.raises(ConfigError, match=f"unknown format '{name}' .*fewer than 8 bits have no tensor-core path"):
-        validate({"format": name}, QarlConfig, source="test")
-
-
-def stages(*pairs):
-    return [{"from_step": step, "bits": bits} for step, bits in pairs]
-
-
-def test_the_grid_of_every_step():
-    qarl = validate({"format": "w8a16", "schedule": stages((10, 4), (20, 2))}, QarlConfig, source="test")
-    bits = {step: (qarl.served_at(step).grid_bits, qarl.executed_at(step).grid_bits) for step in (1, 9, 10, 19, 20, 99)}
-    assert bits == {1: (8, 8), 9: (8, 8), 10: (4, 4), 19: (4, 4), 20: (2, 2), 99: (2, 2)}
-    # The engine serves one format throughout.
-    assert {qarl.served_at(step).name for step in bits} == {"w8a16"}
-    assert {qarl.served_at(step).num_bits for step in bits} == {8}
-    rollout_only = qarl.model_copy(update={"alignment": "rollout_only"})
-    assert [rollout_only.executed_at(step).name for step in bits] == ["bf16"] * len(bits)
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule", "problem"),
-    [
-        ("w4a16", stages((10, 8)), "8 bits are not stored in the 4 of w4a16"),
-        ("w4a16", stages((10, 4)), "step 10 goes on with 4 bits"),
-        ("w3a16", stages((10, 3)), "step 10 goes on with 3 bits"),
-        ("w8a16", stages((10, 4), (10, 2)), "from_step=10 is not after 10"),
-        ("w8a16", stages((20, 4), (10, 2)), "from_step=10 is not after 20"),
-        ("fp8_block", stages((10, 4)), "fp8_block has one grid only; take format=w8a16"),
-        ("w8a16", stages((1, 4)), "greater than or equal to 2"),
-        ("w8a16", [{"from_step": 3, "bit": 4}], "unknown key 'schedule.0.bit': did you mean 'bits'"),
-    ],
-)
-def test_stages_that_cannot_be_are_refused(name, schedule, problem):
-    with pytest.raises(ConfigError, match=problem):
-        validate({"format": name, "schedule": schedule}, QarlConfig, source="test")
-
-
 def test_a_format_of_the_command_line_takes_away_options_it_does_not_have(write):
     path = write("name: x\nqarl: {format: w4a16, group_size: 32, scale_convention: narrow_range}")
     qarl = load_config(path, ["qarl.format=fp8_channel"], Whole).qarl
@@ -294,8 +230,3 @@ def test_targets_take_commas(write, override, targets):
 def test_wrong_targets_are_answered_with_the_legal_ones(write, override):
     with pytest.raises(ConfigError, match=r"qarl.targets.*experts'?, '?attention'?( or|,) '?mlp"):
         load_config(write("name: x"), [override], Whole)
-
-
-def test_a_config_cannot_be_changed_after_it_was_checked():
-    with pytest.raises(ValueError, match="frozen"):
-        QarlConfig().format = "bf16"
