@@ -114,22 +114,26 @@ def test_rounding_points_by_hand(dtype):
     assert gemm(ones, operand, out_dtype=torch.bfloat16).item() == 1.5
 
 
-def test_per_token_scales_by_hand():
-    # Row 0 of x: amax 2, scale 1/224: 2 -> 448, 0.3 -> 67.2 -> 64 (steps of 8: 8.4 -> 8); x8 = [2, 2/7].
-    # Channel 0: amax 1, scale 1/448: 1 -> 448, 0.5 -> 224. Sum 2 * 1 + 2/7 * 0.5 = 15/7.
-    x, weight = torch.zeros(1, 128), torch.zeros(1, 128)
-    x[0, :2], weight[0, :2] = torch.tensor([2.0, 0.3]), torch.tensor([1.0, 0.5])
-    operand = GemmOperand.from_weight(quantize_weight(weight, get_format("fp8_channel")), torch.float32)
-    assert gemm(x, operand).item() == pytest.approx(15 / 7, rel=1e-6)
+# Format -> the columns of x and of the weight that are not zero, and their product.
+BY_HAND = {
+    # x: amax 2, scale 1/224: 2 -> 448, 0.3 -> 67.2 -> 64 (steps of 8: 8.4 -> 8); x8 = [2, 2/7].
+    # The channel: amax 1, scale 1/448: 1 -> 448, 0.5 -> 224. Sum 2 * 1 + 2/7 * 0.5 = 15/7.
+    "fp8_channel": ({0: 2.0, 1: 0.3}, {0: 1.0, 1: 0.5}, 15 / 7),
+    # x: amax 2: 2 -> 127, 0.3 -> 19.05 -> 19, so x8 = [2, 38/127]. The channel: amax 1: 127, and 0.5 -> 63.5, a tie:
+    # 64. Sum 2 * 1 + 38/127 * 64/127.
+    "int8": ({0: 2.0, 1: 0.3}, {0: 1.0, 1: 0.5}, 2 + 38 * 64 / 127**2),
+    # Two K-blocks, each with its own activation group and weight block: (2 * 1) + (0.5 * 3); 0.3 beside the 0.5 is
+    # 268.8 of its group's scale 0.5 / 448, steps of 32: 8.4 -> 8 -> 256 * 0.5 / 448 = 2/7, times 3.
+    "fp8_block": ({0: 2.0, 128: 0.5, 129: 0.3}, {0: 1.0, 128: 3.0, 129: 3.0}, 2 + 1.5 + 6 / 7),
+}
 
 
-def test_int8_scales_by_hand():
-    # Row 0 of x: amax 2: 2 -> 127, 0.3 -> 19.05 -> 19, so x8 = [2, 38/127]. Channel 0: amax 1: 127, and 0.5 -> 63.5,
-    # a tie: 64. Sum 2 * 1 + 38/127 * 64/127.
-    x, weight = torch.zeros(1, 128), torch.zeros(1, 128)
-    x[0, :2], weight[0, :2] = torch.tensor([2.0, 0.3]), torch.tensor([1.0, 0.5])
-    operand = GemmOperand.from_weight(quantize_weight(weight, get_format("int8")), torch.float32)
-    assert gemm(x, operand).item() == pytest.approx(2 + 38 * 64 / 127**2, rel=1e-6)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_scales_of_activations_and_weights_by_hand(name):
+    *rows, expected = BY_HAND[name]
+    x, weight = (torch.tensor([[row.get(column, 0.0) for column in range(256)]]) for row in rows)
+    operand = GemmOperand.from_weight(quantize_weight(weight, get_format(name)), torch.float32)
+    assert gemm(x, operand).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_int8_activations_are_rounded_as_the_layers_own_kernel_rounds_them():
@@ -141,16 +145,6 @@ def test_int8_activations_are_rounded_as_the_layers_own_kernel_rounds_them():
     assert gemm(x, operand)[0, :2].tolist() == pytest.approx([127, 0])
     assert gemm(x, stack.expert(0))[0, :2].tolist() == pytest.approx([127, 1])
     assert grouped_gemm(x, operand.stacked(), one_group(x))[0, :2].tolist() == pytest.approx([127, 0])
-
-
-def test_block_scales_by_hand():
-    # Two K-blocks, each with its own activation group and weight block: (2 * 1) + (0.5 * 3); 0.3 beside the 0.5 is
-    # 268.8 of its group's scale 0.5 / 448, steps of 32: 8.4 -> 8 -> 256 * 0.5 / 448 = 2/7, times 3.
-    x, weight = torch.zeros(1, 256), torch.zeros(1, 256)
-    x[0, 0], weight[0, 0] = 2.0, 1.0
-    x[0, 128:130], weight[0, 128:130] = torch.tensor([0.5, 0.3]), torch.tensor([3.0, 3.0])
-    operand = GemmOperand.from_weight(quantize_weight(weight, get_format("fp8_block")), torch.float32)
-    assert gemm(x, operand).item() == pytest.approx(2 + 1.5 + 6 / 7, rel=1e-6)
 
 
 def test_the_floor_after_swiglu_by_hand():

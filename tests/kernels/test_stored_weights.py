@@ -169,21 +169,22 @@ def test_a_row_that_is_no_multiple_of_the_group_names_groups_that_fit(name, colu
     assert f"(group sizes that divide it: {fitting})" in str(error.value)
 
 
-def test_a_row_that_fp8_block_activations_cannot_split_is_refused():
-    with pytest.raises(ValueError, match="K=192 is not a multiple of 128, the activation group of fp8_block"):
-        quantize_weight(torch.zeros(128, 192), get_format("fp8_block"))
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("fp8_block", (128, 192), "K=192 is not a multiple of 128, the activation group of fp8_block"),
+        ("nvfp4", (128, 120), "K=120 is not a multiple of 16, the group of nvfp4"),
+        ("fp8_channel", (128,), r"at least two dimensions \[N, K\], got shape \[128\]"),
+    ],
+)
+def test_shapes_that_a_format_cannot_store_are_refused(name, shape, said):
+    with pytest.raises(ValueError, match=said):
+        quantize_weight(torch.zeros(shape), get_format(name))
+
+
+def test_rows_alone_are_bound_to_groups():
     assert weight_problems((192, 128), get_format("fp8_block")) == []
     assert weight_problems((8, 100), get_format("fp8_channel")) == []
-
-
-def test_a_row_that_is_no_multiple_of_nvfp4s_group_is_refused():
-    with pytest.raises(ValueError, match="K=120 is not a multiple of 16, the group of nvfp4"):
-        quantize_weight(torch.zeros(128, 120), get_format("nvfp4"))
-
-
-def test_a_vector_is_refused():
-    with pytest.raises(ValueError, match=r"at least two dimensions \[N, K\], got shape \[128\]"):
-        quantize_weight(torch.zeros(128), get_format("fp8_channel"))
 
 
 @pytest.mark.parametrize("nested_in", [None, "w8a16"])
