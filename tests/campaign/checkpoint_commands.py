@@ -56,7 +56,6 @@ _ARGUMENTS = (
 
 class _Checkpoints(Command):
     preload = CHECKPOINTS
-    _source: str
 
     def learn(self, run: Run) -> None:
         code, output = run(self.arguments(self.base), self.base)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ from qarl_nemo.train.tokenizer import character_tokenizer
 from support.files import write_jsonl
 from support.megatron.files import Layout, write_megatron
 from support.runs import values
-
-# Starts `qarl` with these arguments, and requires exit code 0.
-RunQarl = Callable[[list[str]], None]
 
 
 def write_model(folder: Path) -> None:

@@ -20,7 +20,7 @@ _TARGETS = ("experts", "attention")
 _NUM_BREAKS = 60
 
 
-def sampler_faults(seed: int, *, rounds: int, every: int = 1) -> Counts:
+def sampler_faults(seed: int, *, rounds: int, every: int) -> Counts:
     """Refit the built-in sampler with every fault.
 
     Args:

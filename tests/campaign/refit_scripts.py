@@ -38,7 +38,7 @@ def save_parts(layers: Sequence[Layer], folder: Path) -> list[Path]:
     return paths
 
 
-def script(manifest: Manifest, paths: list[Path], *, rehearsed: bool = False) -> Script:
+def script(manifest: Manifest, paths: list[Path], *, rehearsed: bool) -> Script:
     """Return a whole refit through files, whose messages can be sent any number of times and in any order.
 
     Args:

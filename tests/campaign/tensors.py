@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from edits import Content
-from trees import VALUES, edit_tree
+from trees import VALUES, edit_tree, places_in
 
 _SIZES = {"BF16": 2, "F16": 2, "F32": 4}
 _LIKE_BF16 = ("F16", "I16", "U16")
@@ -143,7 +143,7 @@ def edit_npz(rng: random.Random, data: bytes) -> Content:
 def edit_torch_save(rng: random.Random, data: bytes) -> Content:
     """Damage one entry of what `torch.save` wrote."""
     content = torch.load(io.BytesIO(data), weights_only=True)
-    places = list(_entries(content, ()))
+    places = list(places_in(content))
     path, holder, key = rng.choice(places)
     old = holder[key]
     if isinstance(old, torch.Tensor) and rng.random() < 0.5:
@@ -163,10 +163,3 @@ def edit_torch_save(rng: random.Random, data: bytes) -> Content:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return f"{'.'.join(map(str, path))}: {what}", buffer.getvalue()
-
-
-def _entries(tree: Any, path: tuple[Any, ...]) -> Any:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in list(items):
-        yield (*path, key), tree, key
-        yield from _entries(value, (*path, key))

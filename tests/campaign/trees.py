@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -56,7 +57,7 @@ def edit_tree(rng: random.Random, tree: Any) -> tuple[str, Any]:
         What was done, and a new value.
     """
     tree = json.loads(json.dumps(tree))
-    places = list(_places(tree, ()))
+    places = list(places_in(tree))
     if not places or rng.random() < 0.04:
         value = rng.choice(VALUES)
         return f"everything is {_short(value)}", value
@@ -164,18 +165,19 @@ def draw_override(rng: random.Random, tree: dict[str, Any]) -> str:
         return rng.choice(
             ("seed", "=1", ".=1", "a..b=1", "seed=[", "seed={a", "-seed=1", "seed=!!python/none", "a=b=c")
         )
-    path, _, _ = rng.choice(list(_places(tree, ())))
+    path, _, _ = rng.choice(list(places_in(tree)))
     key = ".".join(map(str, path)) + rng.choice(("", "", "", "x", ".y"))
     value = rng.choice(VALUES)
     text = "[" * 200 if value == _DEEP else json.dumps(value) if rng.random() < 0.5 else str(value)
     return f"{key}={text}".replace("\x00", "\\0").encode("utf-8", "replace").decode()[:2000]
 
 
-def _places(tree: Any, path: tuple[Any, ...]) -> Any:
+def places_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """Yield path, holder and key of everything that dictionaries and lists hold, at any depth."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield (*path, key), tree, key
-        yield from _places(value, (*path, key))
+        yield from places_in(value, (*path, key))
 
 
 def _json_text(tree: Any) -> str:

@@ -51,12 +51,12 @@ TARGETS = {
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
 
-def write_checkpoint(path, config: PreTrainedConfig, *, seed=0, **saving):
+def write_checkpoint(path, config: PreTrainedConfig, **saving):
     """A random model with its tokenizer, saved as any other tool would."""
     tokenizer = character_tokenizer()
     tokenizer.chat_template = TEMPLATE
     config.update({"vocab_size": len(tokenizer), "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1})
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path, **saving)
     tokenizer.save_pretrained(path)
     return path

@@ -61,11 +61,11 @@ class Calls:
                 mailbox.put((WorkerProc.ResponseStatus.FAILURE, str(error)))
 
 
-def engine(rank_type, num_ranks=2):
+def engine(rank_type):
     """vLLM's executor over ranks of this process."""
     executor = object.__new__(MultiprocExecutor)
-    executor.response_mqs = [Mailbox() for _ in range(num_ranks)]
-    executor.rpc_broadcast_mq = Calls([rank_type() for _ in range(num_ranks)], executor.response_mqs)
+    executor.response_mqs = [Mailbox(), Mailbox()]
+    executor.rpc_broadcast_mq = Calls([rank_type(), rank_type()], executor.response_mqs)
     executor.is_failed, executor.futures_queue = False, deque()
     # What its destructor would end.
     executor.shutdown = lambda: None

@@ -39,9 +39,9 @@ def batch_from_gaps(log_prox, log_mismatch, advantages, *, dtype=torch.float64) 
     return curr, data
 
 
-def random_batch(seed: int, *, num_seqs=4, num_toks=5, scale=0.1, dtype=torch.float64) -> tuple[Tensor, LossData]:
+def random_batch(seed: int, *, num_seqs=4, scale=0.1, dtype=torch.float64) -> tuple[Tensor, LossData]:
     """Ragged masks, one response in four not counted, advantages of both signs and 0; curr needs no grad yet."""
-    generator = torch.Generator().manual_seed(seed)
+    num_toks, generator = 5, torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=dtype)

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 
-def this_context_rank(batch: Tensor, documents: int = 1) -> Tensor:
+def this_context_rank(batch: Tensor, documents: int) -> Tensor:
     """Return a rank's tokens [..., S / CP] of every document: from both ends, since attention costs more at the end."""
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     if size == 1:

@@ -70,8 +70,8 @@ def _format(name: str, **changes: float | tuple[float, float]) -> Case:
     return Case(starts=(Start(**settings | changes),))
 
 
-def _parallel(gpus: int, *overrides: str, steps: int = 4) -> Case:
-    return Case(gpus=gpus, starts=(Start(steps=steps, overrides=overrides),))
+def _parallel(gpus: int, *overrides: str) -> Case:
+    return Case(gpus=gpus, starts=(Start(steps=4, overrides=overrides),))
 
 
 def _large(*overrides: str, **changes: str | None) -> Case:

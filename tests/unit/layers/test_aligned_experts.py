@@ -136,7 +136,7 @@ def test_no_tokens_at_all(fmt):
     assert not layer.down_proj.grad.any()
 
 
-def packed_from(layer, dtype, *, keep_operand=True):
+def packed_from(layer, dtype, *, keep_operand):
     """A receiver that holds nothing but what `publish` sent."""
     weights = {f"{NAME}.{proj}": weight for proj, weight in layer.aligned.items()}
     update = publish(weights, [], layer.format, version=0)

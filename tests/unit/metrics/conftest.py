@@ -80,9 +80,9 @@ def step_metrics(step, *, alignment, rng):
     return metrics
 
 
-def write_diagnostics(run_dir, step, *, alignment, rng, num_sequences=256, num_tokens=12):
+def write_diagnostics(run_dir, step, *, alignment, rng):
     gap = ARMS[alignment][2]
-    shape = num_sequences, num_tokens
+    shape = num_sequences, num_tokens = 256, 12
     advantage = rng.choice([-1.2, 0.8, 0.0], size=num_sequences, p=[0.45, 0.45, 0.1])
     advantages = np.repeat(advantage[:, None], num_tokens, axis=1)
     prev = np.log(np.clip(rng.beta(4, 0.6, shape), 1e-5, 1))

@@ -11,7 +11,8 @@ PROBABILITIES = [0.1, 0.5, 0.05, 0.35]
 LOGITS = torch.tensor(PROBABILITIES).log() + 3.0  # logits are known up to a constant
 
 
-def frequencies(params, num=20_000):
+def frequencies(params):
+    num = 20_000
     tokens, logprobs = draw(LOGITS.expand(num, 4), params, torch.Generator().manual_seed(0))
     by_token = {int(token): float(logprob) for token, logprob in zip(tokens, logprobs, strict=True)}
     return (torch.bincount(tokens, minlength=4) / num).tolist(), by_token
