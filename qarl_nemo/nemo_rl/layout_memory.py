@@ -164,7 +164,7 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         optimizer=_optimizer(look_up(megatron, "optimizer", {})),
         optimizer_whole=not _is_distributed(look_up(megatron, "optimizer", {})),
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
-        tokens=_tokens(policy),
+        tokens=min(_tokens(policy), _rank_tokens(config)),
         # Selective recomputation keeps something between this and nothing.
         recompute=_recompute(megatron),
         logits=not look_up(megatron, "use_fused_linear_logprobs", False),
@@ -199,9 +199,17 @@ def _is_distributed(optimizer: Mapping[str, Any]) -> bool:
 def _tokens(policy: Mapping[str, Any]) -> int:
     for kind in ("sequence_packing", "dynamic_batching"):
         if look_up(policy, f"{kind}.enabled", False):
-            return min(look_up(policy, f"{kind}.train_mb_tokens", 8192), MAX_TOKENS)
-    each, longest = policy.get("train_micro_batch_size") or 1, policy.get("max_total_sequence_length") or 8192
-    return min(each * longest, MAX_TOKENS)
+            return look_up(policy, f"{kind}.train_mb_tokens", 8192)
+    return (policy.get("train_micro_batch_size") or 1) * (policy.get("max_total_sequence_length") or 8192)
+
+
+def _rank_tokens(config: Mapping[str, Any]) -> int:
+    """Return how many tokens of an optimizer step a learner rank can have, which no micro-batch exceeds."""
+    layout, policy = read_layout(config), config.get("policy") or {}
+    batch, longest = (policy.get(key) for key in ("train_global_batch_size", "max_total_sequence_length"))
+    if layout is None or not batch or not longest:
+        return MAX_TOKENS
+    return min(max(batch // layout.data_parallel, 1) * longest, MAX_TOKENS)
 
 
 def _recompute(megatron: Mapping[str, Any]) -> Recompute:

@@ -67,7 +67,14 @@ def test_a_budget_beyond_what_a_rank_has_is_what_it_has():
         "memory: policy.sequence_packing.logprob_mb_tokens"
     ]
     values = launch(**packed(2**20, 32768), **{"policy.max_total_sequence_length": 512})
-    assert budget_hints(values, apply_qarl(values)) == []
+    qarl = apply_qarl(values)
+    assert budget_hints(values, qarl) == []
+    # What is said of the run is what it can hold.
+    (budget, _), needed = (
+        token_budgets(values, qarl, optimizer_stays=False),
+        needed_memory(values, qarl, optimizer_stays=False),
+    )
+    assert needed.learner.peak_bytes == budget.needed
 
 
 def test_an_engine_has_room_for_a_response_at_least():
