@@ -49,7 +49,7 @@ def hopper_grouped_gemm_fp8_channel(
         ValueError: an operand's shape, dtype, device or layout is not the stated one.
     """
     _check("hopper_grouped_gemm_fp8_channel", a8, a_scale, w8, w_scale, offsets, block=False)
-    return _channel(a8, a_scale, w8, w_scale, offsets, channel_first)
+    return _op(a8, a_scale, w8, w_scale, offsets, None, False, channel_first)
 
 
 def hopper_grouped_gemm_fp8_block(
@@ -80,46 +80,24 @@ def hopper_grouped_gemm_fp8_block(
     Source: the promotion of DeepGEMM's fp8_gemm (per K-block, on the CUDA cores).
     """
     _check("hopper_grouped_gemm_fp8_block", a8, a_scale, w8, w_scale, offsets, block=True, row_weight=row_weight)
-    return _block(a8, a_scale, w8, w_scale, offsets, row_weight)
+    return _op(a8, a_scale, w8, w_scale, offsets, row_weight, True, False)
 
 
-@torch.library.custom_op("qarl::hopper_grouped_gemm_fp8_channel", mutates_args=())
-def _channel(a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, channel_first: bool) -> Tensor:
-    out = a8.new_empty(len(a8), w8.shape[1], dtype=torch.bfloat16)
-    _launch(a8, a_scale, w8, w_scale, offsets, out, block=False, channel_first=channel_first)
-    return out
-
-
-@torch.library.custom_op("qarl::hopper_grouped_gemm_fp8_block", mutates_args=())
-def _block(
-    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, row_weight: Tensor | None
-) -> Tensor:
-    out = a8.new_empty(len(a8), w8.shape[1], dtype=torch.bfloat16)
-    _launch(a8, a_scale, w8, w_scale, offsets, out, block=True, row_weight=row_weight)
-    return out
-
-
-_channel.register_fake(fake_rows)
-
-
-_block.register_fake(fake_rows)
-
-
-def _launch(
+@torch.library.custom_op("qarl::hopper_grouped_gemm_fp8", mutates_args=())
+def _op(
     a8: Tensor,
     a_scale: Tensor,
     w8: Tensor,
     w_scale: Tensor,
     offsets: Tensor,
-    out: Tensor,
-    *,
+    row_weight: Tensor | None,
     block: bool,
-    row_weight: Tensor | None = None,
-    channel_first: bool = False,
-) -> None:
+    channel_first: bool,
+) -> Tensor:
     num_experts, num_columns, depth = w8.shape
+    out = a8.new_empty(len(a8), num_columns, dtype=torch.bfloat16)
     if len(a8) == 0:
-        return
+        return out
     hopper_gemm_kernel[(_num_sms(a8.device.index),)](
         _descriptor(a8, 64),
         _descriptor(w8.view(-1, depth), 128),
@@ -140,6 +118,10 @@ def _launch(
         STAGES=NUM_STAGES,
         num_warps=4,
     )
+    return out
+
+
+_op.register_fake(fake_rows)
 
 
 def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:

@@ -91,15 +91,26 @@ def integer_quantize_pack(
     Source: `integer.quantize_integer`, `integer.pack_int32`, `integer.dequantize_integer`, `fp8.encode_int4_as_fp8`,
     `nested.narrow_tensor`.
     """
-    problems = []
+    grid_bits = num_bits if grid_bits is None else grid_bits
+    bits = num_bits, grid_bits, grid_bits if served_bits is None else served_bits
+    refuse("integer_quantize_pack", _setting_problems(group_size, scale_convention, bits, emit))
+    max_columns = MAX_COLUMNS if emit == "fp8" else None
+    tensors, stacked = expert_weights("integer_quantize_pack", weights, group_size, max_columns)
+    with torch.no_grad():
+        results = torch.ops.qarl.integer_quantize_pack(tensors, group_size, scale_convention, *bits, emit)
+    packed, scale, *extra = results[:-1] if stacked else [result[0] for result in results[:-1]]
+    names = {"packed": (), "bf16": ("dequantized",), "fp8": ("w8", "channel_scale")}[emit]
+    return IntegerWeights(packed, scale, results[-1], **dict(zip(names, extra, strict=True)))
+
+
+def _setting_problems(group_size: int, scale_convention: str, bits: tuple[int, int, int], emit: str) -> list[str]:
+    (num_bits, grid_bits, served_bits), problems = bits, []
     if group_size not in GROUP_SIZES:
         problems.append(f"group_size={group_size} (legal: 32, 64, 128)")
     if scale_convention not in SCALE_CONVENTIONS:
         problems.append(f"scale_convention={scale_convention!r} (legal: {', '.join(SCALE_CONVENTIONS)})")
     if num_bits not in CODE_BITS:
         problems.append(f"num_bits={num_bits} (legal: 4, 8)")
-    grid_bits = num_bits if grid_bits is None else grid_bits
-    served_bits = grid_bits if served_bits is None else served_bits
     if not 2 <= served_bits <= grid_bits <= num_bits:
         problems.append(
             f"grid_bits={grid_bits} and served_bits={served_bits} (legal: 2 <= served <= grid <= {num_bits})"
@@ -110,15 +121,7 @@ def integer_quantize_pack(
         problems.append(f"group_size={group_size} with emit='fp8' (legal: {FP8_GROUP_SIZE})")
     if emit == "fp8" and (num_bits, served_bits) != (4, grid_bits):
         problems.append(f"num_bits={num_bits} and served_bits={served_bits} with emit='fp8' (legal: 4, None)")
-    refuse("integer_quantize_pack", problems)
-    max_columns = MAX_COLUMNS if emit == "fp8" else None
-    tensors, stacked = expert_weights("integer_quantize_pack", weights, group_size, max_columns)
-    bits = num_bits, grid_bits, served_bits
-    with torch.no_grad():
-        results = torch.ops.qarl.integer_quantize_pack(tensors, group_size, scale_convention, *bits, emit)
-    packed, scale, *extra = results[:-1] if stacked else [result[0] for result in results[:-1]]
-    names = {"packed": (), "bf16": ("dequantized",), "fp8": ("w8", "channel_scale")}[emit]
-    return IntegerWeights(packed, scale, results[-1], **dict(zip(names, extra, strict=True)))
+    return problems
 
 
 def _empty_results(tensors: list[Tensor], group_size: int, num_bits: int, emit: str) -> list[Tensor]:
