@@ -111,8 +111,8 @@ def test_errors_name_everything_wrong():
 def test_operators_are_registered_for_tracing():
     x = torch.randn(3, 256, dtype=torch.bfloat16, device=DEVICE)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.qarl.quantize_token, (x, "fp8_token", False), test_utils=checks)
-    torch.library.opcheck(torch.ops.qarl.quantize_group, (x, True), test_utils=checks)
+    torch.library.opcheck(torch.ops.qarl.quantize_token, (x, "fp8_token", False, False), test_utils=checks)
+    torch.library.opcheck(torch.ops.qarl.quantize_group, (x, True, False), test_utils=checks)
     with FakeTensorMode():
         x = torch.empty(7, 512, dtype=torch.bfloat16, device=DEVICE)
         assert [list(part.shape) for part in quantize_group(x)] == [[7, 512], [7, 4]]

@@ -194,5 +194,5 @@ def test_operators_are_registered_for_tracing():
     torch.library.opcheck(ops.grouped_gemm_channel, (*rows, *stored, offsets, None, False), test_utils=checks)
     x = rows_of(3, 256)
     # The other check multiplies codes by a number, which torch cannot keep in int8.
-    torch.library.opcheck(ops.quantize_token, (x, "int8_token", True), test_utils="test_faketensor")
-    torch.library.opcheck(ops.swiglu_quantize_token, (x, "int8_token"), test_utils="test_faketensor")
+    torch.library.opcheck(ops.quantize_token, (x, "int8_token", True, False), test_utils="test_faketensor")
+    torch.library.opcheck(ops.quantize_token, (x, "int8_token", False, True), test_utils="test_faketensor")

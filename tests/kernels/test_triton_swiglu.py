@@ -119,9 +119,9 @@ def test_operators_are_registered_for_tracing():
     hidden = hidden_rows(3, 128)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.qarl
-    torch.library.opcheck(ops.swiglu_quantize_token, (hidden, "fp8_token"), test_utils=checks)
-    for operator in (ops.swiglu, ops.swiglu_quantize_group):
-        torch.library.opcheck(operator, (hidden,), test_utils=checks)
+    torch.library.opcheck(ops.swiglu, (hidden,), test_utils=checks)
+    torch.library.opcheck(ops.quantize_token, (hidden, "fp8_token", False, True), test_utils=checks)
+    torch.library.opcheck(ops.quantize_group, (hidden, True, True), test_utils=checks)
     with FakeTensorMode():
         hidden = torch.empty(7, 512, dtype=torch.bfloat16, device=DEVICE)
         assert [list(part.shape) for part in swiglu_quantize_group(hidden)] == [[7, 256], [7, 2]]
