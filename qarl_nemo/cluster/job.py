@@ -143,7 +143,9 @@ class _Reporter:
 
     def __call__(self, line: str) -> None:
         stamped = f"[{datetime.now(UTC):%H:%M:%S}] {line}"
-        print(stamped, flush=True)
+        # A launcher that is gone must not keep its job from being stopped.
+        with suppress(OSError):
+            print(stamped, flush=True)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a") as file:
@@ -172,12 +174,13 @@ class _Job:
         self._output.start()
 
     def _tee(self, path: Path) -> None:
-        with path.open("wb") as file:
+        with path.open("wb", buffering=0) as file:
             for line in self._process.stdout:
-                file.write(line)
-                file.flush()
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+                for sink in (file, sys.stdout.buffer):
+                    # A full disk, or a launcher that is gone, must not hold up a job that goes on writing.
+                    with suppress(OSError):
+                        sink.write(line)
+                        sink.flush()
 
     def code(self) -> int | None:
         """Return the exit code of a job that ended."""
