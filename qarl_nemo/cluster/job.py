@@ -105,6 +105,14 @@ def _passed_on() -> dict[str, str]:
 def _watch(config: ClusterConfig, nodes: list[Node], head: str, folder: Path, say: "_Reporter") -> int:
     logs = LogCollector(nodes, folder, config.log_period_s, say)
     job = _Job(config, head, folder)
+    try:
+        return _follow(job, logs, nodes, folder, say)
+    finally:
+        # What it started ends with it, also where Ray has failed us.
+        job.stop()
+
+
+def _follow(job: "_Job", logs: LogCollector, nodes: list[Node], folder: Path, say: "_Reporter") -> int:
     lost: dict[Node, str] = {}
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
@@ -190,9 +198,10 @@ class _Job:
         return code
 
     def stop(self) -> None:
-        """End the job and all its processes, by force if they do not stop."""
-        os.killpg(self._process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_WITHIN_S)
+        """End the job and all its processes, by force if they do not stop; nothing happens if all have ended."""
         with suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_WITHIN_S)
             os.killpg(self._process.pid, signal.SIGKILL)

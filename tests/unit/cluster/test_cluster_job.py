@@ -1,7 +1,9 @@
 """The job of a cluster run, whose launcher may be gone: nobody reads what is shown, and everything is kept."""
 
+import contextlib
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,3 +47,35 @@ def test_a_log_folder_that_is_full_does_not_hold_the_job_up(monkeypatch, tmp_pat
     while (code := running.code()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert code == 3
+
+
+@pytest.mark.parametrize("command", ["sleep 600; true", "sleep 600 > /dev/null 2>&1 & sleep 0.5"])
+def test_a_watch_leaves_nothing_of_its_job_however_it_ends(monkeypatch, tmp_path, command):
+    def lost(_):
+        if command.endswith("true"):
+            raise RuntimeError("Ray answers no more")
+        return {}
+
+    started = []
+    monkeypatch.setattr(job, "lost_nodes", lost)
+    monkeypatch.setattr(job, "POLL_S", 0.1)
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(job, "LogCollector", lambda *_: SimpleNamespace(poll=lambda: None, finish=lambda _: None))
+    monkeypatch.setattr(job, "_Job", lambda *words, kind=job._Job: started.append(kind(*words)) or started[0])
+    config = SimpleNamespace(command=command, workdir=tmp_path, log_period_s=1.0)
+    with contextlib.suppress(RuntimeError):
+        assert job._watch(config, [], "head:1", tmp_path, print) == 0
+    deadline = time.monotonic() + 30
+    while alive(started[0]._process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(started[0]._process.pid)
+
+
+def alive(session):
+    """Whether a process of a session runs; what nobody has waited for yet does not."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, _, _, own, *_ = file.read_text().rpartition(")")[2].split()
+            if state != "Z" and int(own) == session:
+                return True
+    return False
