@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,3 +210,35 @@ def test_bars_that_cannot_be_drawn_are_one_line(monkeypatch, capsys, tmp_path, r
         phase_bars.main()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+STUBBED = """
+import contextlib, runpy, sys
+sys.path.insert(0, {folder!r})
+import host_memory, model, refusals, tree
+host_memory.recorded_memory = lambda *_: contextlib.nullcontext()
+model.make_model, refusals.num_gpus = (lambda *_, **__: None), (lambda: 2)
+tree.copy_tree = lambda root, copy: copy
+sys.executable = {launcher!r}
+sys.argv = ["run.py", {work!r}, "--nemo-rl", {root!r}, "--workload", "a24"]
+runpy.run_path({folder!r} + "/run.py", run_name="__main__")
+"""
+
+
+def test_a_run_that_is_ended_ends_its_launcher(tmp_path):
+    import arms
+
+    recipe, launcher = tmp_path / arms.OWN_RECIPE, tmp_path / "launcher"
+    recipe.parent.mkdir(parents=True)
+    recipe.touch()
+    (tmp_path / "pid").touch()
+    launcher.write_text(f"#!/bin/bash\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    launcher.chmod(0o755)
+    paths = {"folder": str(ROOT / "tools/bench/full_size"), "launcher": str(launcher), "work": str(tmp_path / "work")}
+    run = subprocess.Popen([sys.executable, "-c", STUBBED.format(root=str(tmp_path), **paths)])
+    while run.poll() is None and not (tmp_path / "pid").read_text():
+        time.sleep(0.1)
+    run.terminate()
+    run.wait(60)
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -214,4 +215,6 @@ def _command_line(arm: str, placement: str, arguments: argparse.Namespace) -> st
 
 
 if __name__ == "__main__":
+    # A launcher would outlive a program that a signal ends at once, and keep its GPUs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(main())
