@@ -16,12 +16,14 @@ STEPS, LONGEST = 25, 512
 NAMES = ("--model", "m", "--data", "d")
 
 
-ALIGNMENTS = {"BF16": "none", "rollout-only w4a16": "rollout_only", "QaRL w4a16": "aligned", "QaRL w4a8": "aligned"}
+ALIGNMENTS = {"BF16": "none", "rollout-only w4a16": "rollout_only", "QaRL w4a16": "aligned", "QaRL w4a8": "aligned",
+              "QaRL w4a16, GSPO": "aligned"}  # fmt: skip
+ARMS = list(ALIGNMENTS)[:-1]
 
 
 @pytest.fixture
 def make_arms(make_run, tmp_path):
-    def make(folder, *seeds, arms=ALIGNMENTS):
+    def make(folder, *seeds, arms=ARMS):
         for arm, seed in itertools.product(arms, seeds):
             settings = {"alignment": ALIGNMENTS[arm], "num_steps": STEPS, "grpo": {"max_num_steps": STEPS}}
             path = tmp_path / folder / "local_math_arms" / f"{arm}-seed{seed}"
@@ -52,6 +54,17 @@ def test_arms_have_rows_and_formats_with_all_three_a_recovery(make_arms, record)
     expected = np.mean(lost), abs(lost[0] - lost[1]) / 2
     found = [rows[f"real_m_d_lost_w4a16_{figure}"].value for figure in ("mean", "error")]
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_what_alignment_alone_wins_back_needs_no_bf16(make_arms, record):
+    rows = record("real_model_runs", make_arms("runs", 1, 2, arms=["rollout-only w4a16", "QaRL w4a16, GSPO"]), *NAMES)
+    gained = [
+        rows[f"real_m_d_qarl_w4a16_gspo_seed{seed}_test_accuracy"].value
+        - rows[f"real_m_d_rollout_only_w4a16_seed{seed}_test_accuracy"].value
+        for seed in (1, 2)
+    ]
+    assert rows["real_m_d_aligned_w4a16_mean"].value == pytest.approx(np.mean(gained), abs=1e-4)
+    assert not {name for name in rows if "recovery" in name or "lost" in name or "gained" in name}
 
 
 def test_seeds_that_came_one_after_the_other_give_what_they_give_together(make_arms, record, tmp_path):
