@@ -16,7 +16,7 @@ from rich.console import Console
 from qarl_nemo.config import ConfigError, merge_mappings, validate, write_yaml
 from qarl_nemo.files import make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
-from qarl_nemo.train.gpu_pool import GpuPool, visible_gpus
+from qarl_nemo.train.gpu_pool import SHARE, GpuPool, visible_gpus
 from qarl_nemo.train.run_dir import RunStoppedError, where_it_stands
 
 _LOG_LINES = 15
@@ -110,7 +110,7 @@ def _slug(arm: str) -> str:
 def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
     """Run every config to its end, `parallel` at a time; finished runs are skipped, killed ones resume.
 
-    Each run starts on the visible GPUs with the fewest runs.
+    Each run starts on the visible GPUs with the fewest runs, and PyTorch holds no more of their memory than its share.
 
     Args:
         runs: from `expand_arms`.
@@ -140,12 +140,12 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
 
 def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) -> list[str]:
     console, started, pool = Console(), time.perf_counter(), GpuPool(visible_gpus())
-    waiting, failed, finished = list(runs), [], 0
+    waiting, failed, finished, share = list(runs), [], 0, pool.share(runs, parallel)
     while waiting or running:
         while waiting and len(running) < parallel:
             config = waiting.pop(0)
             gpus = pool.take(config)
-            running.append(_Running(config, gpus, _start(config, gpus)))
+            running.append(_Running(config, gpus, _start(config, gpus, share)))
             where = f" on GPU {', '.join(gpus)}" if gpus else ""
             console.print(f"{config.run.name} started{where}, log in {_log(config)}", soft_wrap=True)
         time.sleep(0.5)
@@ -163,13 +163,13 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
     return failed
 
 
-def _start(config: LocalConfig, gpus: list[str]) -> subprocess.Popen[bytes]:
+def _start(config: LocalConfig, gpus: list[str], share: float) -> subprocess.Popen[bytes]:
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "arm.yaml"
     write_yaml(path, config.model_dump(mode="json", exclude={"compare"}))
     environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), SHARE: str(share)}
     with _log(config).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "qarl_nemo.cli", "train", str(path)], stdout=log, stderr=log, env=environment

@@ -1,11 +1,15 @@
 """Spreads the runs of a comparison over this host's GPUs: each starts where the fewest are."""
 
+import math
 import os
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
 
 from qarl_nemo.train.config import LocalConfig
+
+# Tells a run which share of its GPUs' memory is its own.
+SHARE = "QARL_GPU_SHARE"
 
 
 def visible_gpus() -> list[str]:
@@ -45,6 +49,16 @@ class GpuPool:
         taken = sorted(by_runs[: num_gpus(config)], key=self._gpus.index)
         self._runs.update(taken)
         return taken
+
+    def share(self, runs: Sequence[LocalConfig], parallel: int) -> float:
+        """Return the share of a GPU that each run can have, 1 / (runs on the fullest GPU).
+
+        Args:
+            runs: all that will take GPUs.
+            parallel: how many run at a time.
+        """
+        taken = sum(sorted(map(num_gpus, runs))[-parallel:])
+        return 1.0 / max(1, math.ceil(taken / max(1, len(self._gpus))))
 
     def give_back(self, gpus: Sequence[str]) -> None:
         """Note that the run which took these has ended."""

@@ -1,5 +1,7 @@
 """One run from start to end: is anything left to do, lock the folder, train, and end well when interrupted."""
 
+import os
+
 import torch
 from rich.console import Console
 
@@ -7,6 +9,7 @@ from qarl_nemo.files import exclusive, make_folder
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps
 from qarl_nemo.train.checkpoint import leftovers, remove_leftovers
 from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.gpu_pool import SHARE
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.run_dir import RunStoppedError, is_complete, where_it_stands
@@ -14,6 +17,8 @@ from qarl_nemo.train.setup import MakeLearner, transformers_learner
 from qarl_nemo.train.trainer import Trainer
 
 LOCK_FILE = ".lock"
+# Of a shared GPU, for contexts and libraries, which PyTorch's limit does not count.
+_BESIDE_TENSORS = 0.05
 
 
 def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_learner) -> Trainer | None:
@@ -40,6 +45,7 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
     make_folder(config.run_dir, "a run's folder")
     with exclusive(config.run_dir / LOCK_FILE, f"run folder {config.run_dir}"):
         try:
+            keep_to_share(prepared.device)
             trainer = Trainer(config, make_learner, prepared)
             trainer.train()
         except KeyboardInterrupt:
@@ -48,6 +54,16 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
             problem = ". ".join(str(error).split(". ")[:2])
             raise RuntimeError(f"{problem}. To need less: {'; '.join(_ways_to_need_less(config))}") from error
     return trainer
+
+
+def _share() -> float:
+    return float(os.environ.get(SHARE, "1"))
+
+
+def keep_to_share(device: torch.device) -> None:
+    """Let PyTorch give back unused memory rather than take a neighbour's, if other runs share this run's GPU."""
+    if device.type == "cuda" and _share() < 1:
+        torch.cuda.set_per_process_memory_fraction(_share() * (1 - _BESIDE_TENSORS), device)
 
 
 def _finish_deleting(config: LocalConfig) -> None:
@@ -76,4 +92,6 @@ def _ways_to_need_less(config: LocalConfig) -> list[str]:
         ways.append(f"rollout.kv_cache_gib below {rollout.kv_cache_gib:g}")
     if ours and not policy.activation_checkpointing:
         ways.append("policy.activation_checkpointing=true")
+    if _share() < 1:
+        ways.append("fewer runs on a GPU (--parallel)")
     return ways

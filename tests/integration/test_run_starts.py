@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qarl_nemo.files import FileError, exclusive
+from qarl_nemo.train.gpu_pool import SHARE
 from qarl_nemo.train.run import LOCK_FILE, train_run
 from support.runs import make_config, read_metrics, train
 
@@ -106,3 +107,12 @@ def test_a_gpu_without_memory_is_an_error_that_says_what_needs_less(policy, said
     with pytest.raises(RuntimeError) as raised:
         train_run(make_config(tmp_path, policy=policy | {"warm_start": {"steps": 0}}), too_large)
     assert str(raised.value) == f"CUDA out of memory. Tried to allocate 2.50 GiB. To need less: {said}"
+
+
+def test_a_run_that_has_too_small_a_share_of_its_gpu_says_so(tmp_path, monkeypatch):
+    def too_large(config, model):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setenv(SHARE, str(1 / 3))
+    with pytest.raises(RuntimeError, match=r"To need less: .*; fewer runs on a GPU \(--parallel\)$"):
+        train_run(make_config(tmp_path, policy={"warm_start": {"steps": 0}}), too_large)

@@ -4,13 +4,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError, load_config
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
 from qarl_nemo.train.arms import expand_arms, select_arms
 from qarl_nemo.train.config import LocalConfig
-from qarl_nemo.train.gpu_pool import GpuPool, num_gpus, visible_gpus
+from qarl_nemo.train.gpu_pool import SHARE, GpuPool, num_gpus, visible_gpus
+from qarl_nemo.train.run import keep_to_share
 
 BASE = {
     "run_dir": "runs/c",
@@ -128,6 +130,27 @@ def test_runs_spread_over_gpus(expand, monkeypatch):
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert visible_gpus() == []
+
+
+def test_each_run_has_an_equal_share_of_the_fullest_gpu(expand):
+    (on_gpu, *_), (on_cpu, *_) = (expand(BASE | {"device": device}) for device in ("cuda", "cpu"))
+    cases = [(["0", "1"], 6, 6, 3), (["0", "1"], 5, 5, 3), (["0", "1"], 6, 2, 1), (["0"], 3, 8, 3), ([], 2, 2, 2)]
+    for gpus, num_runs, parallel, on_fullest in cases:
+        assert GpuPool(gpus).share([on_gpu] * num_runs, parallel) == 1 / on_fullest
+    assert GpuPool(["0"]).share([on_cpu] * 4, 4) == 1
+
+
+@pytest.mark.gpu
+def test_a_run_that_shares_its_gpu_keeps_to_its_share(monkeypatch):
+    device = torch.device("cuda", torch.cuda.current_device())
+    half = torch.cuda.get_device_properties(device).total_memory // 2
+    try:
+        monkeypatch.setenv(SHARE, "0.25")
+        keep_to_share(device)
+        with pytest.raises(torch.OutOfMemoryError, match="memory"):
+            torch.empty(half, dtype=torch.uint8, device=device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def test_a_learner_of_several_ranks_and_an_engine_of_its_own_take_that_many_gpus(expand):
