@@ -108,6 +108,7 @@ _FP8_CHANNEL = QuantFormat(
     router_weight="weighted_sum",
     storage="float-quantized",
     row_scaled=True,
+    fuses_bias=True,
     vllm=VllmKernels(
         # With adapters vLLM takes Triton in CUTLASS's place, which multiplies by the router weight elsewhere.
         experts=Kernel("CompressedTensorsW8A8Fp8MoEMethod", followed=("VLLM_CUTLASS", "TRITON"), adapters=False),
@@ -125,6 +126,7 @@ _INT8 = QuantFormat(
     router_weight="on_accumulator",
     storage="int-quantized",
     row_scaled=True,
+    fuses_bias=True,
     vllm=VllmKernels(
         experts=Kernel("CompressedTensorsW8A8Int8MoEMethod", backend="triton", followed=("TRITON",), mended=True),
         linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8", backend="cutlass"),
@@ -162,6 +164,7 @@ _BF16 = QuantFormat(
     num_bits=16,
     router_weight="on_accumulator",
     storage=None,
+    fuses_bias=True,
     vllm=VllmKernels(
         experts=Kernel("UnquantizedFusedMoEMethod", backend="triton"),
         linear=Kernel("UnquantizedLinearMethod"),

@@ -119,6 +119,7 @@ class QuantFormat:
         scale_convention: integer grids only: `narrow_range` is amax/(2^(b-1)-1) on the symmetric grid, `full_range`
             amax/((2^b-1)/2) on the whole two's-complement grid, `clipped_range` amax/2^(b-1) on the same, where the
             largest positive weight loses a step.
+        fuses_bias: the engine adds a dense layer's bias to the FP32 sum, and rounds once; else to the rounded product.
         operand_bytes: bytes a weight of what GEMMs multiply, where that is not the stored tensors; 0 where it is.
         vllm: how vLLM 0.25.1 serves it; None: it does not.
     """
@@ -138,6 +139,7 @@ class QuantFormat:
     grid_bits: int = 0
     nested_bits: int = 0
     scale_convention: ScaleConvention | None = None
+    fuses_bias: bool = False
     operand_bytes: int = 0
     vllm: VllmKernels | None = field(default=None, repr=False)
 

@@ -173,6 +173,7 @@ def grouped_gemm(
     *,
     out_dtype: torch.dtype | None = None,
     after_swiglu: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply rows sorted by expert, each by its expert's weight: y = round(x_q @ W_q^T); experts may have no row.
 
@@ -182,6 +183,8 @@ def grouped_gemm(
         offsets: [E + 1] int32; expert e owns rows offsets[e] to offsets[e+1].
         out_dtype: dtype of the result; None = x's. FP32 returns the accumulator unrounded.
         after_swiglu: x is a SwiGLU output (fp8_block: the engine quantizes it with its fused kernel's floor).
+        bias: [N] of a dense layer, rounded to x's dtype and added to y before y is rounded where the format fuses it,
+            after that elsewhere.
 
     Returns:
         [M, N] in out_dtype.
@@ -189,11 +192,14 @@ def grouped_gemm(
     Raises:
         ValueError: a shape the kernels cannot take, with the legal ones.
     """
+    if bias is not None:
+        bias = bias.to(x.dtype)
+        if not weight.format.fuses_bias:
+            return grouped_gemm(x, weight, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu) + bias
+    multiply = reference.grouped_gemm
     if runs_kernels(x):
-        from qarl_kernels.ops.operand_gemm import quantize_and_multiply
-
-        return quantize_and_multiply(x, weight, offsets, out_dtype=out_dtype or x.dtype, after_swiglu=after_swiglu)
-    return reference.grouped_gemm(x, weight, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu)
+        from qarl_kernels.ops.operand_gemm import quantize_and_multiply as multiply
+    return multiply(x, weight, offsets, out_dtype=out_dtype or x.dtype, after_swiglu=after_swiglu, bias=bias)
 
 
 def backward_weight(weight: GemmOperand, dtype: torch.dtype) -> Tensor:

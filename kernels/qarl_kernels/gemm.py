@@ -8,6 +8,9 @@
 `int8`: activations to INT8 per token, sums of integers; y = round(channel_scale * (token_scale * acc)) in experts, the
 other way round in dense layers.
 
+Where a format fuses the bias of a dense layer, y = round(fma(token_scale, channel_scale * acc, bias)), or
+round(acc + bias) in `bf16`.
+
 Activations may be BF16 (the engine's dtype) or FP32 (CPU experiments); rounding is to the activation dtype.
 Shape letters: M rows, N out-features, K in-features, E experts.
 """
@@ -103,7 +106,14 @@ class GemmOperand:
         return replace(self, tensor_scale=None)
 
 
-def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None, after_swiglu: bool = False) -> Tensor:
+def gemm(
+    x: Tensor,
+    weight: GemmOperand,
+    *,
+    out_dtype: torch.dtype | None = None,
+    after_swiglu: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Multiply activations by one quantized weight: y = round(x_q @ W_q^T).
 
     Args:
@@ -111,10 +121,12 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
         weight: operand [N, K].
         out_dtype: dtype of the result; None = x's. FP32 returns the accumulator unrounded.
         after_swiglu: x is a SwiGLU output (fp8_block: the engine quantizes it with its fused kernel's floor).
+        bias: [N] in x's dtype, added before the result is rounded, of a dense layer in a format that fuses it.
 
     Returns:
         [M, N] in out_dtype.
     """
+    assert bias is None or (weight.dense and weight.format.fuses_bias), f"{weight.format.name} fuses no such bias"
     out_dtype = x.dtype if out_dtype is None else out_dtype
     activation_kind = weight.format.activation_kind
     if activation_kind == "none":
@@ -122,13 +134,15 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
             sums = gemm(x, weight.unscaled(), out_dtype=torch.promote_types(x.dtype, torch.float32))
             return (sums * weight.tensor_scale.view(1)).to(out_dtype)
         if out_dtype == x.dtype:
-            return x @ weight.values.to(x.dtype).mT
-        return (x.float() @ weight.values.float().mT).to(out_dtype)
+            return torch.nn.functional.linear(x, weight.values.to(x.dtype), bias)
+        return torch.nn.functional.linear(x.float(), weight.values.float(), None if bias is None else bias.float()).to(
+            out_dtype
+        )
     assert weight.scale is not None
     if activation_kind != "fp8_group":
         token_scale, accumulator = _token_product(x, weight)
         if weight.channel_first:
-            return (token_scale * (weight.scale.mT * accumulator)).to(out_dtype)
+            return _scale_and_add(token_scale, weight.scale.mT * accumulator, bias).to(out_dtype)
         return (weight.scale.mT * (token_scale * accumulator)).to(out_dtype)
     a8, group_scale = fp8.quantize_group(x, after_swiglu=after_swiglu)
     row_scale = weight.scale.repeat_interleave(FP8_BLOCK, 0)[: weight.values.shape[0]]
@@ -137,6 +151,13 @@ def gemm(x: Tensor, weight: GemmOperand, *, out_dtype: torch.dtype | None = None
     for block, (a_block, w_block) in enumerate(blocks):
         accumulator += (a_block @ w_block.mT) * group_scale[:, block, None] * row_scale[None, :, block]
     return accumulator.to(out_dtype)
+
+
+def _scale_and_add(token_scale: Tensor, product: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return token_scale * product
+    # The engine fuses both. In float64 a product of two FP32 numbers is exact, so only the sum rounds.
+    return (token_scale.double() * product.double() + bias.double()).float()
 
 
 def _token_product(x: Tensor, weight: GemmOperand) -> tuple[Tensor, Tensor]:
@@ -154,14 +175,28 @@ def grouped_gemm(
     *,
     out_dtype: torch.dtype | None = None,
     after_swiglu: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Multiply rows sorted by expert, each by its expert's weight; see `qarl_kernels.dispatch.grouped_gemm`."""
+    """Multiply rows sorted by expert, each by its expert's weight; see `qarl_kernels.dispatch.grouped_gemm`.
+
+    Args:
+        x: [M, K].
+        weight: operand [E, N, K].
+        offsets: [E + 1].
+        out_dtype: None = x's.
+        after_swiglu: x is a SwiGLU output.
+        bias: see `gemm`.
+
+    Returns:
+        [M, N] in out_dtype.
+    """
     bounds = offsets.tolist()
     assert bounds[-1] == len(x), f"{len(x)} rows, but the experts' offsets end at {bounds[-1]}"
     out = x.new_empty(x.shape[0], weight.values.shape[-2], dtype=x.dtype if out_dtype is None else out_dtype)
     for index, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
-            out[start:stop] = gemm(x[start:stop], weight.expert(index), out_dtype=out_dtype, after_swiglu=after_swiglu)
+            rows, expert = x[start:stop], weight.expert(index)
+            out[start:stop] = gemm(rows, expert, out_dtype=out_dtype, after_swiglu=after_swiglu, bias=bias)
     return out
 
 

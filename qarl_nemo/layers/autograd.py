@@ -1,7 +1,7 @@
 """The straight-through GEMM: a low-bit forward, and a backward in the master weight's precision.
 
 Forward y = gemm(quantize(x), quantize(W)); backward dX = dY @ W (`dequantized`: the weight that ran; `high_precision`:
-the master) and dW = dY^T @ X with X the unquantized input: quantization counts as the identity.
+the master), dW = dY^T @ X with X the unquantized input, and db = sum of dY's rows: quantization counts as the identity.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ class _AlignedGroupedGemm(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         master: Tensor | None,
+        bias: Tensor | None,
         weight: ExecutedWeight,
         offsets: Tensor,
         out_dtype: torch.dtype,
@@ -36,13 +37,15 @@ class _AlignedGroupedGemm(torch.autograd.Function):
             operand = operand.stacked()
         ctx.left_out = operand.tensor_scale if unscaled else None
         operand = operand.unscaled() if unscaled else operand
-        return grouped_gemm(x, operand, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu)
+        return grouped_gemm(x, operand, offsets, out_dtype=out_dtype, after_swiglu=after_swiglu, bias=bias)
 
     @staticmethod
     @once_differentiable
     # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, offsets = ctx.saved_tensors
+        needs_x, needs_master, needs_bias = ctx.needs_input_grad[:3]
+        grad_bias = grad_out.sum(0) if needs_bias else None
         assert ctx.changes == ctx.weight.changes.count, f"{ctx.weight.name} changed between forward and backward"
         backward_weight = straight_through_weight(ctx.weight, ctx.backward_choice)
         stacked = backward_weight if backward_weight.ndim == 3 else backward_weight.unsqueeze(0)
@@ -50,12 +53,11 @@ class _AlignedGroupedGemm(torch.autograd.Function):
             # The gradient of the scaled product, which is that of the whole weight.
             grad_out = grad_out / rows_scale(ctx.left_out, offsets, len(grad_out)).unsqueeze(-1)
         grad_out = grad_out.to(backward_weight.dtype).contiguous()
-        needs_x, needs_master = ctx.needs_input_grad[:2]
         grad_x = grouped_input_grad(grad_out, stacked, offsets).to(x.dtype) if needs_x else None
         grad_master = None
         if needs_master:
             grad_master = grouped_weight_grad(grad_out, x, offsets).view_as(backward_weight)
-        return grad_x, grad_master, None, None, None, None, None, None
+        return grad_x, grad_master, grad_bias, None, None, None, None, None, None
 
 
 def aligned_grouped_gemm(
@@ -67,6 +69,7 @@ def aligned_grouped_gemm(
     backward: Backward = "dequantized",
     after_swiglu: bool = False,
     unscaled: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply rows sorted by expert with the quantized weight, straight-through in the backward.
 
@@ -78,12 +81,14 @@ def aligned_grouped_gemm(
         backward: which weight the input gradient uses.
         after_swiglu: x is a SwiGLU output.
         unscaled: leave the operand's `tensor_scale` to the caller.
+        bias: [N] of a dense layer, added where the format adds it.
 
     Returns:
         [M, N].
 
     Source: arXiv 2604.07853 section 3.1 (rollout-aligned forward, STE backward).
     """
+    out_dtype = x.dtype if out_dtype is None else out_dtype
     return _AlignedGroupedGemm.apply(
-        x, weight.master, weight, offsets, x.dtype if out_dtype is None else out_dtype, backward, after_swiglu, unscaled
+        x, weight.master, bias, weight, offsets, out_dtype, backward, after_swiglu, unscaled
     )

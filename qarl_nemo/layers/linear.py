@@ -10,7 +10,7 @@ from qarl_nemo.names import Backward
 
 
 class AlignedLinear(nn.Module):
-    """y = gemm(quantize(x), quantize(W)) + b; takes over the parameters of the linear layer it replaces.
+    """y = gemm(quantize(x), quantize(W), b); takes over the parameters of the linear layer it replaces.
 
     Args:
         linear: the layer to replace.
@@ -54,7 +54,7 @@ class AlignedLinear(nn.Module):
             [..., N] in x's dtype.
         """
         rows = x.reshape(-1, x.shape[-1])
-        out = aligned_grouped_gemm(rows, self.aligned["weight"], one_group(rows), backward=self.backward)
+        weight = self.aligned["weight"]
+        out = aligned_grouped_gemm(rows, weight, one_group(rows), backward=self.backward, bias=self.bias)
         out = out.view(*x.shape[:-1], out.shape[-1])
-        out = out if self.bias is None else out + self.bias
         return out if self.lora is None else out + self.lora(x)

@@ -77,9 +77,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: x [..., K] -> [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
-        out = grouped_gemm(rows, self.slots["weight"].operand().stacked(), one_group(rows))
+        out = grouped_gemm(rows, self.slots["weight"].operand().stacked(), one_group(rows), bias=self.bias)
         out = out.view(*x.shape[:-1], out.shape[-1])
-        out = out if self.bias is None else out + self.bias
         return out if self.lora is None else out + self.lora(x)
 
 

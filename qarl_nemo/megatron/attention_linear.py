@@ -35,16 +35,17 @@ class _AlignedLinear(nn.Module):
         self.returns_bias = named["skip_bias_add"] and named["bias"]
         self.register_load_state_dict_post_hook(lambda *_: alignment.changes.bump())
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out = aligned_grouped_gemm(rows, self.aligned, one_group(rows), backward=self.backward)
+        out = aligned_grouped_gemm(rows, self.aligned, one_group(rows), backward=self.backward, bias=bias)
         return out.view(*x.shape[:-1], out.shape[-1])
 
-    def _with_bias(self, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the bias that this layer adds and the one that its caller does."""
         if self.returns_bias:
-            return out, self.bias
-        has_bias = self.bias is not None and self.bias.numel()
-        return (out + self.bias if has_bias else out), None
+            return None, self.bias
+        # Transformer-Engine holds an empty tensor in the place of none.
+        return (self.bias if self.bias is not None and self.bias.numel() else None), None
 
 
 class _AlignedColumn(_AlignedLinear):
@@ -56,7 +57,8 @@ class _AlignedColumn(_AlignedLinear):
             x = gather_from_sequence_parallel_region(x)
         else:
             x = copy_to_tensor_model_parallel_region(x)
-        return self._with_bias(self._multiply(x))
+        added, returned = self._biases()
+        return self._multiply(x, added), returned
 
 
 class _AlignedRow(_AlignedLinear):
@@ -66,8 +68,11 @@ class _AlignedRow(_AlignedLinear):
         """Multiply by this rank's columns of the weight and sum over ranks: [S, B, K / TP] -> [S / TP, B, N]."""
         out = self._multiply(x)
         if self.config.sequence_parallel:
-            return self._with_bias(reduce_scatter_to_sequence_parallel_region(out))
-        return self._with_bias(reduce_from_tensor_model_parallel_region(out))
+            out = reduce_scatter_to_sequence_parallel_region(out)
+        else:
+            out = reduce_from_tensor_model_parallel_region(out)
+        added, returned = self._biases()
+        return (out if added is None else out + added), returned
 
 
 class AlignedColumnParallelLinear(_AlignedColumn, ColumnParallelLinear):

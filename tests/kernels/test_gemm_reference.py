@@ -136,6 +136,42 @@ def test_scales_of_activations_and_weights_by_hand(name):
     assert gemm(x, operand).item() == pytest.approx(expected, rel=1e-6)
 
 
+# Format -> x, a row of the weight, the bias and y; all scales are 1 but int8's second token scale.
+BIASES_BY_HAND = {
+    # 256 + 1 + 1/2 is 258 (steps of 2); 257 rounded first is a tie that goes to 256, where 1/2 is lost.
+    "fp8_channel": ([448.0, 256.0, 1.0], [0.0, 1.0, 1.0, 448.0], 0.5, 258.0),
+    "int8": ([127.0, 1.0], [2.0, 3.0, 127.0], 0.5, 258.0),
+    # The token scale is rn(1/127) = 2^-7 (1 + 2^-7 + 2^-14 + 2^-21), times 127 it is 1 - 2^-28: the product is fused.
+    "int8 fused": ([1.0], [1.0, 127.0], -1.0, -(2.0**-28)),
+    "bf16": ([256.0, 1.0], [1.0, 1.0], 0.5, 258.0),
+}
+
+
+@pytest.mark.parametrize("name", BIASES_BY_HAND)
+def test_a_fused_bias_by_hand(name):
+    *rows, bias, expected = BIASES_BY_HAND[name]
+    x, weight = (torch.tensor([row + [0.0] * (128 - len(row))]).bfloat16() for row in rows)
+    operand = GemmOperand.from_weight(quantize_weight(weight, get_format(name.split()[0])), torch.bfloat16)
+    bias = torch.tensor([bias]).bfloat16()
+    assert gemm(x, operand, bias=bias).item() == expected
+    assert (gemm(x, operand) + bias).item() != expected
+
+
+def test_a_bias_is_added_where_the_engine_adds_it(fmt):
+    x, bias = torch.randn(64, K).bfloat16(), torch.randn(N).bfloat16()
+    operand = GemmOperand.from_weight(quantize_weight(uneven_weight(N, K), fmt), torch.bfloat16)
+    result = grouped_gemm(x, operand.stacked(), one_group(x), bias=bias)
+    rounded_first = gemm(x, operand) + bias
+    if fmt.name in ("int8", "fp8_channel", "bf16"):
+        assert_bitwise_equal(result, gemm(x, operand, bias=bias))
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_bitwise_equal(rounded_first, result)
+    else:
+        assert_bitwise_equal(result, rounded_first)
+        with pytest.raises(AssertionError, match="fuses no such bias"):
+            gemm(x, operand, bias=bias)
+
+
 def test_int8_activations_are_rounded_as_the_layers_own_kernel_rounds_them():
     # amax 127, so that 0.5 is a tie: to even in a dense layer, away from zero in an expert.
     operand = GemmOperand.from_weight(quantize_weight(torch.eye(128), get_format("int8")), torch.float32)

@@ -75,7 +75,7 @@ def test_long_sums_of_many_experts(kind, poisoned_empty):
 @pytest.mark.skipif(not ON_HOPPER, reason="needs compute capability 9.0")
 @pytest.mark.parametrize("multiply", [hopper_grouped_gemm_fp8_channel, grouped_gemm_channel])
 def test_the_two_scales_multiply_in_the_stated_order(multiply):
-    a8, a_scale, w8, w_scale, offsets = operands([1000, 1000], 1024, 256, "channel")
+    a8, a_scale, w8, w_scale, offsets = operands([1000, 1000], 1024 + 128, 256, "channel")
     # One product a sum, so that the sum is exact and the order of the scales alone decides.
     a8 = (a8.float() * (torch.arange(256, device="cuda") == 7)).to(torch.float8_e4m3fn)
     product = reference(a8, torch.ones_like(a_scale), w8, torch.ones_like(w_scale), offsets).float()
@@ -86,6 +86,11 @@ def test_the_two_scales_multiply_in_the_stated_order(multiply):
     assert_bitwise_equal(multiply(a8, a_scale, w8, w_scale, offsets, channel_first=True), channel_first)
     with pytest.raises(AssertionError, match="elements differ"):
         assert_bitwise_equal(token_first, channel_first)
+    bias = (100 * torch.randn(w8.shape[1], device="cuda")).bfloat16()
+    biased = (a_scale.double() * (columns * product).double() + bias.double()).float().to(torch.bfloat16)
+    assert_bitwise_equal(multiply(a8, a_scale, w8, w_scale, offsets, channel_first=True, bias=bias), biased)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(channel_first + bias, biased)
 
 
 @pytest.mark.parametrize("kind", needs_hopper)

@@ -131,7 +131,7 @@ def problem(counts, n, k):
     return rows, stored, offsets_of(counts)
 
 
-def reference(rows, stored, offsets, row_weight, *, channel_first):
+def reference(rows, stored, offsets, row_weight=None, *, channel_first, bias=None):
     (a8, a_scale), (w8, w_scale) = rows, stored
     sums = torch.cat(
         [
@@ -141,6 +141,8 @@ def reference(rows, stored, offsets, row_weight, *, channel_first):
     )
     experts = torch.repeat_interleave(torch.arange(len(w8), device=DEVICE), offsets.diff())
     column_scale = w_scale[experts, :, 0]
+    if bias is not None:
+        return (a_scale.double() * (column_scale * sums).double() + bias.double()).float().bfloat16()
     acc = a_scale * (column_scale * sums) if channel_first else column_scale * (a_scale * sums)
     return (acc if row_weight is None else acc * row_weight[:, None]).bfloat16()
 
@@ -156,6 +158,31 @@ def test_the_product_is_bit_equal(case, weighted, channel_first):
     wrong = stored[0], stored[1].flatten().roll(1).view_as(stored[1])
     with pytest.raises(AssertionError, match="elements differ"):
         assert_bitwise_equal(actual, reference(rows, wrong, offsets, row_weight, channel_first=channel_first))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_bias_is_added_before_the_one_rounding(case):
+    rows, stored, offsets = problem(*case)
+    bias = torch.randn(case[1], device=DEVICE).bfloat16()
+    plain, actual = (
+        grouped_gemm_channel(*rows, *stored, offsets, channel_first=True, bias=one) for one in (None, bias)
+    )
+    assert_bitwise_equal(actual, reference(rows, stored, offsets, channel_first=True, bias=bias))
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(actual, plain + bias)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(actual, reference(rows, stored, offsets, channel_first=True, bias=bias.roll(1)))
+
+
+def test_a_bias_is_added_to_the_unrounded_product():
+    # 127 * rn(1/127) is 1 - 2^-28, which rounded to FP32 would be 1.
+    codes = torch.zeros(16, 32, dtype=torch.int8, device=DEVICE)
+    codes[:, 0] = 127
+    ones = torch.ones(16, 1, device=DEVICE)
+    operands = codes, ones / 127, codes.clamp(max=1)[None], ones[None]
+    bias = -torch.ones(16, device=DEVICE).bfloat16()
+    product = grouped_gemm_channel(*operands, offsets_of([16]), channel_first=True, bias=bias)
+    assert_bitwise_equal(product, torch.full_like(product, -(2.0**-28)))
 
 
 def test_the_scales_are_multiplied_in_the_order_that_is_told():
@@ -180,6 +207,8 @@ def test_errors_name_everything_wrong():
     wrong = [one[..., :136].contiguous() for one in (rows[0], stored[0])]
     with pytest.raises(ValueError, match=r"K=136 \(legal: multiples of 16\).*a_scale has shape \[4\]"):
         grouped_gemm_channel(wrong[0], rows[1].flatten(), wrong[1], stored[1], offsets)
+    with pytest.raises(ValueError, match=r"bias has shape \[63\] \(legal: \[64\]\); bias without channel_first"):
+        grouped_gemm_channel(*rows, *stored, offsets, bias=torch.zeros(63, device=DEVICE).bfloat16())
     with pytest.raises(ValueError, match=rf"K={MAX_COLUMNS + 8} \(legal: at most {MAX_COLUMNS}\)"):
         int8_channel_quantize(torch.zeros(1, MAX_COLUMNS + 8, device=DEVICE).bfloat16())
     with pytest.raises(ValueError, match=r"w8 is torch.int16 .*legal: one of torch.float8_e4m3fn, torch.int8"):
@@ -191,7 +220,7 @@ def test_operators_are_registered_for_tracing():
     checks = ("test_schema", "test_faketensor")
     ops = torch.ops.qarl
     torch.library.opcheck(ops.quantize_8_bits, ([uneven_weight(2, 3, 256).to(DEVICE)], "int8_rows"), test_utils=checks)
-    torch.library.opcheck(ops.grouped_gemm_channel, (*rows, *stored, offsets, None, False), test_utils=checks)
+    torch.library.opcheck(ops.grouped_gemm_channel, (*rows, *stored, offsets, None, None, False), test_utils=checks)
     x = rows_of(3, 256)
     # The other check multiplies codes by a number, which torch cannot keep in int8.
     torch.library.opcheck(ops.quantize_token, (x, "int8_token", True, False), test_utils="test_faketensor")

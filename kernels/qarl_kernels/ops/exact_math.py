@@ -79,6 +79,17 @@ def reciprocal(x) -> tl.tensor:
 
 
 @triton.jit
+def multiply_add(x, y, addend) -> tl.tensor:
+    """X * y + addend of FP32 numbers, rounded once."""
+    if _INTERPRETED:
+        # The interpreter's fma rounds twice; in FP64 the product is exact.
+        total = (x.to(tl.float64) * y.to(tl.float64) + addend.to(tl.float64)).to(tl.float32)
+    else:
+        total = tl.fma(x, y, addend)
+    return total
+
+
+@triton.jit
 def divide(x, divisor) -> tl.tensor:
     """Correctly rounded x / divisor, for one positive divisor of many x.
 

@@ -65,6 +65,23 @@ def scale_problems(name: str, scale: Tensor, shape: list[int]) -> list[str]:
     return problems
 
 
+def bias_problems(bias: Tensor | None, columns: int, *, channel_first: bool) -> list[str]:
+    """List what keeps a bias from being fused.
+
+    Args:
+        bias: [N] BF16 or None.
+        columns: N.
+        channel_first: whether the channels' scales are multiplied first.
+    """
+    if bias is None:
+        return []
+    problems = tensor_problems("bias", bias, (torch.bfloat16,), 1)
+    if list(bias.shape) != [columns]:
+        problems.append(f"bias has shape {list(bias.shape)} (legal: [{columns}])")
+    # The engine fuses biases in dense layers only, which have this order.
+    return problems if channel_first else [*problems, "bias without channel_first"]
+
+
 def epilogue_problems(x: Tensor, row_weight: Tensor | None, weight_rounding: str | None) -> list[str]:
     """List what keeps a router weight from being applied.
 

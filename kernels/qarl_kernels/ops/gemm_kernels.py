@@ -8,6 +8,7 @@ ragged descriptor that ends at the expert's last row, so a partial tile needs no
 import triton
 import triton.language as tl
 
+from qarl_kernels.ops.exact_math import multiply_add
 from qarl_kernels.ops.tiles import expert_tile, halves, store_ragged
 
 
@@ -25,6 +26,18 @@ def scale_columns(acc, scale_ptr, column, N, BLOCK_N: tl.constexpr):
     """Return acc times the scales of its columns, those past N times zero."""
     columns = column + tl.arange(0, BLOCK_N)
     return acc * tl.load(scale_ptr + columns, mask=columns < N, other=0.0)[None, :]
+
+
+@triton.jit
+def scale_and_add(acc, row_scale, bias_ptr, column, N, BLOCK_N: tl.constexpr):
+    """Return acc * row_scale plus the biases of its columns, rounded once; without biases only the product."""
+    if bias_ptr is None:
+        acc = acc * row_scale
+    else:
+        columns = column + tl.arange(0, BLOCK_N)
+        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+        acc = multiply_add(acc, row_scale, bias[None, :])
+    return acc
 
 
 @triton.jit
@@ -48,6 +61,7 @@ def grouped_gemm_kernel(
     row_scale_ptr,  # [M] FP32
     column_scale_ptr,  # [E, N] FP32
     row_weight_ptr,  # [M] FP32
+    bias_ptr,  # [N] BF16, for SCALES == 2; None without
     N,
     K,
     SCALES: tl.constexpr,  # 0: none; 1: the row's before the column's; 2: after it
@@ -83,7 +97,8 @@ def grouped_gemm_kernel(
             if SCALES == 1:
                 acc = scale_columns(acc * row_scale, column_scale, column, N, BLOCK_N)
             else:
-                acc = scale_columns(acc, column_scale, column, N, BLOCK_N) * row_scale
+                acc = scale_columns(acc, column_scale, column, N, BLOCK_N)
+                acc = scale_and_add(acc, row_scale, bias_ptr, column, N, BLOCK_N)
         if EPILOGUE != 0:
             row_weight = tl.load(row_weight_ptr + rows, mask=rows < stop, other=0.0)
             acc = scale_rows(acc, row_weight[:, None], EPILOGUE)

@@ -12,7 +12,8 @@ What is computed, by kernel (acc is FP32, r[m] the router weight of a row where 
     bf16          acc = x @ W^T                               y = round(acc), round(acc * r), or
                                                               round(bf16(acc) * bf16(r))
     fp8_channel   acc = x8 @ w8^T                             y = bf16(w_scale[e, n] * (x_scale[m] * acc)), or
-                                                              bf16(x_scale[m] * (w_scale[e, n] * acc))
+                                                              bf16(x_scale[m] * (w_scale[e, n] * acc)), or
+                                                              bf16(fma(x_scale[m], w_scale[e, n] * acc, bias[n]))
     int8          the same of a sum in int32, which is exact, and acc * r after the scales
     fp8_block     acc += (x8 @ w8^T) * x_scale * w_scale      for each 128 of K; y = bf16(acc * r)
 
@@ -61,7 +62,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from qarl_kernels.ops.checks import refuse
-from qarl_kernels.ops.gemm_checks import epilogue_problems, operand_problems, scale_problems
+from qarl_kernels.ops.gemm_checks import bias_problems, epilogue_problems, operand_problems, scale_problems
 from qarl_kernels.ops.gemm_kernels import grouped_gemm_fp8_block_kernel, grouped_gemm_kernel
 from qarl_kernels.ops.launch import TileConfig, num_sms, tile_config
 from qarl_kernels.ops.tiles import build_tile_table, descriptor
@@ -139,6 +140,7 @@ def launch_grouped_gemm(
     channel_first: bool = False,
     row_weight: Tensor | None = None,
     epilogue: int = 0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Run the BF16 kernel, which is FP8's and INT8's too, with a given tile (for the operators and for the tuner).
 
@@ -153,13 +155,14 @@ def launch_grouped_gemm(
         channel_first: multiply by the channels' before the rows'.
         row_weight: [M] FP32 if the epilogue has one.
         epilogue: a value of `EPILOGUES`.
+        bias: [N] BF16, added before the result is rounded; with channel_first only.
 
     Returns:
         out.
     """
     w_box = (config.block_k, config.block_n) if transposed else (config.block_n, config.block_k)
     constants = {"SCALES": 0 if scales is None else 1 + channel_first, "EPILOGUE": epilogue, "TRANSPOSED": transposed}
-    pointers = *(scales or (None, None)), row_weight
+    pointers = *(scales or (None, None)), row_weight, bias
     return launch_tiles(grouped_gemm_kernel, x, weight, offsets, out, config, pointers, w_box=w_box, **constants)
 
 
@@ -226,12 +229,13 @@ def _channel_op(
     w_scale: Tensor,
     offsets: Tensor,
     row_weight: Tensor | None,
+    bias: Tensor | None,
     channel_first: bool,
 ) -> Tensor:
     num_experts, n, k = w8.shape
     out = a8.new_empty(a8.shape[0], n, dtype=torch.bfloat16)
     config = tile_config("int8" if a8.dtype == torch.int8 else "fp8_channel", a8, n, k, num_experts)
-    options = {"scales": (a_scale, w_scale), "channel_first": channel_first, "row_weight": row_weight}
+    options = {"scales": (a_scale, w_scale), "channel_first": channel_first, "row_weight": row_weight, "bias": bias}
     epilogue = EPILOGUES[None if row_weight is None else "on_accumulator"]
     return launch_grouped_gemm(a8, w8, offsets, out, config, epilogue=epilogue, **options)
 
@@ -293,6 +297,7 @@ def grouped_gemm_channel(
     *,
     row_weight: Tensor | None = None,
     channel_first: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply E4M3 or INT8 rows by their expert's weight: y = bf16(w_scale * (a_scale * (a8 @ w8^T)) * row_weight).
 
@@ -306,6 +311,7 @@ def grouped_gemm_channel(
         offsets: [E + 1] int32.
         row_weight: [M] FP32 factor of each row, or None.
         channel_first: multiply by w_scale before a_scale, as for dense layers, which differs in the last bit.
+        bias: [N] BF16, added in the same instruction that multiplies by a_scale; with channel_first only.
 
     Returns:
         [M, N] BF16.
@@ -322,8 +328,9 @@ def grouped_gemm_channel(
     problems += scale_problems("w_scale", w_scale, [*w8.shape[:2], 1])
     if row_weight is not None:
         problems += scale_problems("row_weight", row_weight, [a8.shape[0]])
+    problems += bias_problems(bias, w8.shape[1], channel_first=channel_first)
     refuse("grouped_gemm_channel", problems)
-    return _channel_op(a8, a_scale, w8, w_scale, offsets, row_weight, channel_first)
+    return _channel_op(a8, a_scale, w8, w_scale, offsets, row_weight, bias, channel_first)
 
 
 def grouped_gemm_fp8_block(

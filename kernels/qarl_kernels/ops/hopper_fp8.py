@@ -1,7 +1,7 @@
 """FP8 grouped GEMMs for sm_90: each expert's rows times that expert's weight.
 
 channel: y = bf16(w_scale[e, n] * (a_scale[m] * (a8 @ w8[e]^T))), summed in the tensor cores (fast accumulation), or
-the two scales in the other order.
+the two scales in the other order, and with it y = bf16(fma(a_scale[m], w_scale[e, n] * (a8 @ w8[e]^T), bias[n])).
 block: acc += (a8 @ w8[e]^T) * (a_scale[m, k] * w_scale[e, n, k]) per 128 of K, in FP32; y = bf16(acc * row_weight[m]).
 Operands: a8 [M, K] and w8 [E, N, K] float8_e4m3fn, scales FP32, offsets [E + 1] int32 on the device, all contiguous;
 expert e owns rows offsets[e] to offsets[e + 1]. The kernel is in `hopper_gemm`, its output in `hopper_store`.
@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qarl_formats import FP8_BLOCK
 from qarl_kernels.ops.checks import refuse, tensor_problems
+from qarl_kernels.ops.gemm_checks import bias_problems
 from qarl_kernels.ops.grouped_gemm import fake_rows
 from qarl_kernels.ops.hopper_gemm import hopper_gemm_kernel
 from qarl_kernels.ops.hopper_store import BF16_TILE, FP8_TILE
@@ -30,7 +31,14 @@ HOPPER = (9, 0)
 
 
 def hopper_grouped_gemm_fp8_channel(
-    a8: Tensor, a_scale: Tensor, w8: Tensor, w_scale: Tensor, offsets: Tensor, *, channel_first: bool = False
+    a8: Tensor,
+    a_scale: Tensor,
+    w8: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    *,
+    channel_first: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply with scales per token and channel: y = bf16(w_scale[e, n] * (a_scale[m] * (a8 @ w8[e]^T))).
 
@@ -41,6 +49,7 @@ def hopper_grouped_gemm_fp8_channel(
         w_scale: [E, N, 1] FP32.
         offsets: [E + 1] int32 on the device.
         channel_first: multiply by w_scale before a_scale, which differs in the last bit.
+        bias: [N] BF16, added in the same instruction that multiplies by a_scale; with channel_first only.
 
     Returns:
         [M, N] BF16.
@@ -49,7 +58,8 @@ def hopper_grouped_gemm_fp8_channel(
         ValueError: an operand's shape, dtype, device or layout is not the stated one.
     """
     _check("hopper_grouped_gemm_fp8_channel", a8, a_scale, w8, w_scale, offsets, block=False)
-    return _op(a8, a_scale, w8, w_scale, offsets, None, False, channel_first)
+    refuse("hopper_grouped_gemm_fp8_channel", bias_problems(bias, w8.shape[1], channel_first=channel_first))
+    return _op(a8, a_scale, w8, w_scale, offsets, None, bias, False, channel_first)
 
 
 def hopper_grouped_gemm_fp8_block(
@@ -80,7 +90,7 @@ def hopper_grouped_gemm_fp8_block(
     Source: the promotion of DeepGEMM's fp8_gemm (per K-block, on the CUDA cores).
     """
     _check("hopper_grouped_gemm_fp8_block", a8, a_scale, w8, w_scale, offsets, block=True, row_weight=row_weight)
-    return _op(a8, a_scale, w8, w_scale, offsets, row_weight, True, False)
+    return _op(a8, a_scale, w8, w_scale, offsets, row_weight, None, True, False)
 
 
 @torch.library.custom_op("qarl::hopper_grouped_gemm_fp8", mutates_args=())
@@ -91,6 +101,7 @@ def _op(
     w_scale: Tensor,
     offsets: Tensor,
     row_weight: Tensor | None,
+    bias: Tensor | None,
     block: bool,
     channel_first: bool,
 ) -> Tensor:
@@ -106,6 +117,7 @@ def _op(
         a_scale,
         w_scale,
         row_weight,
+        bias,
         offsets,
         num_experts,
         len(a8),

@@ -135,7 +135,7 @@ def _place(routing, tile, sizes, state, GROUP: gl.constexpr):
 @gluon.jit
 def _block_scales(scales, expert, row, column, rows, sizes):
     """Return pointers to the first K-block's scales of the rows and of both bands, and what they point to."""
-    a_scale, w_scale, _row_weight = scales
+    a_scale, w_scale, _row_weight, _bias = scales
     N, K, _n_tiles = sizes
     k_blocks = K // 128
     to_a = a_scale + row.to(gl.int64) * k_blocks + rows * k_blocks
@@ -147,11 +147,25 @@ def _block_scales(scales, expert, row, column, rows, sizes):
 
 @gluon.jit
 def _channel_scales(scales, expert, row, column, rows, sizes):
-    a_scale, w_scale, _row_weight = scales
+    a_scale, w_scale, _row_weight, _bias = scales
     N, _K, _n_tiles = sizes
     to_w = w_scale + expert.to(gl.int64) * N + column + gl.arange(0, 128, gl.SliceLayout(0, MMA))
     w_scale1 = gl.load(to_w + gl.where(column + 128 < N, 128, 0))
     return gl.load(a_scale + row + rows)[:, None], gl.load(to_w)[None, :], w_scale1[None, :]
+
+
+@gluon.jit
+def _scale_and_add(acc0, acc1, s_a, bias, column, N):
+    """Multiply both bands by the rows' scales and add the biases of their columns, rounded once."""
+    if bias is None:
+        acc0 = s_a * acc0
+        acc1 = s_a * acc1
+    else:
+        to_bias = bias + column + gl.arange(0, 128, gl.SliceLayout(0, MMA))
+        acc0 = gl.fma(s_a, acc0, gl.load(to_bias).to(gl.float32)[None, :])
+        to_bias += gl.where(column + 128 < N, 128, 0)
+        acc1 = gl.fma(s_a, acc1, gl.load(to_bias).to(gl.float32)[None, :])
+    return acc0, acc1
 
 
 @gluon.jit
@@ -169,7 +183,7 @@ def _consume(
     STAGES: gl.constexpr,
 ):
     offsets, _num_experts, _num_rows, num_tiles = routing
-    _a_scale, _w_scale, row_weight = scales
+    _a_scale, _w_scale, row_weight, bias = scales
     N, K, _n_tiles = sizes
     out_desc, out = outputs
     step = 0
@@ -189,8 +203,7 @@ def _consume(
             s_a, s_w0, s_w1 = _channel_scales(scales, state[0], row, column, rows, sizes)
             acc0, acc1, step = _accumulate(ring, step, K // 128, GROUP, STAGES)
             if CHANNEL_FIRST:
-                acc0 = s_a * (s_w0 * acc0)
-                acc1 = s_a * (s_w1 * acc1)
+                acc0, acc1 = _scale_and_add(s_w0 * acc0, s_w1 * acc1, s_a, bias, column, N)
             else:
                 acc0 = s_w0 * (s_a * acc0)
                 acc1 = s_w1 * (s_a * acc1)
@@ -214,6 +227,7 @@ def hopper_gemm_kernel(
     a_scale,  # [M, 1] or BLOCK: [M, K / 128]
     w_scale,  # [E, N, 1] or BLOCK: [E, N / 128, K / 128]
     row_weight,  # [M]
+    bias,  # [N] BF16, for CHANNEL_FIRST; None without
     offsets,  # [E + 1]
     num_experts,
     num_rows,
@@ -244,7 +258,7 @@ def hopper_gemm_kernel(
         mbarrier.init(turns.index(i), count=1)
     ring = (a_ring, w_ring, full, empty, turns)
     outputs = (out_desc, out)
-    scales = (a_scale, w_scale, row_weight)
+    scales = (a_scale, w_scale, row_weight, bias)
     sizes = (N, K, n_tiles)
     routing = (offsets, num_experts, num_rows, num_tiles)
     load = (a_desc, w_desc, ring, offsets, num_experts, num_tiles, sizes, STAGES)

@@ -68,7 +68,12 @@ def quantize_rows(x: Tensor, fmt: QuantFormat, *, after_swiglu: bool = False, de
 
 
 def multiply_rows(
-    rows: QuantizedRows, weight: GemmOperand, offsets: Tensor, *, row_weight: Tensor | None = None
+    rows: QuantizedRows,
+    weight: GemmOperand,
+    offsets: Tensor,
+    *,
+    row_weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply quantized rows, each by its expert's weight; y = round(x_q W_q^T), times the router weight if given.
 
@@ -77,10 +82,12 @@ def multiply_rows(
         weight: operand [E, N, K].
         offsets: [E + 1] int32.
         row_weight: [M] FP32 router weights, rounded where the format says; not for formats that weight the sum.
+        bias: [N] BF16 of a dense layer, added before y is rounded; only for formats that fuse it.
 
     Returns:
         [M, N] BF16.
     """
+    assert bias is None or (weight.dense and weight.format.fuses_bias), f"{weight.format.name} fuses no such bias"
     rounding = None if row_weight is None else weight.format.router_weight
     if weight.tensor_scale is not None:
         # A factor of the FP32 sum where it is alone, and part of the router weight where there is one.
@@ -91,16 +98,16 @@ def multiply_rows(
     if rows.scale is None:
         if weight.is_packed:
             return _multiply_packed(rows.values, weight, offsets, row_weight, rounding)
-        return _multiply_bf16(rows.values, weight.values, offsets, row_weight, rounding)
+        return _multiply_bf16(rows.values, weight.values, offsets, row_weight, rounding, bias)
     assert weight.scale is not None
     operands = (rows.values, rows.scale, weight.values, weight.scale, offsets)
     if weight.format.activation_kind == "int8_token":
-        return grouped_gemm_channel(*operands, row_weight=row_weight, channel_first=weight.channel_first)
+        return grouped_gemm_channel(*operands, row_weight=row_weight, channel_first=weight.channel_first, bias=bias)
     on_hopper = _fits_hopper(rows, weight)
     if weight.format.activation_kind == "fp8_token":
         assert row_weight is None
         multiply = hopper_grouped_gemm_fp8_channel if on_hopper else grouped_gemm_channel
-        return multiply(*operands, channel_first=weight.channel_first)
+        return multiply(*operands, channel_first=weight.channel_first, bias=bias)
     return (hopper_grouped_gemm_fp8_block if on_hopper else grouped_gemm_fp8_block)(*operands, row_weight=row_weight)
 
 
@@ -128,10 +135,16 @@ def _fits_hopper(rows: QuantizedRows, weight: GemmOperand) -> bool:
 
 
 def _multiply_bf16(
-    x: Tensor, weight: Tensor, offsets: Tensor, row_weight: Tensor | None, rounding: str | None
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    row_weight: Tensor | None,
+    rounding: str | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     if len(weight) == 1 and row_weight is None:
-        return x @ weight[0].mT
+        return torch.nn.functional.linear(x, weight[0], bias)
+    assert bias is None
     return grouped_gemm_bf16(x, weight, offsets, row_weight=row_weight, weight_rounding=rounding)
 
 
@@ -148,7 +161,13 @@ def _multiply_packed(
 
 
 def quantize_and_multiply(
-    x: Tensor, weight: GemmOperand, offsets: Tensor, *, out_dtype: torch.dtype, after_swiglu: bool
+    x: Tensor,
+    weight: GemmOperand,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    after_swiglu: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Quantize rows and multiply them; see `qarl_kernels.dispatch.grouped_gemm`.
 
@@ -158,6 +177,7 @@ def quantize_and_multiply(
         offsets: [E + 1] int32.
         out_dtype: BF16; a router weight that needs the FP32 accumulator is multiplied in the GEMM (`multiply_rows`).
         after_swiglu: x is a SwiGLU output.
+        bias: see `multiply_rows`.
 
     Returns:
         [M, N] BF16.
@@ -168,7 +188,7 @@ def quantize_and_multiply(
     if out_dtype != torch.bfloat16:
         raise ValueError(f"out_dtype={out_dtype}: the kernels return torch.bfloat16; pass row weights to multiply_rows")
     rows = quantize_rows(x, weight.format, after_swiglu=after_swiglu, dense=weight.dense)
-    return multiply_rows(rows, weight, offsets)
+    return multiply_rows(rows, weight, offsets, bias=bias)
 
 
 def input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -150,6 +150,7 @@ def call_dense_layer(tokens: int, fmt: QuantFormat) -> None:
     x = tensor(tokens, HIDDEN)
     for after_swiglu in (False, True):
         kernels.grouped_gemm(x, operand, kernels.one_group(x), after_swiglu=after_swiglu)
+    kernels.grouped_gemm(x, operand, kernels.one_group(x), bias=tensor(HIDDEN))
     kernels.grouped_input_grad(x, kernels.backward_weight(operand, BF16), kernels.one_group(x))
     kernels.grouped_weight_grad(x, x, kernels.one_group(x))
 
@@ -197,6 +198,7 @@ def call_gemms_of_8_bits(n: int, k: int, offsets: Tensor, num_rows: int) -> None
         operands = tensor(num_rows, k, dtype=dtype), row_scale, tensor(num_experts, n, k, dtype=dtype), column_scale
         for channel_first in (False, True):
             grouped_gemm_channel(*operands, offsets, channel_first=channel_first)
+        grouped_gemm_channel(*operands, offsets, channel_first=True, bias=tensor(n))
     grouped_gemm_channel(*operands, offsets, row_weight=tensor(num_rows, dtype=FP32))
     a8, w8 = tensor(num_rows, k, dtype=FP8), tensor(num_experts, n, k, dtype=FP8)
     scales = tensor(num_rows, k // 128, dtype=FP32), tensor(num_experts, -(-n // 128), k // 128, dtype=FP32)

@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from qarl_kernels import quantize_weight
+from qarl_kernels import gemm, gemm_operand, quantize_weight
 from qarl_nemo.layers.linear import AlignedLinear
+from qarl_nemo.layers.packed import PackedLinear, PackedWeight
 from qarl_nemo.layers.weight import MasterChanges
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import FORMATS, quantized_activations, uneven_weight
@@ -81,6 +82,20 @@ def test_the_forward_is_the_quantized_gemm(fmt, dtype):
             assert_snr(result, nn.functional.linear(x, layer.weight, layer.bias), MIN_DB[dtype])
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_channel", "bf16"])
+def test_learner_and_sampler_add_a_fused_bias_before_the_rounding(name):
+    layer, x = make_linear(FORMATS[name], dtype=torch.bfloat16, bias=True), torch.randn(16, 256).bfloat16()
+    quantized = quantize_weight(layer.weight, layer.aligned["weight"].format)
+    slot = PackedWeight(quantized.format, (192, 256), torch.bfloat16, keep_operand=True)
+    slot.fill(quantized, slot.prepare(quantized))
+    operand = gemm_operand(quantized, torch.bfloat16)
+    expected = gemm(x, operand, bias=layer.bias.detach())
+    assert_bitwise_equal(layer(x).detach(), expected)
+    assert_bitwise_equal(PackedLinear(slot, layer.bias)(x).detach(), expected)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(gemm(x, operand) + layer.bias.detach(), expected)
+
+
 def test_training_and_gradients_do_not_change_the_forward(fmt):
     layer, x = make_linear(fmt, dtype=torch.bfloat16), torch.randn(5, 256).bfloat16()
     training = layer.train()(x)
@@ -103,11 +118,12 @@ def test_a_forward_under_inference_mode_leaves_a_cache_that_trains(fmt):
 
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_bf16_activations_on_fp32_masters(fmt, backward):
-    layer, x = make_linear(fmt, backward=backward), torch.randn(5, 256).bfloat16().requires_grad_()
+    layer, x = make_linear(fmt, backward=backward, bias=True), torch.randn(5, 256).bfloat16().requires_grad_()
     result = layer(x)
     result.backward(torch.ones_like(result))
     assert (result.dtype, x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     assert_snr(layer.weight.grad, torch.ones(192, 5).double() @ x.detach().double(), MIN_DB[torch.float32])
+    assert_bitwise_equal(layer.bias.grad, torch.full((192,), 5.0))
 
 
 @pytest.mark.parametrize("shape", [(0, 256), (2, 0, 256)])
