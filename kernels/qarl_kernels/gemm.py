@@ -133,11 +133,9 @@ def gemm(
         if weight.tensor_scale is not None:
             sums = gemm(x, weight.unscaled(), out_dtype=torch.promote_types(x.dtype, torch.float32))
             return (sums * weight.tensor_scale.view(1)).to(out_dtype)
-        if out_dtype == x.dtype:
-            return torch.nn.functional.linear(x, weight.values.to(x.dtype), bias)
-        return torch.nn.functional.linear(x.float(), weight.values.float(), None if bias is None else bias.float()).to(
-            out_dtype
-        )
+        dtype = x.dtype if out_dtype == x.dtype else torch.float32
+        bias = None if bias is None else bias.to(dtype)
+        return torch.nn.functional.linear(x.to(dtype), weight.values.to(dtype), bias).to(out_dtype)
     assert weight.scale is not None
     if activation_kind != "fp8_group":
         token_scale, accumulator = _token_product(x, weight)

@@ -47,7 +47,7 @@ from qarl_kernels.ops.weights import dequantize_operand  # noqa: E402
 from qarl_nemo.metrics.results import append_results  # noqa: E402
 from qarl_nemo.refit import convert_nvfp4  # noqa: E402
 from qarl_nemo.refit.convert_nvfp4 import range_factor  # noqa: E402
-from support.vllm.compare import ENGINES, case, equal_fraction, neighbours, sqnr_db  # noqa: E402
+from support.vllm.compare import ENGINES, case, equal_fraction, neighbours, sqnr_db, tokens  # noqa: E402
 from support.vllm.cutlass import CompiledW4A8  # noqa: E402
 
 MIN_MLP_DB = 45.0
@@ -144,13 +144,6 @@ def test_w4a8_weights_of_an_engine_with_torch_compile(figures):
     assert equal > 0.99
 
 
-def tokens():
-    x = torch.randn(2048, 2048, device="cuda") * torch.exp2(torch.randint(-8, 8, (2048, 1), device="cuda").float())
-    x[4] = 0.0
-    x[5] *= 2.0**-40
-    return x.to(torch.bfloat16)
-
-
 def assert_same_quantization(figures, name, ours, expected):
     scale = ours[1].view_as(expected[1])
     figures.note(f"{name}_values_equal_fraction", equal_fraction(ours[0], expected[0]))
@@ -191,16 +184,6 @@ def test_int8_activations_quantize_to_the_same_bits(figures):
         assert_bitwise_equal(by_dense[0], by_experts[0])
 
 
-def dense_layer(x, stored, bias=None):
-    """A dense layer of `int8` or `fp8_channel` as vLLM's linear kernels run it."""
-    if stored.format.name == "int8":
-        rows, scale = ops.scaled_int8_quant(x)[:2]
-    else:
-        rows, scale = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-    weight, channels = stored.tensors["weight"].t(), stored.tensors["weight_scale"]
-    return ops.cutlass_scaled_mm(rows, weight, scale_a=scale, scale_b=channels, out_dtype=torch.bfloat16, bias=bias)
-
-
 def test_int8_gemms_are_the_same_bits():
     """CUTLASS in dense layers, Triton in experts: sums of integers leave nothing to the order of a sum."""
     parts = case("int8_triton")
@@ -208,7 +191,9 @@ def test_int8_gemms_are_the_same_bits():
     assert_bitwise_equal(parts.kernels_fc2(), parts.stages.fc2)
     x, fmt = tokens(), get_format("int8")
     stored = quantize_weight(parts.masters[0][0], fmt)
-    theirs = dense_layer(x, stored)
+    rows, token_scale = ops.scaled_int8_quant(x)[:2]
+    weight, scale = stored.tensors["weight"], stored.tensors["weight_scale"]
+    theirs = ops.cutlass_scaled_mm(rows, weight.t(), scale_a=token_scale, scale_b=scale, out_dtype=torch.bfloat16)
     for operand in (gemm_operand(stored, torch.bfloat16), GemmOperand.from_weight(stored, torch.bfloat16)):
         on_kernels = operand.values.dtype == torch.int8
         multiply = grouped_gemm if on_kernels else reference_grouped_gemm
@@ -216,31 +201,6 @@ def test_int8_gemms_are_the_same_bits():
         as_expert = GemmOperand(fmt, operand.values[None], operand.scale[None])
         with pytest.raises(AssertionError, match="elements differ"):
             assert_bitwise_equal(multiply(x, as_expert, one_group(x)), theirs)
-
-
-# The second is no multiple of 128, which our specialised FP8 kernel does not take.
-@pytest.mark.parametrize("columns", [1024, 1008])
-@pytest.mark.parametrize("name", ["int8", "fp8_channel"])
-def test_a_dense_layers_bias_is_added_before_the_rounding(name, columns, figures):
-    x = tokens()
-    if name == "fp8_channel":
-        # One product a sum, which is exact in every kernel: what follows the sum decides.
-        x = x * (torch.arange(x.shape[1], device="cuda") == 7)
-    stored = quantize_weight(case("int8_triton").masters[0][0][:columns].contiguous(), get_format(name))
-    bias = torch.randn(columns, device="cuda").to(torch.bfloat16)
-    theirs = dense_layer(x, stored, bias)
-    for operand, multiply in (
-        (gemm_operand(stored, torch.bfloat16), grouped_gemm),
-        (GemmOperand.from_weight(stored, torch.bfloat16), reference_grouped_gemm),
-    ):
-        assert_bitwise_equal(multiply(x, operand.stacked(), one_group(x), bias=bias), theirs)
-        rounded_first = multiply(x, operand.stacked(), one_group(x)) + bias
-        with pytest.raises(AssertionError, match="elements differ"):
-            assert_bitwise_equal(rounded_first, theirs)
-    figures.note(f"{name}_{columns}_rounded_before_bias_equal_fraction", equal_fraction(rounded_first, theirs))
-    # Up to 64 rows CUTLASS swaps the operands of FP8, and with them the order of their scales.
-    few = dense_layer(x[:64].contiguous(), stored, bias)
-    figures.note(f"{name}_{columns}_few_rows_equal_fraction", equal_fraction(few, theirs[:64]))
 
 
 @pytest.mark.parametrize("origin", ["reference", "kernels"])

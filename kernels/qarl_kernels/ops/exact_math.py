@@ -80,7 +80,7 @@ def reciprocal(x) -> tl.tensor:
 
 @triton.jit
 def multiply_add(x, y, addend) -> tl.tensor:
-    """X * y + addend of FP32 numbers, rounded once."""
+    """FP32 x * y + addend, rounded once."""
     if _INTERPRETED:
         # The interpreter's fma rounds twice; in FP64 the product is exact.
         total = (x.to(tl.float64) * y.to(tl.float64) + addend.to(tl.float64)).to(tl.float32)

@@ -214,3 +214,11 @@ class Case:
 def case(name: str) -> Case:
     """The case of one engine, made once."""
     return Case(name)
+
+
+def tokens() -> Tensor:
+    """Rows of many sizes, one of zeros and one below every floor: [2048, 2048] BF16."""
+    x = torch.randn(2048, 2048, device="cuda") * torch.exp2(torch.randint(-8, 8, (2048, 1), device="cuda").float())
+    x[4] = 0.0
+    x[5] *= 2.0**-40
+    return x.to(torch.bfloat16)
