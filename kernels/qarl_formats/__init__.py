@@ -1,8 +1,9 @@
 """Number formats of quantized rollouts, one record each: arithmetic, storage, vLLM's kernels. Standard library only."""
 
-from qarl_formats.hf_config import quantization_config, storage_config
+from qarl_formats.hf_config import quantization_config, read_configs, storage_config
 from qarl_formats.presets import (
     BASELINE,
+    BLOCKS,
     CODES_OF_8_BITS,
     DEFAULT_FORMAT,
     FORMAT_NAMES,
@@ -22,6 +23,7 @@ from qarl_formats.record import (
     ActivationKind,
     Kernel,
     OnDevice,
+    OtherStorage,
     QuantFormat,
     Role,
     RouterWeight,
@@ -32,6 +34,7 @@ from qarl_formats.record import (
 
 __all__ = [
     "BASELINE",
+    "BLOCKS",
     "CODES_OF_8_BITS",
     "DEFAULT_FORMAT",
     "FORMAT_NAMES",
@@ -43,6 +46,7 @@ __all__ = [
     "ActivationKind",
     "Kernel",
     "OnDevice",
+    "OtherStorage",
     "QuantFormat",
     "Role",
     "RouterWeight",
@@ -54,6 +58,7 @@ __all__ = [
     "get_format",
     "in_own_width",
     "quantization_config",
+    "read_configs",
     "served_formats",
     "storage_config",
     "why_impossible",

@@ -3,7 +3,7 @@
 from typing import Any
 
 from qarl_formats.presets import FP8_BLOCK
-from qarl_formats.record import QuantFormat
+from qarl_formats.record import QuantFormat, Storage
 
 
 def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | None:
@@ -45,21 +45,32 @@ def storage_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | N
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
             "modules_to_not_convert": list(ignore),
         }
+    return _compressed_tensors(fmt, fmt.storage, ignore)
+
+
+def read_configs(fmt: QuantFormat) -> list[dict[str, Any]]:
+    """Return what `config.json` may say about linears in this format, without modules that stay BF16."""
+    own, other = storage_config(fmt, ignore=[]), fmt.other_storage
+    configs = [] if own is None else [own]
+    return configs if other is None else [*configs, _compressed_tensors(fmt, other.storage, [])]
+
+
+def _compressed_tensors(fmt: QuantFormat, storage: Storage, ignore: list[str]) -> dict[str, Any]:
+    blocks = fmt.weight_kind == "fp8_blocks"
     weights = {
         "num_bits": fmt.num_bits,
         "type": "int" if fmt.weight_kind in ("int", "int8_rows") else "float",
         "strategy": _strategy(fmt),
-        "group_size": fmt.group_size or None,
+        **({"block_structure": [FP8_BLOCK, FP8_BLOCK]} if blocks else {}),
+        "group_size": None if blocks else fmt.group_size or None,
         "symmetric": True,
         "dynamic": False,
         "actorder": None,
         "observer": "minmax",
     }
-    token_type = {"fp8_token": "float", "int8_token": "int"}.get(fmt.activation_kind)
-    token_wise = {"num_bits": 8, "type": token_type, "strategy": "token", "symmetric": True, "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
-        "format": fmt.storage,
+        "format": storage,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "ignore": list(ignore),
@@ -67,14 +78,29 @@ def storage_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | N
             "group_0": {
                 "targets": ["Linear"],
                 "weights": weights,
-                "input_activations": token_wise if token_type else None,
+                "input_activations": _activations(fmt),
                 "output_activations": None,
             }
         },
     }
 
 
+def _activations(fmt: QuantFormat) -> dict[str, Any] | None:
+    if fmt.activation_kind == "none":
+        return None
+    scaled = {"fp8_group": {"strategy": "group", "group_size": FP8_BLOCK}}.get(fmt.activation_kind)
+    return {
+        "num_bits": 8,
+        "type": "int" if fmt.activation_kind == "int8_token" else "float",
+        **(scaled or {"strategy": "token"}),
+        "symmetric": True,
+        "dynamic": True,
+    }
+
+
 def _strategy(fmt: QuantFormat) -> str:
+    if fmt.weight_kind == "fp8_blocks":
+        return "block"
     if fmt.tensor_scaled:
         return "tensor_group"
     return "group" if fmt.group_size else "channel"

@@ -19,7 +19,15 @@ widths, and nothing is trained against them.
 import re
 from dataclasses import replace
 
-from qarl_formats.record import BF16_BYTES, Kernel, OnDevice, QuantFormat, ScaleConvention, VllmKernels
+from qarl_formats.record import (
+    BF16_BYTES,
+    Kernel,
+    OnDevice,
+    OtherStorage,
+    QuantFormat,
+    ScaleConvention,
+    VllmKernels,
+)
 
 SCALE_CONVENTIONS = ("narrow_range", "full_range", "clipped_range")
 # The formats whose codes others may round: eight bits, of which 4 and 2 are whole parts.
@@ -27,6 +35,8 @@ NESTING = {"w8a16": 8}
 FP8_BLOCK = 128
 # Follows the name of a method of vLLM that serves codes of 4 and of 8 bits in one class, where it has those of 8.
 CODES_OF_8_BITS = " of 8-bit codes"
+# Follows that of one which serves a scale for each row and for each block in one class, where it has blocks.
+BLOCKS = f" of {FP8_BLOCK}x{FP8_BLOCK} blocks"
 
 
 def _weight_only(num_bits: int) -> QuantFormat:
@@ -91,6 +101,12 @@ _FP8_BLOCK = QuantFormat(
     group_size=FP8_BLOCK,
     scale_rows=FP8_BLOCK,
     scale_bits=32,
+    other_storage=OtherStorage(
+        storage="float-quantized",
+        scales=("weight_scale", "weight_scale_inv"),
+        experts=f"CompressedTensorsW8A8Fp8MoEMethod{BLOCKS}",
+        linear=f"CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8{BLOCKS}",
+    ),
     vllm=VllmKernels(
         experts=Kernel("Fp8MoEMethod", backend="triton", followed=("TRITON",)),
         linear=Kernel("Fp8LinearMethod", backend="cutlass"),

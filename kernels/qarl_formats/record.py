@@ -95,6 +95,23 @@ class VllmKernels:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherStorage:
+    """How other tools store the same numbers, which is read and never written.
+
+    Attributes:
+        storage: what `config.json` calls it.
+        scales: suffix of its scales, and of ours.
+        experts: vLLM's method for experts stored so, as in `Kernel.method`; its kernels are the format's own.
+        linear: that for other layers.
+    """
+
+    storage: Storage
+    scales: tuple[str, str]
+    experts: str
+    linear: str
+
+
+@dataclass(frozen=True, slots=True)
 class QuantFormat:
     """How one format stores weights and rounds activations, and who serves it.
 
@@ -107,6 +124,7 @@ class QuantFormat:
             rounded to BF16; `scaled_product`, the same with the weight times the expert's scale; `weighted_sum`, in the
             sum over experts; `on_accumulator`, before the output is rounded.
         storage: what `config.json` calls the stored form; None where nothing is quantized.
+        other_storage: a second form in which checkpoints are read; None: there is none.
         group_size: elements per scale along K; 0 where rows or nothing is scaled.
         group_sizes: those that a user may choose from; empty: there is no choice.
         scale_rows: rows that share a scale.
@@ -142,6 +160,7 @@ class QuantFormat:
     fuses_bias: bool = False
     operand_bytes: int = 0
     vllm: VllmKernels | None = field(default=None, repr=False)
+    other_storage: OtherStorage | None = field(default=None, repr=False)
 
     @property
     def is_quantized(self) -> bool:

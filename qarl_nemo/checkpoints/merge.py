@@ -15,6 +15,7 @@ from torch import Tensor
 from qarl_kernels import QuantFormat, QuantizedWeight, largest, quantize_weight, stored_layout
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
+from qarl_nemo.checkpoints.stored import in_engine_dtype, stored_infos
 from qarl_nemo.names import fused_groups, target_of
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -54,7 +55,7 @@ class MergedReader:
 
     def __init__(self, base: Checkpoint, training: Training) -> None:
         self._reader: TensorReader = base.open_reader()
-        self._infos = {info.name: info for info in base.tensors}
+        self._infos = stored_infos(base)
         self._training = training
         groups = fused_groups(self._infos) if training.fmt.tensor_scaled else []
         self._fused = {name: group for group in groups for name in group}
@@ -85,10 +86,11 @@ class MergedReader:
                 return weight
             return quantize_weight(weight, fmt, name=name, amax=self._amax(name)).dequantize()
         module = name.removesuffix(".weight")
-        tensors = {
-            suffix: self._reader.read(self._infos[f"{module}.{suffix}"]).to(dtype)
-            for suffix, (_, dtype) in stored_layout(info.shape, fmt).items()
-        }
+        tensors = {}
+        for suffix, (_, dtype) in stored_layout(info.shape, fmt).items():
+            stored = self._infos[f"{module}.{suffix}"]
+            # The run that was trained on it has found no scale that is lost.
+            tensors[suffix] = in_engine_dtype(stored, self._reader.read(stored), dtype, [])
         return QuantizedWeight(fmt, info.shape, tensors).dequantize()
 
     def _amax(self, name: str) -> Tensor | None:

@@ -1,26 +1,28 @@
-"""Quantized checkpoints read again: in which format they are, and their tensors under the names that refits give."""
+"""Quantized checkpoints read again: in which format they are, and their tensors under the names that refits give.
 
-from collections.abc import Iterator, Mapping
+Tensors take the dtypes in which vLLM holds them, whose loaders copy into parameters made in the format's dtypes and so
+round to nearest: other tools store the scales of int4 groups in FP16 or FP32, and those of FP8 in BF16.
+
+Source: vLLM 0.25.1, `CompressedTensorsWNA16.create_weights`, `create_fp8_scale_parameter`, `parameter.py`'s `copy_`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qarl_formats import FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format, storage_config
+from qarl_formats import QuantFormat
 from qarl_nemo.checkpoints.hf_config import RECORD_FILE
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
+from qarl_nemo.checkpoints.scheme import stored_format
 from qarl_nemo.files import read_json
 from qarl_nemo.names import GLOBAL_SCALE, TARGETS, expert_names, is_stacked_expert, layer_of, module_kind, target_of
 
 # Name -> shape and dtype of every tensor that a model needs, stacked experts as one.
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-_READ_NAMES = (*FORMAT_NAMES, *NARROW_NAMES)
+_SHOWN = 8
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-# What decides how compressed-tensors' codes are read.
-_ARITHMETIC = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "actorder")
-# Orders of calibration that leave columns and groups where they are.
-_PLAIN_ORDERS = ("weight", "static", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,7 @@ class Stored:
             return None
         record = checkpoint.companions / RECORD_FILE
         recorded = read_json(record, "the record of a quantized checkpoint").get("format") if record.is_file() else None
-        scaled = {
-            info.name.rpartition(".")[0] for info in checkpoint.tensors if "scale" in info.name.rpartition(".")[2]
-        }
+        scaled = {info.name.rpartition(".")[0] for info in checkpoint.tensors if _is_scale(info.name)}
         kinds = {module_kind(module) for module in scaled}
         left_out = [
             info.name.removesuffix(".weight")
@@ -56,45 +56,6 @@ class Stored:
         ]
         targets = tuple(target for target in TARGETS if target in kinds)
         return cls(stored_format(quantization, recorded), targets, tuple(left_out))
-
-
-def stored_format(quantization: dict[str, Any], recorded: object = None) -> QuantFormat | None:
-    """Return the format in which a checkpoint's tensors are stored.
-
-    Args:
-        quantization: config.json's `quantization_config`.
-        recorded: what `qarl quantize` called it; config.json does not tell a narrow grid from the one of `w4a16`.
-
-    Returns:
-        The record with its group size; None if it is none of ours.
-    """
-    for name in sorted(_READ_NAMES, key=lambda name: name != recorded):
-        sizes = get_format(name).group_sizes or (None,)
-        for fmt in (get_format(name, group_size=size) for size in sizes):
-            own = storage_config(fmt, ignore=[])
-            if own is not None and _arithmetic(own) == _arithmetic(quantization):
-                return fmt
-    return None
-
-
-def _arithmetic(quantization: dict[str, Any]) -> Any:
-    """Return what decides how stored tensors are read, without lists of modules and notes of the calibration."""
-    if quantization.get("quant_method") != "compressed-tensors":
-        return [quantization.get(key) for key in ("quant_method", "fmt", "activation_scheme", "weight_block_size")]
-    groups = quantization.get("config_groups")
-    found: list[Any] = []
-    for group in groups.values() if isinstance(groups, dict) else ():
-        sides = [_side(group.get(side)) for side in ("weights", "input_activations")]
-        # Groups may differ in nothing but the modules that they name.
-        found += [] if sides in found else [sides]
-    rotated = quantization.get("transform_config") or None
-    return [quantization.get("format"), quantization.get("kv_cache_scheme"), rotated, found]
-
-
-def _side(said: Mapping[str, Any] | None) -> list[Any] | None:
-    if not said:
-        return None
-    return [None if key == "actorder" and said.get(key) in _PLAIN_ORDERS else said.get(key) for key in _ARITHMETIC]
 
 
 def stored_layers(
@@ -109,15 +70,74 @@ def stored_layers(
 
     Yields:
         The tensors of one decoder layer after another; a name that the checkpoint lacks is left out.
+
+    Raises:
+        ValueError: at the end, scales that engines would round to 0 or infinity; all are listed.
     """
-    infos = {info.name: info for info in checkpoint.tensors}
+    infos, lost = stored_infos(checkpoint), []
     by_layer: dict[str, list[str]] = {}
     for name in layout:
         by_layer.setdefault(layer_of(name), []).append(name)
     with checkpoint.open_reader() as reader:
         for names in by_layer.values():
-            found = {name: _read(reader, infos, name, layout[name], device) for name in names}
+            found = {name: _read(reader, infos, name, layout[name], device, lost) for name in names}
             yield {name: tensor for name, tensor in found.items() if tensor is not None}
+    if lost:
+        listed = "\n  ".join(lost[:_SHOWN] + [f"and {len(lost) - _SHOWN} more"] * (len(lost) > _SHOWN))
+        raise ValueError(f"{checkpoint.folder} has scales that engines cannot hold; quantize it anew:\n  {listed}")
+
+
+def renaming(checkpoint: Checkpoint) -> Callable[[str], str]:
+    """Return what turns a name of a quantized checkpoint into the one that updates give it, and back.
+
+    Only scales of other tools have other names.
+    """
+    quantization = checkpoint.config.get("quantization_config") or {}
+    fmt = stored_format(quantization)
+    other = fmt.other_storage if fmt else None
+    if other is None or quantization.get("format") != other.storage:
+        return lambda name: name
+    theirs, ours = other.scales
+    swapped = {theirs: ours, ours: theirs}
+
+    def renamed(name: str) -> str:
+        suffix = name.rpartition(".")[2]
+        return name.removesuffix(suffix) + swapped.get(suffix, suffix)
+
+    return renamed
+
+
+def stored_infos(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Return a checkpoint's tensors by the names that updates give them, experts one by one."""
+    renamed = renaming(checkpoint)
+    return {renamed(info.name): info for info in checkpoint.tensors}
+
+
+def in_engine_dtype(info: TensorInfo, stored: Tensor, dtype: torch.dtype, lost: list[str]) -> Tensor:
+    """Return a stored tensor as engines hold it: parameters and scales rounded to nearest, codes as they are.
+
+    Args:
+        info: the tensor's entry in the table of contents.
+        stored: what was read.
+        dtype: that of the format; a dtype to which nothing is rounded leaves the tensor as it is.
+        lost: gets a sentence if rounding makes a scale 0 or infinite.
+    """
+    if not {dtype, stored.dtype} <= _FLOATS:
+        return stored
+    rounded = stored.to(dtype)
+    if dtype != stored.dtype and _is_scale(info.name):
+        gone = ((rounded == 0) & (stored != 0)) | (rounded.isinf() & ~stored.isinf())
+        if gone.any():
+            first = gone.nonzero()[0].tolist()
+            lost.append(
+                f"{info.name}: {int(gone.sum())} of {gone.numel()} become 0 or infinite in {dtype}, the first at "
+                f"{first}: {stored[tuple(first)].item()}"
+            )
+    return rounded
+
+
+def _is_scale(name: str) -> bool:
+    return "scale" in name.rpartition(".")[2]
 
 
 def stored_names(name: str, shape: tuple[int, ...]) -> list[list[str]]:
@@ -139,18 +159,19 @@ def _read(
     name: str,
     expected: tuple[tuple[int, ...], torch.dtype],
     device: torch.device | None,
+    lost: list[str],
 ) -> Tensor | None:
     shape, dtype = expected
     parts = stored_names(name, shape)
     if any(part not in infos for row in parts for part in row):
         return None
-    # Experts are joined on the device, which spares the host two copies of each.
-    rows = [_joined(name, [reader.read(infos[part]).to(device) for part in row]) for row in parts]
-    whole = torch.stack(rows) if is_stacked_expert(name) else rows[0]
-    # Parameters take the engine's dtype, and FP32 scales hold those that other tools store in 16 bits; codes and all
-    # other scales stay as they are stored, and would be refused if they were others.
-    is_parameter = name.endswith((".weight", ".bias")) and {dtype, whole.dtype} <= _FLOATS
-    return whole.to(dtype) if is_parameter or (dtype == torch.float32 and whole.dtype in _FLOATS) else whole
+
+    def part(name: str) -> Tensor:
+        # Experts are joined on the device, which spares the host two copies of each.
+        return in_engine_dtype(infos[name], reader.read(infos[name]).to(device), dtype, lost)
+
+    rows = [_joined(name, [part(one) for one in row]) for row in parts]
+    return torch.stack(rows) if is_stacked_expert(name) else rows[0]
 
 
 def _joined(name: str, parts: list[Tensor]) -> Tensor:

@@ -266,7 +266,8 @@ def _require_served(model: Path, learner: "Learner", engine_tp: int) -> None:
 def _require_own_format(model: Path, learner: "Learner") -> None:
     """Require that a quantized checkpoint, which is executed as it is stored, takes the bytes that are computed."""
     from qarl_nemo.checkpoints import open_checkpoint
-    from qarl_nemo.checkpoints.stored import Stored, stored_format
+    from qarl_nemo.checkpoints.scheme import stored_format
+    from qarl_nemo.checkpoints.stored import Stored
     from qarl_nemo.files import read_json
 
     file = config_file(model)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qarl_formats import BASELINE, CODES_OF_8_BITS, QuantFormat, get_format
+from qarl_formats import BASELINE, BLOCKS, CODES_OF_8_BITS, FP8_BLOCK, QuantFormat, get_format
 from qarl_nemo.names import TARGETS
 from qarl_nemo.refit.engine_layout import plain_name
 
@@ -77,12 +77,15 @@ def method_label(module: Any) -> str:
 
     Returns:
         The method's class, `/` and its scheme's class if there is one, and a note where a method that says W8A8 leaves
-        activations as they are, or one that serves several widths has codes of 8 bits.
+        activations as they are, or one that serves several widths or scales has codes of 8 bits or blocks.
     """
     method, scheme = own_method(module), getattr(module, "scheme", None)
     label = type(method).__name__ + ("" if scheme is None else f"/{type(scheme).__name__}")
-    if "WNA16" in label and getattr(method if scheme is None else scheme, "num_bits", None) == 8:
+    owner = method if scheme is None else scheme
+    if "WNA16" in label and getattr(owner, "num_bits", None) == 8:
         return label + CODES_OF_8_BITS
+    if "W8A8Fp8" in label and getattr(owner, "weight_block_size", None) == [FP8_BLOCK, FP8_BLOCK]:
+        return label + BLOCKS
     weight_only = getattr(getattr(method, "moe_quant_config", None), "use_int8_w8a16", False)
     return label + (_WIDE_ROWS if weight_only and "W8A8" in label else "")
 
@@ -104,10 +107,10 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
     for record in chosen:
         kind = _kind(record.layer)
         seen.add(kind)
-        expected = (
-            "Unquantized.*" if kind is None else _method(record, fmt if kind in targets else get_format(BASELINE))
-        )
-        if not re.fullmatch(expected, record.method) and not _CACHE.fullmatch(record.layer):
+        wanted = fmt if kind in targets else get_format(BASELINE)
+        expected = "Unquantized.*" if kind is None else _method(record, wanted)
+        same = re.fullmatch(expected, record.method) or record.method == _other(record, wanted)
+        if not same and not _CACHE.fullmatch(record.layer):
             facts = ", ".join(fact for fact in (record.backend, record.shape) if fact)
             method = record.method + (f" ({facts})" if facts else "")
             reason = _FALL_BACKS.get(record.method.removesuffix(CODES_OF_8_BITS), "")
@@ -143,6 +146,13 @@ def _method(record: ChosenMethod, fmt: QuantFormat) -> str:
         return fmt.vllm.linear.method
     on_cpu = fmt.vllm.cpu.experts_method if fmt.vllm.cpu and "CPU" in record.backend else None
     return on_cpu or fmt.vllm.experts.method
+
+
+def _other(record: ChosenMethod, fmt: QuantFormat) -> str | None:
+    """Return the method for a checkpoint of other tools, on which an engine beside adapters may have started."""
+    if fmt.other_storage is None:
+        return None
+    return fmt.other_storage.experts if _kind(record.layer) == "experts" else fmt.other_storage.linear
 
 
 def _kernel_problems(record: ChosenMethod, fmt: QuantFormat) -> list[str]:

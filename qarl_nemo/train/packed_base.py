@@ -16,7 +16,8 @@ from qarl_kernels import QuantizedWeight, stored_layout
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints import Checkpoint, open_checkpoint
 from qarl_nemo.checkpoints.content import drop_reason, require_tied_copy
-from qarl_nemo.checkpoints.stored import Layout, Stored, stored_layers, stored_names
+from qarl_nemo.checkpoints.scheme import nearest_format
+from qarl_nemo.checkpoints.stored import Layout, Stored, renaming, stored_infos, stored_layers, stored_names
 from qarl_nemo.config import QarlConfig
 from qarl_nemo.layers.frozen import hold, take_master
 from qarl_nemo.layers.install import InstallReport
@@ -27,7 +28,6 @@ from qarl_nemo.train.lora import frozen_problems
 from qarl_nemo.train.model import is_packed
 
 _SHOWN = 8
-_LISTS_OF_MODULES = ("ignore", "modules_to_not_convert")
 
 
 def require_packed_base(config: LocalConfig) -> None:
@@ -51,10 +51,9 @@ def _format_problems(checkpoint: Checkpoint, qarl: QarlConfig) -> list[str]:
     stored = Stored.of(checkpoint)
     assert stored is not None
     if stored.format is None:
-        config = checkpoint.config["quantization_config"]
-        said = {key: value for key, value in config.items() if value and key not in _LISTS_OF_MODULES}
         legal = ", ".join(name for name in FORMAT_NAMES if name != BASELINE)
-        return [f"its quantization_config is none that the learner executes ({legal}): {said}"]
+        nearest = nearest_format(checkpoint.config["quantization_config"])
+        return [f"its quantization_config is none that the learner executes ({legal}): {nearest}"]
     own, wanted = stored.format, qarl.served_format
     problems = []
     if qarl.alignment == "none":
@@ -132,17 +131,19 @@ class PackedBase:
                 model; all are listed. Or a tied lm_head is another than the embedding.
         """
         require_tied_copy(checkpoint)
-        layout, found = self.layout, set()
+        layout, found, in_file = self.layout, set(), renaming(checkpoint)
         problems = _foreign(checkpoint, layout)
         for layer in stored_layers(checkpoint, layout, device):
             problems += _unlike_scales(layer)
             problems += [
-                problem for name, tensor in layer.items() if (problem := _difference(name, tensor, layout[name]))
+                problem
+                for name, tensor in layer.items()
+                if (problem := _difference(in_file(name), tensor, layout[name]))
             ]
             found |= layer.keys()
             if not problems:
                 self._fill(layer)
-        missing = set(layout) - found
+        missing = {in_file(name) for name in layout.keys() - found}
         problems += [f"{len(missing)} missing: {summarize_names(missing, _SHOWN)}"] if missing else []
         if problems:
             more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -196,7 +197,7 @@ def _foreign(checkpoint: Checkpoint, layout: Layout) -> list[str]:
     known |= {f"{name.rpartition('.')[0]}.weight_shape" for name in known if name.endswith("_packed")}
     foreign = [
         info.name
-        for info in checkpoint.tensors
-        if info.name not in known and drop_reason(info.name, architecture) is None
+        for name, info in stored_infos(checkpoint).items()
+        if name not in known and drop_reason(name, architecture) is None
     ]
     return [f"{len(foreign)} of no such model: {summarize_names(foreign, _SHOWN)}"] if foreign else []

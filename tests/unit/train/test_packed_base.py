@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from qarl_formats import storage_config
 from qarl_kernels import get_format
-from qarl_nemo.checkpoints.stored import stored_format
+from qarl_nemo.checkpoints.scheme import stored_format
 from qarl_nemo.files import FileError
 from qarl_nemo.layers.install import install
 from qarl_nemo.layers.packed import PackedWeight
@@ -169,14 +169,14 @@ def test_foreign_missing_and_misshapen_tensors_are_all_named(packed, tmp_path):
     scale = "model.layers.1.self_attn.q_proj.weight_scale"
 
     def spoil(tensors):
-        tensors[scale] = tensors[scale].float()
+        tensors[scale] = tensors[scale][:-1].clone()
         tensors["model.layers.0.self_attn.q_proj.weight_zero_point"] = torch.zeros(1)
         del tensors["model.layers.0.mlp.experts.3.up_proj.weight_packed"]
 
     changed_copy(packed, tmp_path, "w4a16", spoil)
     with pytest.raises(ValueError, match=r"is not what its config\.json says") as error:
         Trainer(config_of(tmp_path / "run", tmp_path))
-    for part in ("weight_zero_point", "gate_up_proj.weight_packed", f"{scale} is torch.float32"):
+    for part in ("weight_zero_point", "gate_up_proj.weight_packed", f"{scale} is torch.bfloat16 [255, 2], expected"):
         assert part in str(error.value)
 
 
@@ -257,7 +257,9 @@ def test_a_format_that_nothing_here_executes_is_shown(packed, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"is none that the learner executes \(w4a16, .*'symmetric': False") as error:
+    with pytest.raises(
+        ValueError, match=r"is none that the learner executes \(w4a16, .*weights.symmetric=False"
+    ) as error:
         train_run(config_of(tmp_path / "run", tmp_path))
     assert "lm_head" not in str(error.value)
 
@@ -285,6 +287,7 @@ def test_config_groups_of_one_scheme_are_one_and_of_two_are_refused():
         ("NVFP4A16", "nvfp4-pack-quantized", "nvfp4"),
         ("INT8", "int-quantized", "int8"),
         ("FP8_DYNAMIC", "float-quantized", "fp8_channel"),
+        ("FP8_BLOCK", "float-quantized", "fp8_block"),
         ("W4A16_ASYM", "pack-quantized", None),
         ("NVFP4", "nvfp4-pack-quantized", None),
         ("FP8", "float-quantized", None),
