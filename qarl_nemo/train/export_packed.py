@@ -47,7 +47,7 @@ def export_packed(
     if training.adapters and not training.fmt.runs_beside_adapters(training.targets):
         name = training.fmt.name
         return f"not by vLLM, whose kernels for {name} experts do not run beside adapters; qarl eval --engine packed"
-    return serve_command(destination, training.fmt, training.targets) + _adapter_options(training)
+    return serve_command(destination, training.fmt, training.targets) + _precision(base) + _adapter_options(training)
 
 
 def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite: bool) -> None:
@@ -60,6 +60,12 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
         if destination.exists():
             os.replace(destination, Path(work) / "replaced")
         os.replace(Path(work) / "copy", destination)
+
+
+def _precision(base: Checkpoint) -> str:
+    # vLLM takes a quantized FP16 model's own dtype, in which scales and activations would not be what was trained on.
+    stored = base.config.get("dtype", base.config.get("torch_dtype", "bfloat16"))
+    return "" if Stored.of(base) is None or stored == "bfloat16" else " --dtype bfloat16"
 
 
 def _adapter_options(training: Training) -> str:

@@ -1,11 +1,13 @@
 """The kernels vLLM chose are held against the format: whatever differs is named."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from qarl_formats import BLOCKS
 from qarl_kernels import get_format
-from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems, require_methods
+from qarl_nemo.refit.engine_methods import ChosenMethod, method_label, method_problems, require_methods
 
 W4A16 = get_format("w4a16", group_size=64)
 LAYER = "model.layers.0"
@@ -23,6 +25,36 @@ def test_the_formats_own_methods_pass():
     assert method_problems(fp8, get_format("fp8_block"), ["experts"]) == []
     bf16 = [*CHOSEN[:3], replace(CHOSEN[3], method="UnquantizedFusedMoEMethod")]
     assert method_problems(bf16, get_format("bf16"), ["experts"]) == []
+
+
+def test_blocks_of_other_tools_run_on_another_class_which_rows_do_not_pass_for():
+    blocks = get_format("fp8_block")
+    other = blocks.other_storage
+    chosen = [replace(one, method=other.linear) for one in CHOSEN[:2]]
+    chosen += [CHOSEN[2], replace(CHOSEN[3], method=other.experts, backend="Fp8MoeBackend.TRITON")]
+    assert method_problems(chosen, blocks, ["experts", "attention"]) == []
+    assert len(method_problems(chosen, blocks, ["experts"])) == 2
+    assert len(method_problems(chosen, get_format("fp8_channel"), ["experts", "attention"])) == 3
+    rows = [replace(one, method=one.method.removesuffix(BLOCKS)) for one in chosen]
+    assert len(method_problems(rows, blocks, ["experts", "attention"])) == 3
+    backend = [*chosen[:3], replace(chosen[3], backend="Fp8MoeBackend.VLLM_CUTLASS")]
+    (problem,) = method_problems(backend, blocks, ["experts", "attention"])
+    assert "runs on VLLM_CUTLASS, whose arithmetic the learner does not follow" in problem
+
+
+class CompressedTensorsW8A8Fp8:
+    def __init__(self, weight_block_size):
+        self.weight_block_size = weight_block_size
+
+
+class CompressedTensorsLinearMethod:
+    pass
+
+
+@pytest.mark.parametrize(("blocks", "note"), [([128, 128], BLOCKS), (None, ""), ([64, 64], "")])
+def test_blocks_are_told_from_rows(blocks, note):
+    layer = SimpleNamespace(quant_method=CompressedTensorsLinearMethod(), scheme=CompressedTensorsW8A8Fp8(blocks))
+    assert method_label(layer) == f"CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8{note}"
 
 
 def test_every_fall_back_is_named():

@@ -8,10 +8,15 @@ from safetensors.torch import load_file, save_file
 
 from qarl_formats import storage_config
 from qarl_kernels import get_format
+from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
+from qarl_nemo.measure.eval.models import find_model
+from qarl_nemo.measure.eval.packed import PackedEngine
+from qarl_nemo.train.export_packed import _precision
 from qarl_nemo.train.run import train_run
 from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
-from support.engines import PROMPTS, TOKENIZER, tiny_model
+from support.engines import EOS, PROMPTS, TOKENIZER, tiny_model
 from support.other_tools import decompressed, write_compressed
 from support.runs import make_config
 
@@ -124,6 +129,39 @@ def test_blocks_of_either_layout_are_one_model(source, tmp_path):
     with torch.no_grad():
         outputs = [model_of(folder, "fp8_block")(input_ids=tokens).logits for folder in (theirs, ours)]
     assert_bitwise_equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "scale_dtype"),
+    [("W4A16", "w4a16", torch.float16), ("FP8_BLOCK", "fp8_block", torch.bfloat16)],
+)
+def test_export_and_eval_read_the_numbers_that_are_trained_on(preset, name, scale_dtype, source, tmp_path):
+    folder = write_compressed(source, tmp_path / "base", preset, TARGETS, scale_dtype)
+    learner, base = model_of(folder, name), open_checkpoint(folder)
+    merged = merged_checkpoint(base, Training(get_format(name), TARGETS, {}, 1.0, {}, ()))
+    infos = {info.name: info for info in merged.tensors}
+    with merged.open_reader() as reader:
+        for module in (Q_PROJ, DOWN):
+            assert_bitwise_equal(reader.read(infos[f"{module}.weight"]), held(learner, module))
+    model = find_model(folder)
+    assert (model.format_name, model.targets) == (name, TARGETS)
+    engine = PackedEngine(model, TOKENIZER, [EOS], device=torch.device("cpu"), dtype=torch.bfloat16)
+    slots = engine._sampler.slots
+    assert_bitwise_equal(slots[Q_PROJ].weight.dequantize(), held(learner, Q_PROJ))
+    experts, _, leaf = DOWN.replace(".2.", ".").rpartition(".")
+    assert_bitwise_equal(slots[f"{experts}.{leaf}"].weight.dequantize()[2], held(learner, DOWN))
+    wrong = merged_checkpoint(base, Training(get_format("int8"), TARGETS, {}, 1.0, {}, ()))
+    with pytest.raises((KeyError, AssertionError)), wrong.open_reader() as reader:
+        assert_bitwise_equal(reader.read(infos[f"{Q_PROJ}.weight"]), held(learner, Q_PROJ))
+
+
+def test_an_fp16_model_is_served_in_the_dtype_that_it_was_trained_in(source, tmp_path):
+    folder = write_compressed(source, tmp_path / "base", "W4A16", TARGETS, torch.float16)
+    assert _precision(open_checkpoint(folder)) == ""
+    file = folder / "config.json"
+    config = {key: one for key, one in json.loads(file.read_text()).items() if key != "dtype"}
+    file.write_text(json.dumps(config | {"torch_dtype": "float16"}))
+    assert _precision(open_checkpoint(folder)) == " --dtype bfloat16"
 
 
 def quantize(folder, quantization):
