@@ -32,7 +32,7 @@ def align_model(config: LocalConfig, model: PreTrainedModel, device: torch.devic
 
     Args:
         config: the resolved config.
-        model: changed in place; an empty one is filled from its quantized checkpoint.
+        model: changed in place; an empty one is filled from its checkpoint.
         device: where an empty model goes; None leaves it empty, for its table and its trained parameters' sizes.
 
     Returns:

@@ -56,6 +56,8 @@ def lora_problems(config: Any) -> list[str]:
     if config.policy.lora is None:
         return []
     problems = frozen_problems(config)
+    if config.policy.warm_start.steps and config.policy.model_path is not None:
+        problems.append("policy.warm_start trains a base that no checkpoint holds; set policy.warm_start.steps=0")
     if config.policy.optimizer.name != "adamw":
         problems.append("Muon's steps have the size of whole matrices; set policy.optimizer.name=adamw")
     return problems

@@ -44,8 +44,8 @@ def load_model(
         seed: seeds a random model's weights.
 
     Returns:
-        The model in the configured precision, and its tokenizer. Of a quantized checkpoint the model is empty, on the
-        meta device: `packed_base` reads its tensors once its layers are aligned.
+        The model in the configured precision, and its tokenizer. A checkpoint that stays frozen is not read yet, and
+        the model is empty, on the meta device: `packed_base` fills it layer by layer once its layers are aligned.
 
     Raises:
         ValueError: the directory is not a checkpoint of a supported model type.
@@ -58,7 +58,7 @@ def load_model(
         model = follow_engine(AutoModelForCausalLM.from_config(tiny_config(policy.model_init, tokenizer), dtype=dtype))
     else:
         assert policy.model_path is not None
-        if is_packed(policy.model_path):
+        if policy.lora is not None or is_packed(policy.model_path):
             return _empty_model(policy, dtype), load_tokenizer(policy.model_path)
         model, tokenizer = load_checkpoint(policy.model_path, dtype)
     return model.to(device), tokenizer

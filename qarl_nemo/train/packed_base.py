@@ -1,7 +1,8 @@
-"""A quantized checkpoint as the learner's frozen base: checked against the config, then read layer by layer.
+"""A checkpoint as the learner's frozen base: checked against the config, then read layer by layer.
 
-No BF16 master ever exists: the model is built without memory, and its packed tensors go from the file to the device as
-they are stored. What is not quantized (norms, router, embeddings, layers that are no target) is read as parameters.
+The model is built without memory. Tensors of a quantized checkpoint go from the file to the device as they are stored;
+targets of a BF16 one, under adapters, are quantized there, so that one layer's masters exist at a time. What is not
+quantized (norms, router, embeddings, layers that are no target) is read as parameters.
 """
 
 from collections.abc import Mapping
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qarl_formats import BASELINE, FORMAT_NAMES
-from qarl_kernels import QuantizedWeight, stored_layout
+from qarl_kernels import TOO_LARGE, QuantizedWeight, largest, quantize_weight, stored_layout, unfit_values
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints import Checkpoint, open_checkpoint
-from qarl_nemo.checkpoints.content import drop_reason, require_tied_copy
+from qarl_nemo.checkpoints.content import drop_reason, require_tied_copy, require_whole
 from qarl_nemo.checkpoints.scheme import nearest_format
 from qarl_nemo.checkpoints.stored import Layout, Stored, renaming, stored_infos, stored_layers, stored_names
 from qarl_nemo.config import QarlConfig
@@ -88,7 +89,7 @@ def _other_problems(config: LocalConfig) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PackedBase:
-    """What a quantized checkpoint fills.
+    """What a checkpoint fills.
 
     Attributes:
         model: a model on the meta device with aligned layers.
@@ -112,13 +113,14 @@ class PackedBase:
         slots = [take_master(model, report, key) for key in list(report.weights)]
         return cls(model, {slot.name: slot for slot in slots})
 
-    @property
-    def layout(self) -> Layout:
+    def _layout(self, *, quantized: bool) -> Layout:
         """Name -> shape and dtype of every tensor that is needed."""
         packed = {
             f"{name}.{suffix}": layout
             for name, slot in self.weights.items()
-            for suffix, layout in stored_layout(slot.shape, slot.format).items()
+            for suffix, layout in (
+                stored_layout(slot.shape, slot.format) if quantized else {"weight": (slot.shape, slot.dtype)}
+            ).items()
         }
         plain = {published_name(name): (tuple(one.shape), one.dtype) for name, one in self.model.named_parameters()}
         return packed | plain
@@ -127,22 +129,26 @@ class PackedBase:
         """Read every tensor and put it on the device, one decoder layer after another.
 
         Raises:
-            ValueError: tensors are missing, have other shapes or dtypes, hold NaN or Inf, or belong to no part of the
-                model; all are listed. Or a tied lm_head is another than the embedding.
+            ValueError: tensors are missing, have other shapes or dtypes, hold NaN, Inf or what the format cannot hold,
+                or belong to no part of the model; all are listed. Or a tied lm_head is another than the embedding.
         """
-        require_tied_copy(checkpoint)
-        layout, found, in_file = self.layout, set(), renaming(checkpoint)
+        quantized = Stored.of(checkpoint) is not None
+        if quantized:
+            require_tied_copy(checkpoint)
+        else:
+            require_whole(checkpoint)
+        layout, found, in_file = self._layout(quantized=quantized), set(), renaming(checkpoint)
         problems = _foreign(checkpoint, layout)
         for layer in stored_layers(checkpoint, layout, device):
             problems += _unlike_scales(layer)
             problems += [
                 problem
                 for name, tensor in layer.items()
-                if (problem := _difference(in_file(name), tensor, layout[name]))
+                if (problem := _difference(in_file(name), tensor, layout[name]) or self._unfit(name, tensor))
             ]
             found |= layer.keys()
             if not problems:
-                self._fill(layer)
+                self._fill(layer if quantized else self._quantized(layer))
         missing = {in_file(name) for name in layout.keys() - found}
         problems += [f"{len(missing)} missing: {summarize_names(missing, _SHOWN)}"] if missing else []
         if problems:
@@ -154,6 +160,27 @@ class PackedBase:
         self.model.model.rotary_emb = type(rotary)(self.model.config).to(device)
         if self.model.config.tie_word_embeddings:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
+
+    def _unfit(self, name: str, tensor: Tensor) -> str | None:
+        slot = self.weights.get(name.removesuffix(".weight"))
+        if slot is None or tensor.dtype not in (torch.bfloat16, torch.float32):
+            return None
+        problem = unfit_values(tensor, slot.format, name)
+        return problem and f"{problem}: NaN, Inf {TOO_LARGE}"
+
+    def _quantized(self, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a layer with what is stored of each master in its place."""
+        stored = {name: one for name, one in layer.items() if name.removesuffix(".weight") not in self.weights}
+        masters = {name: one for name, one in layer.items() if name not in stored}
+        scaled = [name for name in masters if self.weights[name.removesuffix(".weight")].format.tensor_scaled]
+        tops: dict[str, Tensor] = {}
+        for group in fused_groups(scaled):
+            tops |= dict.fromkeys(group, torch.stack([largest(masters[name]) for name in group]).amax(0))
+        for name, master in masters.items():
+            owner = name.removesuffix(".weight")
+            quantized = quantize_weight(master, self.weights[owner].format, name=owner, amax=tops.get(name))
+            stored |= {f"{owner}.{suffix}": tensor for suffix, tensor in quantized.tensors.items()}
+        return stored
 
     def _fill(self, layer: Mapping[str, Tensor]) -> None:
         packed: dict[str, dict[str, Tensor]] = {}

@@ -13,6 +13,7 @@ from qarl_formats import storage_config
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints.scheme import stored_format
 from qarl_nemo.files import FileError
+from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.install import install
 from qarl_nemo.layers.packed import PackedWeight
 from qarl_nemo.train.base_files import hold_base, require_same_base
@@ -78,6 +79,46 @@ def test_the_forward_is_that_of_aligned_weights_and_gradients_go_to_the_rest(nam
     next(iter(masters.model.layers[0].mlp.experts.aligned.values())).changes.bump()
     with pytest.raises(AssertionError, match="elements differ"):
         assert_bitwise_equal(logits(model), logits(masters))
+
+
+@pytest.mark.parametrize("name", ["w4a16", "nvfp4", "fp8_block"])
+def test_a_bf16_base_under_adapters_becomes_the_quantized_one_layer_by_layer(name, source, packed, tmp_path):
+    lora = {"rank": 8, "targets": ["attention"]}
+    models = []
+    for folder in (source, packed / name):
+        policy = {"_override_": True, "model_path": str(folder), "train_micro_batch_size": 8, "lora": lora}
+        qarl = {"_override_": True, "format": name, "targets": list(TARGETS), "keep_operand": False}
+        models.append(Trainer(config_of(tmp_path / folder.name, packed, name, policy=policy, qarl=qarl)).model)
+    assert_bitwise_equal(*map(logits, models))
+    held = [dict(FrozenBase.of(model).weights) for model in models]
+    for module, slot in held[0].items():
+        for suffix, tensor in slot.weight.tensors.items():
+            assert_bitwise_equal(tensor, held[1][module].weight.tensors[suffix])
+    slot = held[1]["model.layers.1.self_attn.k_proj"]
+    scale = next(tensor for suffix, tensor in slot.weight.tensors.items() if suffix.startswith("weight_scale"))
+    scale.view(torch.uint8).flatten()[1] ^= 8
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(*map(logits, models))
+
+
+def test_what_a_format_cannot_hold_of_a_bf16_base_is_all_named(source, packed, tmp_path):
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+    folder = shutil.copytree(source, tmp_path / "source")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[names[0]][2, 3], tensors[names[1]][0, 0] = 2.0**127, -(2.0**127)
+    save_file(tensors, file)
+    policy = {"_override_": True, "model_path": str(folder), "lora": {"rank": 8}}
+    with pytest.raises(ValueError, match=r"2\^127 and more for integer codes") as error:
+        Trainer(config_of(tmp_path / "run", packed, policy=policy))
+    for part in (f"{names[0]} [256, 256] (1, the first at index [2, 3]", f"{names[1]} [256, 256] (1, the first at"):
+        assert part in str(error.value)
+
+
+def test_a_base_that_no_checkpoint_holds_is_not_warmed_up(source, packed, tmp_path):
+    policy = {"_override_": True, "model_path": str(source), "lora": {"rank": 8}, "warm_start": {"steps": 2}}
+    with pytest.raises(ValueError, match=r"set policy\.warm_start\.steps=0"):
+        config_of(tmp_path, packed, policy=policy)
 
 
 def test_the_base_is_in_memory_once_and_no_refit_brings_it(packed, tmp_path):

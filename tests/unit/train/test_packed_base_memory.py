@@ -13,12 +13,13 @@ from support.engines import tiny_model
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "head_dim": 64}
 
 
+@pytest.mark.parametrize("stored", ["packed", "source"])
 @pytest.mark.parametrize("num_layers", [1, 3])
-def test_layers_are_sent_one_after_another(num_layers, tmp_path, monkeypatch):
+def test_layers_are_sent_one_after_another(num_layers, stored, tmp_path, monkeypatch):
     source = tiny_model(dtype=torch.bfloat16, num_hidden_layers=num_layers, **SIZES)
     source.save_pretrained(tmp_path / "source")
     quantize_checkpoint(tmp_path / "source", tmp_path / "packed", get_format("w4a16"), ["experts"])
-    checkpoint = open_checkpoint(tmp_path / "packed")
+    checkpoint = open_checkpoint(tmp_path / stored)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16)
     base = PackedBase.of(model, install(model, ["experts"], get_format("w4a16")))
