@@ -77,7 +77,8 @@ def _empty_model(policy: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
         model = follow_engine(AutoModelForCausalLM.from_config(read_config(policy), dtype=dtype))
     if policy.model_path and (policy.model_path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(policy.model_path, local_files_only=True)
-    return model
+    # Without dropout, as a loaded one.
+    return model.eval()
 
 
 def read_config(policy: PolicyConfig) -> PreTrainedConfig:
