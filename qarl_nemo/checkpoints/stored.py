@@ -22,7 +22,7 @@ from qarl_nemo.names import GLOBAL_SCALE, TARGETS, expert_names, is_stacked_expe
 # Name -> shape and dtype of every tensor that a model needs, stacked experts as one.
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _SHOWN = 8
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def in_engine_dtype(info: TensorInfo, stored: Tensor, dtype: torch.dtype, lost: 
     if not {dtype, stored.dtype} <= _FLOATS:
         return stored
     rounded = stored.to(dtype)
-    if dtype != stored.dtype and _is_scale(info.name):
+    if torch.finfo(dtype).max < torch.finfo(stored.dtype).max and _is_scale(info.name):
         gone = ((rounded == 0) & (stored != 0)) | (rounded.isinf() & ~stored.isinf())
         if gone.any():
             first = gone.nonzero()[0].tolist()

@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam, maybe_pad_tensor_for_block_quant
 from safetensors.torch import load_file, save_file
 
 from qarl_nemo.names import fused_groups, target_of
@@ -58,7 +58,8 @@ def decompressed(folder: Path, preset: str, module: str, *, dtype=torch.float32,
 def _compressed(weight, scheme, storage, scale_dtype, top) -> dict[str, torch.Tensor]:
     args = scheme.weights
     height, width = args.block_structure or (1, args.group_size or weight.shape[1])
-    blocks = weight.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
+    whole = maybe_pad_tensor_for_block_quant(weight, (height, width))
+    blocks = whole.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
     tensors, divisor = {"weight": weight}, None
     if storage.startswith("nvfp4"):
         divisor = generate_gparam(-top.reshape(1), top.reshape(1))

@@ -79,6 +79,17 @@ def test_weights_are_compressed_tensors_own_with_scales_as_vllm_holds_them(
             assert_bitwise_equal(ours, decompressed(folder, preset, module).bfloat16())
 
 
+def test_a_block_may_be_cut_off_at_the_last_row(tmp_path):
+    # Keys of two heads have 64 rows, half a block.
+    tiny_model(dtype=torch.bfloat16, **SIZES | {"head_dim": 32}).save_pretrained(tmp_path / "source")
+    TOKENIZER.save_pretrained(tmp_path / "source")
+    folder = write_compressed(tmp_path / "source", tmp_path / "base", "FP8_BLOCK", TARGETS)
+    module = Q_PROJ.replace("q_proj", "k_proj")
+    theirs = decompressed(folder, "FP8_BLOCK", module, dtype=torch.bfloat16, scale_dtype=torch.float32)
+    assert theirs.shape == (64, 256)
+    assert_bitwise_equal(held(model_of(folder, "fp8_block"), module), theirs)
+
+
 def test_nvfp4_of_compressed_tensors_is_read(source, tmp_path):
     folder = write_compressed(source, tmp_path / "base", "NVFP4A16", TARGETS)
     ours, theirs = held(model_of(folder, "nvfp4"), DOWN), decompressed(folder, "NVFP4A16", DOWN)
