@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl_formats import Kernel, OnDevice, QuantFormat, VllmKernels
+from qarl_formats import Kernel, OnDevice, OtherStorage, QuantFormat, VllmKernels
 from qarl_nemo.config import load_config, write_yaml
 from qarl_nemo.failures import run_reported
 from qarl_nemo.files import make_folder
@@ -31,7 +31,7 @@ from qarl_nemo.train.run_dir import is_complete
 from qarl_nemo.train.setup import build_learner, learner_device
 
 # The types of a learner's arguments, besides tensors and paths.
-_ARGUMENTS = (Rollouts, NormNoise, QuantFormat, VllmKernels, Kernel, OnDevice)
+_ARGUMENTS = (Rollouts, NormNoise, QuantFormat, OtherStorage, VllmKernels, Kernel, OnDevice)
 _PARALLEL_SIZES = {"tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"}
 
 
