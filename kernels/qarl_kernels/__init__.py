@@ -15,6 +15,7 @@ from qarl_kernels.dispatch import (
     require_finite,
     runs_kernels,
 )
+from qarl_kernels.dispatch_logprobs import token_logprobs, token_logprobs_backward, token_logprobs_reference
 from qarl_kernels.dispatch_norms import rms_norm, rms_norm_backward, rotate_pairs
 from qarl_kernels.dispatch_rows import combine_rows, expert_rows, expert_rows_backward, spread_rows
 from qarl_kernels.expert_mlp import expert_mlp_reference
@@ -58,6 +59,9 @@ __all__ = [
     "runs_kernels",
     "spread_rows",
     "stored_layout",
+    "token_logprobs",
+    "token_logprobs_backward",
+    "token_logprobs_reference",
     "unfit_values",
     "weight_problems",
 ]

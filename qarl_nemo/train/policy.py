@@ -12,10 +12,10 @@ from qarl_kernels import QuantFormat
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.install import InstallReport
+from qarl_nemo.layers.logprobs import head_logprobs
 from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.layers.norm_noise import takes_noise
 from qarl_nemo.layers.weight import MasterChanges
-from qarl_nemo.losses.logprobs import head_logprobs
 from qarl_nemo.refit.publish import Layer, publish_layers
 from qarl_nemo.train.engine_attention import use_attention
 from qarl_nemo.train.engine_forward import checkpoint_layers

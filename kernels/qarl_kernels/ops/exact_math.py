@@ -24,6 +24,16 @@ def exp(x) -> tl.tensor:
 
 
 @triton.jit
+def log(x) -> tl.tensor:
+    """CUDA's `logf`, which keeps the digits of logarithms near 0; numpy's in the interpreter."""
+    if _INTERPRETED:
+        result = tl.log(x)
+    else:
+        result = libdevice.log(x)
+    return result
+
+
+@triton.jit
 def silu(gate) -> tl.tensor:
     """FP32 g / (1 + exp(-g)) with a correctly rounded division, as torch and vLLM's activation kernel compute it."""
     return tl.math.div_rn(gate, 1.0 + exp(-gate))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.checkpoints.optimizer_file import load_state, save_state
-from qarl_nemo.losses.logprobs import score_in_chunks
+from qarl_nemo.layers.logprobs import score_in_chunks
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights
 from qarl_nemo.megatron.publish import publish_layers
 from qarl_nemo.names import parameter_name

@@ -220,6 +220,8 @@ def call_row_operators() -> None:
         for kind in ACTIVATION_KINDS:
             wide = tensor(tokens, MAX_COLUMNS), tensor(tokens, MAX_COLUMNS // 2), tensor(tokens, dtype=FP32)
             swiglu_backward(*wide, kind)
+        for columns in (151_936, 32_003):
+            call_logprobs(tensor(tokens, columns), tensor(tokens, dtype=torch.int64))
     for num_words in (1, 1 << 28):
         weighted_word_sum(tensor(num_words, dtype=torch.int32))
 
@@ -236,6 +238,13 @@ def call_rotations(x: Tensor, table: Tensor) -> None:
     for back in (False, True):
         kernels.rotate_pairs(x, table, table, back=back)
         kernels.rotate_pairs(x.transpose(0, 1), table.transpose(0, 1), table.transpose(0, 1), back=back)
+
+
+def call_logprobs(logits: Tensor, tokens: Tensor) -> None:
+    """Score tokens and differentiate, without a temperature and with one."""
+    for temperature in (1.0, 0.7):
+        logprobs, _, log_z = kernels.token_logprobs(logits, tokens, temperature)
+        kernels.token_logprobs_backward(logits, tokens, logprobs, log_z, logprobs, temperature)
 
 
 def call_activation_quantizers(x: Tensor) -> None:

@@ -11,26 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-
-def score(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log_softmax(logits / temperature) of the tokens, in FP32, and the distribution's entropy.
-
-    Args:
-        logits: [N, V].
-        tokens: [N] int64.
-        temperature: sampling temperature.
-
-    Returns:
-        logprobs [N] FP32, entropy [N] FP32 without a graph, in nats.
-    """
-    logprobs = _at_temperature(logits, temperature).log_softmax(-1, dtype=torch.float32)
-    with torch.no_grad():
-        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
-    return logprobs.gather(-1, tokens[:, None]).squeeze(-1), entropy
+from qarl_kernels import token_logprobs, token_logprobs_backward, token_logprobs_reference
 
 
 def score_in_chunks(logits: Tensor, tokens: Tensor, temperature: float, *, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """Do as `score`, with at most `chunk_size` rows in FP32 at a time, in forward and backward.
+    """Do as `token_logprobs_reference`, with at most `chunk_size` rows in FP32 at a time, in forward and backward.
 
     Args:
         logits: [N, V].
@@ -43,13 +28,16 @@ def score_in_chunks(logits: Tensor, tokens: Tensor, temperature: float, *, chunk
     """
     options = {"use_reentrant": False, "preserve_rng_state": False}
     chunks = zip(logits.split(chunk_size), tokens.split(chunk_size), strict=True)
-    return _join([checkpoint(score, *chunk, temperature, **options) for chunk in chunks])
+    logprobs, entropy = _join(
+        [checkpoint(token_logprobs_reference, *chunk, temperature, **options) for chunk in chunks]
+    )
+    return logprobs, entropy
 
 
 def head_logprobs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Do as `score` for logits hidden @ weight^T, of which at most `chunk_size` rows exist at a time.
+    """Do as `token_logprobs_reference` for logits hidden @ weight^T, of which at most `chunk_size` rows exist.
 
     Args:
         hidden: [N, H], the model's last hidden states.
@@ -69,12 +57,12 @@ class _HeadLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, chunk_size: int
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, tokens)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         chunks = zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True)
-        logprobs, entropy = _join(
-            [score(nn.functional.linear(rows, weight), chosen, temperature) for rows, chosen in chunks]
+        logprobs, entropy, log_z = _join(
+            [token_logprobs(nn.functional.linear(rows, weight), chosen, temperature) for rows, chosen in chunks]
         )
+        ctx.save_for_backward(hidden, weight, tokens, logprobs, log_z)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -82,33 +70,35 @@ class _HeadLogprobs(torch.autograd.Function):
     @once_differentiable
     # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, tokens = ctx.saved_tensors
+        hidden, weight, tokens, logprobs, log_z = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # In FP32, because rounding each chunk's sum to BF16 would lose what many chunks add.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        split = (tensor.split(ctx.chunk_size) for tensor in (hidden, tokens, grad_logprobs, grad_hidden))
-        for rows, chosen, grad, grad_rows in zip(*split, strict=True):
-            grad_logits = _grad_logits(nn.functional.linear(rows, weight), chosen, grad, ctx.temperature)
+        tensors = hidden, tokens, logprobs, log_z, grad_logprobs, grad_hidden
+        split = (tensor.split(ctx.chunk_size) for tensor in tensors)
+        for rows, chosen, scored, log_sum, grad, grad_rows in zip(*split, strict=True):
+            logits = nn.functional.linear(rows, weight)
+            grad_logits = token_logprobs_backward(logits, chosen, scored, log_sum, grad, ctx.temperature)
             torch.mm(grad_logits, weight, out=grad_rows)
             if grad_weight is not None:
-                grad_weight += grad_logits.mT @ rows
+                add_product(grad_weight, grad_logits.mT, rows)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    # Softmax reads BF16 as it is: a copy of a whole vocabulary costs as much as the GEMM that made it.
-    return logits if temperature == 1.0 else logits.float() / temperature
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to total.
+
+    Args:
+        total: [M, N] FP32.
+        left: [M, K] BF16 or FP32.
+        right: [K, N] of the same dtype.
+    """
+    if left.is_cuda and left.dtype != total.dtype:
+        # The GEMM adds its own FP32 sums: they are not rounded to BF16, and are not written and read in between.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
-def _grad_logits(logits: Tensor, tokens: Tensor, grad_logprobs: Tensor, temperature: float) -> Tensor:
-    # (one-hot of the token - softmax) * grad / temperature, in place of the logits.
-    grad, token = grad_logprobs[:, None] / temperature, tokens[:, None]
-    probabilities = _at_temperature(logits, temperature).softmax(-1, dtype=torch.float32)
-    chosen = (1 - probabilities.gather(-1, token)) * grad
-    torch.mul(probabilities, -grad, out=logits)
-    return logits.scatter_(-1, token, chosen.to(logits.dtype))
-
-
-def _join(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+def _join(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qarl_nemo.losses.logprobs import head_logprobs, score, score_in_chunks
+from qarl_kernels import token_logprobs_reference
+from qarl_nemo.layers.logprobs import head_logprobs, score_in_chunks
 from support.asserts import FP32_NATS, assert_snr
 
 TOKENS, HIDDEN, VOCABULARY = 23, 16, 50
@@ -115,7 +116,7 @@ def test_only_one_chunk_of_logits_exists_at_a_time(inputs):
     # The head itself, transposed, has a row for each hidden size.
     assert chunked.rows == max(4, HIDDEN) < TOKENS
     with LargestOfVocabulary() as whole:
-        score(nn.functional.linear(hidden, weight), tokens, TEMPERATURE)[0].backward(grad)
+        token_logprobs_reference(nn.functional.linear(hidden, weight), tokens, TEMPERATURE)[0].backward(grad)
     assert whole.rows == TOKENS
 
 
@@ -136,7 +137,9 @@ def test_a_real_vocabulary_takes_the_memory_of_one_chunk_on_a_gpu():
         return torch.cuda.max_memory_allocated() - before, logprobs.detach(), weight.grad.clone()
 
     lean, found, gradient = peak_bytes(lambda: head_logprobs(hidden, weight, tokens, 1.0, chunk_size=chunk_size)[0])
-    full, expected, other = peak_bytes(lambda: score(nn.functional.linear(hidden, weight), tokens, 1.0)[0])
+    full, expected, other = peak_bytes(
+        lambda: token_logprobs_reference(nn.functional.linear(hidden, weight), tokens, 1.0)[0]
+    )
     chunk, head = 4 * chunk_size * vocabulary, 4 * weight.numel()
     # Five tensors of a chunk at most, the head's gradient in FP32 and a chunk's in BF16, and the result.
     bound = 5 * chunk + 3 * head
@@ -148,3 +151,42 @@ def test_a_real_vocabulary_takes_the_memory_of_one_chunk_on_a_gpu():
     assert_snr(gradient.float(), other.float(), 30)
     with pytest.raises(AssertionError, match="SNR"):
         assert_snr(gradient.float().roll(1, 0), other.float(), 30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_kernels_path_has_the_gradients_of_float64_on_a_gpu(temperature):
+    num_tokens, hidden_size, vocabulary = 1500, 64, 151_936
+    hidden = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16().requires_grad_()
+    weight = (0.5 * torch.randn(vocabulary, hidden_size, device="cuda")).bfloat16().requires_grad_()
+    tokens = torch.randint(vocabulary, (num_tokens,), device="cuda")
+    grad = torch.randn(num_tokens, device="cuda")
+    found, entropy = from_head(hidden, weight, tokens, 1024, temperature)
+    # The chunks' own logits, since products of other shapes may round otherwise.
+    logits = torch.cat([nn.functional.linear(rows, weight) for rows in hidden.split(1024)])
+    logits = logits.detach().double().requires_grad_()
+    distribution = (logits / temperature).log_softmax(-1)
+    expected = distribution.gather(-1, tokens[:, None]).squeeze(-1)
+    assert (found - expected).abs().max() < FP32_NATS
+    assert (entropy + (distribution.exp() * distribution).sum(-1)).abs().max() < FP32_NATS
+    (grad_logits,) = torch.autograd.grad(expected, logits, grad.double())
+    wanted = grad_logits @ weight.double(), grad_logits.mT @ hidden.double()
+    gradients = torch.autograd.grad(found, (hidden, weight), grad, retain_graph=True)
+    wrong = torch.autograd.grad(found, (hidden, weight), grad.roll(1))
+    for mine, exact, other in zip(gradients, wanted, wrong, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert_snr(mine, exact, 40)
+        with pytest.raises(AssertionError, match="SNR"):
+            assert_snr(other, exact, 40)
+
+
+@pytest.mark.gpu
+def test_many_chunks_of_bf16_add_up_in_fp32_on_a_gpu():
+    rows = 1 + 2**8
+    hidden = torch.full((rows, 8), 2.0**-9, dtype=torch.bfloat16, device="cuda")
+    hidden[0] = 1
+    weight = torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    found, _ = head_logprobs(hidden, weight, torch.zeros(rows, dtype=torch.int64, device="cuda"), 1.0, chunk_size=1)
+    found.sum().backward()
+    # Eight equal logits: each row gives seven eighths of its hidden value to its token, 1 + 2^8 / 2^9 in all.
+    torch.testing.assert_close(weight.grad[0].float(), torch.full((8,), 1.3125, device="cuda"), rtol=2**-8, atol=0)
