@@ -16,7 +16,7 @@ from qarl_kernels.dispatch import (
     runs_kernels,
 )
 from qarl_kernels.dispatch_logprobs import token_logprobs, token_logprobs_backward, token_logprobs_reference
-from qarl_kernels.dispatch_norms import rms_norm, rms_norm_backward, rotate_pairs
+from qarl_kernels.dispatch_norms import rms_norm, rms_norm_backward, rotate_pairs, swiglu_pair, swiglu_pair_backward
 from qarl_kernels.dispatch_rows import combine_rows, expert_rows, expert_rows_backward, spread_rows
 from qarl_kernels.expert_mlp import expert_mlp_reference
 from qarl_kernels.gemm import GemmOperand, gemm
@@ -59,6 +59,8 @@ __all__ = [
     "runs_kernels",
     "spread_rows",
     "stored_layout",
+    "swiglu_pair",
+    "swiglu_pair_backward",
     "token_logprobs",
     "token_logprobs_backward",
     "token_logprobs_reference",

@@ -1,4 +1,4 @@
-"""Norms and rotation with the rollout engine's rounding points, and their gradients: Triton or the torch reference."""
+"""Norms, rotation and SwiGLU as the rollout engine rounds them, and their gradients: Triton or the torch reference."""
 
 import torch
 from torch import Tensor, nn
@@ -89,3 +89,42 @@ def rotate_pairs_reference(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -
         sin_first, sin_second = -sin_second, -sin_first
     halves = first * cos_first - second * sin_first, second * cos_second + first * sin_second
     return torch.cat([half.to(x.dtype) for half in halves], dim=-1)
+
+
+def swiglu_pair(gate: Tensor, up: Tensor) -> Tensor:
+    """Return A = round(round(silu(gate)) * up).
+
+    Args:
+        gate: [..., I] BF16 or FP32.
+        up: likewise.
+
+    Returns:
+        [..., I] in their dtype; the kernel's has no gradient.
+    """
+    if runs_kernels(gate):
+        from qarl_kernels.ops.swiglu_pair import swiglu_pair_kernel
+
+        return swiglu_pair_kernel(_rows(gate), _rows(up)).view(gate.shape)
+    return nn.functional.silu(gate) * up
+
+
+def swiglu_pair_backward(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of A = silu(gate) * up in FP32, each rounded once.
+
+    Args:
+        grad_out: [..., I] BF16 or FP32.
+        gate: likewise.
+        up: likewise.
+
+    Returns:
+        Gradients of gate and up, [..., I] in their dtype.
+    """
+    if runs_kernels(gate):
+        from qarl_kernels.ops.swiglu_pair import swiglu_pair_backward_kernel
+
+        grads = swiglu_pair_backward_kernel(_rows(grad_out), _rows(gate), _rows(up))
+        return grads[0].view(gate.shape), grads[1].view(up.shape)
+    grad, wide_gate, wide_up = (tensor.float() for tensor in (grad_out, gate, up))
+    sigmoid = wide_gate.sigmoid()
+    slope = sigmoid * (1 + wide_gate * (1 - sigmoid))
+    return (grad * wide_up * slope).to(gate.dtype), (grad * (wide_gate * sigmoid)).to(up.dtype)

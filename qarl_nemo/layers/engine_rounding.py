@@ -1,7 +1,7 @@
-"""Norms and rotation with the rollout engine's rounding points: FP32 inside, rounded once.
+"""Norms, rotation and SwiGLU with the rollout engine's rounding points, FP32 inside.
 
-Both learners compute them here. Residual additions need no such care: every kernel rounds a sum of two BF16 tensors
-once.
+Both learners compute norms and rotation here, which round once. Residual additions need no such care: every kernel
+rounds a sum of two BF16 tensors once.
 """
 
 from typing import Any
@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qarl_kernels import rms_norm, rms_norm_backward, rotate_pairs, runs_kernels
+from qarl_kernels import (
+    rms_norm,
+    rms_norm_backward,
+    rotate_pairs,
+    runs_kernels,
+    swiglu_pair,
+    swiglu_pair_backward,
+)
 from qarl_nemo.layers.norm_noise import add_noise
 
 
@@ -43,6 +50,20 @@ class _EngineRotation(torch.autograd.Function):
     # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         return rotate_pairs(grad_out, *ctx.saved_tensors, back=True), None, None
+
+
+class _EngineSwiglu(torch.autograd.Function):
+    # Autograd's own would keep silu(gate), too.
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return swiglu_pair(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override] torch's decorator takes the name of ctx away
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+        return swiglu_pair_backward(grad_out, *ctx.saved_tensors)
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float, *, after_add: bool, noise: Tensor | None = None) -> Tensor:
@@ -80,3 +101,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Source: vLLM 0.25.1 csrc/libtorch_stable/pos_encoding_kernels.cu.
     """
     return _EngineRotation.apply(x, cos, sin)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return A = round(round(silu(gate)) * up), as the engine and transformers round it.
+
+    Args:
+        gate: [..., I].
+        up: [..., I] in the same dtype.
+
+    Returns:
+        [..., I] in their dtype, with gradients.
+
+    Source: vLLM 0.25.1 csrc/libtorch_stable/activation_kernels.cu.
+    """
+    if runs_kernels(gate):
+        return _EngineSwiglu.apply(gate, up)
+    return swiglu_pair(gate, up)

@@ -1,7 +1,7 @@
-"""A Hugging Face decoder's norms and attention with the rollout engine's rounding points.
+"""A Hugging Face decoder's norms, attention and dense MLPs with the rollout engine's rounding points.
 
 transformers rounds a normalized value before multiplying it by the weight, and both products of a rotation before
-adding them; vLLM's kernels compute in FP32 and round once.
+adding them; vLLM's kernels compute in FP32 and round once. A dense MLP rounds as transformers' does, in one kernel.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qarl_nemo.layers.engine_rounding import normalize, rotate
+from qarl_nemo.layers.engine_rounding import normalize, rotate, swiglu
 
 
 class EngineNorm(nn.Module):
@@ -105,6 +106,28 @@ class EngineAttention(nn.Module):
         return run(self, query, key, value, attention_mask, **settings)[0]
 
 
+class EngineMLP(nn.Module):
+    """y = down(silu(gate(x)) * up(x)), both factors and the product rounded.
+
+    Args:
+        mlp: the model's MLP, whose projections are reused.
+    """
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        # By their names, under which aligned layers take their places.
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            self.add_module(name, mlp.get_submodule(name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., H] -> [..., H] in its dtype."""
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
 def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model normalize, rotate and attend as the engine does, in place; parameters and their names stay."""
     for name, module in list(model.named_modules()):
@@ -115,7 +138,16 @@ def follow_engine(model: PreTrainedModel) -> PreTrainedModel:
     for name, module in list(model.named_modules()):
         if name.endswith(".self_attn"):
             model.set_submodule(name, EngineAttention(module))
+        elif _is_swiglu_mlp(module):
+            model.set_submodule(name, EngineMLP(module))
     return model
+
+
+def _is_swiglu_mlp(module: nn.Module) -> bool:
+    # Of Qwen, Llama and Mistral.
+    is_mlp = type(module).__name__.endswith("MLP") and not isinstance(module, EngineMLP)
+    projects = {name for name, _ in module.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+    return is_mlp and projects and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
 
 
 def checkpoint_layers(model: PreTrainedModel, contexts: Callable[[], tuple[Any, Any]]) -> None:

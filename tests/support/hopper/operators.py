@@ -213,6 +213,9 @@ def call_row_operators() -> None:
             call_norms(tensor(tokens, columns), tensor(columns))
         for heads in (32, 1):
             call_rotations(tensor(1, tokens, heads, 128), tensor(1, tokens, 128))
+        for inner in (INNER, 77):
+            gate = tensor(1, tokens, inner)
+            kernels.swiglu_pair_backward(kernels.swiglu_pair(gate, gate), gate, gate)
         for dtype in FLOATS:
             call_activation_quantizers(tensor(tokens, MAX_COLUMNS, dtype=dtype))
         for kind in TOKEN_DTYPES:

@@ -4,12 +4,20 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
 
 from qarl_nemo.layers import engine_rounding
-from qarl_nemo.layers.engine_rounding import normalize, rotate
-from qarl_nemo.train.engine_forward import EngineNorm, follow_engine
+from qarl_nemo.layers.engine_rounding import normalize, rotate, swiglu
+from qarl_nemo.train.engine_forward import EngineMLP, EngineNorm, follow_engine
 from support.asserts import assert_bitwise_equal
 
 SIZES = {
@@ -125,3 +133,53 @@ def test_a_norm_keeps_its_rows_alone_and_has_autograds_gradients(monkeypatch):
     plain = torch.nn.functional.rms_norm(projected[..., 32:48], (16,), weight, 1e-6)
     for mine, expected in zip(found, torch.autograd.grad(plain, (projected, weight), grad_out), strict=True):
         torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig, Qwen3MoeConfig])
+def test_a_dense_mlp_is_transformers_own_bit_for_bit(config: type[PreTrainedConfig]):
+    dense = {"mlp_only_layers": [0]} if config is Qwen3MoeConfig else {}
+    model = AutoModelForCausalLM.from_config(config(**SIZES, **dense), dtype=torch.bfloat16).eval()
+    theirs = model.model.layers[0].mlp
+    followed = follow_engine(copy.deepcopy(model)).model.layers[0].mlp
+    assert isinstance(followed, EngineMLP)
+    assert [name for name, _ in followed.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    x = torch.randn(2, 7, 64).bfloat16().requires_grad_()
+    grad_out = torch.randn_like(x)
+    outputs = [mlp(x) for mlp in (followed, theirs)]
+    assert_bitwise_equal(*outputs)
+    for mine, wanted in zip(
+        *(
+            torch.autograd.grad(out, (x, *mlp.parameters()), grad_out)
+            for out, mlp in zip(outputs, (followed, theirs), strict=True)
+        ),
+        strict=True,
+    ):
+        assert_bitwise_equal(mine, wanted)
+    theirs.gate_proj, theirs.up_proj = theirs.up_proj, theirs.gate_proj
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(theirs(x), outputs[0])
+
+
+def test_another_activation_and_experts_stay_transformers_own():
+    for config in (Qwen3Config(**SIZES, hidden_act="gelu"), Qwen3MoeConfig(**SIZES)):
+        model = AutoModelForCausalLM.from_config(config)
+        kind = type(model.model.layers[0].mlp)
+        assert type(follow_engine(model).model.layers[0].mlp) is kind
+
+
+def test_swiglu_keeps_its_inputs_alone_and_has_autograds_gradients(monkeypatch):
+    # The kernels' path, over the reference.
+    monkeypatch.setattr(engine_rounding, "runs_kernels", lambda _: True)
+    gate, up = (torch.randn(2, 5, 16, requires_grad=True) for _ in range(2))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
+        out = swiglu(gate, up)
+    assert len(kept) == 2
+    grad_out = torch.randn_like(out)
+    plain = torch.nn.functional.silu(gate) * up
+    assert_bitwise_equal(out, plain)
+    expected = torch.autograd.grad(plain, (gate, up), grad_out)
+    for mine, wanted in zip(torch.autograd.grad(out, (gate, up), grad_out), expected, strict=True):
+        torch.testing.assert_close(mine, wanted)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(torch.autograd.grad(swiglu(up, gate), gate, grad_out)[0], expected[0])
