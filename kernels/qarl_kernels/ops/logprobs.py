@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.ops.checks import refuse, tensor_problems
-from qarl_kernels.ops.exact_math import log
+from qarl_kernels.ops.exact_math import exp, log
 
 _COLUMNS = 4096  # of one step, or of one program of the backward
 _WARPS = 4
@@ -89,7 +89,7 @@ def _logprobs_backward_kernel(
     logits = tl.load(to_logits, mask=column < V, other=0.0)
     grad = tl.math.div_rn(tl.load(grad_ptr + row), temperature)
     probability = tl.exp(_at_temperature(logits, temperature, SCALED) - tl.load(log_z_ptr + row))
-    chosen = (1.0 - tl.exp(tl.load(logprobs_ptr + row))) * grad
+    chosen = (1.0 - exp(tl.load(logprobs_ptr + row))) * grad
     grad_logits = tl.where(column == tl.load(tokens_ptr + row), chosen, probability * (grad * -1.0))
     tl.store(to_logits, grad_logits.to(tl.bfloat16), mask=column < V)
 
