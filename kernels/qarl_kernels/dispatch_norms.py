@@ -104,7 +104,7 @@ def swiglu_pair(gate: Tensor, up: Tensor) -> Tensor:
     if runs_kernels(gate):
         from qarl_kernels.ops.swiglu_pair import swiglu_pair_kernel
 
-        return swiglu_pair_kernel(_rows(gate), _rows(up)).view(gate.shape)
+        return swiglu_pair_kernel(gate.contiguous(), up.contiguous())
     return nn.functional.silu(gate) * up
 
 
@@ -122,8 +122,7 @@ def swiglu_pair_backward(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
     if runs_kernels(gate):
         from qarl_kernels.ops.swiglu_pair import swiglu_pair_backward_kernel
 
-        grads = swiglu_pair_backward_kernel(_rows(grad_out), _rows(gate), _rows(up))
-        return grads[0].view(gate.shape), grads[1].view(up.shape)
+        return swiglu_pair_backward_kernel(grad_out.contiguous(), gate.contiguous(), up.contiguous())
     grad, wide_gate, wide_up = (tensor.float() for tensor in (grad_out, gate, up))
     sigmoid = wide_gate.sigmoid()
     slope = sigmoid * (1 + wide_gate * (1 - sigmoid))

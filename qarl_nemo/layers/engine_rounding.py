@@ -56,6 +56,8 @@ class _EngineSwiglu(torch.autograd.Function):
     # Autograd's own would keep silu(gate), too.
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        # A view of a wider projection would keep all of it alive.
+        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         return swiglu_pair(gate, up)
 
@@ -115,6 +117,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Source: vLLM 0.25.1 csrc/libtorch_stable/activation_kernels.cu.
     """
-    if runs_kernels(gate):
+    if runs_kernels(gate) and torch.is_grad_enabled():
         return _EngineSwiglu.apply(gate, up)
     return swiglu_pair(gate, up)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from qarl_kernels.dispatch_norms import swiglu_pair, swiglu_pair_backward
@@ -68,6 +69,12 @@ def test_no_rows_and_tracing():
     grad, gate, up = make_case(3, 70)
     assert swiglu_pair_kernel(gate[:0], up[:0]).shape == (0, 70)
     assert [part.shape for part in swiglu_pair_backward_kernel(grad[:0], gate[:0], up[:0])] == [(0, 70)] * 2
+    assert swiglu_pair_kernel(gate[None], up[None]).shape == (1, 3, 70)
+    with FakeTensorMode():
+        fake = torch.empty(2, 7, 64, dtype=torch.bfloat16, device=DEVICE)
+        assert [part.shape for part in swiglu_pair_backward_kernel(fake, fake, swiglu_pair_kernel(fake, fake))] == [
+            fake.shape
+        ] * 2
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.qarl.swiglu_pair, (gate, up), test_utils=checks)
     torch.library.opcheck(torch.ops.qarl.swiglu_pair_backward, (grad, gate, up), test_utils=checks)

@@ -14,6 +14,7 @@ from torch import Tensor
 from qarl_kernels.ops.activations import rounded_swiglu
 from qarl_kernels.ops.checks import refuse, tensor_problems
 from qarl_kernels.ops.exact_math import exp
+from qarl_kernels.ops.launch import is_watched
 
 _ELEMENTS = 2048  # of one program
 
@@ -44,11 +45,11 @@ def swiglu_pair_kernel(gate: Tensor, up: Tensor) -> Tensor:
     """Return A = bf16(bf16(silu(gate)) * up).
 
     Args:
-        gate: [M, I] BF16, contiguous.
+        gate: [..., I] BF16, contiguous.
         up: likewise.
 
     Returns:
-        [M, I] BF16.
+        [..., I] BF16.
 
     Raises:
         ValueError: an operand is not legal; everything wrong is named.
@@ -56,56 +57,58 @@ def swiglu_pair_kernel(gate: Tensor, up: Tensor) -> Tensor:
     Source: vLLM 0.25.1 csrc/libtorch_stable/activation_kernels.cu.
     """
     refuse("swiglu_pair_kernel", _problems(gate, up=up))
-    return _swiglu_pair_op(gate, up)
+    return (_swiglu_pair_op if is_watched() else _launch)(gate, up)
 
 
 def swiglu_pair_backward_kernel(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of A = silu(gate) * up; formulas in the module's docstring.
 
     Args:
-        grad: [M, I] BF16, contiguous.
+        grad: [..., I] BF16, contiguous.
         gate: likewise.
         up: likewise.
 
     Returns:
-        Gradients of gate and up, [M, I] BF16.
+        Gradients of gate and up, [..., I] BF16.
 
     Raises:
         ValueError: an operand is not legal; everything wrong is named.
     """
     refuse("swiglu_pair_backward_kernel", _problems(gate, up=up, grad=grad))
-    return _swiglu_pair_backward_op(grad, gate, up)
+    return (_swiglu_pair_backward_op if is_watched() else _launch_backward)(grad, gate, up)
 
 
 def _problems(gate: Tensor, **others: Tensor) -> list[str]:
-    problems = tensor_problems("gate", gate, (torch.bfloat16,))
+    problems = tensor_problems("gate", gate, (torch.bfloat16,), gate.dim())
     for name, tensor in others.items():
-        problems += tensor_problems(name, tensor, (torch.bfloat16,))
+        problems += tensor_problems(name, tensor, (torch.bfloat16,), gate.dim())
         if tensor.shape != gate.shape:
             problems.append(f"{name} has shape {list(tensor.shape)} (legal: {list(gate.shape)})")
     return problems
 
 
-@torch.library.custom_op("qarl::swiglu_pair", mutates_args=())
-def _swiglu_pair_op(gate: Tensor, up: Tensor) -> Tensor:
+def _launch(gate: Tensor, up: Tensor) -> Tensor:
     out, count = torch.empty_like(gate), gate.numel()
     if count:
         _swiglu_pair_kernel[(triton.cdiv(count, _ELEMENTS),)](gate, up, out, count, _ELEMENTS)
     return out
 
 
-@_swiglu_pair_op.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(gate)
-
-
-@torch.library.custom_op("qarl::swiglu_pair_backward", mutates_args=())
-def _swiglu_pair_backward_op(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     grad_gate, grad_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
     if count:
         grid = (triton.cdiv(count, _ELEMENTS),)
         _swiglu_pair_backward_kernel[grid](grad, gate, up, grad_gate, grad_up, count, _ELEMENTS)
     return grad_gate, grad_up
+
+
+_swiglu_pair_op = torch.library.custom_op("qarl::swiglu_pair", _launch, mutates_args=())
+_swiglu_pair_backward_op = torch.library.custom_op("qarl::swiglu_pair_backward", _launch_backward, mutates_args=())
+
+
+@_swiglu_pair_op.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(gate)
 
 
 @_swiglu_pair_backward_op.register_fake
