@@ -21,11 +21,13 @@ class Arm:
         name: shown in legends.
         color: hex colour in every figure.
         runs: its runs, one per seed.
+        dashed: it is another's variant, which has the same colour.
     """
 
     name: str
     color: str
     runs: tuple[Run, ...]
+    dashed: bool = False
 
     def curve(self, key: str, *, smooth: bool = True) -> tuple[Floats, Floats, Floats, Floats]:
         """Average a metric over the arm's runs, step by step.
@@ -63,23 +65,29 @@ class Arm:
         return np.concatenate([*parts, np.empty(0)]).astype(float)
 
 
-def group_by_arm(runs: list[Run]) -> list[Arm]:
+def group_by_arm(runs: list[Run], variant: str | None = None) -> list[Arm]:
     """Group runs by arm, in order of appearance, and give each arm its colour.
 
     Two runs of one arm with the same seed are not repetitions: something else differs, so each becomes its own arm.
+
+    Args:
+        runs: what is compared.
+        variant: arms called `ARM, variant` are dashed, in the colour of ARM and after it; None = every arm has its own.
     """
     counts = Counter((run.arm, run.seed) for run in runs)
     clashing = {arm for (arm, _), count in counts.items() if count > 1}
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         grouped.setdefault(run.name if run.arm in clashing else run.arm, []).append(run)
-    used: set[str] = set()
-    arms = []
+    bases = {name: name.removesuffix(f", {variant}") if variant else name for name in grouped}
+    colors: dict[str, str] = {}
     for name, members in grouped.items():
-        color = _choose_color(members[0].setting("qarl.alignment"), used)
-        used.add(color)
-        arms.append(Arm(name, color, tuple(members)))
-    return arms
+        if bases[name] not in colors:
+            alignment = members[0].setting("qarl.alignment")
+            colors[bases[name]] = _choose_color(alignment, set(colors.values()))
+    order = list(colors)
+    arms = [Arm(name, colors[bases[name]], tuple(members), bases[name] != name) for name, members in grouped.items()]
+    return sorted(arms, key=lambda arm: (order.index(bases[arm.name]), arm.dashed))
 
 
 def finite_points(run: Run, key: str) -> tuple[Floats, Floats]:

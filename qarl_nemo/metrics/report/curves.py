@@ -64,7 +64,8 @@ def draw_rewards(axes: Axes, arms: Sequence[Arm]) -> None:
             continue
         if len(arm.runs) > 1:
             axes.vlines(steps, low, high, color=arm.color, linewidth=1.2)
-        axes.plot(steps, mean, "o", color=arm.color, markeredgecolor="white", markersize=7, zorder=4)
+        fill, edge = ("white", arm.color) if arm.dashed else (arm.color, "white")
+        axes.plot(steps, mean, "o", color=fill, markeredgecolor=edge, markersize=7, zorder=4)
 
 
 def draw_curves(axes: Axes, arms: Sequence[Arm], key: str, *, log: bool = False, smooth: bool = True) -> None:
@@ -84,7 +85,8 @@ def draw_curves(axes: Axes, arms: Sequence[Arm], key: str, *, log: bool = False,
             axes.plot(raw_steps, np.maximum(raw, lowest), color=arm.color, alpha=0.25, linewidth=0.9)
         seeds = f" ({len(arm.runs)} seeds)" if len(arm.runs) > 1 else ""
         marker = "o" if len(steps) == 1 else None
-        axes.plot(steps, mean, color=arm.color, marker=marker, label=arm.name + seeds)
+        style = "--" if arm.dashed else "-"
+        axes.plot(steps, mean, style, color=arm.color, marker=marker, label=arm.name + seeds)
 
 
 def finish_curves(axes: Axes, ylabel: str, *, percent: bool = False, legend: bool = False) -> None:

@@ -27,7 +27,7 @@ _SMALLEST_DEVIATION = 1e-7
 _LEGEND_COLUMNS = 4
 
 
-def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
+def write_summary_figure(run_dirs: Sequence[Path], png_path: Path, *, variant: str | None = None) -> Path:
     """Write one PNG: reward, mean |prev - generation| on a log axis, and responses by mismatch weight.
 
     For a single run the third panel is the share of responses in the objective's band, when it was recorded; for runs
@@ -36,6 +36,7 @@ def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
     Args:
         run_dirs: run directories, as for `write_report`.
         png_path: file to write, 2400 x 820 pixels, to be shown at half of that; its folder is created.
+        variant: what arms that are drawn as another, dashed, have after its name, see `group_by_arm`.
 
     Returns:
         `png_path`.
@@ -43,7 +44,7 @@ def write_summary_figure(run_dirs: Sequence[Path], png_path: Path) -> Path:
     Raises:
         ValueError: directories that are not runs, all named with what was looked for.
     """
-    arms = group_by_arm(load_runs([Path(path) for path in run_dirs]))
+    arms = group_by_arm(load_runs([Path(path) for path in run_dirs]), variant)
     with report_style():
         figure = new_figure(*_SIZE_IN)
         reward, gap, third = figure.subplots(1, 3)

@@ -222,6 +222,20 @@ def test_the_summary_figure_is_readable_at_1200_pixels(tmp_path, make_run):
         assert 0.02 < (image[..., :3].min(axis=-1) < 0.8).mean() < 0.5
 
 
+def test_a_variant_is_dashed_in_the_colour_of_its_arm_and_after_it(make_run):
+    names = ("int4, noise", "BF16", "BF16, noise", "int4")
+    paths = [make_run(name, arm=name, alignment="none" if "BF16" in name else "aligned") for name in names]
+    arms = group_by_arm(load_runs(paths), "noise")
+    assert [(arm.name, arm.dashed) for arm in arms] == [
+        ("int4", False), ("int4, noise", True), ("BF16", False), ("BF16, noise", True)
+    ]  # fmt: skip
+    alone = {arm.name: arm.color for arm in group_by_arm(load_runs(paths[1::2]))}
+    assert [arm.color for arm in arms] == [alone[arm.name.removesuffix(", noise")] for arm in arms]
+    lines = curve_figure(arms[:2], "reward/mean", "reward").axes[0].lines
+    assert [line.get_linestyle() for line in lines if line.get_alpha() is None] == ["-", "--"]
+    assert not any(arm.dashed for arm in group_by_arm(load_runs(paths)))
+
+
 def test_a_report_needs_no_torch():
     code = "import sys, qarl_nemo.metrics.report; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
