@@ -14,6 +14,8 @@ by more than two standard errors of the paired difference.
 import re
 from collections.abc import Mapping
 
+from rows import mean_figures
+
 from qarl_formats import FORMAT_NAMES, NARROW_NAMES
 from qarl_nemo.metrics.estimate import mean_of
 from qarl_nemo.metrics.results import Figure
@@ -54,11 +56,7 @@ def _paired(name: str, by_seed: _BySeed) -> list[Figure]:
     if not by_seed:
         return []
     print(f"{name}: {', '.join(f'seed {seed} {value:.4f}' for seed, value in by_seed.items())}")
-    mean = mean_of(by_seed.values())
-    return [
-        Figure(f"{name}_mean", mean.value, "", ">="),
-        *([] if mean.standard_error is None else [Figure(f"{name}_error", mean.standard_error, "", "<=")]),
-    ]
+    return mean_figures(name, by_seed.values())
 
 
 def _recovery(name: str, lost: _BySeed, gained: _BySeed) -> list[Figure]:
