@@ -1,63 +1,88 @@
-"""Turn runs with adapters into rows: reward, accuracy, entropy and gap of every run.
+r"""Turn runs with adapters into rows: reward, accuracy, entropy and gap of every run.
 
     qarl train examples/configs/local_gsm8k_lora.yaml --parallel 3
-    python tools/record/lora_runs.py runs/local_gsm8k_lora
+    python tools/record/lora_runs.py runs/local_gsm8k_lora --full-parameter real_qwen2.5-coder-0.5b_gsm8k \
+        --figure docs/images/real_gsm8k_lora.png
 
-A row is `lora_<figure>_<arm>_seed<seed>`; `entropy` is the sampling policy's, with noise also stage by stage.
-`gap_ratio` divides a run's gap by that of the run which trains all weights in the same format from the same seed.
+A row is `lora_<figure>_<arm>_seed<seed>`; `entropy` is the sampling policy's, with noise also stage by stage. `_mean`
+and `_error` instead of a seed are over all seeds in the file. `lora_gaps.py` says what `gap_ratio` divides by.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from kept_runs import keep_runs, kept
+from lora_gaps import arm_of, gap_ratios
 from real_model_runs import record_runs, scores_of, whole_runs
-from rows import parser_of, slug
+from rows import mean_figures, parser_of
 
-from qarl_nemo.metrics.results import Figure
+from qarl_nemo.metrics.report import write_summary_figure
+from qarl_nemo.metrics.results import Figure, ResultRow, read_results
 from qarl_nemo.metrics.runs import Run
 from qarl_nemo.metrics.summary import finite_mean, summarize_run
 
-# An adapter run's gap over the plain format's.
-GOAL = 1.5
+# Not of stages and ratios, which a table shows seed by seed.
+_AVERAGED = re.compile(r"(lora_(?:reward|accuracy|entropy|gap)_(?!stage|ratio)\w+)_seed\d+")
 
 
-def figures(runs: list[Run]) -> Iterator[Figure]:
+def figures(runs: Iterable[Run]) -> Iterator[Figure]:
     """Yield the figures of every run.
 
     Yields:
-        The reward of the last ten steps and of all, the last accuracy, entropies, the gap, and its ratio.
+        The reward of the first and the last steps, as many as `smoothing_window` says, and of all, the first and the
+        last accuracy, entropies and the gap.
     """
-    plain = {_setting(run): run for run in runs if not run.setting("policy.lora")}
     for run in runs:
-        arm = f"{slug(run.setting('run.arm')).removeprefix('lora_')}_seed{run.seed}"
-        summary, entropies = summarize_run(run), run.column("rollout/entropy_estimate")
+        arm = arm_of(run)
+        summary, entropies, scores = summarize_run(run), run.column("rollout/entropy_estimate"), scores_of(run)["test"]
+        yield Figure(f"lora_reward_first_{arm}", summary["reward_first"], "", ">=")
         yield Figure(f"lora_reward_{arm}", summary["reward_final"], "", ">=")
         yield Figure(f"lora_reward_mean_{arm}", finite_mean(run.column("reward/mean")), "", ">=")
-        yield Figure(f"lora_accuracy_{arm}", scores_of(run)["test"][-1], "", ">=")
+        yield Figure(f"lora_accuracy_first_{arm}", scores[0], "", ">=")
+        yield Figure(f"lora_accuracy_{arm}", scores[-1], "", ">=")
         yield Figure(f"lora_entropy_{arm}", finite_mean(entropies), "nats", ">=")
         stages = run.column("noise/stage")
         for stage in np.unique(stages[np.isfinite(stages)]):
             mean = finite_mean(entropies[stages == stage])
             yield Figure(f"lora_entropy_stage{stage:.0f}_{arm}", mean, "nats", ">=")
         yield Figure(f"lora_gap_{arm}", summary["abs_gap_mean"], "nats", "<=")
-        whole = plain.get(_setting(run))
-        if whole is not None and whole is not run:
-            ratio = summary["abs_gap_mean"] / summarize_run(whole)["abs_gap_mean"]
-            yield Figure(f"lora_gap_ratio_{arm}", ratio, "", "<=", GOAL)
 
 
-def _setting(run: Run) -> tuple[object, ...]:
-    return (*(run.setting(f"qarl.{key}") for key in ("alignment", "format", "group_size")), run.seed)
+def seed_means(rows: Iterable[ResultRow]) -> Iterator[Figure]:
+    """Yield the mean over seeds of rewards, accuracies, entropies and gaps, with its standard error."""
+    by_name: dict[str, list[ResultRow]] = {}
+    for row in {row.name: row for row in rows}.values():
+        if found := _AVERAGED.fullmatch(row.name):
+            by_name.setdefault(found[1], []).append(row)
+    for name, of_seeds in by_name.items():
+        yield from mean_figures(name, [row.value for row in of_seeds], of_seeds[0].unit, of_seeds[0].op)
 
 
 def main() -> None:
     """Read the run directories, append rows, print them."""
     parser = parser_of(__doc__, "lora")
     parser.add_argument("folder", type=Path, help="the arms' run directories, named like its config")
+    parser.add_argument(
+        "--full-parameter",
+        metavar="PREFIX",
+        help="what rows of full-parameter runs in real_model.json, beside the file appended to, begin with: "
+        "real_<model>_<data>",
+    )
+    parser.add_argument("--figure", type=Path, help="PNG of all runs of this config that were kept")
     arguments = parser.parse_args()
-    runs = whole_runs(arguments.folder)
-    record_runs(arguments.record, figures(runs), runs, arguments.folder.resolve().name)
+    runs, config, results = whole_runs(arguments.folder), arguments.folder.resolve().name, arguments.record.parent
+    record_runs(arguments.record, figures(runs), runs, config)
+    recorded = read_results(results / "real_model.json") if arguments.full_parameter else []
+    gaps = {row.name: row.value for row in recorded}
+    for ratio, row in gap_ratios(runs, gaps, arguments.full_parameter):
+        command = f"qarl train examples/configs/{config}.yaml" + (f"  # over {row}" if row else "")
+        record_runs(arguments.record, [ratio], runs, config, command)
+    record_runs(arguments.record, seed_means(read_results(arguments.record)), runs, config)
+    keep_runs(runs, results / "runs" / config)
+    if arguments.figure:
+        write_summary_figure(kept(results / "runs" / config), arguments.figure, variant="noise")
 
 
 if __name__ == "__main__":
