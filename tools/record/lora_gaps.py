@@ -10,6 +10,7 @@ Which row it was stands behind the row's command, as a comment.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
 
 from rows import slug
 
@@ -55,8 +56,9 @@ def arm_of(run: Run) -> str:
 def _rows(run: Run, prefix: str) -> tuple[str, ...]:
     fmt = run.setting("qarl.format")
     arm = "bf16" if run.setting("qarl.alignment") == "none" else f"qarl_{fmt}"
-    targets = "_".join(run.setting("qarl.targets") or ())
-    return f"{prefix}_{arm}_seed{run.seed}_gap", f"gap_aligned_{fmt}_{targets}"
+    # A comparison names its targets in the order of its command.
+    orders = permutations(run.setting("qarl.targets") or ())
+    return f"{prefix}_{arm}_seed{run.seed}_gap", *(f"gap_aligned_{fmt}_{'_'.join(order)}" for order in orders)
 
 
 def _gap(run: Run) -> float:

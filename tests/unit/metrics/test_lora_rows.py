@@ -50,7 +50,7 @@ def test_adapters_are_held_against_all_weights_in_their_format(make_run, record)
 
 
 def test_without_such_a_run_the_gap_is_held_against_recorded_rows(make_run, record, tmp_path):
-    nvfp4 = {"alignment": "aligned", "format": "nvfp4", "targets": ["mlp", "attention"]}
+    nvfp4 = {"alignment": "aligned", "format": "nvfp4", "targets": ["attention", "mlp"]}
     folder = make_run("runs/w4a16", arm="LoRA w4a16, noise", seed=1, policy=LORA, **SETTINGS).parent
     make_run("runs/w4a16_2", arm="LoRA w4a16", seed=2, policy=LORA, **SETTINGS)
     make_run("runs/bf16", arm="LoRA BF16", alignment="none", seed=1, policy=LORA, **SETTINGS)
