@@ -11,18 +11,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _LINES = 20
 # Without a terminal, a phase is announced only if no line was printed for this long.
 _QUIET_S = 60.0
+# Work that took less is not worth a line of its own.
+_LONG_S = 5.0
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show what is being done ("loading the model"): on a terminal until it is done, elsewhere as a line."""
-    console = Console()
+    """Show what is being done ("loading the model"), on a terminal until it is done, and how long it took if long."""
+    console, started = Console(), time.perf_counter()
     if console.is_terminal:
         with console.status(what):
             yield
     else:
         console.print(what)
         yield
+    seconds = time.perf_counter() - started
+    if seconds >= _LONG_S:
+        console.print(f"{what} took {seconds:.0f} s")
 
 
 class LiveProgress:

@@ -211,7 +211,7 @@ class Trainer:
             All rollouts, in the tasks' order.
         """
         prompts = self.encode(tasks)
-        # vLLM gives a finished response's place to the next; the built-in sampler decodes a batch to its end.
+        # vLLM gives places of finished responses to the next; the built-in sampler decodes a batch to its end.
         replaces = isinstance(self.config.rollout, VllmRolloutConfig)
         size = len(prompts) if replaces else self.config.rollout.batch_size
         width = max(map(len, prompts))

@@ -9,6 +9,7 @@ from qarl_nemo.refit.engine_methods import chosen_methods, require_methods
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate
 from qarl_nemo.train.trainer import Trainer
+from qarl_nemo.train.vllm.admission import answer_all
 from qarl_nemo.train.vllm.host import vllm_problem
 from support.asserts import assert_bitwise_equal
 from support.runs import make_config, read_metrics, train, without_clocks
@@ -199,3 +200,28 @@ def test_a_run_trains_and_resumes_to_the_same_numbers(ahead, tmp_path):
     train(tmp_path / "halves", **run, grpo={"max_num_steps": 2})
     train(tmp_path / "halves", **run)
     assert without_clocks(read_metrics(tmp_path / "halves")) == without_clocks(records)
+
+
+def test_more_prompts_than_places_are_answered_in_groups_and_in_their_order(trainer, monkeypatch):
+    from vllm import SamplingParams
+
+    engine, groups, lengths = trainer.sampler.engine, [], [1 + 7 * index % 11 for index in range(11)]
+    enqueue = engine.enqueue
+
+    def counted(prompts, *arguments, **named):
+        groups.append((len(prompts), engine.llm_engine.get_num_unfinished_requests()))
+        return enqueue(prompts, *arguments, **named)
+
+    monkeypatch.setattr(engine, "enqueue", counted)
+    monkeypatch.setattr(engine.llm_engine.vllm_config.scheduler_config, "max_num_seqs", 4)
+    prompts = [{"prompt_token_ids": [1, 2, 3 + length]} for length in lengths]
+    sampling = [SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths]
+    answers = answer_all(engine, prompts, sampling, num_groups=2)
+    assert [len(answer.token_ids) for answer in answers] == lengths
+    assert all(running <= 2 for _, running in groups)
+    assert all(added + running == 4 for added, running in groups[:-1])
+    assert sum(added for added, _ in groups) == len(lengths)
+    # Without graphs, as here, a free place is given away at once.
+    groups.clear()
+    answer_all(engine, prompts, sampling)
+    assert any(running == 3 for _, running in groups)

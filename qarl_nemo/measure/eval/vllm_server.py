@@ -9,6 +9,7 @@ from qarl_nemo.measure.compare.vllm_responses import saved_adapter, start_engine
 from qarl_nemo.measure.eval.orphan import end_with_parent
 from qarl_nemo.refit.engine_methods import chosen_methods
 from qarl_nemo.train.sampling import SamplingParams
+from qarl_nemo.train.vllm.admission import answer_all
 
 
 def serve(
@@ -68,6 +69,5 @@ def _answers(
         for seed in seeds
     ]
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=saved_adapter(adapter))
-    firsts = [output.outputs[0] for output in outputs]
-    return [(list(first.token_ids), first.finish_reason == "length") for first in firsts]
+    answers = answer_all(llm, requests, sampling, lora_request=saved_adapter(adapter))
+    return [(list(answer.token_ids), answer.finish_reason == "length") for answer in answers]

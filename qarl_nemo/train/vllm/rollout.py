@@ -24,6 +24,7 @@ from qarl_nemo.train.model import is_packed
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.sampling import SamplingParams
+from qarl_nemo.train.vllm.admission import answer_all
 from qarl_nemo.train.vllm.answers import make_rollouts
 from qarl_nemo.train.vllm.options import engine_environment, engine_options
 
@@ -138,10 +139,9 @@ class VllmRollout:
         seeds = self._seeds(generator, len(prompts))
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         sampling = [self._sampling(params, seed) for seed in seeds]
-        results = self.engine.generate(requests, sampling, use_tqdm=False, lora_request=self._adapter())
         return make_rollouts(
             prompts,
-            [result.outputs[0] for result in results],
+            answer_all(self.engine, requests, sampling, lora_request=self._adapter()),
             pad_id=self.pad_id,
             num_prompt_columns=num_prompt_columns,
             router_layers=self.router_layers,

@@ -9,7 +9,7 @@ from qarl_nemo.config import validate
 from qarl_nemo.train.banner import banner_lines
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.preflight import prepare
-from qarl_nemo.train.progress import LiveProgress
+from qarl_nemo.train.progress import LiveProgress, working
 
 
 def config(**blocks) -> LocalConfig:
@@ -87,6 +87,15 @@ def test_a_phase_is_told_when_a_step_takes_minutes(silent_s, told, capsys):
     printed = capsys.readouterr().out
     assert ("demo step 4/10: update" in printed) == told
     assert "refit" not in printed
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(1.0, "aligning the layers"), (48.0, "aligning the layers took 48 s")])
+def test_work_that_took_long_says_how_long(seconds, told, monkeypatch, capsys):
+    clock = iter([100.0, 100.0 + seconds])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    with working("aligning the layers"):
+        pass
+    assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 def test_a_stage_that_the_run_does_not_reach_is_pointed_out(tmp_path, monkeypatch):
