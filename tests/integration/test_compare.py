@@ -18,11 +18,12 @@ from qarl_kernels import get_format
 from qarl_nemo.layers.install import install
 from qarl_nemo.layers.lora import LoraSettings, add_adapters
 from qarl_nemo.measure.compare.engines import serve
+from qarl_nemo.measure.compare.job import prepare
 from qarl_nemo.measure.compare.operators import PHASES, compare_operators
 from qarl_nemo.measure.compare.record import comparison_rows, gap_figures
 from qarl_nemo.measure.compare.run import Comparison, compare, load_learner
 from qarl_nemo.measure.compare.score import Response, model_scores
-from qarl_nemo.measure.compare.settings import CompareSettings, prepare
+from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import Figure
 from qarl_nemo.train.model import load_checkpoint

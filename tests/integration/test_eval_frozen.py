@@ -14,11 +14,11 @@ from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
 from qarl_nemo.checkpoints.overlay import write_overlay
 from qarl_nemo.config import validate
 from qarl_nemo.files import FileError
-from qarl_nemo.measure.compare.settings import adapter_problems
 from qarl_nemo.measure.eval.models import find_model
 from qarl_nemo.measure.eval.packed import PackedEngine
 from qarl_nemo.measure.eval.settings import EvalSettings, prepare
 from qarl_nemo.measure.eval.vllm import VllmEngine, served_folder
+from qarl_nemo.measure.served import adapter_problems
 from qarl_nemo.train.aligned_model import align_model, lora_settings
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.file_list import FILE_LIST, write_file_list

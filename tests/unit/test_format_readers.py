@@ -21,7 +21,7 @@ from qarl_kernels import gemm_operand, quantize_weight, stored_layout
 from qarl_nemo.architecture import Architecture
 from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, shape_problems, stored_bytes
 from qarl_nemo.config import QarlConfig
-from qarl_nemo.measure.compare.settings import cpu_problems
+from qarl_nemo.measure.served import cpu_problems
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.memory import Learner, ModelSize, Parallelism, rank_memory, served_bytes

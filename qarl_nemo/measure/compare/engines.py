@@ -20,8 +20,8 @@ from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
 from qarl_nemo.checkpoints.overlay import write_overlay
 from qarl_nemo.layers.frozen import FrozenBase, freeze
 from qarl_nemo.layers.install import install
+from qarl_nemo.measure.compare.job import Job
 from qarl_nemo.measure.compare.score import Response, read_tokens
-from qarl_nemo.measure.compare.settings import Job
 from qarl_nemo.refit.engine_methods import ChosenMethod, require_methods
 from qarl_nemo.refit.engine_settings import serving_options
 from qarl_nemo.refit.publish import publish

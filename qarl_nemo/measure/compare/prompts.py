@@ -2,22 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.prompts import PromptEncoder
-
-if TYPE_CHECKING:
-    from qarl_nemo.measure.compare.settings import CompareSettings
 
 DEFAULT_NUM_PROMPTS = 16
 
 
 def make_prompts(
-    settings: "CompareSettings", tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+    settings: CompareSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> list[list[int]]:
     """Read the prompts, or draw random tokens other than special ones.
 
@@ -54,7 +52,7 @@ def make_prompts(
 
 
 def _random_prompts(
-    settings: "CompareSettings", tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+    settings: CompareSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> list[list[int]]:
     special = set(tokenizer.all_special_ids)
     known = set(range(min(len(tokenizer), config.vocab_size))) - special

@@ -14,9 +14,10 @@ from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.engines import Served, serve
+from qarl_nemo.measure.compare.job import Job, prepare
 from qarl_nemo.measure.compare.operators import compare_operators
 from qarl_nemo.measure.compare.score import engine_scores, model_scores
-from qarl_nemo.measure.compare.settings import CompareSettings, Job, prepare
+from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.fidelity import Scores
 from qarl_nemo.train.engine_attention import plain_attention, use_attention
 from qarl_nemo.train.model import load_checkpoint
