@@ -38,6 +38,11 @@ def run_reported(call: Callable[[], int | None], program: str) -> int:
         code = call() or 0
         sys.stdout.flush()
         return code
+    except SystemExit as end:
+        # rich's console turns a reader that has left into an exit with 1.
+        if isinstance(end.__context__, BrokenPipeError):
+            return BROKEN_PIPE
+        raise
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 this is where every one of them ends
         if os.environ.get("QARL_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()

@@ -73,11 +73,13 @@ def test_the_command_runs_as_a_module_and_knows_its_version(module):
     assert (name, version) == ("qarl", sys.modules["qarl_nemo"].__version__)
 
 
-def test_a_reader_that_leaves_ends_the_command_in_silence():
+@pytest.mark.parametrize("write", ["print", "Console().print"])
+def test_a_reader_that_leaves_ends_the_command_in_silence(write):
     # More than a pipe holds, to one that is closed after a line.
     program = (
-        "import sys\nfrom qarl_nemo.failures import run_reported\n"
-        "sys.exit(run_reported(lambda: [print(i) for i in range(100_000)] and 0, 'qarl'))"
+        "import sys\nfrom rich.console import Console\nfrom qarl_nemo.failures import run_reported\n"
+        f"write = {write}\n"
+        "sys.exit(run_reported(lambda: [write('x' * 70) for _ in range(3000)] and 0, 'qarl'))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.readline()
