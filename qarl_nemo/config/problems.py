@@ -100,7 +100,12 @@ def _message(problem: Any, models: Sequence[type[BaseModel]]) -> str:
         return f"expected a block with these keys, not {given!r}: {legal}"
     if problem["type"] in _LIST_ERRORS:
         return f"expected a list, not {given!r}"
-    return problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ")
+    # Of a missing key the input is the block around it, and our own checks quote what they want to.
+    if problem["type"] in ("missing", "value_error") or not isinstance(problem["input"], str | int | float | None):
+        return message
+    shown = repr(given) if isinstance(problem["input"], str) else "null" if problem["input"] is None else given
+    return f"{message} (given {shown})"
 
 
 def _elsewhere(location: list[str], model: type[BaseModel]) -> str:

@@ -126,7 +126,7 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
         ({"qarl": {"target": ["experts"]}}, "unknown key 'qarl.target': did you mean 'targets'?"),
         (
             {"qarl": {"targets": ["expert"]}},
-            "1 problem(s)\n  qarl.targets.0: Input should be 'experts', 'attention' or 'mlp'",
+            "1 problem(s)\n  qarl.targets.0: Input should be 'experts', 'attention' or 'mlp' (given 'expert')",
         ),
         ({"qarl": "w4a16"}, "qarl: expected a block with these keys, not 'w4a16': alignment, backward, format, "),
         (
@@ -149,7 +149,11 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
             {"data": {"source": "datasets", "train": {"dataset_name": "math", "prompt_template": "Solve."}}},
             "data.train.prompt_template: there is no {problem} in it",
         ),
-        ({"grpo": {"num_generations_per_prompt": 1}}, "grpo.num_generations_per_prompt: Input should be greater"),
+        (
+            {"grpo": {"num_generations_per_prompt": 1}},
+            "grpo.num_generations_per_prompt: Input should be greater than or equal to 2 (given 1)",
+        ),
+        ({"grpo": {"max_num_steps": None}}, "grpo.max_num_steps: Input should be a valid integer (given null)"),
         ({"grpo": {"num_prompts_per_step": 60000, "num_generations_per_prompt": 4096}}, "a step has at most 1048576"),
         (
             {"policy": {"model_init": {"hidden_size": 65536, "num_experts": 4096}}},

@@ -101,9 +101,9 @@ def test_all_problems_are_listed_at_once_each_unknown_key_with_the_nearest_legal
         "name: Field required",
         "unknown key 'nmae': did you mean 'name'?",
         "unknown key 'inner.colour': did you mean 'color'? legal here: color, size",
-        "inner.size: Input should be a valid integer",
+        "inner.size: Input should be a valid integer, unable to parse string as an integer (given 'big')",
         "unknown key 'qarl.fromat': did you mean 'format'?",
-        "qarl.alignment: Input should be 'aligned', 'rollout_only' or 'none'",
+        "qarl.alignment: Input should be 'aligned', 'rollout_only' or 'none' (given 'almost')",
     ):
         assert expected in message
 

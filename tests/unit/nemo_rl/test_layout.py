@@ -277,7 +277,9 @@ def test_types_that_the_optimizer_does_not_keep_are_refused():
 
 
 def test_what_may_be_resident_is_one_line():
-    with pytest.raises(ConfigError, match=r"1 problem.*\n  qarl.resident: Input should be True, False or 'auto'$"):
+    with pytest.raises(
+        ConfigError, match=r"1 problem.*\n  qarl.resident: Input should be True, False or 'auto' \(given 'maybe'\)$"
+    ):
         apply_qarl(launch({"resident": "maybe"}))
 
 
