@@ -51,6 +51,8 @@ def _local_file(config: DatasetConfig) -> Path | None:
     if path.is_dir():
         named = [path / f"{config.split.partition('[')[0]}{suffix}" for suffix in _READERS]
         return next((file for file in named if file.is_file()), None)
+    if path.is_file():
+        raise FileError(f"data file {path} is not read; files that are end in {', '.join(_READERS)}")
     if path.is_absolute() or path.parts[:1] == ("..",) or len(path.parts) > 2:
         raise FileError(f"data folder {path} does not exist; files that are read end in {', '.join(_READERS)}")
     return None

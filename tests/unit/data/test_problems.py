@@ -199,6 +199,9 @@ def test_missing_and_empty_data_are_named(openr1, tmp_path):
         read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path / "nowhere.jsonl")))
     with pytest.raises(ValueError, match=r"data folder .*nowhere does not exist"):
         read_tasks(DatasetConfig(data_path=str(tmp_path / "nowhere")))
+    (tmp_path / "test.txt").touch()
+    with pytest.raises(ValueError, match=r"data file .*test.txt is not read; files that are end in .jsonl, .json, "):
+        read_tasks(DatasetConfig(data_path=str(tmp_path / "test.txt")))
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match=r"empty.jsonl.*split 'train' is empty"):
         read_tasks(DatasetConfig(data_path=str(tmp_path / "empty.jsonl")))
