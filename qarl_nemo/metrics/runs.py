@@ -164,6 +164,8 @@ def _read_config(file: Path, kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _why_not_a_run(path: Path) -> str | None:
+    if path.is_file():
+        return f"{path}: is a file; name the folder of its run"
     if not path.is_dir():
         return f"{path}: no such directory (looked for {CONFIG_FILE} or {METRICS_FILE} in it)"
     if any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE)) or nemo_rl_logs.is_nemo_rl_log(path):

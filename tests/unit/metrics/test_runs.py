@@ -40,11 +40,12 @@ def test_everything_that_is_not_a_run_is_named_with_what_was_looked_for(tmp_path
     (tmp_path / "empty").mkdir()
     make_run("group/inner", num_steps=1, diagnostics=False)
     with pytest.raises(ValueError, match="not a run directory") as error:
-        load_runs([tmp_path / "absent", tmp_path / "empty", tmp_path / "group"])
-    absent, empty, group = str(error.value).splitlines()[1:]
+        load_runs([tmp_path / name for name in ("absent", "empty", "group", "group/inner/metrics.jsonl")])
+    absent, empty, group, file = str(error.value).splitlines()[1:]
     assert "absent: no such directory (looked for config.yaml or metrics.jsonl" in absent
     assert empty.endswith("empty: has neither config.yaml nor metrics.jsonl, nor NeMo-RL's tensorboard/")
     assert group.endswith("these folders in it are runs: inner")
+    assert file.endswith("metrics.jsonl: is a file; name the folder of its run")
     with pytest.raises(ValueError, match="no run directories given"):
         load_runs([])
 
