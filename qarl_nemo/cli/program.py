@@ -1,6 +1,7 @@
 """The program that commands are added to; every command's errors become one message and an exit code here."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -33,7 +34,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def ending(*arguments: Any, **options: Any) -> None:
         raise SystemExit(run_reported(functools.partial(function, *arguments, **options), "qarl"))
 
-    return app.command(function.__name__.rstrip("_"))(ending)
+    return app.command(function.__name__.rstrip("_"), help=_flowing(inspect.getdoc(function) or ""))(ending)
+
+
+def _flowing(docstring: str) -> str:
+    """Join each paragraph's lines; typer would keep their ends, which no narrower terminal has room for."""
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in docstring.split("\n\n"))
 
 
 def _show_version(wanted: bool) -> None:

@@ -107,3 +107,17 @@ def test_commands_are_behind_the_boundary(capsys, monkeypatch):
         broken()
     assert ended.value.code == 70
     assert "fault of qarl" in capsys.readouterr().err
+
+
+def test_help_joins_the_lines_of_a_paragraph(monkeypatch):
+    monkeypatch.setattr("qarl_nemo.cli.program.app.registered_commands", commands := [])
+
+    @command
+    def described() -> None:
+        """Say one thing.
+
+        Then another, which takes
+        two lines.
+        """
+
+    assert commands[0].help == "Say one thing.\n\nThen another, which takes two lines."
