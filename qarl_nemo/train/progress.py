@@ -79,6 +79,11 @@ class LiveProgress:
             eta = elapsed / max(1, step - self.first) * (self.total - step)
             self.console.print(f"{self.label} {step}/{self.total}  {status}  {elapsed:.0f} s, ETA {eta:.0f} s")
 
+    def ended(self, why: str) -> None:
+        """Say why no more steps follow, where some are left."""
+        if self.step < self.total:
+            self.console.print(f"{self.label} ends at {self.step}/{self.total}: {why}")
+
     def __enter__(self) -> Self:
         self.progress.start()
         return self

@@ -162,6 +162,7 @@ def _warm_start(config: LocalConfig, source: TaskSource, encode: PromptEncoder, 
             progress.update(step, loss=loss)
 
         warm_start(model, encode, source, config.policy.warm_start, show, greedy_reward)
+    progress.ended(f"its greedy answers reach target_reward={config.policy.warm_start.target_reward}")
 
 
 def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner:

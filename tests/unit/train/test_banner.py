@@ -98,6 +98,14 @@ def test_work_that_took_long_says_how_long(seconds, told, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == told
 
 
+@pytest.mark.parametrize(("steps", "told"), [(7, ["demo ends at 7/10: enough"]), (10, [])])
+def test_an_end_before_the_last_step_is_told_with_its_reason(steps, told, capsys):
+    with LiveProgress("demo", 10) as progress:
+        progress.update(steps)
+    progress.ended("enough")
+    assert [line for line in capsys.readouterr().out.splitlines() if "ends" in line] == told
+
+
 def test_a_stage_that_the_run_does_not_reach_is_pointed_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     schedule = [{"from_step": 200, "bits": 4}, {"from_step": 201, "bits": 3}]
