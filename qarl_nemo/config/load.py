@@ -32,7 +32,8 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
             all problems of a file are listed at once.
     """
     merged = merge_overrides(read_yaml(path), overrides, model)
-    return validate(_resolve(merged, path), model, source=str(path))
+    changed = f" with {' '.join(overrides)}" if overrides else ""
+    return validate(_resolve(merged, path), model, source=f"{path}{changed}")
 
 
 def _resolve(values: dict[str, Any], path: Path) -> Any:

@@ -108,6 +108,11 @@ def test_all_problems_are_listed_at_once_each_unknown_key_with_the_nearest_legal
         assert expected in message
 
 
+def test_problems_are_headed_by_the_overrides_that_may_have_caused_them(write):
+    with pytest.raises(ConfigError, match=r"run.yaml with inner.size=big name=y: 1 problem\(s\)"):
+        load_config(write("name: x"), ["inner.size=big", "name=y"], Whole)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
