@@ -8,7 +8,6 @@ A row is `lora_<figure>_<arm>_seed<seed>`; `entropy` is the sampling policy's, w
 and `_error` instead of a seed are over all seeds in the file. `lora_gaps.py` says what `gap_ratio` divides by.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,15 +15,15 @@ import numpy as np
 from kept_runs import keep_runs, kept
 from lora_gaps import arm_of, gap_ratios
 from real_model_runs import record_runs, scores_of, whole_runs
-from rows import mean_figures, parser_of
+from rows import parser_of, seed_means
 
 from qarl_nemo.metrics.report import write_summary_figure
-from qarl_nemo.metrics.results import Figure, ResultRow, read_results
+from qarl_nemo.metrics.results import Figure, read_results
 from qarl_nemo.metrics.runs import Run
 from qarl_nemo.metrics.summary import finite_mean, summarize_run
 
 # Not of stages and ratios, which a table shows seed by seed.
-_AVERAGED = re.compile(r"(lora_(?:reward|accuracy|entropy|gap)_(?!stage|ratio)\w+)_seed\d+")
+_AVERAGED = r"lora_(?:reward|accuracy|entropy|gap)_(?!stage|ratio)\w+"
 
 
 def figures(runs: Iterable[Run]) -> Iterator[Figure]:
@@ -50,16 +49,6 @@ def figures(runs: Iterable[Run]) -> Iterator[Figure]:
         yield Figure(f"lora_gap_{arm}", summary["abs_gap_mean"], "nats", "<=")
 
 
-def seed_means(rows: Iterable[ResultRow]) -> Iterator[Figure]:
-    """Yield the mean over seeds of rewards, accuracies, entropies and gaps, with its standard error."""
-    by_name: dict[str, list[ResultRow]] = {}
-    for row in {row.name: row for row in rows}.values():
-        if found := _AVERAGED.fullmatch(row.name):
-            by_name.setdefault(found[1], []).append(row)
-    for name, of_seeds in by_name.items():
-        yield from mean_figures(name, [row.value for row in of_seeds], of_seeds[0].unit, of_seeds[0].op)
-
-
 def main() -> None:
     """Read the run directories, append rows, print them."""
     parser = parser_of(__doc__, "lora")
@@ -79,7 +68,7 @@ def main() -> None:
     for ratio, row in gap_ratios(runs, gaps, arguments.full_parameter):
         command = f"qarl train examples/configs/{config}.yaml" + (f"  # over {row}" if row else "")
         record_runs(arguments.record, [ratio], runs, config, command)
-    record_runs(arguments.record, seed_means(read_results(arguments.record)), runs, config)
+    record_runs(arguments.record, seed_means(read_results(arguments.record), _AVERAGED), runs, config)
     keep_runs(runs, results / "runs" / config)
     if arguments.figure:
         write_summary_figure(kept(results / "runs" / config), arguments.figure, variant="noise")

@@ -6,7 +6,8 @@
     python tools/record/neighbour_runs.py runs/local_nested
     python tools/record/neighbour_runs.py runs/local_gsm8k_progressive
 
-A row is `<comparison>_<arm>_seed<seed>_<figure>`, shares of codes that flip in a step `flips_<comparison>_<arm>_...`.
+A row is `<comparison>_<arm>_seed<seed>_<figure>`, shares of codes that flip in a step `flips_<comparison>_<arm>_...`;
+without a seed it ends in `_mean` or `_error` and is over all seeds in the file.
 """
 
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 from real_model_runs import record_runs, run_figures, whole_runs
-from rows import parser_of, slug
+from rows import parser_of, seed_means, slug
 
-from qarl_nemo.metrics.results import Figure
+from qarl_nemo.metrics.report import write_summary_figure
+from qarl_nemo.metrics.results import Figure, read_results
 from qarl_nemo.metrics.runs import Run
 
 # Config -> what its rows begin with.
@@ -53,12 +55,17 @@ def main() -> None:
     """Read the run directories, append rows, print them."""
     parser = parser_of(__doc__, "neighbours")
     parser.add_argument("folder", type=Path, help=f"the arms' run directories: runs/{{{','.join(COMPARISONS)}}}")
+    parser.add_argument("--figure", type=Path, help="PNG of these runs")
     arguments = parser.parse_args()
     config = arguments.folder.name
     if config not in COMPARISONS:
         parser.error(f"{arguments.folder} is none of {', '.join(COMPARISONS)}: a folder is named like its config")
-    runs = whole_runs(arguments.folder)
-    record_runs(arguments.record, figures(runs, COMPARISONS[config]), runs, config)
+    runs, comparison = whole_runs(arguments.folder), COMPARISONS[config]
+    record_runs(arguments.record, figures(runs, comparison), runs, config)
+    means = seed_means(read_results(arguments.record), rf"(?:flips_)?{comparison}_(?!gsm8k)\w+")
+    record_runs(arguments.record, means, runs, config)
+    if arguments.figure:
+        write_summary_figure([run.path for run in runs], arguments.figure)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from qarl_nemo.metrics.estimate import mean_of
-from qarl_nemo.metrics.results import Figure
+from qarl_nemo.metrics.results import Figure, ResultRow
 
 
 def parser_of(description: str | None, results: str) -> argparse.ArgumentParser:
@@ -28,3 +28,19 @@ def mean_figures(name: str, values: Iterable[float], unit: str = "", op: str = "
         Figure(f"{name}_mean", mean.value, unit, op),
         *([] if mean.standard_error is None else [Figure(f"{name}_error", mean.standard_error, unit, "<=")]),
     ]
+
+
+def seed_means(rows: Iterable[ResultRow], averaged: str) -> Iterator[Figure]:
+    """Yield the mean over seeds of figures, with its standard error, under their names without `_seed<number>`.
+
+    Args:
+        rows: of all seeds; the last of a name counts.
+        averaged: a regular expression that such names without seed match as a whole.
+    """
+    by_name: dict[str, list[ResultRow]] = {}
+    for row in {row.name: row for row in rows}.values():
+        name, num_seeds = re.subn(r"_seed\d+", "", row.name)
+        if num_seeds and re.fullmatch(averaged, name):
+            by_name.setdefault(name, []).append(row)
+    for name, of_seeds in by_name.items():
+        yield from mean_figures(name, [row.value for row in of_seeds], of_seeds[0].unit, of_seeds[0].op)

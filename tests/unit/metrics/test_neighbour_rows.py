@@ -12,7 +12,8 @@ def test_every_seed_of_an_arm_has_its_rows(make_run, record, tmp_path, capsys):
     for seed in (1, 2):
         make_run(folder / f"narrow{seed}", arm="2 bits, clipped_range", seed=seed, **settings)
     make_run(folder / "short", arm="4 bits", seed=1, **settings | {"num_steps": 24})
-    rows = record("neighbour_runs", folder)
+    rows = record("neighbour_runs", folder, "--figure", tmp_path / "images" / "progressive.png")
+    assert (tmp_path / "images" / "progressive.png").stat().st_size > 10_000
     assert "short: left out, 24 of 25 steps" in capsys.readouterr().out
     assert not [name for name in rows if "4_bits" in name]
     for seed in (1, 2):
@@ -26,6 +27,13 @@ def test_every_seed_of_an_arm_has_its_rows(make_run, record, tmp_path, capsys):
             0.01 * sum(1 / step for step in range(1, 26)) / 25, rel=1e-4
         )
         assert f"flips_{arm}_codes_in" not in rows
+    for kind in ("test_accuracy", "reward_mean"):
+        values = [rows[f"progressive_2_bits_clipped_range_seed{seed}_{kind}"].value for seed in (1, 2)]
+        name = f"progressive_2_bits_clipped_range_{kind}"
+        assert rows[f"{name}_mean"].value == pytest.approx(sum(values) / 2, rel=1e-4)
+        # of two values, half of their distance
+        assert rows[f"{name}_error"].value == pytest.approx(abs(values[0] - values[1]) / 2, rel=1e-2)
+    assert "flips_progressive_2_bits_clipped_range_codes_mean" in rows
     assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_progressive.yaml"}
 
 
