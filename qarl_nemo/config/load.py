@@ -32,8 +32,10 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
             all problems of a file are listed at once.
     """
     merged = merge_overrides(read_yaml(path), overrides, model)
-    changed = f" with {' '.join(overrides)}" if overrides else ""
-    return validate(_resolve(merged, path), model, source=f"{path}{changed}")
+    # Their values may hold secrets.
+    keys = ", ".join(dict.fromkeys(override.partition("=")[0] for override in overrides))
+    source = f"{path} with {keys} from the command line" if keys else str(path)
+    return validate(_resolve(merged, path), model, source=source)
 
 
 def _resolve(values: dict[str, Any], path: Path) -> Any:

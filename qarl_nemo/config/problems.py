@@ -12,6 +12,9 @@ _MAX_LINES = 40
 _MAX_CHARS = 80
 # What pydantic calls these kinds are Python's words.
 _BLOCK_ERRORS = ("model_type", "model_attributes_type", "dict_type")
+# Errors whose value is shown. A text that only has the wrong form may hold a secret, and our own checks quote what they
+# want to.
+_TELLING_ERRORS = ("literal_error", "enum", "int_", "float_", "bool_", "greater_than", "less_than", "finite_number")
 _LIST_ERRORS = ("tuple_type", "list_type")
 # Below this similarity, a name is more often something else than a typo.
 _SLIP, _SLIP_ELSEWHERE = 0.6, 0.8
@@ -101,8 +104,7 @@ def _message(problem: Any, models: Sequence[type[BaseModel]]) -> str:
     if problem["type"] in _LIST_ERRORS:
         return f"expected a list, not {given!r}"
     message = problem["msg"].removeprefix("Value error, ")
-    # Of a missing key the input is the block around it, and our own checks quote what they want to.
-    if problem["type"] in ("missing", "value_error") or not isinstance(problem["input"], str | int | float | None):
+    if not problem["type"].startswith(_TELLING_ERRORS) or not isinstance(problem["input"], str | int | float | None):
         return message
     shown = repr(given) if isinstance(problem["input"], str) else "null" if problem["input"] is None else given
     return f"{message} (given {shown})"

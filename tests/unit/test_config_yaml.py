@@ -109,8 +109,8 @@ def test_all_problems_are_listed_at_once_each_unknown_key_with_the_nearest_legal
 
 
 def test_problems_are_headed_by_the_overrides_that_may_have_caused_them(write):
-    with pytest.raises(ConfigError, match=r"run.yaml with inner.size=big name=y: 1 problem\(s\)"):
-        load_config(write("name: x"), ["inner.size=big", "name=y"], Whole)
+    with pytest.raises(ConfigError, match=r"run.yaml with inner.size, name from the command line: 1 problem\("):
+        load_config(write("name: x"), ["inner.size=big", "name=y", "inner.size=bigger"], Whole)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def main() -> None:
         parser.error(f"{arguments.folder} is none of {', '.join(COMPARISONS)}: a folder is named like its config")
     runs, comparison = whole_runs(arguments.folder), COMPARISONS[config]
     record_runs(arguments.record, figures(runs, comparison), runs, config)
-    means = seed_means(read_results(arguments.record), rf"(?:flips_)?{comparison}_(?!gsm8k)\w+")
+    means = seed_means(read_results(arguments.record), rf"(?:flips_)?{comparison}_(?!gsm8k)\w+(?<!_steps)")
     record_runs(arguments.record, means, runs, config)
     if arguments.figure:
         write_summary_figure([run.path for run in runs], arguments.figure)

@@ -34,7 +34,7 @@ def seed_means(rows: Iterable[ResultRow], averaged: str) -> Iterator[Figure]:
     """Yield the mean over seeds of figures, with its standard error, under their names without `_seed<number>`.
 
     Args:
-        rows: of all seeds; the last of a name counts.
+        rows: a results file; the last row of a name counts.
         averaged: a regular expression that such names without seed match as a whole.
     """
     by_name: dict[str, list[ResultRow]] = {}
