@@ -36,19 +36,22 @@ def figures(runs: list[Run], comparison: str) -> Iterator[Figure]:
 
     Yields:
         `run_figures`, the mean reward of all steps, each stage's gap where there is a schedule, and mean shares of
-        flipped codes where there are codes.
+        flipped codes, each stage's as well, where there are codes.
     """
     for run in runs:
         name = f"{comparison}_{slug(run.setting('run.arm'))}_seed{run.seed}"
         yield from run_figures(run, comparison)
         yield Figure(f"{name}_reward_mean", float(np.mean(run.column("reward/mean"))), "", ">=")
         grids, gaps = run.column("refit/grid_bits"), run.column("mismatch/abs_gap_mean")
-        for bits in np.unique(grids[np.isfinite(grids)]):
-            yield Figure(f"{name}_gap_{bits:.0f}_bits", float(np.mean(gaps[grids == bits])), "nats", "<=")
+        stages = {f"{bits:.0f}_bits": grids == bits for bits in np.unique(grids[np.isfinite(grids)])}
+        for stage, steps in stages.items():
+            yield Figure(f"{name}_gap_{stage}", float(np.mean(gaps[steps])), "nats", "<=")
         for kind in FLIPS:
             shares = run.column(f"refit/flipped_{kind}")
             if np.isfinite(shares).any():
                 yield Figure(f"flips_{name}_{kind}", float(np.nanmean(shares)), "fraction", ">=")
+                for stage, steps in stages.items():
+                    yield Figure(f"flips_{name}_{kind}_{stage}", float(np.nanmean(shares[steps])), "fraction", ">=")
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 vLLM gives the place of a finished answer to the next prompt at once. CUDA graphs hold decoding steps alone, so a step
 that also reads a prompt runs without one, kernel by kernel. While many prompts wait, an answer ends in almost every
-step, and almost every step is such a slow one: a small model's kernels take a third of the time of their launches, or
-less. So prompts are handed to the engine in groups, as soon as a whole group of places is free.
+step, and almost every step is such a slow one, in which a small model waits for its launches. So prompts are handed to
+the engine in groups, as soon as a whole group of places is free.
 """
 
 from collections import deque

@@ -48,6 +48,10 @@ def test_every_stage_has_its_gap(make_run, record):
     for bits, stage in ((8, gaps[:20]), (4, gaps[20:])):
         name = f"progressive_gsm8k_8_4_bits_seed1_gap_{bits}_bits"
         assert rows[name].value == pytest.approx(stage.mean(), rel=1e-4)
+    # 0.01 / step in the 20 and the 5 steps of the stages.
+    for bits, steps in ((8, range(1, 21)), (4, range(21, 26))):
+        flips = rows[f"flips_progressive_gsm8k_8_4_bits_seed1_codes_{bits}_bits"].value
+        assert flips == pytest.approx(0.01 * sum(1 / step for step in steps) / len(steps), rel=1e-4)
 
 
 def test_a_folder_that_is_no_comparison_is_refused(record, tmp_path, capsys):
