@@ -26,6 +26,8 @@ COMPARISONS = {
     "local_gsm8k_qurl": "qurl",
     "local_progressive": "progressive",
     "local_nested": "nested",
+    "local_qurl": "small_qurl",
+    "local_noise": "small_noise",
     "local_gsm8k_progressive": "progressive_gsm8k",
 }
 FLIPS = ("codes", "codes_in", "codes_out")
