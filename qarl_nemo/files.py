@@ -217,15 +217,16 @@ def readable_bytes(num_bytes: float) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(lock: Path, what: str) -> Iterator[None]:
+def exclusive(lock: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file while working on what it guards; the system frees it when the process ends, however it ends.
 
     Args:
         lock: the lock file, made here and removed at the end; its folder must exist.
         what: what it guards, for the error: "run folder runs/a".
+        wait: until another process that holds it gives it up.
 
     Raises:
-        FileError: another process holds it, it cannot be written, or its file system has no locks.
+        FileError: another process holds it and we do not wait, it cannot be written, or its file system has no locks.
     """
     while True:
         try:
@@ -233,7 +234,7 @@ def exclusive(lock: Path, what: str) -> Iterator[None]:
         except OSError as error:
             raise FileError(f"{lock} cannot be written: {os_reason(error)}") from error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read(200).strip() or "another process"

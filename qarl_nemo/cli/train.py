@@ -26,6 +26,7 @@ def train(
     """Train on this machine, without NeMo-RL; the same command resumes a killed run from its last checkpoint.
 
     A config with a `compare:` block runs every arm with every seed, spread over the GPUs, and writes one report.
+    Several such commands may share its folder, each with arms or seeds of its own.
     """
     from qarl_nemo.config import load_config
     from qarl_nemo.files import exclusive, make_folder
@@ -40,7 +41,7 @@ def train(
         if arm:
             raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
         _train_one(settings)
-        run_dirs = [settings.run_dir]
+        _write_report([settings.run_dir], settings.run_dir)
     else:
         from qarl_nemo.train.arms import expand_arms, run_arms, select_arms
 
@@ -48,10 +49,10 @@ def train(
         runs = select_arms(every, arm or [])
         _require_gpu(runs)
         make_folder(settings.run_dir, "the folder of a comparison")
-        with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}"):
-            run_arms(runs, parallel)
-        run_dirs = [run.run_dir for run in every if run in runs or _ran_before(run)]
-    _write_report(run_dirs, settings.run_dir)
+        run_arms(runs, parallel)
+        # Another command may have trained other runs meanwhile, and may write the report of all of them right now.
+        with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}", wait=True):
+            _write_report([run.run_dir for run in every if run in runs or _ran_before(run)], settings.run_dir)
 
 
 def _ran_before(run: "LocalConfig") -> bool:

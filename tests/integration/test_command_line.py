@@ -30,8 +30,11 @@ def test_train_compares_arms_and_seeds_in_one_report(qarl, tmp_path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")]))
     arms = {"ours": {}, "rollout only": {"qarl": {"alignment": "rollout_only"}}}
     blocks = {"grpo": {"max_num_steps": 1}, "compare": {"seeds": [1], "arms": arms}}
-    code, printed = qarl("train", write_config(tmp_path / "compare.yaml", tmp_path / "runs", **blocks))
-    assert code == 0, printed
+    config = write_config(tmp_path / "compare.yaml", tmp_path / "runs", **blocks)
+    # Two commands at a time, each with an arm of its own.
+    other = subprocess.Popen([sys.executable, "-m", "qarl_nemo.cli", "train", str(config), "--arm", "rollout only"])
+    code, printed = qarl("train", config, "--arm", "ours")
+    assert (code, other.wait()) == (0, 0), printed
     ours, rollout_only = (
         read_metrics(tmp_path / "runs" / f"{name}-seed1")[-1]["mismatch/abs_gap_mean"]
         for name in ("ours", "rollout-only")

@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -82,9 +83,9 @@ def test_a_lock_is_held_by_one_process_and_freed_by_a_kill(tmp_path):
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(FileError, match=f"folder x is in use by process {holder.pid} on "), exclusive(lock, "folder x"):
         pass
-    holder.kill()
-    holder.wait()
-    with exclusive(lock, "folder x"):
+    threading.Timer(0.2, holder.kill).start()
+    with exclusive(lock, "folder x", wait=True):
+        assert holder.wait() < 0
         assert lock.exists()
     assert not lock.exists()
 
