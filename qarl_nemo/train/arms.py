@@ -16,7 +16,7 @@ from rich.console import Console
 from qarl_nemo.config import ConfigError, merge_mappings, validate, write_yaml
 from qarl_nemo.files import make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
-from qarl_nemo.train.gpu_pool import SHARE, GpuPool, visible_gpus
+from qarl_nemo.train.gpu_pool import SHARE, GpuPool, own_share, visible_gpus
 from qarl_nemo.train.run_dir import RunStoppedError, where_it_stands
 
 _LOG_LINES = 15
@@ -169,7 +169,8 @@ def _start(config: LocalConfig, gpus: list[str], share: float) -> subprocess.Pop
     write_yaml(path, config.model_dump(mode="json", exclude={"compare"}))
     environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
     if gpus:
-        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), SHARE: str(share)}
+        # The command may have no more than a share itself.
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), SHARE: str(share * own_share())}
     with _log(config).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "qarl_nemo.cli", "train", str(path)], stdout=log, stderr=log, env=environment

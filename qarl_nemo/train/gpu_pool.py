@@ -12,6 +12,11 @@ from qarl_nemo.train.config import LocalConfig
 SHARE = "QARL_GPU_SHARE"
 
 
+def own_share() -> float:
+    """Return the share of its GPUs' memory that this process may take, all of it unless `SHARE` says less."""
+    return float(os.environ.get(SHARE, "1"))
+
+
 def visible_gpus() -> list[str]:
     """Return the GPUs that processes started here may use, as CUDA_VISIBLE_DEVICES names them; asks no CUDA."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

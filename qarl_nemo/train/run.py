@@ -1,7 +1,5 @@
 """One run from start to end: is anything left to do, lock the folder, train, and end well when interrupted."""
 
-import os
-
 import torch
 from rich.console import Console
 
@@ -9,7 +7,7 @@ from qarl_nemo.files import exclusive, make_folder
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps
 from qarl_nemo.train.checkpoint import leftovers, remove_leftovers
 from qarl_nemo.train.config import LocalConfig
-from qarl_nemo.train.gpu_pool import SHARE
+from qarl_nemo.train.gpu_pool import own_share
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.run_dir import RunStoppedError, is_complete, where_it_stands
@@ -56,14 +54,10 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
     return trainer
 
 
-def _share() -> float:
-    return float(os.environ.get(SHARE, "1"))
-
-
 def keep_to_share(device: torch.device) -> None:
     """Let PyTorch give back unused memory rather than take a neighbour's, if other runs share this run's GPU."""
-    if device.type == "cuda" and _share() < 1:
-        torch.cuda.set_per_process_memory_fraction(_share() * (1 - _BESIDE_TENSORS), device)
+    if device.type == "cuda" and own_share() < 1:
+        torch.cuda.set_per_process_memory_fraction(own_share() * (1 - _BESIDE_TENSORS), device)
 
 
 def _finish_deleting(config: LocalConfig) -> None:
@@ -92,6 +86,6 @@ def _ways_to_need_less(config: LocalConfig) -> list[str]:
         ways.append(f"rollout.kv_cache_gib below {rollout.kv_cache_gib:g}")
     if ours and not policy.activation_checkpointing:
         ways.append("policy.activation_checkpointing=true")
-    if _share() < 1:
+    if own_share() < 1:
         ways.append("fewer runs on a GPU (--parallel)")
     return ways

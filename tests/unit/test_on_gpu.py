@@ -3,11 +3,17 @@
 import json
 import os
 import re
+import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
+
+from qarl_nemo.config import load_config
+from qarl_nemo.train.arms import expand_arms, select_arms
+from qarl_nemo.train.config import LocalConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tools" / "on_gpu"
@@ -91,6 +97,21 @@ def test_what_does_not_fit_into_the_time_is_not_started_and_what_runs_then_is_st
     assert states == {"late": "cut", "long": "no time"}
 
 
+def test_a_job_stands_for_one_with_each_choice(started):
+    each = {"arm": ["QaRL w4a16, GSPO", "b"], "seed": [1, 2]}
+    code, states, out = started({"name": "a", "run": "echo '{arm}' {seed} $QARL_GPU_SHARE", "each": each})
+    assert code == 0
+    assert list(states) == ["a.qarl_w4a16_gspo.1", "a.qarl_w4a16_gspo.2", "a.b.1", "a.b.2"]
+    # Neighbours count on what is left of a GPU of 100 GiB.
+    assert (out / "a.qarl_w4a16_gspo.2.txt").read_text() == "QaRL w4a16, GSPO 2 0.6\n"
+
+
+def test_a_job_waits_for_the_one_it_comes_after(started, tmp_path):
+    first = {"name": "first", "run": f"sleep 0.5; touch {tmp_path}/made"}
+    second = {"name": "second", "run": f"test -e {tmp_path}/made", "after": "first"}
+    assert started(second, first)[:2] == (0, {"first": "passed", "second": "passed"})
+
+
 def test_a_job_that_wants_gpus_alone_is_not_overtaken_on_them(on_gpu):
     jobs, _, schedule = on_gpu
 
@@ -139,6 +160,12 @@ def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     path.write_text(yaml.safe_dump({"jobs": [job, job]}))
     with pytest.raises(ValueError, match="two jobs are called a"):
         jobs.read_jobs(path)
+    path.write_text(yaml.safe_dump({"jobs": [job | {"after": "b"}]}))
+    with pytest.raises(ValueError, match="no job is called b, after which others come"):
+        jobs.read_jobs(path)
+    path.write_text(yaml.safe_dump({"jobs": [job | {"each": {"arm": ["x"], "seed": [1]}}]}))
+    with pytest.raises(ValueError, match=r"run has no \{arm\}, \{seed\} for what `each` lists"):
+        jobs.read_jobs(path)
     path.write_text(yaml.safe_dump({"jobs": [job]}))
     with pytest.raises(ValueError, match="no job's name matches 'b'; there are a"):
         jobs.read_jobs(path, "b")
@@ -154,6 +181,16 @@ def test_every_command_of_a_list_names_files_that_exist(name, on_gpu):
         files = re.findall(r"(?:tests|tools|examples|kernels)/[\w./-]+", job.run)
         assert files or "qarl compare" in job.run, job.name
         assert [file for file in files if not (ROOT / file).exists() and not file.startswith("docs")] == [], job.name
+
+
+def test_every_comparison_of_a_list_names_arms_and_settings_that_exist(on_gpu):
+    jobs, _, _ = on_gpu
+    words = [shlex.split(job.run) for job in jobs.read_jobs(FOLDER / "waiting.yaml") if "qarl train" in job.run]
+    assert len(words) > 30
+    for _, _, config, *rest in words:
+        arms = [value for option, value in pairwise(rest) if option == "--arm"]
+        overrides = [word for word in rest if re.match(r"[a-z_.]+=", word)]
+        select_arms(expand_arms(load_config(ROOT / config, overrides, LocalConfig), config), arms)
 
 
 def test_every_gpu_test_is_in_the_list(on_gpu):

@@ -235,10 +235,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help=f"measured, after {WARM_UP_STEPS} of warm-up")
     parser.add_argument("--work", type=Path, help="folder with room for the base (18 GB); default: the system's")
     parser.add_argument("--base", type=Path, help="keeps the quantized base in this folder, or takes it from there")
+    parser.add_argument("--draw", action="store_true", help="only draw --base, which other runs then take")
     parser.add_argument("--label", default="", help="put at the end of the rows' names, e.g. nvfp4")
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/lora.json")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the run's config, a.b=c")
     options = parser.parse_args(given)
+    if options.draw and not options.base:
+        parser.error("--draw: set --base to the folder that the base goes to")
     options.engine = options.engine or ("vllm" if options.device == "cuda" else "packed")
     return options
 
@@ -253,6 +256,10 @@ def chosen(options: argparse.Namespace) -> list[str]:
 def main() -> None:
     """Run, print the figures, and record them on request."""
     options = arguments()
+    if options.draw:
+        with tempfile.TemporaryDirectory(dir=options.work) as name:
+            print(f"base in {random_checkpoint(Path(name), options)}")
+        return
     figures = rows_of(bench(options), options)
     command = " ".join(["python tools/bench/lora_30b.py", *chosen(options), *options.overrides])
     record_figures(options.record, figures, command=command, **facts(options.device))

@@ -1,14 +1,17 @@
 """A list of jobs for GPUs: what each runs and needs; read from YAML, everything wrong with it named at once."""
 
+import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qarl_nemo.config import ConfigError, read_yaml, validate
 from qarl_nemo.config.strict import StrictModel
+from qarl_nemo.train.gpu_pool import SHARE
 
 _VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]*)")
 
@@ -16,7 +19,7 @@ _VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]*)")
 class Job(StrictModel):
     """One command and what it needs of the host."""
 
-    name: str = Field(pattern=r"[a-z0-9_.]+", description="names its log, too")
+    name: str = Field(pattern=r"^[a-z0-9_.]+$", description="names its log, too")
     why: str = Field(min_length=1, description="what is known once it has run")
     run: str = Field(min_length=1, description="for bash, in the repository's root")
     gpus: int = Field(1, ge=1)
@@ -24,6 +27,26 @@ class Job(StrictModel):
     seconds: float = Field(gt=0, description="as it took the last time, or a guess")
     alone: bool | Literal["host"] = Field(False, description="nothing else on its GPUs or host, so that figures count")
     one_of: str | None = Field(None, description="of the jobs with the same word here one runs at a time")
+    after: str | None = Field(None, description="the job that has to end before this one starts, if it is selected")
+    each: dict[str, tuple[str | int, ...]] = Field({}, description="a job for each choice of values, {key} in `run`")
+
+    @model_validator(mode="after")
+    def _each_is_used(self) -> "Job":
+        if unused := [key for key in self.each if f"{{{key}}}" not in self.run]:
+            raise ValueError(f"run has no {', '.join(f'{{{key}}}' for key in unused)} for what `each` lists")
+        return self
+
+    def expand(self) -> Iterator["Job"]:
+        """Yield this job, or, with `each`, one for each choice of its values, the last key's changing fastest."""
+        if not self.each:
+            yield self
+            return
+        for values in itertools.product(*self.each.values()):
+            run = self.run
+            for key, value in zip(self.each, values, strict=True):
+                run = run.replace(f"{{{key}}}", str(value))
+            words = [re.sub(r"[^a-z0-9]+", "_", str(value).lower()).strip("_") for value in values]
+            yield self.model_copy(update={"name": ".".join([self.name, *words]), "run": run, "each": {}})
 
 
 class JobList(StrictModel):
@@ -41,11 +64,13 @@ def read_jobs(path: Path, select: str = "") -> list[Job]:
     Raises:
         ConfigError: it is no such list, a name stands twice, the pattern is none, or nothing matches.
     """
-    jobs = validate(read_yaml(path), JobList, source=str(path)).jobs
+    jobs = [job for entry in validate(read_yaml(path), JobList, source=str(path)).jobs for job in entry.expand()]
     names = [job.name for job in jobs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"{path}: two jobs are called {', '.join(twice)}; each needs a name of its own")
+    if lost := sorted({job.after for job in jobs if job.after} - set(names)):
+        raise ConfigError(f"{path}: no job is called {', '.join(lost)}, after which others come")
     try:
         chosen = [job for job in jobs if re.search(select, job.name)]
     except re.error as error:
@@ -58,4 +83,4 @@ def read_jobs(path: Path, select: str = "") -> list[Job]:
 def unset_variables(jobs: list[Job]) -> list[str]:
     """Return the variables that commands read and the environment lacks."""
     read = {name for job in jobs for name in _VARIABLE.findall(job.run)}
-    return sorted(read - set(os.environ) - {"CUDA_VISIBLE_DEVICES"})
+    return sorted(read - set(os.environ) - {"CUDA_VISIBLE_DEVICES", SHARE})

@@ -23,6 +23,7 @@ from schedule import Gpu, next_job
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError, make_folder, write_atomic
+from qarl_nemo.train.gpu_pool import SHARE
 
 _ROOT = Path(__file__).parents[2]
 # Of a stopped job, between the signal it can answer and the one it cannot.
@@ -77,11 +78,13 @@ class Host:
         for gpu in gpus:
             gpu.jobs.append(job)
         visible = ",".join(str(gpu.index) for gpu in gpus)
+        # What `qarl train` keeps its tensors to, as a job's neighbours count on.
+        share = 1.0 if job.alone else job.memory_gib / min(gpu.memory_gib for gpu in gpus)
         with (self._out / f"{job.name}.txt").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 ["bash", "-c", job.run],
                 cwd=_ROOT,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": visible, SHARE: str(share), "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -44,9 +44,10 @@ def next_job(waiting: Sequence[Job], gpus: Sequence[Gpu], running: Iterable[Job]
     if any(job.alone == "host" for job in running):
         return None
     words = {job.one_of for job in running} - {None}
+    not_ended = {job.name for job in [*waiting, *running]}
     open_gpus = sorted(gpus, key=lambda gpu: (len(gpu.jobs), -gpu.free_gib, gpu.index))
     for job in waiting:
-        if job.one_of in words:
+        if job.one_of in words or job.after in not_ended:
             continue
         if job.alone == "host" and running:
             return None
