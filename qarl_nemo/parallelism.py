@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 MAX_GPUS = 2**16
 
@@ -9,6 +10,9 @@ MAX_GPUS = 2**16
 @dataclass(frozen=True)
 class Parallelism:
     """How GPUs share a model, in Megatron's words.
+
+    Attributes:
+        end_layers: how many layers the first and the last pipeline stage have, where they have a number of their own.
 
     Raises:
         ValueError: sizes do not divide the GPUs; all problems are listed.
@@ -20,6 +24,7 @@ class Parallelism:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    end_layers: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str, num_gpus: int) -> "Parallelism":
@@ -36,7 +41,8 @@ class Parallelism:
         spelled = "_".join(name + size for name, size in sizes) == text
         if text != "dp" and (not spelled or not sizes or len(dict(sizes)) < len(sizes)):
             raise ValueError(f"layout {text!r}: legal are tp, pp, cp, ep and etp with a size each, e.g. tp2_ep8, or dp")
-        return cls(num_gpus, **{name: int(size) for name, size in sizes})
+        values: dict[str, Any] = {name: int(size) for name, size in sizes}
+        return cls(num_gpus, **values)
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_gpus <= MAX_GPUS:
@@ -55,6 +61,11 @@ class Parallelism:
         """The layout's name, e.g. `tp2_ep8`; sizes of one are left out."""
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
         return "_".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
+
+    def stage_layers(self, num_layers: int) -> int:
+        """Return how many of a model's layers the fullest pipeline stage has."""
+        left, inner = num_layers - sum(self.end_layers), self.pp - len(self.end_layers)
+        return max(*self.end_layers, -(-left // inner) if inner else 0, 0)
 
     @property
     def optimizer_shards(self) -> int:

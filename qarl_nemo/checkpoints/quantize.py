@@ -192,6 +192,8 @@ def _fingerprint(plan: QuantizePlan) -> dict[str, Any]:
     return {
         **settings_record(plan),
         "max_shard_bytes": plan.max_shard_bytes,
+        # Checkpoints of one model have one table, and archives may give their files one time.
+        "source": str(plan.checkpoint.folder.resolve()),
         "source_table_sha256": hashlib.sha256(source).hexdigest(),
     }
 

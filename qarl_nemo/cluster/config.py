@@ -198,9 +198,13 @@ class ClusterConfig(StrictModel):
             problems.append(f"nodes={self.nodes}, but launcher.hosts names {len(launcher.hosts)}")
         if isinstance(launcher, SlurmLauncher) and launcher.ray_sub and self.container is None:
             problems.append("launcher.ray_sub starts containers: container.image is missing")
+        if isinstance(launcher, SlurmLauncher) and launcher.ray_sub and self.container and self.container.args:
+            problems.append("launcher.ray_sub: NeMo-RL's script passes no container.args to srun; leave them out")
         if isinstance(launcher, KubernetesLauncher):
             if self.container is None:
                 problems.append("launcher.type=kubernetes needs container.image")
+            elif self.container.args:
+                problems.append("launcher.type=kubernetes: no docker or srun takes container.args; leave them out")
             paths = {"checkpoint_dir": self.checkpoint_dir, "log_dir": self.log_dir}
             problems += [
                 f"{key}={path} does not lie under launcher.mount_path={launcher.mount_path}, so pods do not share it"

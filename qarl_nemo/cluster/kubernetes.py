@@ -73,7 +73,8 @@ def manifest(config: ClusterConfig, launcher: KubernetesLauncher) -> list[dict[s
 
 
 def _entry(config: ClusterConfig) -> str:
-    return node_line(config, ["run", f"{CONFIG_FOLDER}/cluster.json"])
+    # On standard input, as on other clusters: a file would be read as a user's, whose ${...} is still to be resolved.
+    return node_line(config, ["run", "-", f"<{CONFIG_FOLDER}/cluster.json"])
 
 
 def _cluster(config: ClusterConfig, image: ContainerConfig, launcher: KubernetesLauncher) -> dict[str, Any]:

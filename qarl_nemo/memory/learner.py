@@ -113,7 +113,7 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
         Bytes by purpose.
     """
     experts, dense = rank_parameters(model, ranks)
-    layers = -(-model.num_layers // ranks.pp)
+    layers = ranks.stage_layers(model.num_layers)
     linears = {target: layers * count / _shares(ranks)[target] for target, count in model.linears.items()}
     state = OPTIMIZERS[learner.optimizer]
     shards = (1, 1) if learner.optimizer_whole else (ranks.expert_optimizer_shards, ranks.optimizer_shards)
@@ -141,7 +141,7 @@ def rank_parameters(model: ModelSize, ranks: Parallelism) -> tuple[float, float]
     Returns:
         Those of experts, and all others.
     """
-    layers, shares = -(-model.num_layers // ranks.pp), _shares(ranks)
+    layers, shares = ranks.stage_layers(model.num_layers), _shares(ranks)
     linears = {target: layers * count / shares[target] for target, count in model.linears.items()}
     # The first stage has the embedding, the last one the head; without pipelines one rank has both.
     tables = 1 if model.tied_head or ranks.pp > 1 else 2

@@ -51,6 +51,7 @@ class Layout:
         learner_gpus: GPUs of the learner.
         engine_gpus: GPUs of all engines together.
         sizes: Megatron's parallel sizes: tp, pp, cp, ep and etp.
+        end_layers: layers of the first and the last pipeline stage, where a config says so.
         engine_tp: GPUs that share one engine's layers.
         engine_ep: GPUs that share one engine's experts.
     """
@@ -61,13 +62,14 @@ class Layout:
     learner_gpus: int
     engine_gpus: int
     sizes: Mapping[str, int]
+    end_layers: tuple[int, ...]
     engine_tp: int
     engine_ep: int
 
     @property
     def ranks(self) -> Parallelism:
         """The learner's layout; ValueError if it is impossible."""
-        return Parallelism(self.learner_gpus, **self.sizes)
+        return Parallelism(self.learner_gpus, **self.sizes, end_layers=self.end_layers)
 
     @property
     def data_parallel(self) -> int:
@@ -105,6 +107,7 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
         learner_gpus=total - taken,
         engine_gpus=total if colocated else taken,
         sizes={short: _count(config, f"{_MEGATRON}.{name}") for short, name in _SIZES.items()},
+        end_layers=_end_layers(config),
         engine_tp=_count(config, f"{_ENGINE}.tensor_parallel_size"),
         engine_ep=_count(config, f"{_ENGINE}.expert_parallel_size"),
     )
@@ -130,12 +133,13 @@ def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> l
     layout = read_layout(config)
     if layout is None:
         return []
-    problems = _resource_problems(config, layout) or _learner_problems(config, layout) + _engine_problems(
-        config, layout
-    )
+    problems = _resource_problems(config, layout) or [
+        *_learner_problems(config, layout, model),
+        *_engine_problems(config, layout),
+    ]
     if not problems:
         problems += _batch_problems(config, layout)
-    return problems + (_model_problems(config, layout, model) if model else [])
+    return problems + (_model_problems(layout, model) if model else [])
 
 
 def count_problems(config: Mapping[str, Any]) -> list[str]:
@@ -178,7 +182,7 @@ def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     return problems
 
 
-def _learner_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+def _learner_problems(config: Mapping[str, Any], layout: Layout, model: Architecture | None) -> list[str]:
     sizes, gpus, problems = layout.sizes, layout.learner_gpus, []
     for factors in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
         product = sizes[factors[0]] * sizes[factors[1]] * sizes[factors[2]]
@@ -188,7 +192,8 @@ def _learner_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"{_MEGATRON}: {said}: their product {product} does not divide the learner's {gpus} GPUs "
                 f"({_cluster(layout)})"
             )
-    if sizes["tp"] > 1 and sizes["ep"] > 1 and not look_up(config, f"{_MEGATRON}.sequence_parallel", False):
+    has_experts = sizes["ep"] > 1 if model is None else model.num_experts > 0
+    if sizes["tp"] > 1 and has_experts and not look_up(config, f"{_MEGATRON}.sequence_parallel", False):
         problems.append(
             f"{_MEGATRON}.sequence_parallel=false: Megatron trains experts with tensor parallelism only with it"
         )
@@ -216,19 +221,23 @@ def _engine_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
 
 def _batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     policy, ranks = config.get("policy") or {}, layout.data_parallel
-    batch, micro = policy.get("train_global_batch_size"), policy.get("train_micro_batch_size")
+    batch, responses = policy.get("train_global_batch_size"), responses_per_step(config)
     problems = [
         f"{key}={size}: is not a multiple of the {ranks} data parallel learner ranks"
         for key, size in (
             ("policy.train_global_batch_size", batch),
-            ("grpo.num_prompts_per_step * grpo.num_generations_per_prompt", responses_per_step(config)),
+            ("grpo.num_prompts_per_step * grpo.num_generations_per_prompt", responses),
         )
         if size and size % ranks
     ]
     packed = look_up(policy, "sequence_packing.enabled", False)
     even = not packed and not look_up(policy, "dynamic_batching.enabled", False)
-    if even and not problems and batch and micro and batch % (ranks * micro):
-        problems.append(f"policy.train_micro_batch_size={micro}: does not divide the {batch // ranks} of a rank")
+    if even and not problems:
+        problems += [
+            f"policy.{key}={size}: does not divide the {whole // ranks} of a rank"
+            for key, whole in (("train_micro_batch_size", batch), ("logprob_batch_size", responses))
+            if whole and (size := policy.get(key)) and whole // ranks % size
+        ]
     chunk = policy.get("logprob_chunk_size") or 0
     if chunk < 0:
         problems.append(f"policy.logprob_chunk_size={chunk}: set 1 or more, or null")
@@ -253,7 +262,7 @@ def _batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     return problems
 
 
-def _model_problems(config: Mapping[str, Any], layout: Layout, model: Architecture) -> list[str]:
+def _model_problems(layout: Layout, model: Architecture) -> list[str]:
     sizes, engine_ep = layout.sizes, layout.engine_ep
     experts, heads, layers = model.num_experts, model.num_attention_heads, model.num_hidden_layers
     problems = []
@@ -268,11 +277,21 @@ def _model_problems(config: Mapping[str, Any], layout: Layout, model: Architectu
     ):
         if heads % size:
             problems.append(f"{key}={size}: does not divide the {heads} attention heads")
-    # Megatron has settings for the number of layers in the first and the last stage.
-    uneven = any(look_up(config, f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage", None) for end in ("first", "last"))
-    if layers % sizes["pp"] and not uneven:
-        problems.append(f"{_MEGATRON}.{_SIZES['pp']}={sizes['pp']}: does not divide the {layers} layers")
-    return problems
+    return problems + _stage_problems(layout, layers)
+
+
+def _stage_problems(layout: Layout, layers: int) -> list[str]:
+    stages, ends = layout.sizes["pp"], layout.end_layers
+    left, inner = layers - sum(ends), stages - len(ends)
+    if inner >= 0 and left >= 0 and (left % inner == 0 if inner else left == 0):
+        return []
+    beside = f" left beside stages of {' and '.join(map(str, ends))}" if ends else ""
+    return [f"{_MEGATRON}.{_SIZES['pp']}={stages}: does not divide the {left} layers{beside}"]
+
+
+def _end_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    counts = (_count(config, f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage", 0) for end in ("first", "last"))
+    return tuple(count for count in counts if count)
 
 
 def _cluster(layout: Layout) -> str:

@@ -54,6 +54,10 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any, model: Architecture | 
     present, absent = ("experts", "mlp") if model.num_experts else ("mlp", "experts")
     if absent in qarl.targets:
         return [f"qarl.targets={list(qarl.targets)}: a {model.model_type} model has no {absent}; set [{present}]"]
+    if present == "experts" and present not in qarl.targets:
+        return [
+            f"qarl.targets={list(qarl.targets)}: the learner aligns a MoE model's experts with all else; add experts"
+        ]
     alignment = Alignment(fmt, qarl.targets, engine_rounding=qarl.engine_rounding)
     return _learner_problems(policy, model, alignment) + _engine_problems(policy, model, fmt, qarl.targets)
 

@@ -60,7 +60,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         self._flips, self._watched_at = FlippedCodes(self.served), -1
         self._always_layerwise = qarl.layerwise_refit
         self._layerwise: bool | None = None
-        self._refit_bytes = 0
+        self._published_bytes = 0
         self._memory = PhaseMemory()
         update_aware = update_aware_optimizer(megatron_setup, qarl.update_aware_scale, qarl.targets)
         with aligned_provider(megatron_policy_worker, self.alignment), update_aware:
@@ -205,11 +205,11 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
     def _is_layerwise(self) -> bool:
         if self._always_layerwise is not None:
             return self._always_layerwise
-        if not self._refit_bytes:
-            self._refit_bytes = sum(tensor.nbytes for layer in self._layers() for tensor in layer.values())
+        if not self._published_bytes:
+            self._published_bytes = sum(tensor.nbytes for layer in self._layers() for tensor in layer.values())
         # Asked anew each time: before the first update there is no optimizer yet, and later it may stay.
         free = min(gather_plain(torch.cuda.mem_get_info()[0], waiting_group()))
-        layerwise = self._refit_bytes > _WHOLE_SHARE * free
+        layerwise = self._published_bytes > _WHOLE_SHARE * free
         if layerwise != self._layerwise:
             print(f"qarl: rank {self.rank} refits {'layer by layer' if layerwise else 'as a whole'}", flush=True)
         self._layerwise = layerwise

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,18 @@ def test_other_settings_are_refused_and_named(source, tmp_path):
     assert contents(tmp_path / "out.partial" / "checkpoint") == before
     report = run(source, out, fmt=get_format("fp8_block"), overwrite=True)
     assert report.num_resumed_shards == 0
+
+
+def test_another_checkpoint_of_the_same_model_is_refused(source, tmp_path):
+    first, second = tmp_path / "step_10", tmp_path / "step_20"
+    for copy in (first, second):
+        shutil.copytree(source, copy)
+        for path in copy.iterdir():
+            os.utime(path, (1, 1))
+    with pytest.raises(StopError):
+        run(first, tmp_path / "out", progress=stop_in(3))
+    with pytest.raises(ValueError, match=r"other settings \(source was .*step_10, now .*step_20\)"):
+        run(second, tmp_path / "out")
 
 
 @pytest.mark.parametrize("content", ["thesis.tex", "checkpoint/model-00001-of-00007.safetensors"])

@@ -10,7 +10,7 @@ import yaml
 
 from qarl_nemo.cluster.cli import main, plan
 from qarl_nemo.cluster.config import ClusterConfig
-from qarl_nemo.cluster.plan import Plan, Step
+from qarl_nemo.cluster.plan import Plan, Step, node_line
 from qarl_nemo.config import ConfigError, validate
 from support.clusters import EXAMPLES, ROOT, example, one_machine
 from support.linters import shellcheck
@@ -78,6 +78,25 @@ def test_a_node_reads_the_config_its_launcher_wrote():
     assert validate(json.loads(text), ClusterConfig, source="stdin") == config
 
 
+@pytest.mark.parametrize(
+    "setup", ["", "true", "true # my venv", "true; true", "module() { :; }\nmodule load cuda\n", "false || true"]
+)
+def test_a_node_sets_itself_up_in_any_number_of_commands(setup, tmp_path):
+    config = example("hosts").model_copy(update={"setup": setup, "python": "echo RAN", "workdir": str(tmp_path)})
+    done = subprocess.run(["bash", "-c", node_line(config, ["node"])], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[:1]) == (0, ["RAN"]), done.stderr
+    broken = config.model_copy(update={"setup": f"{setup}\nfalse"})
+    done = subprocess.run(["bash", "-c", node_line(broken, ["node"])], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_a_pod_reads_the_commands_variables_as_the_launcher_does():
+    config = example("kubernetes", "command=python train.py --out \\${HOME}/runs")
+    config_map = next(yaml.safe_load_all(plan(config).steps[1].stdin))
+    told = validate(json.loads(config_map["data"]["cluster.json"]), ClusterConfig, source="map")
+    assert told.command == config.command == "python train.py --out ${HOME}/runs"
+
+
 def test_containers_share_network_memory_and_mounts():
     line = plan(example("hosts_container")).steps[1].command[-1]
     words = shlex.split(line)
@@ -132,7 +151,7 @@ def test_pods_run_as_a_user_share_the_claim_and_hold_all_gpus():
         assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}
         assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
         assert pod["volumes"][0] == {"name": "shared", "persistentVolumeClaim": {"claimName": "qarl-shared"}}
-    assert job["spec"]["entrypoint"].endswith("run /etc/qarl/cluster.json'")
+    assert job["spec"]["entrypoint"].endswith("run - </etc/qarl/cluster.json'")
     told = validate(json.loads(config_map["data"]["cluster.json"]), ClusterConfig, source="map")
     assert told.nodes == 3
 
@@ -157,7 +176,9 @@ def test_a_ray_cluster_stays_and_runs_the_job_in_its_head():
         ("hosts", ["checkpoint_dir=results"], "checkpoint_dir"),
         ("hosts", ["log_period_s=0"], "log_period_s"),
         ("slurm", ["launcher.ray_sub=/x/ray.sub"], "container.image is missing"),
+        ("slurm_ray_sub", ["container.args=[--x]"], "passes no container.args"),
         ("kubernetes", ["container=null"], "needs container.image"),
+        ("kubernetes", ["container.args=[--x]"], "takes container.args"),
         (
             "kubernetes",
             ["log_dir=/scratch/logs"],

@@ -37,8 +37,8 @@ def test_no_budget_is_too_large_to_be_refused():
             f" policy.sequence_packing.{key}={beyond}" for key in ("train_mb_tokens", "logprob_mb_tokens")
         ]
         assert all("set at most " in line for line in lines)
-    # Of responses there are never more than a rank has.
-    apply_qarl(launch(**{"policy.logprob_batch_size": 10**7, "policy.max_total_sequence_length": 256}))
+    # Of responses there are never more than a rank has, of which they are a part.
+    apply_qarl(launch(**{"policy.logprob_batch_size": 128, "policy.max_total_sequence_length": 256}))
 
 
 @pytest.mark.parametrize("said", ["false", 0, "auto", []])

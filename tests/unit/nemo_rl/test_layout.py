@@ -1,12 +1,14 @@
 """A config whose GPUs, ranks, batches or memory cannot be is refused before Ray starts; one that can says what runs."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from test_nemo_rl_config import config, problems
+from test_nemo_rl_config import QWEN3_30B, config, problems
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.memory import Learner, ModelSize, rank_memory
 from qarl_nemo.nemo_rl import hints, layout_memory
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.config import apply_qarl
@@ -59,7 +61,18 @@ def test_what_can_run_is_not_refused():
         ({"policy.megatron_cfg.context_parallel_size": 3}, "product 6 does not divide the learner's 8 GPUs"),
         ({"policy.megatron_cfg.expert_tensor_parallel_size": 2}, "product 16 does not divide"),
         ({"policy.megatron_cfg.pipeline_model_parallel_size": 5}, "does not divide the 48 layers"),
+        (
+            {
+                "policy.megatron_cfg.pipeline_model_parallel_size": 4,
+                "policy.megatron_cfg.num_layers_in_first_pipeline_stage": 1,
+            },
+            "does not divide the 47 layers left beside stages of 1",
+        ),
         ({"policy.megatron_cfg.sequence_parallel": False}, "sequence_parallel=false"),
+        (
+            {"policy.megatron_cfg.sequence_parallel": False, "policy.megatron_cfg.expert_model_parallel_size": 1},
+            "sequence_parallel=false",
+        ),
         ({"policy.generation.vllm_cfg.tensor_parallel_size": 3}, "does not divide the engines' 8 GPUs"),
         ({"policy.generation.vllm_cfg.tensor_parallel_size": 3}, "does not divide the 32 attention heads"),
         (
@@ -75,6 +88,7 @@ def test_what_can_run_is_not_refused():
         ),
         ({"policy.train_global_batch_size": 2}, "train_global_batch_size=2: is not a multiple of the 4 data parallel"),
         ({"policy.train_micro_batch_size": 3}, "train_micro_batch_size=3: does not divide the 32 of a rank"),
+        ({"policy.logprob_batch_size": 3}, "logprob_batch_size=3: does not divide the 128 of a rank"),
         (
             {
                 "policy.max_total_sequence_length": 9000,
@@ -114,6 +128,23 @@ def test_what_can_run_is_not_refused():
 )
 def test_what_cannot_run_is_refused(changes, named):
     assert any(named in line for line in problems(launch(**changes))), problems(launch(**changes))
+
+
+def test_the_fullest_stage_of_an_uneven_pipeline_counts():
+    def weights(pp, first, last):
+        megatron = {"pipeline_model_parallel_size": pp, "expert_model_parallel_size": 2} | {
+            f"num_layers_in_{end}_pipeline_stage": count for end, count in (("first", first), ("last", last))
+        }
+        values = launch(**{f"policy.megatron_cfg.{key}": value for key, value in megatron.items()})
+        layout = read_layout(values)
+        return rank_memory(ModelSize.read(Path(QWEN3_30B)), layout.ranks, Learner("w4a16", 128, ("experts",))).parts[
+            "weights"
+        ]
+
+    even, uneven = weights(4, None, None), weights(4, 4, 4)
+    assert weights(4, 12, 12) == even
+    # Twenty layers, not twelve, beside a table.
+    assert 1.5 < uneven / even < 20 / 12
 
 
 def test_all_of_it_comes_in_one_error():

@@ -181,6 +181,7 @@ def test_all_conflicts_come_in_one_error():
         ({"schedule": [{"from_step": 9, "bits": 8}]}, "schedule: 8 bits are not stored in the 4 of w4a16"),
         ({"format": "fp8_block", "nested_in": "w8a16"}, "takes no nested_in=w8a16"),
         ({"targets": ["mlp"]}, "a qwen3_moe model has no mlp"),
+        ({"targets": ["attention"]}, "qarl.targets=['attention']: the learner aligns a MoE model's experts"),
         ({"router_replay": True}, "qarl.router_replay=true: policy.router_replay.enabled=false"),
         ({"objective": {"objective": "on_policy_grpo"}}, "policy.train_global_batch_size=128"),
     ],
