@@ -9,6 +9,8 @@ from qarl_nemo.data.named import AnswerFormat
 
 _MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+)")
+# An escaped brace groups nothing; \\ is a line's end, and a brace after it groups.
+_BRACE = re.compile(r"\\.|[{}]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -57,8 +59,8 @@ def _last_box(text: str) -> str:
         # `\boxed 5`, as TeX reads it: up to the end of the formula.
         return re.split(r"[$\s]", text[start:], maxsplit=1)[0]
     depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start:place]
+            return text[start : brace.start()]
     raise ValueError(r"its \boxed{ has no end")

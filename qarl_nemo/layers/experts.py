@@ -38,8 +38,6 @@ class AlignedExperts(nn.Module):
         require_backward(backward)
         self.gate_up_proj = experts.get_parameter("gate_up_proj")
         self.down_proj = experts.get_parameter("down_proj")
-        self.num_experts = self.gate_up_proj.shape[0]
-        self.format = fmt
         self.backward = backward
         self.lora: AdaptersOfExperts | None = None
         self.aligned: dict[str, ExecutedWeight] = {

@@ -64,7 +64,6 @@ class AlignedRouter(nn.Module):
         super().__init__()
         self.weight: nn.Parameter = gate.weight
         self.top_k: int = gate.top_k
-        self.num_experts: int = gate.num_experts
         self.norm_topk_prob: bool = gate.norm_topk_prob
         self.control = control
         self.layer = layer

@@ -17,7 +17,9 @@ def group_advantages(rewards: Tensor, group: int, *, normalize: bool) -> Tensor:
     Source: arXiv 2402.03300 (GRPO), section 4.1.
     """
     grouped = rewards.view(-1, group)
-    centred = grouped - grouped.mean(-1, keepdim=True)
+    # The mean of equal numbers is rounded, and their standard deviation with it; AdamW makes whole steps of the rest.
+    equal = (grouped == grouped[:, :1]).all(-1, keepdim=True)
+    centred = (grouped - grouped.mean(-1, keepdim=True)).masked_fill(equal, 0.0)
     if normalize:
         centred = centred / (grouped.std(-1, keepdim=True) + 1e-6)
     return centred.reshape(-1)

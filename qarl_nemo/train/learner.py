@@ -211,6 +211,7 @@ class Learner:
                 ),
             )
             out.loss.backward()
+            self.policy.optimizer.accumulate()
             curr[part] = logprobs.detach()
             for name, value in out.sequences.items():
                 sequences.setdefault(name, torch.zeros(len(curr), dtype=value.dtype, device=value.device))[part] = value

@@ -83,6 +83,15 @@ class MasterOptimizer:
         return [{"params": params, "weight_decay": decay / factor} for factor, params in groups.items()]
 
     @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients of one backward to the masters', in FP32: BF16 loses what many micro-batches add."""
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                parameter.grad = None
+
+    @torch.no_grad()
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
         """Clip and apply the accumulated gradients unless they are not finite; clear them either way.
 
@@ -92,19 +101,23 @@ class MasterOptimizer:
         Returns:
             The gradient norm before clipping, and whether the step was applied.
         """
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
+        self.accumulate()
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), self.max_grad_norm)
         applied = finite and bool(torch.isfinite(norm))
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if applied:
-            self._hand_gradients_to_masters()
+            self._hand_gradients_to_matrices()
             self._set_lr()
             with _FP32OnCpu():
                 for optimizer in self.optimizers:
                     optimizer.step()
             self.num_steps += 1
             self._copy_masters_to_model()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for master in self.masters.values():
+            master.grad = None
+        for optimizer in self.optimizers:
+            # Of Muon's matrices, which are no masters themselves.
+            optimizer.zero_grad()
         return float(norm), applied
 
     def reset_moments(self) -> None:
@@ -121,17 +134,12 @@ class MasterOptimizer:
             for group, factor in zip(optimizer.param_groups, factors, strict=True):
                 group["lr"] = self.lr * factor
 
-    def _hand_gradients_to_masters(self) -> None:
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            gradient = None if parameter.grad is None else parameter.grad.float()
-            if name in self._matrices:
-                matrices = self._matrices[name]
-                parts = [None] * len(matrices) if gradient is None else gradient.view(-1, *matrices[0].shape)
-                for matrix, part in zip(matrices, parts, strict=True):
-                    matrix.grad = part
-            elif master is not parameter:
-                master.grad = gradient
+    def _hand_gradients_to_matrices(self) -> None:
+        for name, matrices in self._matrices.items():
+            gradient = self.masters[name].grad
+            parts = [None] * len(matrices) if gradient is None else gradient.view(-1, *matrices[0].shape)
+            for matrix, part in zip(matrices, parts, strict=True):
+                matrix.grad = part
 
     def _copy_masters_to_model(self) -> None:
         for name, parameter in self.parameters.items():
@@ -142,6 +150,7 @@ class MasterOptimizer:
         """Return everything a resumed run needs, including masters that the model does not hold."""
         return {
             "num_steps": self.num_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "masters": {
                 name: master.detach() for name, master in self.masters.items() if master is not self.parameters[name]
@@ -151,7 +160,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.skipped_in_a_row = state["num_steps"], state.get("skipped_in_a_row", 0)
         for name, master in state["masters"].items():
             self.masters[name].copy_(master)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -36,6 +36,9 @@ class PolicyOptimizer(Protocol):
     lr: float
     skipped_in_a_row: int
 
+    def accumulate(self) -> None:
+        """Add the gradients of one backward to those since the last step."""
+
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
         """Clip and apply the gradients unless they or the loss are not finite; return (norm, whether applied)."""
 

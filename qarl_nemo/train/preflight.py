@@ -104,7 +104,7 @@ def _kv_bytes(model: PreTrainedModel) -> int:
 
 def _require_space(config: LocalConfig, size: int) -> None:
     # One more than are kept, because the new one is complete before the oldest is deleted.
-    num_new = config.checkpointing.keep_last + 1 - len(checkpoint_steps(config.run_dir))
+    num_new = max(1, config.checkpointing.keep_last + 1 - len(checkpoint_steps(config.run_dir)))
     what = (
         f"room for {num_new} checkpoints of {readable_bytes(size)} (checkpointing.keep_last and the one being written)"
     )

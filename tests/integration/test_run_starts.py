@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qarl_nemo.files import FileError, exclusive
+from qarl_nemo.train import preflight
 from qarl_nemo.train.gpu_pool import SHARE
 from qarl_nemo.train.run import LOCK_FILE, train_run
 from support.runs import make_config, read_metrics, train
@@ -72,6 +73,15 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch, tmp
     with pytest.raises(FileError, match=r"room for 3 checkpoints of \d.* needs .* MB and its disk has 1 kB free"):
         train_run(make_config(tmp_path / "run", checkpointing={"keep_last": 2}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_keeps_fewer_checkpoints_than_it_has_needs_room_for_the_next(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "checkpoint_steps", lambda _: [1, 2, 3, 4, 5])
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    config = make_config(tmp_path, checkpointing={"keep_last": 1})
+    with pytest.raises(FileError, match=r"room for 1 checkpoints of \d"):
+        train_run(config)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

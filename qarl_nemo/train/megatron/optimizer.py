@@ -91,6 +91,9 @@ class MegatronStepper:
         """Learning rate of the next step: linear warm-up, then constant."""
         return warmed_up(self._settings, self.num_steps)
 
+    def accumulate(self) -> None:
+        """Do nothing: Megatron adds gradients to its FP32 buffer during the backward."""
+
     def step(self, *, finite: bool = True) -> tuple[float, bool]:
         """Clip and apply the accumulated gradients unless they are not finite; clear them either way.
 
@@ -122,6 +125,7 @@ class MegatronStepper:
         """Return everything that this rank needs to resume on the same layout, FP32 masters included."""
         return {
             "num_steps": self.num_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "optimizers": [one.state_dict() for one in self._inner()],
             "masters": [[master.detach() for master in _masters(one)] for one in self._inner()],
         }
@@ -129,7 +133,7 @@ class MegatronStepper:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.skipped_in_a_row = state["num_steps"], state.get("skipped_in_a_row", 0)
         for one, saved, masters in zip(self._inner(), state["optimizers"], state["masters"], strict=True):
             one.load_state_dict(saved)
             for master, value in zip(_masters(one), masters, strict=True):

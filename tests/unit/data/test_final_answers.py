@@ -17,6 +17,12 @@ from qarl_nemo.data.answers import answer_text, final_answer
         (r"\fbox{3}", "boxed", "3"),
         (r"it is $\boxed 5$.", "boxed", "5"),
         (r"\boxed{\{1,2\}}", "boxed", r"\{1,2\}"),
+        (r"\boxed{]-\infty,3\}}", "boxed", r"]-\infty,3\}"),
+        (
+            r"\boxed{\left\{\begin{array}{l}x=1\\y=2\end{array}\right.}",
+            "boxed",
+            r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",
+        ),
     ],
 )
 def test_the_answer_is_found(text, answer_format, answer):

@@ -40,14 +40,14 @@ def run(layer, dtype, *, size=1.0):
     grad_out = torch.randn(T, H).to(dtype)
     out.backward(grad_out)
     actual = ExpertGradients(out, x.grad, layer.gate_up_proj.grad, layer.down_proj.grad, router_weight.grad)
-    return actual, (x, index, router_weight, grad_out, layer.format)
+    return actual, (x, index, router_weight, grad_out, layer.aligned["gate_up_proj"].format)
 
 
 def weights_of(layer, backward):
     masters = layer.gate_up_proj, layer.down_proj
     if backward == "high_precision":
         return tuple(master.detach().double() for master in masters)
-    return tuple(executed(master, layer.format) for master in masters)
+    return tuple(executed(master, layer.aligned["gate_up_proj"].format) for master in masters)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,7 +139,7 @@ def test_no_tokens_at_all(fmt):
 def packed_from(layer, dtype, *, keep_operand):
     """A receiver that holds nothing but what `publish` sent."""
     weights = {f"{NAME}.{proj}": weight for proj, weight in layer.aligned.items()}
-    update = publish(weights, [], layer.format, version=0)
+    update = publish(weights, [], layer.aligned["gate_up_proj"].format, version=0)
     slots = []
     for proj, shape in (("gate_up_proj", (4, 2 * INNER, H)), ("down_proj", (4, H, INNER))):
         prefix = f"{NAME}.{proj}."
@@ -148,8 +148,8 @@ def packed_from(layer, dtype, *, keep_operand):
             for name, tensor in update.tensors.items()
             if name.startswith(prefix)
         }
-        slots.append(PackedWeight(layer.format, shape, dtype, keep_operand=keep_operand))
-        weight = QuantizedWeight(layer.format, shape, tensors)
+        slots.append(PackedWeight(layer.aligned["gate_up_proj"].format, shape, dtype, keep_operand=keep_operand))
+        weight = QuantizedWeight(layer.aligned["gate_up_proj"].format, shape, tensors)
         slots[-1].fill(weight, slots[-1].prepare(weight))
     return PackedExperts(*slots)
 

@@ -24,9 +24,10 @@ def test_normalized_advantages_by_hand():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_a_group_of_equal_rewards_teaches_nothing(normalize, value):
-    assert group_advantages(torch.full((6,), value), 3, normalize=normalize).tolist() == [0.0] * 6
+@pytest.mark.parametrize("group", [3, 6, 7, 8, 12, 32])
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 0.3, -0.4, 10.1, 1000.3])
+def test_a_group_of_equal_rewards_teaches_nothing(normalize, value, group):
+    assert group_advantages(torch.full((2 * group,), value), group, normalize=normalize).tolist() == [0.0] * 2 * group
 
 
 def test_groups_do_not_see_each_other():

@@ -245,3 +245,37 @@ def test_a_restored_optimizer_continues_to_the_same_bits(name, dtype, tmp_path):
         assert_bitwise_equal(restored_parameters[key].detach(), parameter.detach())
         assert_bitwise_equal(restored.masters[key].detach(), optimizer.masters[key].detach())
         assert not torch.equal(forgetful.masters[key], optimizer.masters[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_gradient_is_held_between_steps(name, dtype):
+    parameters = {MATRIX: nn.Parameter(numbers(8, 16).to(dtype)), NORM: nn.Parameter(numbers(16).to(dtype))}
+    optimizer = MasterOptimizer(parameters.items(), CONFIGS[name], 1.0)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    groups = [group for one in optimizer.optimizers for group in one.param_groups]
+    held = [*parameters.values(), *optimizer.masters.values(), *(one for group in groups for one in group["params"])]
+    assert len(held) >= 6
+    assert {one.grad for one in held} == {None}
+
+
+def test_a_restored_optimizer_knows_how_many_steps_were_skipped():
+    made = [MasterOptimizer([(MATRIX, nn.Parameter(numbers(4, 4)))], AdamWConfig(), 1.0) for _ in range(2)]
+    for _ in range(2):
+        made[0].step(finite=False)
+    made[1].load_state_dict(made[0].state_dict())
+    made[1].step(finite=False)
+    assert made[1].skipped_in_a_row == 3
+
+
+def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32():
+    parameter = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+    optimizer = MasterOptimizer([("p", parameter)], AdamWConfig(lr=1e-3), 1e6)
+    for _ in range(1024):
+        (parameter * 2.0**-10).sum().backward()
+        optimizer.accumulate()
+    norm, _ = optimizer.step()
+    # 64 entries of 1; in BF16 the sum stays at 1/4, where a 1024th is half of its last digit.
+    assert norm == 8.0
