@@ -216,6 +216,17 @@ def readable_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
+def share_weights(folder: Path, like: Path) -> None:
+    """Give weight files, which safetensors writes for their owner alone, another file's permissions.
+
+    Args:
+        folder: whose `*.safetensors` are meant, those of its folders among them.
+        like: a file that was written as others are.
+    """
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(like.stat().st_mode & 0o777)
+
+
 @contextlib.contextmanager
 def exclusive(lock: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file while working on what it guards; the system frees it when the process ends, however it ends.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from qarl_nemo.architecture import hub_hint
 
+_ADAPTER = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -23,11 +24,14 @@ def folder_hint(folder: Path) -> str:
     """Say, after a semicolon, what a folder that is not the expected checkpoint may be; empty if nobody can tell."""
     if not folder.exists():
         return hub_hint(folder)
-    if (folder / "adapter_config.json").is_file():
-        return "; it holds a LoRA adapter: merge it into its model first (qarl export RUN, or peft's merge_and_unload)"
-    if any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"
     models = sorted(folder.glob("checkpoints/step_*/model"))
+    if any((place / _ADAPTER).is_file() for place in (folder, folder / "model", *models)):
+        run = next((place for place in (folder, *folder.parents) if (place / "checkpoints").is_dir()), None)
+        if run is not None:
+            return f"; it is of a run with adapters, {run}: qarl eval takes the run, qarl export merges its adapters"
+        return "; it holds a LoRA adapter: merge it into its model first (peft's merge_and_unload)"
+    if (folder / "model" / "config.json").is_file():
+        return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"
     if models:
         return f"; it is a run and holds {len(models)} models: name one of {', '.join(map(str, models))}"
     runs = sorted(path.parent for path in folder.glob("*/checkpoints"))

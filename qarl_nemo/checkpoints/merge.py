@@ -4,6 +4,7 @@ W' = bf16(W + B A) with B scaled by alpha / r, summed in FP32. W is what the run
 dequantized one where the base was quantized.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,11 +132,11 @@ def rounding_loss(reader: MergedReader, info: TensorInfo, training: Training) ->
 
     Returns:
         The share of weights that would move to another value of the grid, and the rounding error's norm over that of
-        the adapter's change: above 1 more is lost than was learned.
+        the adapter's change: above 1 more is lost than was learned, and infinite before anything was.
     """
     before = reader.executed(info).float()
     change = training.change(info.name.removesuffix(".weight"))
     assert change is not None, "the weight has no adapter"
     after = quantize_weight(before + change, training.fmt, name=info.name).dequantize().float()
     moved = float((after != before).float().mean())
-    return moved, float((after - before - change).norm() / change.norm().clamp_min(1e-30))
+    return moved, float((after - before - change).norm() / change.norm()) if change.any() else math.inf

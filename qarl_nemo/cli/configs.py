@@ -1,5 +1,6 @@
 """`qarl configs`."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,10 @@ def configs(
     from qarl_nemo.installation import find_config, is_nemo_rl_recipe, shipped_configs
 
     if name is not None:
-        typer.echo(read_text(find_config(Path(name)), "a config"), nl=False)
+        path = find_config(Path(name)).resolve()
+        # The copy lies elsewhere, and what it builds on is named relative to it.
+        whole = re.sub(r"^(defaults: )(?=[\w.-]+$)", rf"\g<1>{path.parent}/", read_text(path, "a config"), flags=re.M)
+        typer.echo(whole, nl=False)
         return
     for of_nemo, title in ((False, "qarl train NAME [a.b=c ...]"), (True, "on NeMo-RL, see docs/guide/nemo_rl.md")):
         typer.echo(f"{title}:")

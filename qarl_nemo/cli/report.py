@@ -20,6 +20,8 @@ def report(
     """Draw a run, or several side by side, on one HTML page: reward, gap, ratios, error tokens, timings."""
     from qarl_nemo.metrics.report import write_report
 
+    if output is not None and output.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--output {output}: the report is a page of HTML; name a file that ends in .html")
     # A comparison must not replace the first run's own report.
     path = write_report(runs, output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html")))
     typer.echo(f"report: {path}")

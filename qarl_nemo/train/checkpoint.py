@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from qarl_nemo.files import FileError, os_reason, read_json, sync
+from qarl_nemo.files import FileError, os_reason, read_json, share_weights, sync
 from qarl_nemo.train.file_list import file_problems, write_file_list
 from qarl_nemo.train.learner import Learner
 
@@ -74,7 +74,10 @@ def require_checkpoint(run_dir: Path) -> int:
     """
     step = newest_checkpoint(run_dir)
     if step is None:
-        raise FileError(f"the run {run_dir} has no checkpoint yet; there is one after checkpointing.save_period steps")
+        raise FileError(
+            f"the run {run_dir} has no checkpoint; there is one when its first step begins, unless "
+            "checkpointing.enabled is false"
+        )
     return step
 
 
@@ -111,6 +114,7 @@ def save_checkpoint(
         learner.save(partial)
         tokenizer.save_pretrained(partial / "model")
         (partial / STATE_FILE).write_text(json.dumps({"step": step, **state}))
+        share_weights(partial, partial / STATE_FILE)
         write_file_list(partial)
         for path in (partial, *partial.rglob("*")):
             sync(path)

@@ -1,5 +1,6 @@
 """`qarl export`: a run that trained on a frozen base, as one BF16 checkpoint that needs neither base nor adapters."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,8 @@ def _refusal(base: Checkpoint, merged: Checkpoint, training: Training) -> str:
         effect = (
             f", and a merged weight is none of its grid. Quantized anew, {info.name} would have {moved:.1%} of its "
             f"weights on another value of the grid, and an error {loss:.2g} times as large as what its adapter learned"
+            if math.isfinite(loss)
+            else f", and the adapter of {info.name} has learned nothing yet"
         )
     return (
         f"the run executed a base in {training.fmt.name}{effect}. Pass --packed for the quantized checkpoint that was "

@@ -1,7 +1,9 @@
 """`qarl export --packed`: the quantized checkpoint of a run on a frozen base, for adapters to be served beside it."""
 
+import glob
 import os
 import shlex
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +18,9 @@ from qarl_nemo.checkpoints.quantize import check_apart
 from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.refit.engine_settings import serve_command
 from qarl_nemo.train.export import read_run
+
+# Between a destination's name and what makes a folder for it unique.
+_UNFINISHED = ".unfinished-"
 
 
 def export_packed(
@@ -55,7 +60,10 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
     check_destination(destination, overwrite)
     folder = destination.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{destination.name}.unfinished-") as work:
+    # What a kill left of an earlier export.
+    for left in folder.glob(f"{glob.escape(destination.name)}{_UNFINISHED}*"):
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{destination.name}{_UNFINISHED}") as work:
         write_overlay(base, training.parameters, Path(work) / "copy", link=False)
         if destination.exists():
             os.replace(destination, Path(work) / "replaced")

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE
+from qarl_nemo.files import share_weights
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base, lora_settings
@@ -42,8 +43,10 @@ def resolve_device(name: str) -> torch.device:
         name: `cpu`, `cuda`, or `auto` for a GPU if there is one.
 
     Raises:
-        ValueError: `cuda` without a usable GPU.
+        ValueError: it is none of these, or `cuda` without a usable GPU.
     """
+    if name not in (legal := ("cpu", "cuda", "auto")):
+        raise ValueError(f"device={name}; legal: {', '.join(legal)}. CUDA_VISIBLE_DEVICES chooses among several GPUs")
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
     return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
@@ -146,6 +149,7 @@ def _keep_base(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         shutil.rmtree(old, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    share_weights(partial, partial / "config.json")
     partial.rename(folder)
 
 

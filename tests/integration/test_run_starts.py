@@ -91,6 +91,8 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(precision, optim
     policy = {"precision": precision, "optimizer": settings, "warm_start": {"steps": 0}}
     trainer = train_run(make_config(tmp_path, policy=policy, grpo={"max_num_steps": 1}))
     written = sum(path.stat().st_size for path in (tmp_path / "checkpoints" / "step_000001").rglob("*"))
+    # Whoever may read the settings may read the weights.
+    assert len({path.stat().st_mode for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}) == 1
     # Beside them lie a tokenizer and the headers of each tensor.
     assert 0.9 * written < trainer.prepared.checkpoint_bytes < written
 

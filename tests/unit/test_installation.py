@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from qarl_nemo.cli.configs import configs
+from qarl_nemo.config import load_config
 from qarl_nemo.installation import find_config, pip_command, shipped_configs
+from qarl_nemo.train.config import LocalConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,3 +89,11 @@ def test_a_config_that_is_no_text_is_one_line(qarl, tmp_path):
     (tmp_path / "odd.yaml").write_bytes(b"\xe4\xe4")
     code, said = qarl("configs", tmp_path / "odd.yaml")
     assert (code, "odd.yaml: expected a config, but: " in said) == (2, True)
+
+
+def test_a_printed_config_can_be_run_from_anywhere(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        configs("lora")
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    shipped = shipped_configs()["lora"]
+    assert load_config(tmp_path / "mine.yaml", [], LocalConfig) == load_config(shipped, [], LocalConfig)

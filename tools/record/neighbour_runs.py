@@ -2,9 +2,7 @@
 
     qarl train examples/configs/local_gsm8k_qurl.yaml --parallel 3
     python tools/record/neighbour_runs.py runs/local_gsm8k_qurl
-    python tools/record/neighbour_runs.py runs/local_progressive
-    python tools/record/neighbour_runs.py runs/local_nested
-    python tools/record/neighbour_runs.py runs/local_gsm8k_progressive
+    python tools/record/neighbour_runs.py runs/local_nested --figure docs/images/nested.png
 
 A row is `<comparison>_<arm>_seed<seed>_<figure>`, shares of codes that flip in a step `flips_<comparison>_<arm>_...`;
 without a seed it ends in `_mean` or `_error` and is over all seeds in the file.

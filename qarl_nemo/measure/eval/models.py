@@ -15,6 +15,7 @@ from qarl_nemo.checkpoints.reader import Checkpoint
 from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.config import QarlConfig, read_yaml, validate
 from qarl_nemo.files import FileError
+from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir, require_checkpoint
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.frozen_run import FrozenRun
@@ -78,7 +79,7 @@ def find_model(path: Path) -> EvalModel:
     """
     if (path / CONFIG_FILE).is_file():
         return _checkpoint_model(path)
-    if (path / RUN_CONFIG).is_file() and (path / "checkpoints").is_dir():
+    if (path / RUN_CONFIG).is_file() and ((path / "checkpoints").is_dir() or (path / FACTS_FILE).is_file()):
         return _run_model(path)
     raise FileError(
         f"{path} is neither a Hugging Face checkpoint ({CONFIG_FILE}) nor a run of qarl train ({RUN_CONFIG} and "

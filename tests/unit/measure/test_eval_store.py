@@ -3,6 +3,7 @@
 import pytest
 
 from qarl_nemo import files
+from qarl_nemo.files import FileError
 from qarl_nemo.measure.eval.store import AnswerStore
 
 ROW = {
@@ -16,6 +17,14 @@ ROW = {
     "truncated": False,
     "right": True,
 }
+
+
+def test_an_evaluation_that_ended_before_its_first_answer_binds_nobody(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    AnswerStore(path, {"limit": 2})
+    AnswerStore(path, {"limit": 1}).add([ROW | {"chunk": 0}])
+    with pytest.raises(FileError, match="another evaluation"):
+        AnswerStore(path, {"limit": 2})
 
 
 @pytest.mark.parametrize("cut", ["at a chunk's first row", "before a row's last newline"])

@@ -307,3 +307,8 @@ def test_half_a_character_in_a_run_is_no_obstacle(make_run, tmp_path):
     rows[0]["shape"] = "\ud800"
     (run / "quantized.json").write_text(json.dumps(rows))
     assert write_report([run], tmp_path / "report.html").read_text().rstrip().endswith("</html>")
+
+
+def test_a_page_goes_into_a_file_that_says_so(tmp_path, qarl):
+    code, said = qarl("report", tmp_path, "--output", tmp_path / "page.png")
+    assert (code, "name a file that ends in .html" in said) == (2, True)
