@@ -59,7 +59,10 @@ def main() -> None:
     run.bind()
     try:
         run_grpo.main()
-    except (ConfigError, FileError, OverridesError, OmegaConfBaseException) as error:
+    except OverridesError as error:
+        new = "; ++KEY=VALUE sets a key that the config does not have yet" if "Could not override" in str(error) else ""
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}{new}")
+    except (ConfigError, FileError, OmegaConfBaseException) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     # NeMo-RL's asynchronous loop prints why its first refit failed, and returns.
     if run.synchronizer is not None and run.synchronizer.failure is not None:

@@ -28,7 +28,8 @@ def folder_hint(folder: Path) -> str:
     if any((place / _ADAPTER).is_file() for place in (folder, folder / "model", *models)):
         run = next((place for place in (folder, *folder.parents) if (place / "checkpoints").is_dir()), None)
         if run is not None:
-            return f"; it is of a run with adapters, {run}: qarl eval takes the run, qarl export merges its adapters"
+            newest = max(run.glob("checkpoints/step_*/model"), default=folder)
+            return f"; the adapters of {run} are in {newest}: qarl eval takes the run, qarl export merges them"
         return "; it holds a LoRA adapter: merge it into its model first (peft's merge_and_unload)"
     if (folder / "model" / "config.json").is_file():
         return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"

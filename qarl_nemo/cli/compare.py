@@ -63,8 +63,29 @@ def compare(
 
     chosen = tuple(formats or [DEFAULT_FORMAT])
     settings = settings_of(CompareSettings, given, formats=chosen, targets=tuple(split_targets(targets)))
+    _require_places(output, record, record_operators, layers=settings.layers)
     result = measure(settings, typer.echo)
     Console().print(*comparison_tables(result), *operator_tables(result))
     written = [*write_comparison(output, settings, result)]
     written += append_comparison(settings, result, record, record_operators)
     typer.echo("written: " + ", ".join(map(str, written)))
+
+
+def _require_places(output: Path, record: Path | None, record_operators: Path | None, *, layers: bool) -> None:
+    """Refuse places that cannot be written to before anything is measured; all are listed."""
+    from qarl_nemo.files import FileError
+    from qarl_nemo.metrics.results import read_results
+
+    problems = []
+    if record_operators is not None and not layers:
+        problems.append("--record-operators records what --layers measures; add --layers, or leave it out")
+    if output.exists() and not output.is_dir():
+        problems.append(f"--output {output} is a file; name a folder")
+    for path in (record, record_operators):
+        if path is not None and path.exists():
+            try:
+                read_results(path)
+            except ValueError as error:
+                problems.append(str(error))
+    if problems:
+        raise FileError("\n  ".join([f"{len(problems)} problem(s) with the places of the results:", *problems]))

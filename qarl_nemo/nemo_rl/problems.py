@@ -9,11 +9,10 @@ from nemo_rl.data.processors import math_hf_data_processor
 
 from qarl_nemo.config import ConfigError, validate
 from qarl_nemo.data.config import DatasetConfig
-from qarl_nemo.data.named import OWN
 from qarl_nemo.data.problems import Messages, read_tasks
+from qarl_nemo.nemo_rl.data_checks import DATA_SETS, READ
 
 RECORD = "record"
-_READ = ("data_path", "subset", "split", "input_key", "output_key", "answer_format", "reward_function")
 
 
 class Problems(RawDataset):
@@ -22,16 +21,16 @@ class Problems(RawDataset):
     Args:
         split_validation_size: share or number of problems set aside for validation.
         seed: seeds their choice.
-        given: keys of `DatasetConfig` out of `_READ`; NeMo-RL's other keys of a data set are not read.
+        given: keys of `DatasetConfig` out of `READ`; NeMo-RL's other keys of a data set are not read.
 
     Raises:
         ConfigError: the data set cannot be loaded, or records lack a field; all are listed.
     """
 
-    named: ClassVar[str] = OWN
+    named: ClassVar[str] = DATA_SETS["Problems"]
 
     def __init__(self, split_validation_size: float = 0, seed: int = 42, **given: Any) -> None:
-        values = {"dataset_name": self.named} | {key: given[key] for key in _READ if key in given}
+        values = {"dataset_name": self.named} | {key: given[key] for key in READ if key in given}
         config = validate(values, DatasetConfig, source=f"data set {type(self).__name__}")
         try:
             tasks = read_tasks(config)
@@ -65,19 +64,19 @@ class Problems(RawDataset):
 class GSM8K(Problems):
     """GSM8K from the hub or a local copy; answers are what follows `####`."""
 
-    named = "gsm8k"
+    named = DATA_SETS["GSM8K"]
 
 
 class MATH(Problems):
     r"""MATH from the hub or a local copy; answers are the content of the last `\boxed{}`."""
 
-    named = "math"
+    named = DATA_SETS["MATH"]
 
 
 class OpenR1Math46K(Problems):
     """OpenR1-Math-46K, the paper's training data, or any other with the same fields."""
 
-    named = "openr1_math"
+    named = DATA_SETS["OpenR1Math46K"]
 
 
 def with_record(

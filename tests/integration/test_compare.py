@@ -134,7 +134,8 @@ def test_adapters_that_cannot_be_compared_are_refused_with_every_reason(checkpoi
         assert text in str(raised.value)
     run = tmp_path / "checkpoints" / "step_000002"
     shutil.copytree(adapter, run / "model")
-    for folder, hint in ((tmp_path, "it is a run and holds 1 models"), (run, "the weights of a training checkpoint")):
+    for folder in (tmp_path, run):
+        hint = rf"the adapters of {tmp_path} are in {run / 'model'}"
         with pytest.raises(ValueError, match=f"is no PEFT folder: it has no adapter_config.json; {hint}"):
             prepare(settings(checkpoint, adapter=folder))
     save_file({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(8, 256)},
@@ -210,8 +211,7 @@ def test_everything_wrong_is_listed_at_once(checkpoint, tmp_path):
     for text in ("max_new_tokens=0", "'heads'", "'sglang'", "group_size=48", "'wide'", "bf16 is the floor", "'w9'"):
         assert text in str(error.value)
     assert str(error.value).count("w4a16 is named more than once") == 1
-    assert "line 2 holds no prompt" in str(error.value)
-    assert "line 3 holds no prompt" in str(error.value)
+    assert "line 2, line 3: no prompt" in str(error.value)
 
 
 def test_prompts_outside_vocabulary_or_length_are_listed(checkpoint, tmp_path):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from qarl_nemo.data.records import listed
+from qarl_nemo.files import read_text
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.prompts import PromptEncoder
@@ -68,19 +70,22 @@ def _random_prompts(
 def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not path.is_file():
         raise ValueError(f"there is no file of prompts {path}")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    found, problems = [], []
-    for number, line in enumerate(lines, 1):
+    found, wrong = [], []
+    for number, line in enumerate(read_text(path, "a file of prompts").splitlines(), 1):
+        if not line.strip():
+            continue
         value = _parse(line) if path.suffix == ".jsonl" else line
         if isinstance(value, str | list) and value:
             found.append(value)
         else:
-            problems.append(
-                f"{path}, line {number} holds no prompt: a JSON object with prompt_token_ids, prompt (text or "
-                "messages) or problem is read"
-            )
-    if problems or not found:
-        raise ValueError("\n  ".join(problems) or f"{path} holds no prompt")
+            wrong.append(f"line {number}")
+    if wrong:
+        raise ValueError(
+            f"{path}: a JSON object with prompt_token_ids, prompt (text or messages) or problem is read; "
+            + listed({"no prompt": wrong})
+        )
+    if not found:
+        raise ValueError(f"{path} holds no prompt")
     return [value if isinstance(value[0], int) else _encode(value, tokenizer) for value in found]
 
 

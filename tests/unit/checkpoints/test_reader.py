@@ -176,7 +176,10 @@ def test_thousands_of_missing_names_are_counted(make_source):
     ("inside", "hint"),
     [
         ("adapter_config.json", "a LoRA adapter: merge it"),
-        ("checkpoints/step_000002/model/adapter_config.json", "it is of a run with adapters, .*: qarl eval takes"),
+        (
+            "checkpoints/step_000002/model/adapter_config.json",
+            r"the adapters of .* are in .*model: qarl eval",
+        ),
         ("model/config.json", "are in .*model: name that"),
         ("checkpoints/step_000002/model/config.json", r"holds 1 models: name one of .*/checkpoints/step_000002/model$"),
     ],

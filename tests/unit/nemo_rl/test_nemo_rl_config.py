@@ -100,6 +100,18 @@ def test_layers_that_a_checkpoint_does_not_have_are_refused():
     assert line.endswith("the checkpoint has 48 layers; set num_hidden_layers to at most 48")
 
 
+def test_a_data_set_of_ours_that_cannot_be_read_is_refused_before_ray_starts():
+    ours = {"dataset_name": "qarl_nemo.nemo_rl.problems.GSM8K", "processor": "math_hf_data_processor"}
+    data = {
+        "train": [ours | {"data_path": "train.jsonl"}, ours | {"split": 3}],
+        "validation": ours | {"answer_format": "hashh"},
+        "default": {"dataset_name": "OpenMathInstruct-2", "answer_format": "theirs"},
+    }
+    found = [line for line in problems(config({"format": "w4a16"}, data=data)) if line.startswith("data.")]
+    assert [line.partition(":")[0] for line in found] == ["data.train.1", "data.validation"]
+    assert "hashh" in found[1]
+
+
 def test_a_target_that_is_named_twice_counts_once():
     assert apply_qarl(config({"targets": ["attention", "experts", "attention"]})).targets == ("experts", "attention")
 
