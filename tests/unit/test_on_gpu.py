@@ -106,6 +106,13 @@ def test_a_job_stands_for_one_with_each_choice(started):
     assert (out / "a.qarl_w4a16_gspo.2.txt").read_text() == "QaRL w4a16, GSPO 2 0.6\n"
 
 
+def test_a_job_that_is_alone_is_no_client_of_the_others_service(started):
+    show = "echo ${QARL_GPU_SHARE} $(printenv CUDA_MPS_PIPE_DIRECTORY)"
+    code, _, out = started({"name": "a", "run": show, "alone": True})
+    assert code == 0
+    assert (out / "a.txt").read_text() == f"1.0 {out / 'no_mps'}\n"
+
+
 def test_a_job_waits_for_the_one_it_comes_after(started, tmp_path):
     first = {"name": "first", "run": f"sleep 0.5; touch {tmp_path}/made"}
     second = {"name": "second", "run": f"test -e {tmp_path}/made", "after": "first"}

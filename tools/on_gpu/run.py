@@ -79,12 +79,15 @@ class Host:
             gpu.jobs.append(job)
         visible = ",".join(str(gpu.index) for gpu in gpus)
         # What `qarl train` keeps its tensors to, as a job's neighbours count on.
-        share = 1.0 if job.alone else job.memory_gib / min(gpu.memory_gib for gpu in gpus)
+        own = {SHARE: str(1.0 if job.alone else job.memory_gib / min(gpu.memory_gib for gpu in gpus))}
+        if job.alone:
+            # Its figures are to be those of a process of its own, not of a client of the others' Multi-Process Service.
+            own["CUDA_MPS_PIPE_DIRECTORY"] = str(self._out / "no_mps")
         with (self._out / f"{job.name}.txt").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 ["bash", "-c", job.run],
                 cwd=_ROOT,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": visible, SHARE: str(share), "PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"} | own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
