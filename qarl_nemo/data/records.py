@@ -139,14 +139,20 @@ def _load_dataset(config: DatasetConfig, file: Path | None) -> Any:
             files = {config.split.partition("[")[0]: str(file)}
             return datasets.load_dataset(_READERS[file.suffix], data_files=files, split=config.split)
         if is_local and config.subset is None:
-            source, subset = part_of_copy(Path(source), subset)
+            source, subset = part_of_copy(Path(source).resolve(), subset)
         return datasets.load_dataset(source, subset, split=config.split)
     except Exception as error:  # the loader and the hub's client raise unrelated types
         # Of a file that cannot be read, only its cause says why; a second line lists the legal configurations.
         told = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         reason = " ".join(str(told).splitlines()[:2]) or type(told).__name__
         copies = f" ({named.copies})" if named else ""
-        fix = "" if is_local else f"; without a network, set its data_path to a local file or folder{copies}"
+        stem = config.split.partition("[")[0]
+        inside = (
+            f"; a folder holds {stem}.jsonl, or is a copy of the hub's"
+            if config.subset is None and Path(source).is_dir()
+            else ""
+        )
+        fix = inside if is_local else f"; without a network, set its data_path to a local file or folder{copies}"
         raise FileError(
             f"dataset {source}, split {config.split!r}, cannot be loaded: {reason[:_MAX_QUOTED]}{fix}"
         ) from error

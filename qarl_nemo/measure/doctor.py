@@ -102,10 +102,13 @@ def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Pat
     from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, write_speed
     from qarl_nemo.measure.speed.run import measure_speed, num_steps
     from qarl_nemo.measure.speed.settings import prepare_speed
-    from qarl_nemo.metrics.results import append_results
+    from qarl_nemo.metrics.results import append_results, read_results
     from qarl_nemo.train.progress import LiveProgress
 
     job = prepare_speed(settings)
+    if record is not None and record.exists():
+        # What is no results file is refused now, not once everything is measured.
+        read_results(record)
     done = 0
     with LiveProgress("rollout speed", num_steps(job)) as progress:
 

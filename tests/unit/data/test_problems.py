@@ -84,6 +84,14 @@ def test_gsm8k_and_math_know_their_fields_and_answers(tmp_path):
     assert read_tasks(config) == [Task("Halve 1.", r"\frac12")]
 
 
+def test_a_folder_without_data_is_told_what_it_needs(tmp_path, monkeypatch):
+    (tmp_path / "readme.md").touch()
+    monkeypatch.chdir(tmp_path)
+    for path in (str(tmp_path), "."):
+        with pytest.raises(ValueError, match=rf"^dataset {tmp_path}, .*; a folder holds train.jsonl, or is a copy"):
+            read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=path))
+
+
 def test_a_folder_like_the_hubs_has_the_named_subset(tmp_path):
     (tmp_path / "main").mkdir()
     (tmp_path / "socratic").mkdir()
