@@ -121,9 +121,10 @@ def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes
         f"{', '.join(learner.targets)} as {learner.format}"
     )
     caption = (
-        "rollout = base + adapters + engine + cache; update = base + adapters + engine + activations + the larger of "
-        "working and logits, and the cache, too, where the engine keeps it.\nfits: the larger of the two and "
-        f"{OVERHEAD_BYTES / GIB:g} beside tensors in {gpu_bytes / GIB:g}. tokens: the largest micro-batch that fits."
+        "rollout = base + adapters + engine + cache; update = base + adapters + gradients + engine + activations + "
+        "the larger of working and logits, and the cache, too, where the engine keeps it.\n"
+        f"fits: the larger of the two and {OVERHEAD_BYTES / GIB:g} beside tensors in {gpu_bytes / GIB:g}. "
+        "tokens: the largest micro-batch that fits."
     )
     columns = ("rollouts by", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens")
     table = Table(*columns, title=title, caption=caption, title_justify="left", caption_justify="left")

@@ -9,10 +9,12 @@ from qarl_nemo.memory.model_size import ModelSize
 from qarl_nemo.memory.units import BF16, ENGINE_BYTES, FP32
 from qarl_nemo.parallelism import Parallelism
 
-ADAPTED_PARTS = ("base", "adapters", "activations", "working", "logits", "engine", "cache")
+ADAPTED_PARTS = ("base", "adapters", "gradients", "activations", "working", "logits", "engine", "cache")
 ENGINES = ("packed", "vllm")
-# A trained parameter's BF16 weight and gradient, FP32 master, its gradient and two moments.
-_TRAINED_BYTES = 2 * BF16 + 4 * FP32
+# A trained parameter's BF16 weight, FP32 master and two moments.
+_TRAINED_BYTES = BF16 + 3 * FP32
+# Its gradient of one micro-batch in BF16, and the sum of all in FP32.
+_GRADIENT_BYTES = BF16 + FP32
 # Of a logit while its chunk is computed: BF16, FP32, and what a softmax and its gradient leave beside them.
 _CHUNK_BYTES = BF16 + 3 * FP32
 
@@ -56,12 +58,12 @@ class AdaptedMemory:
     @property
     def update_bytes(self) -> float:
         """The most that is held while the learner works."""
-        held = self.parts["base"] + self.parts["adapters"] + self.parts["engine"] + self.parts["activations"]
+        held = sum(self.parts[name] for name in ("base", "adapters", "gradients", "engine", "activations"))
         return held + max(self.parts["working"], self.parts["logits"]) + (0 if self.shared else self.parts["cache"])
 
     @property
     def rollout_bytes(self) -> float:
-        """What is held while the engine samples, the gradients of the adapters counted."""
+        """What is held while the engine samples."""
         return self.parts["base"] + self.parts["adapters"] + self.parts["engine"] + self.parts["cache"]
 
     @property
@@ -95,6 +97,7 @@ def adapted_memory(
     parts = {
         "base": base,
         "adapters": _TRAINED_BYTES * count,
+        "gradients": _GRADIENT_BYTES * count,
         "activations": one["activations"],
         "working": one["working"] + added,
         "logits": _CHUNK_BYTES * min(learner.logprob_chunk or learner.tokens, learner.tokens) * model.vocab_size,

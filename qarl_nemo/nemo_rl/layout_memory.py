@@ -78,7 +78,7 @@ def card(qarl: Any) -> Card:
         return Card(qarl.gpu_memory_gib, "qarl.gpu_memory_gib")
     found = first_gpu_gib()
     if found is None:
-        return Card(DEFAULT_GIB, "assumed: no GPU on this machine; qarl.gpu_memory_gib says otherwise")
+        return Card(DEFAULT_GIB, "assumed: no GPU on this machine; ++qarl.gpu_memory_gib=... says otherwise")
     return Card(found, "this machine's first GPU")
 
 
