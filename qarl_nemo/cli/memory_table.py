@@ -8,6 +8,7 @@ from rich.table import Table
 
 from qarl_nemo.memory import (
     ASLEEP_BYTES,
+    EMBEDDED_PROCESS_BYTES,
     GIB,
     OVERHEAD_BYTES,
     PARTS,
@@ -123,7 +124,7 @@ def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes
     caption = (
         "rollout = base + adapters + engine + cache; update = base + adapters + gradients + engine + activations + "
         "the larger of working and logits, and the cache, too, where the engine keeps it.\n"
-        f"fits: the larger of the two and {OVERHEAD_BYTES / GIB:g} beside tensors in {gpu_bytes / GIB:g}. "
+        f"fits: the larger of the two and {EMBEDDED_PROCESS_BYTES / GIB:g} beside tensors in {gpu_bytes / GIB:g}. "
         "tokens: the largest micro-batch that fits."
     )
     columns = ("rollouts by", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens")
@@ -132,8 +133,8 @@ def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes
         memory = partial(adapted_memory, model, adapters=adapters, engine=engine, cache_bytes=cache_bytes)
         needed = memory(learner)
         sizes = [*(needed.parts[name] for name in ADAPTED_PARTS), needed.rollout_bytes, needed.update_bytes]
-        fits = "[green]yes[/]" if needed.peak_bytes + OVERHEAD_BYTES <= gpu_bytes else "[red]no[/]"
-        most = largest_budget(partial(_adapted_peak_bytes, memory, learner), gpu_bytes - OVERHEAD_BYTES)
+        fits = "[green]yes[/]" if needed.peak_bytes + EMBEDDED_PROCESS_BYTES <= gpu_bytes else "[red]no[/]"
+        most = largest_budget(partial(_adapted_peak_bytes, memory, learner), gpu_bytes - EMBEDDED_PROCESS_BYTES)
         if engine == "vllm" and learner.record and not learner.record.runs_beside_adapters(learner.targets):
             fits, most = "[red]not served[/]", None
         table.add_row(engine, *(f"{size / GIB:.1f}" for size in sizes), fits, str(most or "-"))

@@ -1,7 +1,8 @@
 """Memory of GPUs and hosts, computed: which model fits on which GPUs, before anything is started.
 
 All sizes are bytes of tensors. What tensors do not account for is `OVERHEAD_BYTES` of a learner, and `ASLEEP_BYTES` of
-an engine that shares its GPU; what the allocator reserves and cannot use comes on top and is not computed.
+an engine that shares its GPU, or `EMBEDDED_PROCESS_BYTES` where one process has both; what the allocator reserves and
+cannot use comes on top and is not computed.
 """
 
 from qarl_nemo.memory.engine import engine_bytes, refit_bytes, served_bytes
@@ -19,11 +20,12 @@ from qarl_nemo.memory.learner import (
     rank_memory,
 )
 from qarl_nemo.memory.model_size import ModelSize
-from qarl_nemo.memory.units import ASLEEP_BYTES, ENGINE_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.memory.units import ASLEEP_BYTES, EMBEDDED_PROCESS_BYTES, ENGINE_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.parallelism import Parallelism
 
 __all__ = [
     "ASLEEP_BYTES",
+    "EMBEDDED_PROCESS_BYTES",
     "ENGINE_BYTES",
     "GIB",
     "MAX_TOKENS",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from qarl_nemo.memory.engine import served_bytes
 from qarl_nemo.memory.learner import Learner, rank_memory
 from qarl_nemo.memory.model_size import ModelSize
-from qarl_nemo.memory.units import BF16, ENGINE_BYTES, FP32
+from qarl_nemo.memory.units import BF16, EMBEDDED_ENGINE_BYTES, FP32
 from qarl_nemo.parallelism import Parallelism
 
 ADAPTED_PARTS = ("base", "adapters", "gradients", "activations", "working", "logits", "engine", "cache")
@@ -101,7 +101,7 @@ def adapted_memory(
         "activations": one["activations"],
         "working": one["working"] + added,
         "logits": _CHUNK_BYTES * min(learner.logprob_chunk or learner.tokens, learner.tokens) * model.vocab_size,
-        "engine": served if engine == "packed" else served + base + ENGINE_BYTES,
+        "engine": served if engine == "packed" else served + base + EMBEDDED_ENGINE_BYTES,
         "cache": cache_bytes,
     }
     return AdaptedMemory(parts, shared=engine == "packed")

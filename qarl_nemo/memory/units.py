@@ -8,6 +8,11 @@ on each of four GPUs (docs/evidence/full_size.md)."""
 ENGINE_BYTES = 5 * GIB
 """What an engine takes beside weights and cache while it runs: its context, CUDA graphs, its largest batch; there 4.5
 to 4.7 GiB."""
+EMBEDDED_ENGINE_BYTES = GIB
+"""What vLLM in the learner's own process allocates beside weights and cache: CUDA graphs, its largest batch; 0.8 to 1
+GiB beside attention's adapters (docs/evidence/lora.md)."""
+EMBEDDED_PROCESS_BYTES = 2 * GIB
+"""What that one process takes beside tensors, learner and engine together; there 1.5 and 1.8 GiB."""
 ASLEEP_BYTES = 4 * GIB
 """What the driver and a sleeping engine take: context, CUDA graphs, the kernels' buffers; there 3.9 GiB."""
 PROCESS_BYTES = 11 * GIB

@@ -33,7 +33,7 @@ from qarl_nemo.checkpoints.reader import TensorInfo
 from qarl_nemo.config import validate
 from qarl_nemo.config.overrides import merge_overrides
 from qarl_nemo.files import read_json
-from qarl_nemo.memory import Learner, ModelSize
+from qarl_nemo.memory import EMBEDDED_PROCESS_BYTES, GIB, Learner, ModelSize
 from qarl_nemo.memory.lora import Adapters, adapted_memory
 from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.recorded import read_lines
@@ -46,11 +46,8 @@ from qarl_nemo.train.tokenizer import character_tokenizer
 from qarl_nemo.train.trainer import Trainer
 
 MODEL = Path(__file__).parents[2] / "examples/models/qwen3-30b-a3b"
-GIB = 2**30
 # Options that say where things are, and the overrides, which follow them.
 _FOLDERS = ("config", "work", "base", "record", "overrides")
-# What a process takes beside the tensors that PyTorch allocates: CUDA's context and the kernels' own memory.
-CONTEXT_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +138,7 @@ def bench(options: argparse.Namespace) -> dict[str, float]:
         prepared = prepare(config)
         if options.device == "cuda":
             total = torch.cuda.get_device_properties(prepared.device).total_memory
-            torch.cuda.set_per_process_memory_fraction((options.cap_gb * 1e9 - CONTEXT_BYTES) / total)
+            torch.cuda.set_per_process_memory_fraction((options.cap_gb * 1e9 - EMBEDDED_PROCESS_BYTES) / total)
         trainer = OddRewards(config, prepared=prepared)
         figures = {"load_s": time.perf_counter() - started}
         trainer.train()
@@ -169,7 +166,7 @@ def step_figures(records: list[dict[str, Any]], options: argparse.Namespace, tra
 
 
 def computed_bytes(options: argparse.Namespace, trainer: Trainer) -> float:
-    """Return the peak that `qarl memory --lora` computes for this run."""
+    """Return what `qarl memory --lora` computes for this run at its peak, what tensors do not account for included."""
     model = ModelSize.read(options.config)
     learner = Learner(
         options.format,
@@ -185,7 +182,8 @@ def computed_bytes(options: argparse.Namespace, trainer: Trainer) -> float:
     adapters = Adapters(options.rank, tuple(options.targets.split(",")))
     if options.engine == "vllm":
         cache = options.kv_cache_gib * GIB
-    return adapted_memory(model, learner, adapters, engine=options.engine, cache_bytes=cache).peak_bytes
+    memory = adapted_memory(model, learner, adapters, engine=options.engine, cache_bytes=cache)
+    return memory.peak_bytes + EMBEDDED_PROCESS_BYTES
 
 
 def rows_of(figures: Mapping[str, float], options: argparse.Namespace) -> list[Figure]:
