@@ -5,7 +5,7 @@ dequantized one where the base was quantized.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -122,21 +122,29 @@ def merged_checkpoint(base: Checkpoint, training: Training) -> Checkpoint:
     return replace(base, config=config, tensors=infos, open_reader=lambda: MergedReader(base, training))
 
 
-def rounding_loss(reader: MergedReader, info: TensorInfo, training: Training) -> tuple[float, float]:
-    """Say what would remain of an adapter if the merged weight were quantized anew.
+def rounding_loss(
+    reader: MergedReader, info: TensorInfo, fused: Sequence[TensorInfo], training: Training
+) -> tuple[float, float]:
+    """Say what would remain of an adapter if the merged weight were quantized: Q(W + B A) beside Q(W).
 
     Args:
         reader: reads the merged model.
         info: an adapted weight in a quantized layer.
+        fused: it and the weights that share its scale, if the format has one for a whole weight.
         training: the run.
 
     Returns:
-        The share of weights that would move to another value of the grid, and the rounding error's norm over that of
-        the adapter's change: above 1 more is lost than was learned, and infinite before anything was.
+        The share of weights that the adapter would move to another value of the grid, and the norm of what it would be
+        wrong by over that of what it learned: 1 if nothing of it arrives, and infinite before anything was learned.
     """
-    before = reader.executed(info).float()
     change = training.change(info.name.removesuffix(".weight"))
     assert change is not None, "the weight has no adapter"
-    after = quantize_weight(before + change, training.fmt, name=info.name).dequantize().float()
+    amax = None
+    if training.fmt.tensor_scaled:
+        amax = torch.stack([largest(reader.read(one)) for one in fused]).amax(0)
+    before, after = (
+        quantize_weight(weight, training.fmt, name=info.name, amax=amax).dequantize().float()
+        for weight in (reader.executed(info), reader.read(info))
+    )
     moved = float((after != before).float().mean())
     return moved, float((after - before - change).norm() / change.norm()) if change.any() else math.inf

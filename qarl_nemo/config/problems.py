@@ -98,11 +98,12 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
 
 def _message(problem: Any, models: Sequence[type[BaseModel]]) -> str:
     given = str(problem["input"])[:_MAX_CHARS]
+    value = "null" if problem["input"] is None else repr(given)
     if problem["type"] in _BLOCK_ERRORS:
         legal = ", ".join(sorted({key for held in models for key in held.model_fields}))
-        return f"expected a block with these keys, not {given!r}: {legal}"
+        return f"expected a block with these keys, not {value}: {legal}"
     if problem["type"] in _LIST_ERRORS:
-        return f"expected a list, not {given!r}"
+        return f"expected a list, not {value}"
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["type"].startswith(_TELLING_ERRORS) or not isinstance(problem["input"], str | int | float | None):
         return message

@@ -88,7 +88,7 @@ def install(
     report = InstallReport(fmt, targets)
     found = {name: module_kind(name) for name, module in model.named_modules() if _holds_weights(module)}
     executed = dict.fromkeys(plain, get_format(BASELINE)) | dict.fromkeys(targets, fmt)
-    _require_present(tuple(executed), {kind for kind in found.values() if kind in TARGETS})
+    _require_present(targets, plain, {kind for kind in found.values() if kind in TARGETS})
     _require_shapes(model, found, targets, fmt)
     for name, module in list(model.named_modules()):
         if found.get(name) in executed:
@@ -123,12 +123,14 @@ def _holds_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _require_present(targets: Sequence[str], present: set[str]) -> None:
-    absent = [target for target in targets if target not in present]
-    if absent:
+def _require_present(targets: Sequence[str], plain: Sequence[str], present: set[str]) -> None:
+    absent = {"targets": [one for one in targets if one not in present]}
+    absent["targets of adapters"] = [one for one in plain if one not in present]
+    said = " and ".join(f"{name} {found}" for name, found in absent.items() if found)
+    if said:
         raise ValueError(
-            f"targets {absent} match no module of this model, which has {sorted(present)}. Dense models have `mlp` in "
-            "place of `experts`"
+            f"{said} match no module of this model, which has {sorted(present)}. Dense models have `mlp` in place of "
+            "`experts`"
         )
 
 

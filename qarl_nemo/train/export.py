@@ -11,7 +11,7 @@ from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, QuantizeReport, 
 from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
 from qarl_nemo.files import FileError
 from qarl_nemo.layers.lora import PREFIX
-from qarl_nemo.names import TARGETS, target_of
+from qarl_nemo.names import TARGETS, fused_groups, target_of
 from qarl_nemo.train.aligned_model import lora_settings
 from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir, require_checkpoint
 from qarl_nemo.train.frozen_run import FrozenRun
@@ -85,20 +85,22 @@ def _by_module(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _refusal(base: Checkpoint, merged: Checkpoint, training: Training) -> str:
+    infos = {info.name: info for info in merged.tensors}
     adapted = (
-        info
-        for info in merged.tensors
-        if target_of(info.name) in training.targets and info.name.removesuffix(".weight") in training.adapters
+        name
+        for name in infos
+        if target_of(name) in training.targets and name.removesuffix(".weight") in training.adapters
     )
-    info, effect = next(adapted, None), ""
-    if info is not None:
+    name, effect = next(adapted, None), ""
+    if name is not None:
+        fused = next((group for group in fused_groups(infos) if name in group), [name])
         with MergedReader(base, training) as reader:
-            moved, loss = rounding_loss(reader, info, training)
+            moved, loss = rounding_loss(reader, infos[name], [infos[one] for one in fused], training)
         effect = (
-            f", and a merged weight is none of its grid. Quantized anew, {info.name} would have {moved:.1%} of its "
-            f"weights on another value of the grid, and an error {loss:.2g} times as large as what its adapter learned"
+            f", and a merged weight is none of its grid. Quantized anew, {moved:.1%} of {name} would lie on another "
+            f"value of the grid than without its adapter, and be wrong by {loss:.2g} times what that has learned"
             if math.isfinite(loss)
-            else f", and the adapter of {info.name} has learned nothing yet"
+            else f", and the adapter of {name} has learned nothing yet"
         )
     return (
         f"the run executed a base in {training.fmt.name}{effect}. Pass --packed for the quantized checkpoint that was "

@@ -1,6 +1,7 @@
 """Merging a run into its base: the numbers that were executed, or a refusal that says what rounding would cost."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +11,14 @@ from typer.testing import CliRunner
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
-from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
+from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
 from qarl_nemo.cli import app
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.measure.eval.models import find_model
 from qarl_nemo.names import parameter_name
 from qarl_nemo.refit.engine_settings import WORKER_EXTENSION
 from qarl_nemo.train import export as export_module
-from qarl_nemo.train.export import export_run
+from qarl_nemo.train.export import export_run, read_run
 from qarl_nemo.train.export_packed import export_packed
 from qarl_nemo.train.run import train_run
 from support.engines import TOKENIZER, tiny_model
@@ -71,11 +72,35 @@ def test_merging_into_a_packed_base_is_refused_with_what_it_would_change(runs, t
     done = export(folder / "w4a16", tmp_path / "out")
     assert done.exit_code == 2
     assert not (tmp_path / "out").exists()
-    for loss, said in ((None, "% of its weights on .* times as large"), (math.inf, "has learned nothing yet")):
+    for loss, said in (
+        (None, "% of model.layers.0.* would lie on .* times what that"),
+        (math.inf, "has learned nothing yet"),
+    ):
         if loss is not None:
             monkeypatch.setattr(export_module, "rounding_loss", lambda *_, loss=loss: (0.0, loss))
         with pytest.raises(ValueError, match=rf"{said}.* --packed .* --dequantize"):
             export_run(folder / "w4a16", tmp_path / "out", dequantize=False, overwrite=False, progress=lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "nvfp4"])
+def test_what_quantizing_a_merged_weight_would_change_is_the_adapters_share(runs, name):
+    base, training = read_run(runs[0] / name)
+    infos = {info.name: info for info in merged_checkpoint(base, training).tensors}
+    query = "model.layers.0.self_attn.q_proj.weight"
+    fused = [infos[query.replace("q_proj", one)] for one in ("q_proj", "k_proj", "v_proj")]
+
+    def loss(scaling):
+        scaled = replace(training, scaling=scaling)
+        with MergedReader(base, scaled) as reader:
+            return rounding_loss(reader, infos[query], fused, scaled)
+
+    # An adapter below BF16's last bit moves nothing, and none of it arrives.
+    assert loss(1e-7 * training.scaling) == (0, 1)
+    assert loss(0.0) == (0, math.inf)
+    moved, wrong = loss(training.scaling)
+    assert 0 < moved < 1
+    # One that is larger than the grid's steps arrives.
+    assert loss(100 * training.scaling)[1] < wrong
 
 
 @pytest.mark.parametrize("name", ["w4a16", "nvfp4"])

@@ -17,6 +17,7 @@ from lora_gaps import arm_of, gap_ratios
 from real_model_runs import record_runs, scores_of, whole_runs
 from rows import parser_of, seed_means
 
+from qarl_nemo.memory import GIB
 from qarl_nemo.metrics.report import write_summary_figure
 from qarl_nemo.metrics.results import Figure, read_results
 from qarl_nemo.metrics.runs import Run
@@ -31,7 +32,7 @@ def figures(runs: Iterable[Run]) -> Iterator[Figure]:
 
     Yields:
         The reward of the first and the last steps, as many as `smoothing_window` says, and of all, the first and the
-        last accuracy, entropies and the gap.
+        last accuracy, entropies, the gap, and, of a run on a GPU, a step's seconds and its tensors' peak.
     """
     for run in runs:
         arm = arm_of(run)
@@ -47,6 +48,9 @@ def figures(runs: Iterable[Run]) -> Iterator[Figure]:
             mean = finite_mean(entropies[stages == stage])
             yield Figure(f"lora_entropy_stage{stage:.0f}_{arm}", mean, "nats", ">=")
         yield Figure(f"lora_gap_{arm}", summary["abs_gap_mean"], "nats", "<=")
+        if np.isfinite(peaks := run.column("memory/device_peak_bytes")).any():
+            yield Figure(f"lora_run_step_s_{arm}", float(np.median(run.column("timing/step_s"))), "s", "<=")
+            yield Figure(f"lora_run_peak_gib_{arm}", float(np.nanmax(peaks)) / GIB, "GiB", "<=")
 
 
 def main() -> None:
