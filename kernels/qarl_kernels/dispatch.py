@@ -4,7 +4,8 @@ Everything above this package calls these functions; nothing else asks for a dev
 when activations are FP32 (experiments) or the GPU has no FP8 tensor cores and no bulk tensor copies (before Hopper).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -55,19 +56,42 @@ def quantize_weight(
         The stored form. On a GPU its NaN and Inf are counted, for `require_finite` to read.
 
     Raises:
-        ValueError: the shape does not fit the format, or on a CPU the weight holds NaN or Inf (tensor and first index
-            named).
+        ValueError: the shape or dtype does not fit the format, or on a CPU the weight holds NaN or Inf (tensor and
+            first index named).
     """
-    shape = logical_shape(weight)
-    problems = weight_problems(shape, fmt)
-    if problems:
-        raise ValueError(f"{name} {list(shape)} cannot be stored as {fmt.name}: " + "; ".join(problems))
+    _require_storable(weight, fmt, name, amax)
     weight = _detached(weight, torch.bfloat16)
     if runs_kernels(_first(weight)) and _has_quantizer(fmt):
         from qarl_kernels.ops.weights import quantize_weight_kernel
 
-        return quantize_weight_kernel(weight, fmt, amax)
+        with _called(name):
+            return quantize_weight_kernel(weight, fmt, amax)
     return quantize_weight_reference(_stack(weight), fmt, name=name, amax=amax)
+
+
+def _require_storable(weight: Weights, fmt: QuantFormat, name: str, amax: Tensor | None) -> None:
+    given = [weight] if isinstance(weight, Tensor) else list(weight)
+    if not given:
+        raise ValueError(f"{name}: no weights to quantize; give a tensor [..., N, K], or at least one [N, K]")
+    shape = logical_shape(weight)
+    problems = weight_problems(shape, fmt)
+    if others := sorted({tuple(one.shape) for one in given} - {tuple(given[0].shape)}):
+        problems.append(f"some have other shapes: {', '.join(map(str, map(list, others)))}")
+    if others := sorted({str(one.dtype) for one in given if not one.dtype.is_floating_point}):
+        problems.append(f"is {', '.join(others)} (legal: floating-point numbers)")
+    if amax is not None and tuple(amax.shape) != (legal := (*shape[:-2], 1)):
+        problems.append(f"amax has shape {list(amax.shape)} (legal: {list(legal)}, one for each weight)")
+    if problems:
+        raise ValueError(f"{name} {list(shape)} cannot be stored as {fmt.name}: " + "; ".join(problems))
+
+
+@contextmanager
+def _called(name: str) -> Iterator[None]:
+    """Put a weight's name before what its kernels refuse."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def largest(weight: Weights) -> Tensor:
@@ -119,10 +143,12 @@ def quantize_with_operand(
         ValueError: see `quantize_weight`.
     """
     first = _first(weight)
-    if runs_kernels(first) and _has_quantizer(fmt) and not weight_problems(logical_shape(weight), fmt):
+    if runs_kernels(first) and _has_quantizer(fmt):
         from qarl_kernels.ops import weights
 
-        return weights.quantize_with_operand(_detached(weight, first.dtype), fmt, amax)
+        _require_storable(weight, fmt, name, amax)
+        with _called(name):
+            return weights.quantize_with_operand(_detached(weight, first.dtype), fmt, amax)
     quantized = quantize_weight(weight, fmt, name=name, amax=amax)
     return quantized, gemm_operand(quantized, first.dtype)
 

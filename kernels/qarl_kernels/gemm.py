@@ -188,8 +188,7 @@ def grouped_gemm(
     Returns:
         [M, N] in out_dtype.
     """
-    bounds = offsets.tolist()
-    assert bounds[-1] == len(x), f"{len(x)} rows, but the experts' offsets end at {bounds[-1]}"
+    bounds = _bounds(offsets, len(x))
     out = x.new_empty(x.shape[0], weight.values.shape[-2], dtype=x.dtype if out_dtype is None else out_dtype)
     for index, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
@@ -201,9 +200,18 @@ def grouped_gemm(
 def grouped_input_grad(grad_out: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Return dX = dY @ W for rows sorted by expert; see `qarl_kernels.dispatch.grouped_input_grad`."""
     grad = grad_out.new_empty(len(grad_out), weight.shape[-1])
-    for index, (start, stop) in enumerate(pairwise(offsets.tolist())):
+    for index, (start, stop) in enumerate(pairwise(_bounds(offsets, len(grad_out)))):
         grad[start:stop] = grad_out[start:stop] @ weight[index]
     return grad
+
+
+def _bounds(offsets: Tensor, num_rows: int) -> list[int]:
+    # Rows of no expert would never be written.
+    bounds = offsets.tolist()
+    assert (bounds[0], bounds[-1]) == (0, num_rows), (
+        f"{num_rows} rows, but the experts have {bounds[0]} to {bounds[-1]}"
+    )
+    return bounds
 
 
 def grouped_weight_grad(grad_out: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

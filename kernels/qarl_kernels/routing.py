@@ -30,7 +30,15 @@ def route_rows(topk_index: Tensor, num_experts: int) -> RoutedRows:
 
     Returns:
         The permutation, its inverse and the experts' offsets.
+
+    Raises:
+        ValueError: on a CPU, an expert outside of 0 .. E - 1; on a GPU looking would wait for the device, and rows of
+            such a choice are never written.
     """
+    if not topk_index.is_cuda and topk_index.numel() and not torch.compiler.is_compiling():
+        least, most = (int(bound) for bound in topk_index.aminmax())
+        if least < 0 or most >= num_experts:
+            raise ValueError(f"topk_index has experts from {least} to {most} (legal: 0 .. {num_experts - 1})")
     # Narrow keys need fewer passes of the radix sort.
     key_dtype = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
     experts, order = topk_index.reshape(-1).to(key_dtype).sort(stable=True)

@@ -123,6 +123,8 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
     """
     if len(shape) < 2:
         return [f"needs at least two dimensions [N, K], got shape {list(shape)}"]
+    if 0 in shape[-2:]:
+        return [f"needs at least one row and one column, got shape {list(shape)}"]
     columns = shape[-1]
     if fmt.weight_kind == "int" and columns % fmt.group_size:
         legal = [size for size in fmt.group_sizes if columns % size == 0]
@@ -218,6 +220,7 @@ def nonfinite_error(weights: list[str]) -> ValueError:
         weights: each weight's name and count.
     """
     return ValueError(
-        f"NaN or Inf in {len(weights)} weight(s) ({TOO_LARGE}), with the number of such values: {', '.join(weights)}; "
+        f"NaN or Inf in {len(weights)} weight(s) ({TOO_LARGE}), with the number of such values, or on a GPU of groups, "
+        f"rows or blocks that hold some: {', '.join(weights)}; "
         "a quantized copy would spread them over their whole groups"
     )

@@ -3,7 +3,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qarl_kernels import GemmOperand, QuantizedWeight, gemm, get_format, grouped_gemm, one_group, quantize_weight
+from qarl_kernels import (
+    GemmOperand,
+    QuantizedWeight,
+    gemm,
+    get_format,
+    grouped_gemm,
+    grouped_input_grad,
+    one_group,
+    quantize_weight,
+)
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import FORMATS, quantized_activations, uneven_weight
 
@@ -204,6 +213,18 @@ def test_grouped_gemm_is_each_experts_gemm(fmt, dtype, offsets):
         if rows.stop > rows.start:
             with pytest.raises(AssertionError, match="differ"):
                 assert_bitwise_equal(result[rows], gemm(x[rows], operand.expert(expert - 1)))
+
+
+@pytest.mark.parametrize("offsets", [[2, 3, 5], [0, 3, 4]])
+def test_rows_of_no_expert_are_noticed(offsets):
+    weight, offsets = torch.ones(2, 8, 128).bfloat16(), torch.tensor(offsets)
+    operand = GemmOperand.from_weight(quantize_weight(weight, get_format("bf16")), torch.bfloat16)
+    for call in (
+        lambda: grouped_gemm(torch.ones(5, 128).bfloat16(), operand, offsets),
+        lambda: grouped_input_grad(torch.ones(5, 8).bfloat16(), weight, offsets),
+    ):
+        with pytest.raises(AssertionError, match=f"5 rows, but the experts have {offsets[0]} to {offsets[-1]}"):
+            call()
 
 
 def test_grouped_gemm_passes_its_options_on(fmt):

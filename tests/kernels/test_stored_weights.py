@@ -175,11 +175,27 @@ def test_a_row_that_is_no_multiple_of_the_group_names_groups_that_fit(name, colu
         ("fp8_block", (128, 192), "K=192 is not a multiple of 128, the activation group of fp8_block"),
         ("nvfp4", (128, 120), "K=120 is not a multiple of 16, the group of nvfp4"),
         ("fp8_channel", (128,), r"at least two dimensions \[N, K\], got shape \[128\]"),
+        ("int8", (8, 0), r"at least one row and one column, got shape \[8, 0\]"),
+        ("nvfp4", (0, 128), r"at least one row and one column, got shape \[0, 128\]"),
     ],
 )
 def test_shapes_that_a_format_cannot_store_are_refused(name, shape, said):
     with pytest.raises(ValueError, match=said):
         quantize_weight(torch.zeros(shape), get_format(name))
+
+
+def test_arguments_that_no_format_takes_are_refused_by_name():
+    fmt, weight, amax = get_format("nvfp4"), torch.ones(2, 8, 32), torch.ones(())
+    with pytest.raises(
+        ValueError, match=r"fc1 \[2, 8, 32\] .* amax has shape \[\] \(legal: \[2, 1\], one for each weight"
+    ):
+        quantize_weight(weight, fmt, name="fc1", amax=amax)
+    with pytest.raises(
+        ValueError, match=r"fc1 .* some have other shapes: \[4, 32\]; is torch.int32 \(legal: floating-point"
+    ):
+        quantize_weight([weight[0], torch.ones(4, 32, dtype=torch.int32)], fmt, name="fc1")
+    with pytest.raises(ValueError, match="fc1: no weights to quantize"):
+        quantize_weight([], fmt, name="fc1")
 
 
 def test_rows_alone_are_bound_to_groups():

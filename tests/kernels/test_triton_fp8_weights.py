@@ -10,9 +10,9 @@ from support.formats import uneven_weight
 from support.triton_interpreter import DEVICE, INTERPRETED
 from support.weights import LAYOUTS, WEIGHTS, significand_pairs
 
-SHAPES = [(1, 384), (130, 768), (3, 7, 264)]
+SHAPES = [(1, 384), (130, 768), (3, 7, 264), (2, 18944)]
 if not INTERPRETED:
-    SHAPES += [(2, 1, 264), (7, 1531, 2048), (300, 16384)]
+    SHAPES += [(2, 1, 264), (7, 1531, 2048), (300, 28672)]
 fp8_channel_quantize = partial(quantize_8_bits, kind="fp8_rows")
 fp8_block_quantize = partial(quantize_8_bits, kind="fp8_blocks")
 fp8_block_dequantize = partial(dequantize_8_bits, block=True)

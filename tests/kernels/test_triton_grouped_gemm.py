@@ -125,12 +125,13 @@ def test_fp8_block_product(problem, weighted):
         assert_snr(out, product_by_expert(rows, w8.double() * wide.roll(1, 0).flip(1), offsets), 45)
 
 
-def test_rows_behind_the_last_offset_are_left_alone():
+def test_rows_behind_the_last_offset_are_left_alone(poisoned_empty):
     counts, n, k = CASES[0]
     x, weight = uneven(sum(counts) + 40, k), uneven(len(counts), n, k)
     out = grouped_gemm_bf16(x, weight, offsets_of(counts))
     assert out.shape == (len(x), n)
     assert_snr(out[: sum(counts)], product_by_expert(x, weight, offsets_of(counts)), 45)
+    assert out[sum(counts) :].isnan().all()
 
 
 def test_no_rows():

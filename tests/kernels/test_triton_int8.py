@@ -96,7 +96,9 @@ def assert_is_the_references(quantized, weight):
 
 
 @pytest.mark.parametrize("make", WEIGHTS.values(), ids=WEIGHTS)
-@pytest.mark.parametrize("shape", [(1, 384), (3, 7, 264)] if INTERPRETED else [(7, 1531, 2048), (300, 16384)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 384), (3, 7, 264), (2, 18944)] if INTERPRETED else [(7, 1531, 2048), (300, 28672)], ids=str
+)
 def test_weights_are_quantized_as_the_reference(make, shape):
     weight = make(*shape[:-1], -(-shape[-1] // 32) * 32)[..., : shape[-1]].contiguous().to(DEVICE)
     assert_is_the_references(int8_channel_quantize(weight), weight)

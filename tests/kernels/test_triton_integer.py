@@ -29,7 +29,11 @@ from support.weights import LAYOUTS, WEIGHTS, heavy_tailed, significand_pairs
 
 # The third, clipped_range, has tests of its own.
 CONVENTIONS = ("narrow_range", "full_range")
-SHAPES = [(1, 128), (5, 768), (3, 7, 384)] if INTERPRETED else [(1, 128), (2, 1, 768), (7, 1531, 2048), (5, 16384)]
+SHAPES = (
+    [(1, 128), (5, 768), (2, 18944), (3, 7, 384)]
+    if INTERPRETED
+    else [(1, 128), (2, 1, 768), (7, 1531, 2048), (5, 28672)]
+)
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 

@@ -104,7 +104,7 @@ def test_the_backward_is_straight_through(fmt):
     grads = expert_mlp_backward(grad_out, x, hidden, routed, weight, *weights, fmt)
     # BF16 rounds every intermediate; FP8 activations move fc1's output, at which SwiGLU is differentiated, by 30 dB,
     # and these weights, larger than a model's, amplify it.
-    min_db = 40 if fmt.activation_kind == "none" else 20
+    min_db = {"none": 40, "int8_token": 30}.get(fmt.activation_kind, 23)
     for actual, reference_grad in zip(grads, expected, strict=True):
         assert actual.shape == reference_grad.shape
         assert_snr(actual, reference_grad, min_db)
@@ -112,8 +112,8 @@ def test_the_backward_is_straight_through(fmt):
         frozen = adapted_mlp_backward(grad_out, x, hidden, routed, weight, *weights, fmt, None)
         for actual_frozen, actual_trained in zip(frozen, grads[:2], strict=True):
             assert_bitwise_equal(actual_frozen, actual_trained)
-        with pytest.raises(AssertionError, match="SNR"):
-            assert_snr(actual.roll(1, 0), reference_grad, min_db)
+    with pytest.raises(AssertionError, match="SNR"):
+        assert_snr(actual * 1.09, reference_grad, min_db)
     assert not any(grad[2].any() for grad in grads[2:])
 
 

@@ -37,6 +37,12 @@ def sorted_rows(routed, columns):
     return rows.to(DEVICE, torch.bfloat16)
 
 
+@pytest.mark.parametrize("expert", [-1, 4, 65536])
+def test_choices_of_no_expert_are_refused_where_looking_costs_nothing(expert):
+    with pytest.raises(ValueError, match=rf"topk_index has experts from .*{expert}.* \(legal: 0 .. 3\)"):
+        route_rows(torch.tensor([[0, 3], [1, expert]]), 4)
+
+
 def test_empty_batches():
     routed = route_rows(torch.zeros(0, 2, dtype=torch.int64, device=DEVICE), 3)
     x = torch.zeros(0, 64, dtype=torch.bfloat16, device=DEVICE)

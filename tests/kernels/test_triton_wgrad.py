@@ -87,6 +87,11 @@ def test_all_problems_are_named():
     offsets = torch.tensor([0, 4], dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match=r"4 rows \(legal: 5.*grad_out has 60 columns.*accumulate without out"):
         grouped_wgrad(grad, x, offsets, accumulate=True)
+    # Every expert must begin at a multiple of 16 bytes, not the first alone.
+    wide = torch.zeros(2, 64 * 64 + 4, dtype=torch.bfloat16, device=DEVICE)[:, : 64 * 64].view(2, 64, 64)
+    rows = torch.zeros(4, 64, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(ValueError, match="16-byte aligned"):
+        grouped_wgrad(rows, rows, torch.tensor([0, 2, 4], dtype=torch.int32, device=DEVICE), out=wide)
     grad, out = torch.zeros_like(x), torch.zeros(64, 64, dtype=torch.float16, device=DEVICE)
     with pytest.raises(ValueError, match=r"out has 2 tensors \(legal: 1.*float16 \(legal"):
         grouped_wgrad(grad, x, offsets, out=[out, out])

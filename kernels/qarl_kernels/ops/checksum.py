@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qarl_kernels.ops.checks import refuse, tensor_problems
+
 _BLOCK = 4096
 _PROGRAMS_PER_SM = 8
 
@@ -29,7 +31,11 @@ def weighted_word_sum(words: Tensor) -> Tensor:
 
     Returns:
         int64 scalar on the GPU.
+
+    Raises:
+        ValueError: words of another dtype or layout.
     """
+    refuse("weighted_word_sum", tensor_problems("words", words, (torch.int32,), num_dims=1))
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     num_blocks = triton.cdiv(words.numel(), _BLOCK)
     if num_blocks:

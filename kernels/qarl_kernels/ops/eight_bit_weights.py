@@ -22,7 +22,7 @@ from qarl_kernels.ops.eight_bit_kernels import (
 from qarl_kernels.ops.stacks import address_table, device_problems, expert_weights, row_tile, stack_shape
 from qarl_kernels.weights import Weights
 
-MAX_COLUMNS = 16384
+MAX_COLUMNS = 32768
 VECTOR = 8
 DTYPES = {"fp8_rows": torch.float8_e4m3fn, "fp8_blocks": torch.float8_e4m3fn, "int8_rows": torch.int8}
 """What is stored, by the kind of weights."""

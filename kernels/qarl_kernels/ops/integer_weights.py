@@ -34,7 +34,7 @@ GROUP_SIZES = (32, 64, 128)
 CODE_BITS = (4, 8)
 EMITS = get_args(Emit)
 FP8_GROUP_SIZE = 128
-MAX_COLUMNS = 16384
+MAX_COLUMNS = 32768
 _ENCODED_GROUPS = 32  # that one program of int4_encode_fp8 takes
 _TILE_WEIGHTS = 4096
 

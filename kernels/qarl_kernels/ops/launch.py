@@ -27,7 +27,7 @@ class TileConfig:
         block_k: step along the contracted axis.
         num_warps: warps of a program; a multiple of 4, since four warps issue a tensor-core instruction together.
         num_stages: tiles in flight between device memory and the tensor cores.
-        programs_per_sm: resident programs that hide each other's epilogues.
+        programs_per_sm: resident programs that hide each other's epilogues; of `wgrad` alone also 0, one for each tile.
         group_m: row tiles that share a column tile before the next one is taken.
         flatten: merge the loops over tiles and over K, so that a tile's loads start under the previous epilogue.
         epilogue_split: number of column slices in which a tile is stored; more slices need less shared memory.

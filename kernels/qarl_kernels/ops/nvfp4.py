@@ -2,7 +2,7 @@
 
 Exactly as `nvfp4.quantize`, `nvfp4.pack` and `nvfp4.unscaled`. A weight's largest magnitude decides its global scale,
 so weights are read twice: once by `largest_magnitudes`, once to be quantized. In memory the packed bytes of eight
-columns are the int32 word that `int4.py` has for eight int4 codes.
+columns are the int32 word that `integer_weights.py` has for eight int4 codes.
 """
 
 from dataclasses import dataclass

@@ -216,6 +216,11 @@ def _shape_problems(grad_out: Tensor, x: Tensor) -> list[str]:
     return problems
 
 
+def _is_unaligned(tensor: Tensor) -> bool:
+    step = tensor.stride(0) * tensor.element_size() if tensor.dim() == 3 else 0
+    return bool(tensor.data_ptr() % 16 or step % 16)
+
+
 def _out_problems(out: list[Tensor], shape: list[int], device: torch.device) -> list[str]:
     problems = []
     stacked = len(out) == 1 and out[0].dim() == 3
@@ -225,7 +230,7 @@ def _out_problems(out: list[Tensor], shape: list[int], device: torch.device) -> 
         expected = shape if stacked else shape[1:]
         if list(tensor.shape) != expected or tensor.device != device:
             problems.append(f"out[{index}] is {list(tensor.shape)} on {tensor.device} (legal: {expected} on {device})")
-        elif not (tensor[0] if stacked else tensor).is_contiguous() or tensor.data_ptr() % 16:
+        elif not (tensor[0] if stacked else tensor).is_contiguous() or _is_unaligned(tensor):
             problems.append(f"out[{index}] has strides {tensor.stride()} (legal: [K, 1] in an expert, 16-byte aligned)")
         if tensor.dtype not in _OUT_DTYPES or tensor.dtype != out[0].dtype:
             problems.append(f"out[{index}] is {tensor.dtype} (legal: {', '.join(map(str, _OUT_DTYPES))}, all the same)")

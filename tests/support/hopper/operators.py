@@ -74,8 +74,8 @@ def call_weight_operators() -> None:
         call_quantizers(fmt, tensor(16, 2 * INNER, HIDDEN))
     for fmt in map(get_format, FORMAT_NAMES):
         call_quantizers(fmt, tensor(16, HIDDEN, INNER))
-        # Rows of 16384 are the longest that stay in registers.
-        call_quantizers(fmt, tensor(512, 16384))
+        # Rows of 32768 are the longest that stay in registers.
+        call_quantizers(fmt, tensor(512, 32768))
         unaligned = tensor(2 * INNER * HIDDEN + 1)[1:].view(2 * INNER, HIDDEN)
         kernels.quantize_weight(unaligned, fmt)
         kernels.largest(list(tensor(2, 2 * INNER, HIDDEN).unbind()))
