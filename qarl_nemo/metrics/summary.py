@@ -43,11 +43,11 @@ def growing_mismatch(run: Run) -> tuple[float, float] | None:
 
     Returns:
         Mean KL of engine to learner in the first and the last `smoothing_window` steps, nats per token; None unless the
-        last is large and a fifth above the first.
+        last is large and a fifth above the first, and where either window has none.
     """
     window, kl = smoothing_window(len(run.steps)), run.column("mismatch/kl_k3")
     first, last = finite_mean(kl[:window]), finite_mean(kl[-window:])
-    return (first, last) if last > max(_LARGE_KL, _GROWTH * first) else None
+    return (first, last) if math.isfinite(first) and last > max(_LARGE_KL, _GROWTH * first) else None
 
 
 def finite_mean(values: Floats) -> float:

@@ -102,9 +102,10 @@ def _notices(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "the learner moves away from its engine; "
                 "look whether the gradient's norm rises as well, and stop before rewards fall or align the learner"
             )
-        skipped = summarize_run(run)["skipped_steps"]
-        if skipped > 0:
-            problems.append(f"optim/skipped_steps: {skipped:.0f} updates skipped for a non-finite loss or gradient")
+        skipped = round(summarize_run(run)["skipped_steps"])
+        if skipped:
+            updates = "1 update" if skipped == 1 else f"{skipped} updates"
+            problems.append(f"optim/skipped_steps: {updates} skipped for a non-finite loss or gradient")
         if problems:
             notices.append({"run": run.name, "problems": problems})
     return notices

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl, engine_softmax
+from qarl_nemo.layers.router import NO_ROUTE, AlignedRouter, RouteControl, engine_softmax, route_tokens
 from support.asserts import assert_bitwise_equal, assert_snr
 
 
@@ -152,6 +152,19 @@ def test_softmax_adds_in_the_engines_order(num_experts):
     assert_bitwise_equal(engine_softmax(logits), expected)
     with pytest.raises(AssertionError, match="elements differ"):
         assert_bitwise_equal(logits.float().softmax(-1), expected)
+
+
+def test_the_weights_of_a_token_are_added_in_the_order_of_its_choices():
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(256, 64)).to(torch.bfloat16)
+    chosen, _ = route_tokens(logits, 6, renormalize=False)
+    forwards, backwards = (
+        torch.tensor(np.array([functools.reduce(np.add, row[::step]) for row in chosen.numpy()])) for step in (1, -1)
+    )
+    weights, _ = route_tokens(logits, 6, renormalize=True)
+    assert_bitwise_equal(weights, chosen / forwards[:, None])
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_equal(weights, chosen / backwards[:, None])
 
 
 @pytest.mark.parametrize("num_experts", [4, 60])

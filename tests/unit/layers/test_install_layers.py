@@ -217,6 +217,16 @@ def test_every_illegal_shape_is_listed_at_once(name):
     install(model, ["experts", "attention"], get_format("w4a16", group_size=32))
 
 
+def test_plain_layers_execute_bf16_in_shapes_that_the_format_does_not_take():
+    # o_proj's K is 2 heads x 48 = 96, which no group of 128 divides.
+    model = make_moe(head_dim=48)
+    report = install(model, ["experts"], W4A16, plain=["attention", "experts"])
+    executed = {name: weight.format.name for name, weight in report.weights.items()}
+    prefix = "model.layers.1"
+    assert executed[f"{prefix}.self_attn.o_proj.weight"] == "bf16"
+    assert executed[f"{prefix}.mlp.experts.down_proj"] == "w4a16", "what is targeted is quantized all the same"
+
+
 def test_a_block_that_would_hold_gate_and_up_is_refused():
     model = make_moe(moe_intermediate_size=192)
     with pytest.raises(ValueError, match="a block would hold gate and up") as error:

@@ -129,6 +129,18 @@ def test_every_expert_has_its_own_adapters_and_their_exact_gradients(name):
                 assert_snr(mine.grad, expected.grad.roll(1, 0), 100)
 
 
+def test_small_swiglu_outputs_beside_adapters_do_not_meet_the_floor_of_the_fused_kernel():
+    # Activations of 2^-8 make SwiGLU outputs far below the fused kernel's floor 1 / 512, which the plain one lacks.
+    layer, (index, weight) = expert_layer(FORMATS["fp8_block"]), routing()
+    packed = PackedExperts(layer.aligned["gate_up_proj"], layer.aligned["down_proj"])
+    packed.lora = layer.lora
+    x = 2.0**-8 * torch.randn(T, H)
+    adapted = layer(x, index, weight)
+    assert_bitwise_equal(packed(x, index, weight), adapted)
+    # FP8 with scales of its own; under the floor the numbers would be FP8's last bits.
+    assert_snr(adapted, merged_loop(layer, x.double(), index, weight.double())[0].detach(), 25)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["w4a16", "fp8_block", "fp8_channel", "int8", "nvfp4"])
 def test_the_sampler_computes_the_same_bits(name, dtype):

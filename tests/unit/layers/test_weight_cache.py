@@ -1,8 +1,11 @@
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import qarl_nemo.layers.weight as weight_module
+from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
 from qarl_nemo.layers.weight import AlignedWeight, MasterChanges
@@ -106,6 +109,23 @@ def test_released_weights_come_back_as_the_same_bits(fmt, quantizer_calls):
     assert quantizer_calls == ["q_proj"] * 2
     assert_bitwise_equal(after.dequantize(), kept)
     assert weight.operand() is weight.operand()
+
+
+def test_released_weights_hold_neither_the_packed_tensors_nor_the_operand(fmt):
+    weight = make_weight(fmt)
+    # A deleted object leaves a reference to it empty.
+    held = [weakref.ref(tensor) for tensor in (*weight.quantized().tensors.values(), weight.operand().values)]
+    weight.release()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
+def test_another_format_is_executed_from_the_call_on(fmt, quantizer_calls):
+    weight = make_weight(fmt)
+    weight.operand()
+    other = get_format("fp8_channel" if fmt.name != "fp8_channel" else "w4a16")
+    weight.execute(other)
+    assert weight.quantized().format == weight.operand().format == other
+    assert_bitwise_equal(weight.quantized().dequantize(), quantize_weight(weight.master, other).dequantize())
 
 
 def test_only_the_packed_tensors_stay_when_the_operand_is_not_kept(fmt):

@@ -22,6 +22,30 @@ def test_every_objective_of_the_union_can_be_built_from_its_defaults():
         assert loss_fn(curr, data).loss.isfinite()
 
 
+# As the sources that the objectives' files name have them.
+DEFAULTS = {
+    "tbpo": {
+        "positive_clip_high": 4e-4,
+        "negative_clip_low": 3e-4,
+        "negative_clip_high": 7e-4,
+        "mismatch_cap": 2.0,
+    },
+    "grpo_tis": {"clip_low": 0.2, "clip_high": 0.28, "mismatch_cap": 2.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "mis_gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "mismatch_low": 0.999, "mismatch_high": 1.002},
+    "positive_grpo": {"clip_high": 0.28, "mismatch_cap": 2.0},
+    "on_policy_grpo": {"mismatch_cap": 2.0},
+    "dual_clip_grpo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "mismatch_cap": 2.0},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "qurl_acr": {"clip_low": 0.2, "clip_high": 0.2, "mismatch_cap": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_that_are_left_out_are_the_published_ones(name):
+    assert ADAPTER.validate_python({"objective": name}).model_dump() == {"objective": name} | DEFAULTS[name]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_setting_has_a_description_and_a_bound(model):
     for name, field in model.model_fields.items():

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl_nemo.losses.ratios import kl_k3
+from qarl_nemo.losses.bands import Band
+from qarl_nemo.losses.ratios import Units, kl_k3, prox_ratio
 from support.loss_batches import (
     CLIPPED,
     NAMES,
@@ -24,6 +25,8 @@ from support.loss_batches import (
 SEEDS = st.integers(0, 2**20)
 SCALES = st.sampled_from([1e-4, 1e-3, 0.3])
 QUICK = settings(max_examples=25, deadline=None)
+# It would reject every response otherwise.
+WIDE = {"mis_gspo": {"mismatch_low": 0.1, "mismatch_high": 10.0}}
 every_objective = pytest.mark.parametrize("name", NAMES)
 
 
@@ -108,7 +111,7 @@ def test_one_extreme_token_stays_finite(name, prox, mismatch, advantage):
 @pytest.mark.parametrize("where", ["curr", "prev_logprobs", "generation_logprobs", "advantages"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_valid_token_is_not_hidden(name, where, value):
-    curr, data = batch_from_gaps([[0.0, 0.0], [0.0]], [[0.0, 0.0], [0.0]], [1.0, -1.0])
+    curr, data = batch_from_gaps([[0.0], [0.0, 0.0]], [[0.0], [0.0, 0.0]], [1.0, -1.0])
     target = curr.detach() if where == "curr" else getattr(data, where).clone()
     target[1, 0] = value
     if where == "curr":
@@ -117,7 +120,7 @@ def test_a_non_finite_valid_token_is_not_hidden(name, where, value):
         data = dataclasses.replace(data, **{where: target})
     output, grad = run(make_loss(name), curr, data)
     assert output.loss.isnan()
-    assert grad[1, 0].isnan()
+    assert grad[1].isnan().all(), "the whole response's, also where tokens have ratios of their own"
     assert output.sequences["prox_ratio"].isnan().tolist() == [False, True]
 
 
@@ -153,6 +156,41 @@ def test_a_unit_outside_its_band_has_exactly_zero_gradient(name, advantage):
     assert grad[0].item() == 0.0
     learns = advantage > 0 or name != "positive_grpo"
     assert (grad[1].item() != 0.0) == learns
+
+
+def test_a_ratio_on_a_bound_is_in_the_band_and_learns():
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    band = Band.by_sign(advantages, positive=(0.5, 1.5), negative=(0.25, 2.0))
+    ratio = torch.tensor([0.5, 1.5, 0.25, 2.0], requires_grad=True)
+    band.clip(ratio).sum().backward()
+    assert ratio.grad.tolist() == [1.0] * 4
+    assert band.contains(ratio).all()
+    metrics = band.metrics(ratio.detach(), Units.of(torch.ones(4), torch.tensor(4.0)))
+    assert [metrics[f"num_in_band_{sign}"].item() for sign in ("positive", "negative")] == [2, 2]
+    assert [value.item() for name, value in metrics.items() if "below" in name or "above" in name] == [0.0] * 4
+
+
+def test_a_gate_that_is_shut_in_float32_keeps_nothing():
+    # r = e^4 = 54.6: sigmoid(r - 1) is 1 in float32, and its slope is 0
+    curr, data = batch_from_gaps([[4.0], [0.0]], [[0.0], [0.0]], [1.0, 1.0], dtype=torch.float32)
+    output, grad = run(make_loss("sapo"), curr, data)
+    assert (grad[:, 0] != 0).tolist() == [False, True]
+    assert output.sequences["kept"].tolist() == [False, True]
+
+
+@every_objective
+def test_nothing_but_the_learners_own_log_probabilities_gets_a_gradient(name):
+    curr, data = random_batch(2, scale=0.3)
+    fields = ("prev_logprobs", "generation_logprobs", "advantages", "entropy")
+    attached = {field: getattr(data, field).clone().requires_grad_() for field in fields}
+    output, _ = run(make_loss(name, **WIDE.get(name, {})), curr, dataclasses.replace(data, **attached))
+    assert [field for field, tensor in attached.items() if tensor.grad is not None] == []
+    assert not output.logs.entropy.requires_grad
+
+
+def test_ratios_are_clamped_at_20_and_nowhere_before():
+    assert close(prox_ratio(torch.tensor([-19.0, 19.0], dtype=torch.float64)), [math.exp(-19.0), math.exp(19.0)])
+    assert close(prox_ratio(torch.tensor([-21.0, 21.0], dtype=torch.float64)), [math.exp(-20.0), math.exp(20.0)])
 
 
 @every_objective

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from qarl_nemo.losses.reference_kl import ReferenceKL
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, read_diagnostics
 from qarl_nemo.nemo_rl.loss import ENTROPY_KEY, PREFIX, RESPONSE_KEY
 from qarl_nemo.nemo_rl.recording import Recorder, Recording
@@ -195,6 +196,35 @@ def test_nemo_rls_metrics_are_their_definitions():
     assert metrics["positive_nll_loss"] == 0
 
 
+@pytest.mark.parametrize(("kind", "estimate"), [("k1", lambda x: -x), ("k2", lambda x: x * x / 2)])
+def test_both_mismatch_kls_take_the_estimator_of_the_settings(kind, estimate):
+    curr, data = make_batch()
+    _, metrics, _ = run(make_loss(replaced=Replaced(reference_policy_kl_type=kind)), curr, data)
+    sampler = by_hand(lambda curr, prev, generation, reference: estimate(prev - generation), curr, data)
+    learner = by_hand(lambda curr, prev, generation, reference: estimate(generation - prev), curr, data)
+    assert metrics["gen_kl_error"] == pytest.approx(sampler, rel=1e-4, abs=1e-6)
+    assert metrics["policy_kl_error"] == pytest.approx(learner, rel=1e-4, abs=1e-6)
+
+
+def test_a_token_that_the_sampler_calls_impossible_leaves_the_importance_ratio_finite():
+    curr, data = make_batch()
+    clean = run(make_loss(), curr, data)[1]["sampling_importance_ratio"]
+    gap = float(data["prev_logprobs"][6, PROMPT + 2] - data["generation_logprobs"][6, PROMPT + 2])
+    data["generation_logprobs"][6, PROMPT + 2] = -math.inf
+    found = run(make_loss(), curr, data)[1]["sampling_importance_ratio"]
+    assert found == pytest.approx(clean - math.exp(gap) / float(counts(data)["global_valid_toks"]), rel=1e-4)
+
+
+def test_the_probability_error_of_a_token_that_counts_half_is_its_root():
+    # As NeMo-RL computes it: mean of exp(|gap| * mask), weighed by the mask.
+    curr, data = make_batch(gap=0.5)
+    data["sample_mask"] = torch.tensor([0.5, 1.0, 0.25, 0.0, 2.0, 0.125, 1.0, 0.75])
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    gaps = (data["prev_logprobs"] - data["generation_logprobs"])[:, 1:].abs()
+    expected = float(((gaps * mask).exp() * mask).sum() / mask.sum())
+    assert run(make_loss(), curr, data)[1]["token_mult_prob_error"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_metrics_of_tokens_weigh_a_fraction_of_a_response():
     curr, data = make_batch()
     data["sample_mask"] = torch.tensor([0.5, 1.0, 0.25, 0.0, 2.0, 0.125, 1.0, 0.75])
@@ -251,6 +281,23 @@ def test_the_gradient_of_the_reference_kl_goes_through_estimate_and_weight():
     assert float(held[0, 5]) == pytest.approx(float(alone[0, 5]), abs=1e-9)
 
 
+@pytest.mark.parametrize("from_sampler", [False, True])
+def test_a_log_ratio_held_on_the_way_in_has_no_gradient_also_where_the_estimate_is_not_held(from_sampler):
+    kl = ReferenceKL(penalty=0.5, kind="k1", input_clamp=2.0, output_clamp=None, from_sampler=from_sampler)
+    curr = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    kl.per_token(curr, torch.tensor([[-0.5, -4.0]]), torch.tensor([[-1.0, -1.0]])).sum().backward()
+    # k1 = -x with x = .5: d/dcurr is 1 from the estimate and -x from the weight; x = -3 is held
+    assert curr.grad.tolist() == [[0.5 * (1 - 0.5), 0.0]]
+
+
+def test_a_weight_of_the_reference_kl_that_is_not_finite_counts_nothing():
+    kl = ReferenceKL(penalty=1.0, kind="k3", input_clamp=20.0, output_clamp=10.0, from_sampler=True)
+    curr = torch.tensor([[-1.0]], requires_grad=True)
+    estimate = kl.per_token(curr, torch.tensor([[-2.0]]), torch.tensor([[-200.0]]))
+    estimate.sum().backward()
+    assert (estimate.item(), curr.grad.item()) == (0.0, 0.0)
+
+
 def test_an_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match="reference_policy_kl_type='k4'; legal: k1, k2, k3"):
         make_loss(replaced=Replaced(reference_policy_kl_type="k4"))
@@ -269,7 +316,8 @@ FAULTS = {
 def test_a_number_that_is_not_finite_makes_the_loss_none_and_is_named(name, where):
     curr, data = make_batch()
     data[where][6, PROMPT + 2] = FAULTS[where]
-    data[where][3, 0] = FAULTS[where]  # of a prompt
+    data[where][6, PROMPT + 4] = FAULTS[where]  # the first one is named
+    data[where][3, PROMPT - 1] = FAULTS[where]  # of a prompt
     data[RESPONSE_KEY] = torch.tensor([40, 11, 12, 13, 14, 15, 16, 17])
     loss_fn = make_loss(name, replaced=WITH_KL)
     loss, _, grad = run(loss_fn, curr, data)

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from qarl_nemo.losses.ratios import Units, capped_fraction
 from support.loss_batches import batch_from_gaps, close, make_loss, run
 
 # One response with A = 2 and one with A = -1, so that each token is one case. log r and log w per token:
@@ -64,6 +65,12 @@ def test_band_metrics_count_tokens(name, positive, negative):
         assert metrics[f"num_in_band_{sign}"].item() == counts[0]
         assert metrics[f"fraction_{sign}"].item() == pytest.approx(0.5)
     assert metrics["mismatch_capped_fraction"].item() == pytest.approx(2 / 6)
+
+
+def test_a_weight_on_the_cap_is_used_as_it_is():
+    log_mismatch = torch.tensor([math.log(2.0), math.log(2.0) + 1e-9], dtype=torch.float64)
+    units = Units.of(torch.ones(2), torch.tensor(2.0))
+    assert capped_fraction(log_mismatch, 2.0, units)["mismatch_capped_fraction"].item() == 0.5
 
 
 def test_without_a_cap_the_engines_policy_counts_as_the_learners():

@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgba
 
 from qarl_nemo.metrics.report.arms import Arm, group_by_arm
 from qarl_nemo.metrics.report.distributions import Ratios, histogram_figure, mismatch_weights, prox_ratios
+from qarl_nemo.metrics.report.positions import error_position_figure
 from qarl_nemo.metrics.report.scatter import scatter_figure
 from qarl_nemo.metrics.report.style import SIGN_COLORS, ZERO_COLOR
 from qarl_nemo.metrics.report.timings import phase_seconds, phase_table
@@ -32,6 +35,16 @@ def test_bands_are_drawn_over_the_sign_they_belong_to():
     # two of three lie in (0, 1.01], one of two in [0.98, 1.02]
     assert above.texts[0].get_text() == "n = 3, 66.7 % in the band"
     assert below.texts[0].get_text() == "n = 2, 50 % in the band"
+
+
+def test_error_tokens_are_shares_of_the_tokens_at_their_place():
+    # 48 positions, two an interval: four responses reach the first 24, one the rest, and two tokens of each are errors.
+    tokens, wrong = np.repeat([4.0, 1.0], 24), np.zeros(48)
+    wrong[[0, 1, 24, 25]] = 2.0, 2.0, 1.0, 1.0
+    arm = SimpleNamespace(name="arm", color="#000000", each_diagnostic=lambda *_: [np.stack([tokens, wrong])])
+    (line,) = error_position_figure([arm], 6).axes[0].lines
+    assert line.get_xdata()[:2].tolist() == [1.5, 3.5]
+    assert line.get_ydata().tolist() == [0.5, *[0.0] * 11, 1.0, *[0.0] * 11]
 
 
 def test_a_line_far_from_the_data_is_named_instead_of_squeezing_it():

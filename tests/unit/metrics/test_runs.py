@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from qarl_nemo.layers.install import InstallRow
 from qarl_nemo.metrics.report.arms import group_by_arm, moving_mean
 from qarl_nemo.metrics.runs import load_run, load_runs
-from qarl_nemo.metrics.summary import smoothing_window, summarize_run
+from qarl_nemo.metrics.summary import growing_mismatch, smoothing_window, summarize_run
 
 
 def write_records(run_dir, records):
@@ -59,6 +59,17 @@ def test_runs_of_one_name_go_by_their_directory(tmp_path):
     assert names == [str(tmp_path / "a/x"), "y", str(tmp_path / "b/x")]
 
 
+def test_diagnostics_and_examples_are_those_of_the_newest_steps(make_run):
+    run_dir = make_run("demo", num_steps=7)
+    for step in range(1, 7):
+        for suffix in (".npz", ".jsonl"):
+            newest = run_dir / "diagnostics" / f"step_000007{suffix}"
+            newest.with_name(f"step_{step:06d}{suffix}").write_bytes(newest.read_bytes())
+    run = load_run(run_dir)
+    assert run.diagnostics.step == 7
+    assert [example["step"] for example in run.examples] == [7, 6, 5, 4, 3]
+
+
 def test_null_and_absent_values_are_nan(tmp_path):
     run = load_run(write_records(tmp_path, [{"step": 1, "a": None}, {"step": 2, "a": 0.5, "b": 1}]))
     assert np.array_equal(run.column("a"), [np.nan, 0.5], equal_nan=True)
@@ -91,6 +102,45 @@ def test_summary_compares_the_last_window_with_the_first(tmp_path):
     assert summary["reward_ratio"] == pytest.approx(4.0)
     assert summary["time_s"] == 18.0
     assert np.isnan(summary["abs_gap_mean"])
+
+
+def test_rewards_that_begin_below_zero_have_no_ratio(tmp_path):
+    records = [{"step": i, "reward/mean": reward} for i, reward in enumerate([-0.5, 0.5])]
+    assert np.isnan(summarize_run(load_run(write_records(tmp_path, records)))["reward_ratio"])
+
+
+def test_a_summary_counts_every_skip_and_the_error_tokens_of_the_end(tmp_path):
+    skips, rates = [1, 0, 0, 2, None, 0, 0, 0, 1, 0], [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.1, 0.3]
+    columns = enumerate(zip(skips, rates, strict=True))
+    records = [{"step": i, "optim/skipped_steps": skip, "error_tokens/rate": rate} for i, (skip, rate) in columns]
+    summary = summarize_run(load_run(write_records(tmp_path, records)))
+    assert summary["skipped_steps"] == 4
+    assert summary["error_token_rate"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "grows"),
+    [
+        (1e-3, 1.3e-3, True),
+        (2e-3, 2.5e-3, True),
+        # less than a fifth more, though large
+        (2e-3, 2.3e-3, False),
+        # many times as much, though small
+        (1e-5, 9e-4, False),
+        (3e-3, 2e-3, False),
+    ],
+)
+def test_a_mismatch_grows_if_it_is_large_and_a_fifth_above_the_first(tmp_path, first, last, grows):
+    # ten steps, so each window is 2
+    values = [first * 0.5, first * 1.5, *[1.0] * 6, last * 1.5, last * 0.5]
+    records = [{"step": i, "mismatch/kl_k3": value} for i, value in enumerate(values)]
+    found = growing_mismatch(load_run(write_records(tmp_path, records)))
+    assert found == (pytest.approx((first, last)) if grows else None)
+
+
+def test_a_mismatch_that_was_not_recorded_at_first_does_not_grow(tmp_path):
+    records = [{"step": i, "mismatch/kl_k3": None if i < 4 else 2e-3} for i in range(10)]
+    assert growing_mismatch(load_run(write_records(tmp_path, records))) is None
 
 
 def test_moving_mean_looks_back_over_the_window():

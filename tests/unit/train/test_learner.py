@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
+from qarl_nemo.train.config import AdamWConfig
 from qarl_nemo.train.rollouts import Rollouts
 from support.asserts import assert_bitwise_equal
 from support.engines import PROMPTS, W4A16_G32, make_engine, sample, tiny_model, weights_of
@@ -192,3 +193,17 @@ def test_a_bf16_learner_trains(rollouts):
     assert result.metrics["optim/skipped_steps"] == 0
     assert result.curr_logprobs.dtype == torch.float32
     assert any(not torch.equal(weight, before[name]) for name, weight in weights_of(engine.model).items())
+
+
+def test_each_micro_batch_is_added_to_the_masters_and_the_rate_is_that_of_the_step(rollouts, monkeypatch):
+    engine = make_engine(optimizer=AdamWConfig(lr=0.1, warmup_steps=10))
+    calls, optimizer = [], engine.optimizer
+    accumulate = optimizer.accumulate
+    monkeypatch.setattr(optimizer, "accumulate", lambda: (calls.append(optimizer.num_steps), accumulate()))
+    engine.learner.micro_batch_size = 1
+    rows = torch.arange(len(rollouts.input_ids))
+    advantages = torch.ones(len(rows))
+    result = engine.learner.update(rollouts, engine.learner.prev_logprobs(rollouts), advantages, [rows])
+    # In FP32 after each backward, and once more in the step, where nothing is left.
+    assert len(calls) == len(rows) + 1
+    assert result.metrics["optim/lr"] == pytest.approx(0.01)

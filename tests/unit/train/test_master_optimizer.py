@@ -270,6 +270,17 @@ def test_a_restored_optimizer_knows_how_many_steps_were_skipped():
     assert made[1].skipped_in_a_row == 3
 
 
+def test_an_applied_step_ends_the_row_of_skipped_ones():
+    parameter = nn.Parameter(numbers(4, 4))
+    optimizer = MasterOptimizer([(MATRIX, parameter)], AdamWConfig(), 1.0)
+    in_a_row = []
+    for finite in (False, False, True, False):
+        parameter.grad = torch.ones(4, 4)
+        optimizer.step(finite=finite)
+        in_a_row.append(optimizer.skipped_in_a_row)
+    assert in_a_row == [1, 2, 0, 1]
+
+
 def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32():
     parameter = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
     optimizer = MasterOptimizer([("p", parameter)], AdamWConfig(lr=1e-3), 1e6)

@@ -75,6 +75,13 @@ def test_the_gradient_of_a_noisy_weight_is_the_clean_ones(dtype):
     assert add_noise(weight, None) is weight
 
 
+def test_noise_is_added_in_fp32_and_the_sum_rounded_once():
+    # BF16 has steps of 2^-7 above 1: just over half of one rounds up, but noise in BF16 is 2^-8, a tie to even.
+    weight, noise = torch.ones(1).bfloat16(), torch.tensor([2.0**-8 + 2.0**-17])
+    assert add_noise(weight, noise).item() == 1 + 2.0**-7
+    assert (weight + noise.bfloat16()).item() == 1.0
+
+
 def served(noise, *, replay, dtype=torch.float32, **options):
     engine = make_engine(model=tiny_model(dtype=dtype), loss=GRPOTISConfig(), **options)
     engine.learner.replay_noise = replay

@@ -1,0 +1,88 @@
+"""What a finished step reports: figures by hand, and the responses that are worth reading."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qarl_nemo.metrics.diagnostics import read_diagnostics
+from qarl_nemo.train.learner import UpdateResult
+from qarl_nemo.train.rollouts import Rollouts
+from qarl_nemo.train.step_metrics import FinishedStep
+from support.engines import TOKENIZER
+
+LENGTHS = [1, 3, 2]
+MASK = torch.arange(3) < torch.tensor(LENGTHS)[:, None]
+NUM_PROMPT_COLUMNS = 2
+
+
+def finished(*, garbled=(), valid=(True, True, True)) -> FinishedStep:
+    """Three responses with logprobs of -0.5, the learner's 0.1 below the engine's; `garbled` (row, column) at -9."""
+    generation, prev = (torch.full(MASK.shape, value) for value in (-0.5, -0.6))
+    for place in garbled:
+        generation[place] = prev[place] = -9.0
+    ids = torch.tensor(TOKENIZER("1+2=3", add_special_tokens=False)["input_ids"]).expand(3, -1).clone()
+    rollouts = Rollouts(
+        input_ids=ids,
+        attention_mask=torch.cat([torch.ones(3, NUM_PROMPT_COLUMNS, dtype=torch.bool), MASK], -1),
+        response_mask=MASK,
+        generation_logprobs=generation * MASK,
+        routes=None,
+        truncated=torch.tensor([False, True, False]),
+        weight_version=1,
+    )
+    sequences = {
+        "prox_ratio": torch.tensor([1.0, 3.0, 100.0]),
+        "mismatch_weight": torch.ones(3),
+        "advantage": torch.tensor([1.0, -1.0, 0.0]),
+        "kept": torch.ones(3, dtype=torch.bool),
+        "valid": torch.tensor(valid),
+    }
+    return FinishedStep(
+        tasks=[SimpleNamespace(answer=str(row)) for row in range(3)],
+        rollouts=rollouts,
+        rewards=torch.tensor([1.0, 0.0, 0.0]),
+        prev_logprobs=prev * MASK,
+        advantages=torch.tensor([1.0, -1.0, 0.0]),
+        result=UpdateResult({"loss/total": 0.25}, sequences, prev * MASK),
+    )
+
+
+def test_the_metrics_of_a_step_by_hand():
+    metrics = finished().metrics()
+    expected = {
+        "reward/mean": 1 / 3,
+        # with n - 1: (2/3)^2 + 2 (1/3)^2 = 2/3, over 2
+        "reward/std": math.sqrt(1 / 3),
+        "response_length_tokens/mean": 2.0,
+        "truncated_fraction": 1 / 3,
+        # -log p of the sampled tokens, of the engine that sampled them
+        "rollout/entropy_estimate": 0.5,
+        "loss/total": 0.25,
+        "prox_ratio/p50": 3.0,
+        "mismatch/abs_gap_mean": 0.1,
+        "mismatch/kl_k1": 0.1,
+        "error_tokens/rate": 0.0,
+    }
+    assert {name: pytest.approx(metrics[name], rel=1e-5) for name in expected} == expected
+
+
+def test_ratios_are_those_of_responses_that_count():
+    assert finished(valid=(True, True, False)).metrics()["prox_ratio/p50"] == 2.0
+
+
+def test_error_tokens_are_told_by_the_sign_of_their_response():
+    metrics = finished(garbled=[(1, 0), (1, 2)]).metrics()
+    rates = [metrics[f"error_tokens/{name}"] for name in ("rate", "rate_positive", "rate_negative")]
+    assert rates == pytest.approx([2 / 6, 0.0, 2 / 3])
+
+
+def test_the_responses_with_the_most_error_tokens_are_kept_first(tmp_path):
+    finished(garbled=[(1, 0), (2, 0), (2, 1)]).write_diagnostics(tmp_path, 4, TOKENIZER)
+    examples = read_diagnostics(tmp_path, 4).examples
+    assert [example["answer"] for example in examples] == ["2", "1", "0"]
+    assert [len(example["error_tokens"]) for example in examples] == [2, 1, 0]
+    assert [example["response"] for example in examples] == ["2=", "2=3", "2"]
+    assert [example["prompt"] for example in examples] == ["1+"] * 3
+    assert (examples[2]["reward"], examples[2]["advantage"]) == (1.0, 1.0)
