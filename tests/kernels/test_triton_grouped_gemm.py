@@ -143,6 +143,8 @@ def test_all_problems_are_named():
     x, weight = uneven(4, 96)[:, :90].contiguous(), uneven(2, 60, 96).float()
     with pytest.raises(ValueError, match=r"weight is torch\.float32.*90 columns \(legal: 96.*N=60.*offsets has shape"):
         grouped_gemm_bf16(x, weight, offsets_of([4]))
+    with pytest.raises(ValueError, match=r"weight is on meta \(legal: .*, as x\)"):
+        grouped_gemm_bf16(uneven(4, 96), torch.empty(1, 64, 96, device="meta", dtype=torch.bfloat16), offsets_of([4]))
     weight, row_weight = uneven(1, 64, 96), torch.ones(4, device=DEVICE)
     with pytest.raises(ValueError, match="weight_rounding='sum'"):
         grouped_gemm_bf16(uneven(4, 96), weight, offsets_of([4]), row_weight=row_weight, weight_rounding="sum")

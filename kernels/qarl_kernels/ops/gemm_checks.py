@@ -30,6 +30,8 @@ def operand_problems(
         problems.append(f"weight has K={weight.shape[2]} (legal: multiples of {multiple})")
     if weight.shape[1] % 8 or weight.shape[1] == 0:
         problems.append(f"weight has N={weight.shape[1]} (legal: multiples of 8)")
+    if weight.device != x.device:
+        problems.append(f"weight is on {weight.device} (legal: {x.device}, as x)")
     return problems + offsets_problems(x, weight.shape[0], offsets)
 
 
