@@ -31,12 +31,14 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
         model: the pydantic model of the whole config.
 
     Raises:
-        ConfigError: assignments without `=` or with a value that is not YAML; all are listed.
+        ConfigError: assignments without `=` or with a value that is not YAML, all listed, or one that grows too large.
     """
     assigned, malformed = [], []
     for text in overrides:
         try:
             assigned.append(_assignment(text, model))
+        except ConfigError as error:
+            raise ConfigError(f"the override of {text.partition('=')[0]}: {error}") from None
         except (OmegaConfBaseException, yaml.YAMLError, ValueError):
             malformed.append(text)
     if malformed:

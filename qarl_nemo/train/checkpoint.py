@@ -119,7 +119,7 @@ def save_checkpoint(
         for path in (partial, *partial.rglob("*")):
             sync(path)
         if final.exists():
-            _delete(final)
+            final.rename(_half(final))
         partial.rename(final)
         sync(final.parent)
         remove_leftovers(run_dir, keep_last)
@@ -206,4 +206,8 @@ def read_state(run_dir: Path, step: int) -> dict[str, float]:
 
 def _delete(folder: Path) -> None:
     # Renamed first, so that a kill halfway leaves nothing under a checkpoint's name.
-    shutil.rmtree(folder.rename(folder.with_suffix(".deleted")))
+    shutil.rmtree(folder.rename(_half(folder)))
+
+
+def _half(folder: Path) -> Path:
+    return folder.with_suffix(".deleted")

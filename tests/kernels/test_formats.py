@@ -108,3 +108,13 @@ def test_formats_are_values():
     assert len({get_format("w4a16"), get_format("w4a16", group_size=128), get_format("w4a8")}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         get_format("w4a16").group_size = 64
+
+
+def test_a_kernel_for_experts_alone_serves_nothing_beside_them():
+    served = get_format("fp8_block").served_on("cpu")
+    assert served.serves(128, ("experts",))
+    assert not served.serves(128, ("experts", "attention"))
+
+
+def test_group_sizes_of_a_device_ascend():
+    assert get_format("w4a16").served_on("cuda").group_sizes == (32, 64, 128)

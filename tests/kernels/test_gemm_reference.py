@@ -10,6 +10,7 @@ from qarl_kernels import (
     get_format,
     grouped_gemm,
     grouped_input_grad,
+    int8,
     one_group,
     quantize_weight,
 )
@@ -190,6 +191,20 @@ def test_int8_activations_are_rounded_as_the_layers_own_kernel_rounds_them():
     assert gemm(x, operand)[0, :2].tolist() == pytest.approx([127, 0])
     assert gemm(x, stack.expert(0))[0, :2].tolist() == pytest.approx([127, 1])
     assert grouped_gemm(x, operand.stacked(), one_group(x))[0, :2].tolist() == pytest.approx([127, 0])
+
+
+def test_int8_experts_multiply_token_scales_first_and_dense_layers_channel_scales():
+    operand = GemmOperand.from_weight(quantize_weight(uneven_weight(64, 128), get_format("int8")), torch.float32)
+    stack = GemmOperand(operand.format, operand.values[None], operand.scale[None])
+    # No ties, which the two kinds of layers round differently.
+    codes = torch.randint(-126, 127, (9, 128)).float()
+    codes[:, 0] = 127.0
+    sums, channel = codes @ operand.values.mT, operand.scale.mT
+    _, token = int8.quantize_token(codes * 0.7, dense=True)
+    dense, routed = token * (channel * sums), channel * (token * sums)
+    assert not torch.equal(dense, routed)
+    assert_bitwise_equal(gemm(codes * 0.7, operand), dense)
+    assert_bitwise_equal(gemm(codes * 0.7, stack.expert(0)), routed)
 
 
 def test_the_floor_after_swiglu_by_hand():

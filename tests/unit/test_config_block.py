@@ -1,5 +1,7 @@
 """The `qarl:` block: formats and alignments that go together, and the stages of a schedule."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from qarl_nemo.config import ConfigError, QarlConfig, validate
@@ -47,12 +49,26 @@ def test_the_grid_of_every_step():
     assert [rollout_only.executed_at(step).name for step in bits] == ["bf16"] * len(bits)
 
 
+def test_a_stage_may_go_up_to_all_bits_that_are_stored():
+    qarl = validate({"format": "w2a16", "schedule": stages((10, 4), (20, 3))}, QarlConfig, source="test")
+    assert [qarl.served_at(step).grid_bits for step in (9, 10, 20)] == [2, 4, 3]
+
+
+@pytest.mark.parametrize(("number", "is_legal"), [(64, True), (65, False)])
+def test_the_number_of_stages_is_limited(number, is_legal):
+    schedule = stages(*((2 + index, 2 + 2 * (index % 2)) for index in range(number)))
+    with nullcontext() if is_legal else pytest.raises(ConfigError, match="at most 64"):
+        validate({"format": "w8a16", "schedule": schedule}, QarlConfig, source="test")
+
+
 @pytest.mark.parametrize(
     ("name", "schedule", "problem"),
     [
         ("w4a16", stages((10, 8)), "8 bits are not stored in the 4 of w4a16"),
         ("w4a16", stages((10, 4)), "step 10 goes on with 4 bits"),
         ("w3a16", stages((10, 3)), "step 10 goes on with 3 bits"),
+        ("w8a16", stages((10, 4), (20, 4)), "step 20 goes on with 4 bits"),
+        ("w8a16", stages((10, 1)), "greater than or equal to 2"),
         ("w8a16", stages((10, 4), (10, 2)), "from_step=10 is not after 10"),
         ("w8a16", stages((20, 4), (10, 2)), "from_step=10 is not after 20"),
         ("fp8_block", stages((10, 4)), "fp8_block has one grid only; take format=w8a16"),

@@ -83,6 +83,12 @@ def test_interpolation_refers_to_other_keys(write):
     assert load_config(write("name: ${inner.color}"), ["inner.color=teal"], Whole).name == "teal"
 
 
+def test_a_reference_behind_the_end_of_a_list_is_named(write):
+    assert load_config(write("name: x\nsizes: [1, 2]\ninner: {size: '${sizes.1}'}"), [], Whole).inner.size == 2
+    with pytest.raises(ConfigError, match=r"run\.yaml: .*sizes\.2"):
+        load_config(write("name: x\nsizes: [1, 2]\ninner: {size: '${sizes.2}'}"), [], Whole)
+
+
 def test_every_malformed_override_is_named_at_once(write):
     wrong = ["seed", "--name=x", "=3", "inner..size=3", "sizes={oops"]
     with pytest.raises(ConfigError, match=r"a\.b=c") as raised:
@@ -157,6 +163,23 @@ def test_what_would_grow_without_bound_is_refused(write, bomb):
         load_config(write(BOMBS[bomb]), [], Whole)
 
 
+@pytest.mark.parametrize(
+    "below", ["'{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}'", "['{0}'" + ", '{0}'" * 9 + "]"], ids=["text", "list"]
+)
+def test_what_resolvers_and_lists_refer_to_counts(write, below):
+    # 200 * 10^4 characters.
+    levels = [f"k{level}: {below.format(f'${{oc.select:k{level - 1}}}')}" for level in range(1, 5)]
+    with pytest.raises(ConfigError, match="filled in"):
+        load_config(write("\n".join([f"k0: {'x' * 200}", *levels])), [], Whole)
+
+
+def test_an_override_that_would_grow_without_bound_is_refused_before_it_is_built(write, monkeypatch):
+    monkeypatch.setattr("omegaconf.OmegaConf.from_dotlist", lambda texts: pytest.fail("built"))
+    bomb = "{" + BOMBS["aliases"].replace("\n", ", ") + "}"
+    with pytest.raises(ConfigError, match="the override of inner: line 1: a config has at most"):
+        load_config(write("name: x"), [f"inner={bomb}"], Whole)
+
+
 def test_defaults_that_fan_out_are_read_once_each(write):
     for level in range(15):
         write(f"defaults: [{level + 1}.yaml, {level + 1}.yaml]", f"{level}.yaml")
@@ -187,6 +210,7 @@ def test_a_pipe_is_refused_before_it_blocks(tmp_path, write):
         ("name=a #b", "a #b"),
         ("name=[x", "[x"),
         ("name='quoted: text'", "quoted: text"),
+        ('name="quoted: text"', "quoted: text"),
         ("name=${inner.color}", "red"),
         ("name=", ""),
     ],
@@ -217,6 +241,8 @@ def test_a_format_of_the_command_line_takes_away_options_it_does_not_have(write)
     qarl = load_config(path, ["qarl.format=fp8_channel"], Whole).qarl
     assert (qarl.format, qarl.group_size, qarl.scale_convention) == ("fp8_channel", None, None)
     assert load_config(path, ["qarl.format=w8a16"], Whole).qarl.group_size == 32
+    staged = write("name: x\nqarl: {format: w8a16, schedule: [{from_step: 2, bits: 4}]}")
+    assert load_config(staged, ["qarl.format=fp8_channel"], Whole).qarl.schedule is None
     # What the command line says itself stays, whichever comes first, and is an error where the format is known.
     assert load_config(path, ["qarl.group_size=64", "qarl.format=fp8_channel"], Whole).qarl.group_size == 64
     # So does what a file says beside its own format.

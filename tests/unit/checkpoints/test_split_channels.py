@@ -135,6 +135,8 @@ def test_widths_grow_to_what_the_kernels_take():
     assert plan_splitting(0.1, {"experts": 768}, get_format("w4a16")).config == {"moe_intermediate_size": 896}
     assert plan_splitting(1 / 6, {"experts": 768}, get_format("w4a16")).config == {"moe_intermediate_size": 896}
     assert plan_splitting(0.17, {"experts": 768}, get_format("w4a16")).config == {"moe_intermediate_size": 1024}
+    # 400 * 0.28 is a little more than 112.
+    assert plan_splitting(0.28, {"experts": 400}, get_format("int8")).config == {"moe_intermediate_size": 512}
     # Its kernels take multiples of 256 for w4a8, of 16 for int8, and of 64 rows for a dense w4a16.
     assert plan_splitting(0.1, {"experts": 768}, get_format("w4a8")).config == {"moe_intermediate_size": 1024}
     assert plan_splitting(0.01, {"mlp": 4864}, get_format("int8")).config == {"intermediate_size": 4928}
@@ -158,6 +160,7 @@ def test_what_cannot_be_split_is_refused_before_a_weight_is_read(share, name, ta
 
 
 def test_no_channel_is_split_more_than_once():
+    assert plan_splitting(1.0, {"experts": 128}, get_format("w4a16")).config == {"moe_intermediate_size": 256}
     # w4a8's kernels take multiples of 256.
     with pytest.raises(ValueError, match=r"more than once: 64 experts channels -> 256"):
         plan_splitting(1.0, {"experts": 64}, get_format("w4a8"))

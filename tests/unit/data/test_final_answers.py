@@ -64,3 +64,8 @@ def test_a_number_is_written_as_answers_are(value, text):
 @pytest.mark.parametrize("value", [None, True, [1], float("nan"), float("-inf")])
 def test_what_is_no_answer_has_no_text(value):
     assert answer_text(value) is None
+
+
+def test_only_commas_between_thousands_are_left_out():
+    assert final_answer("#### 1,234,567", "hash") == "1234567"
+    assert final_answer("#### 1,2345", "hash") == "1,2345"

@@ -6,7 +6,7 @@ from torch import nn
 
 from qarl_nemo.layers.frozen import FrozenBase, freeze
 from qarl_nemo.layers.install import install
-from qarl_nemo.layers.lora import LoraSettings, adapters, add_adapters, peft_tensors
+from qarl_nemo.layers.lora import Adapter, LoraSettings, adapters, add_adapters, peft_tensors
 from qarl_nemo.layers.packed import PackedExperts
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.engines import PROMPTS, W4A16_G32, tiny_model
@@ -202,3 +202,13 @@ def test_seeds_decide_what_is_drawn_and_bounds_are_pefts():
     assert not torch.equal(first, other)
     # Uniform on +-1 / sqrt(128); of 4096 draws the largest is within 1 % of the bound.
     assert 0.99 < first.abs().max() * 128**0.5 <= 1
+
+
+def test_a_is_drawn_from_both_sides_of_zero_up_to_its_bound():
+    adapter = Adapter((16, 64), LoraSettings(rank=8, alpha=8, targets=()), torch.float32, "cpu")
+    adapter.draw(torch.Generator().manual_seed(0))
+    a = adapter.lora_A["weight"].detach()
+    # 512 values between -1/8 and 1/8.
+    assert a.abs().max() <= 0.125
+    assert a.min() < -0.1
+    assert a.max() > 0.1

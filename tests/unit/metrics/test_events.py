@@ -50,6 +50,12 @@ def test_a_killed_and_resumed_run_writes_the_bytes_of_an_uninterrupted_one(tmp_p
     assert killed.read_bytes() != whole.read_bytes()
 
 
+def test_a_last_line_that_was_cut_within_a_character_is_left_out(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes('{"step": 1}\n{"text": "é'.encode()[:-1])
+    assert list(read_lines(path)) == [{"step": 1}]
+
+
 def test_resuming_before_the_first_checkpoint_starts_over(tmp_path):
     write_steps(tmp_path, range(1, 4))
     path = write_steps(tmp_path, [1], resume_step=0)

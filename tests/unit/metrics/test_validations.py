@@ -93,3 +93,12 @@ def test_seeds_that_all_arms_have_are_averaged(tmp_path):
 def test_no_table_without_two_arms_or_a_common_step(tmp_path):
     one, other = make_arm(tmp_path, "one", {10: [1]}), make_arm(tmp_path, "other", {20: [1]})
     assert validation_tables([one]) == validation_tables([one, other]) == []
+
+
+def test_one_question_under_two_system_prompts_is_two_problems(tmp_path):
+    asked = [
+        [{"role": "system", "content": text}, {"role": "user", "content": "1 + 1"}] for text in ("Think.", "Answer.")
+    ]
+    lines = [json.dumps({"content": [messages], "rewards": [1.0]}) for messages in asked]
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    assert len(read_rewards(tmp_path / "answers.jsonl")) == 2

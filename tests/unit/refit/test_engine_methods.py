@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from qarl_formats import BLOCKS
+from qarl_formats import BLOCKS, CODES_OF_8_BITS
 from qarl_kernels import get_format
-from qarl_nemo.refit.engine_methods import ChosenMethod, method_label, method_problems, require_methods
+from qarl_nemo.refit.engine_methods import ChosenMethod, chosen_methods, method_label, method_problems, require_methods
 
 W4A16 = get_format("w4a16", group_size=64)
 LAYER = "model.layers.0"
@@ -55,6 +55,32 @@ class CompressedTensorsLinearMethod:
 def test_blocks_are_told_from_rows(blocks, note):
     layer = SimpleNamespace(quant_method=CompressedTensorsLinearMethod(), scheme=CompressedTensorsW8A8Fp8(blocks))
     assert method_label(layer) == f"CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8{note}"
+
+
+class CompressedTensorsWNA16:
+    def __init__(self, num_bits):
+        self.num_bits = num_bits
+
+
+@pytest.mark.parametrize(("num_bits", "note"), [(8, CODES_OF_8_BITS), (4, "")])
+def test_codes_of_8_bits_are_told_from_narrower_ones(num_bits, note):
+    layer = SimpleNamespace(quant_method=CompressedTensorsLinearMethod(), scheme=CompressedTensorsWNA16(num_bits))
+    assert method_label(layer) == f"CompressedTensorsLinearMethod/CompressedTensorsWNA16{note}"
+
+
+def test_a_layer_with_adapters_is_known_by_its_own_method_and_once():
+    linear = SimpleNamespace(quant_method=CompressedTensorsLinearMethod())
+    wrapped = SimpleNamespace(old_quant_method=CompressedTensorsLinearMethod())
+    experts = SimpleNamespace(quant_method=wrapped, lora_base_layer_prefix="base_layer.")
+    layers = {
+        f"{LAYER}.self_attn.qkv_proj": SimpleNamespace(quant_method=wrapped, base_layer=linear),
+        f"{LAYER}.self_attn.qkv_proj.base_layer": linear,
+        f"{LAYER}.mlp.experts.base_layer.routed_experts": experts,
+        f"{LAYER}.input_layernorm": SimpleNamespace(),
+    }
+    chosen = chosen_methods(SimpleNamespace(named_modules=layers.items))
+    names = [f"{LAYER}.self_attn.qkv_proj", f"{LAYER}.mlp.experts.routed_experts"]
+    assert [(one.layer, one.method) for one in chosen] == [(name, "CompressedTensorsLinearMethod") for name in names]
 
 
 def test_every_fall_back_is_named():

@@ -127,7 +127,8 @@ def test_a_step_can_be_saved_again(engine, tmp_path):
     assert json.loads((checkpoint_dir(tmp_path, 5) / "state.json").read_text())["elapsed_s"] == 9.0
 
 
-def test_half_of_a_deleted_checkpoint_does_not_count(engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", [10, 5], ids=["older", "replaced"])
+def test_half_of_a_deleted_checkpoint_does_not_count(engine, tmp_path, monkeypatch, step):
     save(tmp_path, 5, engine)
     killed = RuntimeError("killed")
 
@@ -137,12 +138,12 @@ def test_half_of_a_deleted_checkpoint_does_not_count(engine, tmp_path, monkeypat
 
     monkeypatch.setattr("shutil.rmtree", delete_one_file)
     with pytest.raises(RuntimeError, match="killed"):
-        save(tmp_path, 10, engine, keep_last=1)
+        save(tmp_path, step, engine, keep_last=1)
     monkeypatch.undo()
-    assert checkpoint_steps(tmp_path) == [10]
-    assert newest_checkpoint(tmp_path) == 10
+    assert checkpoint_steps(tmp_path) == [step]
+    assert newest_checkpoint(tmp_path) == step
     remove_leftovers(tmp_path)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000010"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{step:06d}"]
 
 
 def test_checkpoints_beyond_the_newest_are_leftovers_too(engine, tmp_path):

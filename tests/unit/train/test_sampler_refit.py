@@ -118,6 +118,13 @@ def test_another_format_is_refused(engine, name):
     assert_refused(engine, other, f"the update is in format {name}, this engine serves w4a16", PACKED)
 
 
+def test_a_rehearsed_update_is_refused(engine):
+    session, update = engine.sampler._session, engine.publish()
+    assert session.refusals(update.manifest, rehearsed=False) == []
+    (problem,) = session.refusals(update.manifest, rehearsed=True)
+    assert "send an update that is not rehearsed" in problem
+
+
 def test_another_group_size_is_refused(engine):
     step_weights(engine)
     other = engine.publish(get_format("w4a16", group_size=128))
