@@ -87,7 +87,7 @@ def _require_storable(weight: Weights, fmt: QuantFormat, name: str, amax: Tensor
 
 @contextmanager
 def _called(name: str) -> Iterator[None]:
-    """Put a weight's name before what its kernels refuse."""
+    """Put a weight's name before what its kernels, which do not know it, say in an error."""
     try:
         yield
     except ValueError as error:

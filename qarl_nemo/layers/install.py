@@ -124,10 +124,10 @@ def _holds_weights(module: nn.Module) -> bool:
 
 
 def _require_present(targets: Sequence[str], plain: Sequence[str], present: set[str]) -> None:
-    absent = {"targets": [one for one in targets if one not in present]}
-    absent["targets of adapters"] = [one for one in plain if one not in present]
-    said = " and ".join(f"{name} {found}" for name, found in absent.items() if found)
-    if said:
+    asked = {"targets": targets, "targets of adapters": plain}
+    absent = {whose: [target for target in names if target not in present] for whose, names in asked.items()}
+    if any(absent.values()):
+        said = " and ".join(f"{whose} {names}" for whose, names in absent.items() if names)
         raise ValueError(
             f"{said} match no module of this model, which has {sorted(present)}. Dense models have `mlp` in place of "
             "`experts`"

@@ -43,7 +43,7 @@ def growing_mismatch(run: Run) -> tuple[float, float] | None:
 
     Returns:
         Mean KL of engine to learner in the first and the last `smoothing_window` steps, nats per token; None unless the
-        last is large and a fifth above the first, and where either window has none.
+        last is large and a fifth above the first, or where either window has no value.
     """
     window, kl = smoothing_window(len(run.steps)), run.column("mismatch/kl_k3")
     first, last = finite_mean(kl[:window]), finite_mean(kl[-window:])

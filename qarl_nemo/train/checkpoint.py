@@ -119,7 +119,7 @@ def save_checkpoint(
         for path in (partial, *partial.rglob("*")):
             sync(path)
         if final.exists():
-            final.rename(_half(final))
+            final.rename(_deleted_name(final))
         partial.rename(final)
         sync(final.parent)
         remove_leftovers(run_dir, keep_last)
@@ -206,8 +206,8 @@ def read_state(run_dir: Path, step: int) -> dict[str, float]:
 
 def _delete(folder: Path) -> None:
     # Renamed first, so that a kill halfway leaves nothing under a checkpoint's name.
-    shutil.rmtree(folder.rename(_half(folder)))
+    shutil.rmtree(folder.rename(_deleted_name(folder)))
 
 
-def _half(folder: Path) -> Path:
+def _deleted_name(folder: Path) -> Path:
     return folder.with_suffix(".deleted")
