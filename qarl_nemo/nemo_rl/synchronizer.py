@@ -61,6 +61,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         Raises:
             ValueError: `kv_scales` are given.
             RuntimeError: engines did not wake up.
+            ray.exceptions.ActorDiedError: an engine or a learner rank died; names it.
             ray.exceptions.RayTaskError: the refit was refused or broke off; gives the workers' reason.
             TimeoutError: a worker did not finish its part within an hour.
         """
@@ -112,6 +113,8 @@ def _raise_failed_wakes(generation: Any) -> None:
     def wake_or_raise(*arguments: Any, **named: Any) -> bool:
         # NeMo-RL prints what went wrong and returns False, which its own loops ignore.
         if not wake(*arguments, **named):
+            # An engine that died names itself; one that lives has answered the wake already.
+            _results([worker.__ray_ready__.remote() for worker in generation.worker_group.workers])
             parts = " and ".join(named.get("tags") or ("weights", "kv_cache"))
             raise RuntimeError(
                 f"vLLM did not wake up its {parts}: NeMo-RL printed why above. Where it ran out of memory, lower "

@@ -74,6 +74,15 @@ def _parallel(gpus: int, *overrides: str) -> Case:
     return Case(gpus=gpus, starts=(Start(steps=4, overrides=overrides),))
 
 
+def _dense(gpus: int) -> Case:
+    changes = ("++qarl.targets=[mlp,attention]", *_OUR_DATA)
+    return Case(
+        gpus=gpus,
+        model="dense",
+        starts=(Start(steps=6, overrides=changes, executes="w4a16 in attention of 4 layers, mlp of 4 layers"),),
+    )
+
+
 def _large(*overrides: str, **changes: str | None) -> Case:
     settings = {"steps": 12, "overrides": (*_LARGE, *overrides), "gap": (0.0, 0.02)}
     return Case(starts=(Start(**settings | changes),), model="1b")
@@ -264,18 +273,9 @@ CASES = {
         "policy.train_micro_batch_size=32",
         "++qarl.group_size=64",
     ),
-    # A Qwen2 with biases and a tied head, two data parallel ranks, our data set and `qarl train`'s verifier.
-    "dense": Case(
-        gpus=2,
-        model="dense",
-        starts=(
-            Start(
-                steps=6,
-                overrides=("++qarl.targets=[mlp,attention]", *_OUR_DATA),
-                executes="w4a16 in mlp of 4 layers, attention",
-            ),
-        ),
-    ),
+    # A Qwen2 with biases and a tied head, our data set and `qarl train`'s verifier; on two data parallel ranks, too.
+    "dense": _dense(2),
+    "dense_one_gpu": _dense(1),
     # CUDA graphs for decoding, as the large recipes have them.
     "graphs": Case(starts=(Start(steps=4, overrides=_GRAPHS),)),
     # 0.83 B parameters: large enough that a step's time is not all the host's.
