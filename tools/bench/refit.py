@@ -40,8 +40,9 @@ _PROMPT = {"prompt_token_ids": list(range(1, 17))}
 def bench(format_name: str, options: argparse.Namespace) -> None:
     """Start one engine and refit it through every sender; show and record each result at once."""
     os.environ.update(ENVIRONMENT)
-    config, fmt = model_config(options.layers), get_format(format_name)
-    print(f"{format_name}: starting vLLM, about a minute", flush=True)
+    config, fmt = model_config(options.layers), get_format(format_name, nested_in=options.nested_in)
+    label = f"{format_name}_in_{options.nested_in}" if options.nested_in else format_name
+    print(f"{label}: starting vLLM, about a minute", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         engine = VllmEngine(start(config, fmt, options.targets, Path(folder)))
     bf16_bytes = sum(2 * torch.Size(shape).numel() for shape in shapes(config).values())
@@ -51,13 +52,13 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
             torch.cuda.set_device(device)
             sender = CollectiveSender(1, torch.device(device)) if name == "collective" else IpcSender()
             learner = Learner(config, fmt, options.targets, device)
-            figures = measure(f"{format_name} {name}", learner, engine, sender, options.repeats)
+            figures = measure(f"{label} {name}", learner, engine, sender, options.repeats)
             del learner
             gc.collect()
             torch.cuda.empty_cache()
             record_figures(
                 options.record,
-                refit_figures(format_name, name, figures, bf16_bytes, options.targets),
+                refit_figures(label, name, figures, bf16_bytes, options.targets),
                 **facts("cuda", 2 if name == "collective" else 1, ["vllm"]),
                 command=f"python tools/bench/refit.py --targets {','.join(options.targets)} --senders {name}",
             )
@@ -98,18 +99,18 @@ def _measuring_alone() -> Iterator[None]:
 
 
 def refit_figures(
-    format_name: str, sender: str, figures: dict[str, list[float]], bf16_bytes: int, targets: tuple[str, ...]
+    label: str, sender: str, figures: dict[str, list[float]], bf16_bytes: int, targets: tuple[str, ...]
 ) -> list[Figure]:
     """Return the medians of one format's repeats through one sender, and the spread of the whole.
 
     Args:
-        format_name: the targeted layers' format.
+        label: the targeted layers' format, and the one that it is nested in.
         sender: one of `SENDERS`.
         figures: what `measure` returned.
         bf16_bytes: size of the model in BF16.
         targets: what is quantized; rows' names include targets other than the default.
     """
-    label = format_name if targets == TARGETS else "_".join((format_name, *targets))
+    label = label if targets == TARGETS else "_".join((label, *targets))
     found: list[Figure] = []
 
     def add(name: str, value: float, unit: str, goal: float | None = None) -> None:
@@ -133,6 +134,7 @@ def main() -> None:
     """Bench every format in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", default=",".join(FORMAT_NAMES), help="comma-separated")
+    parser.add_argument("--nested-in", help="publish codes of this finer format: w8a16")
     parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated")
     parser.add_argument("--senders", default="ipc", help=f"comma-separated, of {', '.join(SENDERS)}")
     parser.add_argument("--layers", type=int, default=48)

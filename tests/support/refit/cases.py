@@ -109,11 +109,12 @@ def one_gpu() -> list[EngineCase]:
         cases.append(EngineCase(name, (*_REHEARSED, "memory"), sender="ipc", rehearsed=True))
         cases.append(EngineCase(name, _BRIEF, targets=("attention", "mlp"), expert_size=0))
     # The kernels of w4a16, with words of four codes.
-    cases.append(EngineCase("w8a16", _WHOLE))
+    cases.append(EngineCase("w8a16", _WHOLE, rounds=100))
     cases.append(EngineCase("w8a16", (*_BRIEF, "sleep"), 64, starts_from="B", sender="ipc", sleeps=True))
     cases.append(EngineCase("w8a16", _REHEARSED, sender="ipc", rehearsed=True))
     for name, size in (("w8a16", 32), ("w4a16", None), ("w2a16", 32), ("w4a8", None)):
-        cases.append(EngineCase(name, _BRIEF, size, nested_in="w8a16"))
+        rounds = 100 if name == "w4a16" else 3
+        cases.append(EngineCase(name, _BRIEF, size, nested_in="w8a16", rounds=rounds))
     cases.append(EngineCase("w4a16", _REHEARSED, sender="ipc", rehearsed=True, nested_in="w8a16"))
     for name in _ADAPTED:
         cases.append(EngineCase(name, _ADAPTERS, adapters=True))
