@@ -51,7 +51,7 @@ def _weight_only(num_bits: int) -> QuantFormat:
         group_size=128,
         group_sizes=(128, 64, 32),
         scale_bits=16,
-        # By measured error (docs/design/formats.md); also what compressed-tensors and llm-compressor write.
+        # By measured error up to 4 bits (docs/design/formats.md), and what compressed-tensors and llm-compressor write.
         scale_convention="full_range",
         operand_bytes=BF16_BYTES,
     )

@@ -133,15 +133,14 @@ def memory(
         _require_lora_options(context)
         _require_own_format(model, base)
         adapted = replace(base, tokens=tokens, logprob_chunk=1024 if logprob_chunk is None else logprob_chunk)
-        _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib)
+        _show_lora_memory(size, adapted, (lora, lora_targets), gpu_gib, cache_gib, _refusals(model, adapted))
         return
     _require_megatron_options(context, engine_tp, {"GPUs": gpus, "attention heads": size.num_heads})
-    if engine_tp is not None:
-        _require_served(model, base, engine_tp)
+    refusals = _refusals(model, base, engine_tp)
     alike = {"tokens": tokens, "gradient_bytes": gradient_bytes, "logprob_chunk": logprob_chunk, "nested_in": nested_in}
     chosen = product(optimizer or OPTIMIZERS, recompute or ("full", "none"))
     learners = [replace(base, **alike, optimizer=name, recompute=kind) for name, kind in chosen]
-    _show_memory(size, learners, layout, gpus, gpu_gib, engine_tp)
+    _show_memory(size, learners, layout, (gpus, gpu_gib), engine_tp, refusals)
 
 
 def _base_learner(size: "ModelSize", format_name: str, group_size: int | None, targets: str | None) -> "Learner":
@@ -159,22 +158,23 @@ def _show_memory(
     size: "ModelSize",
     learners: list["Learner"],
     layout: list[str] | None,
-    gpus: int,
-    gpu_gib: float,
+    machine: tuple[int, float],
     engine_tp: int | None,
+    refusals: list[str],
 ) -> None:
     from rich.console import Console
 
     from qarl_nemo.cli.memory_table import memory_table
     from qarl_nemo.memory import layouts
 
+    gpus, gpu_gib = machine
     ranks = _named_layouts(size, layout, gpus) if layout else layouts(size, gpus)
     problems = {one.name: _shard_problems(size, one, learners[0]) for one in ranks}
     ranks = [one for one in ranks if not problems[one.name]]
     if not ranks or (layout and any(problems.values())):
         listed = [f"layout {name}: {problem}" for name, found in problems.items() for problem in found]
         raise ValueError("the learner would not start:\n  " + "\n  ".join(listed))
-    Console(width=160).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp))
+    Console(width=160).print(memory_table(size, ranks, learners, gpu_gib * 2**30, engine_tp, refusals))
 
 
 def _named_layouts(size: "ModelSize", layout: list[str], gpus: int) -> list["Parallelism"]:
@@ -211,7 +211,12 @@ def _shard_problems(size: "ModelSize", ranks: "Parallelism", learner: "Learner")
 
 
 def _show_lora_memory(
-    size: "ModelSize", base: "Learner", lora: tuple[int, str], gpu_gib: float, cache_gib: float
+    size: "ModelSize",
+    base: "Learner",
+    lora: tuple[int, str],
+    gpu_gib: float,
+    cache_gib: float,
+    refusals: list[str],
 ) -> None:
     from rich.console import Console
 
@@ -226,7 +231,8 @@ def _show_lora_memory(
         raise ValueError(f"lora={rank} is a rank that no engine serves; legal: {', '.join(map(str, RANKS))}")
     _require_size("cache_gib", cache_gib)
     base = replace(base, recompute="full", logits=False)
-    Console(width=160).print(lora_table(size, base, Adapters(rank, targets), gpu_gib * 2**30, cache_gib * 2**30))
+    sizes = (gpu_gib * 2**30, cache_gib * 2**30)
+    Console(width=160).print(lora_table(size, base, Adapters(rank, targets), *sizes, refusals))
 
 
 def _require_size(name: str, gib: float) -> None:
@@ -251,16 +257,26 @@ def _require_megatron_options(context: typer.Context, engine_tp: int | None, sha
         raise ValueError(f"engine_tp={engine_tp} does not divide {' and '.join(uneven)}")
 
 
-def _require_served(model: Path, learner: "Learner", engine_tp: int) -> None:
+def _refusals(model: Path, learner: "Learner", engine_tp: int | None = None) -> list[str]:
+    """Say why no kernel of vLLM takes the weights.
+
+    What a whole weight lacks its parts lack, too, so that one GPU stands for any number.
+
+    Raises:
+        ValueError: the format cannot store the weights, or they are not served by the engine that was asked for.
+    """
     from qarl_nemo.architecture import read_architecture
     from qarl_nemo.checkpoints.shapes import engine_problems
 
     assert learner.record is not None
-    size = read_architecture(model, MEGATRON_FAMILIES)
-    if found := engine_problems(size, learner.record, learner.targets, engine_tp):
-        raise ValueError(
-            "\n  ".join(["no engine would start:", *(f"engine_tp={engine_tp}: {line}" for _, line in found)])
-        )
+    size, fmt = read_architecture(model, tuple(FAMILIES)), learner.record
+    # Without kernels only what storing takes is asked.
+    if lines := [line for _, line in engine_problems(size, replace(fmt, vllm=None), learner.targets, 1)]:
+        raise ValueError("\n  ".join([f"{fmt.name} cannot store these weights:", *lines]))
+    lines = [line for _, line in engine_problems(size, fmt, learner.targets, engine_tp or 1)]
+    if lines and engine_tp is not None:
+        raise ValueError("\n  ".join(["no engine would start:", *(f"engine_tp={engine_tp}: {line}" for line in lines)]))
+    return lines
 
 
 def _require_own_format(model: Path, learner: "Learner") -> None:

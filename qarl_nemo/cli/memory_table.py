@@ -25,6 +25,7 @@ from qarl_nemo.memory.lora import ADAPTED_PARTS, ENGINES, AdaptedMemory, Adapter
 # The optimizer's state stands beside the optimizer's name.
 _HEADERS = {name: "state" if name == "optimizer" else name for name in PARTS}
 
+_NOT_SERVED = "[red]not served[/]"
 _NONE_FITS = (
     "None fits: fewer --tokens, --logprob-chunk 1024 and --gradient-bytes 2 take less, or add --gpus; --lora trains "
     "adapters on one GPU."
@@ -37,6 +38,7 @@ def memory_table(
     learners: Sequence[Learner],
     gpu_bytes: float,
     engine_tp: int | None = None,
+    refusals: Sequence[str] = (),
 ) -> Table:
     """Return a table of what every layout and learner needs, and whether it fits.
 
@@ -48,6 +50,7 @@ def memory_table(
         engine_tp: GPUs that share one rollout engine on the learner's GPUs. Adds three columns: a refit's peak as a
             whole and layer by layer, which must fit as well, and a GPU's share of the host's memory; everything must
             fit beside what the engine keeps asleep.
+        refusals: why no engine takes the weights, however many GPUs it has.
     """
     beside = OVERHEAD_BYTES + (0 if engine_tp is None else ASLEEP_BYTES)
     room, first = gpu_bytes - beside, learners[0]
@@ -69,14 +72,22 @@ def memory_table(
         for learner in learners:
             needed = rank_memory(model, ranks, learner)
             sizes = [f"{size / GIB:.1f}" for size in (*(needed.parts[name] for name in PARTS), needed.peak_bytes)]
-            fits = "[green]yes[/]" if needed.peak_bytes <= room else "[red]no[/]"
+            fits = _NOT_SERVED if refusals else "[green]yes[/]" if needed.peak_bytes <= room else "[red]no[/]"
             most = largest_budget(partial(_peak_bytes, model, ranks, learner), room)
             more = [] if engine_tp is None else _refit_columns(model, ranks, learner, engine_tp, room)
             table.add_row(ranks.name, learner.optimizer, learner.recompute, *sizes, fits, str(most or "-"), *more)
             fitting |= needed.peak_bytes <= room
-    if not fitting:
-        table.caption = f"{caption}\n{_NONE_FITS}"
+    table.caption = "\n".join([caption, *([] if fitting else [_NONE_FITS]), *_served_by_none(refusals)])
     return table
+
+
+def _served_by_none(refusals: Sequence[str]) -> list[str]:
+    if not refusals:
+        return []
+    return [
+        "not served: vLLM does not take these weights on any number of GPUs, only the built-in sampler does:",
+        *(f"  {refusal}" for refusal in refusals),
+    ]
 
 
 def _refit_columns(
@@ -106,7 +117,14 @@ def _peak_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, tokens: 
     return rank_memory(model, ranks, replace(learner, tokens=tokens)).peak_bytes
 
 
-def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes: float, cache_bytes: float) -> Table:
+def lora_table(
+    model: ModelSize,
+    learner: Learner,
+    adapters: Adapters,
+    gpu_bytes: float,
+    cache_bytes: float,
+    refusals: Sequence[str] = (),
+) -> Table:
     """Return a table of what one GPU holds with each rollout engine, also with one that serves no adapters there.
 
     Args:
@@ -115,6 +133,7 @@ def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes
         adapters: what is trained.
         gpu_bytes: memory of the GPU.
         cache_bytes: keys and values of the responses that are sampled together.
+        refusals: why no kernel of vLLM takes the weights.
     """
     title = (
         f"GiB of one GPU: adapters of rank {adapters.rank} on {', '.join(adapters.targets)} "
@@ -127,6 +146,7 @@ def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes
         f"fits: the larger of the two and {EMBEDDED_PROCESS_BYTES / GIB:g} beside tensors in {gpu_bytes / GIB:g}. "
         "tokens: the largest micro-batch that fits."
     )
+    caption = "\n".join([caption, *_served_by_none(refusals)])
     columns = ("rollouts by", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens")
     table = Table(*columns, title=title, caption=caption, title_justify="left", caption_justify="left")
     for engine in ENGINES:
@@ -135,8 +155,9 @@ def lora_table(model: ModelSize, learner: Learner, adapters: Adapters, gpu_bytes
         sizes = [*(needed.parts[name] for name in ADAPTED_PARTS), needed.rollout_bytes, needed.update_bytes]
         fits = "[green]yes[/]" if needed.peak_bytes + EMBEDDED_PROCESS_BYTES <= gpu_bytes else "[red]no[/]"
         most = largest_budget(partial(_adapted_peak_bytes, memory, learner), gpu_bytes - EMBEDDED_PROCESS_BYTES)
-        if engine == "vllm" and learner.record and not learner.record.runs_beside_adapters(learner.targets):
-            fits, most = "[red]not served[/]", None
+        beside = learner.record is None or learner.record.runs_beside_adapters(learner.targets)
+        if engine == "vllm" and (refusals or not beside):
+            fits, most = _NOT_SERVED, None
         table.add_row(engine, *(f"{size / GIB:.1f}" for size in sizes), fits, str(most or "-"))
     return table
 

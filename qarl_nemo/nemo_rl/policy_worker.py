@@ -173,7 +173,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
     def _enter_stage(self, step: int) -> None:
         entered = self._stages.enter([self.model], step)
         if entered is not None:
-            self._flips.format = self.served
+            self._flips.enter(self.served)
             print(f"qarl: rank {self.rank}: {entered}", flush=True)
 
     def _shared(self, version: int, sender: ColocatedSender) -> RefitUpdate:

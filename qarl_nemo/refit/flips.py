@@ -24,15 +24,21 @@ class FlippedCodes:
 
     Args:
         fmt: the rollout engine's format.
-
-    Attributes:
-        format: the same; a stage of a run changes its grid.
     """
 
     def __init__(self, fmt: QuantFormat) -> None:
-        self.format = fmt
+        self._format = fmt
         self._rows: dict[str, Tensor] = {}
         self._changed: list[tuple[tuple[str, ...], int, Tensor]] = []
+
+    def enter(self, fmt: QuantFormat) -> None:
+        """Go on with another grid, in a stage of a run; its first update has nothing to be compared with.
+
+        Args:
+            fmt: what the engine is sent from here on.
+        """
+        # Codes of two grids differ wherever a grid has moved them, which is no optimizer step's doing.
+        self._format, self._rows, self._changed = fmt, {}, []
 
     def watch(self, layers: Iterable[Layer]) -> Iterator[Layer]:
         """Pass an update's layers on, and compare them on the way."""
@@ -48,7 +54,7 @@ class FlippedCodes:
         Returns:
             Shares of codes and of scales, each weight counted by its size: `flipped_codes`, its parts `_in` (q, k, v,
             gate and up, which read a norm's output) and `_out` (o and down), and `flipped_scales`. Nothing after the
-            first update, and for a format without codes.
+            first update of all and of a grid, and for a format without codes.
         """
         shares = torch.stack([share for *_, share in self._changed]).tolist() if self._changed else []
         sums: dict[str, tuple[float, int]] = {}
@@ -69,7 +75,7 @@ class FlippedCodes:
         if before is None or before.shape != rows.shape:
             return
         if suffix == "weight_packed":
-            num_columns = layer[f"{owner}.weight_scale"].shape[-1] * self.format.group_size
+            num_columns = layer[f"{owner}.weight_scale"].shape[-1] * self._format.group_size
             differ = torch.ne(*(self._codes(words, num_columns) for words in (rows, before)))
         else:
             # FP8 is compared as bytes, because not every device compares its values.
@@ -80,12 +86,12 @@ class FlippedCodes:
         self._changed.append((kinds, size, differ.mean(dtype=torch.float64)))
 
     def _served(self, suffix: str, rows: Tensor) -> Tensor:
-        return narrow_tensor(suffix, rows, self.format) if self.format.nested_bits else rows
+        return narrow_tensor(suffix, rows, self._format) if self._format.nested_bits else rows
 
     def _codes(self, words: Tensor, num_columns: int) -> Tensor:
         if words.dtype == torch.uint8:
             return nvfp4.unpack(words)
-        return unpack_int32(words, self.format.num_bits, num_columns)
+        return unpack_int32(words, self._format.num_bits, num_columns)
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -167,7 +167,8 @@ class Trainer:
         if stage is None or stage == self.stage:
             return
         self.stage = stage
-        self.flips.format = self.format = self.config.qarl.served_at(step)
+        self.format = self.config.qarl.served_at(step)
+        self.flips.enter(self.format)
         with timer.phase("refit"):
             self.learner.enter_stage(self.config.qarl.executed_at(step), stage.reset_moments)
             self._refit()

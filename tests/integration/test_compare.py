@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qarl_kernels import get_format
@@ -149,11 +149,17 @@ def test_adapters_that_cannot_be_compared_are_refused_with_every_reason(checkpoi
         prepare(settings(checkpoint, adapter=tmp_path / "copy"))
 
 
-def test_random_prompts_need_no_tokenizer(checkpoint, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(checkpoint / name, tmp_path)
-    prompts = prepare(settings(tmp_path)).prompts
-    assert [len(prompt) for prompt in prompts] == [8] * 4
+def test_a_folder_without_tokenizer_or_tensors_is_refused_with_the_rest_before_anything_is_served(checkpoint, tmp_path):
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    shown: list[str] = []
+    with pytest.raises(ValueError, match=r"^3 problem\(s\) with this comparison") as raised:
+        compare(settings(tmp_path, max_new_tokens=0), shown.append)
+    for text in ("max_new_tokens=0", "its tokenizer knows no words", "model.norm.weight"):
+        assert text in str(raised.value)
+    assert shown == []
 
 
 def test_tokens_of_another_response_are_far_from_the_engine(checkpoint):

@@ -132,6 +132,9 @@ def require_steps(case: Case, start: Start, ended: Ended, finished: int) -> None
     if len(run.steps) > 2:
         # The first refit of a start has nothing to be compared with.
         assert np.isfinite(shares).any() == (start.rollouts != "bf16"), shares
+    grids = run.column("refit/grid_bits")
+    # Nor has a stage's, and no grid is logged without a schedule.
+    assert np.isnan(shares[1:][np.abs(np.diff(grids)) > 0]).all(), (grids, shares)
 
 
 def require_versions(case: Case, run: Run) -> None:

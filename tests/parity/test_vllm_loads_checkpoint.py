@@ -105,8 +105,12 @@ def dense_gaps(fmt: QuantFormat, family: str, folder: Path) -> tuple[float, floa
 
 
 def has_coarse_codes(fmt: QuantFormat) -> bool:
-    """Whether rounding the weights changes logprobs more than another order of summation does."""
-    return fmt.weight_kind == "int" and fmt.num_bits == 4
+    """Whether rounding the weights changes logprobs more than another order of summation does.
+
+    On a CPU, where nothing else differs, the learner's two forwards of these models are 0.20 to 0.59 nats apart in
+    w4a16 and 0.18 to 0.50 in nvfp4; in w8a16 it is 0.01 to 0.04, which is within the bounds of the aligned gap.
+    """
+    return fmt.num_bits == 4
 
 
 def vllm_generate(folder: Path, moe_backend: str, extension: str = "") -> dict:

@@ -359,3 +359,23 @@ def test_nested_codes_take_their_eight_bits_in_the_learner_and_on_the_way():
     assert served_bytes(model, nested, published=True) - served_bytes(model, plain) == experts * 4 / 8
     with pytest.raises(ValueError, match="takes no nested_in=w8a16"):
         rank_memory(model, Parallelism(1), Learner("int8", nested_in="w8a16"))
+
+
+def test_weights_that_no_kernel_serves_do_not_fit(tmp_path, qarl):
+    sizes = {"hidden_size": 96, "moe_intermediate_size": 80, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text()) | sizes))
+    # Muon with and without recomputation; the built-in sampler, which takes them, and vLLM.
+    for options, fits in ((["--gpus", "1", "--optimizer", "muon"], [False, False]), (["--lora", "16"], [True, False])):
+        code, printed = qarl("memory", tmp_path, "--format", "nvfp4", *options)
+        assert code == 0, printed
+        rows = [line for line in printed.splitlines() if re.match("\\W+(dp|packed|vllm) ", line)]
+        assert ["yes" in line for line in rows] == fits, printed
+        assert ["not served" in line for line in rows] == [not one for one in fits], printed
+        said = " ".join(printed.split())
+        assert "not served: vLLM does not take these weights on any number of GPUs" in said
+        assert "gate_proj: N=80 is not a multiple of 64" in said
+        assert "down_proj: N=96 is not a multiple of 128" in said
+        code, printed = qarl("memory", tmp_path, "--format", "w4a16", *options)
+        assert code == 2
+        assert "w4a16 cannot store these weights: gate_proj: K=96 is not a multiple of" in " ".join(printed.split())
+    assert "not served" not in qarl("memory", MODEL, "--format", "nvfp4")[1]

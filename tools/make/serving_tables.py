@@ -9,23 +9,13 @@ import re
 import sys
 from pathlib import Path
 
-from qarl_kernels import get_format
+from qarl_formats import BASELINE, FORMAT_NAMES, QuantFormat, get_format
 from qarl_nemo.architecture import FAMILIES
 from qarl_nemo.measure.speed.shapes import read_shapes, shape_refusals
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide" / "serving.md"
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
-FORMATS = (
-    ("w4a16", 128),
-    ("w4a16", 64),
-    ("w4a16", 32),
-    ("w4a8", None),
-    ("fp8_block", None),
-    ("fp8_channel", None),
-    ("int8", None),
-    ("nvfp4", None),
-)
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 
@@ -41,6 +31,12 @@ def models() -> str:
     return "\n".join(lines)
 
 
+def split_formats() -> list[QuantFormat]:
+    """Return every quantized format, once for each group size."""
+    names = [name for name in FORMAT_NAMES if name != BASELINE]
+    return [get_format(name, group_size=size) for name in names for size in get_format(name).group_sizes or (None,)]
+
+
 def splits() -> str:
     """Return how many GPUs each format lets vLLM split an expert of Qwen3-30B-A3B over."""
     shapes, sizes = read_shapes(MODEL), (1, 2, 4, 8)
@@ -48,12 +44,12 @@ def splits() -> str:
         "| format | " + " | ".join(f"TP {size}" for size in sizes) + " | whole experts (EP) |",
         "|---|" + "---|" * 5,
     ]
-    for name, group_size in FORMATS:
-        fmt = get_format(name, group_size=group_size)
+    for fmt in split_formats():
         split = [shape_refusals(shapes, fmt, ["experts"], tensor_parallel_size=size) for size in sizes]
         whole = shape_refusals(shapes, fmt, ["experts"], tensor_parallel_size=8, enable_expert_parallel=True)
         cells = " | ".join("no" if refusals else "yes" for refusals in [*split, whole])
-        lines.append(f"| `{name}`{f', groups of {group_size}' if group_size else ''} | {cells} |")
+        groups = f", groups of {fmt.group_size}" if len(fmt.group_sizes) > 1 else ""
+        lines.append(f"| `{fmt.name}`{groups} | {cells} |")
     return "\n".join(lines)
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from qarl_formats import BASELINE, QuantFormat, find_format, get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
+from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.installation import pip_command
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.checks import attempt, count_problems, share_problems
@@ -19,7 +20,7 @@ from qarl_nemo.measure.served import adapter_problems, cpu_problems
 from qarl_nemo.names import TARGETS
 from qarl_nemo.train.engine_attention import ATTENTIONS, engine_attention_problem
 from qarl_nemo.train.lora import RANKS
-from qarl_nemo.train.model import checkpoint_config, stored_stop_ids
+from qarl_nemo.train.model import checkpoint_config, load_tokenizer, stored_stop_ids
 from qarl_nemo.train.saved_adapter import SavedAdapter, add_saved_adapter, read_adapter
 from qarl_nemo.train.setup import resolve_device
 
@@ -62,30 +63,33 @@ def prepare(settings: CompareSettings) -> Job:
     """Check everything and make the prompts, before a weight is read.
 
     Raises:
-        ValueError: settings, checkpoint, formats, shapes or prompts are wrong; all that is wrong is listed.
+        ValueError: settings, checkpoint, tokenizer, formats, shapes or prompts are wrong; all that is wrong is listed.
     """
     problems = _number_problems(settings) + _choice_problems(settings)
     formats = _formats(settings, problems)
     device = attempt(problems, resolve_device, settings.device)
-    found = attempt(problems, _read_checkpoint, settings.checkpoint)
+    config = attempt(problems, _read_config, settings.checkpoint)
+    # Without a config the tokenizer's error would be the config's again.
+    tokenizer = attempt(problems, load_tokenizer, settings.checkpoint) if config else None
     adapter = attempt(problems, read_adapter, settings.adapter) if settings.adapter else None
     if adapter:
         problems += _adapter_problems(settings, adapter, formats, device)
     prompts: list[list[int]] | None = None
-    if found:
-        config, tokenizer = found
+    stop_ids: list[int] | None = None
+    if config:
         problems += _shape_problems(settings, formats, config, device)
         if adapter:
             attempt(problems, _require_same_model, adapter, config)
+    if config and tokenizer is not None:
         prompts = attempt(problems, make_prompts, settings, tokenizer, config)
+        stop_ids = attempt(problems, stored_stop_ids, settings.checkpoint, tokenizer)
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with this comparison:\n  " + "\n  ".join(problems))
-    assert found
     assert device
+    assert tokenizer is not None
     assert prompts
-    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    stop_ids = stored_stop_ids(settings.checkpoint, tokenizer)
-    return Job(settings, tuple(formats), device, prompts, stop_ids, pad_id, adapter)
+    assert stop_ids
+    return Job(settings, tuple(formats), device, prompts, stop_ids, tokenizer.pad_token_id, adapter)
 
 
 def _number_problems(settings: CompareSettings) -> list[str]:
@@ -162,14 +166,11 @@ def _takes_groups(name: str) -> bool:
     return fmt is not None and bool(fmt.group_sizes)
 
 
-def _read_checkpoint(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+def _read_config(folder: Path) -> PreTrainedConfig:
     config = checkpoint_config(folder)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{folder} is quantized already; name the BF16 checkpoint that it was made from")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {folder} has no eos_token, so that no response could end")
-    return config, tokenizer
+    return config
 
 
 def _shape_problems(
@@ -179,6 +180,9 @@ def _shape_problems(
         return [] if settings.targets else [f"no target; legal: {', '.join(TARGETS)}"]
     problems: list[str] = []
     checkpoint = attempt(problems, open_checkpoint, settings.checkpoint)
+    if checkpoint and settings.engine != "vllm":
+        # A plan of vLLM's checkpoint asks the same.
+        attempt(problems, require_whole, checkpoint)
     for fmt in formats:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

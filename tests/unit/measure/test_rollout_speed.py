@@ -95,6 +95,20 @@ def test_what_does_not_fit_the_model_is_refused(options, message):
     assert message in str(raised.value)
 
 
+def test_a_machine_without_gpu_hides_no_format_that_no_engine_would_serve(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sizes = {"hidden_size": 96, "moe_intermediate_size": 80, "num_experts": 8, "num_experts_per_tok": 2}
+    config = json.loads((MODEL / "config.json").read_text()) | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = RolloutSpeedSettings(tmp_path, ("nvfp4", "int8", "bf16"), repeats=1)
+    with pytest.raises(ValueError, match=r"^1 problem\(s\) with --rollout:\n  no GPU") as raised:
+        prepare_speed(settings)
+    lines = str(raised.value).splitlines()[2:]
+    assert [line.split(": ")[0] for line in lines] == ["  elsewhere, too, no engine would serve nvfp4"]
+    assert "experts: gate_proj: N=80 is not a multiple of 64" in lines[0]
+    assert "experts: down_proj: N=96 is not a multiple of 128" in lines[0]
+
+
 @pytest.mark.parametrize(
     ("name", "group_size", "tensor_parallel_size", "reason"),
     [

@@ -114,3 +114,18 @@ def test_only_codes_that_flip_for_the_engine_count(codes):
     assert figures(flips, published(fine, scale, UP, 8))["flipped_codes"] == 0
     fine[1, 3] += 9 * (1 - 2 * (fine[1, 3] > 0).to(torch.int8))
     assert figures(flips, published(fine, scale, UP, 8))["flipped_codes"] == 64 / 2048
+
+
+def test_codes_of_two_grids_are_not_compared(codes):
+    wide, narrow = (get_format(name, group_size=32) for name in ("w4a16", "w2a16"))
+    flips, scale = FlippedCodes(wide), torch.ones(2, 16, 2).bfloat16()
+    figures(flips, published(codes, scale))
+    codes[0, 0] = -codes[0, 0] - 1
+    assert figures(flips, published(codes, scale))["flipped_codes"] == 64 / 2048
+    flips.enter(narrow)
+    assert flips.figures() == {}
+    # Most codes change with the grid, and none by a step.
+    codes = codes.clamp(-2, 1)
+    assert figures(flips, published(codes, scale)) == {}
+    codes[1, 3] = -codes[1, 3] - 1
+    assert figures(flips, published(codes, scale))["flipped_codes"] == 64 / 2048

@@ -21,6 +21,7 @@ from qarl_nemo.train.config import AdamWConfig, MuonConfig
 from qarl_nemo.train.model import load_checkpoint
 from qarl_nemo.train.optimizer import MasterOptimizer
 from support.asserts import assert_bitwise_equal
+from support.disk import FlushedDisk
 from support.engines import PROMPTS, TOKENIZER, make_engine, sample, tiny_model, weights_of
 
 STATE = {"elapsed_s": 1.5, "weight_version": 3}
@@ -75,6 +76,14 @@ def test_the_model_folder_is_an_ordinary_hugging_face_checkpoint(engine, tmp_pat
     ids = torch.tensor([PROMPTS[2]])
     with torch.no_grad():
         assert_bitwise_equal(plain(input_ids=ids).logits, engine.model(input_ids=ids).logits)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(engine, tmp_path, monkeypatch):
+    disk = FlushedDisk(monkeypatch)
+    folder = save(tmp_path, 4, engine)
+    assert disk.lost[folder] == set()
+    assert save(tmp_path, 4, engine, state=STATE | {"elapsed_s": 2.5}) == folder
+    assert disk.lost[folder] == set()
 
 
 def test_no_pickle_comes_in(engine, tmp_path):
