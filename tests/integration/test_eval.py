@@ -77,20 +77,6 @@ def test_a_quantized_checkpoint_is_served_from_the_tensors_that_a_refit_would_br
     assert all(torch.equal(found[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in expected)
 
 
-@pytest.mark.parametrize("name", ["w2a16", "w3a16", "w6a16"])
-def test_codes_in_their_own_width_give_the_same_logits(name, checkpoint, tmp_path):
-    fmt = get_format(name, own_width=True)
-    quantize_checkpoint(checkpoint, tmp_path / name, fmt, ["attention"])
-    model = find_model(tmp_path / name)
-    assert (model.served, model.targets) == (fmt, ("attention",))
-    learner, tokenizer = load_checkpoint(checkpoint, torch.float32)
-    install(learner, ["attention"], get_format(name))
-    engine = PackedEngine(model, tokenizer, [0], device=torch.device("cpu"), dtype=torch.float32)
-    tokens = torch.tensor([[3, 1, 4, 1, 5]])
-    with torch.no_grad():
-        assert torch.equal(engine._sampler.model(tokens).logits, learner(tokens).logits)
-
-
 def test_tensors_that_are_not_the_models_are_all_named(checkpoint, quantized, tmp_path):
     model = find_model(quantized["w4a16"])
     tokenizer = load_checkpoint(checkpoint, torch.float32)[1]
