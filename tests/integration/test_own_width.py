@@ -11,6 +11,8 @@ from qarl_kernels import get_format
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.eval.models import find_model
 from qarl_nemo.measure.eval.packed import PackedEngine
+from qarl_nemo.measure.eval.settings import EvalSettings, prepare
+from qarl_nemo.train.file_list import write_file_list
 from qarl_nemo.train.model import load_checkpoint
 from support.engines import TOKENIZER
 from support.whole_models import DENSE, save_sparse, tensors_of
@@ -48,6 +50,17 @@ def test_quantize_writes_and_eval_reads_the_width_that_was_asked_for(qarl, name,
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.no_grad():
         assert torch.equal(engine._sampler.model(tokens).logits, learner(tokens).logits)
+
+
+def test_a_run_whose_experts_vllm_does_not_serve_is_evaluated_with_the_other_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr("qarl_nemo.measure.eval.settings.vllm_problem", lambda *_, **__: None)
+    step = tmp_path / "run" / "checkpoints" / "step_000004"
+    save_sparse(step / "model", TOKENIZER)
+    write_file_list(step)
+    (tmp_path / "run" / "config.yaml").write_text("qarl: {format: w5a16, group_size: 64, targets: [experts]}\n")
+    settings = EvalSettings((tmp_path / "run",), ("gsm8k",), tmp_path / "r.json", engine="vllm", device="cpu")
+    with pytest.raises(ValueError, match=r"step 4: vLLM serves codes of 5 bits in dense .*; or set --engine packed"):
+        prepare(settings)
 
 
 @pytest.mark.parametrize("options", [("w5a16",), ("w2a16", "--own-width")])
