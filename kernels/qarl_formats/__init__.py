@@ -1,10 +1,9 @@
 """Number formats of quantized rollouts, one record each: arithmetic, storage, vLLM's kernels. Standard library only."""
 
-from qarl_formats.hf_config import quantization_config, read_configs, storage_config
+from qarl_formats.hf_config import quantization_config, read_configs
 from qarl_formats.presets import (
     BASELINE,
     BLOCKS,
-    CODES_OF_8_BITS,
     DEFAULT_FORMAT,
     FORMAT_NAMES,
     FP8_BLOCK,
@@ -12,10 +11,11 @@ from qarl_formats.presets import (
     NESTING,
     OTHER_NAMES,
     SCALE_CONVENTIONS,
+    WIDE_NAMES,
+    codes_of,
     find_format,
     formats_with_groups,
     get_format,
-    in_own_width,
     served_formats,
     why_impossible,
 )
@@ -35,7 +35,6 @@ from qarl_formats.record import (
 __all__ = [
     "BASELINE",
     "BLOCKS",
-    "CODES_OF_8_BITS",
     "DEFAULT_FORMAT",
     "FORMAT_NAMES",
     "FP8_BLOCK",
@@ -43,6 +42,7 @@ __all__ = [
     "NESTING",
     "OTHER_NAMES",
     "SCALE_CONVENTIONS",
+    "WIDE_NAMES",
     "ActivationKind",
     "Kernel",
     "OnDevice",
@@ -53,13 +53,12 @@ __all__ = [
     "ScaleConvention",
     "VllmKernels",
     "WeightKind",
+    "codes_of",
     "find_format",
     "formats_with_groups",
     "get_format",
-    "in_own_width",
     "quantization_config",
     "read_configs",
     "served_formats",
-    "storage_config",
     "why_impossible",
 ]

@@ -16,24 +16,6 @@ def quantization_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any
 
     Returns:
         The dictionary, or None for bf16.
-
-    Raises:
-        ValueError: vLLM has no rollout kernel for the format.
-    """
-    if fmt.vllm is None:
-        raise ValueError(f"format {fmt.name!r} is experimental: vLLM 0.25.1 has no kernel that serves it")
-    return storage_config(fmt, ignore=ignore)
-
-
-def storage_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | None:
-    """Return what `config.json` says about linears in this format, whether or not vLLM serves it.
-
-    Args:
-        fmt: the checkpoint's format.
-        ignore: as for `quantization_config`.
-
-    Returns:
-        The dictionary, or None for bf16.
     """
     if fmt.storage is None:
         return None
@@ -50,7 +32,7 @@ def storage_config(fmt: QuantFormat, *, ignore: list[str]) -> dict[str, Any] | N
 
 def read_configs(fmt: QuantFormat) -> list[dict[str, Any]]:
     """Return what `config.json` may say about linears in this format, without modules that stay BF16."""
-    own, other = storage_config(fmt, ignore=[]), fmt.other_storage
+    own, other = quantization_config(fmt, ignore=[]), fmt.other_storage
     configs = [] if own is None else [own]
     return configs if other is None else [*configs, _compressed_tensors(fmt, other.storage, [])]
 

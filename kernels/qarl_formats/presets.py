@@ -11,9 +11,9 @@
 | `w8a16`       | int8, BF16 scale per group   | BF16           | `rounded_product` |
 | `bf16`        | BF16                         | BF16           | `on_accumulator`  |
 
-`w3a16` and `w2a16` are `w4a16` with codes on a grid of 3 or 2 bits: stored, served and multiplied as int4. `w5a16` ..
-`w7a16` share the integer arithmetic for experiments; of vLLM 0.25.1 only Humming's kernels, for dense layers, take such
-widths, and nothing is trained against them.
+`w3a16` and `w2a16` are `w4a16` with codes on a grid of 3 or 2 bits: stored, served and multiplied as int4, or in their
+own width. `w5a16` .. `w7a16` have their own width only. Of vLLM 0.25.1's kernels Humming's alone take such widths: they
+serve checkpoints of dense layers, and no run's engine.
 """
 
 import re
@@ -33,13 +33,16 @@ SCALE_CONVENTIONS = ("narrow_range", "full_range", "clipped_range")
 # The formats whose codes others may round: eight bits, of which 4 and 2 are whole parts.
 NESTING = {"w8a16": 8}
 FP8_BLOCK = 128
-# Follows the name of a method of vLLM that serves codes of 4 and of 8 bits in one class, where it has those of 8.
-CODES_OF_8_BITS = " of 8-bit codes"
-# Follows that of one which serves a scale for each row and for each block in one class, where it has blocks.
+# Follows the name of a method of vLLM that serves scales of rows and of blocks in one class, where it has blocks.
 BLOCKS = f" of {FP8_BLOCK}x{FP8_BLOCK} blocks"
 
 
-def _weight_only(num_bits: int) -> QuantFormat:
+def codes_of(num_bits: int) -> str:
+    """Return what follows the name of a method of vLLM that serves several widths in one class; nothing for 4 bits."""
+    return "" if num_bits == 4 else f" of {num_bits}-bit codes"
+
+
+def _weight_only(num_bits: int, vllm: VllmKernels) -> QuantFormat:
     return QuantFormat(
         name=f"w{num_bits}a16",
         weight_kind="int",
@@ -54,10 +57,12 @@ def _weight_only(num_bits: int) -> QuantFormat:
         # By measured error up to 4 bits (docs/design/formats.md), and what compressed-tensors and llm-compressor write.
         scale_convention="full_range",
         operand_bytes=BF16_BYTES,
+        vllm=vllm,
     )
 
 
-def _marlin(codes: str = "", cpu: OnDevice | None = None) -> VllmKernels:
+def _marlin(num_bits: int, cpu: OnDevice | None = None) -> VllmKernels:
+    codes = codes_of(num_bits)
     return VllmKernels(
         experts=Kernel(f"CompressedTensorsWNA16MarlinMoEMethod{codes}", backend="marlin", followed=("MARLIN",)),
         linear=Kernel(f"CompressedTensorsLinearMethod/CompressedTensorsWNA16{codes}"),
@@ -69,8 +74,25 @@ def _marlin(codes: str = "", cpu: OnDevice | None = None) -> VllmKernels:
     )
 
 
-_W4A16 = replace(_weight_only(4), vllm=_marlin(cpu=OnDevice("CompressedTensorsWNA16MoEMethod", group_sizes=(64, 128))))
-_W8A16 = replace(_weight_only(8), vllm=_marlin(CODES_OF_8_BITS))
+def _humming(num_bits: int) -> VllmKernels:
+    # vLLM's last resort among its kernels for integer weights of dense layers: it takes any width, and compiles itself
+    # when a model is loaded. Its routed experts take 4 and 8 bits only.
+    return VllmKernels(
+        experts=Kernel("no method of vLLM 0.25.1"),
+        linear=Kernel(
+            f"CompressedTensorsLinearMethod/CompressedTensorsWNA16{codes_of(num_bits)}",
+            followed=("HummingLinearKernel",),
+        ),
+        linear_shape=(32, 32),
+        drops_bias=True,
+        linear_only=True,
+        # Nobody has seen what a reload does to the layout that it makes of a checkpoint's tensors.
+        refits=False,
+    )
+
+
+_W4A16 = _weight_only(4, _marlin(4, cpu=OnDevice("CompressedTensorsWNA16MoEMethod", group_sizes=(64, 128))))
+_W8A16 = _weight_only(8, _marlin(8))
 _W4A8 = replace(
     _W4A16,
     name="w4a8",
@@ -188,24 +210,21 @@ _BF16 = QuantFormat(
     ),
 )
 
-# vLLM's last resort among its kernels for integer weights of dense layers: it takes any width, and compiles itself when
-# a model is loaded. Its routed experts take 4 and 8 bits only.
-_HUMMING = VllmKernels(
-    experts=Kernel("no method of vLLM 0.25.1"),
-    linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsWNA16", followed=("HummingLinearKernel",)),
-    linear_shape=(32, 32),
-    drops_bias=True,
-)
-
 _SERVED = {fmt.name: fmt for fmt in (_W4A16, _W4A8, _FP8_BLOCK, _FP8_CHANNEL, _INT8, _NVFP4, _W8A16, _BF16)}
 # Every code of a narrower grid is an int4 code, so that what serves w4a16 serves it, too.
 _NARROW = {name: replace(_W4A16, name=name, grid_bits=bits) for name, bits in (("w3a16", 3), ("w2a16", 2))}
-_KNOWN = {fmt.name: fmt for fmt in map(_weight_only, range(5, 8))} | _SERVED | _NARROW
+# vLLM has a kernel for their width in dense layers only, so that runs sample from them with the built-in engine.
+_WIDE = {fmt.name: fmt for fmt in (_weight_only(bits, _humming(bits)) for bits in (5, 6, 7))}
+_KNOWN = _SERVED | _NARROW | _WIDE
 FORMAT_NAMES = tuple(_SERVED)
 _FEW_ACTIVATION_BITS = re.compile(r"w\d+a[1-7]", re.IGNORECASE)
 NARROW_NAMES = tuple(_NARROW)
+WIDE_NAMES = tuple(_WIDE)
 # What messages say of the names beside `FORMAT_NAMES`.
-OTHER_NAMES = f"{', '.join(NARROW_NAMES)} (fewer levels in w4a16's storage); experimental: w5a16 .. w7a16"
+OTHER_NAMES = (
+    f"{', '.join(NARROW_NAMES)} (fewer levels in w4a16's storage); {', '.join(WIDE_NAMES)} (vLLM serves checkpoints of "
+    "dense layers only)"
+)
 DEFAULT_FORMAT = _W4A16.name
 # The unquantized format: the other side of every comparison, and what stays BF16 in a quantized model.
 BASELINE = _BF16.name
@@ -220,17 +239,6 @@ def find_format(name: str) -> QuantFormat | None:
     return _KNOWN.get(name)
 
 
-def in_own_width(fmt: QuantFormat) -> QuantFormat:
-    """Return a weight-only format stored in no more bits than its grid has, for vLLM's Humming kernels.
-
-    No name stands for it: vLLM was seen to serve some widths (docs/design/formats.md), and none is refitted.
-
-    Args:
-        fmt: BF16 activations and a grid of 2 to 7 bits.
-    """
-    return replace(fmt, num_bits=fmt.grid_bits, vllm=_HUMMING)
-
-
 def why_impossible(name: str) -> str:
     """Return why no engine could serve a format of such a name, in brackets; nothing if it is merely unknown."""
     if not _FEW_ACTIVATION_BITS.fullmatch(name):
@@ -239,7 +247,7 @@ def why_impossible(name: str) -> str:
 
 
 def served_formats(device: str) -> tuple[str, ...]:
-    """Return the formats that vLLM serves on `cpu` or `cuda`."""
+    """Return the formats that a run's vLLM engines serve on `cpu` or `cuda`."""
     return tuple(name for name, fmt in (_SERVED | _NARROW).items() if fmt.served_on(device))
 
 
@@ -254,6 +262,7 @@ def get_format(
     group_size: int | None = None,
     scale_convention: ScaleConvention | None = None,
     nested_in: str | None = None,
+    own_width: bool = False,
 ) -> QuantFormat:
     """Return the format called `name`, its options filled with the format's defaults.
 
@@ -262,6 +271,8 @@ def get_format(
         group_size: elements per scale along K; integer formats only, None = 128.
         scale_convention: integer formats only, None = `full_range`; of the grid that codes are nested in, if they are.
         nested_in: integer formats only: the format whose codes are published, and rounded to this format's.
+        own_width: integer formats only: store codes in no more bits than their grid has, which changes `w3a16` and
+            `w2a16` alone. vLLM then serves checkpoints of dense layers, with its Humming kernels.
 
     Returns:
         The format's record.
@@ -273,16 +284,11 @@ def get_format(
     if fmt is None:
         legal = f"{', '.join(FORMAT_NAMES)}; {OTHER_NAMES}"
         raise ValueError(f"unknown format {name!r}{why_impossible(name)}; legal: {legal}")
-    options = {"group_size": group_size, "scale_convention": scale_convention, "nested_in": nested_in}
-    given = {key: value for key, value in options.items() if value is not None}
-    if not fmt.group_sizes and given:
-        wrong, fix = (
-            ", ".join(pattern.format(*item) for item in given.items()) for pattern in ("{}={}", "qarl.{}=null")
-        )
-        raise ValueError(
-            f"format {name!r} takes no {wrong}: only formats with groups ({', '.join(formats_with_groups())}) have "
-            f"these; leave it out, in a config {fix}"
-        )
+    _require_groups(
+        fmt, group_size=group_size, scale_convention=scale_convention, nested_in=nested_in, own_width=own_width
+    )
+    if own_width and fmt.grid_bits < fmt.num_bits:
+        fmt = replace(fmt, num_bits=fmt.grid_bits, vllm=_humming(fmt.grid_bits))
     problems = []
     if group_size is not None and group_size not in fmt.group_sizes:
         problems.append(f"group_size={group_size} (legal for {name}: {', '.join(map(str, fmt.group_sizes))})")
@@ -297,4 +303,18 @@ def get_format(
         group_size=group_size or fmt.group_size,
         scale_convention=scale_convention or fmt.scale_convention,
         nested_bits=NESTING[nested_in] if nested_in else 0,
+    )
+
+
+def _require_groups(fmt: QuantFormat, **options: object) -> None:
+    """Refuse the options of integer formats, those that are None or false excepted, for any other format."""
+    given = {key: value for key, value in options.items() if value not in (None, False)}
+    if fmt.group_sizes or not given:
+        return
+    wrong = ", ".join(f"{key}={value}" for key, value in given.items())
+    # Runs have no own width.
+    fix = ", ".join(f"qarl.{key}=null" for key in given if key != "own_width")
+    raise ValueError(
+        f"format {fmt.name!r} takes no {wrong}: only formats with groups ({', '.join(formats_with_groups())}) have "
+        f"these; leave it out{f', in a config {fix}' if fix else ''}"
     )

@@ -74,6 +74,8 @@ class VllmKernels:
         custom_op: operator that has to be enabled for the learner's roundings; None: none.
         drops_bias: whether its kernel for other layers leaves out a bias.
         several_groups: whether experts no wider than one group are refused where the hidden size has several groups.
+        linear_only: whether it has no kernel for routed experts.
+        refits: whether a running engine takes new weights, as those of a run do; else it serves checkpoints only.
         cpu: what its CPU kernels serve; None: nothing.
     """
 
@@ -86,6 +88,8 @@ class VllmKernels:
     custom_op: str | None = None
     drops_bias: bool = False
     several_groups: bool = False
+    linear_only: bool = False
+    refits: bool = True
     cpu: OnDevice | None = None
 
     @property
@@ -139,7 +143,7 @@ class QuantFormat:
             largest positive weight loses a step.
         fuses_bias: the engine adds a dense layer's bias to the FP32 sum, and rounds once; else to the rounded product.
         operand_bytes: bytes a weight of what GEMMs multiply, where that is not the stored tensors; 0 where it is.
-        vllm: how vLLM 0.25.1 serves it; None: it does not.
+        vllm: how vLLM 0.25.1 serves it.
     """
 
     name: str
@@ -159,7 +163,7 @@ class QuantFormat:
     scale_convention: ScaleConvention | None = None
     fuses_bias: bool = False
     operand_bytes: int = 0
-    vllm: VllmKernels | None = field(default=None, repr=False)
+    vllm: VllmKernels = field(repr=False, kw_only=True)
     other_storage: OtherStorage | None = field(default=None, repr=False)
 
     @property
@@ -198,8 +202,8 @@ class QuantFormat:
         return self.code_bits + (self.scale_bits / (self.group_size * self.scale_rows) if self.scale_bits else 0.0)
 
     def served_on(self, device: str) -> OnDevice | None:
-        """Return what vLLM serves of this format on `cpu` or `cuda`; None: nothing."""
-        if self.vllm is None:
+        """Return what a run's vLLM engines serve of this format on `cpu` or `cuda`; None: nothing."""
+        if not self.vllm.refits:
             return None
         if device == "cpu":
             return self.vllm.cpu
@@ -207,7 +211,7 @@ class QuantFormat:
 
     def runs_beside_adapters(self, targets: Sequence[str]) -> bool:
         """Return whether vLLM runs this format's kernels of these targets in an engine with low-rank adapters."""
-        return "experts" not in targets or (self.vllm is not None and self.vllm.experts.adapters)
+        return "experts" not in targets or self.vllm.experts.adapters
 
     def multiples(self, role: Role) -> tuple[int, int]:
         """Return what N and K of a weight must be multiples of on one of vLLM's GPUs.
@@ -215,5 +219,5 @@ class QuantFormat:
         Args:
             role: which of vLLM's kernels multiplies the weight.
         """
-        rows, columns = self.vllm.shapes[role] if self.vllm else (1, 1)
+        rows, columns = self.vllm.shapes[role]
         return rows, lcm(columns, self.group_size or 1)

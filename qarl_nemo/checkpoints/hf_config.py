@@ -36,7 +36,7 @@ def model_quantization_config(
         The dictionary, or None for bf16.
 
     Raises:
-        ValueError: a target is unknown, or vLLM does not serve the format.
+        ValueError: a target is unknown.
     """
     exact = fmt.storage == "fp8"
     list_kept = names.fp8_modules_to_not_convert if exact else names.compressed_tensors_ignore
@@ -63,13 +63,14 @@ def settings_record(plan: QuantizePlan) -> dict[str, Any]:
 
     Returns:
         Tool version, format, group size, scale convention and targets, and, where they were given, the finer format
-        and what was split.
+        and what was split; the codes' bits where they are stored in their own width.
     """
     return {
         "tool": TOOL,
         "format": plan.fmt.name,
         "group_size": plan.fmt.group_size,
         "scale_convention": plan.fmt.scale_convention,
+        **({} if plan.fmt.vllm.refits else {"num_bits": plan.fmt.num_bits}),
         **({"nested_in": plan.fmt.published_name} if plan.fmt.nested_bits else {}),
         **({"split_channels": plan.splitting.share, **plan.splitting.config} if plan.splitting else {}),
         "targets": list(plan.targets),

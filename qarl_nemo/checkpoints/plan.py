@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from qarl_formats import QuantFormat, formats_with_groups
+from qarl_formats import QuantFormat
 from qarl_nemo import names
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints.content import content_problems, drop_reason
@@ -139,7 +139,7 @@ def plan_quantization(
     found = {info.name: drop_reason(info.name, architecture) for info in checkpoint.tensors}
     dropped = {name: reason for name, reason in found.items() if reason}
     checkpoint = replace(checkpoint, tensors=tuple(info for info in checkpoint.tensors if info.name not in dropped))
-    problems = _settings_problems(fmt, max_shard_bytes)
+    problems = [] if max_shard_bytes >= 1 else [f"max_shard_bytes={max_shard_bytes} must be at least 1"]
     quantized = _quantized_problems(checkpoint)
     problems += quantized or content_problems(checkpoint.tensors, architecture)
     splitting = None if split_channels is None else _splitting(split_channels, architecture, fmt, targets, problems)
@@ -163,16 +163,6 @@ def _splitting(
     except ValueError as error:
         problems.append(str(error))
         return None
-
-
-def _settings_problems(fmt: QuantFormat, max_shard_bytes: int) -> list[str]:
-    problems = []
-    if fmt.vllm is None:
-        served = " or ".join(formats_with_groups())
-        problems.append(f"format {fmt.name} is experimental, nothing writes it for vLLM; use {served}")
-    if max_shard_bytes < 1:
-        problems.append(f"max_shard_bytes={max_shard_bytes} must be at least 1")
-    return problems
 
 
 def _quantized_problems(checkpoint: Checkpoint) -> list[str]:
@@ -203,7 +193,7 @@ def _tensor_problems(
             by_problem.setdefault(problem, []).append(info.name)
     biases = [info.name for info in checkpoint.tensors if info.name.endswith(".bias")]
     dropped = [name for name in biases if names.tensor_kind(name) in targets]
-    if fmt.vllm and fmt.vllm.drops_bias and dropped:
+    if fmt.vllm.drops_bias and dropped:
         by_problem[f"vLLM's {fmt.name} kernel leaves the bias of a quantized layer out"] = dropped
     return [f"{problem}: {names.summarize_names(offending)}" for problem, offending in by_problem.items()]
 

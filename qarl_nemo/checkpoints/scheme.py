@@ -3,9 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qarl_formats import FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format, read_configs
+from qarl_formats import FORMAT_NAMES, NARROW_NAMES, WIDE_NAMES, QuantFormat, get_format, read_configs
 
-_READ_NAMES = (*FORMAT_NAMES, *NARROW_NAMES)
+# Name, and whether its codes are stored in their own width.
+_READ = [(name, False) for name in (*FORMAT_NAMES, *NARROW_NAMES, *WIDE_NAMES)] + [
+    (name, True) for name in NARROW_NAMES
+]
 # What decides how compressed-tensors' codes are read.
 _ARITHMETIC = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "dynamic", "actorder")
 # Orders of calibration that leave columns and groups where they are.
@@ -40,8 +43,8 @@ def nearest_format(quantization: dict[str, Any]) -> str:
 
 
 def _known() -> list[tuple[QuantFormat, dict[str, Any]]]:
-    names = [(name, size) for name in _READ_NAMES for size in get_format(name).group_sizes or (None,)]
-    formats = [get_format(name, group_size=size) for name, size in names]
+    sizes = [(name, own, size) for name, own in _READ for size in get_format(name).group_sizes or (None,)]
+    formats = [get_format(name, group_size=size, own_width=own) for name, own, size in sizes]
     return [(fmt, _arithmetic(config)) for fmt in formats for config in read_configs(fmt)]
 
 

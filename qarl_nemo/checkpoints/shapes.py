@@ -22,9 +22,7 @@ def shape_problems(name: str, target: str, shape: tuple[int, ...], fmt: QuantFor
     """
     if len(shape) != 2:
         return [f"needs two dimensions [N, K], got shape {list(shape)}"]
-    problems = weight_problems(shape, fmt)
-    if fmt.vllm is None:
-        return problems
+    problems = target_problems(fmt, target) + weight_problems(shape, fmt)
     role = kernel_role(name, target)
     for axis, size, multiple in zip("NK", shape, fmt.vllm.shapes[role], strict=True):
         if size % multiple:
@@ -34,6 +32,22 @@ def shape_problems(name: str, target: str, shape: tuple[int, ...], fmt: QuantFor
     if role == "experts_out":
         problems += width_problems(fmt, *shape)
     return problems
+
+
+def target_problems(fmt: QuantFormat, target: str) -> list[str]:
+    """Say whether vLLM has no kernel of a format for a target.
+
+    Returns:
+        One clause, or none.
+
+    Source: vLLM 0.25.1, `CompressedTensorsWNA16MarlinMoEMethod.__init__` and `CompressedTensorsWNA16MoEMethod`.
+    """
+    if target != "experts" or not fmt.vllm.linear_only:
+        return []
+    return [
+        f"vLLM serves codes of {fmt.num_bits} bits in dense layers only, experts take 4 and 8: use w8a16 or w4a16, or "
+        "w3a16 or w2a16 without --own-width"
+    ]
 
 
 def kernel_role(name: str, target: str) -> Role:
@@ -57,7 +71,7 @@ def width_problems(fmt: QuantFormat, hidden: int, inner: int) -> list[str]:
     Source: vLLM 0.25.1, `_process_weights_marlin` in fused_moe/oracle/int_wna16.py: `size_k` of w13's scales is
     `intermediate_size_per_partition`, where the kernel goes by the hidden size.
     """
-    if not (fmt.vllm and fmt.vllm.several_groups) or not hidden > fmt.group_size >= inner:
+    if not fmt.vllm.several_groups or not hidden > fmt.group_size >= inner:
         return []
     return [
         f"an expert of width {inner} on a rank is one {fmt.name} group of {fmt.group_size}: vLLM would order the "

@@ -13,6 +13,7 @@ from qarl_nemo.cli.options import (
     MaxShardBytes,
     NestedIn,
     Overwrite,
+    OwnWidth,
     ScaleConvention,
     Targets,
 )
@@ -32,6 +33,7 @@ def quantize(
     group_size: GroupSize = None,
     scale_convention: ScaleConvention = None,
     nested_in: NestedIn = None,
+    own_width: OwnWidth = False,
     targets: Targets = "experts",
     max_shard_bytes: MaxShardBytes = 1 << 30,
     device: Device = "cpu",
@@ -44,7 +46,7 @@ def quantize(
     """Quantize a Hugging Face checkpoint into one that stock vLLM loads; the same command resumes a killed one."""
     from qarl_nemo.checkpoints import open_checkpoint
 
-    fmt = _format(format_name, group_size, scale_convention, nested_in)
+    fmt = _format(format_name, group_size, scale_convention, nested_in, own_width)
     checkpoint = open_checkpoint(source)
     _quantize(checkpoint, destination, fmt, targets, max_shard_bytes, overwrite, device, split_channels)
 
@@ -58,6 +60,7 @@ def convert(
     group_size: GroupSize = None,
     scale_convention: ScaleConvention = None,
     nested_in: NestedIn = None,
+    own_width: OwnWidth = False,
     targets: Targets = "experts",
     max_shard_bytes: MaxShardBytes = 1 << 30,
     device: Device = "cpu",
@@ -73,14 +76,16 @@ def convert(
     """
     from qarl_nemo.checkpoints import open_megatron
 
-    fmt = _format(format_name, group_size, scale_convention, nested_in)
+    fmt = _format(format_name, group_size, scale_convention, nested_in, own_width)
     checkpoint = open_megatron(source, hf_model, drop_vocab_padding=drop_vocab_padding)
     _quantize(checkpoint, destination, fmt, targets, max_shard_bytes, overwrite, device)
 
 
-def _format(name: str, group_size: int | None, scale_convention: str | None, nested_in: str | None) -> "QuantFormat":
+def _format(
+    name: str, group_size: int | None, scale_convention: str | None, nested_in: str | None, own_width: bool
+) -> "QuantFormat":
     options = {"group_size": group_size, "scale_convention": scale_convention, "nested_in": nested_in}
-    return get_format(name, **options)  # type: ignore[arg-type]
+    return get_format(name, **options, own_width=own_width)  # type: ignore[arg-type]
 
 
 def _quantize(

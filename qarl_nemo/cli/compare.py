@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from qarl_formats import DEFAULT_FORMAT
-from qarl_nemo.cli.options import NestedIn, ScaleConvention, Targets, settings_of
+from qarl_nemo.cli.options import NestedIn, OwnWidth, ScaleConvention, Targets, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import split_targets
 
@@ -21,6 +21,7 @@ def compare(
     group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
     scale_convention: ScaleConvention = None,
     nested_in: NestedIn = None,
+    own_width: OwnWidth = False,
     targets: Targets = "experts",
     engine: Annotated[str, typer.Option(help="packed (built in, any machine) or vllm (own process).")] = "packed",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",

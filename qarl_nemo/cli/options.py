@@ -6,17 +6,26 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from qarl_formats import FORMAT_NAMES, NARROW_NAMES, NESTING, SCALE_CONVENTIONS
+from qarl_formats import FORMAT_NAMES, NARROW_NAMES, NESTING, SCALE_CONVENTIONS, WIDE_NAMES
 
 Settings = TypeVar("Settings")
 
-_NAMES = f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}; {', '.join(NARROW_NAMES)}: fewer levels, in int4."
+_NAMES = (
+    f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}; {', '.join(NARROW_NAMES)}: fewer levels, in int4; "
+    f"{', '.join(WIDE_NAMES)}: dense layers."
+)
 Format = Annotated[str, typer.Option("--format", help=_NAMES)]
 GroupSize = Annotated[int | None, typer.Option(help="Elements per scale along K (w4a16: 128, 64, 32).")]
 ScaleConvention = Annotated[
     str | None, typer.Option(help=f"{', '.join(SCALE_CONVENTIONS[:-1])} or {SCALE_CONVENTIONS[-1]}.")
 ]
 NestedIn = Annotated[str | None, typer.Option(help=f"Round the codes of this finer format: {', '.join(NESTING)}.")]
+OwnWidth = Annotated[
+    bool,
+    typer.Option(
+        "--own-width", help=f"Store {' and '.join(NARROW_NAMES)} in as few bits, for dense layers: smaller than int4."
+    ),
+]
 Targets = Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")]
 MaxShardBytes = Annotated[int, typer.Option(help="Largest output file, which bounds the memory.")]
 Device = Annotated[str, typer.Option(help="Where quantization runs: cpu or cuda.")]

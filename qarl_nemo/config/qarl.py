@@ -56,7 +56,7 @@ class QarlConfig(StrictModel):
     `none`: BF16 on both sides."""
     format: str = DEFAULT_FORMAT
     """w4a16 | w4a8 | fp8_block | fp8_channel | int8 | nvfp4 | w8a16 | bf16; w3a16 | w2a16 use fewer levels in w4a16's
-    storage; w5a16 .. w7a16 are experimental, for the built-in sampler."""
+    storage; w5a16 .. w7a16 are for the built-in sampler, because vLLM takes no refits of them."""
     group_size: int | None = Field(None, ge=1, le=1 << 16)
     """Elements per scale along K: 128, 64, 32; integer formats only, null = the format's default."""
     scale_convention: ScaleConvention | None = None

@@ -254,7 +254,7 @@ def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     if served is None:
         return [
             *problems,
-            _line("qarl.format", qarl.format, "vLLM does not serve it", " or ".join(served_formats("cuda"))),
+            _line("qarl.format", qarl.format, "vLLM takes no refits of it", " or ".join(served_formats("cuda"))),
         ]
     generation = look_up(config, "policy.generation", {})
     arguments, places = given_arguments(generation)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qarl_formats import BASELINE, BLOCKS, CODES_OF_8_BITS, FP8_BLOCK, QuantFormat, get_format
+from qarl_formats import BASELINE, BLOCKS, FP8_BLOCK, QuantFormat, codes_of, get_format
 from qarl_nemo.names import TARGETS
 from qarl_nemo.refit.engine_layout import plain_name
 
@@ -77,13 +77,13 @@ def method_label(module: Any) -> str:
 
     Returns:
         The method's class, `/` and its scheme's class if there is one, and a note where a method that says W8A8 leaves
-        activations as they are, or one that serves several widths or scales has codes of 8 bits or blocks.
+        activations as they are, or one that serves several widths or scales has other codes than of 4 bits, or blocks.
     """
     method, scheme = own_method(module), getattr(module, "scheme", None)
     label = type(method).__name__ + ("" if scheme is None else f"/{type(scheme).__name__}")
     owner = method if scheme is None else scheme
-    if "WNA16" in label and getattr(owner, "num_bits", None) == 8:
-        return label + CODES_OF_8_BITS
+    if "WNA16" in label:
+        return label + codes_of(getattr(owner, "num_bits", 4))
     if "W8A8Fp8" in label and getattr(owner, "weight_block_size", None) == [FP8_BLOCK, FP8_BLOCK]:
         return label + BLOCKS
     weight_only = getattr(getattr(method, "moe_quant_config", None), "use_int8_w8a16", False)
@@ -101,8 +101,6 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
     Returns:
         One sentence for each such layer, and for each target without a layer in the engine.
     """
-    if fmt.vllm is None:
-        return [f"no method of vLLM serves {fmt.name}"]
     problems, seen = [], set()
     for record in chosen:
         kind = _kind(record.layer)
@@ -113,12 +111,28 @@ def method_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
         if not same and not _CACHE.fullmatch(record.layer):
             facts = ", ".join(fact for fact in (record.backend, record.shape) if fact)
             method = record.method + (f" ({facts})" if facts else "")
-            reason = _FALL_BACKS.get(record.method.removesuffix(CODES_OF_8_BITS), "")
+            reason = _FALL_BACKS.get(record.method.removesuffix(codes_of(8)), "")
             problems.append(f"{record.layer}: {method} in place of {expected}{reason}")
         elif kind in targets:
             problems += _kernel_problems(record, fmt)
     absent = [target for target in targets if target not in seen]
     return problems + [f"no layer of the engine is one of the target {target!r}" for target in absent]
+
+
+def refit_problems(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: Sequence[str]) -> list[str]:
+    """Say why an engine takes no new weights in a format.
+
+    Args:
+        chosen: what vLLM chose.
+        fmt: format of the update.
+        targets: which of its layers are quantized.
+
+    Returns:
+        One sentence if vLLM serves the format from checkpoints only; else `method_problems`.
+    """
+    if fmt.vllm.refits:
+        return method_problems(chosen, fmt, targets)
+    return [f"vLLM serves codes of {fmt.num_bits} bits from checkpoints only, and takes no refits of {fmt.name}"]
 
 
 def quantized_targets(chosen: Iterable[ChosenMethod]) -> list[str]:
@@ -141,7 +155,6 @@ def require_methods(chosen: Iterable[ChosenMethod], fmt: QuantFormat, targets: S
 
 
 def _method(record: ChosenMethod, fmt: QuantFormat) -> str:
-    assert fmt.vllm
     if _kind(record.layer) != "experts":
         return fmt.vllm.linear.method
     on_cpu = fmt.vllm.cpu.experts_method if fmt.vllm.cpu and "CPU" in record.backend else None
@@ -156,7 +169,6 @@ def _other(record: ChosenMethod, fmt: QuantFormat) -> str | None:
 
 
 def _kernel_problems(record: ChosenMethod, fmt: QuantFormat) -> list[str]:
-    assert fmt.vllm
     experts = _kind(record.layer) == "experts"
     wanted = (fmt.vllm.experts if experts else fmt.vllm.linear).followed
     found = _BACKEND.search(record.backend) if experts else _KERNEL.search(record.backend)

@@ -31,8 +31,6 @@ def kernel_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
     Returns:
         `moe_backend` and `linear_backend`, each if it matters.
     """
-    if fmt.vllm is None:
-        return {}
     options = {
         "moe_backend": fmt.vllm.experts.backend if "experts" in targets else None,
         "linear_backend": fmt.vllm.linear.backend if set(targets) != {"experts"} else None,
@@ -52,6 +50,6 @@ def serving_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
 def serve_command(folder: Path, fmt: QuantFormat, targets: Sequence[str]) -> str:
     """Return the command with which vLLM serves a checkpoint as its format says."""
     command = ["vllm", "serve", str(folder)]
-    if fmt.vllm and fmt.vllm.experts.mended and "experts" in targets:
+    if fmt.vllm.experts.mended and "experts" in targets:
         command += ["--worker-extension-cls", WORKER_EXTENSION]
     return shlex.join(command)

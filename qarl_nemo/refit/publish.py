@@ -67,16 +67,23 @@ class RefitUpdate:
     def served_as(self, fmt: QuantFormat) -> Self:
         """Return the same update for engines of another format that is nested in what was published.
 
+        Args:
+            fmt: what these engines serve, with the published format as its `nested_in`, or the published one itself.
+
         Returns:
             An update of the same tensors, under the same version.
 
         Raises:
             ValueError: its engines cannot make their codes of these.
         """
-        if fmt.published_name != self.manifest.published:
-            published = self.manifest.published or self.manifest.format
-            raise ValueError(f"what is published is {published}; {fmt.name} is not nested in it")
-        return replace(self, manifest=replace(self.manifest, format=fmt.name, grid_bits=fmt.grid_bits))
+        published = self.manifest.published or self.manifest.format
+        if fmt.published_name != published:
+            raise ValueError(
+                f"what is published is {published}; {fmt.name} is not nested in it: publish with nested_in, and "
+                "name it here, too"
+            )
+        nested, grid_bits = _nesting(fmt)
+        return replace(self, manifest=replace(self.manifest, format=fmt.name, published=nested, grid_bits=grid_bits))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -164,8 +171,12 @@ class StreamedUpdate:
 Update = RefitUpdate | StreamedUpdate
 
 
+def _nesting(fmt: QuantFormat) -> tuple[str | None, int]:
+    return (fmt.published_name, fmt.grid_bits) if fmt.nested_bits else (None, 0)
+
+
 def _manifest(layers: Iterable[Layer], fmt: QuantFormat, version: int) -> Manifest:
-    published, grid_bits = (fmt.published_name, fmt.grid_bits) if fmt.nested_bits else (None, 0)
+    published, grid_bits = _nesting(fmt)
     return Manifest.of(layers, version=version, fmt=fmt.name, published=published, grid_bits=grid_bits)
 
 

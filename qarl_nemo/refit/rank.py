@@ -20,7 +20,7 @@ from qarl_nemo.refit.convert import (
     overwrite,
 )
 from qarl_nemo.refit.engine_layout import engine_slots, expert_part, is_experts, layout, plain_name
-from qarl_nemo.refit.engine_methods import chosen_methods, method_problems, quantized_targets
+from qarl_nemo.refit.engine_methods import chosen_methods, quantized_targets, refit_problems
 from qarl_nemo.refit.manifest import Layout, Manifest
 from qarl_nemo.refit.session import Parts, RankSession
 
@@ -146,13 +146,13 @@ class RankRefit(RankSession):
             targets, holder = [target for target in TARGETS if target in kinds], "the update"
         else:
             targets, holder = quantized_targets(self._methods), "this engine's base"
-        problems = method_problems(self._methods, fmt, targets)
+        problems = refit_problems(self._methods, fmt, targets)
         if not targets and fmt.is_quantized:
             problems.append(f"the update is called {fmt.name} and {holder} holds no quantized tensor")
         config = self.worker.vllm_config
         if config.parallel_config.pipeline_parallel_size > 1:
             problems.append("refits do not support pipeline_parallel_size > 1; use tensor or expert parallelism")
-        operator = fmt.vllm.custom_op if fmt.vllm else None
+        operator = fmt.vllm.custom_op
         if operator and self.device.type == "cuda" and not _enabled(config.compilation_config.custom_ops, operator):
             problems.append(
                 f"{fmt.name} needs vLLM's CUDA quantizer: compilation_config={{'custom_ops': ['{operator}']}}"

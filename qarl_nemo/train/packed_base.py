@@ -62,6 +62,11 @@ def _format_problems(checkpoint: Checkpoint, qarl: QarlConfig) -> list[str]:
     if (own.name, own.group_size) != (wanted.name, wanted.group_size):
         sizes = f" qarl.group_size={own.group_size}" if own.group_sizes else ""
         problems.append(f"it is stored as {own.name}; set qarl.format={own.name}{sizes}")
+    elif own.num_bits != wanted.num_bits:
+        problems.append(
+            f"its codes are stored in their own {own.num_bits} bits, and a run holds {own.name} in {wanted.num_bits}; "
+            "make one with qarl quantize without --own-width"
+        )
     if set(stored.targets) != set(qarl.targets):
         problems.append(f"its quantized layers are others; set qarl.targets=[{','.join(stored.targets)}]")
     if stored.left_out:

@@ -240,6 +240,30 @@ def test_options_of_integer_formats_reach_them_alone(checkpoint):
     ]
 
 
+def test_the_engines_codes_have_their_own_width_on_request(checkpoint, monkeypatch):
+    asked = settings(checkpoint, formats=("w2a16", "w4a16", "fp8_channel"), targets=("attention",))
+    assert [fmt.num_bits for fmt in prepare(asked).formats] == [4, 4, 8]
+    assert [fmt.num_bits for fmt in prepare(replace(asked, own_width=True)).formats] == [2, 4, 8]
+    with pytest.raises(ValueError, match=r"engine packed rounds nested codes .* leave out --own-width"):
+        prepare(replace(asked, own_width=True, nested_in="w8a16"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=r"codes of 2 bits in dense layers only, experts take 4 and 8") as error:
+        prepare(replace(asked, formats=("w2a16",), own_width=True, engine="vllm", targets=("experts",)))
+    assert "CPU does not serve w2a16" in str(error.value)
+
+
+def test_codes_of_any_width_are_compared(checkpoint):
+    few = {"precision": "float32", "max_new_tokens": 4, "num_responses": 1, "targets": ("attention",)}
+    rows = rows_by_arm(compare(settings(checkpoint, formats=("w2a16", "w5a16"), own_width=True, **few)))
+    for name, far in (("w2a16", 1e-2), ("w5a16", 1e-4)):
+        assert (
+            rows["aligned", name, "greedy"]["gap_max"]
+            < FP32_NATS
+            < far
+            < rows["rollout_only", name, "greedy"]["gap_mean"]
+        )
+
+
 def test_shapes_and_targets_a_model_lacks_are_refused_before_weights_are_read(checkpoint):
     with pytest.raises(ValueError, match=r"targets \['mlp'\] match no module"):
         prepare(settings(checkpoint, targets=("mlp",)))

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from qarl_formats import FORMAT_NAMES, get_format
+from qarl_formats import FORMAT_NAMES, get_format, served_formats
 
 # weight_kind, activation_kind, num_bits, group_size, scale_convention, router_weight
 EXPECTED = {
@@ -28,10 +28,35 @@ def test_every_name_has_its_record():
 
 
 @pytest.mark.parametrize("bits", [5, 6, 7])
-def test_experimental_bits_are_w4a16_with_other_bits(bits):
-    assert get_format(f"w{bits}a16", group_size=64) == dataclasses.replace(
-        get_format("w4a16", group_size=64), name=f"w{bits}a16", num_bits=bits, grid_bits=bits, vllm=None
-    )
+def test_wide_grids_are_w4a16_in_other_bits_which_no_run_refits(bits):
+    fmt, narrow = get_format(f"w{bits}a16", group_size=64), get_format("w4a16", group_size=64)
+    assert fmt == dataclasses.replace(narrow, name=f"w{bits}a16", num_bits=bits, grid_bits=bits, vllm=fmt.vllm)
+    assert fmt.vllm.linear.followed == ("HummingLinearKernel",)
+    assert fmt.served_on("cuda") is fmt.served_on("cpu") is None
+    assert fmt.name not in served_formats("cuda")
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_in_their_own_width_narrow_codes_are_stored_as_wide_ones_are(bits):
+    own, stored_as_int4 = get_format(f"w{bits}a16", own_width=True), get_format(f"w{bits}a16")
+    assert own == dataclasses.replace(stored_as_int4, num_bits=bits, vllm=own.vllm)
+    assert own.bits_per_weight == bits + 0.125
+    wide = get_format("w5a16").vllm
+    method = f"CompressedTensorsLinearMethod/CompressedTensorsWNA16 of {bits}-bit codes"
+    assert own.vllm == dataclasses.replace(wide, linear=dataclasses.replace(wide.linear, method=method))
+    assert own.served_on("cuda") is None
+    assert stored_as_int4.served_on("cuda")
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "w8a16", "w5a16", "w6a16", "w7a16"])
+def test_other_codes_have_their_own_width_already(name):
+    assert get_format(name, own_width=True) == get_format(name)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "int8", "bf16"])
+def test_formats_without_a_grid_have_no_own_width(name):
+    with pytest.raises(ValueError, match=rf"'{name}' takes no own_width=True: only .* leave it out$"):
+        get_format(name, own_width=True)
 
 
 @pytest.mark.parametrize("bits", [2, 3])
@@ -51,7 +76,7 @@ def test_options_of_integer_formats():
 def test_unknown_name_lists_the_legal_ones(name):
     with pytest.raises(ValueError, match=re.escape(repr(name))) as error:
         get_format(name)
-    for legal in (*FORMAT_NAMES, "w3a16, w2a16", "w5a16 .. w7a16"):
+    for legal in (*FORMAT_NAMES, "w3a16, w2a16", "w5a16, w6a16, w7a16"):
         assert legal in str(error.value)
 
 

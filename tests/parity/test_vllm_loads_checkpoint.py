@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl_formats import FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format, in_own_width
+from qarl_formats import FORMAT_NAMES, NARROW_NAMES, QuantFormat, get_format
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("vllm", reason="needs vLLM 0.25.1", exc_type=ImportError)
@@ -78,7 +78,7 @@ def test_vllm_serves_dense_models_as_the_learner_computes_them(format_name: str,
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
 def test_vllm_serves_dense_layers_of_any_width(bits: int, group_size: int, tmp_path: Path) -> None:
     """Needs humming-kernels, which vLLM takes its kernels of these widths from."""
-    fmt = in_own_width(get_format(f"w{bits}a16", group_size=group_size))
+    fmt = get_format(f"w{bits}a16", group_size=group_size, own_width=True)
     aligned, unaligned = dense_gaps(fmt, "qwen3", tmp_path)
     print(f"\nHUMMING {bits} bits, groups of {group_size}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
     assert aligned < BOUNDS["all"]

@@ -89,7 +89,7 @@ def test_everything_a_gpu_cannot_do_is_said_at_once():
         gpu_config("qarl.format=w4a8", "qarl.group_size=64", *TRAPS)
     for text in ("qarl.group_size=64; legal: 128", "policy.precision=bfloat16", "rollout.top_p=1"):
         assert text in str(raised.value)
-    with pytest.raises(ConfigError, match=r"no GPU kernel for qarl\.format=w7a16; legal: w4a16, w4a8, fp8_block"):
+    with pytest.raises(ConfigError, match=r"takes no refits of qarl\.format=w7a16; legal: w4a16, w4a8, fp8_block"):
         gpu_config("qarl.format=w7a16")
 
 

@@ -35,7 +35,7 @@ from qarl_nemo.refit.engine_settings import COMPILATION, WORKER_EXTENSION, kerne
 from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.train.vllm.shapes import gpu_problems
 
-# The last is served by nobody.
+# The last is refitted by nobody, and served in dense layers only.
 NAMES = (*FORMAT_NAMES, *NARROW_NAMES, "w7a16")
 RECORDS = [
     pytest.param(get_format(name, group_size=size), id=name if size is None else f"{name}_g{size}")
@@ -128,7 +128,7 @@ def test_bytes_a_weight(fmt):
     # A row's own scale counts for nothing in a row of thousands, a whole weight's even less.
     scales = 256 * fmt.weight_kind.endswith("_rows") + fmt.tensor_scaled
     assert stored - 4 * scales == fmt.bits_per_weight / 8 * 256 * 1920
-    if fmt.vllm is None:
+    if not fmt.vllm.refits:
         return
     model = ModelSize(2, 256, 4, 4, 64, 512, 256, num_experts=4, top_k=2)
     kept, dropped = (Learner(fmt.name, fmt.group_size or 128, keep_operand=keep) for keep in (True, False))

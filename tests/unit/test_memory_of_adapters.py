@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl_formats import get_format, storage_config
+from qarl_formats import get_format, quantization_config
 from qarl_nemo.memory import EMBEDDED_PROCESS_BYTES, GIB, Learner, ModelSize
 from qarl_nemo.memory.lora import Adapters, adapted_memory
 from qarl_nemo.metrics.results import read_results
@@ -96,7 +96,7 @@ def test_what_is_no_target_stays_in_16_bits(model):
 
 def test_a_quantized_base_is_computed_as_it_is_stored(tmp_path, qarl):
     config = json.loads((MODEL / "config.json").read_text())
-    config["quantization_config"] = storage_config(get_format("nvfp4"), ignore=[])
+    config["quantization_config"] = quantization_config(get_format("nvfp4"), ignore=[])
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, printed = qarl("memory", tmp_path, "--lora", 32)
     assert code == 2

@@ -108,6 +108,11 @@ def _choice_problems(settings: CompareSettings) -> list[str]:
     missing = engine_attention_problem() if settings.attention == "engine" else None
     if missing:
         problems.append(f"attention=engine does not run here: {missing}; set attention=torch")
+    if settings.own_width and settings.nested_in and settings.engine == "packed":
+        problems.append(
+            "engine packed rounds nested codes to w4a16's storage; leave out --own-width, which changes no number, or "
+            "set --engine vllm"
+        )
     if settings.engine != "vllm":
         return problems + ["--layers looks into vLLM's operators; set --engine vllm"] * settings.layers
     if importlib.util.find_spec("vllm") is None:
@@ -158,7 +163,7 @@ def _integer_options(settings: CompareSettings, name: str) -> dict[str, Any]:
     # Next to an integer format, these are not meant for other formats; without one, they refuse them.
     if any(map(_takes_groups, settings.formats)) and not _takes_groups(name):
         return {}
-    return {key: getattr(settings, key) for key in ("group_size", "scale_convention", "nested_in")}
+    return {key: getattr(settings, key) for key in ("group_size", "scale_convention", "nested_in", "own_width")}
 
 
 def _takes_groups(name: str) -> bool:

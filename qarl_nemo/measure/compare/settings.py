@@ -19,6 +19,7 @@ class CompareSettings:
         group_size: elements per scale of integer formats; None = 128.
         scale_convention: grid of integer formats; None = `full_range`.
         nested_in: the finer format whose codes integer formats round; None = codes of their own.
+        own_width: store codes in no more bits than their grid has.
         targets: what is quantized.
         engine: `packed` or `vllm`.
         device: `cpu`, `cuda` or `auto`.
@@ -42,6 +43,7 @@ class CompareSettings:
     group_size: int | None = None
     scale_convention: str | None = None
     nested_in: str | None = None
+    own_width: bool = False
     targets: tuple[str, ...] = ("experts",)
     engine: str = "packed"
     device: str = "auto"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from qarl_nemo.checkpoints.shapes import target_problems
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
@@ -212,8 +213,9 @@ def _vllm_problems(model: EvalModel, device: torch.device) -> list[str]:
     fmt = model.served
     if fmt is None:
         return []
-    if fmt.vllm is None:
-        return [f"vLLM has no kernel for {fmt.name}; set --engine packed"]
+    unserved = [problem for target in model.targets for problem in target_problems(fmt, target)]
+    if unserved:
+        return [f"{problem}; or set --engine packed" for problem in unserved]
     problems = cpu_problems(fmt, model.targets) if device.type == "cpu" and model.targets else []
     if model.run and model.run.config.policy.lora:
         problems += adapter_problems([fmt], model.targets, device)

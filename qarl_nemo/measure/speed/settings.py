@@ -12,6 +12,7 @@ from qarl_formats import (
     BASELINE,
     FORMAT_NAMES,
     NARROW_NAMES,
+    WIDE_NAMES,
     QuantFormat,
     formats_with_groups,
     get_format,
@@ -153,6 +154,8 @@ def _choice_problems(settings: RolloutSpeedSettings) -> list[str]:
 def _unknown_format(name: str) -> str:
     if name in NARROW_NAMES:
         return f"format {name} is served in the storage of w4a16, at its speed: measure w4a16"
+    if name in WIDE_NAMES:
+        return f"format {name} is not measured, vLLM serves dense layers of it only; legal: {', '.join(ALL_FORMATS)}"
     return f"unknown format {name!r}{why_impossible(name)}; legal: {', '.join(ALL_FORMATS)}"
 
 

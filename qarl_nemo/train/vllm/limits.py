@@ -16,10 +16,12 @@ def config_problems(config: Any, device: str) -> list[str]:
         One clause for each setting that has to change, legal values named.
     """
     qarl, problems, where = config.qarl, [], {"cpu": "CPU", "cuda": "GPU"}[device]
-    served = get_format(qarl.format).served_on(device)
+    fmt = get_format(qarl.format)
+    served = fmt.served_on(device)
     if served is None:
         legal = ", ".join(served_formats(device))
-        problems.append(f"vLLM has no {where} kernel for qarl.format={qarl.format}; legal: {legal}")
+        why = f"has no {where} kernel for" if fmt.vllm.refits else "serves checkpoints, but takes no refits of"
+        problems.append(f"vLLM {why} qarl.format={qarl.format}; legal: {legal}")
     elif served.group_sizes and qarl.group_size not in (None, *served.group_sizes):
         legal = ", ".join(map(str, served.group_sizes))
         problems.append(f"its {where} kernel does not take qarl.group_size={qarl.group_size}; legal: {legal}")

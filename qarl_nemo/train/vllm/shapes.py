@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qarl_formats import QuantFormat
-from qarl_nemo.checkpoints.shapes import kernel_role, width_problems
+from qarl_nemo.checkpoints.shapes import kernel_role, target_problems, width_problems
 
 _GENERATIONS = {(9, 0): "Hopper", (10, 0): "Blackwell"}
 # A size as the model's config names it.
@@ -27,13 +27,14 @@ def gpu_problems(fmt: QuantFormat, targets: Sequence[str], model: Any, capabilit
     `CutlassW4A8LinearKernel.can_implement`, `validate_fp8_block_shape`, `cutlass_scaled_mm`.
     """
     problems = []
-    served = fmt.vllm.capabilities if fmt.vllm else None
+    served = fmt.vllm.capabilities
     if served and not served[0] <= capability <= served[1]:
         first, last, here = (f"SM{major}{minor}" for major, minor in (*served, capability))
         legal = f"{_GENERATIONS[served[1]]} ({last}) only" if first == last else f"{first} to {last}"
         problems.append(f"qarl.format={fmt.name} runs on {legal}, this GPU is {here}")
     needed = set()
     for target in targets:
+        problems += target_problems(fmt, target)
         for name, sizes in _weights(model, target):
             multiples = fmt.multiples(kernel_role(name, target))
             needed |= {(*size, multiple) for size, multiple in zip(sizes, multiples, strict=True)}

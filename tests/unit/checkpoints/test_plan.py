@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from qarl_formats import in_own_width
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints.plan import plan_quantization
 from qarl_nemo.checkpoints.reader import open_checkpoint
@@ -206,14 +205,22 @@ def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
     assert (not found) == legal
 
 
-def test_experimental_formats_have_no_engine(source):
-    with pytest.raises(ValueError, match="w7a16 is experimental"):
-        plan_quantization(open_checkpoint(source), get_format("w7a16"), ["experts"])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
+def test_experts_are_not_served_in_widths_of_dense_layers(bits, source):
+    fmt = get_format(f"w{bits}a16", own_width=True)
+    with pytest.raises(
+        ValueError, match=f"serves codes of {bits} bits in dense layers only, experts take 4 and 8"
+    ) as error:
+        plan_quantization(open_checkpoint(source), fmt, ["experts", "attention"])
+    assert "without --own-width: model.layers.{0..1}.mlp.experts.{0..3}.down_proj.weight" in str(error.value)
+    assert "self_attn" not in str(error.value)
+    plan = plan_quantization(open_checkpoint(source), fmt, ["attention", "mlp"])
+    assert {tensor.kind for tensor in plan.tensors if tensor.quantized} == {"attention", "mlp"}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
 def test_codes_in_their_own_width_take_no_bias(bits):
-    fmt = in_own_width(get_format(f"w{bits}a16"))
+    fmt = get_format(f"w{bits}a16", own_width=True)
     qwen2 = {key: value for key, value in DENSE.items() if key != "head_dim"} | {"model_type": "qwen2"}
     with pytest.raises(ValueError, match=r"leaves the bias of a quantized layer out: .*q_proj\.bias"):
         plan_quantization(checkpoint_of(qwen2), fmt, ["mlp", "attention"])

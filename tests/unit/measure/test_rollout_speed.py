@@ -86,6 +86,10 @@ def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
         ({"model": Path("Qwen/Qwen3-0.6B")}, "hf download Qwen/Qwen3-0.6B"),
         ({"formats": ()}, "no format to measure"),
         ({"formats": ("w2a16",)}, "format w2a16 is served in the storage of w4a16, at its speed: measure w4a16"),
+        (
+            {"formats": ("w5a16",)},
+            "format w5a16 is not measured, vLLM serves dense layers of it only; legal: bf16, w4a16",
+        ),
         ({"formats": ("w2a2",)}, "unknown format 'w2a2' (activations of fewer than 8 bits have no tensor-core path"),
     ],
 )

@@ -183,7 +183,7 @@ def test_all_conflicts_come_in_one_error():
 @pytest.mark.parametrize(
     ("qarl", "line"),
     [
-        ({"format": "w7a16"}, "qarl.format=w7a16: vLLM does not serve it; set w4a16 or"),
+        ({"format": "w7a16"}, "qarl.format=w7a16: vLLM takes no refits of it; set w4a16 or"),
         (
             {"update_aware_scale": 1.5, "alignment": "none", "format": "bf16"},
             "qarl.update_aware_scale=1.5: it speeds up quantized weights",

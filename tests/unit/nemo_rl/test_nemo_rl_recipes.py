@@ -51,7 +51,7 @@ PAPER = own_settings(EXAMPLES / "configs" / "qarl-paper.yaml")
 def arm(path: Path) -> tuple[str, str]:
     """The alignment and the format that a recipe's name says."""
     named = path.stem.rpartition("megatron-")[2].replace("-", "_")
-    fmt = named.removeprefix("rollout_only_").removeprefix("qurl_").removeprefix("progressive_")
+    fmt = named.removeprefix("rollout_only_").removeprefix("qurl_").removeprefix("progressive_").removeprefix("nested_")
     if named.startswith("rollout_only_"):
         return "rollout_only", fmt
     return ("none" if fmt == "bf16" else "aligned"), fmt
@@ -77,6 +77,7 @@ def test_a_recipe_has_no_conflicts_with_its_qarl_block(path, tmp_path):
     qarl = apply_qarl(settings)
     alignment, named = arm(path)
     assert (qarl.alignment, qarl.format) == (alignment, named)
+    assert (qarl.nested_in is not None) == ("-nested-" in path.stem)
     unaligned = "qurl_acr" if "qurl" in path.stem else "gspo"
     assert qarl.objective.objective == ("tbpo" if alignment == "aligned" else unaligned)
     # The one-GPU recipe's responses are short: its bands say why they are others.
@@ -186,6 +187,7 @@ def test_the_readme_states_the_memory_that_is_computed(path):
         tokens=settings["policy"]["sequence_packing"]["train_mb_tokens"],
         recompute="full",
         logprob_chunk=settings["policy"]["logprob_chunk_size"],
+        nested_in=qarl.get("nested_in"),
     )
     model = ModelSize.read(EXAMPLES / "models" / "qwen3-30b-a3b")
     needed = rank_memory(model, ranks, learner)

@@ -5,9 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from qarl_formats import BLOCKS, CODES_OF_8_BITS
+from qarl_formats import BLOCKS
 from qarl_kernels import get_format
-from qarl_nemo.refit.engine_methods import ChosenMethod, chosen_methods, method_label, method_problems, require_methods
+from qarl_nemo.refit.engine_methods import (
+    ChosenMethod,
+    chosen_methods,
+    method_label,
+    method_problems,
+    refit_problems,
+    require_methods,
+)
 
 W4A16 = get_format("w4a16", group_size=64)
 LAYER = "model.layers.0"
@@ -62,10 +69,27 @@ class CompressedTensorsWNA16:
         self.num_bits = num_bits
 
 
-@pytest.mark.parametrize(("num_bits", "note"), [(8, CODES_OF_8_BITS), (4, "")])
-def test_codes_of_8_bits_are_told_from_narrower_ones(num_bits, note):
+@pytest.mark.parametrize(("num_bits", "note"), [(8, " of 8-bit codes"), (3, " of 3-bit codes"), (4, "")])
+def test_codes_are_told_from_those_of_4_bits(num_bits, note):
     layer = SimpleNamespace(quant_method=CompressedTensorsLinearMethod(), scheme=CompressedTensorsWNA16(num_bits))
     assert method_label(layer) == f"CompressedTensorsLinearMethod/CompressedTensorsWNA16{note}"
+
+
+def test_an_engine_of_another_width_passes_for_its_own_and_takes_no_refits():
+    fmt, targets = get_format("w5a16"), ["attention"]
+    method = "CompressedTensorsLinearMethod/CompressedTensorsWNA16 of 5-bit codes"
+    chosen = [replace(one, method=method, backend="HummingLinearKernel") for one in CHOSEN[:2]]
+    assert method_problems(chosen, fmt, targets) == []
+    assert refit_problems(chosen, fmt, targets) == [
+        "vLLM serves codes of 5 bits from checkpoints only, and takes no refits of w5a16"
+    ]
+    assert len(method_problems(chosen, get_format("w6a16"), targets)) == 2
+    # Codes of 2 bits are refitted in the storage of w4a16, which an engine in their own width has not.
+    narrow = [replace(one, method=method.replace("5", "2")) for one in chosen]
+    assert method_problems(narrow, get_format("w2a16", own_width=True), targets) == []
+    assert len(refit_problems(narrow, get_format("w2a16"), targets)) == 2
+    (other, _) = method_problems([replace(one, backend="MarlinLinearKernel") for one in chosen], fmt, targets)
+    assert "runs on MarlinLinearKernel, whose arithmetic the learner does not follow" in other
 
 
 def test_a_layer_with_adapters_is_known_by_its_own_method_and_once():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qarl_formats import storage_config
+from qarl_formats import quantization_config
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
@@ -135,7 +135,7 @@ def test_blocks_of_either_layout_are_one_model(source, tmp_path):
     ours = write_compressed(source, tmp_path / "ours", "FP8_BLOCK", TARGETS)
     (file,) = ours.glob("*.safetensors")
     save_file({name.replace("weight_scale", "weight_scale_inv"): one for name, one in load_file(file).items()}, file)
-    quantize(ours, storage_config(get_format("fp8_block"), ignore=["lm_head"]))
+    quantize(ours, quantization_config(get_format("fp8_block"), ignore=["lm_head"]))
     tokens = torch.tensor([PROMPTS[2]])
     with torch.no_grad():
         outputs = [model_of(folder, "fp8_block")(input_ids=tokens).logits for folder in (theirs, ours)]

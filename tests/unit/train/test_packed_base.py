@@ -9,8 +9,9 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 
-from qarl_formats import storage_config
+from qarl_formats import quantization_config
 from qarl_kernels import get_format
+from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.checkpoints.scheme import stored_format
 from qarl_nemo.files import FileError
 from qarl_nemo.layers.frozen import FrozenBase
@@ -305,14 +306,23 @@ def test_a_format_that_nothing_here_executes_is_shown(packed, tmp_path):
     assert "lm_head" not in str(error.value)
 
 
+def test_a_base_in_its_own_width_is_refused_with_the_way_out(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "w2a16", get_format("w2a16", own_width=True), ["attention"])
+    qarl = {"_override_": True, "format": "w2a16", "targets": ["attention"]}
+    with pytest.raises(
+        ValueError, match=r"stored in their own 2 bits, and a run holds w2a16 in 4; .* without --own-width"
+    ):
+        train_run(config_of(tmp_path / "run", tmp_path, "w2a16", qarl=qarl))
+
+
 def test_eight_bit_groups_are_known():
     fmt = get_format("w8a16", group_size=64)
-    assert stored_format(storage_config(fmt, ignore=[])) == fmt
+    assert stored_format(quantization_config(fmt, ignore=[])) == fmt
 
 
 def test_config_groups_of_one_scheme_are_one_and_of_two_are_refused():
     fmt = get_format("w4a16")
-    config = storage_config(fmt, ignore=[])
+    config = quantization_config(fmt, ignore=[])
     alike = config["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}
     assert stored_format(config | {"config_groups": config["config_groups"] | {"group_1": alike}}) == fmt
     other = alike | {"weights": alike["weights"] | {"num_bits": 8}}

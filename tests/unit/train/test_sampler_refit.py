@@ -227,8 +227,16 @@ def test_one_set_of_8_bit_codes_serves_engines_of_fewer(name):
     assert_refused(engine, plain, "int32")
 
 
-def test_one_update_serves_engines_of_different_precision():
-    fmt, draft = (get_format(name, nested_in="w8a16", group_size=32) for name in ("w4a16", "w2a16"))
+@pytest.mark.parametrize(
+    ("learner", "other"),
+    [
+        (("w4a16", "w8a16"), ("w2a16", "w8a16")),
+        (("w8a16", None), ("w4a16", "w8a16")),
+        (("w4a16", "w8a16"), ("w8a16", None)),
+    ],
+)
+def test_one_update_serves_engines_of_different_precision(learner, other):
+    fmt, draft = (get_format(name, nested_in=nested_in, group_size=32) for name, nested_in in (learner, other))
     engine = make_engine(fmt)
     update, drafts = engine.publish(), make_sampler(engine.model, draft)
     drafts.load(update.served_as(draft))
@@ -237,5 +245,7 @@ def test_one_update_serves_engines_of_different_precision():
         narrow, wide = (one.slots[name].operand().effective_weight() for one in (own.sampler, engine.sampler))
         assert_bitwise_equal(slot.operand().effective_weight(), narrow)
         assert not torch.equal(narrow, wide)
-    with pytest.raises(ValueError, match="what is published is w8a16; w4a16 is not nested in it"):
+    with pytest.raises(
+        ValueError, match="what is published is w8a16; w4a16 is not nested in it: publish with nested_in"
+    ):
         update.served_as(W4A16_G32)
