@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE
 from qarl_nemo.files import share_weights
 from qarl_nemo.layers.frozen import FrozenBase
+from qarl_nemo.layers.ties import tie_warning
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base, lora_settings
 from qarl_nemo.train.checkpoint import checkpoint_dir, read_state
@@ -180,6 +182,9 @@ def transformers_learner(config: LocalConfig, model: PreTrainedModel) -> Learner
     settings = config.policy
     with working("aligning the layers"):
         report = align_model(config, model, learner_device(config))
+    begins = (1, *(stage.from_step for stage in config.qarl.schedule or ()))
+    if warning := tie_warning(report.weights.values(), {config.qarl.served_at(step) for step in begins}):
+        Console().print(f"qarl: {warning}", soft_wrap=True, markup=False)
     trained = model.named_parameters()
     optimizer = MasterOptimizer(trained, settings.optimizer, settings.max_grad_norm, config.qarl.targets)
     policy = TransformersPolicy(
