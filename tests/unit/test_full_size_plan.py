@@ -2,11 +2,15 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from qarl_nemo.memory import ModelSize
+from qarl_nemo.metrics.results import append_results, read_results
 from support.full_size import MODEL
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +33,16 @@ def test_a_line_goes_through_both_measured_sizes():
     assert line.seconds(8192) == pytest.approx(0.010)
     assert line.seconds(32768) == pytest.approx(0.034)
     assert line.fixed == pytest.approx(0.002)
+
+
+def test_figures_of_another_gpu_do_not_count(tmp_path):
+    import step_time
+
+    for name in ("vllm", "megatron", "full_size"):
+        rows = read_results(RESULTS / f"{name}.json")
+        others = [row.model_copy(update={"value": 1e9, "hardware": "1x NVIDIA H100 80GB HBM3"}) for row in rows]
+        append_results(tmp_path / f"{name}.json", [*rows, *others])
+    assert step_time.Rates.read(tmp_path, "bf16", 4) == step_time.Rates.read(RESULTS, "bf16", 4)
 
 
 def test_answers_of_unequal_length_run_at_the_speed_of_those_that_are_left():

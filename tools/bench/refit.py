@@ -46,6 +46,7 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = VllmEngine(start(config, fmt, options.targets, Path(folder)))
     bf16_bytes = sum(2 * torch.Size(shape).numel() for shape in shapes(config).values())
+    nested = f" --formats {format_name} --nested-in {options.nested_in}" if options.nested_in else ""
     with _measuring_alone():
         for name in options.senders:
             device = "cuda:1" if name == "collective" else "cuda:0"
@@ -60,7 +61,7 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
                 options.record,
                 refit_figures(label, name, figures, bf16_bytes, options.targets),
                 **facts("cuda", 2 if name == "collective" else 1, ["vllm"]),
-                command=f"python tools/bench/refit.py --targets {','.join(options.targets)} --senders {name}",
+                command=f"python tools/bench/refit.py --targets {','.join(options.targets)} --senders {name}{nested}",
             )
     engine.llm.llm_engine.engine_core.shutdown()
 

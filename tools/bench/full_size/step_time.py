@@ -79,7 +79,8 @@ class Rates:
             The rates; what a step spends beside its phases is `a24`'s for every arm.
         """
         files = ("vllm", "megatron", "full_size")
-        rows = {row.name: row.value for file in files for row in read_results(results / f"{file}.json")}
+        found = [row for file in files for row in read_results(results / f"{file}.json")]
+        rows = {row.name: row.value for row in found if "H200" in row.hardware}
         layout = f"ep{min(ep, 4)}"
 
         def fitted(what: str, micro_batches: int) -> Launched:
