@@ -21,6 +21,9 @@ _COLUMNS = (
     "loss/entropy",
     "error_tokens/rate",
     "response_length_tokens/mean",
+    "loss/kl_k3",
+    "refit/grid_bits",
+    "refit/flipped_codes",
 )
 _SETTINGS = ("seed", "run.name", "run.arm", "qarl.alignment", "qarl.format", "loss_fn.objective")
 

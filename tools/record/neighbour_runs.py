@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from kept_runs import keep_runs
 from real_model_runs import record_runs, run_figures, whole_runs
 from rows import parser_of, seed_means, slug
 
@@ -35,14 +36,18 @@ def figures(runs: list[Run], comparison: str) -> Iterator[Figure]:
     """Yield the figures of every run.
 
     Yields:
-        `run_figures`, the mean reward of all steps, each stage's gap where there is a schedule, and mean shares of
-        flipped codes, each stage's as well, where there are codes.
+        `run_figures`, the mean reward of all steps, tests on the way, each stage's gap where there is a schedule, and
+        mean shares of flipped codes, each stage's as well, where there are codes.
     """
     for run in runs:
         name = f"{comparison}_{slug(run.setting('run.arm'))}_seed{run.seed}"
         yield from run_figures(run, comparison)
         yield Figure(f"{name}_reward_mean", float(np.mean(run.column("reward/mean"))), "", ">=")
         grids, gaps = run.column("refit/grid_bits"), run.column("mismatch/abs_gap_mean")
+        scores = run.column("validation/reward")
+        for step, score in list(zip(run.steps, scores, strict=True))[1:-1]:
+            if np.isfinite(score):
+                yield Figure(f"{name}_test_accuracy_step{step:.0f}", float(score), "", ">=")
         stages = {f"{bits:.0f}_bits": grids == bits for bits in np.unique(grids[np.isfinite(grids)])}
         for stage, steps in stages.items():
             yield Figure(f"{name}_gap_{stage}", float(np.mean(gaps[steps])), "nats", "<=")
@@ -67,6 +72,9 @@ def main() -> None:
     record_runs(arguments.record, figures(runs, comparison), runs, config)
     means = seed_means(read_results(arguments.record), rf"(?:flips_)?{comparison}_(?!gsm8k)\w+(?<!_steps)")
     record_runs(arguments.record, means, runs, config)
+    if "gsm8k" in config:
+        # Days of a GPU; the small ones are made again in an hour.
+        keep_runs(runs, arguments.record.parent / "runs" / config)
     if arguments.figure:
         write_summary_figure([run.path for run in runs], arguments.figure)
 

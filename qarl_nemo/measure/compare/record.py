@@ -47,7 +47,8 @@ def append_comparison(
 def comparison_rows(
     settings: CompareSettings, engine: str, figures: list[Figure], device: str, command: str
 ) -> list[dict[str, Any]]:
-    """Return rows of a results file; names end in targets other than experts, in the learner's attention, in `adapter`.
+    """Return rows of a results file; names end in what was asked for beside formats: targets other than experts, the
+    finer format of nested codes, codes' own width, the learner's attention, `adapter`.
 
     Args:
         settings: what was asked for.
@@ -57,6 +58,8 @@ def comparison_rows(
         command: the command that measures it again.
     """
     suffix = "" if settings.targets == ("experts",) else "_" + "_".join(settings.targets)
+    suffix += f"_in_{settings.nested_in}" if settings.nested_in else ""
+    suffix += "_own_width" if settings.own_width else ""
     suffix += "_engine_attention" if settings.attention == "engine" else ""
     suffix += "_adapter" if settings.adapter else ""
     return result_rows(
