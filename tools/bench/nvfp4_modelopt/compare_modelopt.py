@@ -145,7 +145,7 @@ def gap_figures(name: str, logprobs: Tensor, served: Tensor) -> Iterator[Figure]
     """Yield the mean |difference| of a learner's and an engine's log-probabilities, and its error over the tokens."""
     gaps = (logprobs.double() - served.double()).abs()
     yield Figure(f"gap_{name}", float(gaps.mean()), "nats", "<=")
-    yield Figure(f"gap_{name}_error", float(gaps.std() / len(gaps) ** 0.5), "nats", "<=")
+    yield Figure(f"gap_error_{name}", float(gaps.std() / len(gaps) ** 0.5), "nats", "<=")
 
 
 def main() -> None:
