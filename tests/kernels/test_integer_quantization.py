@@ -212,3 +212,17 @@ def test_quantizing_what_was_dequantized_changes_nothing_narrow():
     assert once.codes()[0, :15].tolist() == list(range(-7, 8))
     for suffix, tensor in once.tensors.items():
         assert_bitwise_equal(twice.tensors[suffix], tensor)
+
+
+def test_blurred_weights_stay_in_the_step_that_they_were_rounded_from(tools):
+    tools("bench/kernels")
+    from scale_convention import blurred
+
+    # A largest weight of 16 has steps of 1, so that nothing moves by more than a half.
+    codes = torch.cat([padded_group(-16.0, 3.0, 7.0, 15.0), padded_group(0.5, 0.25)]).to(torch.bfloat16)
+    moved = blurred(codes)
+    assert moved[0, 0] == -16.0
+    assert moved[1, 0] == 0.5
+    assert (moved[0] - codes[0]).abs().max() <= 0.5
+    assert (moved[1] - codes[1]).abs().max() <= 0.5 / 32
+    assert (moved != codes).float().mean() > 0.9

@@ -164,3 +164,21 @@ def test_no_channel_is_split_more_than_once():
     # w4a8's kernels take multiples of 256.
     with pytest.raises(ValueError, match=r"more than once: 64 experts channels -> 256"):
         plan_splitting(1.0, {"experts": 64}, get_format("w4a8"))
+
+
+def test_bench_multiplies_by_the_sum_of_what_is_stored(models, tmp_path, read_all, tools):
+    tools("bench")
+    from channel_splitting import effective
+
+    folder, before = models["qwen2"]
+    quantize_checkpoint(folder, tmp_path / "out", W4, ["mlp"], split_channels=0.05)
+    name = "model.layers.0.mlp.down_proj"
+    down, stored = before[f"{name}.weight"], read_all(tmp_path / "out")
+    served, width = effective(down, W4, 5)
+    order = channel_order(down, width - down.shape[1], 32)
+    wide = quantize_weight(split_columns(down, order, W4), W4)
+    assert torch.equal(wide.tensors["weight_packed"], stored[f"{name}.weight_packed"])
+    assert torch.equal(served, torch.zeros(down.shape).index_add_(1, order, wide.dequantize().float()))
+    plain, unsplit_width = effective(down, W4, 0)
+    assert unsplit_width == down.shape[1] < width
+    assert not torch.equal(plain, served)

@@ -10,7 +10,9 @@ narrow_range, rounded to b bits. Weights are BF16 and go through the quantizer t
     clipped_gain_db = snr_db(clipped_range) - snr_db(full_range), likewise
     nested_gain_db  = snr_db(nested) - snr_db(full_range), likewise, at fewer than 8 bits
 
-With `--checkpoint` the weights are a checkpoint's own, by projection, and means and spreads are over its layers.
+With `--checkpoint` the weights are a checkpoint's own, by projection, and means and spreads are over its layers. Where
+they were once rounded to a grid, that grid decides which other one suits them; `--blur` undoes one of 5 bits in groups
+of 32 (GGUF's Q5_0), as if every weight were anywhere in the step that it was rounded from.
 """
 
 import argparse
@@ -122,12 +124,22 @@ def random_weights(shape: tuple[int, int], seeds: Iterable[int]) -> Iterator[tup
             yield distribution, sample(shape).to(torch.bfloat16)
 
 
-def checkpoint_weights(folder: Path, most: int) -> Iterator[tuple[str, Tensor]]:
+def blurred(weight: Tensor) -> Tensor:
+    """Move weights by up to half a step of Q5_0, amax / 16 of 32 neighbours; the largest is exact there and stays."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    magnitude = groups.abs()
+    largest = magnitude.amax(-1, keepdim=True)
+    moved = groups + torch.where(magnitude < largest, largest / 16, 0) * (torch.rand_like(groups) - 0.5)
+    return moved.flatten(-2).to(torch.bfloat16)
+
+
+def checkpoint_weights(folder: Path, most: int, *, blur: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield BF16 weights [N, K] of a Hugging Face checkpoint, by their projection's name.
 
     Yields:
-        `q_proj`, ..., `down_proj`, and the weight.
+        `q_proj`, ..., `down_proj`, with `_blurred` if they are, and the weight.
     """
+    torch.manual_seed(0)
     checkpoint = open_checkpoint(folder)
     by_projection: dict[str, list[TensorInfo]] = defaultdict(list)
     for info in checkpoint.tensors:
@@ -136,7 +148,8 @@ def checkpoint_weights(folder: Path, most: int) -> Iterator[tuple[str, Tensor]]:
     with checkpoint.open_reader() as reader:
         for projection, infos in by_projection.items():
             for info in infos[:: -(-len(infos) // most)]:
-                yield projection, reader.read(info).to(torch.bfloat16)
+                weight = reader.read(info).to(torch.bfloat16)
+                yield (f"{projection}_blurred", blurred(weight)) if blur else (projection, weight)
 
 
 def measure(weights: Iterable[tuple[str, Tensor]]) -> dict[Case, dict[str, list[Error]]]:
@@ -207,17 +220,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8, help="weights per distribution")
     parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder whose weights are measured instead")
     parser.add_argument("--most", type=int, default=16, help="weights of each projection of the checkpoint")
+    parser.add_argument("--blur", action="store_true", help="undo the grid of Q5_0 in the checkpoint's weights")
     parser.add_argument("--results", type=Path, default=DOCS_RESULTS, help="folder that receives formats*.json")
     options = parser.parse_args()
     chosen = options.checkpoint
     random = random_weights((options.rows, options.columns), range(options.seeds))
-    errors = measure(checkpoint_weights(chosen, options.most) if chosen else random)
+    errors = measure(checkpoint_weights(chosen, options.most, blur=options.blur) if chosen else random)
     print_table(errors)
+    command = COMMAND
+    if chosen:
+        command += f" --checkpoint {chosen.name} --most {options.most}{' --blur' * options.blur}"
     rows = result_rows(
         figures(errors),
         hardware=f"{os.cpu_count()} CPU cores",
         versions={"torch": torch.__version__},
-        command=f"{COMMAND} --checkpoint {chosen.name}" if chosen else COMMAND,
+        command=command,
     )
     if chosen:
         append_results(options.results / "formats_checkpoint.json", rows)

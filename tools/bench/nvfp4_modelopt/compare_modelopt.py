@@ -5,9 +5,9 @@ answers that the engine of this project samples. Engine and learners share every
 the engine adds in another order: two BF16 models show what that alone does. `separate_scales` must come out bad: q, k
 and v, gate and up keep global scales of their own, of which an engine takes the largest.
 
-    pip install nvidia-modelopt==0.47.0 pulp omegaconf
-    PYTHONPATH=tests python tools/bench/nvfp4_modelopt/compare_modelopt.py --model model --data gsm8k/test.jsonl \
-        --recipe NeMo-RL/examples/modelopt/quant_configs/nvfp4_a16.yaml
+    pip install nvidia-modelopt==0.47.0
+    PYTHONPATH=tests:tools/bench python tools/bench/nvfp4_modelopt/compare_modelopt.py --model model \
+        --data gsm8k/test.jsonl --recipe NeMo-RL/examples/modelopt/quant_configs/nvfp4_a16.yaml
 """
 
 import argparse
@@ -110,14 +110,14 @@ def compare(options: argparse.Namespace) -> Iterator[Figure]:
     answers.sample(engine, options.max_new_tokens)
     yield Figure("tokens", sum(map(len, answers.responses)), "tokens", ">=")
     served, plain = answers.read(engine), load(options)
-    yield gap_figure("aligned", answers.read(learner), served)
+    yield from gap_figures("aligned", answers.read(learner), served)
     logprobs = answers.read(plain)
-    yield gap_figure("bf16", logprobs, served)
+    yield from gap_figures("bf16", logprobs, served)
     weights = {name: Served(plain.get_submodule(name).get_parameter("weight")) for name in ours}
-    yield gap_figure("floor", logprobs, answers.read(serve(plain, weights)))
+    yield from gap_figures("floor", logprobs, answers.read(serve(plain, weights)))
     yield from modelopt_gaps(options, answers, theirs, exported)
     _, separate = aligned(learner := load(options), fused=False)
-    yield gap_figure("separate_scales", answers.read(learner), answers.read(serve(load(options), separate)))
+    yield from gap_figures("separate_scales", answers.read(learner), answers.read(serve(load(options), separate)))
 
 
 def modelopt_gaps(
@@ -136,14 +136,16 @@ def modelopt_gaps(
     """
     weights = {name: Served(nvfp4.unscaled(one.packed, one.scale), one.global_scale) for name, one in exported.items()}
     served = answers.read(serve(load(options), weights))
-    yield gap_figure("fake_quantized", answers.read(learner), served)
+    yield from gap_figures("fake_quantized", answers.read(learner), served)
     weights = {name: Served(modelopt_model.fake_weight(one)) for name, one in exported.items()}
-    yield gap_figure("unrounded", answers.read(serve(load(options), weights, num_parts=1)), served)
+    yield from gap_figures("unrounded", answers.read(serve(load(options), weights, num_parts=1)), served)
 
 
-def gap_figure(name: str, logprobs: Tensor, served: Tensor) -> Figure:
-    """Return the mean |difference| of a learner's and an engine's log-probabilities."""
-    return Figure(f"gap_{name}", float((logprobs.double() - served.double()).abs().mean()), "nats", "<=")
+def gap_figures(name: str, logprobs: Tensor, served: Tensor) -> Iterator[Figure]:
+    """Yield the mean |difference| of a learner's and an engine's log-probabilities, and its error over the tokens."""
+    gaps = (logprobs.double() - served.double()).abs()
+    yield Figure(f"gap_{name}", float(gaps.mean()), "nats", "<=")
+    yield Figure(f"gap_error_{name}", float(gaps.std() / len(gaps) ** 0.5), "nats", "<=")
 
 
 def main() -> None:
@@ -152,8 +154,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a dense model in BF16")
     parser.add_argument("--data", type=Path, required=True, help="GSM8K's test.jsonl")
     parser.add_argument("--recipe", type=Path, required=True, help="ModelOpt's YAML, NeMo-RL's nvfp4_a16.yaml")
-    parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/nvfp4_modelopt.json")
     options = parser.parse_args()
@@ -161,8 +163,8 @@ def main() -> None:
         options.record,
         (figure._replace(name=f"nvfp4_modelopt_{figure.name}") for figure in compare(options)),
         **facts(modelopt_model.DEVICE.type, packages=["nvidia-modelopt"]),
-        command="python tools/bench/nvfp4_modelopt/compare_modelopt.py --model model --data gsm8k/test.jsonl "
-        "--recipe nvfp4_a16.yaml",
+        command=f"python tools/bench/nvfp4_modelopt/compare_modelopt.py --model {options.model.name} "
+        f"--data gsm8k/{options.data.name} --recipe {options.recipe.name}",
     )
 
 
