@@ -265,13 +265,15 @@ def _refusals(model: Path, learner: "Learner", engine_tp: int | None = None) -> 
     Raises:
         ValueError: the format cannot store the weights, or they are not served by the engine that was asked for.
     """
+    from qarl_formats import VllmKernels
     from qarl_nemo.architecture import read_architecture
     from qarl_nemo.checkpoints.shapes import engine_problems
 
     assert learner.record is not None
     size, fmt = read_architecture(model, tuple(FAMILIES)), learner.record
-    # Without kernels only what storing takes is asked.
-    if lines := [line for _, line in engine_problems(size, replace(fmt, vllm=None), learner.targets, 1)]:
+    # Kernels that take any shape leave what storing takes.
+    stored = replace(fmt, vllm=VllmKernels(fmt.vllm.experts, fmt.vllm.linear))
+    if lines := [line for _, line in engine_problems(size, stored, learner.targets, 1)]:
         raise ValueError("\n  ".join([f"{fmt.name} cannot store these weights:", *lines]))
     lines = [line for _, line in engine_problems(size, fmt, learner.targets, engine_tp or 1)]
     if lines and engine_tp is not None:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from qarl_formats import SCALE_CONVENTIONS
-from qarl_kernels import QuantFormat, quantize_weight
+from qarl_kernels import QuantFormat
+from qarl_kernels.integer import quantize_integer
 from qarl_nemo.layers.weight import AlignedWeight
 
 # How near to the middle counts, in steps of the grid, and the share of evenly spread weights that is as near.
@@ -28,12 +29,14 @@ def tied_share(weights: Iterable[Tensor], fmt: QuantFormat) -> float:
         weights: [..., N, K] each; evenly spaced rows of the large ones are counted.
         fmt: an integer format with groups; a nested one's codes are those that it publishes.
     """
+    convention = fmt.scale_convention
+    assert convention is not None
     tied = total = 0
     for weight in weights:
         rows = weight.detach().flatten(0, -2)
         rows = rows[:: max(1, rows.numel() // _SAMPLE)]
-        scale = quantize_weight(rows, fmt).tensors["weight_scale"].float()
-        steps = rows.float().unflatten(-1, (scale.shape[-1], -1)) / scale.unsqueeze(-1)
+        _, scale = quantize_integer(rows, fmt.nested_bits or fmt.grid_bits, fmt.group_size, convention)
+        steps = rows.float().unflatten(-1, (-1, fmt.group_size)) / scale.float().unsqueeze(-1)
         tied += int(((steps - steps.floor() - 0.5).abs() < _NEAR).sum())
         total += rows.numel()
     return tied / total if total else 0.0

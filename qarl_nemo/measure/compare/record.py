@@ -47,8 +47,10 @@ def append_comparison(
 def comparison_rows(
     settings: CompareSettings, engine: str, figures: list[Figure], device: str, command: str
 ) -> list[dict[str, Any]]:
-    """Return rows of a results file; names end in what was asked for beside formats: targets other than experts, the
-    finer format of nested codes, codes' own width, the learner's attention, `adapter`.
+    """Return rows of a results file, whose names end in what was asked for beside formats.
+
+    These are targets other than experts, the format that codes are nested in, `own_width`, the learner's attention and
+    `adapter`.
 
     Args:
         settings: what was asked for.

@@ -34,6 +34,7 @@ from qarl_kernels import get_format, quantize_weight
 from qarl_kernels.integer import dequantize_integer, quantize_integer
 from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.reader import TensorInfo
+from qarl_nemo.layers.ties import tied_share
 from qarl_nemo.metrics.results import Figure, append_results, result_rows
 from qarl_nemo.names import target_of
 
@@ -58,10 +59,11 @@ class Case(NamedTuple):
 
 
 class Error(NamedTuple):
-    """Distance of a dequantized weight from the weight."""
+    """Distance of a dequantized weight from the weight, and the share of values half-way between two codes."""
 
     snr_db: float
     mean_abs_error: float
+    tied: float
 
 
 def student_t(degrees: float) -> Callable[[tuple[int, int]], Tensor]:
@@ -113,6 +115,7 @@ def quantization_error(weight: Tensor, fmt: QuantFormat) -> Error:
     return Error(
         snr_db=float(10 * torch.log10(power / difference.square().mean())),
         mean_abs_error=float(difference.abs().mean() / power.sqrt()),
+        tied=tied_share([weight], fmt),
     )
 
 
@@ -193,18 +196,19 @@ def figures(errors: dict[Case, dict[str, list[Error]]]) -> Iterator[Figure]:
             mean_abs = statistics.fmean(error.mean_abs_error for error in measured)
             yield Figure(f"{name}_snr_db", snr, "dB", ">=")
             yield Figure(f"{name}_mean_abs_error", mean_abs, "rms", "<=")
+            yield Figure(f"{name}_tied", statistics.fmean(error.tied for error in measured), "fraction", "<=")
 
 
 def print_table(errors: dict[Case, dict[str, list[Error]]]) -> None:
     """Print the grids side by side, with the gains' spread over the weights of a name."""
     table = Table(title=f"integer grids: {' | '.join([*SCALE_CONVENTIONS, NESTED])}")
-    for heading in ("bits", "group", "weights", "SNR dB", "mean |error| / rms", *GAINS):
+    for heading in ("bits", "group", "weights", "SNR dB", "mean |error| / rms", "half-way", *GAINS):
         table.add_column(heading, justify="left" if heading == "weights" else "right")
     for case, by_grid in errors.items():
         cells = []
         for field in Error._fields:
             means = (statistics.fmean(getattr(error, field) for error in grid) for grid in by_grid.values())
-            cells.append(" | ".join(f"{mean:.4f}" if field == "mean_abs_error" else f"{mean:.2f}" for mean in means))
+            cells.append(" | ".join(f"{mean:.2f}" if field == "snr_db" else f"{mean:.4f}" for mean in means))
         spreads = [
             f"{statistics.fmean(gains):+.3f} +- {statistics.pstdev(gains):.3f}" for gains in gains_db(by_grid).values()
         ]
