@@ -71,7 +71,8 @@ def decibels(exact: Tensor, quantized: Tensor) -> float:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     """Yield the figures of every case, names without their prefix."""
-    model = load_model(PolicyConfig(model_path=options.model), "cpu", options.seed)[0].eval().requires_grad_(False)
+    policy = PolicyConfig(model_path=options.model)
+    model = load_model(policy, torch.device("cpu"), options.seed)[0].eval().requires_grad_(False)
     mlps: list[Any] = [one for name, one in model.named_modules() if name.endswith(".mlp")]
     masters = [{name: one.get_submodule(name).weight.clone() for name in PROJECTIONS} for one in mlps]
     answers = Answers(options.model, options.data, options.num_prompts)
