@@ -33,7 +33,7 @@ from qarl_nemo.train.model import load_model
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Group size, and percent of the channels that are split.
-CASES = ((128, 0), (128, 5), (128, 10), (128, 50), (64, 0), (32, 0))
+CASES = ((128, 0), (128, 10), (128, 50), (64, 0), (32, 0))
 
 
 def effective(down: Tensor, fmt: QuantFormat, percent: int) -> tuple[Tensor, int]:
@@ -71,7 +71,8 @@ def decibels(exact: Tensor, quantized: Tensor) -> float:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     """Yield the figures of every case, names without their prefix."""
-    model = load_model(PolicyConfig(model_path=options.model), "cpu", options.seed)[0].eval().requires_grad_(False)
+    policy = PolicyConfig(model_path=options.model)
+    model = load_model(policy, torch.device("cpu"), options.seed)[0].eval().requires_grad_(False)
     mlps: list[Any] = [one for name, one in model.named_modules() if name.endswith(".mlp")]
     masters = [{name: one.get_submodule(name).weight.clone() for name in PROJECTIONS} for one in mlps]
     answers = Answers(options.model, options.data, options.num_prompts)
@@ -104,8 +105,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a dense model")
     parser.add_argument("--data", type=Path, required=True, help="GSM8K's test.jsonl")
-    parser.add_argument("--num-prompts", type=int, default=6)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/neighbours.json")
     options = parser.parse_args()
