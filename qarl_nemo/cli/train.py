@@ -22,6 +22,9 @@ def train(
     parallel: Annotated[
         int, typer.Option(min=1, help="Runs of a compare: block at a time, over all visible GPUs.")
     ] = 2,
+    check: Annotated[
+        bool, typer.Option("--check", help="Train nothing: say what would run, or all that speaks against it here.")
+    ] = False,
 ) -> None:
     """Train on this machine, without NeMo-RL; the same command resumes a killed run from its last checkpoint.
 
@@ -40,6 +43,8 @@ def train(
     if settings.compare is None:
         if arm:
             raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
+        if check:
+            return _check([settings])
         _train_one(settings)
         _write_report([settings.run_dir], settings.run_dir)
     else:
@@ -47,12 +52,34 @@ def train(
 
         every = expand_arms(settings, str(config))
         runs = select_arms(every, arm or [])
+        if check:
+            # Seeds change nothing that is checked.
+            return _check(list({run.run.arm: run for run in reversed(runs)}.values())[::-1])
         _require_gpu(runs)
         make_folder(settings.run_dir, "the folder of a comparison")
         run_arms(runs, parallel)
         # Another command may have trained other runs meanwhile, and may write the report of all of them right now.
         with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}", wait=True):
             _write_report([run.run_dir for run in every if run in runs or _ran_before(run)], settings.run_dir)
+
+
+def _check(runs: list["LocalConfig"]) -> None:
+    """Show the first run's banner, and raise what keeps any of them from starting here."""
+    from qarl_nemo.train.banner import show_banner
+    from qarl_nemo.train.preflight import prepare, problems_of
+
+    # An arm's name may hold commas.
+    arms = [run.run.arm or run.run.name for run in runs]
+    found: dict[str, list[str]] = {}
+    for arm, run in zip(arms, runs, strict=True):
+        for problem in problems_of(run):
+            found.setdefault(problem, []).append(arm)
+    if found:
+        of_some = {problem: f"{'; '.join(of)}: " for problem, of in found.items() if len(of) < len(runs)}
+        lines = [of_some.get(problem, "") + problem for problem in found]
+        raise ValueError("\n  ".join([f"{len(found)} problem(s), nothing was started:", *lines]))
+    show_banner(runs[0], prepare(runs[0]), None)
+    typer.echo(f"checked, nothing was started: {'; '.join(arms)}")
 
 
 def _ran_before(run: "LocalConfig") -> bool:

@@ -1,9 +1,11 @@
 """Checks before anything is written or trained: device, engine, format, targets, data, disk space."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl_kernels import QuantFormat
 from qarl_nemo.files import readable_bytes, require_space
@@ -18,6 +20,8 @@ from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.trained import trained_parameters
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +60,76 @@ def prepare(config: LocalConfig) -> Prepared:
         ValueError: no such device, an engine that does not run here, a format, targets or shapes that do not fit the
             model, data that cannot be used, or too little free disk space for the checkpoints.
     """
+    device = _device(config)
+    model, rows, num_parameters = _empty_model(config)
+    num_trained = sum(parameter.numel() for _, parameter in trained_parameters(model))
+    source, encode, skipped = _tasks(config, model.config)
+    size = _checkpoint_size(config, model)
+    fmt = config.qarl.served_format
+    return Prepared(device, fmt, source, encode, skipped, rows, num_parameters, num_trained, size, _kv_bytes(model))
+
+
+def problems_of(config: LocalConfig) -> list[str]:
+    """Return all that keeps a run from starting here: its device and engine, its model, its data, the disk.
+
+    Args:
+        config: the resolved config.
+
+    Returns:
+        What `prepare` would raise, of each part.
+    """
+    problems: list[str] = []
+    _attempt(problems, _device, config)
+    hf = _attempt(problems, read_config, config.policy)
+    if hf is None:
+        # Sizes and tokenizer lie in the same folder.
+        return problems
+    made = _attempt(problems, _empty_model, config)
+    _attempt(problems, _tasks, config, hf)
+    if made is not None:
+        _attempt(problems, _checkpoint_size, config, made[0])
+    return problems
+
+
+def _attempt(problems: list[str], function: Callable[..., T], *arguments: Any) -> T | None:
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+
+
+def _device(config: LocalConfig) -> torch.device:
     device = learner_device(config)
     require_engine(config, device)
-    fmt = config.qarl.served_format
+    return device
+
+
+def _empty_model(config: LocalConfig) -> tuple[PreTrainedModel, list[InstallRow], int]:
+    dtype = getattr(torch, config.policy.precision)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            read_config(config.policy), dtype=getattr(torch, config.policy.precision)
-        )
+        model = AutoModelForCausalLM.from_config(read_config(config.policy), dtype=dtype)
     require_packed_base(config)
+    # Adapters come on top.
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    frozen = has_frozen_base(config.policy)
-    rows = (align_model(config, model) if frozen else install(model, config.qarl.targets, fmt)).rows
-    num_trained = sum(parameter.numel() for _, parameter in trained_parameters(model))
-    longest = longest_prompt(config, model.config.max_position_embeddings)
+    if has_frozen_base(config.policy):
+        return model, align_model(config, model).rows, num_parameters
+    return model, install(model, config.qarl.targets, config.qarl.served_format).rows, num_parameters
+
+
+def _tasks(config: LocalConfig, hf: PreTrainedConfig) -> tuple[TaskSource, PromptEncoder, dict[str, int]]:
+    longest = longest_prompt(config, hf.max_position_embeddings)
     source = TaskSource(config.data, config.seed)
     encode = PromptEncoder(read_tokenizer(config.policy), config.policy.tokenizer)
     skipped = limit_prompts(source, encode, longest, skip=getattr(config.data, "overlong_prompts", None) == "skip")
+    return source, encode, skipped
+
+
+def _checkpoint_size(config: LocalConfig, model: PreTrainedModel) -> int:
     size = checkpoint_bytes(model, config.policy)
     if config.checkpointing.enabled:
         _require_space(config, size)
-    return Prepared(device, fmt, source, encode, skipped, rows, num_parameters, num_trained, size, _kv_bytes(model))
+    return size
 
 
 def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:

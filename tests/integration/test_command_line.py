@@ -44,6 +44,33 @@ def test_train_compares_arms_and_seeds_in_one_report(qarl, tmp_path, monkeypatch
     assert all(arm in report for arm in arms)
 
 
+def test_a_check_says_what_would_run_and_starts_nothing(qarl, tmp_path):
+    arms = {"ours": {}, "BF16, too": {"qarl": {"alignment": "none", "format": "bf16", "group_size": None}}}
+    config = write_config(tmp_path / "compare.yaml", tmp_path / "runs", compare={"seeds": [1, 2], "arms": arms})
+    code, printed = qarl("train", config, "--check")
+    assert code == 0, printed
+    assert "rollouts    w4a16" in printed
+    assert "checked, nothing was started: ours; BF16, too" in printed
+    assert "checked, nothing was started: ours\n" in qarl("train", config, "--check", "--arm", "ours")[1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_check_lists_what_is_wrong_with_machine_data_and_each_arm(qarl, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    train = {"dataset_name": "gsm8k", "data_path": str(tmp_path / "train.jsonl")}
+    data = {"_override_": True, "source": "datasets", "train": train}
+    arms = {"ours": {}, "another target": {"qarl": {"targets": ["mlp"]}}}
+    blocks = {"device": "cuda", "data": data, "compare": {"seeds": [1], "arms": arms}}
+    config = write_config(tmp_path / "compare.yaml", tmp_path / "runs", **blocks)
+    code, printed = qarl("train", config, "--check")
+    assert code == 2
+    assert "3 problem(s), nothing was started:" in printed
+    assert "\n  device=cuda, but torch sees no CUDA device" in printed
+    assert "train.jsonl" in printed
+    assert "\n  another target: " in printed
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
