@@ -44,7 +44,8 @@ def train(
         if arm:
             raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
         if check:
-            return _check([settings])
+            _check([settings])
+            return
         _train_one(settings)
         _write_report([settings.run_dir], settings.run_dir)
     else:
@@ -54,7 +55,8 @@ def train(
         runs = select_arms(every, arm or [])
         if check:
             # Seeds change nothing that is checked.
-            return _check(list({run.run.arm: run for run in reversed(runs)}.values())[::-1])
+            _check(list({run.run.arm: run for run in reversed(runs)}.values())[::-1])
+            return
         _require_gpu(runs)
         make_folder(settings.run_dir, "the folder of a comparison")
         run_arms(runs, parallel)
