@@ -194,7 +194,11 @@ def _tensor_problems(
     biases = [info.name for info in checkpoint.tensors if info.name.endswith(".bias")]
     dropped = [name for name in biases if names.tensor_kind(name) in targets]
     if fmt.vllm.drops_bias and dropped:
-        by_problem[f"vLLM's {fmt.name} kernel leaves the bias of a quantized layer out"] = dropped
+        kinds = ", ".join(sorted({names.tensor_kind(name) for name in dropped}))
+        problem = (
+            f"vLLM's {fmt.name} kernel leaves the bias of a quantized layer out; take w4a16 or w8a16, or no {kinds}"
+        )
+        by_problem[problem] = dropped
     return [f"{problem}: {names.summarize_names(offending)}" for problem, offending in by_problem.items()]
 
 

@@ -12,7 +12,7 @@ import typer
 
 from qarl_formats import DEFAULT_FORMAT, find_format, formats_with_groups
 from qarl_nemo.architecture import FAMILIES, MEGATRON_FAMILIES, config_file
-from qarl_nemo.cli.options import Format, GroupSize, NestedIn, Targets, settings_of
+from qarl_nemo.cli.options import GroupSize, NestedIn, ServedFormat, Targets, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import check_targets, split_targets
 
@@ -85,7 +85,7 @@ def memory(
         list[str] | None,
         typer.Option(help="Parallel sizes, the rest is data parallel: dp, ep8, tp2_ep8; repeat. Default: several."),
     ] = None,
-    format_name: Format = DEFAULT_FORMAT,
+    format_name: ServedFormat = DEFAULT_FORMAT,
     group_size: GroupSize = None,
     nested_in: NestedIn = None,
     targets: Annotated[
@@ -150,7 +150,7 @@ def _base_learner(size: "ModelSize", format_name: str, group_size: int | None, t
     chosen = check_targets(split_targets(usual if targets is None else targets))
     require_targets(size, chosen)
     if group_size is not None and find_format(format_name) and format_name not in (grouped := formats_with_groups()):
-        raise ValueError(f"format {format_name!r} takes no group_size; {' and '.join(grouped)} have one: remove it")
+        raise ValueError(f"format {format_name!r} takes no group_size; {', '.join(grouped)} have one: remove it")
     return Learner(format_name, 128 if group_size is None else group_size, chosen)
 
 

@@ -10,11 +10,9 @@ from qarl_formats import FORMAT_NAMES, NARROW_NAMES, NESTING, SCALE_CONVENTIONS,
 
 Settings = TypeVar("Settings")
 
-_NAMES = (
-    f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}; {', '.join(NARROW_NAMES)}: fewer levels, in int4; "
-    f"{', '.join(WIDE_NAMES)}: dense layers."
-)
-Format = Annotated[str, typer.Option("--format", help=_NAMES)]
+_SERVED = f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}; {', '.join(NARROW_NAMES)}: fewer levels, in int4"
+Format = Annotated[str, typer.Option("--format", help=f"{_SERVED}; {', '.join(WIDE_NAMES)}: dense layers.")]
+ServedFormat = Annotated[str, typer.Option("--format", help=f"{_SERVED}.")]
 GroupSize = Annotated[int | None, typer.Option(help="Elements per scale along K (w4a16: 128, 64, 32).")]
 ScaleConvention = Annotated[
     str | None, typer.Option(help=f"{', '.join(SCALE_CONVENTIONS[:-1])} or {SCALE_CONVENTIONS[-1]}.")

@@ -54,17 +54,18 @@ def _without_echoes(problems: Sequence[Any]) -> list[Any]:
     return [one for one in problems if one["type"] != "too_short" or one["loc"] not in refused]
 
 
-def hint(wrong: str, legal: Sequence[str]) -> str:
+def hint(wrong: str, legal: Sequence[str], others: Sequence[str] = ()) -> str:
     """Return what was probably meant, if anything is similar, and what is legal.
 
     Args:
         wrong: what the user wrote.
         legal: the legal names.
+        others: legal names that the message lists elsewhere.
 
     Returns:
         `did you mean 'x'? legal here: x, y`.
     """
-    return _guess(wrong, legal) + f"legal here: {', '.join(legal)}"
+    return _guess(wrong, [*legal, *others]) + f"legal here: {', '.join(legal)}"
 
 
 def _guess(wrong: str, legal: Iterable[str]) -> str:

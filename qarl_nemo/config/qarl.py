@@ -10,7 +10,9 @@ from qarl_formats import (
     BASELINE,
     DEFAULT_FORMAT,
     FORMAT_NAMES,
+    NARROW_NAMES,
     OTHER_NAMES,
+    WIDE_NAMES,
     QuantFormat,
     ScaleConvention,
     find_format,
@@ -82,7 +84,7 @@ class QarlConfig(StrictModel):
     def format_is_known(cls, name: str) -> str:
         """Refuse an unknown name and suggest the nearest legal one."""
         if find_format(name) is None:
-            legal = hint(name, list(FORMAT_NAMES))
+            legal = hint(name, FORMAT_NAMES, NARROW_NAMES + WIDE_NAMES)
             raise ValueError(f"unknown format {name[:80]!r}{why_impossible(name)}: {legal}; {OTHER_NAMES}")
         return name
 
@@ -110,11 +112,13 @@ class QarlConfig(StrictModel):
         problems, bits, step = [], fmt.grid_bits, 1
         for stage in self.schedule:
             if stage.bits > fmt.num_bits:
-                problems.append(f"{stage.bits} bits are not stored in the {fmt.num_bits} of {self.format}")
+                problems.append(f"{stage.bits} bits are not stored in the {fmt.num_bits} of {self.format}; w8a16 has 8")
             if stage.bits == bits:
                 problems.append(f"step {stage.from_step} goes on with {stage.bits} bits")
             if stage.from_step <= step:
-                problems.append(f"from_step={stage.from_step} is not after {step}")
+                problems.append(
+                    f"from_step={stage.from_step} is not after {step}; stages ascend and begin after step 1"
+                )
             bits, step = stage.bits, stage.from_step
         if problems:
             raise ValueError(f"schedule: {'; '.join(problems)}")

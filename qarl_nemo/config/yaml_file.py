@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qarl_nemo.config.problems import ConfigError
 from qarl_nemo.files import FileError, read_text, write_atomic
+from qarl_nemo.installation import shipped_configs
 
 # Arms of a comparison are merged onto the rest of the config later, so their `_override_` marks must survive.
 _MERGED_LATER = ("arms",)
@@ -134,7 +135,7 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]]
 def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
     named = f", named in defaults of {above[-1]}" if above else ""
     if not os.path.lexists(path):
-        raise ConfigError(f"no config file {path}{named}")
+        raise ConfigError(f"no config file {path}{named}{_found_elsewhere(path) if above else ''}")
     try:
         text = read_text(path, "a YAML config")
     except FileError as error:
@@ -153,6 +154,11 @@ def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
     if not isinstance(own, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     return own
+
+
+def _found_elsewhere(path: Path) -> str:
+    shipped = next((config for config in shipped_configs().values() if config.name == path.name), None)
+    return f", relative to it{f'; the shipped one is {shipped}' if shipped else ''}"
 
 
 def _parents(own: DictConfig, path: Path) -> list[Path]:

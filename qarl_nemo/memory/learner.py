@@ -72,9 +72,9 @@ class Learner:
         if problems:
             raise ValueError("; ".join(problems))
         if self.format not in (None, *(legal := served_formats("cuda"))):
-            raise ValueError(
-                f"unknown format {self.format!r}{why_impossible(self.format or '')}; legal: {', '.join(legal)}"
-            )
+            known = find_format(self.format or "")
+            wrong = "vLLM serves no run in format" if known else "unknown format"
+            raise ValueError(f"{wrong} {self.format!r}{why_impossible(self.format or '')}; legal: {', '.join(legal)}")
 
     @property
     def record(self) -> QuantFormat | None:

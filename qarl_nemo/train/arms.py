@@ -52,10 +52,16 @@ def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
             labels = {"name": f"{arm}-seed{seed}", "arm": arm}
             own = {"seed": seed, "run_dir": str(config.run_dir / f"{_slug(arm)}-seed{seed}"), "run": labels}
             values: dict[str, Any] = merge_mappings(merge_mappings(base, overrides), own)
+            where = f"{source}, arm {arm!r}"
             try:
-                runs.append(validate(values, LocalConfig, source=f"{source}, arm {arm!r}"))
+                run = validate(values, LocalConfig, source=where)
+                _ = run.qarl.served_format  # refuses options that the format does not take
             except ConfigError as error:
                 problems.append(str(error))
+            except ValueError as error:
+                problems.append(f"{where}: {error}")
+            else:
+                runs.append(run)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return runs

@@ -177,7 +177,9 @@ class PolicyConfig(StrictModel):
     def one_model_source(self) -> "PolicyConfig":
         """Require exactly one of model_path and model_init."""
         if (self.model_path is None) == (self.model_init is None):
-            raise ValueError("set exactly one of model_path (a checkpoint directory) and model_init (a random model)")
+            raise ValueError(
+                "set exactly one of model_path (a checkpoint's folder) and model_init (a random model), the other null"
+            )
         return self
 
     @model_validator(mode="after")

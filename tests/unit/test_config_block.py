@@ -34,6 +34,11 @@ def test_unknown_formats_are_refused_with_the_legal_ones_or_the_reason(name):
         validate({"format": name}, QarlConfig, source="test")
 
 
+def test_a_misspelt_narrow_format_is_recognized():
+    with pytest.raises(ConfigError, match="unknown format 'w3a61': did you mean 'w3a16'"):
+        validate({"format": "w3a61"}, QarlConfig, source="test")
+
+
 def stages(*pairs):
     return [{"from_step": step, "bits": bits} for step, bits in pairs]
 
@@ -64,13 +69,13 @@ def test_the_number_of_stages_is_limited(number, is_legal):
 @pytest.mark.parametrize(
     ("name", "schedule", "problem"),
     [
-        ("w4a16", stages((10, 8)), "8 bits are not stored in the 4 of w4a16"),
+        ("w4a16", stages((10, 8)), "8 bits are not stored in the 4 of w4a16; w8a16 has 8"),
         ("w4a16", stages((10, 4)), "step 10 goes on with 4 bits"),
         ("w3a16", stages((10, 3)), "step 10 goes on with 3 bits"),
         ("w8a16", stages((10, 4), (20, 4)), "step 20 goes on with 4 bits"),
         ("w8a16", stages((10, 1)), "greater than or equal to 2"),
         ("w8a16", stages((10, 4), (10, 2)), "from_step=10 is not after 10"),
-        ("w8a16", stages((20, 4), (10, 2)), "from_step=10 is not after 20"),
+        ("w8a16", stages((20, 4), (10, 2)), "from_step=10 is not after 20; stages ascend"),
         ("fp8_block", stages((10, 4)), "fp8_block has one grid only; take format=w8a16"),
         ("w8a16", stages((1, 4)), "greater than or equal to 2"),
         ("w8a16", [{"from_step": 3, "bit": 4}], "unknown key 'schedule.0.bit': did you mean 'bits'"),

@@ -243,7 +243,9 @@ def test_on_policy_grpo_takes_one_step_a_rollout_batch():
 
 @pytest.mark.parametrize("sources", [{}, {"model_path": "m", "model_init": {}}])
 def test_exactly_one_model_source(sources):
-    with pytest.raises(ConfigError, match=r"policy: set exactly one of model_path .* and model_init"):
+    with pytest.raises(
+        ConfigError, match=r"policy: set exactly one of model_path .* and model_init .*, the other null"
+    ):
         make(policy=sources)
 
 

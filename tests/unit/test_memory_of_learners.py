@@ -224,6 +224,7 @@ def test_a_dense_learner_keeps_its_mlp_packed():
         (["--group-size", "100"], "unknown group_size 100; legal: 128, 64, 32"),
         (["--group-size", "64", "--format", "fp8_block"], "format 'fp8_block' takes no group_size"),
         (["--format", "nf4"], "unknown format 'nf4'; legal: w4a16, "),
+        (["--format", "w5a16"], "vLLM serves no run in format 'w5a16'; legal: w4a16, "),
         (["--format", "w2a2"], r"unknown format 'w2a2' \(activations of fewer than 8 bits have no tensor-core path"),
         (
             ["--format", "nvfp4", "--targets", "attention", "--layout", "tp2_ep8"],

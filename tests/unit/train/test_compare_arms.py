@@ -74,6 +74,11 @@ def test_every_problem_of_every_arm_is_listed_once(expand):
     assert "'good'" not in message
 
 
+def test_an_arm_whose_format_does_not_take_the_other_options_is_refused_before_any_run(expand):
+    with pytest.raises(ConfigError, match=r"arm 'BF16': format 'bf16' takes no group_size=64: .* qarl.group_size=null"):
+        expand(BASE | {"qarl": {"group_size": 64}})
+
+
 def test_runs_that_would_share_a_folder_are_refused(expand):
     compare = {"seeds": [1, 2, 1], "arms": {"a b": {}, "a-b": {}, "c": {}}}
     with pytest.raises(ConfigError) as raised:
