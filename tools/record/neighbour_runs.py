@@ -36,14 +36,17 @@ def figures(runs: list[Run], comparison: str) -> Iterator[Figure]:
     """Yield the figures of every run.
 
     Yields:
-        `run_figures`, the mean reward of all steps, tests on the way, each stage's gap where there is a schedule, and
-        mean shares of flipped codes, each stage's as well, where there are codes.
+        `run_figures`, the mean reward of all steps, what a step costs, tests on the way, each stage's gap where there
+        is a schedule, and mean shares of flipped codes, each stage's as well, where there are codes.
     """
     for run in runs:
         name = f"{comparison}_{slug(run.setting('run.arm'))}_seed{run.seed}"
         yield from run_figures(run, comparison)
         yield Figure(f"{name}_reward_mean", float(np.mean(run.column("reward/mean"))), "", ">=")
         grids, gaps = run.column("refit/grid_bits"), run.column("mismatch/abs_gap_mean")
+        for figure, unit, value in _cost(run):
+            if np.isfinite(value):
+                yield Figure(f"{name}_{figure}", value, unit, "<=")
         scores = run.column("validation/reward")
         for step, score in list(zip(run.steps, scores, strict=True))[1:-1]:
             if np.isfinite(score):
@@ -57,6 +60,13 @@ def figures(runs: list[Run], comparison: str) -> Iterator[Figure]:
                 yield Figure(f"flips_{name}_{kind}", float(np.nanmean(shares)), "fraction", ">=")
                 for stage, steps in stages.items():
                     yield Figure(f"flips_{name}_{kind}_{stage}", float(np.nanmean(shares[steps])), "fraction", ">=")
+
+
+def _cost(run: Run) -> Iterator[tuple[str, str, float]]:
+    yield "step_s", "s", float(np.median(run.column("timing/step_s")))
+    # NaN where there is no GPU, or no weight to cap.
+    yield "peak_gib", "GiB", float(np.max(run.column("memory/device_peak_bytes"))) / 2**30
+    yield "capped", "fraction", float(np.mean(run.column("loss/mismatch_capped_fraction")))
 
 
 def main() -> None:
