@@ -185,6 +185,9 @@ def test_what_no_engine_reads_is_dropped_and_said():
         ("w8a16", "gate", (192, 2048), True),
         ("w8a16", "gate", (192, 2112), False),
         ("w8a16", "down", (2048, 192), False),
+        # One group of 128 columns is in nobody's way but Marlin's.
+        ("w8a16", "down", (2048, 128), False),
+        ("fp8_block", "down", (2048, 128), True),
         ("bf16", "gate", (3, 5), True),
     ],
 )
