@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from qarl_kernels import get_format, quantize_weight
+from qarl_nemo.architecture import Architecture
 from qarl_nemo.checkpoints.plan import plan_quantization
 from qarl_nemo.checkpoints.reader import open_checkpoint
-from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, engine_shard, shape_problems, stored_bytes
+from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, engine_problems, engine_shard, shape_problems, stored_bytes
 from qarl_nemo.files import FileError
 from support.whole_models import DENSE, SPARSE, checkpoint_of, shapes_of
 
@@ -224,6 +225,17 @@ def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
 )
 def test_what_a_rank_holds_by_hand(linear, shape, parts, shard):
     assert engine_shard(f"model.layers.0.{linear}.weight", shape, parts, 128) == shard
+
+
+@pytest.mark.parametrize(("whole_experts", "targets"), [(False, {"experts", "attention"}), (True, {"attention"})])
+def test_ranks_may_share_experts_and_still_cut_attention(whole_experts, targets):
+    model, fmt = Architecture.parse(SPARSE, "config.json"), get_format("w4a16")
+    assert engine_problems(model, fmt, ["experts", "attention"], 1) == []
+    # A quarter of 256 columns is half a group.
+    found = engine_problems(model, fmt, ["experts", "attention"], 4, whole_experts=whole_experts)
+    assert {target for target, _ in found} == targets
+    assert any(line.startswith("o_proj: K=64 is not a multiple of group_size=128") for _, line in found)
+    assert {target for target, _ in engine_problems(model, fmt, ["experts"], 4)} == {"experts"}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])

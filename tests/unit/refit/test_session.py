@@ -81,6 +81,13 @@ def test_nothing_is_served_that_changed_after_it_was_verified(session):
     assert_serves(session, update_of(1))
 
 
+def test_what_was_found_once_is_said_once(session):
+    begin(session, update_of(2))
+    session.receive(2, "direct", WHOLE | {NAMES[1]: WHOLE[NAMES[1]] + 1})
+    said = [f"{NAMES[1]}: its bytes differ from the manifest's checksum"]
+    assert session.verify(2) == session.verify(2) == said
+
+
 def test_a_rank_that_no_update_was_announced_to_takes_none(session):
     update = update_of(2)
     for call in (lambda: send(session, update), lambda: session.verify(2), lambda: session.replace(2)):
