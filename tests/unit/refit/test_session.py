@@ -193,6 +193,17 @@ def test_a_rehearsed_update_is_served_when_it_has_come_again(session):
     assert_serves(session, update_of(2))
 
 
+def test_a_rehearsed_update_is_installed_one_message_at_a_time(session, monkeypatch):
+    update, installed, install = update_of(2), [], session.install
+    monkeypatch.setattr(session, "install", lambda layers: (installed.append(layers.copy()), install(layers)))
+    begin(session, update, rehearsed=True)
+    for again in (False, True):
+        for name in NAMES:
+            session.receive(2, "direct", {name: update.tensors[name]})
+        session.finish(2) if again else session.replace(2)
+    assert [list(parts) for layers in installed for parts in layers.values()] == [[name] for name in NAMES]
+
+
 def test_a_rehearsal_alone_is_served_by_nobody(session):
     rehearse(session, update_of(2))
     with pytest.raises(RuntimeError, match="version 2 is not being replaced: qarl_replace comes first"):
