@@ -81,14 +81,19 @@ def test_of_a_large_weight_a_part_is_remembered_that_stands_for_all():
     # 24 experts of 768 rows: whole experts flip, and in the others the first row.
     codes, scale = torch.zeros(24, 768, 256, dtype=torch.int8), torch.ones(24, 768, 2).bfloat16()
     flips = FlippedCodes(get_format("w4a16"))
-    figures(flips, published(codes, scale))
+    small, small_scale = codes[0].clone(), scale[0].clone()
+    figures(flips, published(codes, scale) | published(small, small_scale, DOWN))
     remembered = flips._rows[f"{UP}.weight_packed"]
     assert remembered.nbytes <= _SAMPLE_BYTES < 24 * 768 * 128
     codes[:, 0] = 1
     codes[::4] = 1
-    share = figures(flips, published(codes, scale))["flipped_codes"]
+    small[:] = 1
+    shares = figures(flips, published(codes, scale) | published(small, small_scale, DOWN))
     # 6 of 24 experts, and one row in 768 of the others: 0.251. One row more or less in a sample of 2042 is 0.0005.
-    assert share == pytest.approx(0.25 + 0.75 / 768, abs=0.003)
+    large = pytest.approx(0.25 + 0.75 / 768, abs=0.003)
+    assert (shares["flipped_codes_in"], shares["flipped_codes_out"]) == (large, 1)
+    # The small one is a 25th of all, though more than a quarter of what is remembered.
+    assert shares["flipped_codes"] == pytest.approx((24 * shares["flipped_codes_in"] + 1) / 25)
 
 
 def test_a_copy_is_remembered(codes):
