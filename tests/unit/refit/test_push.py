@@ -14,7 +14,7 @@ from qarl_nemo.refit.send import FileSender
 class Engine:
     """Ranks of this process, which is busy or keeps prefixes if it is told so."""
 
-    def __init__(self, num_ranks=2):
+    def __init__(self, num_ranks):
         self.ranks = [ReceivingRank(number) for number in range(num_ranks)]
         self.busy = self.holds_blocks = False
         self.calls = []
@@ -48,7 +48,7 @@ def sender(tmp_path):
 @pytest.fixture
 def engine(sender):
     """An engine that serves version 1."""
-    engine = Engine()
+    engine = Engine(3)
     push(update_of(1), engine, sender)
     engine.calls.clear()
     sender.released = 0
@@ -116,10 +116,12 @@ def test_what_arrives_with_other_bytes_is_refused_before_any_rank_replaces(engin
 
 
 def test_a_problem_of_some_ranks_names_them_and_one_of_all_does_not(engine, sender):
-    engine.ranks[1].session.refusals = lambda *_, **__: ["has no such layer"]
-    with pytest.raises(ValueError, match=r"has no such layer \(ranks \[1\]\)$"):
+    first, *others = [rank.session for rank in engine.ranks]
+    for session in others:
+        session.refusals = lambda *_, **__: ["has no such layer"]
+    with pytest.raises(ValueError, match=r"has no such layer \(ranks \[1, 2\]\)$"):
         push(update_of(2), engine, sender)
-    engine.ranks[0].session.refusals = engine.ranks[1].session.refusals
+    first.refusals = others[0].refusals
     with pytest.raises(ValueError, match=r"has no such layer$"):
         push(update_of(2), engine, sender)
     assert served(engine) == {1.0}
@@ -127,10 +129,11 @@ def test_a_problem_of_some_ranks_names_them_and_one_of_all_does_not(engine, send
 
 def test_ranks_that_do_not_serve_one_whole_version_serve_none(engine):
     engine.ranks[1].session.version = 2
-    with pytest.raises(RuntimeError, match=r"\(rank 0: version 1, rank 1: version 2\); push a whole update"):
+    with pytest.raises(RuntimeError, match=r"version 1, rank 1: version 2, rank 2: version 1\); push a whole update"):
         serving_version(engine)
     for rank in engine.ranks:
+        rank.session.version = 1
         rank.session.whole = False
     with pytest.raises(RuntimeError, match=r"\(nothing \(an earlier refit broke off\)\)"):
         serving_version(engine)
-    assert serving_version(Engine()) is None
+    assert serving_version(Engine(2)) is None
