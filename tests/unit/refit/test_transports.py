@@ -128,7 +128,8 @@ def test_only_what_stays_is_one_message(update):
     with streamed:
         sent = [[name for layer in layers for name in layer] for layers in messages(streamed)]
     assert sent == [[PACKED, SCALE], [FP8], ["model.norm.weight", "scalar"]]
-    assert list(messages(update)) == [update.layers]
+    whole = RefitUpdate(update.manifest, [{name: tensor} for name, tensor in update.tensors.items()])
+    assert list(messages(whole)) == [whole.layers]
 
 
 def test_a_streamed_update_that_nobody_took_is_made_to_its_end(update):
