@@ -204,6 +204,21 @@ def test_a_rehearsed_update_is_installed_one_message_at_a_time(session, monkeypa
     assert [list(parts) for layers in installed for parts in layers.values()] == [[name] for name in NAMES]
 
 
+def test_what_was_wrong_with_one_message_is_not_forgotten_with_the_next(session):
+    begin(session, update_of(2), rehearsed=True)
+    session.receive(2, "direct", {STRANGER: torch.ones(3)})
+    send(session, update_of(2))
+    assert session.verify(2) == [f"not in the manifest: {STRANGER}"]
+
+
+def test_an_announcement_that_is_none_ends_the_update_before_it(session):
+    begin(session, update_of(2))
+    with pytest.raises(ValueError, match="a manifest holds"):
+        session.begin({}, False)
+    with pytest.raises(RuntimeError, match="no refit is under way"):
+        send(session, update_of(2))
+
+
 def test_a_rehearsal_alone_is_served_by_nobody(session):
     rehearse(session, update_of(2))
     with pytest.raises(RuntimeError, match="version 2 is not being replaced: qarl_replace comes first"):

@@ -18,7 +18,7 @@ NUM_PROMPT_COLUMNS = 2
 
 
 def finished(*, garbled=(), valid=(True, True, True)) -> FinishedStep:
-    """Three responses with logprobs of -0.5, the learner's 0.1 below the engine's; `garbled` (row, column) at -9, -10."""
+    """Three responses with logprobs of -0.5, the learner's 0.1 below the engine's; `garbled` ones at -9 and -10."""
     generation, prev = (torch.full(MASK.shape, value) for value in (-0.5, -0.6))
     for place in garbled:
         generation[place], prev[place] = -9.0, -10.0
