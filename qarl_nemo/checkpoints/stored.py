@@ -176,8 +176,8 @@ def _read(
 
 def _joined(name: str, rows: Iterable[list[Tensor]]) -> list[Tensor]:
     if name.endswith(GLOBAL_SCALE):
-        # Gate and up of an expert share their global scale, as engines take one. If two of them differ, all experts keep
-        # both and are refused by their shape.
+        # Gate and up of an expert share their global scale, as engines take one. If two of them differ, all experts
+        # keep both and are refused by their shape.
         rows = list(rows)
         if all(torch.equal(part, row[0]) for row in rows for part in row):
             return [row[0] for row in rows]

@@ -115,6 +115,14 @@ def test_what_arrives_with_other_bytes_is_refused_before_any_rank_replaces(engin
     assert (served(engine), serving_version(engine)) == ({1.0}, 1)
 
 
+def test_what_fails_after_the_reason_is_a_note_on_it(engine, sender):
+    engine.busy = True
+    sender.release = lambda: 1 / 0
+    with pytest.raises(ValueError, match="requests are unfinished") as raised:
+        push(update_of(2), engine, sender)
+    assert raised.value.__notes__ == ["giving back what was sent failed, too: ZeroDivisionError: division by zero"]
+
+
 def test_a_problem_of_some_ranks_names_them_and_one_of_all_does_not(engine, sender):
     first, *others = [rank.session for rank in engine.ranks]
     for session in others:
