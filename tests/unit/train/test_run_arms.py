@@ -61,6 +61,14 @@ def test_each_run_sees_its_own_gpu_and_its_part_of_the_share(started, monkeypatc
     assert [log[1] for log in logs] == [f"threads 1, GPUs {gpu}, share 0.25" for gpu in (3, 5, 3, 5)]
 
 
+def test_a_run_of_several_gpus_sees_all_of_them(started, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    megatron = {"model_init": {}, "precision": "bfloat16", "megatron_cfg": {"num_gpus": 2}}
+    vllm = {"engine": "vllm", "own_gpu": True}
+    (log,) = started(["a"], 1, device="cuda", policy=megatron, rollout=vllm)
+    assert log[1] == "threads 1, GPUs 3,5,7, share 1.0"
+
+
 def test_a_gpu_is_free_again_when_its_run_has_ended(started, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     logs = started(["a", "b", "c"], 1, device="cuda")
