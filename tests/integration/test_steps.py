@@ -55,13 +55,18 @@ def test_steps_draw_anew_and_validations_alike_with_settings_of_their_own(tmp_pa
     assert not any(trainer.tokenizer.eos_token in answer["response"] for answer in answers)
 
 
-def test_no_more_responses_are_sampled_at_a_time_than_was_said(tmp_path):
+def test_no_more_responses_are_sampled_at_a_time_than_was_said_and_a_refits_size_is_its_updates(tmp_path):
     trainer, calls = Trainer(make_config(tmp_path, grpo={"max_num_steps": 1}, rollout={"batch_size": 12})), []
     watch(trainer.sampler, "generate", calls)
     trainer.train()
     assert [len(prompts) for prompts, *_ in calls] == [12, 12, 8, 12, 4]
+    (size,) = column(read_metrics(tmp_path), "refit/bytes")
+    assert size == trainer.learner.publish(trainer.format).num_bytes > 0
 
 
-def test_a_resumed_run_goes_on_counting_its_seconds(tmp_path):
-    Trainer(make_config(tmp_path, grpo={"max_num_steps": 2})).train()
-    assert Trainer(make_config(tmp_path)).elapsed_s == pytest.approx(column(read_metrics(tmp_path), "time_s")[-1])
+def test_a_run_is_saved_at_its_end_and_goes_on_counting_its_seconds_from_there(tmp_path):
+    # Between two checkpoints of every second step.
+    Trainer(make_config(tmp_path, grpo={"max_num_steps": 3})).train()
+    resumed = Trainer(make_config(tmp_path))
+    assert resumed.step == 3
+    assert resumed.elapsed_s == pytest.approx(column(read_metrics(tmp_path), "time_s")[-1])
