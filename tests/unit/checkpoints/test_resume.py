@@ -150,6 +150,20 @@ def test_shards_are_written_again_when_any_file_that_they_were_read_from_has_cha
     assert run(merged, tmp_path / "out").num_resumed_shards == 0
 
 
+def test_a_disk_needs_room_for_what_is_still_to_be_written_only(source, tmp_path, monkeypatch):
+    with pytest.raises(StopError):
+        run(source, tmp_path / "out", progress=stop_in(4))
+    plan = plan_quantization(open_checkpoint(source), FORMAT, ["experts"], SHARD_BYTES)
+    finished = list((tmp_path / "out.partial" / "checkpoint").glob("*.safetensors"))
+    left = plan.num_bytes - sum(path.stat().st_size for path in finished)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=left - 1))
+    with pytest.raises(ValueError, match="what is still to be written"):
+        run(source, tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=left))
+    assert run(source, tmp_path / "out").num_resumed_shards == len(finished) == 3
+
+
 def test_another_config_json_is_another_source(source, tmp_path):
     copy = shutil.copytree(source, tmp_path / "copy")
     with pytest.raises(StopError):
