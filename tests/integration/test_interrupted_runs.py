@@ -186,6 +186,8 @@ def test_as_many_skipped_steps_as_are_allowed_are_too_many(tmp_path):
     blocks = {"policy": {"max_skipped_steps": 2}, "checkpointing": {"enabled": False}}
     trainer = Trainer(make_config(tmp_path, **blocks))
     trainer.learner.loss_fn = NotFinite(trainer.learner.loss_fn)
-    with pytest.raises(RuntimeError, match=r"^2 optimizer steps .*\(step 1\); in the last one \w.*last finite step, not saved"):
+    with pytest.raises(
+        RuntimeError, match=r"^2 optimizer steps .*\(step 1\); in the last one \w.*last finite step, not saved"
+    ):
         trainer.train()
     assert not (tmp_path / "checkpoints").exists()
