@@ -6,7 +6,7 @@ round to nearest: other tools store the scales of int4 groups in FP16 or FP32, a
 Source: vLLM 0.25.1, `CompressedTensorsWNA16.create_weights`, `create_fp8_scale_parameter`, `parameter.py`'s `copy_`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -170,11 +170,15 @@ def _read(
         # Experts are joined on the device, which spares the host two copies of each.
         return in_engine_dtype(infos[name], reader.read(infos[name]).to(device), dtype, lost)
 
-    rows = [_joined(name, [part(one) for one in row]) for row in parts]
+    rows = _joined(name, ([part(one) for one in row] for row in parts))
     return torch.stack(rows) if is_stacked_expert(name) else rows[0]
 
 
-def _joined(name: str, parts: list[Tensor]) -> Tensor:
-    # Gate and up of an expert share their global scale. Two of them are refused by their shape, as engines take one.
-    same = name.endswith(GLOBAL_SCALE) and all(torch.equal(part, parts[0]) for part in parts)
-    return parts[0] if same else torch.cat(parts)
+def _joined(name: str, rows: Iterable[list[Tensor]]) -> list[Tensor]:
+    if name.endswith(GLOBAL_SCALE):
+        # Gate and up of an expert share their global scale, as engines take one. If two of them differ, all experts
+        # keep both and are refused by their shape.
+        rows = list(rows)
+        if all(torch.equal(part, row[0]) for row in rows for part in row):
+            return [row[0] for row in rows]
+    return [torch.cat(row) for row in rows]

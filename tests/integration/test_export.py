@@ -83,6 +83,24 @@ def test_merging_into_a_packed_base_is_refused_with_what_it_would_change(runs, t
 
 
 @pytest.mark.parametrize("name", ["w4a16", "nvfp4"])
+def test_an_adapter_is_added_to_the_weight_that_was_executed_and_the_sum_rounded_once(runs, name):
+    base, training = read_run(runs[0] / name)
+    infos = {info.name: info for info in merged_checkpoint(base, training).tensors}
+    executed, block = FrozenBase.of(runs[1][name].model).weights, "model.layers.0.self_attn"
+    differing = 0
+    with MergedReader(base, training) as reader:
+        for part in ("q_proj", "k_proj", "v_proj"):
+            module = f"{block}.{part}"
+            weight, found = reader.executed(infos[f"{module}.weight"]), reader.read(infos[f"{module}.weight"])
+            assert torch.equal(weight, executed[module].weight.dequantize())
+            a, b = training.adapters[module]
+            change = (b * training.scaling).float() @ a.float()
+            assert torch.equal(found, (weight.float() + change).bfloat16())
+            differing += int((found != weight + change.bfloat16()).sum())
+    assert differing > 0
+
+
+@pytest.mark.parametrize("name", ["w4a16", "nvfp4"])
 def test_what_quantizing_a_merged_weight_would_change_is_the_adapters_share(runs, name):
     base, training = read_run(runs[0] / name)
     infos = {info.name: info for info in merged_checkpoint(base, training).tensors}

@@ -180,3 +180,14 @@ def test_repeated_non_finite_steps_stop_the_run_with_a_checkpoint(tmp_path):
     resumed.train()
     assert read_metrics(tmp_path)[-1]["optim/skipped_steps"] == 0
     assert all(torch.isfinite(parameter).all() for parameter in resumed.model.parameters())
+
+
+def test_as_many_skipped_steps_as_are_allowed_are_too_many(tmp_path):
+    blocks = {"policy": {"max_skipped_steps": 2}, "checkpointing": {"enabled": False}}
+    trainer = Trainer(make_config(tmp_path, **blocks))
+    trainer.learner.loss_fn = NotFinite(trainer.learner.loss_fn)
+    with pytest.raises(
+        RuntimeError, match=r"^2 optimizer steps .*\(step 1\); in the last one \w.*last finite step, not saved"
+    ):
+        trainer.train()
+    assert not (tmp_path / "checkpoints").exists()

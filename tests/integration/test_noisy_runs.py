@@ -45,6 +45,7 @@ def test_a_replayed_run_has_no_gap(run, tmp_path):
 def test_validation_and_the_end_are_without_noise(run):
     folder, trainer, _ = run
     assert trainer.validated == [None] * 3
+    assert [trainer._noise(step) and trainer._noise(step).step for step in range(1, STEPS + 2)] == [None, 2, 3, 4, None]
     saved = load_file(checkpoint_dir(folder, STEPS) / "model/model.safetensors")
     for name in trainer.learner.policy.noisy_norms():
         assert_bitwise_equal(trainer.sampler.model.get_parameter(name), saved[name])

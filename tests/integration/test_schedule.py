@@ -97,6 +97,8 @@ def test_stages_may_be_nested_in_one_grid(name, num_bits, tmp_path):
     assert column(records, "refit/grid_bits") == [num_bits, 2]
     assert max(column(records, "mismatch/abs_gap_mean")) < 1e-4
     assert min(column(records, "refit/flipped_codes")) > 0
+    # They are counted on the grid that is served.
+    assert trainer.flips._format == trainer.format
     for slot in trainer.sampler.slots.values():
         assert slot.weight.tensors["weight_packed"].shape[-1] == slot.shape[-1] * num_bits // 32
         assert set(slot.weight.codes().unique().tolist()) == {-2, -1, 0, 1}

@@ -95,13 +95,9 @@ def test_bf16_needs_no_config():
     assert quantization_config(get_format("bf16"), ignore=IGNORE) is None
 
 
-@pytest.mark.parametrize("bits", [5, 6, 7])
-def test_experimental_formats_have_no_kernel_to_load_them(bits):
-    with pytest.raises(ValueError, match=f"'w{bits}a16' is experimental"):
-        quantization_config(get_format(f"w{bits}a16"), ignore=IGNORE)
-
-
-@pytest.mark.parametrize("name", ["w4a16", "w3a16", "w2a16", "w8a16", "w4a8", "fp8_channel", "int8", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["w4a16", "w3a16", "w2a16", "w5a16", "w6a16", "w7a16", "w8a16", "w4a8", "fp8_channel", "int8", "nvfp4"]
+)
 def test_compressed_tensors_reads_what_was_written(name):
     fmt = get_format(name)
     written = json.loads(json.dumps(quantization_config(fmt, ignore=IGNORE)))

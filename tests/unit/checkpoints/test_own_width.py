@@ -102,6 +102,12 @@ def test_the_checkpoint_is_known_again_and_read_as_it_is_stored(fmt, dense, tmp_
     assert torch.equal(QuantizedWeight(fmt, expected.shape, found).dequantize(), expected.dequantize())
 
 
+@pytest.mark.parametrize("name", ["w2a16", "w3a16", "w4a16"])
+def test_narrow_grids_in_int4_are_known_by_their_record(name, dense, tmp_path):
+    quantize_checkpoint(dense, tmp_path / "out", get_format(name), TARGETS)
+    assert Stored.of(open_checkpoint(tmp_path / "out")) == Stored(get_format(name), ("attention", "mlp"))
+
+
 def test_codes_of_two_bits_may_be_rounded_from_eight(dense, tmp_path, read_all):
     fmt = get_format("w2a16", nested_in="w8a16", own_width=True)
     quantize_checkpoint(dense, tmp_path / "out", fmt, TARGETS)

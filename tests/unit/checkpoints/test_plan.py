@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from qarl_kernels import get_format, quantize_weight
+from qarl_nemo.architecture import Architecture
 from qarl_nemo.checkpoints.plan import plan_quantization
 from qarl_nemo.checkpoints.reader import open_checkpoint
-from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, shape_problems, stored_bytes
+from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, engine_problems, engine_shard, shape_problems, stored_bytes
 from qarl_nemo.files import FileError
 from support.whole_models import DENSE, SPARSE, checkpoint_of, shapes_of
 
@@ -185,6 +186,9 @@ def test_what_no_engine_reads_is_dropped_and_said():
         ("w8a16", "gate", (192, 2048), True),
         ("w8a16", "gate", (192, 2112), False),
         ("w8a16", "down", (2048, 192), False),
+        # One group of 128 columns is in nobody's way but Marlin's.
+        ("w8a16", "down", (2048, 128), False),
+        ("fp8_block", "down", (2048, 128), True),
         ("bf16", "gate", (3, 5), True),
     ],
 )
@@ -203,6 +207,35 @@ def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
     )
     assert [problem for problem in found if "is one w4a16 group" in problem] == found
     assert (not found) == legal
+
+
+@pytest.mark.parametrize(
+    ("linear", "shape", "parts", "shard"),
+    [
+        ("self_attn.q_proj", (4096, 2048), 8, (512, 2048)),
+        ("self_attn.o_proj", (2048, 4096), 8, (2048, 512)),
+        ("mlp.up_proj", (6144, 2048), 8, (768, 2048)),
+        # A part of a column is one more, which no kernel takes for a multiple of what it needs.
+        ("mlp.down_proj", (2048, 770), 4, (2048, 193)),
+        # Four heads of 128 for eight ranks: each has a whole one.
+        ("self_attn.k_proj", (512, 2048), 8, (128, 2048)),
+        ("self_attn.v_proj", (512, 2048), 8, (128, 2048)),
+        ("self_attn.k_proj", (512, 2048), 2, (256, 2048)),
+    ],
+)
+def test_what_a_rank_holds_by_hand(linear, shape, parts, shard):
+    assert engine_shard(f"model.layers.0.{linear}.weight", shape, parts, 128) == shard
+
+
+@pytest.mark.parametrize(("whole_experts", "targets"), [(False, {"experts", "attention"}), (True, {"attention"})])
+def test_ranks_may_share_experts_and_still_cut_attention(whole_experts, targets):
+    model, fmt = Architecture.parse(SPARSE, "config.json"), get_format("w4a16")
+    assert engine_problems(model, fmt, ["experts", "attention"], 1) == []
+    # A quarter of 256 columns is half a group.
+    found = engine_problems(model, fmt, ["experts", "attention"], 4, whole_experts=whole_experts)
+    assert {target for target, _ in found} == targets
+    assert any(line.startswith("o_proj: K=64 is not a multiple of group_size=128") for _, line in found)
+    assert {target for target, _ in engine_problems(model, fmt, ["experts"], 4)} == {"experts"}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])

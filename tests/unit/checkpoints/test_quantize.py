@@ -40,6 +40,8 @@ def test_round_trip_is_the_one_quantizer(key, source, tmp_path, read_all, read_q
     assert len(report.plan.shards) > 1
     assert report.plan.source_bytes == sum(tensor.nbytes for tensor in before.values())
     assert report.plan.num_bytes == sum(tensor.nbytes for tensor in after.values())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.plan.num_bytes
     quantized = [row["name"] for row in report.rows if row["quantized"]]
     # 2 sparse layers x 4 experts x 3 projections, 3 layers x 4 attention projections, 1 dense layer x 3.
     assert len(quantized) == (0 if key == "bf16" else 24 + 12 + 3)
@@ -216,6 +218,13 @@ def test_a_source_that_is_unfit_leaves_nothing_behind(source, tmp_path):
     with pytest.raises(ValueError, match="unknown targets: expert"):
         quantize_checkpoint(source, tmp_path / "out", FORMATS["w4a16"], ["expert"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_that_no_engine_reads_is_refused_before_anything_is_written(make_source, tmp_path):
+    folder = make_source(tensors_of(DENSE), DENSE | {"rms_norm_eps": -1.0})
+    with pytest.raises(FileError, match=r"rms_norm_eps=-1\.0"):
+        quantize_checkpoint(folder, tmp_path / "out", FORMATS["w4a16"], ["attention"])
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
 def test_source_and_destination_must_be_apart(source):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization, quantize_checkpoint
+from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
 from support.disk import FlushedDisk
 from support.files import contents
 from support.programs import environment
@@ -135,6 +136,42 @@ def test_another_checkpoint_of_the_same_model_is_refused(source, tmp_path):
         run(first, tmp_path / "out", progress=stop_in(3))
     with pytest.raises(ValueError, match=r"other settings \(source was .*step_10, now .*step_20\)"):
         run(second, tmp_path / "out")
+
+
+def test_shards_are_written_again_when_any_file_that_they_were_read_from_has_changed(source, tmp_path):
+    """An adapter that is merged into a base is such a file."""
+    second = tmp_path / "adapter.safetensors"
+    second.write_bytes(b"first")
+    training = Training(get_format("bf16"), (), {}, 1.0, {}, (second,))
+    merged = merged_checkpoint(open_checkpoint(source), training)
+    with pytest.raises(StopError):
+        run(merged, tmp_path / "out", progress=stop_in(3))
+    second.write_bytes(b"longer")
+    assert run(merged, tmp_path / "out").num_resumed_shards == 0
+
+
+def test_a_disk_needs_room_for_what_is_still_to_be_written_only(source, tmp_path, monkeypatch):
+    with pytest.raises(StopError):
+        run(source, tmp_path / "out", progress=stop_in(4))
+    plan = plan_quantization(open_checkpoint(source), FORMAT, ["experts"], SHARD_BYTES)
+    finished = list((tmp_path / "out.partial" / "checkpoint").glob("*.safetensors"))
+    left = plan.num_bytes - sum(path.stat().st_size for path in finished)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=left - 1))
+    with pytest.raises(ValueError, match="what is still to be written"):
+        run(source, tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=left))
+    assert run(source, tmp_path / "out").num_resumed_shards == len(finished) == 3
+
+
+def test_another_config_json_is_another_source(source, tmp_path):
+    copy = shutil.copytree(source, tmp_path / "copy")
+    with pytest.raises(StopError):
+        run(copy, tmp_path / "out", progress=stop_in(3))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match=r"other settings \(source_table_sha256 was"):
+        run(copy, tmp_path / "out")
 
 
 @pytest.mark.parametrize("content", ["thesis.tex", "checkpoint/model-00001-of-00007.safetensors"])

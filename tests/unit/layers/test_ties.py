@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qarl_kernels import get_format
+from qarl_nemo.layers import ties
 from qarl_nemo.layers.ties import BY_CHANCE, tie_warning, tied_share
 from qarl_nemo.layers.weight import AlignedWeight, MasterChanges
 
@@ -45,6 +46,15 @@ def test_stacked_weights_count_like_their_parts():
     assert mixed == pytest.approx((tied_share([weight], fmt) + tied_share([evenly_spread()], fmt)) / 2)
 
 
+def test_of_large_weights_rows_from_end_to_end_are_counted(monkeypatch):
+    fmt, half = w4a16(scale_convention="clipped_range"), torch.cat([on_five_bits(), evenly_spread().bfloat16()])
+    whole = tied_share([half], fmt)
+    monkeypatch.setattr(ties, "_SAMPLE", half.numel() // 8)
+    # 128 of 1024 rows, 32768 weights; three standard deviations of their share are 0.008.
+    assert tied_share([half], fmt) == pytest.approx(whole, abs=0.015)
+    assert tied_share([half.unflatten(0, (4, -1))], fmt) == tied_share([half], fmt)
+
+
 def aligned(weight, fmt):
     return AlignedWeight("layer", torch.nn.Parameter(weight), fmt, MasterChanges())
 
@@ -53,10 +63,13 @@ def test_the_warning_names_the_grid_the_cause_and_a_way_out():
     fmt = w4a16(scale_convention="clipped_range")
     wide = get_format("w8a16", group_size=32, scale_convention="clipped_range")
     told = tie_warning([aligned(on_five_bits(), fmt)], [wide, fmt])
-    for part in ("4 bits", "clipped_range, groups of 32", "3.1% would by chance", "full_range has", "qarl.nested_in"):
+    full = f"full_range has {tied_share([on_five_bits()], w4a16(scale_convention='full_range')):.1%}"
+    for part in ("4 bits", "clipped_range, groups of 32", "3.1% would by chance", full, "qarl.nested_in"):
         assert part in told
     assert not tie_warning([aligned(on_five_bits(), wide)], [wide])
     assert not tie_warning([aligned(evenly_spread(), fmt)], [fmt])
+    experts = [torch.nn.Parameter(weight) for weight in (evenly_spread(), on_five_bits())]
+    assert tie_warning([AlignedWeight("experts", experts, fmt, MasterChanges())], [fmt])
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "nvfp4", "int8", "bf16"])

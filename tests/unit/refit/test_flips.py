@@ -78,17 +78,23 @@ def test_bf16_has_no_codes():
 
 
 def test_of_a_large_weight_a_part_is_remembered_that_stands_for_all():
-    # 24 experts of 768 rows: whole experts flip, and in the others the first row.
-    codes, scale = torch.zeros(24, 768, 256, dtype=torch.int8), torch.ones(24, 768, 2).bfloat16()
+    # 32 experts of 768 rows, of which an even step would meet the same rows: whole experts flip, and in the others the
+    # first row.
+    codes, scale = torch.zeros(32, 768, 256, dtype=torch.int8), torch.ones(32, 768, 2).bfloat16()
     flips = FlippedCodes(get_format("w4a16"))
-    figures(flips, published(codes, scale))
+    small, small_scale = codes[0].clone(), scale[0].clone()
+    figures(flips, published(codes, scale) | published(small, small_scale, DOWN))
     remembered = flips._rows[f"{UP}.weight_packed"]
-    assert remembered.nbytes <= _SAMPLE_BYTES < 24 * 768 * 128
+    assert remembered.nbytes <= _SAMPLE_BYTES < 32 * 768 * 128
     codes[:, 0] = 1
     codes[::4] = 1
-    share = figures(flips, published(codes, scale))["flipped_codes"]
-    # 6 of 24 experts, and one row in 768 of the others: 0.251. One row more or less in a sample of 2042 is 0.0005.
-    assert share == pytest.approx(0.25 + 0.75 / 768, abs=0.003)
+    small[:] = 1
+    shares = figures(flips, published(codes, scale) | published(small, small_scale, DOWN))
+    # 8 of 32 experts, and one row in 768 of the others: 0.251. One row more or less in a sample of 1891 is 0.0005.
+    large = pytest.approx(0.25 + 0.75 / 768, abs=0.003)
+    assert (shares["flipped_codes_in"], shares["flipped_codes_out"]) == (large, 1)
+    # The small one is a 33rd of all, though more than a quarter of what is remembered.
+    assert shares["flipped_codes"] == pytest.approx((32 * shares["flipped_codes_in"] + 1) / 33)
 
 
 def test_a_copy_is_remembered(codes):
@@ -113,6 +119,18 @@ def test_only_codes_that_flip_for_the_engine_count(codes):
     fine[0, 0] += 7 * (1 - 2 * (fine[0, 0] > 0).to(torch.int8))
     assert figures(flips, published(fine, scale, UP, 8))["flipped_codes"] == 0
     fine[1, 3] += 9 * (1 - 2 * (fine[1, 3] > 0).to(torch.int8))
+    assert figures(flips, published(fine, scale, UP, 8))["flipped_codes"] == 64 / 2048
+
+
+def test_another_grid_of_the_same_finer_codes_flips_by_its_own_steps():
+    flips, scale = FlippedCodes(get_format("w4a16", group_size=32, nested_in="w8a16")), torch.ones(2, 16, 2).bfloat16()
+    flips.enter(get_format("w2a16", group_size=32, nested_in="w8a16"))
+    fine = torch.zeros(2, 16, 64, dtype=torch.int8)
+    figures(flips, published(fine, scale, UP, 8))
+    # Half a step of 4 bits is 8 of 256, and of 2 bits 32.
+    fine[0, 0] = 9
+    assert figures(flips, published(fine, scale, UP, 8))["flipped_codes"] == 0
+    fine[0, 0] = 33
     assert figures(flips, published(fine, scale, UP, 8))["flipped_codes"] == 64 / 2048
 
 

@@ -81,6 +81,13 @@ def test_nothing_is_served_that_changed_after_it_was_verified(session):
     assert_serves(session, update_of(1))
 
 
+def test_what_was_found_once_is_said_once(session):
+    begin(session, update_of(2))
+    session.receive(2, "direct", WHOLE | {NAMES[1]: WHOLE[NAMES[1]] + 1})
+    said = [f"{NAMES[1]}: its bytes differ from the manifest's checksum"]
+    assert session.verify(2) == session.verify(2) == said
+
+
 def test_a_rank_that_no_update_was_announced_to_takes_none(session):
     update = update_of(2)
     for call in (lambda: send(session, update), lambda: session.verify(2), lambda: session.replace(2)):
@@ -184,6 +191,32 @@ def test_a_rehearsed_update_is_served_when_it_has_come_again(session):
     send(session, update_of(2))
     session.finish(2)
     assert_serves(session, update_of(2))
+
+
+def test_a_rehearsed_update_is_installed_one_message_at_a_time(session, monkeypatch):
+    update, installed, install = update_of(2), [], session.install
+    monkeypatch.setattr(session, "install", lambda layers: (installed.append(layers.copy()), install(layers)))
+    begin(session, update, rehearsed=True)
+    for again in (False, True):
+        for name in NAMES:
+            session.receive(2, "direct", {name: update.tensors[name]})
+        session.finish(2) if again else session.replace(2)
+    assert [list(parts) for layers in installed for parts in layers.values()] == [[name] for name in NAMES]
+
+
+def test_what_was_wrong_with_one_message_is_not_forgotten_with_the_next(session):
+    begin(session, update_of(2), rehearsed=True)
+    session.receive(2, "direct", {STRANGER: torch.ones(3)})
+    send(session, update_of(2))
+    assert session.verify(2) == [f"not in the manifest: {STRANGER}"]
+
+
+def test_an_announcement_that_is_none_ends_the_update_before_it(session):
+    begin(session, update_of(2))
+    with pytest.raises(ValueError, match="a manifest holds"):
+        session.begin({}, False)
+    with pytest.raises(RuntimeError, match="no refit is under way"):
+        send(session, update_of(2))
 
 
 def test_a_rehearsal_alone_is_served_by_nobody(session):

@@ -17,7 +17,7 @@ from qarl_nemo.refit.incoming import IncomingUpdate
 from qarl_nemo.refit.ipc import export_tensor, import_bytes
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
-from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender
+from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender, messages
 from support.asserts import assert_bitwise_equal
 
 CPU = torch.device("cpu")
@@ -66,7 +66,8 @@ def update() -> RefitUpdate:
     tensors = {
         PACKED: torch.randint(-(2**31), 2**31 - 1, (4, 6, 5), dtype=torch.int32),
         SCALE: torch.rand(4, 6, 1).bfloat16(),
-        FP8: torch.randn(8, 3).to(torch.float8_e4m3fn),
+        # A view that no file and no broadcast takes as it is.
+        FP8: torch.randn(3, 8).to(torch.float8_e4m3fn).T,
         "model.norm.weight": torch.rand(7).bfloat16(),
         "scalar": torch.tensor(3.0),
     }
@@ -122,6 +123,15 @@ def test_a_streamed_update_arrives_layer_by_layer(update, tmp_path, kind, num_ra
     assert made == 2 * list(update.tensors)
 
 
+def test_only_what_stays_is_one_message(update):
+    streamed = StreamedUpdate(lambda: layer_by_layer(update, []), get_format("w4a16"), version=3)
+    with streamed:
+        sent = [[name for layer in layers for name in layer] for layers in messages(streamed)]
+    assert sent == [[PACKED, SCALE], [FP8], ["model.norm.weight", "scalar"]]
+    whole = RefitUpdate(update.manifest, [{name: tensor} for name, tensor in update.tensors.items()])
+    assert list(messages(whole)) == [whole.layers]
+
+
 def test_a_streamed_update_that_nobody_took_is_made_to_its_end(update):
     made = []
     streamed = StreamedUpdate(lambda: layer_by_layer(update, made), get_format("w4a16"), version=3)
@@ -174,6 +184,17 @@ def test_an_update_arrives_after_one_whose_broadcast_a_rank_missed(update, monke
     assert [incoming.problems() for incoming in ranks.updates] == [[], []]
 
 
+def test_a_rank_that_cannot_join_is_the_reason_and_not_that_the_others_waited(update, monkeypatch):
+    ranks = Ranks(update.manifest, 2)
+
+    def refuse(message):
+        raise ValueError("has no such backend")
+
+    monkeypatch.setattr(ranks.arrivals[0], "connect", refuse)
+    with pytest.raises(ValueError, match="has no such backend"):
+        CollectiveSender(2, CPU, backend="gloo", timeout_s=1.0).send(update, ranks)
+
+
 def test_everything_wrong_is_listed_at_once(update):
     ranks = Ranks(update.manifest, 1)
     incoming = ranks.updates[0]
@@ -189,9 +210,22 @@ def test_everything_wrong_is_listed_at_once(update):
     ]
 
 
-def test_parts_of_buffers_do_not_keep_the_whole_buffer(update, tmp_path):
+def test_broadcasts_that_a_rank_cannot_take_are_refused_before_it_waits(update):
+    ranks = Ranks(update.manifest, 1)
+    rank, incoming = ranks.arrivals[0], ranks.updates[0]
+    with pytest.raises(ValueError, match=r"^not in the manifest: stranger$"):
+        rank.receive("collective", {"names": [FP8, "stranger"]}, incoming)
+    with pytest.raises(RuntimeError, match="in no learner's group: qarl_connect comes first"):
+        rank.receive("collective", {"names": [FP8]}, incoming)
+    with pytest.raises(ValueError, match="unknown transport 'pigeon'; legal: direct, ipc, ipc_copied, file"):
+        rank.receive("pigeon", {}, incoming)
+    assert arrived(incoming) == {}
+
+
+@pytest.mark.parametrize("kind", ["file", "gloo"])
+def test_parts_of_buffers_do_not_keep_the_whole_buffer(update, tmp_path, kind):
     ranks = Ranks(update.manifest, 2)
-    FileSender(tmp_path).send(update, ranks)
+    senders(tmp_path)[kind].send(update, ranks)
     part = arrived(ranks.updates[1])[PACKED]
     assert part.untyped_storage().nbytes() == part.nbytes
 

@@ -42,6 +42,14 @@ def test_errors_of_the_call_are_its_own():
         within(30, "rank 0", late, owner=Engine())
 
 
+def test_a_call_that_leaves_its_thread_is_not_waited_for():
+    def leave():
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match="3"):
+        within(30, "rank 0", leave, owner=Engine())
+
+
 def test_without_a_limit_the_call_stays_on_its_thread():
     assert within(None, "rank 0", threading.current_thread, owner=Engine()) is threading.current_thread()
     assert within(30, "rank 0", threading.current_thread, owner=Engine()) is not threading.current_thread()

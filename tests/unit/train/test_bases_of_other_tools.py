@@ -208,6 +208,13 @@ def test_scales_that_bf16_cannot_hold_are_all_named(source, tmp_path):
     assert f"{DOWN}.weight_scale: 1 of 512" in str(error.value)
 
 
+def test_one_scale_that_bf16_cannot_hold_is_enough(source, tmp_path):
+    folder = write_compressed(source, tmp_path / "base", "W4A16", TARGETS, torch.float32)
+    changed(folder, lambda tensors: tensors[f"{Q_PROJ}.weight_scale"][3, 1].fill_(1e-45))
+    with pytest.raises(ValueError, match=f"{Q_PROJ}.weight_scale: 1 of 512 become 0"):
+        model_of(folder, "w4a16")
+
+
 def test_scales_of_other_kinds_and_names_are_named_as_the_file_has_them(source, tmp_path):
     def spoil(tensors):
         scale, other = f"{Q_PROJ}.weight_scale", f"{DOWN}.weight_scale"

@@ -282,6 +282,17 @@ def test_projections_that_engines_fuse_must_share_their_global_scale(packed, tmp
         Trainer(config_of(tmp_path / "run", tmp_path, "nvfp4"))
 
 
+@pytest.mark.parametrize("experts", [(2,), (0, 1, 2, 3)], ids=["one", "all"])
+def test_gate_and_up_of_an_expert_must_share_their_global_scale(experts, packed, tmp_path):
+    def spoil(tensors):
+        for expert in experts:
+            tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight_global_scale"].mul_(2)
+
+    changed_copy(packed, tmp_path, "nvfp4", spoil)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts"):
+        Trainer(config_of(tmp_path / "run", tmp_path, "nvfp4"))
+
+
 def test_a_checkpoint_of_other_tools_is_read(packed, tmp_path):
     """16-bit scales of FP8 and INT8 rows, as llm-compressor writes them, are widened exactly."""
 

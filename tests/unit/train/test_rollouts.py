@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qarl_nemo.layers.router import NO_ROUTE
-from qarl_nemo.train.rollouts import Rollouts, columns_from_first_token, pad_left, positions
+from qarl_nemo.train.rollouts import Rollouts, columns_from_first_token, pad_left, positions, require_finite
 from support.asserts import assert_bitwise_equal
 
 CPU = torch.device("cpu")
@@ -85,6 +85,15 @@ def test_concatenate_widens_the_shorter_batches(routers):
 def test_batches_of_different_versions_or_prompts_do_not_join(other):
     with pytest.raises(AssertionError):
         Rollouts.concatenate([rollouts([1]), rollouts([1], **other)], pad_id=0)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_a_policy_that_diverged_on_any_token_is_named_with_its_version(broken):
+    values = torch.zeros(3, 4)
+    require_finite(values, "logprobs", 7)
+    values[0, 2] = values[2, 0] = values[2, 1] = broken
+    with pytest.raises(RuntimeError, match="weight version 7 gives NaN or infinite logprobs for 2 of 3 prompts"):
+        require_finite(values, "logprobs", 7)
 
 
 def test_a_sequence_can_be_read_from_its_first_token_on_and_put_back():

@@ -9,7 +9,7 @@ import torch
 from qarl_nemo.metrics.diagnostics import read_diagnostics
 from qarl_nemo.train.learner import UpdateResult
 from qarl_nemo.train.rollouts import Rollouts
-from qarl_nemo.train.step_metrics import FinishedStep
+from qarl_nemo.train.step_metrics import FinishedStep, validation_answers
 from support.engines import TOKENIZER
 
 LENGTHS = [1, 3, 2]
@@ -18,14 +18,15 @@ NUM_PROMPT_COLUMNS = 2
 
 
 def finished(*, garbled=(), valid=(True, True, True)) -> FinishedStep:
-    """Three responses with logprobs of -0.5, the learner's 0.1 below the engine's; `garbled` (row, column) at -9."""
+    """Three responses with logprobs of -0.5, the learner's 0.1 below the engine's; `garbled` ones at -9 and -10."""
     generation, prev = (torch.full(MASK.shape, value) for value in (-0.5, -0.6))
     for place in garbled:
-        generation[place] = prev[place] = -9.0
+        generation[place], prev[place] = -9.0, -10.0
+    prompts = torch.tensor([[False, True], [True, True], [True, True]])
     ids = torch.tensor(TOKENIZER("1+2=3", add_special_tokens=False)["input_ids"]).expand(3, -1).clone()
     rollouts = Rollouts(
         input_ids=ids,
-        attention_mask=torch.cat([torch.ones(3, NUM_PROMPT_COLUMNS, dtype=torch.bool), MASK], -1),
+        attention_mask=torch.cat([prompts, MASK], -1),
         response_mask=MASK,
         generation_logprobs=generation * MASK,
         routes=None,
@@ -45,7 +46,7 @@ def finished(*, garbled=(), valid=(True, True, True)) -> FinishedStep:
         rewards=torch.tensor([1.0, 0.0, 0.0]),
         prev_logprobs=prev * MASK,
         advantages=torch.tensor([1.0, -1.0, 0.0]),
-        result=UpdateResult({"loss/total": 0.25}, sequences, prev * MASK),
+        result=UpdateResult({"loss/total": 0.25}, sequences, torch.full(MASK.shape, -0.7)),
     )
 
 
@@ -60,7 +61,10 @@ def test_the_metrics_of_a_step_by_hand():
         # -log p of the sampled tokens, of the engine that sampled them
         "rollout/entropy_estimate": 0.5,
         "loss/total": 0.25,
+        # a hundredth of the way from the first of three to the last is 0.02 of the way to the second
+        "prox_ratio/p01": 1.04,
         "prox_ratio/p50": 3.0,
+        "prox_ratio/p99": 98.06,
         "mismatch/abs_gap_mean": 0.1,
         "mismatch/kl_k1": 0.1,
         "error_tokens/rate": 0.0,
@@ -84,5 +88,28 @@ def test_the_responses_with_the_most_error_tokens_are_kept_first(tmp_path):
     assert [example["answer"] for example in examples] == ["2", "1", "0"]
     assert [len(example["error_tokens"]) for example in examples] == [2, 1, 0]
     assert [example["response"] for example in examples] == ["2=", "2=3", "2"]
-    assert [example["prompt"] for example in examples] == ["1+"] * 3
+    assert [example["prompt"] for example in examples] == ["1+", "1+", "+"]
     assert (examples[2]["reward"], examples[2]["advantage"]) == (1.0, 1.0)
+    error = examples[1]["error_tokens"][0]
+    assert (error["prev_prob"], error["generation_prob"]) == pytest.approx((math.exp(-10), math.exp(-9)), rel=1e-3)
+
+
+def test_the_sample_of_tokens_tells_the_policies_apart(tmp_path):
+    finished().write_diagnostics(tmp_path, 4, TOKENIZER)
+    arrays = read_diagnostics(tmp_path, 4).arrays
+    for name, logprob in {"prev": -0.6, "curr": -0.7, "generation": -0.5}.items():
+        assert arrays[f"token_{name}_logprob"].tolist() == pytest.approx([logprob] * 6)
+    assert sorted(arrays["token_advantage"].tolist()) == [-1, -1, -1, 0, 0, 1]
+
+
+def test_an_answer_of_a_validation_is_kept_with_what_it_answers():
+    step = finished()
+    tasks = [SimpleNamespace(dataset="sums", prompt=f"{row}+1=", answer=f"{row + 1}") for row in range(3)]
+    kept = validation_answers(tasks, step.rollouts, ["1", "4", "no"], [1.0, 0.0, 0.5])
+    names = ("dataset", "prompt", "answer", "response", "reward", "num_tokens", "truncated")
+    rows = [
+        ("sums", "0+1=", "1", "1", 1.0, 1, False),
+        ("sums", "1+1=", "2", "4", 0.0, 3, True),
+        ("sums", "2+1=", "3", "no", 0.5, 2, False),
+    ]
+    assert kept == [dict(zip(names, row, strict=True)) for row in rows]

@@ -1,0 +1,85 @@
+"""Arms as processes: what each is started with, how many run at a time, and which of them failed."""
+
+import sys
+
+import pytest
+
+from qarl_nemo.config import validate
+from qarl_nemo.train.arms import expand_arms, run_arms
+from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.gpu_pool import SHARE
+
+# In the place of `python -m qarl_nemo.cli train <config>`.
+PROGRAM = """#!/bin/sh
+folder=$(dirname "$4")
+echo "$1 $2 $3"
+echo "threads $OMP_NUM_THREADS, GPUs $CUDA_VISIBLE_DEVICES, share $QARL_SHARE"
+echo "start $folder" >> "$folder/../order"
+sleep 0.1
+echo "end $folder" >> "$folder/../order"
+case "$folder" in
+    *broken*) seq 20; exit 3 ;;
+    *killed*) kill -9 $$ ;;
+esac
+"""
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Runs arms in folders of `tmp_path` and returns the lines of the order in which they began and ended."""
+
+    def run(arms, parallel, **values):
+        program = tmp_path / "program"
+        program.write_text(PROGRAM.replace("QARL_SHARE", SHARE))
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        compare = {"seeds": [1], "arms": {name: {} for name in arms}}
+        base = {"run_dir": str(tmp_path), "policy": {"model_init": {}}, "loss_fn": {"objective": "tbpo"}}
+        runs = expand_arms(validate(base | values | {"compare": compare}, LocalConfig, source="test"), "test")
+        try:
+            folders = run_arms(runs, parallel)
+            assert folders == [config.run_dir for config in runs]
+        finally:
+            lines = (tmp_path / "order").read_text().splitlines()
+            run.order = [line.replace(str(tmp_path) + "/", "") for line in lines]
+        return [(folder / "log.txt").read_text().splitlines() for folder in folders]
+
+    return run
+
+
+def test_as_many_run_at_a_time_as_was_said(started):
+    logs = started(["a", "b"], 1, device="cpu", num_threads=3)
+    assert started.order == ["start a-seed1", "end a-seed1", "start b-seed1", "end b-seed1"]
+    assert [log[0] for log in logs] == ["-m qarl_nemo.cli train"] * 2
+    assert [log[1].split(",")[0] for log in logs] == ["threads 3"] * 2
+
+
+def test_each_run_sees_its_own_gpu_and_its_part_of_the_share(started, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setenv(SHARE, "0.5")
+    logs = started(["a", "b", "c", "d"], 4, device="cuda")
+    assert [log[1] for log in logs] == [f"threads 1, GPUs {gpu}, share 0.25" for gpu in (3, 5, 3, 5)]
+
+
+def test_a_run_of_several_gpus_sees_all_of_them(started, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    megatron = {"model_init": {}, "precision": "bfloat16", "megatron_cfg": {"num_gpus": 2}}
+    vllm = {"engine": "vllm", "own_gpu": True}
+    (log,) = started(["a"], 1, device="cuda", policy=megatron, rollout=vllm)
+    assert log[1] == "threads 1, GPUs 3,5,7, share 1.0"
+
+
+def test_a_gpu_is_free_again_when_its_run_has_ended(started, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    logs = started(["a", "b", "c"], 1, device="cuda")
+    assert [log[1].split(", ")[1] for log in logs] == ["GPUs 3"] * 3
+
+
+def test_runs_that_failed_are_named_with_the_end_of_their_logs_when_the_others_are_done(started, tmp_path):
+    with pytest.raises(RuntimeError) as raised:
+        started(["broken", "killed", "good"], 1, device="cpu")
+    assert "end good-seed1" in started.order
+    broken, killed = str(raised.value).split("\nkilled-seed1 ")
+    numbers = "".join(f"\n    {number}" for number in range(6, 21))
+    assert broken == f"broken-seed1 ended with code 3; its log, {tmp_path}/broken-seed1/log.txt, ends with{numbers}"
+    assert killed.startswith("was killed by signal 9; its log, ")
