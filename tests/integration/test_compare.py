@@ -361,21 +361,6 @@ def test_figures_become_rows(checkpoint, precision):
 
 
 @pytest.mark.parametrize(
-    ("options", "end"),
-    [
-        ({"nested_in": "w8a16"}, "_in_w8a16"),
-        ({"own_width": True, "targets": ("mlp",)}, "_mlp_own_width"),
-        ({"attention": "engine", "engine": "vllm", "nested_in": "w8a16"}, "_in_w8a16_engine_attention"),
-    ],
-)
-def test_what_was_asked_for_is_told_apart_in_the_names_of_rows(checkpoint, options, end):
-    """A grid that is nested is not the format's own, whose rows stay."""
-    asked = settings(checkpoint, **options)
-    (row,) = comparison_rows(asked, "packed", [Figure("gap_aligned_w4a16", 0.1, "nats", "<=")], "cpu", "qarl compare")
-    assert row["name"] == f"gap_aligned_w4a16{end}"
-
-
-@pytest.mark.parametrize(
     ("precision", "floor", "own", "recorded"),
     [
         ("bfloat16", 1e-3, 2e-3, True),
