@@ -1,7 +1,7 @@
 """Validation whose errors name the key as a user wrote it, what is legal and what was probably meant."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
@@ -25,6 +25,7 @@ class ConfigError(ValueError):
 
 
 Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
 
 
 def validate(values: Any, model: type[Model], *, source: str) -> Model:
@@ -166,3 +167,22 @@ def _follow(location: list[str], model: type[BaseModel]) -> tuple[list[str], lis
         keys.append(part)
         models = inside or models
     return keys, models
+
+
+def attempt(problems: list[str], function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+    """Call a function that refuses what a user asked for.
+
+    Args:
+        problems: gets the text of its error.
+        function: raises ValueError.
+        arguments: its arguments.
+        options: its keyword arguments.
+
+    Returns:
+        What it returned; None after an error.
+    """
+    try:
+        return function(*arguments, **options)
+    except ValueError as error:
+        problems.append(str(error))
+        return None

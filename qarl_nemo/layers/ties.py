@@ -1,7 +1,7 @@
 """Weights that lie half-way between two codes: the smallest step moves each of them by a whole code.
 
-A checkpoint that was dequantized from another grid, as files of llama.cpp's are, may put many weights there. Every
-update then flips them, however small it is, and the policy drifts away from what its gradients ask for.
+A checkpoint that was dequantized from another grid, as files of llama.cpp's are, may put many weights there. An update
+can then flip them however small it is, and move the policy further than its gradients ask for.
 """
 
 from collections.abc import Iterable

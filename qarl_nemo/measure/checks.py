@@ -1,28 +1,6 @@
-"""Checks that the settings of several measurements share; each collects what is wrong, so that one error has it all."""
+"""Checks that the settings of several measurements share, each a list of what is wrong."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
-
-T = TypeVar("T")
-
-
-def attempt(problems: list[str], function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
-    """Call a function that refuses what a user asked for.
-
-    Args:
-        problems: gets the text of its error.
-        function: raises ValueError.
-        arguments: its arguments.
-        options: its keyword arguments.
-
-    Returns:
-        What it returned; None after an error.
-    """
-    try:
-        return function(*arguments, **options)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
+from collections.abc import Iterable
 
 
 def count_problems(counts: Iterable[tuple[str, int | None]]) -> list[str]:

@@ -1,13 +1,12 @@
 """Checks before anything is written or trained: device, engine, format, targets, data, disk space."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.config.problems import attempt
 from qarl_nemo.files import readable_bytes, require_space
 from qarl_nemo.layers.install import InstallRow, install
 from qarl_nemo.names import TARGETS, tensor_kind
@@ -20,8 +19,6 @@ from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.trained import trained_parameters
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +76,16 @@ def problems_of(config: LocalConfig) -> list[str]:
         What `prepare` would raise, of each part.
     """
     problems: list[str] = []
-    _attempt(problems, _device, config)
-    hf = _attempt(problems, read_config, config.policy)
+    attempt(problems, _device, config)
+    hf = attempt(problems, read_config, config.policy)
     if hf is None:
         # Sizes and tokenizer lie in the same folder.
         return problems
-    made = _attempt(problems, _empty_model, config)
-    _attempt(problems, _tasks, config, hf)
+    made = attempt(problems, _empty_model, config)
+    attempt(problems, _tasks, config, hf)
     if made is not None:
-        _attempt(problems, _checkpoint_size, config, made[0])
+        attempt(problems, _checkpoint_size, config, made[0])
     return problems
-
-
-def _attempt(problems: list[str], function: Callable[..., T], *arguments: Any) -> T | None:
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
 
 
 def _device(config: LocalConfig) -> torch.device:

@@ -111,7 +111,8 @@ def refit_figures(
         bf16_bytes: size of the model in BF16.
         targets: what is quantized; rows' names include targets other than the default.
     """
-    label = label if targets == TARGETS else "_".join((label, *targets))
+    if targets != TARGETS:
+        label = "_".join((label, *targets))
     found: list[Figure] = []
 
     def add(name: str, value: float, unit: str, goal: float | None = None) -> None:

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from qarl_formats import BASELINE, QuantFormat, find_format, get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.checkpoints.content import require_whole
+from qarl_nemo.config.problems import attempt
 from qarl_nemo.installation import pip_command
 from qarl_nemo.layers.install import install
-from qarl_nemo.measure.checks import attempt, count_problems, share_problems
+from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.compare.prompts import make_prompts
 from qarl_nemo.measure.compare.settings import ENGINES, PRECISIONS, CompareSettings
 from qarl_nemo.measure.served import adapter_problems, cpu_problems

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from qarl_nemo.checkpoints.shapes import target_problems
+from qarl_nemo.config.problems import attempt
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
 from qarl_nemo.files import FileError, read_json, read_text
-from qarl_nemo.measure.checks import attempt, count_problems, share_problems
+from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.eval.models import EvalModel, find_model
 from qarl_nemo.measure.served import adapter_problems, cpu_problems
 from qarl_nemo.train.config import TokenizerConfig

@@ -18,8 +18,9 @@ from qarl_formats import (
     get_format,
     why_impossible,
 )
+from qarl_nemo.config.problems import attempt
 from qarl_nemo.installation import installed_version, pip_command
-from qarl_nemo.measure.checks import attempt, count_problems, share_problems
+from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.metrics.machine import hardware
 from qarl_nemo.names import TARGETS
