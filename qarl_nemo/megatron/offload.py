@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 # PyTorch rounds pinned memory up to a power of two: 46 GB in one block would take 64.
 PIECE_BYTES = 2**28
+# Larger than what passing tensors leave free in memory that others keep reserved, so that each has memory of its own.
+GATHERED_BYTES = 2**31
 # What CUDA's allocator aligns to.
 _ALIGNMENT = 512
 # A step count, which several parameters may share, stays on the GPU.
@@ -55,13 +57,27 @@ class Offload:
             self.finish_reload()
         if self._place != "here" or not tensors:
             return
-        if {_memory(tensor) for tensor in tensors} != {_memory(piece) for piece in self._pieces}:
-            self._pack(tensors)
+        if not self._packed(tensors):
+            self._pack(tensors, self._piece_bytes)
         self._reserve()
         with self._beside():
             for piece, host in self._pairs():
                 host.copy_(piece, non_blocking=True)
         self._place = "leaving"
+
+    @torch.no_grad()
+    def gather(self, tensors: Sequence[Tensor], piece_bytes: int = GATHERED_BYTES) -> None:
+        """Move tensors that stay into pieces of memory of their own, so that what lies between them can be given back.
+
+        An optimizer makes its state within its first step, beside tensors that pass, and the allocator keeps a block as
+        long as any part of it is in use.
+
+        Args:
+            tensors: as `start_offload` takes them; nothing happens where they lie in pieces, or not here.
+            piece_bytes: size of a piece; this much more memory is needed meanwhile.
+        """
+        if self._place == "here" and tensors and not self._packed(tensors):
+            self._pack(tensors, piece_bytes)
 
     def finish_offload(self) -> None:
         """Wait for the copies, then free the tensors' memory; nothing happens if they are not leaving."""
@@ -103,10 +119,13 @@ class Offload:
             torch.cuda.current_stream(self._pieces[0].device).wait_event(self._copied)
         self._place = "here"
 
-    def _pack(self, tensors: Sequence[Tensor]) -> None:
+    def _packed(self, tensors: Sequence[Tensor]) -> bool:
+        return {_memory(tensor) for tensor in tensors} == {_memory(piece) for piece in self._pieces}
+
+    def _pack(self, tensors: Sequence[Tensor], piece_bytes: int) -> None:
         # Pieces of another packing are freed when the last of their tensors has moved.
         self._pieces = []
-        for group in _groups(tensors, self._piece_bytes):
+        for group in _groups(tensors, piece_bytes):
             piece = torch.empty(sum(map(_padded, group)), dtype=torch.uint8, device=group[0].device)
             offset = 0
             for tensor in group:

@@ -45,7 +45,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         # What the largest refit took of the GPU, the engine's weights included; None before the first.
         self._refit_bytes: int | None = None
         self._free_before_refit = self._others_before_refit = 0
-        self._heap_frozen = False
+        self._heap_frozen = self._gathered = False
 
     def offload_before_refit(self) -> None:
         """Make room for the engine; an optimizer that was meant to stay but leaves too little room is offloaded."""
@@ -53,6 +53,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         release([self.model])
         super().offload_before_refit()
         if self._optimizer_moves and not self._optimizer_leaves:
+            self._gather_optimizer()
             reason = short_of_room(self._engine_share(), self._parameter_bytes())
             if reason is not None:
                 self._say(f"{reason}; from now on it goes to the host")
@@ -88,7 +89,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         torch.cuda.empty_cache()
         # A refitted engine holds its weights, which are part of its share.
         held = max(0, others_bytes() - self._others_before_refit) if refitted else 0
-        stay = not self._optimizer_leaves and short_of_room(self._engine_share(), held) is None
+        stay = _all_ranks(not self._optimizer_leaves and short_of_room(self._engine_share(), held) is None)
         if stay != self._parameters_stay:
             self._say(f"parameters {'stay' if stay else 'leave'} while the engine runs")
         self._parameters_stay = stay
@@ -137,6 +138,17 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
             self._carrier.finish_reload()
         super().save_checkpoint(weights_path, optimizer_path, **named)
 
+    def _gather_optimizer(self) -> None:
+        """Gather the state that an update has made; the engine may need what the allocator holds around it."""
+        if self._gathered or not any(state for _, state in self.optimizer.state.items()):
+            return
+        before = torch.cuda.memory_reserved()
+        self._carrier.gather(optimizer_tensors(self.optimizer, self.model))
+        torch.cuda.empty_cache()
+        self._gathered = True
+        now = torch.cuda.memory_reserved()
+        self._say(f"the optimizer's state is gathered, {before / GIB:.1f} GiB of reserve are {now / GIB:.1f}")
+
     def _start_offload(self) -> None:
         tensors = optimizer_tensors(self.optimizer, self.model)
         for tensor in tensors:
@@ -162,3 +174,10 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         # Those that have left already free nothing more.
         here = (parameter for parameter in self.model.parameters() if parameter.untyped_storage().nbytes())
         return sum(parameter.nbytes for parameter in here)
+
+
+def _all_ranks(answer: bool) -> bool:
+    """Whether all ranks say so: one whose parameters leave lets the others wait, above all the first time."""
+    agreed = torch.tensor(int(answer), device="cuda")
+    torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN)
+    return bool(agreed)

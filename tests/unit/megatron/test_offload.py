@@ -76,6 +76,27 @@ def test_each_cycle_carries_the_newest_values_through_the_same_host_memory():
     assert carrier.pageable_bytes < 2 * sum(tensor.nbytes for tensor in tensors)
 
 
+def test_gathered_tensors_keep_their_bits_and_may_leave_from_where_they_are():
+    tensors, carrier = some_tensors(), Offload(PIECE)
+    expected = copies(tensors)
+    for _ in range(2):
+        carrier.gather(tensors, 2**20)
+        assert_same(tensors, expected)
+        places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        assert len(places) == 1
+    carrier.start_offload(tensors)
+    # Nothing is gathered that is on its way.
+    carrier.gather(tensors, 2**4)
+    assert {tensor.untyped_storage().data_ptr() for tensor in tensors} == places
+    carrier.finish_offload()
+    carrier.gather(tensors, 2**4)
+    assert held_bytes(tensors) == 0
+    # Blocks of the host are as large as ever.
+    assert max(memory.numel() for memory in carrier._host) == PIECE
+    carrier.finish_reload()
+    assert_same(tensors, expected)
+
+
 def test_tensors_that_join_later_leave_with_the_others():
     tensors, carrier = some_tensors(), Offload(PIECE)
     carrier.start_offload(tensors[:2])
@@ -229,7 +250,8 @@ def test_megatrons_optimizers_train_as_if_nothing_had_left(tmp_path):
     run_program("megatron.run_offload", tmp_path)
     facts = json.loads((tmp_path / "facts.json").read_text())
     # The weight's master, later its two moments as well.
-    assert facts == {kind: {"same": True, "carried": [1, 3, 3]} for kind in ("whole", "distributed")}
+    kinds = [f"{kind} {moves}" for kind in ("whole", "distributed") for moves in ("leaves", "gathers")]
+    assert facts == {kind: {"same": True, "carried": [1, 3, 3]} for kind in kinds}
 
 
 @pytest.mark.gpu
