@@ -25,6 +25,8 @@ from qarl_nemo.memory.lora import ADAPTED_PARTS, ENGINES, AdaptedMemory, Adapter
 # The optimizer's state stands beside the optimizer's name.
 _HEADERS = {name: "state" if name == "optimizer" else name for name in PARTS}
 
+# The largest host that GPUs of these kinds come in, whose part a GPU's is.
+_HOST_GPUS = 8
 _NOT_SERVED = "[red]not served[/]"
 _NONE_FITS = (
     "None fits: fewer --tokens, --logprob-chunk 1024 and --gradient-bytes 2 take less, or add --gpus; --lora trains "
@@ -103,14 +105,15 @@ def _refit_caption(model: ModelSize, learner: Learner, engine_tp: int) -> str:
     parts = _host(model, Parallelism(engine_tp), learner, engine_tp)
     return (
         "refit, layerwise: a GPU's peak while its engine gets all weights at once, or one layer at a time. host: a "
-        f"GPU's share of the host's memory: the engine's weights ({parts['engines'] / GIB:.1f}), processes "
-        f"({parts['processes'] / GIB:g}, a fitted constant), and parameters and state, which leave while it runs."
+        f"GPU's share of the memory of a host of {_HOST_GPUS}: the engine's weights ({parts['engines'] / GIB:.1f}), "
+        f"processes ({parts['processes'] / GIB:g}, fitted), and parameters and state, which leave while it runs."
     )
 
 
 def _host(model: ModelSize, ranks: Parallelism, learner: Learner, engine_tp: int) -> dict[str, float]:
     leave = {"parameters_leave": True, "optimizer_leaves": True}
-    return host_memory(model, ranks, learner, learner, gpus=1, engine_tp=engine_tp, **leave)
+    host = host_memory(model, ranks, learner, learner, gpus=_HOST_GPUS, engine_tp=engine_tp, **leave)
+    return {name: size / _HOST_GPUS for name, size in host.items()}
 
 
 def _peak_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, tokens: int) -> float:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.memory.learner import Learner, rank_memory, rank_parameters
 from qarl_nemo.memory.model_size import ModelSize
-from qarl_nemo.memory.units import BF16, PROCESS_BYTES
+from qarl_nemo.memory.units import BF16, HOST_BYTES, PROCESS_BYTES
 from qarl_nemo.parallelism import Parallelism
 
 HOST_PARTS = ("engines", "parameters", "optimizer", "processes")
@@ -76,7 +76,7 @@ def host_memory(
 
     Returns:
         Bytes of each of `HOST_PARTS`: weights of sleeping engines, Megatron's buffers of parameters and the optimizer's
-        state where these leave, and `PROCESS_BYTES`.
+        state where these leave, and `PROCESS_BYTES` a GPU with `HOST_BYTES` once.
     """
     experts, dense = rank_parameters(model, ranks)
     buffers = [BF16 * count for count in (experts, dense) if count]
@@ -84,13 +84,14 @@ def host_memory(
     offloaded = learner.optimizer == "offloaded"
     state = replace(learner, optimizer="adam") if offloaded else learner
     optimizer = rank_memory(model, ranks, state).parts["optimizer"]
-    each = {
+    gpu = {
         "engines": backup_bytes(model, served, engine_tp, engine_ep),
         "parameters": sum(map(pinned_bytes, buffers)) if parameters_leave else 0.0,
         "optimizer": optimizer if optimizer_leaves or offloaded else 0.0,
         "processes": PROCESS_BYTES,
     }
-    return {name: gpus * size for name, size in each.items()}
+    held = {name: gpus * size for name, size in gpu.items()}
+    return held | {"processes": held["processes"] + HOST_BYTES}
 
 
 def _backup(size: float) -> float:

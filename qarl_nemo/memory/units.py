@@ -15,6 +15,8 @@ EMBEDDED_PROCESS_BYTES = 2 * GIB
 """What that one process takes beside tensors, learner and engine together; there 1.5 and 1.8 GiB."""
 ASLEEP_BYTES = 4 * GIB
 """What the driver and a sleeping engine take: context, CUDA graphs, the kernels' buffers; there 3.9 GiB."""
-PROCESS_BYTES = 11 * GIB
-"""A fitted constant: what a host holds for each GPU beside pinned memory. It was fitted on the row
-`full_memory_host_gib_update_w4a16_a24`, 45.3 GiB on two GPUs; processes measured on a CPU explain a quarter."""
+PROCESS_BYTES = 9 * GIB
+"""A fitted constant: what a host holds for each GPU beside pinned memory, fitted with `HOST_BYTES` on hosts of two and
+four GPUs (docs/evidence/full_size.md), where it is 22 to 24 and 35 to 44 GiB in all."""
+HOST_BYTES = 4 * GIB
+"""The same, once for a host."""

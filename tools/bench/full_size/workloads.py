@@ -64,6 +64,7 @@ WORKLOADS = {
     # The whole model on four GPUs.
     "a": _A,
     "b": _B,
+    "a_even": replace(_A, even_routers=True),
     # Half of it on two, with as much work and as many expert weights a GPU.
     "a24": replace(_A, gpus=2, layers=24, answers=64),
     "b24": replace(_B, gpus=2, layers=24, answers=128),
