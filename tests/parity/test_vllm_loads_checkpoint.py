@@ -82,7 +82,7 @@ def test_vllm_serves_dense_layers_of_any_width(bits: int, group_size: int, tmp_p
     aligned, unaligned = dense_gaps(fmt, "qwen3", tmp_path)
     print(f"\nHUMMING {bits} bits, groups of {group_size}: aligned gap {aligned:.5f}, unaligned gap {unaligned:.5f}")
     assert aligned < BOUNDS["all"]
-    if bits < 5:
+    if has_coarse_codes(fmt):
         assert unaligned > 2 * aligned
 
 
@@ -109,8 +109,9 @@ def has_coarse_codes(fmt: QuantFormat) -> bool:
 
     On a CPU, where nothing else differs, the learner's two forwards of these models are 0.20 to 0.59 nats apart in
     w4a16 and 0.18 to 0.50 in nvfp4; in w8a16 it is 0.01 to 0.04, which is within the bounds of the aligned gap.
+    Codes of 2 and 3 bits are stored in 4, or in their own width.
     """
-    return fmt.num_bits == 4
+    return fmt.num_bits <= 4
 
 
 def vllm_generate(folder: Path, moe_backend: str, extension: str = "") -> dict:
@@ -165,7 +166,11 @@ def test_vllm_serves_split_channels_as_a_wider_model(format_name: str, source: P
     gaps = [learner_gap(source, BF16, ["experts"], one["responses"]) for one in (equal, shifted)]
     print(f"\nSPLIT {format_name}: aligned gap {aligned:.5f}, from BF16 {gaps[0]:.5f}, shifted {gaps[1]:.5f}")
     assert aligned < BOUNDS["experts"]
-    assert gaps[0] > 2 * aligned
+    wrong = gaps[0]
+    if not has_coarse_codes(fmt):
+        # INT8's codes are as near to BF16 as vLLM is to them. On a CPU a learner in int4 is 0.23 nats from one in INT8.
+        wrong = learner_gap(wide, get_format("w4a16"), ["experts"], equal["responses"])
+    assert wrong > 2 * aligned
 
 
 def test_stock_vllm_is_refused_because_it_runs_int8_experts_on_16_bit_activations(source: Path, tmp_path: Path) -> None:

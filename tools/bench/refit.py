@@ -67,15 +67,16 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
 
 
 def measure(label: str, learner: Learner, engine: VllmEngine, sender: Sender, repeats: int) -> dict[str, list[float]]:
-    """Refit once to warm up, then `repeats` times."""
+    """Refit once to warm up, then `repeats` times; versions go on from the one that an earlier sender left."""
     from vllm import SamplingParams
 
+    first = (serving_version(engine) or 0) + 1
     found: dict[str, list[float]] = {}
     with LiveProgress(label, repeats + 1) as progress:
         for repeat in range(repeats + 1):
             before = ask(engine, "qarl_memory")[0]
             started = time.perf_counter()
-            update = learner.publish(repeat + 1)
+            update = learner.publish(first + repeat)
             published = time.perf_counter()
             report = push(update, engine, sender)
             total = time.perf_counter() - started
@@ -86,7 +87,7 @@ def measure(label: str, learner: Learner, engine: VllmEngine, sender: Sender, re
             values |= {"bytes": report.num_bytes, "peak_extra_bytes": after["peak"] - before["allocated"]}
             for name, value in values.items() if repeat else ():
                 found.setdefault(name, []).append(value)
-    assert serving_version(engine) == repeats + 1
+    assert serving_version(engine) == first + repeats
     # Check that the CUDA graphs captured before the refits still replay.
     assert len(engine.llm.generate([_PROMPT], SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False))) == 1
     return found
