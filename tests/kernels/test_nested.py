@@ -23,11 +23,16 @@ def rounded(codes, bits):
     return torch.round(codes.double() / 2 ** (8 - bits)).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("w4a16", 4), ("w3a16", 3), ("w2a16", 2), ("w8a16", 8)])
-def test_every_code_is_rounded_in_every_place_of_a_word(name, bits):
+@pytest.mark.parametrize(
+    ("name", "bits", "own_width"),
+    [("w4a16", 4, False), ("w3a16", 3, False), ("w2a16", 2, False), ("w2a16", 2, True), ("w8a16", 8, False)],
+)
+def test_every_code_is_rounded_in_every_place_of_a_word(name, bits, own_width, monkeypatch):
     # Row r begins with code r - 128, so that each of the 256 codes stands in each of eight neighbouring places.
     codes = ((torch.arange(256)[:, None] + torch.arange(32)) % 256 - 128).to(torch.int8)
-    fmt = nested(name)
+    fmt = nested(name, own_width=own_width)
+    # In several parts, of which the last is smaller.
+    monkeypatch.setattr("qarl_kernels.nested._PAIRS", 1000)
     narrowed = narrow_tensor("weight_packed", pack_int32(codes, 8), fmt)
     assert_bitwise_equal(narrowed, pack_to_int32(rounded(codes, bits), fmt.num_bits))
     if bits < 8:
