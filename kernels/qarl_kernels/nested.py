@@ -43,10 +43,8 @@ def _narrow_words(words: Tensor, grid_bits: int, num_bits: int) -> Tensor:
     # Two codes at once are looked up, and few at a time: an index takes eight bytes.
     table = _pair_table(grid_bits, num_bits, words.device)
     pairs = words.contiguous().view(torch.int16)
-    narrowed = torch.empty(pairs.shape, dtype=table.dtype, device=words.device)
-    for source, target in zip(pairs.flatten().split(_PAIRS), narrowed.flatten().split(_PAIRS), strict=True):
-        # Those of 2^15 and more read as negative, and count from the table's end.
-        target.copy_(table[source.long()])
+    # Those of 2^15 and more read as negative, and count from the table's end.
+    narrowed = torch.cat([table[some.long()] for some in pairs.flatten().split(_PAIRS)]).view(pairs.shape)
     if 2 * num_bits < _NESTED_BITS:
         first, second = narrowed.unflatten(-1, (-1, 2)).unbind(-1)
         narrowed = first | (second << (2 * num_bits))
