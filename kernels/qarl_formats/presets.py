@@ -312,9 +312,11 @@ def _require_groups(fmt: QuantFormat, **options: object) -> None:
     if fmt.group_sizes or not given:
         return
     wrong = ", ".join(f"{key}={value}" for key, value in given.items())
+    legal = ", ".join(name for name, one in _KNOWN.items() if one.group_sizes)
+    always = ", and its groups are always of 16" if "group_size" in given and fmt.weight_kind == "nvfp4" else ""
     # Runs have no own width.
     fix = ", ".join(f"qarl.{key}=null" for key in given if key != "own_width")
     raise ValueError(
-        f"format {fmt.name!r} takes no {wrong}: only formats with groups ({', '.join(formats_with_groups())}) have "
-        f"these; leave it out{f', in a config {fix}' if fix else ''}"
+        f"format {fmt.name!r} takes no {wrong}: only integer formats with a choice of groups ({legal}) have such "
+        f"options{always}; leave it out{f', in a config {fix}' if fix else ''}"
     )

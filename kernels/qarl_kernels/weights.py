@@ -128,7 +128,8 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
     columns = shape[-1]
     if fmt.weight_kind == "int" and columns % fmt.group_size:
         legal = [size for size in fmt.group_sizes if columns % size == 0]
-        return [f"K={columns} is not a multiple of group_size={fmt.group_size} (group sizes that divide it: {legal})"]
+        fitting = legal or f"none of {', '.join(map(str, fmt.group_sizes))}"
+        return [f"K={columns} is not a multiple of group_size={fmt.group_size} (group sizes that divide it: {fitting})"]
     if fmt.weight_kind == "nvfp4" and columns % nvfp4.GROUP:
         return [f"K={columns} is not a multiple of {nvfp4.GROUP}, the group of nvfp4"]
     if fmt.weight_kind == "fp8_blocks" and columns % FP8_BLOCK:

@@ -73,9 +73,11 @@ def width_problems(fmt: QuantFormat, hidden: int, inner: int) -> list[str]:
     """
     if not fmt.vllm.several_groups or not hidden > fmt.group_size >= inner:
         return []
+    smaller = [str(size) for size in fmt.group_sizes if size < inner and inner % size == 0]
+    fix = f"a group size of {' or '.join(smaller)} is served" if smaller else "no smaller group size divides it"
     return [
-        f"an expert of width {inner} on a rank is one {fmt.name} group of {fmt.group_size}: vLLM would order the "
-        "scales of gate and up otherwise than its kernel reads them; a group size of 64 or 32, where smaller, is served"
+        f"an expert of width {inner} on a rank is no more than one {fmt.name} group of {fmt.group_size}: vLLM would "
+        f"order the scales of gate and up otherwise than its kernel reads them; {fix}"
     ]
 
 

@@ -36,8 +36,9 @@ def cpu_problems(fmt: QuantFormat, targets: tuple[str, ...]) -> list[str]:
     if served and served.serves(fmt.group_size, targets):
         return []
     quantized = [get_format(name) for name in served_formats("cpu") if name != BASELINE]
+    groups = f" with group size {fmt.group_size}" if fmt.group_size else ""
     return [
-        f"vLLM on a CPU does not serve {fmt.name} with group size {fmt.group_size} of {', '.join(targets)}; it serves "
+        f"vLLM on a CPU does not serve {fmt.name}{groups} of {', '.join(targets)}; it serves "
         + ", and ".join(map(_on_cpu, quantized))
     ]
 

@@ -99,8 +99,9 @@ def test_formats_without_groups_refuse_integer_options(name):
     with pytest.raises(ValueError, match="takes no group_size=128, scale_convention=full_range") as error:
         get_format(name, group_size=128, scale_convention="full_range")
     assert "w4a16, w4a8" in str(error.value)
-    with pytest.raises(ValueError, match="takes no group_size=128: only"):
+    with pytest.raises(ValueError, match="takes no group_size=128: only") as error:
         get_format(name, group_size=128)
+    assert ("its groups are always of 16" in str(error.value)) == (name == "nvfp4")
 
 
 # Integer: an int32 word holds 32 // bits codes, and a group shares 16 bits of scale.

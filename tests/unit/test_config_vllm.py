@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from qarl_formats import get_format
+from qarl_nemo.checkpoints.shapes import width_problems
 from qarl_nemo.config import ConfigError, QarlConfig, load_config
 from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.train import setup
@@ -121,9 +123,9 @@ def test_one_group_in_both_directions_is_served():
     [
         ("w4a16", {"hidden_size": 64}, "hidden_size=64 is not a multiple of 128"),
         ("w4a16", {"moe_intermediate_size": 192}, "moe_intermediate_size=192 is not a multiple of 128"),
-        ("w4a16", {"moe_intermediate_size": 128}, "one w4a16 group of 128: vLLM would order the scales"),
+        ("w4a16", {"moe_intermediate_size": 128}, "no more than one w4a16 group of 128: vLLM would order the scales"),
         ("w8a16", {"hidden_size": 64}, "hidden_size=64 is not a multiple of 128"),
-        ("w8a16", {"moe_intermediate_size": 128}, "one w8a16 group of 128: vLLM would order the scales"),
+        ("w8a16", {"moe_intermediate_size": 128}, "no more than one w8a16 group of 128: vLLM would order the scales"),
         ("w4a8", {"hidden_size": 384}, "hidden_size=384 is not a multiple of 256"),
         ("w4a8", {"moe_intermediate_size": 128}, "moe_intermediate_size=128 is not a multiple of 256"),
         ("w4a8", {"num_key_value_heads": 1}, "num_key_value_heads * head_dim=32 is not a multiple of 128"),
@@ -138,6 +140,20 @@ def test_one_group_in_both_directions_is_served():
 )
 def test_sizes_that_a_kernel_refuses(name, sizes, said):
     assert said in "; ".join(size_problems(name, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("group_size", "inner", "fix"),
+    [
+        (128, 128, "a group size of 64 or 32 is served"),
+        (64, 32, "no smaller group size divides it"),
+        (128, 72, "no smaller group size divides it"),
+    ],
+)
+def test_an_expert_of_one_group_is_told_groups_that_divide_it(group_size, inner, fix):
+    fmt = get_format("w4a16", group_size=group_size)
+    assert width_problems(fmt, hidden=256, inner=inner)[0].endswith(f"; {fix}")
+    assert width_problems(fmt, hidden=256, inner=256) == []
 
 
 @pytest.mark.parametrize("name", ["w4a8", "fp8_channel", "int8", "nvfp4", "w8a16"])

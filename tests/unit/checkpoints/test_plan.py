@@ -205,7 +205,7 @@ def test_an_expert_of_one_group_is_not_served(shape, group_size, legal):
     found = shape_problems(
         EXPERT.format(layer=0, expert=0, part="down"), "experts", shape, get_format("w4a16", group_size=group_size)
     )
-    assert [problem for problem in found if "is one w4a16 group" in problem] == found
+    assert [problem for problem in found if "is no more than one w4a16 group" in problem] == found
     assert (not found) == legal
 
 
