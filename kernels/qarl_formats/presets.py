@@ -317,6 +317,6 @@ def _require_groups(fmt: QuantFormat, **options: object) -> None:
     # Runs have no own width.
     fix = ", ".join(f"qarl.{key}=null" for key in given if key != "own_width")
     raise ValueError(
-        f"format {fmt.name!r} takes no {wrong}: only integer formats with a choice of groups ({legal}) have such "
+        f"format {fmt.name!r} takes no {wrong}: only integer formats ({legal}) have such "
         f"options{always}; leave it out{f', in a config {fix}' if fix else ''}"
     )

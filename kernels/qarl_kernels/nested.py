@@ -19,8 +19,8 @@ from torch import Tensor
 from qarl_formats import QuantFormat
 
 _NESTED_BITS = 8
-# Pairs of codes that are rounded at once.
-_PAIRS = 2**24
+# Bounds the memory of indices, eight bytes a pair: 128 MiB.
+_PAIRS_AT_ONCE = 2**24
 
 
 def narrow_tensor(suffix: str, tensor: Tensor, fmt: QuantFormat) -> Tensor:
@@ -40,11 +40,10 @@ def narrow_tensor(suffix: str, tensor: Tensor, fmt: QuantFormat) -> Tensor:
 
 
 def _narrow_words(words: Tensor, grid_bits: int, num_bits: int) -> Tensor:
-    # Two codes at once are looked up, and few at a time: an index takes eight bytes.
     table = _pair_table(grid_bits, num_bits, words.device)
     pairs = words.contiguous().view(torch.int16)
     # Those of 2^15 and more read as negative, and count from the table's end.
-    narrowed = torch.cat([table[some.long()] for some in pairs.flatten().split(_PAIRS)]).view(pairs.shape)
+    narrowed = torch.cat([table[some.long()] for some in pairs.flatten().split(_PAIRS_AT_ONCE)]).view(pairs.shape)
     if 2 * num_bits < _NESTED_BITS:
         first, second = narrowed.unflatten(-1, (-1, 2)).unbind(-1)
         narrowed = first | (second << (2 * num_bits))

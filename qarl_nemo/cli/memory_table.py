@@ -25,7 +25,7 @@ from qarl_nemo.memory.lora import ADAPTED_PARTS, ENGINES, AdaptedMemory, Adapter
 # The optimizer's state stands beside the optimizer's name.
 _HEADERS = {name: "state" if name == "optimizer" else name for name in PARTS}
 
-# The largest host that GPUs of these kinds come in, whose part a GPU's is.
+# `host_memory` counts a constant once for each host; a GPU's share is shown for a host of this many.
 _HOST_GPUS = 8
 _NOT_SERVED = "[red]not served[/]"
 _NONE_FITS = (

@@ -73,7 +73,7 @@ class Offload:
         long as any part of it is in use.
 
         Args:
-            tensors: as `start_offload` takes them; nothing happens where they lie in pieces, or not here.
+            tensors: as `start_offload` takes them; nothing happens if they are packed already, or away.
             piece_bytes: size of a piece; this much more memory is needed meanwhile.
         """
         if self._place == "here" and tensors and not self._packed(tensors):

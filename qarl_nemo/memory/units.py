@@ -17,6 +17,6 @@ ASLEEP_BYTES = 4 * GIB
 """What the driver and a sleeping engine take: context, CUDA graphs, the kernels' buffers; there 3.9 GiB."""
 PROCESS_BYTES = 9 * GIB
 """A fitted constant: what a host holds for each GPU beside pinned memory, fitted with `HOST_BYTES` on hosts of two and
-four GPUs (docs/evidence/full_size.md), where it is 22 to 24 and 35 to 44 GiB in all."""
+four GPUs, where both stand for 22 to 24 and 35 to 44 GiB that were measured (docs/evidence/full_size.md)."""
 HOST_BYTES = 4 * GIB
 """The same, once for a host."""

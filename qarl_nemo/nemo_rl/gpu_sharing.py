@@ -11,6 +11,7 @@ from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_up
 from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.memory_metrics import others_bytes
 from qarl_nemo.nemo_rl.residency import short_of_room
+from qarl_nemo.refit.exchange import gather_plain, waiting_group
 
 # What a refit may take beyond the largest one so far.
 _SPARE_BYTES = 4 * GIB
@@ -89,7 +90,9 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         torch.cuda.empty_cache()
         # A refitted engine holds its weights, which are part of its share.
         held = max(0, others_bytes() - self._others_before_refit) if refitted else 0
-        stay = _all_ranks(not self._optimizer_leaves and short_of_room(self._engine_share(), held) is None)
+        stay = not self._optimizer_leaves and short_of_room(self._engine_share(), held) is None
+        # Ranks wait for each other, so one whose parameters leave would cost all of them its time.
+        stay = all(gather_plain(stay, waiting_group()))
         if stay != self._parameters_stay:
             self._say(f"parameters {'stay' if stay else 'leave'} while the engine runs")
         self._parameters_stay = stay
@@ -147,7 +150,9 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         torch.cuda.empty_cache()
         self._gathered = True
         now = torch.cuda.memory_reserved()
-        self._say(f"the optimizer's state is gathered, {before / GIB:.1f} GiB of reserve are {now / GIB:.1f}")
+        self._say(
+            f"gathered the optimizer's state; PyTorch's reserve went from {before / GIB:.1f} to {now / GIB:.1f} GiB"
+        )
 
     def _start_offload(self) -> None:
         tensors = optimizer_tensors(self.optimizer, self.model)
@@ -174,10 +179,3 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         # Those that have left already free nothing more.
         here = (parameter for parameter in self.model.parameters() if parameter.untyped_storage().nbytes())
         return sum(parameter.nbytes for parameter in here)
-
-
-def _all_ranks(answer: bool) -> bool:
-    """Whether all ranks say so: one whose parameters leave lets the others wait, above all the first time."""
-    agreed = torch.tensor(int(answer), device="cuda")
-    torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN)
-    return bool(agreed)

@@ -32,7 +32,7 @@ def test_every_code_is_rounded_in_every_place_of_a_word(name, bits, own_width, m
     codes = ((torch.arange(256)[:, None] + torch.arange(32)) % 256 - 128).to(torch.int8)
     fmt = nested(name, own_width=own_width)
     # In several parts, of which the last is smaller.
-    monkeypatch.setattr("qarl_kernels.nested._PAIRS", 1000)
+    monkeypatch.setattr("qarl_kernels.nested._PAIRS_AT_ONCE", 1000)
     narrowed = narrow_tensor("weight_packed", pack_int32(codes, 8), fmt)
     assert_bitwise_equal(narrowed, pack_to_int32(rounded(codes, bits), fmt.num_bits))
     if bits < 8:
