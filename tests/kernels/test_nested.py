@@ -27,12 +27,10 @@ def rounded(codes, bits):
     ("name", "bits", "own_width"),
     [("w4a16", 4, False), ("w3a16", 3, False), ("w2a16", 2, False), ("w2a16", 2, True), ("w8a16", 8, False)],
 )
-def test_every_code_is_rounded_in_every_place_of_a_word(name, bits, own_width, monkeypatch):
+def test_every_code_is_rounded_in_every_place_of_a_word(name, bits, own_width):
     # Row r begins with code r - 128, so that each of the 256 codes stands in each of eight neighbouring places.
     codes = ((torch.arange(256)[:, None] + torch.arange(32)) % 256 - 128).to(torch.int8)
     fmt = nested(name, own_width=own_width)
-    # In several parts, of which the last is smaller.
-    monkeypatch.setattr("qarl_kernels.nested._PAIRS_AT_ONCE", 1000)
     narrowed = narrow_tensor("weight_packed", pack_int32(codes, 8), fmt)
     assert_bitwise_equal(narrowed, pack_to_int32(rounded(codes, bits), fmt.num_bits))
     if bits < 8:
