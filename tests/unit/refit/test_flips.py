@@ -72,6 +72,33 @@ def test_nvfp4_has_two_codes_a_byte_and_scales_of_one():
     assert figures(flips, layers[1]) == pytest.approx(expected)
 
 
+def test_many_layers_are_compared_in_one_go_and_counted_one_by_one(monkeypatch):
+    comparisons = []
+    shares = FlippedCodes._shares
+    monkeypatch.setattr(FlippedCodes, "_shares", lambda *args: comparisons.append(args[1]) or shares(*args))
+    flips, layers = FlippedCodes(get_format("w4a16", group_size=32)), []
+    for number in range(6):
+        codes, scale = torch.zeros(2, 16, 64, dtype=torch.int8), torch.ones(2, 16, 2).bfloat16()
+        layers.append(published(codes, scale, UP.replace("0", str(number))))
+    assert figures(flips, *layers) == {}
+    layers[5] = published(torch.ones_like(codes), scale, UP.replace("0", "5"))
+    assert figures(flips, *layers)["flipped_codes"] == pytest.approx(1 / 6)
+    assert [kind.suffix for kind in comparisons] == ["weight_packed", "weight_scale"]
+
+
+def test_updates_that_nobody_asked_about_are_compared_with_all_the_same(codes):
+    flips, scale = FlippedCodes(get_format("w4a16", group_size=32)), torch.ones(2, 16, 2).bfloat16()
+    list(flips.watch([published(codes, scale)]))
+    codes[0, 0] = -codes[0, 0] - 1
+    list(flips.watch([published(codes, scale)]))
+    assert flips.figures()["flipped_codes"] == 64 / 2048
+    list(flips.watch([published(codes, scale)]))
+    codes[1, 1] = -codes[1, 1] - 1
+    assert figures(flips, published(codes, scale))["flipped_codes"] == 64 / 2048
+    # Asked again without another update, it answers the same.
+    assert flips.figures()["flipped_codes"] == 64 / 2048
+
+
 def test_bf16_has_no_codes():
     flips, layer = FlippedCodes(get_format("bf16")), {f"{UP}.weight": torch.ones(4, 32).bfloat16()}
     assert [figures(flips, layer), figures(flips, layer)] == [{}, {}]
@@ -84,7 +111,7 @@ def test_of_a_large_weight_a_part_is_remembered_that_stands_for_all():
     flips = FlippedCodes(get_format("w4a16"))
     small, small_scale = codes[0].clone(), scale[0].clone()
     figures(flips, published(codes, scale) | published(small, small_scale, DOWN))
-    remembered = flips._rows[f"{UP}.weight_packed"]
+    remembered = flips._before[f"{UP}.weight_packed"].rows
     assert remembered.nbytes <= _SAMPLE_BYTES < 32 * 768 * 128
     codes[:, 0] = 1
     codes[::4] = 1
