@@ -56,13 +56,14 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         if self._optimizer_moves and not self._optimizer_leaves:
             self._gather_optimizer()
             reason = short_of_room(self._engine_share(), self._parameter_bytes())
+            # Ranks wait for each other, so one whose optimizer leaves would cost all of them its time.
+            reason = next(filter(None, gather_plain(reason, waiting_group())), None)
             if reason is not None:
                 self._say(f"{reason}; from now on it goes to the host")
                 self._optimizer_leaves = True
         if self._optimizer_leaves:
             self._start_offload()
-            free = torch.cuda.mem_get_info()[0]
-            beside = self._refit_bytes is not None and self._refit_bytes + _SPARE_BYTES <= free
+            beside = self._refit_fits(torch.cuda.mem_get_info()[0])
             if beside != self._beside_refit:
                 self._say(f"the optimizer leaves {'beside' if beside else 'before'} the refit")
             self._beside_refit = beside
@@ -140,6 +141,9 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         if optimizer_path is not None:
             self._carrier.finish_reload()
         super().save_checkpoint(weights_path, optimizer_path, **named)
+
+    def _refit_fits(self, free: int) -> bool:
+        return self._refit_bytes is not None and self._refit_bytes + _SPARE_BYTES <= free
 
     def _gather_optimizer(self) -> None:
         """Gather the state that an update has made; the engine may need what the allocator holds around it."""

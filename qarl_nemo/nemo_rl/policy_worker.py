@@ -6,7 +6,7 @@ Everything is in undecorated classes, because Ray pickles the methods of a decor
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -35,11 +35,18 @@ from qarl_nemo.nemo_rl.update_aware import update_aware_optimizer
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
 from qarl_nemo.refit.flips import FlippedCodes
-from qarl_nemo.refit.publish import Layer, RefitUpdate, StreamedUpdate
-from qarl_nemo.refit.send import CollectiveSender
+from qarl_nemo.refit.publish import Layer, RefitUpdate, StreamedUpdate, Update
+from qarl_nemo.refit.send import CollectiveSender, Sender
 
 # The share of a GPU's free memory that a refit may take if it is sent as a whole.
 _WHOLE_SHARE = 0.5
+
+
+class _Published(NamedTuple):
+    version: int
+    update: Update
+    sender: Sender
+    seconds: dict[str, float]
 
 
 class QarlMegatronPolicyWorkerImpl(SharesGpu):
@@ -61,6 +68,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         self._always_layerwise = qarl.layerwise_refit
         self._layerwise: bool | None = None
         self._published_bytes = 0
+        self._published: _Published | None = None
         self._memory = PhaseMemory()
         update_aware = update_aware_optimizer(megatron_setup, qarl.update_aware_scale, qarl.targets)
         with aligned_provider(megatron_policy_worker, self.alignment), update_aware:
@@ -125,8 +133,27 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             return super().get_logprobs(*arguments, **named)
 
     @torch.no_grad()
+    def qarl_publish(self, version: int, step: int) -> None:
+        """Publish this policy's weights while engines wake up, if there is room; called on every rank.
+
+        Args:
+            version: the version number of these weights.
+            step: the step that samples with them.
+
+        Raises:
+            ValueError: weights hold NaN or Inf.
+        """
+        self._published = None
+        # What earlier refits took is what engines and published weights take together.
+        whole = self._layerwise is False and self._refit_fits(self._free_before_refit)
+        if all(gather_plain(whole, waiting_group())):
+            with self._memory.phase("refit"):
+                self._enter_stage(step)
+                self._published = self._publish_whole(version)
+
+    @torch.no_grad()
     def qarl_refit(self, engines: list[Any], num_ranks: int, version: int, step: int) -> dict[str, float]:
-        """Make all engines serve this policy's weights; called on every rank.
+        """Make all engines serve this policy's weights; called on every rank, when colocated engines are awake.
 
         Args:
             engines: handles of the vLLM workers that own an engine.
@@ -135,25 +162,21 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             step: the step that samples with them.
 
         Returns:
-            Seconds of each phase as `<phase>_s`, `total_s` and `num_bytes`; with a schedule `grid_bits`; the first rank
-            adds its `FlippedCodes`.
+            Seconds of each phase as `<phase>_s`, also of those of `qarl_publish`, and `num_bytes`; with a schedule
+            `grid_bits`; the first rank adds its `FlippedCodes`.
 
         Raises:
             ValueError: weights hold NaN or Inf.
             RuntimeError: the engines refused the update, or one broke off.
         """
+        published, self._published = self._published, None
         with self._memory.phase("refit"):
-            started = time.perf_counter()
-            self._enter_stage(step)
-            if not self.is_generation_colocated:
-                update, sender = self._streamed(version), self._collective(num_ranks)
-            else:
-                sender = ColocatedSender(timeout_s=TIMEOUT_S)
-                update = self._lent(version, sender) if self._is_layerwise() else self._shared(version, sender)
-            publish_s = time.perf_counter() - started
-            figures = push_from_all(update, RayEngines(engines), sender)
+            if published is None or published.version != version:
+                self._enter_stage(step)
+                published = self._publish(version, num_ranks)
+            figures = push_from_all(published.update, RayEngines(engines), published.sender)
             self.refitted = True
-            figures |= {"publish_s": publish_s, "total_s": figures["total_s"] + publish_s}
+            figures |= published.seconds
             figures |= {"grid_bits": float(self.served.grid_bits)} if self._logs_grid else {}
             return figures | self._flips.figures()
 
@@ -176,14 +199,26 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             self._flips.enter(self.served)
             print(f"qarl: rank {self.rank}: {entered}", flush=True)
 
-    def _shared(self, version: int, sender: ColocatedSender) -> RefitUpdate:
-        # Engines convert from the learner's memory, which must therefore hold everything until they are done.
-        update = RefitUpdate.of(self._watch(self._layers()), self.served, version=version)
-        sender.share(update.layers)
-        return update
+    def _publish(self, version: int, num_ranks: int) -> _Published:
+        if self.is_generation_colocated and not self._is_layerwise():
+            return self._publish_whole(version)
+        started = time.perf_counter()
+        if self.is_generation_colocated:
+            lender = ColocatedSender(timeout_s=TIMEOUT_S)
+            update, sender = self._streamed(version, rehearsed=True, lend=lender.lend), lender
+        else:
+            update, sender = self._streamed(version), self._collective(num_ranks)
+        return _Published(version, update, sender, {"publish_s": time.perf_counter() - started})
 
-    def _lent(self, version: int, sender: ColocatedSender) -> StreamedUpdate:
-        return self._streamed(version, rehearsed=True, lend=sender.lend)
+    def _publish_whole(self, version: int) -> _Published:
+        # Engines convert from the learner's memory, which must therefore hold everything until they are done.
+        started = time.perf_counter()
+        sender = ColocatedSender(timeout_s=TIMEOUT_S)
+        update = RefitUpdate.of(self._watch(self._layers()), self.served, version=version)
+        made = time.perf_counter()
+        sender.share(update.layers)
+        ended = time.perf_counter()
+        return _Published(version, update, sender, {"publish_s": ended - started, "share_s": ended - made})
 
     def _streamed(self, version: int, **options: Any) -> StreamedUpdate:
         return publish_update(
@@ -204,7 +239,8 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
 
     def _is_layerwise(self) -> bool:
         if self._always_layerwise is not None:
-            return self._always_layerwise
+            self._layerwise = self._always_layerwise
+            return self._layerwise
         if not self._published_bytes:
             self._published_bytes = sum(tensor.nbytes for layer in self._layers() for tensor in layer.values())
         # Asked anew each time: before the first update there is no optimizer yet, and later it may stay.

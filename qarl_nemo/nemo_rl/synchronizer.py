@@ -12,6 +12,11 @@ from qarl_nemo.nemo_rl.engines import RayEngines
 from qarl_nemo.refit.exchange import PATIENCE
 
 _TIMED = "prepare_for_generation/transfer_and_update_weights"
+_WAKE_FIX = (
+    "Where it ran out of memory, lower policy.generation.vllm_cfg.gpu_memory_utilization or what stays of the learner "
+    "on these GPUs"
+)
+_SLEEP_FIX = "It still holds its share of these GPUs, so the learner would run out of memory: start the run again"
 
 
 class PackedWeightSynchronizer(WeightSynchronizer):
@@ -19,14 +24,15 @@ class PackedWeightSynchronizer(WeightSynchronizer):
 
     Args:
         policy: NeMo-RL's policy with our workers.
-        generation: NeMo-RL's `VllmGeneration` with our workers; from now on its failed wakes are errors.
+        generation: NeMo-RL's `VllmGeneration` with our workers; from now on it is an error if colocated engines do not
+            wake up or go to sleep.
     """
 
     def __init__(self, policy: Any, generation: Any) -> None:
         self._policy, self._generation = policy, generation
         self._colocated = generation.cfg["colocated"]["enabled"]
         if self._colocated:
-            _raise_failed_wakes(generation)
+            _raise_failures(generation)
         group = generation.worker_group
         self._engines = [group.workers[index] for index in group.dp_leader_worker_indices]
         self._num_ranks = 0
@@ -55,12 +61,12 @@ class PackedWeightSynchronizer(WeightSynchronizer):
 
         Returns:
             Seconds of each phase as `<phase>_s`, `num_bytes`, the shares of `FlippedCodes`, and the `version` served
-            now. Colocated engines add what comes before (`make_room`, `wake_weights`) and after (`leave`,
-            `wake_cache`).
+            now. `total_s` is how long rollouts wait for it once engines are awake: publishing may have begun before.
+            Colocated engines add what comes before (`make_room`, `wake_weights`) and after (`leave`, `wake_cache`).
 
         Raises:
             ValueError: `kv_scales` are given.
-            RuntimeError: engines did not wake up.
+            RuntimeError: engines did not wake up, or weights hold NaN or Inf.
             ray.exceptions.ActorDiedError: an engine or a learner rank died; names it.
             ray.exceptions.RayTaskError: the refit was refused or broke off; gives the workers' reason.
             TimeoutError: a worker did not finish its part within an hour.
@@ -78,23 +84,20 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         if kv_scales is not None:
             raise ValueError("packed refits carry no KV cache scales: set vllm_cfg.kv_cache_dtype=auto")
         seconds: dict[str, float] = {}
+        # Engines accept each number once, and a refit that broke off may have reached some of them.
+        self._attempted += 1
+        weights = {"version": self._attempted, "step": self._policy.next_step}
+        published: list[Any] = []
         if self._colocated:
             with _timed(seconds, "make_room"):
                 self._policy.offload_before_refit()
+            published = self._on_all_ranks("qarl_publish", **weights)
             with _timed(seconds, "wake_weights"):
                 self._generation.prepare_for_generation(tags=["weights"])
-        # Engines accept each number once, and a refit that broke off may have reached some of them.
-        self._attempted += 1
-        with timer.time(_TIMED) if timer is not None else nullcontext():
-            figures = _results(
-                self._policy.worker_group.run_all_workers_single_data(
-                    "qarl_refit",
-                    engines=self._engines,
-                    num_ranks=self._num_ranks,
-                    version=self._attempted,
-                    step=self._policy.next_step,
-                )
-            )
+        with timer.time(_TIMED) if timer is not None else nullcontext(), _timed(seconds, "total"):
+            _results(published)
+            refit = self._on_all_ranks("qarl_refit", engines=self._engines, num_ranks=self._num_ranks, **weights)
+            figures = _results(refit)
         self.version = self._attempted
         if self._colocated:
             with _timed(seconds, "leave"):
@@ -103,26 +106,32 @@ class PackedWeightSynchronizer(WeightSynchronizer):
                 self._generation.prepare_for_generation(tags=["kv_cache"])
         return figures[0] | seconds | {"version": float(self.version)}
 
+    def _on_all_ranks(self, method: str, **arguments: Any) -> list[Any]:
+        return self._policy.worker_group.run_all_workers_single_data(method, **arguments)
+
     def shutdown(self) -> None:
         """Do nothing: connections end with the workers."""
 
 
-def _raise_failed_wakes(generation: Any) -> None:
-    wake = generation.prepare_for_generation
+def _raise_failures(generation: Any) -> None:
+    wake, sleep = generation.prepare_for_generation, generation.finish_generation
 
-    def wake_or_raise(*arguments: Any, **named: Any) -> bool:
+    def require(succeeded: bool, what: str, fix: str) -> bool:
         # NeMo-RL prints what went wrong and returns False, which its own loops ignore.
-        if not wake(*arguments, **named):
-            # An engine that died names itself; one that lives has answered the wake already.
+        if not succeeded:
+            # An engine that died names itself; one that lives has answered already.
             _results([worker.__ray_ready__.remote() for worker in generation.worker_group.workers])
-            parts = " and ".join(named.get("tags") or ("weights", "kv_cache"))
-            raise RuntimeError(
-                f"vLLM did not wake up its {parts}: NeMo-RL printed why above. Where it ran out of memory, lower "
-                "policy.generation.vllm_cfg.gpu_memory_utilization or what stays of the learner on these GPUs"
-            )
+            raise RuntimeError(f"vLLM did not {what}: NeMo-RL printed why above. {fix}")
         return True
 
-    generation.prepare_for_generation = wake_or_raise
+    def wake_or_raise(*arguments: Any, **named: Any) -> bool:
+        parts = " and ".join(named.get("tags") or ("weights", "kv_cache"))
+        return require(wake(*arguments, **named), f"wake up its {parts}", _WAKE_FIX)
+
+    def sleep_or_raise(*arguments: Any, **named: Any) -> bool:
+        return require(sleep(*arguments, **named), "go to sleep", _SLEEP_FIX)
+
+    generation.prepare_for_generation, generation.finish_generation = wake_or_raise, sleep_or_raise
 
 
 @contextmanager

@@ -51,12 +51,25 @@ def group(worker, config):
 
 @pytest.fixture
 def run(request):
-    """A policy, engines and the synchronizer between them."""
-    (learner, learners), (engines, others) = group("Learner", {"dies_at": request.param}), group("Engine", {})
-    generation = SimpleNamespace(cfg={"colocated": {"enabled": False}}, worker_group=engines)
-    synchronizer = PackedWeightSynchronizer(SimpleNamespace(worker_group=learner, next_step=1), generation)
+    """A policy, engines and the synchronizer between them, with an account of what NeMo-RL's policy was told."""
+    config = {"dies_at": 0, "colocated": False} | request.param
+    (learner, learners), (engines, others) = group("Learner", config), group("Engine", {})
+    told = []
+    policy = SimpleNamespace(
+        worker_group=learner,
+        next_step=1,
+        offload_before_refit=lambda: told.append("make room"),
+        offload_after_refit=lambda: told.append("leave"),
+    )
+    generation = SimpleNamespace(
+        cfg={"colocated": {"enabled": config["colocated"]}},
+        worker_group=engines,
+        prepare_for_generation=lambda *, tags: told.append(f"wake {tags[0]}") or True,
+        finish_generation=lambda: False,
+    )
+    synchronizer = PackedWeightSynchronizer(policy, generation)
     synchronizer.init_communicator()
-    yield SimpleNamespace(learner=learner, engines=engines, synchronizer=synchronizer)
+    yield SimpleNamespace(learner=learner, engines=engines, synchronizer=synchronizer, generation=generation, told=told)
     for workers in (learner, engines):
         for worker in workers.workers:
             ray.kill(worker)
@@ -64,7 +77,7 @@ def run(request):
         cluster.shutdown()
 
 
-@pytest.mark.parametrize("run", [0], indirect=True)
+@pytest.mark.parametrize("run", [{}], indirect=True)
 def test_all_engines_serve_what_all_ranks_published(run):
     assert run.synchronizer.is_stale
     timer = Timer()
@@ -83,7 +96,7 @@ def test_all_engines_serve_what_all_ranks_published(run):
     assert vars(pickle.loads(pickle.dumps(run.synchronizer))) == {"version": 2}
 
 
-@pytest.mark.parametrize("run", [0], indirect=True)
+@pytest.mark.parametrize("run", [{}], indirect=True)
 def test_a_killed_engine_ends_the_sync_and_leaves_the_other_one_whole(run):
     run.synchronizer.sync_weights()
     ray.kill(run.engines.workers[1])
@@ -94,13 +107,31 @@ def test_a_killed_engine_ends_the_sync_and_leaves_the_other_one_whole(run):
     assert serving_version(RayEngines(run.engines.workers[:1])) == 1
 
 
+@pytest.mark.parametrize("run", [{"colocated": True, "poisoned_at": 2}], indirect=True)
+def test_colocated_engines_wake_while_weights_are_published(run):
+    figures = run.synchronizer.sync_weights()
+    assert run.told == ["make room", "wake weights", "leave", "wake kv_cache"]
+    assert {"make_room_s", "wake_weights_s", "leave_s", "wake_cache_s", "transfer_s"} <= figures.keys()
+    # What rollouts wait for holds the transfer, whatever was done before.
+    assert figures["total_s"] >= figures["transfer_s"] > 0
+    with pytest.raises(ValueError, match="weights hold NaN"):
+        run.synchronizer.sync_weights()
+    # No engine was told of it, and the next version is served by all.
+    assert serving_version(RayEngines(run.engines.workers)) == 1
+    assert run.synchronizer.sync_weights()["version"] == serving_version(RayEngines(run.engines.workers)) == 3
+    with pytest.raises(RuntimeError, match=r"vLLM did not go to sleep(.|\n)*start the run again"):
+        run.generation.finish_generation()
+
+
 def test_an_engine_that_does_not_wake_up_ends_the_sync():
-    policy = SimpleNamespace(offload_before_refit=lambda: None)
+    ranks = SimpleNamespace(run_all_workers_single_data=lambda method, **_: [])
+    policy = SimpleNamespace(offload_before_refit=lambda: None, worker_group=ranks, next_step=1)
     # NeMo-RL's own answer where vLLM found no memory.
     generation = SimpleNamespace(
         cfg={"colocated": {"enabled": True}},
         worker_group=SimpleNamespace(workers=[], dp_leader_worker_indices=[]),
         prepare_for_generation=lambda *, tags: False,
+        finish_generation=lambda: True,
     )
     synchronizer = PackedWeightSynchronizer(policy, generation)
     with pytest.raises(RuntimeError, match=r"vLLM did not wake up its weights(.|\n)*gpu_memory_utilization"):
@@ -109,7 +140,7 @@ def test_an_engine_that_does_not_wake_up_ends_the_sync():
     assert synchronizer.version == 0
 
 
-@pytest.mark.parametrize("run", [2], indirect=True)
+@pytest.mark.parametrize("run", [{"dies_at": 2}], indirect=True)
 def test_a_killed_learner_rank_ends_the_sync_and_leaves_the_engines_whole(run):
     run.synchronizer.sync_weights()
     with pytest.raises((RuntimeError, ray.exceptions.RayActorError)):

@@ -30,7 +30,8 @@ class LearnerImpl:
     """A learner rank; an asynchronous actor, as NeMo-RL's Megatron workers are."""
 
     def __init__(self, config: dict[str, Any], **_: Any) -> None:
-        self.dies_at = config["dies_at"]
+        self.dies_at, self.poisoned_at = config["dies_at"], config.get("poisoned_at")
+        self.published: StreamedUpdate | None = None
         dist.init_process_group("gloo")
         self.sender: CollectiveSender | None = None
 
@@ -38,12 +39,22 @@ class LearnerImpl:
         """Make this an asynchronous actor."""
         return True
 
+    def qarl_publish(self, version: int, step: int) -> None:
+        """Publish before the engines are awake."""
+        if version == self.poisoned_at:
+            raise ValueError("weights hold NaN")
+        self.published = self.update(version)
+
+    def update(self, version: int) -> StreamedUpdate:
+        """What this rank publishes."""
+        return StreamedUpdate(lambda: [weights(version)], get_format("w4a16"), version=version)
+
     def qarl_refit(self, engines: list[Any], num_ranks: int, version: int, step: int) -> dict[str, float]:
         """Refit all engines from all ranks; the last rank may die on the way."""
         if version == self.dies_at and dist.get_rank() == dist.get_world_size() - 1:
             os._exit(1)
         self.sender = self.sender or CollectiveSender(num_ranks, CPU, backend="gloo", timeout_s=60.0)
-        update = StreamedUpdate(lambda: [weights(version)], get_format("w4a16"), version=version)
+        update, self.published = self.published or self.update(version), None
         return push_from_all(update, RayEngines(engines), self.sender)
 
 
