@@ -3,6 +3,8 @@
 Every row and every sum has the bits of `expert_mlp_reference`, whichever rank an expert is on.
 """
 
+from typing import assert_never
+
 import torch
 from torch import Tensor
 
@@ -57,16 +59,20 @@ def expert_rows_backward_reference(
 
 def _multiplied(activation: Tensor, fmt: QuantFormat) -> Tensor:
     # With fc2's actual input a_q, da . a_q is the gradient of the router weight that ran.
-    if fmt.activation_kind == "none":
-        return activation.float()
-    if fmt.activation_kind == "fp8_token":
-        values, scale = fp8.quantize_token(activation)
-        return values.float() * scale
-    if fmt.activation_kind == "int8_token":
-        values, scale = int8.quantize_token(activation, dense=False)
-        return values.float() * scale
-    values, scale = fp8.quantize_group(activation, after_swiglu=True)
-    return values.float() * scale.repeat_interleave(FP8_BLOCK, -1)
+    match fmt.activation_kind:
+        case "none":
+            return activation.float()
+        case "fp8_token":
+            values, scale = fp8.quantize_token(activation)
+            return values.float() * scale
+        case "int8_token":
+            values, scale = int8.quantize_token(activation, dense=False)
+            return values.float() * scale
+        case "fp8_group":
+            values, scale = fp8.quantize_group(activation, after_swiglu=True)
+            return values.float() * scale.repeat_interleave(FP8_BLOCK, -1)
+        case unknown:
+            assert_never(unknown)
 
 
 def combine_rows_reference(rows: Tensor, inverse: Tensor, topk_weight: Tensor, fmt: QuantFormat) -> Tensor:

@@ -17,6 +17,7 @@ Shape letters: M rows, N out-features, K in-features, E experts.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -49,18 +50,22 @@ class GemmOperand:
         """Prepare a stored weight for activations of `dtype`."""
         weight = weight.narrowed()
         fmt = weight.format
-        if fmt.weight_kind == "int" and fmt.activation_kind == "fp8_token":
-            values, scale = fp8.encode_int4_as_fp8(weight.codes(), weight.tensors["weight_scale"])
-            return cls(fmt, values.float(), scale)
-        if fmt.weight_kind in ("fp8_rows", "int8_rows"):
-            return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale"])
-        if fmt.weight_kind == "fp8_blocks":
-            return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale_inv"])
-        if fmt.weight_kind == "nvfp4":
-            values = nvfp4.unscaled(weight.tensors["weight_packed"], weight.tensors["weight_scale"])
-            factor = nvfp4.tensor_scale(weight.tensors["weight_global_scale"])
-            return cls(fmt, values.to(dtype), None, tensor_scale=factor)
-        return cls(fmt, weight.dequantize().to(dtype), None)
+        match fmt.weight_kind:
+            case "int" if fmt.activation_kind == "fp8_token":
+                values, scale = fp8.encode_int4_as_fp8(weight.codes(), weight.tensors["weight_scale"])
+                return cls(fmt, values.float(), scale)
+            case "nvfp4":
+                values = nvfp4.unscaled(weight.tensors["weight_packed"], weight.tensors["weight_scale"])
+                factor = nvfp4.tensor_scale(weight.tensors["weight_global_scale"])
+                return cls(fmt, values.to(dtype), None, tensor_scale=factor)
+            case "int8_rows" | "fp8_rows":
+                return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale"])
+            case "fp8_blocks":
+                return cls(fmt, weight.tensors["weight"].float(), weight.tensors["weight_scale_inv"])
+            case "int" | "plain":
+                return cls(fmt, weight.dequantize().to(dtype), None)
+            case unknown:
+                assert_never(unknown)
 
     @property
     def dense(self) -> bool:
@@ -70,8 +75,15 @@ class GemmOperand:
     @property
     def channel_first(self) -> bool:
         """Whether channel scales are multiplied before token scales, which differs in the last bit."""
-        kind = self.format.weight_kind
-        return kind == "fp8_rows" or (kind == "int8_rows" and self.dense)
+        match self.format.weight_kind:
+            case "fp8_rows":
+                return True
+            case "int8_rows":
+                return self.dense
+            case "int" | "nvfp4" | "fp8_blocks" | "plain":
+                return False
+            case unknown:
+                assert_never(unknown)
 
     @property
     def is_packed(self) -> bool:
@@ -128,27 +140,46 @@ def gemm(
     """
     assert bias is None or (weight.dense and weight.format.fuses_bias), f"{weight.format.name} fuses no such bias"
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    activation_kind = weight.format.activation_kind
-    if activation_kind == "none":
-        if weight.tensor_scale is not None:
-            sums = gemm(x, weight.unscaled(), out_dtype=torch.promote_types(x.dtype, torch.float32))
-            return (sums * weight.tensor_scale.view(1)).to(out_dtype)
-        dtype = x.dtype if out_dtype == x.dtype else torch.float32
-        bias = None if bias is None else bias.to(dtype)
-        return torch.nn.functional.linear(x.to(dtype), weight.values.to(dtype), bias).to(out_dtype)
+    match weight.format.activation_kind:
+        case "none":
+            return _product(x, weight, out_dtype, bias)
+        case "fp8_token":
+            a8, token_scale = fp8.quantize_token(x)
+            return _rescaled(a8.float() @ weight.values.mT, token_scale, weight, bias).to(out_dtype)
+        case "int8_token":
+            a8, token_scale = int8.quantize_token(x, dense=weight.dense)
+            return _rescaled(int8.exact_product(a8.float(), weight.values), token_scale, weight, bias).to(out_dtype)
+        case "fp8_group":
+            return _group_product(x, weight, after_swiglu=after_swiglu).to(out_dtype)
+        case unknown:
+            assert_never(unknown)
+
+
+def _product(x: Tensor, weight: GemmOperand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    if weight.tensor_scale is not None:
+        sums = gemm(x, weight.unscaled(), out_dtype=torch.promote_types(x.dtype, torch.float32))
+        return (sums * weight.tensor_scale.view(1)).to(out_dtype)
+    dtype = x.dtype if out_dtype == x.dtype else torch.float32
+    bias = None if bias is None else bias.to(dtype)
+    return torch.nn.functional.linear(x.to(dtype), weight.values.to(dtype), bias).to(out_dtype)
+
+
+def _rescaled(accumulator: Tensor, token_scale: Tensor, weight: GemmOperand, bias: Tensor | None) -> Tensor:
     assert weight.scale is not None
-    if activation_kind != "fp8_group":
-        token_scale, accumulator = _token_product(x, weight)
-        if weight.channel_first:
-            return _scale_and_add(token_scale, weight.scale.mT * accumulator, bias).to(out_dtype)
-        return (weight.scale.mT * (token_scale * accumulator)).to(out_dtype)
+    if weight.channel_first:
+        return _scale_and_add(token_scale, weight.scale.mT * accumulator, bias)
+    return weight.scale.mT * (token_scale * accumulator)
+
+
+def _group_product(x: Tensor, weight: GemmOperand, *, after_swiglu: bool) -> Tensor:
+    assert weight.scale is not None
     a8, group_scale = fp8.quantize_group(x, after_swiglu=after_swiglu)
     row_scale = weight.scale.repeat_interleave(FP8_BLOCK, 0)[: weight.values.shape[0]]
     blocks = zip(a8.float().split(FP8_BLOCK, -1), weight.values.split(FP8_BLOCK, -1), strict=True)
     accumulator = torch.zeros(x.shape[0], weight.values.shape[0], dtype=torch.float32, device=x.device)
     for block, (a_block, w_block) in enumerate(blocks):
         accumulator += (a_block @ w_block.mT) * group_scale[:, block, None] * row_scale[None, :, block]
-    return accumulator.to(out_dtype)
+    return accumulator
 
 
 def _scale_and_add(token_scale: Tensor, product: Tensor, bias: Tensor | None) -> Tensor:
@@ -156,14 +187,6 @@ def _scale_and_add(token_scale: Tensor, product: Tensor, bias: Tensor | None) ->
         return token_scale * product
     # The engine fuses both. In float64 a product of two FP32 numbers is exact, so only the sum rounds.
     return (token_scale.double() * product.double() + bias.double()).float()
-
-
-def _token_product(x: Tensor, weight: GemmOperand) -> tuple[Tensor, Tensor]:
-    if weight.format.activation_kind == "fp8_token":
-        a8, token_scale = fp8.quantize_token(x)
-        return token_scale, a8.float() @ weight.values.mT
-    a8, token_scale = int8.quantize_token(x, dense=weight.dense)
-    return token_scale, int8.exact_product(a8.float(), weight.values)
 
 
 def grouped_gemm(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -65,21 +66,23 @@ class QuantizedWeight:
         Returns:
             [..., N, K] BF16.
         """
-        kind = self.format.weight_kind
-        if kind == "int":
-            served = self.narrowed()
-            return integer.dequantize_integer(served.codes(), served.tensors["weight_scale"])
-        if kind == "plain":
-            return self.tensors["weight"]
-        if kind == "nvfp4":
-            values = nvfp4.unscaled(self.tensors["weight_packed"], self.tensors["weight_scale"])
-            factor = nvfp4.tensor_scale(self.tensors["weight_global_scale"])
-            return (values.float() * factor).to(torch.bfloat16)
-        values = self.tensors["weight"].float()
-        if kind in ("fp8_rows", "int8_rows"):
-            return (values * self.tensors["weight_scale"]).to(torch.bfloat16)
-        scale = fp8.expand_block_scale(self.tensors["weight_scale_inv"], *self.shape[-2:])
-        return (values * scale).to(torch.bfloat16)
+        match self.format.weight_kind:
+            case "int":
+                served = self.narrowed()
+                return integer.dequantize_integer(served.codes(), served.tensors["weight_scale"])
+            case "nvfp4":
+                values = nvfp4.unscaled(self.tensors["weight_packed"], self.tensors["weight_scale"])
+                factor = nvfp4.tensor_scale(self.tensors["weight_global_scale"])
+                return (values.float() * factor).to(torch.bfloat16)
+            case "int8_rows" | "fp8_rows":
+                return (self.tensors["weight"].float() * self.tensors["weight_scale"]).to(torch.bfloat16)
+            case "fp8_blocks":
+                scale = fp8.expand_block_scale(self.tensors["weight_scale_inv"], *self.shape[-2:])
+                return (self.tensors["weight"].float() * scale).to(torch.bfloat16)
+            case "plain":
+                return self.tensors["weight"]
+            case unknown:
+                assert_never(unknown)
 
 
 def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -93,25 +96,29 @@ def stored_layout(shape: tuple[int, ...], fmt: QuantFormat) -> dict[str, tuple[t
         Checkpoint suffix -> (shape, dtype).
     """
     *batch, rows, columns = shape
-    if fmt.weight_kind == "int":
-        words = -(-columns * fmt.code_bits // 32)
-        return {
-            "weight_packed": ((*batch, rows, words), torch.int32),
-            "weight_scale": ((*batch, rows, columns // fmt.group_size), torch.bfloat16),
-        }
-    if fmt.weight_kind == "nvfp4":
-        return {
-            "weight_packed": ((*batch, rows, columns // 2), torch.uint8),
-            "weight_scale": ((*batch, rows, columns // nvfp4.GROUP), torch.float8_e4m3fn),
-            "weight_global_scale": ((*batch, 1), torch.float32),
-        }
-    if fmt.weight_kind == "plain":
-        return {"weight": (shape, torch.bfloat16)}
-    values = {"weight": (shape, torch.int8 if fmt.weight_kind == "int8_rows" else torch.float8_e4m3fn)}
-    if fmt.weight_kind in ("fp8_rows", "int8_rows"):
-        return values | {"weight_scale": ((*batch, rows, 1), torch.float32)}
-    blocks = (*batch, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-    return values | {"weight_scale_inv": (blocks, torch.float32)}
+    match fmt.weight_kind:
+        case "int":
+            words = -(-columns * fmt.code_bits // 32)
+            return {
+                "weight_packed": ((*batch, rows, words), torch.int32),
+                "weight_scale": ((*batch, rows, columns // fmt.group_size), torch.bfloat16),
+            }
+        case "nvfp4":
+            return {
+                "weight_packed": ((*batch, rows, columns // 2), torch.uint8),
+                "weight_scale": ((*batch, rows, columns // nvfp4.GROUP), torch.float8_e4m3fn),
+                "weight_global_scale": ((*batch, 1), torch.float32),
+            }
+        case "int8_rows" | "fp8_rows" as rows_of:
+            dtype = torch.int8 if rows_of == "int8_rows" else torch.float8_e4m3fn
+            return {"weight": (shape, dtype), "weight_scale": ((*batch, rows, 1), torch.float32)}
+        case "fp8_blocks":
+            blocks = (*batch, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+            return {"weight": (shape, torch.float8_e4m3fn), "weight_scale_inv": (blocks, torch.float32)}
+        case "plain":
+            return {"weight": (shape, torch.bfloat16)}
+        case unknown:
+            assert_never(unknown)
 
 
 def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
@@ -126,15 +133,23 @@ def weight_problems(shape: tuple[int, ...], fmt: QuantFormat) -> list[str]:
     if 0 in shape[-2:]:
         return [f"needs at least one row and one column, got shape {list(shape)}"]
     columns = shape[-1]
-    if fmt.weight_kind == "int" and columns % fmt.group_size:
-        legal = [size for size in fmt.group_sizes if columns % size == 0]
-        fitting = legal or f"none of {', '.join(map(str, fmt.group_sizes))}"
-        return [f"K={columns} is not a multiple of group_size={fmt.group_size} (group sizes that divide it: {fitting})"]
-    if fmt.weight_kind == "nvfp4" and columns % nvfp4.GROUP:
-        return [f"K={columns} is not a multiple of {nvfp4.GROUP}, the group of nvfp4"]
-    if fmt.weight_kind == "fp8_blocks" and columns % FP8_BLOCK:
-        return [f"K={columns} is not a multiple of {FP8_BLOCK}, the activation group of fp8_block"]
-    return []
+    match fmt.weight_kind:
+        case "int":
+            unit, said = fmt.group_size, f"group_size={fmt.group_size}"
+        case "nvfp4":
+            unit, said = nvfp4.GROUP, f"{nvfp4.GROUP}, the group of nvfp4"
+        case "fp8_blocks":
+            unit, said = FP8_BLOCK, f"{FP8_BLOCK}, the activation group of fp8_block"
+        case "int8_rows" | "fp8_rows" | "plain":
+            return []
+        case unknown:
+            assert_never(unknown)
+    if columns % unit == 0:
+        return []
+    legal = [size for size in fmt.group_sizes if columns % size == 0]
+    fitting = legal or f"none of {', '.join(map(str, fmt.group_sizes))}"
+    choice = f" (group sizes that divide it: {fitting})" if fmt.group_sizes else ""
+    return [f"K={columns} is not a multiple of {said}{choice}"]
 
 
 def quantize_weight_reference(
@@ -162,23 +177,29 @@ def quantize_weight_reference(
 
 
 def _stored_tensors(weight: Tensor, fmt: QuantFormat, amax: Tensor | None) -> dict[str, Tensor]:
-    if fmt.weight_kind == "int":
-        assert fmt.scale_convention is not None
-        grid_bits = fmt.nested_bits or fmt.grid_bits
-        codes, scale = integer.quantize_integer(weight, grid_bits, fmt.group_size, fmt.scale_convention)
-        return {"weight_packed": integer.pack_int32(codes, fmt.code_bits), "weight_scale": scale}
-    if fmt.weight_kind == "nvfp4":
-        divisor = nvfp4.global_divisor(largest_reference(weight) if amax is None else amax)
-        codes, scale = nvfp4.quantize(weight, divisor)
-        return {"weight_packed": nvfp4.pack(codes), "weight_scale": scale, "weight_global_scale": divisor}
-    if fmt.weight_kind in ("fp8_rows", "int8_rows"):
-        quantize = int8.quantize_channel if fmt.weight_kind == "int8_rows" else fp8.quantize_channel
-        values, scale = quantize(weight)
-        return {"weight": values, "weight_scale": scale}
-    if fmt.weight_kind == "fp8_blocks":
-        values, scale = fp8.quantize_block(weight)
-        return {"weight": values, "weight_scale_inv": scale}
-    return {"weight": weight.clone()}
+    match fmt.weight_kind:
+        case "int":
+            assert fmt.scale_convention is not None
+            grid_bits = fmt.nested_bits or fmt.grid_bits
+            codes, scale = integer.quantize_integer(weight, grid_bits, fmt.group_size, fmt.scale_convention)
+            return {"weight_packed": integer.pack_int32(codes, fmt.code_bits), "weight_scale": scale}
+        case "nvfp4":
+            divisor = nvfp4.global_divisor(largest_reference(weight) if amax is None else amax)
+            codes, scale = nvfp4.quantize(weight, divisor)
+            return {"weight_packed": nvfp4.pack(codes), "weight_scale": scale, "weight_global_scale": divisor}
+        case "int8_rows":
+            values, scale = int8.quantize_channel(weight)
+            return {"weight": values, "weight_scale": scale}
+        case "fp8_rows":
+            values, scale = fp8.quantize_channel(weight)
+            return {"weight": values, "weight_scale": scale}
+        case "fp8_blocks":
+            values, scale = fp8.quantize_block(weight)
+            return {"weight": values, "weight_scale_inv": scale}
+        case "plain":
+            return {"weight": weight.clone()}
+        case unknown:
+            assert_never(unknown)
 
 
 def largest_reference(weight: Tensor) -> Tensor:
@@ -211,7 +232,15 @@ def unfit_values(weight: Tensor, fmt: QuantFormat, name: str) -> str | None:
 
 
 def _least_unfit(fmt: QuantFormat) -> float:
-    return {"int": integer.OVERFLOW, "nvfp4": nvfp4.OVERFLOW}.get(fmt.weight_kind, float("inf"))
+    match fmt.weight_kind:
+        case "int":
+            return integer.OVERFLOW
+        case "nvfp4":
+            return nvfp4.OVERFLOW
+        case "int8_rows" | "fp8_rows" | "fp8_blocks" | "plain":
+            return float("inf")
+        case unknown:
+            assert_never(unknown)
 
 
 def nonfinite_error(weights: list[str]) -> ValueError:

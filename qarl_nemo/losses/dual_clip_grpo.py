@@ -27,8 +27,6 @@ def dual_clip_grpo_loss(curr_logprobs: Tensor, data: LossData, config: DualClipG
         advantages=logs.advantages,
         ratio=prox_ratio(logs.log_prox),
         weight=truncated_weight(logs.log_mismatch, config.mismatch_cap),
-        band=Band.by_sign(
-            logs.advantages, positive=(0.0, 1.0 + config.clip_high), negative=(1.0 - config.clip_low, config.dual_clip)
-        ),
+        band=Band.by_sign(logs.advantages, positive=config.bands.positive, negative=config.bands.negative),
         metrics=capped_fraction(logs.log_mismatch, config.mismatch_cap, logs.tokens),
     )

@@ -1,7 +1,5 @@
 """GRPO with truncated importance sampling: token-level PPO clip, each token corrected for the sampler's mismatch."""
 
-import math
-
 from torch import Tensor
 
 from qarl_nemo.losses.bands import Band, clipped_output
@@ -29,8 +27,6 @@ def grpo_tis_loss(curr_logprobs: Tensor, data: LossData, config: GRPOTISConfig) 
         advantages=logs.advantages,
         ratio=prox_ratio(logs.log_prox),
         weight=truncated_weight(logs.log_mismatch, config.mismatch_cap),
-        band=Band.by_sign(
-            logs.advantages, positive=(0.0, 1.0 + config.clip_high), negative=(1.0 - config.clip_low, math.inf)
-        ),
+        band=Band.by_sign(logs.advantages, positive=config.bands.positive, negative=config.bands.negative),
         metrics=capped_fraction(logs.log_mismatch, config.mismatch_cap, logs.tokens),
     )

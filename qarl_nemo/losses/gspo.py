@@ -1,7 +1,5 @@
 """Group sequence policy optimization: PPO's clip on the geometric-mean ratio of a whole response."""
 
-import math
-
 from torch import Tensor
 
 from qarl_nemo.losses.bands import Band, clipped_output
@@ -30,8 +28,6 @@ def gspo_loss(curr_logprobs: Tensor, data: LossData, config: GSPOConfig) -> Loss
         advantages=advantages,
         ratio=prox_ratio(logs.sequence_mean(logs.log_prox)),
         weight=1.0,
-        band=Band.by_sign(
-            advantages, positive=(0.0, 1.0 + config.clip_high), negative=(1.0 - config.clip_low, math.inf)
-        ),
+        band=Band.by_sign(advantages, positive=config.bands.positive, negative=config.bands.negative),
         metrics={},
     )

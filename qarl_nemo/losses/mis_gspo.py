@@ -1,7 +1,5 @@
 """GSPO with masked importance sampling: a response far from the sampler's distribution is rejected whole."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -33,8 +31,6 @@ def mis_gspo_loss(curr_logprobs: Tensor, data: LossData, config: MISGSPOConfig) 
         advantages=advantages,
         ratio=prox_ratio(logs.sequence_mean(logs.log_prox)),
         weight=torch.where(accepted, mismatch, 0.0),
-        band=Band.by_sign(
-            advantages, positive=(0.0, 1.0 + config.clip_high), negative=(1.0 - config.clip_low, math.inf)
-        ),
+        band=Band.by_sign(advantages, positive=config.bands.positive, negative=config.bands.negative),
         metrics={"mismatch_rejected_fraction": logs.sequences.average(~accepted)},
     )

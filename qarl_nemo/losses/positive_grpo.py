@@ -30,6 +30,6 @@ def positive_grpo_loss(curr_logprobs: Tensor, data: LossData, config: PositiveGR
         advantages=logs.advantages,
         ratio=prox_ratio(logs.log_prox),
         weight=torch.where(learned > 0, weight, 0.0),
-        band=Band.by_sign(learned, positive=(0.0, 1.0 + config.clip_high)),
+        band=Band.by_sign(learned, positive=config.bands.positive),
         metrics=capped_fraction(logs.log_mismatch, config.mismatch_cap, logs.tokens),
     )

@@ -31,9 +31,7 @@ def qurl_acr_loss(curr_logprobs: Tensor, data: LossData, config: QuRLACRConfig) 
         ratio=prox_ratio(logs.log_prox),
         weight=truncated_weight(logs.log_mismatch, config.mismatch_cap),
         band=Band.by_sign(
-            logs.advantages,
-            positive=(0.0, (1.0 + config.clip_high) * excess),
-            negative=(1.0 - config.clip_low, math.inf),
+            logs.advantages, positive=(0.0, config.bands.positive[1] * excess), negative=config.bands.negative
         ),
         metrics=capped_fraction(logs.log_mismatch, config.mismatch_cap, logs.tokens),
     )

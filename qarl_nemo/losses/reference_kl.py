@@ -68,7 +68,7 @@ class ReferenceKL:
         # A clamp would turn an infinity into an ordinary number and a NaN's gradient into 0: see `losses/ratios.py`.
         curr = curr * torch.where(curr.detach().isfinite() & reference.isfinite(), 1.0, torch.nan)
         log_weight = curr - (generation if self.from_sampler else curr.detach())
-        # Held before exp, whose gradient of an infinite weight would be NaN.
+        # The weight is masked before exp, whose gradient of an infinite weight would be NaN.
         weight = log_weight.masked_fill(~log_weight.detach().exp().isfinite(), -torch.inf).exp()
         log_ratio = reference - curr
         if self.input_clamp is not None:

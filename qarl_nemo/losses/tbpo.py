@@ -34,10 +34,6 @@ def tbpo_loss(curr_logprobs: Tensor, data: LossData, config: TBPOConfig) -> Loss
         advantages=advantages,
         ratio=prox_ratio(logs.sequence_mean(logs.log_prox)),
         weight=mismatch_weight(log_mismatch, config.mismatch_cap),
-        band=Band.by_sign(
-            advantages,
-            positive=(0.0, 1.0 + config.positive_clip_high),
-            negative=(1.0 - config.negative_clip_low, 1.0 + config.negative_clip_high),
-        ),
+        band=Band.by_sign(advantages, positive=config.bands.positive, negative=config.bands.negative),
         metrics=capped_fraction(log_mismatch.abs(), config.mismatch_cap, logs.sequences),
     )

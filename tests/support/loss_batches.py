@@ -7,13 +7,14 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from qarl_nemo.losses.build import OBJECTIVES, build_loss
-from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.losses.config import EVERYTHING, LossConfig
 from qarl_nemo.losses.ratios import LossData, LossOutput
 
 NAMES = sorted(OBJECTIVES)
-CLIPPED = [name for name in NAMES if name not in ("on_policy_grpo", "sapo")]
-SEQUENCE_LEVEL = ["tbpo", "gspo", "mis_gspo"]
 LOSS_CONFIG = TypeAdapter(LossConfig)
+CONFIGS = {name: LOSS_CONFIG.validate_python({"objective": name}) for name in NAMES}
+CLIPPED = [name for name, config in CONFIGS.items() if config.bands.positive != EVERYTHING]
+SEQUENCE_LEVEL = [name for name, config in CONFIGS.items() if config.band_unit == "response"]
 
 
 def make_loss(objective: str, **settings: float):

@@ -1,5 +1,7 @@
 """A whole weight through the kernels: quantized, prepared for the GEMM, and back to BF16 for the backward."""
 
+from typing import assert_never
+
 import torch
 from torch import Tensor
 
@@ -63,22 +65,36 @@ def _nvfp4_operand(weight: QuantizedWeight, values: Tensor, scale: Tensor | None
 
 
 def _quantize(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[QuantizedWeight, GemmOperand]:
-    shape = logical_shape(weight)
-    if fmt.weight_kind == "int":
-        assert fmt.scale_convention is not None
-        grid_bits = fmt.nested_bits or fmt.grid_bits
-        bits = {"num_bits": fmt.code_bits, "grid_bits": grid_bits, "served_bits": fmt.grid_bits}
-        done = integer_quantize_pack(weight, fmt.group_size, fmt.scale_convention, **bits, emit=emit)
-        tensors = {"weight_packed": done.packed, "weight_scale": done.scale}
-        values, scale = {
-            "packed": (done.packed, done.scale),
-            "bf16": (done.dequantized, None),
-            "fp8": (done.w8, done.channel_scale),
-        }[emit]
-        return QuantizedWeight(fmt, shape, tensors, done.nonfinite), GemmOperand(fmt.narrowed, values, scale)
-    suffix = "weight_scale_inv" if fmt.weight_kind == "fp8_blocks" else "weight_scale"
+    match fmt.weight_kind:
+        case "int":
+            return _quantize_integer(weight, fmt, emit=emit)
+        case "int8_rows" | "fp8_rows":
+            return _quantize_8_bits(weight, fmt, suffix="weight_scale")
+        case "fp8_blocks":
+            return _quantize_8_bits(weight, fmt, suffix="weight_scale_inv")
+        case other:
+            raise NotImplementedError(f"{fmt.name}: no kernel here quantizes weights of kind {other}")
+
+
+def _quantize_integer(weight: Weights, fmt: QuantFormat, *, emit: str) -> tuple[QuantizedWeight, GemmOperand]:
+    assert fmt.scale_convention is not None
+    grid_bits = fmt.nested_bits or fmt.grid_bits
+    bits = {"num_bits": fmt.code_bits, "grid_bits": grid_bits, "served_bits": fmt.grid_bits}
+    done = integer_quantize_pack(weight, fmt.group_size, fmt.scale_convention, **bits, emit=emit)
+    tensors = {"weight_packed": done.packed, "weight_scale": done.scale}
+    values, scale = {
+        "packed": (done.packed, done.scale),
+        "bf16": (done.dequantized, None),
+        "fp8": (done.w8, done.channel_scale),
+    }[emit]
+    quantized = QuantizedWeight(fmt, logical_shape(weight), tensors, done.nonfinite)
+    return quantized, GemmOperand(fmt.narrowed, values, scale)
+
+
+def _quantize_8_bits(weight: Weights, fmt: QuantFormat, *, suffix: str) -> tuple[QuantizedWeight, GemmOperand]:
     values, scale, nonfinite = quantize_8_bits(weight, fmt.weight_kind)
-    return QuantizedWeight(fmt, shape, {"weight": values, suffix: scale}, nonfinite), GemmOperand(fmt, values, scale)
+    tensors = {"weight": values, suffix: scale}
+    return QuantizedWeight(fmt, logical_shape(weight), tensors, nonfinite), GemmOperand(fmt, values, scale)
 
 
 def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> GemmOperand:
@@ -89,23 +105,33 @@ def operand_from_weight(weight: QuantizedWeight, *, packed: bool = False) -> Gem
         packed: keep packed 16-bit formats packed, a quarter of the memory at 4 bits and half of it at 8; the GEMM
             unpacks them.
     """
+    fmt, tensors = weight.format, weight.tensors
+    match fmt.weight_kind:
+        case "int":
+            return _integer_operand(weight, packed=packed)
+        case "nvfp4":
+            codes, scale = tensors["weight_packed"], tensors["weight_scale"]
+            if packed:
+                return _nvfp4_operand(weight, codes.view(torch.int32), scale)
+            return _nvfp4_operand(weight, nvfp4_unscaled(codes, scale))
+        case "int8_rows" | "fp8_rows":
+            return GemmOperand(fmt, tensors["weight"], tensors["weight_scale"])
+        case "fp8_blocks":
+            return GemmOperand(fmt, tensors["weight"], tensors["weight_scale_inv"])
+        case "plain":
+            return GemmOperand(fmt, tensors["weight"], None)
+        case unknown:
+            assert_never(unknown)
+
+
+def _integer_operand(weight: QuantizedWeight, *, packed: bool) -> GemmOperand:
     fmt = weight.format
-    if fmt.weight_kind == "int":
-        stored = weight.tensors["weight_packed"], weight.tensors["weight_scale"]
-        if fmt.activation_kind == "fp8_token":
-            return GemmOperand(fmt, *int4_encode_fp8(*stored))
-        if fmt.num_bits not in CODE_BITS:
-            return GemmOperand(fmt, weight.dequantize(), None)
-        return (
-            GemmOperand(fmt, *stored) if packed else GemmOperand(fmt, integer_dequantize(*stored, fmt.num_bits), None)
-        )
-    if fmt.weight_kind == "nvfp4":
-        codes, scale = weight.tensors["weight_packed"], weight.tensors["weight_scale"]
-        if packed:
-            return _nvfp4_operand(weight, codes.view(torch.int32), scale)
-        return _nvfp4_operand(weight, nvfp4_unscaled(codes, scale))
-    scale = weight.tensors.get("weight_scale", weight.tensors.get("weight_scale_inv"))
-    return GemmOperand(fmt, weight.tensors["weight"], scale)
+    stored = weight.tensors["weight_packed"], weight.tensors["weight_scale"]
+    if fmt.activation_kind == "fp8_token":
+        return GemmOperand(fmt, *int4_encode_fp8(*stored))
+    if fmt.num_bits not in CODE_BITS:
+        return GemmOperand(fmt, weight.dequantize(), None)
+    return GemmOperand(fmt, *stored) if packed else GemmOperand(fmt, integer_dequantize(*stored, fmt.num_bits), None)
 
 
 def dequantize_operand(operand: GemmOperand) -> Tensor:

@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 from typing import get_args
 
@@ -5,8 +6,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from qarl_nemo.losses.build import build_loss
-from qarl_nemo.losses.config import LossConfig, TBPOConfig
-from support.loss_batches import NAMES, random_batch
+from qarl_nemo.losses.config import Bands, GSPOConfig, LossConfig, TBPOConfig, _Objective
+from support.loss_batches import CONFIGS, NAMES, random_batch
 
 ADAPTER = TypeAdapter(LossConfig)
 MODELS = get_args(get_args(LossConfig)[0])
@@ -77,3 +78,52 @@ def test_a_wrong_setting_is_refused(settings, complaint):
 def test_a_config_cannot_be_changed_after_it_was_checked():
     with pytest.raises(ValidationError, match="frozen"):
         TBPOConfig().mismatch_cap = 0.5
+
+
+def false_claims(config) -> list[str]:
+    """What an objective says of itself and its loss does not do."""
+    loss_fn, (curr, data) = build_loss(config), random_batch(0, num_seqs=6)
+    loss = loss_fn(curr, data).loss.item()
+    assert loss
+    more = {name: getattr(data, name) * 2 for name in ("global_valid_seqs", "global_valid_toks")}
+    more["generation_logprobs"] = data.generation_logprobs + 0.01
+    changed = {name: loss_fn(curr, dataclasses.replace(data, **{name: value})).loss for name, value in more.items()}
+    halved = {name for name, value in changed.items() if value.item() == pytest.approx(loss / 2)}
+    claims = {
+        "averages": halved == {"global_valid_seqs" if config.averages == "response" else "global_valid_toks"},
+        "corrects_mismatch": config.corrects_mismatch == (changed["generation_logprobs"].item() != loss),
+    }
+    return [name for name, holds in claims.items() if not holds]
+
+
+WIDE = {"mis_gspo": {"mismatch_low": 0.1, "mismatch_high": 10.0}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_objective_says_of_itself_what_its_loss_does(name):
+    assert false_claims(CONFIGS[name].model_copy(update=WIDE.get(name))) == []
+
+
+def test_weights_without_a_cap_correct_nothing():
+    uncapped = CONFIGS["grpo_tis"].model_copy(update={"mismatch_cap": None})
+    assert not uncapped.corrects_mismatch
+    assert false_claims(uncapped) == []
+
+
+def test_false_claims_are_found_and_missing_ones_are_not_guessed():
+    class Claiming(GSPOConfig):
+        averages = "token"
+
+        @property
+        def bands(self) -> Bands:
+            return Bands(mismatch=(0.0, 2.0))
+
+    assert false_claims(Claiming()) == ["averages", "corrects_mismatch"]
+
+    class Silent(_Objective):
+        pass
+
+    for name in ("averages", "band_unit"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(Silent(), name)
+    assert not Silent().corrects_mismatch

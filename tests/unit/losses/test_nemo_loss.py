@@ -10,7 +10,7 @@ from qarl_nemo.losses.reference_kl import ReferenceKL
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, read_diagnostics
 from qarl_nemo.nemo_rl.loss import ENTROPY_KEY, PREFIX, RESPONSE_KEY
 from qarl_nemo.nemo_rl.recording import Recorder, Recording
-from support.loss_batches import NAMES, SEQUENCE_LEVEL
+from support.loss_batches import CONFIGS, NAMES
 from support.nemo_batches import (
     DRIFT,
     EXTREMES,
@@ -116,7 +116,7 @@ def test_metrics_are_what_nemo_rls_loop_indexes_and_can_sum(name):
 
 @every_objective
 def test_the_loss_is_averaged_over_what_it_says(name):
-    by_response = name in (*SEQUENCE_LEVEL, "sapo")
+    by_response = CONFIGS[name].averages == "response"
     loss_fn = make_loss(name)
     assert loss_fn.loss_type is (LossType.SEQUENCE_LEVEL if by_response else LossType.TOKEN_LEVEL)
     assert loss_fn.input_type is Replaced().input_type
