@@ -125,7 +125,7 @@ def evaluate(settings: "EvalSettings") -> None:
     from rich.console import Console
 
     from qarl_nemo.files import exclusive, make_folder
-    from qarl_nemo.measure.eval.output import answers_path, notes, results_table, write_results
+    from qarl_nemo.measure.eval.output import answers_path, first_prompts, notes, results_table, write_results
     from qarl_nemo.measure.eval.run import plan, run
     from qarl_nemo.measure.eval.settings import prepare
     from qarl_nemo.measure.eval.store import AnswerStore
@@ -143,6 +143,8 @@ def evaluate(settings: "EvalSettings") -> None:
         typer.echo(
             f"engine {job.engine} on {job.device}: {total} answers" + f", {done} of them from before" * bool(done)
         )
+        for shown in first_prompts(evaluations):
+            typer.echo(shown)
         with LiveProgress("answers", total, done) as progress:
 
             def show(doing: str, num_new: int) -> None:

@@ -12,6 +12,7 @@ from qarl_nemo.data.answers import answer_text, final_answer
 _SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)")
 # A dollar sign that opens or ends a formula, not an amount of money.
 _DOLLAR = re.compile(r"(?<!\\)\$")
+_MAX_QUOTED = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,8 @@ def olympiadbench(record: Mapping[str, Any]) -> Problem:
     """Read `question`, with `context` before it if there is one, and the list `final_answer`."""
     context = record.get("context")
     question = _text(record, "question")
-    answers = record["final_answer"]
-    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise TypeError(f"final_answer is {str(answers)[:80]!r}, not a list of texts")
-    return Problem(f"{context}\n\n{question}" if context else question, ", ".join(map(_formula, answers)))
+    answer = ", ".join(map(_formula, _texts(record, "final_answer")))
+    return Problem(f"{context}\n\n{question}" if context else question, answer)
 
 
 def arc(record: Mapping[str, Any]) -> Problem:
@@ -73,12 +72,16 @@ def arc(record: Mapping[str, Any]) -> Problem:
 
     In AI2's own files `question` holds `stem` and a list of `choices`.
     """
-    if isinstance(record["question"], Mapping):
-        own = record["question"]
-        choices = {key: [choice[key] for choice in own["choices"]] for key in ("label", "text")}
-        record = {"question": own["stem"], "choices": choices, "answerKey": record["answerKey"]}
-    labels, texts = list(record["choices"]["label"]), list(record["choices"]["text"])
-    return _choice(_text(record, "question"), texts, labels.index(_text(record, "answerKey")))
+    own = record["question"] if isinstance(record["question"], Mapping) else record
+    choices = own["choices"]
+    if isinstance(choices, list) and all(isinstance(choice, Mapping) for choice in choices):
+        choices = {key: [choice[key] for choice in choices] for key in ("label", "text")}
+    if not isinstance(choices, Mapping):
+        raise TypeError(f"choices is {_quoted(choices)}, not lists of label and text")
+    labels, texts = _texts(choices, "label"), _texts(choices, "text")
+    if len(labels) != len(texts):
+        raise ValueError(f"choices have {len(labels)} label and {len(texts)} text, not as many of both")
+    return _choice(_text(own, "question" if own is record else "stem"), texts, _place(record, "answerKey", labels))
 
 
 def gpqa(record: Mapping[str, Any]) -> Problem:
@@ -91,17 +94,23 @@ def gpqa(record: Mapping[str, Any]) -> Problem:
 
 def mmlu_pro(record: Mapping[str, Any]) -> Problem:
     """Read `question`, `options` and `answer`, the letter of the right one."""
-    letter = _text(record, "answer").strip()
-    return _choice(_text(record, "question"), list(record["options"]), ascii_uppercase.index(letter))
+    options = _texts(record, "options")
+    return _choice(_text(record, "question"), options, _place(record, "answer", list(ascii_uppercase[: len(options)])))
 
 
 def _choice(question: str, options: Sequence[str], right: int) -> Problem:
-    if not right < len(options) <= len(ascii_uppercase):
-        raise ValueError(f"the right option is number {right + 1} of {len(options)}")
-    listed = "\n".join(
-        f"{letter}. {str(option).strip()}" for letter, option in zip(ascii_uppercase, options, strict=False)
-    )
+    if len(options) > len(ascii_uppercase):
+        raise ValueError(f"there are {len(options)} options, and letters for {len(ascii_uppercase)}")
+    listed = "\n".join(f"{letter}. {option.strip()}" for letter, option in zip(ascii_uppercase, options, strict=False))
     return Problem(f"{question.strip()}\n\n{listed}", ascii_uppercase[right])
+
+
+def _place(record: Mapping[str, Any], key: str, labels: list[str]) -> int:
+    """Return which option the label in a field stands for."""
+    label = _text(record, key).strip()
+    if label not in labels:
+        raise ValueError(f"{key} is {_quoted(label)}; legal: {', '.join(labels)}")
+    return labels.index(label)
 
 
 def _formula(answer: str) -> str:
@@ -110,8 +119,22 @@ def _formula(answer: str) -> str:
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
-    value = record[key]
-    text = answer_text(value)
-    if text is None or not text.strip():
-        raise TypeError(f"{key} is {str(value)[:80]!r}, neither text nor a number")
+    text = answer_text(record[key])
+    if text is None:
+        raise TypeError(f"{key} is {_quoted(record[key])}, neither text nor a number")
+    if not text.strip():
+        raise ValueError(f"{key} is empty")
     return text
+
+
+def _texts(record: Mapping[str, Any], key: str) -> list[str]:
+    values = record[key]
+    texts = list(map(answer_text, values)) if isinstance(values, list) else []
+    known = [text for text in texts if text is not None]
+    if not known or len(known) < len(texts):
+        raise TypeError(f"{key} is {_quoted(values)}, not a list of texts")
+    return known
+
+
+def _quoted(value: Any) -> str:
+    return repr(str(value)[:_MAX_QUOTED])

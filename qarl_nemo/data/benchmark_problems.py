@@ -13,11 +13,24 @@ from qarl_nemo.data.records import fields_of, listed, part_of_copy, read_records
 from qarl_nemo.files import FileError
 from qarl_nemo.verify import reward
 
+
+def _in_braces(depth: int) -> str:
+    return r"[^{}]*" if depth == 0 else rf"(?:[^{{}}]|\{{{_in_braces(depth - 1)}\}})*"
+
+
 _MAX_QUOTED = 200
 _LETTER = r"(?:(?i:option|choice)\s*)?\(?([A-Z])\)?(?![\w'])"
 # What LaTeX and Markdown write before a letter: \textbf{, \(, **.
 _MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s*${])*"
-_BOXED_LETTER = re.compile(rf"\\boxed\s*\{{{_MARKUP}{_LETTER}")
+# A box that was cut off ends with the response; in braces at most four deep.
+_BOX = re.compile(rf"\\boxed\s*\{{({_in_braces(4)})")
+_BOX_MARKUP = re.compile(r"\\(?:text|math|rm|bf)[a-z]*|\\[()\[\]{},;:! ]|[{}$*~]")
+_NAMED = r"\s*(?:(?i:option|choice)s?\s*)?\(?"
+_JOINED = r"\)?(?:[\s,;/&+|\\]|\b(?:and|or)\b)+"
+# A small letter alone, or with what follows an option's letter: `a dog` and `x = 3` choose nothing.
+_SMALL = r"[a-z](?=\s*(?:[).:,;/&]|(?:and|or)\b|$))"
+_BOXED_LETTER = re.compile(rf"{_NAMED}([A-Z]|{_SMALL})(?![\w'])")
+_BOXED_LETTERS = re.compile(rf"{_NAMED}(?:[A-Z]{_JOINED}{_NAMED}[A-Z]|[a-z]{_JOINED}{_NAMED}[a-z])(?![\w'])")
 # Not "let us analyze each option: A. Water", with which a response begins that was cut off before its answer.
 _SAID = r"(?i:(?<!each )(?<!every )answer|(?:correct|right|best|final)\s+(?:option|choice))"
 _SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?\s*:?{_MARKUP}{_LETTER}")
@@ -102,13 +115,17 @@ def chosen_letter(response: str) -> str | None:
     r"""Return the option that a response chooses.
 
     Returns:
-        The letter in the last `\boxed{}`; without one, that of the last "answer is B" or "answer: (B)"; or the letter
-        that is the whole response. None if there is none of these.
+        The letter in the last `\boxed{}` that has one, of either case; without one, that of the last "answer is B" or
+        "answer: (B)"; or the letter that is the whole response. None if there is none of these, or several letters in
+        that box.
     """
-    for pattern in (_BOXED_LETTER, _SAID_LETTER):
-        letters = pattern.findall(response)
-        if letters:
-            return letters[-1]
+    for box in reversed(_BOX.findall(response)):
+        text = _BOX_MARKUP.sub(" ", box)
+        if boxed := _BOXED_LETTER.match(text):
+            # To name several options would be right whichever is.
+            return None if _BOXED_LETTERS.match(text) else boxed[1].upper()
+    if said := _SAID_LETTER.findall(response):
+        return said[-1]
     bare = _BARE_LETTER.fullmatch(response)
     return bare[1] if bare else None
 

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from qarl_nemo.files import FileError, read_json, require_file
 from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
-from qarl_nemo.metrics.recorded import FACTS_FILE, each_line
+from qarl_nemo.metrics.nemo_rl_dumps import read_dump
+from qarl_nemo.metrics.recorded import FACTS_FILE
 
 CONFIG_FILE = "config.yaml"
 _EVENTS = "tensorboard"
@@ -58,8 +57,6 @@ _PHASES = {
 }
 _TRANSFER = "timing/train/prepare_for_generation/transfer_and_update_weights"
 _DUMP = re.compile(r"train_data_step(\d+)\.jsonl")
-_TOKEN_COLUMNS = ("prev_logprobs", "generation_logprobs", "advantages")
-_MAX_TOKENS = 4096
 
 
 def is_nemo_rl_log(path: Path) -> bool:
@@ -164,7 +161,7 @@ def step_record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[
 def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
     """Read the newest recorded step, with examples from the newest dump of a batch; without one, the dump alone.
 
-    A dump has the mismatch weights of its responses and log-probabilities of some tokens, but none of the update.
+    The two may be of different steps, so each example says its own.
     """
     dumps: dict[int, Path] = {}
     recorded: dict[int, Path] = {}
@@ -177,7 +174,7 @@ def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:
             recorded = {step: folder for step, folder in recorded.items() if step < first}
         dumps |= fresh_dumps
         recorded |= dict.fromkeys(fresh_steps, start)
-    dumped = _diagnostics(max(dumps), dumps[max(dumps)]) if dumps else None
+    dumped = read_dump(max(dumps), dumps[max(dumps)]) if dumps else None
     if not recorded:
         return dumped
     step = max(recorded)
@@ -227,65 +224,3 @@ def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:
             raise FileError(f"{file} is damaged: expected TensorBoard's events, but: {error}") from error
     # NeMo-RL's steps begin at 1; what a start logs before the first one (step 0) is not a step.
     return {step: values for step, values in steps.items() if any(tag.startswith("train/") for tag in values)}
-
-
-def _diagnostics(step: int, file: Path) -> StepDiagnostics:
-    weights, advantages, tokens, examples = [], [], [], []
-    for number, line in enumerate(each_line(file), start=1):
-        try:
-            row = {key: value[0] if isinstance(value, list) else value for key, value in line.items()}
-            columns = _token_columns(row)
-            reward = float(row.get("rewards") or 0.0)
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            raise FileError(
-                f"{file}, line {number} is damaged: expected a response with {', '.join(_TOKEN_COLUMNS)}, "
-                f"token_loss_mask and sample_loss_mask, numbers, as many in each, but: {type(error).__name__} {error}"
-            ) from error
-        if not len(columns):
-            continue
-        prev, generation, advantage = columns.T
-        weights.append(math.exp(min(float(np.mean(prev - generation)), 20.0)))
-        advantages.append(float(advantage.mean()))
-        tokens.append(columns)
-        if len(examples) < 8 and (texts := _texts(row.get("content"))):
-            examples.append(_example(texts, reward, advantages[-1]))
-    chosen = np.concatenate([*tokens, np.empty((0, 3))])
-    # Evenly spaced over the step.
-    chosen = chosen[:: max(1, len(chosen) // _MAX_TOKENS)]
-    arrays = {
-        "seq_mismatch_weight": np.array(weights),
-        "seq_advantage": np.array(advantages),
-        "token_prev_logprob": chosen[:, 0],
-        "token_generation_logprob": chosen[:, 1],
-        "token_advantage": chosen[:, 2],
-    }
-    return StepDiagnostics(step, arrays, examples)
-
-
-def _token_columns(row: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Return [tokens that count, 3]: log-probabilities of both sides and advantages."""
-    mask = np.array(row["token_loss_mask"], bool) & bool(row["sample_loss_mask"])
-    columns = [np.array(row[key], float) for key in _TOKEN_COLUMNS]
-    if mask.ndim != 1 or any(column.shape != mask.shape for column in columns):
-        raise ValueError(f"shapes {[mask.shape, *(column.shape for column in columns)]}")
-    return np.stack(columns, axis=-1)[mask]
-
-
-def _texts(content: Any) -> list[str]:
-    """Return the messages' texts: the prompt, then responses, each with the environment's words after it."""
-    texts = content if isinstance(content, list) else [content]
-    return texts if all(isinstance(text, str) for text in texts) else []
-
-
-def _example(texts: list[str], reward: float, advantage: float) -> dict[str, Any]:
-    # Of one text alone, only the tokenizer could tell where the response begins.
-    prompt, responses = (texts[0], texts[1:]) if len(texts) > 1 else ("", texts)
-    return {
-        "prompt": prompt,
-        # What the environment says last is no part of the response.
-        "response": "\n".join(responses[:-1] or responses),
-        "answer": "",
-        "reward": reward,
-        "advantage": advantage,
-        "error_tokens": [],
-    }

@@ -74,10 +74,12 @@ def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
     """Read run directories, in the order given; runs of the same name go by their directory's.
 
     Raises:
-        ValueError: directories that are not runs, all of them named with what was looked for; or broken files.
+        ValueError: directories that are not runs, all of them named with what was looked for; one is named more than
+            once; or broken files.
     """
     if not run_dirs:
         raise ValueError("no run directories given")
+    _require_each_once(run_dirs)
     problems = [problem for problem in map(_why_not_a_run, run_dirs) if problem]
     if problems:
         raise ValueError("not a run directory:\n  " + "\n  ".join(problems))
@@ -151,7 +153,7 @@ def _load_nemo_rl(path: Path) -> Run:
         steps=np.array([record["step"] for record in records], float),
         columns=_add_band_shares(_columns(records)),
         diagnostics=diagnostics,
-        examples=[example | {"step": diagnostics.step} for example in diagnostics.examples] if diagnostics else [],
+        examples=list(diagnostics.examples) if diagnostics else [],
         quantized=[],
         missing=tuple(missing),
     )
@@ -161,6 +163,16 @@ def _read_config(file: Path, kind: type[BaseModel]) -> dict[str, Any]:
     config = read_yaml(file)
     require_kind(config, kind, str(file))
     return config
+
+
+def _require_each_once(run_dirs: Sequence[Path]) -> None:
+    spellings: dict[Path, list[str]] = {}
+    for path in run_dirs:
+        spellings.setdefault(path.resolve(), []).append(str(path))
+    twice = [f"{names[0]} (as {', '.join(names)})" for names in spellings.values() if len(names) > 1]
+    if twice:
+        # Drawn twice, one run would look like two repetitions that agree.
+        raise ValueError(f"named more than once: {'; '.join(twice)}; name each run once")
 
 
 def _why_not_a_run(path: Path) -> str | None:

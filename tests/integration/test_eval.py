@@ -1,6 +1,5 @@
 """`qarl eval` on tiny random models: what is served, what is kept, what goes on after a kill, and what is refused."""
 
-import io
 import json
 import shutil
 from dataclasses import replace
@@ -8,19 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
 from qarl_nemo.checkpoints.stored import stored_format, stored_layers
-from qarl_nemo.cli.evaluate import evaluate, named_copies
+from qarl_nemo.cli.evaluate import evaluate
 from qarl_nemo.files import FileError
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.eval.models import find_model
-from qarl_nemo.measure.eval.output import answers_path, notes, results_table
+from qarl_nemo.measure.eval.output import answers_path, first_prompts, notes
 from qarl_nemo.measure.eval.packed import PackedEngine
-from qarl_nemo.measure.eval.run import averages, plan, run
+from qarl_nemo.measure.eval.run import plan, run
 from qarl_nemo.measure.eval.settings import EvalSettings, prepare
 from qarl_nemo.measure.eval.store import AnswerStore
 from qarl_nemo.refit.publish import publish
@@ -224,6 +222,7 @@ def test_models_stand_side_by_side_and_a_sample_is_said(checkpoint, quantized, t
     assert "engine packed on cpu: 16 answers" in shown
     for told in (
         "right answers in percent (standard error)",
+        f"a prompt of gsm8k, as {checkpoint} and {quantized['w4a16']} see it:\n    ",
         "gsm8k: a sample of 4 of 9 problems",
         "gsm8k: 9 problems, where 1319 are published",
     ):
@@ -249,6 +248,11 @@ def test_prompts_go_through_the_chat_template(checkpoint, tmp_path, sums):
     # `system` has six letters, `user` four.
     assert asked[0].asked[0].texts[0] == "061-1040+0=*="
     assert asked[1].asked[0].texts[0].endswith("0+0=*")
+    # Each template is shown, so that one nobody trained is seen before hours of answers.
+    assert list(first_prompts(asked)) == [
+        f"a prompt of gsm8k, as {model} sees it:\n    061-1040+0=*=\nits answer: 0",
+        f"a prompt of gsm8k, as {checkpoint} sees it:\n    1-1\n    \n    0+0=*\nits answer: 0",
+    ]
 
 
 def test_the_models_context_bounds_answers(checkpoint, tmp_path, sums):
@@ -307,6 +311,19 @@ def test_all_data_that_is_missing_is_in_one_error(checkpoint, tmp_path):
     assert "the hub has not been asked yet for math500: no --data names a copy" in str(error.value)
 
 
+def test_data_that_is_not_asked_and_prompt_files_without_a_place_are_errors(checkpoint, tmp_path, sums):
+    prompt_file = tmp_path / "words.txt"
+    prompt_file.write_text("Answer!")
+    chosen = settings(tmp_path, sums, checkpoint, prompt_file=prompt_file)
+    wrong = replace(chosen, data={"gsm8k": sums, "math500": sums, "gpqa": sums})
+    with pytest.raises(ValueError, match=r"2 problem\(s\)") as error:
+        prepare(wrong)
+    assert "a copy of math500, gpqa, which --benchmarks does not ask; add math500, gpqa there" in str(error.value)
+    assert f"prompt file {prompt_file}: a prompt's template has one {{}} for the question" in str(error.value)
+    prompt_file.write_text("{} Answer!")
+    assert len(prepare(chosen).questions) == 1
+
+
 def test_a_folder_of_runs_names_them(tmp_path):
     (tmp_path / "bf16" / "checkpoints").mkdir(parents=True)
     with pytest.raises(FileError, match=r"it holds 1 runs: name one of .*bf16"):
@@ -354,35 +371,10 @@ def test_a_format_of_others_needs_vllm(quantized, tmp_path, sums):
         prepare(settings(tmp_path, sums, model))
 
 
-def test_averages_need_all_of_their_benchmarks():
-    names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench", "gsm8k")
-    shared = {"num_samples": 1, "num_problems": 1, "num_total": 1, "pass_at": {}, "truncated": 0, "num_overlong": 0}
-    rows = [
-        {"model": "a", "benchmark": name, "avg": {"value": 0.1 * place, "standard_error": 0.1}, **shared}
-        for place, name in enumerate(names)
-    ]
-    (mean,) = averages(rows)
-    # (0 + 0.1 + ... + 0.5) / 6 = 0.25, sqrt(6) * 0.1 / 6
-    assert (mean["group"], mean["value"]) == ("math", pytest.approx(0.25))
-    assert mean["standard_error"] == pytest.approx(0.1 / 6**0.5)
-    assert averages(rows[1:]) == []
-    assert results_table(rows).row_count == 8
-
-
-def test_long_names_are_told_apart_in_a_narrow_table():
-    names = [f"/models/of/some/long/folder/step_{number}" for number in range(6)]
-    row = {"benchmark": "gsm8k", "num_samples": 1, "avg": {"value": 0.5, "standard_error": 0.01}}
-    console = Console(width=80, file=io.StringIO())
-    console.print(results_table([row | {"model": name} for name in names]))
-    (names_end,) = [line for line in console.file.getvalue().splitlines() if line.startswith("benchmark")]
-    assert [cell[-1] for cell in names_end.split()[1:]] == list("012345")
-
-
-def test_a_copy_is_named_once():
-    for given, said in (
-        (["a=1", "b=2", "a=3"], "more than one copy of a"),
-        (["a=1", "b", "=c"], "--data b, =c: write"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            named_copies(given)
-    assert named_copies(["a=1=2", "b=3"]) == {"a": Path("1=2"), "b": Path("3")}
+def test_a_model_that_the_built_in_sampler_does_not_know_is_refused_before_the_hub_is_asked(checkpoint, tmp_path):
+    model = shutil.copytree(checkpoint, tmp_path / "gpt2")
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "gpt2"}
+    (model / "config.json").write_text(json.dumps(config))
+    asked = EvalSettings((model,), ("gsm8k",), tmp_path / "r.json", engine="packed", device="cpu")
+    with pytest.raises(ValueError, match=r'1 problem\(s\)(.|\n)*model_type is "gpt2"; supported: '):
+        prepare(asked)

@@ -1,6 +1,7 @@
 """An evaluation as files and as a table."""
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -10,15 +11,33 @@ from rich.table import Table
 
 from qarl_nemo.data.benchmarks import BENCHMARKS, GROUPS
 from qarl_nemo.files import write_atomic
+from qarl_nemo.measure.eval.evaluation import ModelEvaluation
 from qarl_nemo.measure.eval.run import averages
 from qarl_nemo.measure.eval.settings import EvalJob
 from qarl_nemo.measure.eval.store import Row
 from qarl_nemo.metrics.machine import hardware, versions
 
+_MAX_QUOTED = 4000
+
 
 def answers_path(output: Path) -> Path:
     """Return the file of all answers, beside the file of results."""
     return output.with_suffix(".answers.jsonl")
+
+
+def first_prompts(evaluations: Sequence[ModelEvaluation]) -> Iterator[str]:
+    """Show the first prompt as each model sees it, with the expected answer; models that see the same share one."""
+    seen: dict[tuple[str, str, str], list[str]] = {}
+    for evaluation in evaluations:
+        asked = evaluation.asked[0]
+        index = next(iter(asked.prompts))
+        shown = asked.benchmark.name, asked.texts[index], asked.questions.problems[index].answer
+        seen.setdefault(shown, []).append(evaluation.model.label)
+    for (benchmark, prompt, answer), models in seen.items():
+        more = f"\n... {len(prompt) - _MAX_QUOTED} more characters" if len(prompt) > _MAX_QUOTED else ""
+        quoted = textwrap.indent(prompt[:_MAX_QUOTED] + more, "    ", lambda _: True)
+        see = "sees" if len(models) == 1 else "see"
+        yield f"a prompt of {benchmark}, as {' and '.join(models)} {see} it:\n{quoted}\nits answer: {answer}"
 
 
 def write_results(job: EvalJob, rows: Sequence[Row]) -> None:

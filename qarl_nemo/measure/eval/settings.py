@@ -19,6 +19,7 @@ from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.eval.models import EvalModel, find_model
 from qarl_nemo.measure.served import adapter_problems, cpu_problems
 from qarl_nemo.train.config import TokenizerConfig
+from qarl_nemo.train.model import checkpoint_config
 from qarl_nemo.train.setup import resolve_device
 from qarl_nemo.train.vllm.host import vllm_problem
 
@@ -155,6 +156,7 @@ def prepare(settings: EvalSettings) -> EvalJob:
     engine = _engine(settings, models, device, problems) if device else settings.engine
     problems += _model_problems(settings, models, engine)
     found = attempt(problems, find_benchmarks, list(settings.benchmarks)) or []
+    problems += _unasked_data(settings, found)
     template = attempt(problems, read_text, settings.prompt_file, "a prompt file") if settings.prompt_file else None
     records = [attempt(problems, _sampled_as, settings, one, template) for one in found]
     # Data is read once all else is right.
@@ -190,6 +192,15 @@ def _choice_problems(settings: EvalSettings) -> list[str]:
     elif settings.output.exists() and not _holds_results(settings.output):
         problems.append(f"output {settings.output} holds no results of qarl eval and would be lost; name another file")
     return problems
+
+
+def _unasked_data(settings: EvalSettings, found: list[Benchmark]) -> list[str]:
+    """Find copies of known benchmarks that are not asked; where one is misspelt, nobody knows what is."""
+    unasked = [name for name in settings.data if name in BENCHMARKS and name not in {one.name for one in found}]
+    if not found or not unasked:
+        return []
+    names = ", ".join(unasked)
+    return [f"--data has a copy of {names}, which --benchmarks does not ask; add {names} there, or leave --data out"]
 
 
 def _holds_results(path: Path) -> bool:
@@ -231,6 +242,8 @@ def _model_problems(settings: EvalSettings, models: list[EvalModel], engine: str
             problems.append(
                 f"{model.folder}: the built-in sampler does not know its quantization_config; set --engine vllm"
             )
+        elif engine == "packed":
+            attempt(problems, checkpoint_config, model.checkpoint.folder)
     if engine == "vllm" and settings.precision == "float32":
         problems.append("engine vllm computes in bfloat16; leave precision out, or set --engine packed")
     if engine == "packed" and settings.tensor_parallel_size > 1:
@@ -246,7 +259,12 @@ def _sampled_as(settings: EvalSettings, benchmark: Benchmark, template: str | No
         raise ValueError(
             f"{benchmark.name}: {benchmark.num_samples} answers at temperature 0 are one; set --num-samples 1"
         )
-    return benchmark if template is None else with_prompt(benchmark, template)
+    if template is None:
+        return benchmark
+    try:
+        return with_prompt(benchmark, template)
+    except ValueError as error:
+        raise ValueError(f"prompt file {settings.prompt_file}: {error}") from error
 
 
 def _read_questions(settings: EvalSettings, records: list[Benchmark], problems: list[str]) -> list[Questions]:

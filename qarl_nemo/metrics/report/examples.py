@@ -17,7 +17,8 @@ def example_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
     rows = []
     for arm in arms:
         examples = [example for run in arm.runs for example in run.examples]
-        for example in sorted(examples, key=lambda item: not item["error_tokens"])[:share]:
+        for example in sorted(examples, key=lambda item: not _num_errors(item))[:share]:
+            num_errors = _num_errors(example)
             rows.append(
                 {
                     "arm": arm.name,
@@ -28,7 +29,8 @@ def example_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
                     "sign": _sign(example["advantage"]),
                     "prompt": example["prompt"],
                     "answer": example["answer"],
-                    "num_errors": len(example["error_tokens"]),
+                    "num_errors": "-" if num_errors is None else str(num_errors),
+                    "unmarked": num_errors is None or num_errors > len(example["error_tokens"]),
                     "segments": mark_errors(example["response"], example["error_tokens"]),
                 }
             )
@@ -65,6 +67,11 @@ def mark_errors(response: str, errors: Sequence[Mapping[str, Any]]) -> list[dict
         position = start + len(error["text"])
     segments.append({"text": response[position:end] + (" [...]" if end < len(response) else ""), "note": ""})
     return [segment for segment in segments if segment["text"]]
+
+
+def _num_errors(example: Mapping[str, Any]) -> int | None:
+    """Count error tokens; NeMo-RL's dumps cannot place them in the text, and some not even count them."""
+    return example.get("num_error_tokens", len(example["error_tokens"]))
 
 
 def _sign(advantage: float) -> str:

@@ -58,7 +58,8 @@ def _entropy(arms: Sequence[Arm]) -> list[Panel]:
     panels = []
     if exact is not None or estimate is None:
         missing = "Not recorded: loss/entropy in metrics.jsonl."
-        panels.append(figure_panel("Entropy", "Of the learner's distribution.", exact, missing))
+        caption = "Of the learner's distribution: exact, over the whole vocabulary."
+        panels.append(figure_panel("Entropy", caption, exact, missing))
     if estimate is not None:
         caption = "NeMo-RL's approx_entropy: -log p of the sampled tokens, weighed by curr over generation; not exact."
         panels.append(figure_panel("Approximate entropy", caption, estimate, ""))

@@ -78,7 +78,11 @@ def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
     ("options", "message"),
     [
         ({"targets": ("mlp",)}, "targets mlp match nothing of this model; it has experts, attention"),
-        ({"prompt_tokens": 40_900}, "prompt_tokens + 16 + new_tokens = 41044, and the model's contexts end at 40960"),
+        (
+            {"prompt_tokens": 40_900},
+            "40900 (--prompt-tokens) + 16 (before the timed steps) + 128 (--new-tokens) = 41044 tokens, and the "
+            "model's contexts end at 40960",
+        ),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide 32 heads"),
         ({"enable_expert_parallel": True}, "it needs tensor_parallel_size of at least 2"),
         ({"formats": ("fp8_block",), "group_size": 64}, "no integer format is measured"),
@@ -90,6 +94,8 @@ def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
             {"formats": ("w5a16",)},
             "format w5a16 is not measured, vLLM serves dense layers of it only; legal: bf16, w4a16",
         ),
+        ({"formats": ("int4",)}, "unknown format 'int4': did you mean 'w4a16'? legal: bf16, w4a16"),
+        ({"formats": ("int3",)}, "unknown format 'int3': legal: bf16, w4a16"),
         ({"formats": ("w2a2",)}, "unknown format 'w2a2' (activations of fewer than 8 bits have no tensor-core path"),
     ],
 )
@@ -107,10 +113,11 @@ def test_a_machine_without_gpu_hides_no_format_that_no_engine_would_serve(monkey
     settings = RolloutSpeedSettings(tmp_path, ("nvfp4", "int8", "bf16"), repeats=1)
     with pytest.raises(ValueError, match=r"^1 problem\(s\) with --rollout:\n  no GPU") as raised:
         prepare_speed(settings)
-    lines = str(raised.value).splitlines()[2:]
-    assert [line.split(": ")[0] for line in lines] == ["  elsewhere, too, no engine would serve nvfp4"]
+    heading, *lines = str(raised.value).splitlines()[2:]
+    assert heading == "  1 format(s) that no engine would serve elsewhere either:"
+    assert [line.split(": ")[0] for line in lines] == ["    nvfp4"]
     assert "experts: gate_proj: N=80 is not a multiple of 64" in lines[0]
-    assert "experts: down_proj: N=96 is not a multiple of 128" in lines[0]
+    assert "; down_proj: N=96 is not a multiple of 128" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +142,8 @@ def test_kernels_that_do_not_take_a_shard_are_known_before_an_engine_starts(
     found = shape_refusals(model, fmt, ["experts"], tensor_parallel_size=tensor_parallel_size)
     assert bool(found) == (reason is not None)
     assert reason is None or any(reason in text for text in found)
+    # What the GPUs share is said once, however many shapes are wrong.
+    assert [text.count("GPU") for text in found] == [int(tensor_parallel_size > 1)] * len(found)
     # whole experts on each GPU have the shapes of one GPU
     parallel = {"tensor_parallel_size": tensor_parallel_size, "enable_expert_parallel": True}
     assert shape_refusals(model, fmt, ["experts"], **parallel) == []

@@ -1,14 +1,19 @@
 """NeMo-RL's log folders are runs that the report reads like the embedded engine's."""
 
+import inspect
 import json
 import math
+import re
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
+from qarl_nemo.metrics import nemo_rl_dumps
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
+from qarl_nemo.metrics.error_tokens import error_token_mask
 from qarl_nemo.metrics.report import write_report
 from qarl_nemo.metrics.runs import load_run, load_runs
 from qarl_nemo.metrics.summary import summarize_run
@@ -64,24 +69,23 @@ def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFI
     return folder
 
 
-def write_dump(folder, step, gap):
+def write_dump(folder, step, gap, *, without=(), last_prev=-2.0):
     """One line a response, every value in a list of one, as NeMo-RL writes them."""
     rows = []
     for index, advantage in enumerate((1.0, -1.0, 0.5)):
-        prev = [0.0, 0.0, -1.0, -2.0]
-        rows.append(
-            {
-                "content": [["user: 1+1?", f"answer {index}", "Environment: correct"]],
-                "rewards": [1.0],
-                "token_ids": [[1, 2, 3, 4]],
-                "token_loss_mask": [[0, 0, 1, 1]],
-                "sample_loss_mask": [0.0 if index == 2 else 1.0],
-                "advantages": [[advantage] * 4],
-                "generation_logprobs": [[0.0, 0.0, -1.0 - gap, -2.0 - gap]],
-                "prev_logprobs": [prev],
-                "idx": index,
-            }
-        )
+        prev = [0.0, 0.0, -1.0, last_prev]
+        row = {
+            "content": [["user: 1+1?", f"answer {index}", "Environment: correct"]],
+            "rewards": [1.0],
+            "token_ids": [[1, 2, 3, 4]],
+            "token_loss_mask": [[0, 0, 1, 1]],
+            "sample_loss_mask": [0.0 if index == 2 else 1.0],
+            "advantages": [[advantage] * 4],
+            "generation_logprobs": [[0.0, 0.0, -1.0 - gap, last_prev - gap]],
+            "prev_logprobs": [prev],
+            "idx": index,
+        }
+        rows.append({key: value for key, value in row.items() if key not in without})
     (folder / f"train_data_step{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -157,6 +161,60 @@ def test_a_step_that_the_loss_recorded_comes_with_examples_of_the_newest_dump(tm
     assert diagnostics.arrays["position_error_tokens"].tolist() == [1.0]
 
 
+def shown_examples(html):
+    rows = html[html.index("<h3>Examples</h3>") :].split("</table>")[0].split("<tr>")[2:]
+    return [re.findall(r'<td class="num">(.*?)</td>', row) for row in rows]
+
+
+def test_examples_keep_their_own_step_and_their_error_tokens_are_counted(tmp_path):
+    folder = write_start(tmp_path / "exp_001", range(1, 6))
+    DiagnosticsCollector(1).write(folder)
+    # The last token of each has a probability of exp(-9) = 1.2e-4 under both policies.
+    write_dump(folder, 5, gap=0.1, last_prev=-9.0)
+    html = write_report([folder], tmp_path / "report.html").read_text()
+    # step, reward, errors
+    assert shown_examples(html) == [["5", "1.00", "1"]] * 2
+    assert "counted but not marked" in html
+    write_dump(folder, 5, gap=0.1)
+    html = write_report([folder], tmp_path / "report.html").read_text()
+    assert [row[2] for row in shown_examples(html)] == ["0", "0"]
+    assert "counted but not marked" not in html
+
+
+def test_dumps_alone_give_error_tokens_by_position_and_nobody_counts_without_tokens(tmp_path):
+    folder = write_start(tmp_path / "exp_001", range(1, 6), config=None)
+    write_dump(folder, 5, gap=0.1, last_prev=-9.0)
+    arrays = load_run(folder).diagnostics.arrays
+    assert arrays["position_tokens"].tolist() == [2, 2], "the third response does not count"
+    assert arrays["position_error_tokens"].tolist() == [0, 2]
+    assert '<img src="data:' in (page := write_report([folder], tmp_path / "report.html").read_text())
+    assert 'alt="Error tokens by position' in page
+    write_dump(folder, 5, gap=0.1, last_prev=-9.0, without=["token_ids"])
+    page = write_report([folder], tmp_path / "report.html").read_text()
+    assert [row[2] for row in shown_examples(page)] == ["-", "-"]
+    assert 'alt="Error tokens by position' not in page
+
+
+def test_error_tokens_of_dumps_are_those_of_the_engines():
+    options = inspect.signature(error_token_mask).parameters
+    names = ("max_prob", "max_ngram", "min_repeats", "min_run_tokens")
+    assert [options[name].default for name in names] == [getattr(nemo_rl_dumps, name.upper()) for name in names]
+    rng = np.random.default_rng(0)
+    marked = 0
+    for case in range(300):
+        # Repetitions of units up to one token longer than counts, of about the least length, between other tokens.
+        unit, copies = rng.integers(0, 3, rng.integers(1, 10)), rng.integers(2, 7)
+        ids = np.concatenate([rng.integers(0, 3, 6), np.tile(unit, copies), rng.integers(0, 3, rng.integers(1, 12))])
+        prev, generation = rng.uniform(-9.0, 0.0, (2, len(ids)))
+        mask = np.arange(len(ids)) >= rng.integers(0, 12)
+        mask[rng.integers(0, len(ids))] &= case % 2 == 0
+        found = nemo_rl_dumps.response_error_mask(prev, generation, ids, mask)
+        wanted = error_token_mask(*(torch.tensor(values)[None] for values in (prev, generation, ids, mask)))[0]
+        assert found.tolist() == wanted.tolist(), case
+        marked += (found & ~((prev < math.log(1e-3)) & (generation < math.log(1e-3)))).sum()
+    assert marked > 300, "repetitions are among them"
+
+
 def test_the_report_shows_it_beside_a_run_of_nemo_rl_alone(tmp_path):
     ours = write_start(tmp_path / "ours" / "exp_001", range(1, 6))
     write_dump(ours, 5, gap=0.1)
@@ -167,6 +225,7 @@ def test_the_report_shows_it_beside_a_run_of_nemo_rl_alone(tmp_path):
     assert "not started by examples/run_qarl_grpo.py" in html
     assert "<h3>Approximate entropy</h3>" in html
     assert "<h3>Entropy</h3>" not in html
+    assert "exact, over the whole vocabulary" not in html
 
 
 def test_the_page_shows_config_and_examples_and_outlives_what_is_no_number(tmp_path):
@@ -241,6 +300,12 @@ def test_what_was_printed_of_finished_steps_stands_in_for_a_lost_log_folder(reco
             '{"token_loss_mask": [[1]], "sample_loss_mask": [1], "prev_logprobs": [[1, 2]],'
             ' "generation_logprobs": [[1]], "advantages": [[1]]}\n',
             r"line 1 is damaged: .* ValueError shapes",
+        ),
+        (
+            "train_data_step5.jsonl",
+            '{"token_loss_mask": [[1]], "sample_loss_mask": [1], "prev_logprobs": [[1]],'
+            ' "generation_logprobs": [[1]], "advantages": [[1]], "token_ids": [[7, 8]]}\n',
+            r"line 1 is damaged: .*and in token_ids.* ValueError shapes",
         ),
     ],
 )

@@ -71,6 +71,11 @@ def test_the_page_has_every_section_and_figure(single_page):
     assert "Note on" not in single_page
 
 
+def test_the_entropy_says_that_it_is_exact(single_page):
+    assert "Of the learner&#39;s distribution: exact, over the whole vocabulary." in single_page
+    assert "Approximate entropy" not in single_page
+
+
 def test_figures_are_drawings(single_page):
     for content, _ in figures(single_page):
         assert b"<path" in base64.b64decode(content)

@@ -2,6 +2,7 @@ import json
 import os
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,16 @@ def test_everything_that_is_not_a_run_is_named_with_what_was_looked_for(tmp_path
     assert file.endswith("metrics.jsonl: is a file; name the folder of its run")
     with pytest.raises(ValueError, match="no run directories given"):
         load_runs([])
+
+
+def test_one_run_is_not_drawn_as_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = [write_records(Path(name), [{"step": 1}]) for name in ("a", "b", "c")]
+    (tmp_path / "link").symlink_to(paths[1])
+    with pytest.raises(ValueError, match="named more than once") as error:
+        load_runs([*paths, tmp_path / "a", tmp_path / "link"])
+    assert f"a (as a, {tmp_path / 'a'}); b (as b, {tmp_path / 'link'}); name each run once" in str(error.value)
+    assert len(load_runs(paths)) == 3
 
 
 def test_runs_of_one_name_go_by_their_directory(tmp_path):

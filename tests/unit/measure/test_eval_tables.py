@@ -1,0 +1,45 @@
+"""What `qarl eval` prints of its figures, and how its copies of data are named."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from qarl_nemo.cli.evaluate import named_copies
+from qarl_nemo.measure.eval.output import results_table
+from qarl_nemo.measure.eval.run import averages
+
+
+def test_averages_need_all_of_their_benchmarks():
+    names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench", "gsm8k")
+    shared = {"num_samples": 1, "num_problems": 1, "num_total": 1, "pass_at": {}, "truncated": 0, "num_overlong": 0}
+    rows = [
+        {"model": "a", "benchmark": name, "avg": {"value": 0.1 * place, "standard_error": 0.1}, **shared}
+        for place, name in enumerate(names)
+    ]
+    (mean,) = averages(rows)
+    # (0 + 0.1 + ... + 0.5) / 6 = 0.25, sqrt(6) * 0.1 / 6
+    assert (mean["group"], mean["value"]) == ("math", pytest.approx(0.25))
+    assert mean["standard_error"] == pytest.approx(0.1 / 6**0.5)
+    assert averages(rows[1:]) == []
+    assert results_table(rows).row_count == 8
+
+
+def test_long_names_are_told_apart_in_a_narrow_table():
+    names = [f"/models/of/some/long/folder/step_{number}" for number in range(6)]
+    row = {"benchmark": "gsm8k", "num_samples": 1, "avg": {"value": 0.5, "standard_error": 0.01}}
+    console = Console(width=80, file=io.StringIO())
+    console.print(results_table([row | {"model": name} for name in names]))
+    (names_end,) = [line for line in console.file.getvalue().splitlines() if line.startswith("benchmark")]
+    assert [cell[-1] for cell in names_end.split()[1:]] == list("012345")
+
+
+def test_a_copy_is_named_once():
+    for given, said in (
+        (["a=1", "b=2", "a=3"], "more than one copy of a"),
+        (["a=1", "b", "=c"], "--data b, =c: write"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            named_copies(given)
+    assert named_copies(["a=1=2", "b=3"]) == {"a": Path("1=2"), "b": Path("3")}
