@@ -31,7 +31,7 @@ def composed(workload, arm, placement, gib, changes, folder):
 
     model = read_yaml(MODEL / "config.json") | {"num_hidden_layers": WORKLOADS[workload].layers}
     (folder / "config.json").write_text(json.dumps(model))
-    above = settings(arm, placement, workload, "NEMO_RL")
+    above = settings(arm, placement, WORKLOADS[workload], "NEMO_RL")
     values = BELOW
     for file in above.pop("defaults"):
         values = merge_mappings(values, {} if file.startswith("NEMO_RL") else own_settings(Path(file)))
@@ -39,7 +39,7 @@ def composed(workload, arm, placement, gib, changes, folder):
     values["policy"]["model_name"] = str(folder)
     own = {"format": "bf16", "alignment": "none"} if ARMS[arm].recipe is None else {}
     values = merge_mappings(values, {"qarl": {"gpu_memory_gib": gib} | own})
-    for key, _, value in (change.partition("=") for change in changes):
+    for key, _, value in (change.lstrip("+").partition("=") for change in changes):
         values = merge_mappings(values, nested({key: yaml.safe_load(value)}))
     # NeMo-RL's own asynchronous arms may; aligned ones may not.
     first, *_, last = IN_FLIGHT.split(".")
@@ -47,10 +47,13 @@ def composed(workload, arm, placement, gib, changes, folder):
     return values
 
 
-def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated", allocated=None):
+def write_run(
+    folder, *, ends, arm="w4a16", workload="a24", placement="colocated", allocated=None, work=None, refit=None
+):
     """Steps of 22 s that end at these times; the GPU holds as many GiB as the second of the step."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"arm": arm, "workload": workload, "placement": placement, "command": "run"}
+    facts |= {} if work is None else {"work": work}
     (folder / "facts.json").write_text(json.dumps(facts))
     start = folder / "logs" / "exp_001"
     writer = SummaryWriter(log_dir=str(start / "tensorboard"))
@@ -61,6 +64,8 @@ def write_run(folder, *, ends, arm="w4a16", workload="a24", placement="colocated
             writer.add_scalar(f"timing/train/{phase}", seconds, step, walltime=end)
         writer.add_scalar("train/mean_gen_tokens_per_sample", 100.0, step, walltime=end)
         writer.add_scalar("train/qarl/memory/update_reserved_gib", 90.0 + step, step, walltime=end)
+        for part, seconds in (refit or {}).items():
+            writer.add_scalar(f"refit/{part}_s", seconds, step, walltime=end)
         if allocated is not None:
             writer.add_scalar("train/qarl/memory/update_allocated_gib", allocated, step, walltime=end)
     writer.close()

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import re
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,8 @@ from qarl_nemo.memory import ModelSize
 from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
 from support.full_size import MODEL, composed, write_run
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +121,50 @@ def test_arms_are_compared_by_their_median_step(tmp_path):
     assert phase_bars.phase_bars(eight, "8gpu") == {}
     twice = rows | {name.replace("_a", "_a24"): value for name, value in rows.items()}
     assert list(phase_bars.labelled(twice, ["a", "a24"])) == ["qarl_nemo, w4a16, a", "qarl_nemo, w4a16, a24"]
+
+
+def test_a_refits_parts_have_rows(tmp_path):
+    import record
+
+    parts = {"publish": 0.4, "wake_weights": 0.5}
+    write_run(tmp_path / "ours", ends=(100.0, 122.0), refit=parts)
+    write_run(tmp_path / "theirs", ends=(100.0, 122.0), arm="nemo_rl_best")
+
+    def rows(name):
+        figures = record.figures(record.Timed.read(tmp_path / name), [1])
+        return {figure: value for figure, value in figures.items() if figure.startswith("full_refit_s_")}
+
+    assert rows("ours") == {f"full_refit_s_{part}": (pytest.approx(s), "s", "<=") for part, s in parts.items()}
+    # NeMo-RL's own refit is in one piece.
+    assert rows("theirs") == {}
+    # What our synchronizer and the push to engines time has a row each.
+    source = "".join((ROOT / "qarl_nemo" / file).read_text() for file in ("nemo_rl/synchronizer.py", "refit/push.py"))
+    assert {*re.findall(r'_timed\(\w+, "(\w+)"\)', source), "publish"} == {*record.REFIT_PARTS, "total"}
+
+
+@pytest.mark.parametrize(
+    ("figure", "arm", "workload", "goal"),
+    [
+        ("full_step_over_nemo_rl_best", "w4a16", "a", 0.67),
+        ("full_step_over_nemo_rl_best", "fp8_block", "a", 0.70),
+        ("full_step_over_own_bf16", "fp8_block", "b", 0.70),
+        ("full_step_ratio", "w4a16", "b", 0.40),
+        ("full_step_s", "w4a16", "a", 30.0),
+        ("full_other_share", "bf16", "a", 0.12),
+        ("full_memory_error", "bf16", "a24", 0.05),
+        # No other format was promised int4's or FP8's share of a BF16 step, and half of a model nothing.
+        ("full_step_over_nemo_rl_best", "bf16", "a", None),
+        ("full_step_over_nemo_rl_best", "w4a16_experts", "a", None),
+        ("full_step_over_own_bf16", "fp8_channel", "a", None),
+        ("full_step_ratio", "fp8_block", "a", None),
+        ("full_step_over_own_bf16", "w4a16", "a24", None),
+        ("full_step_s", "bf16", "a", None),
+    ],
+)
+def test_a_goal_is_of_the_arms_that_were_promised_it(figure, arm, workload, goal):
+    import record
+
+    assert record.goal_of(figure, arm, workload) == goal
 
 
 def test_a_learner_of_its_own_is_as_fast_as_its_gpus(tmp_path):

@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.memory import GIB
 from qarl_nemo.metrics.results import read_results
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.layout import read_layout
+from qarl_nemo.nemo_rl.layout_memory import needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from support.documents import commands
 from support.full_size import composed
@@ -26,10 +28,22 @@ def harness(tools):
     tools("bench/full_size")
 
 
+def jobs() -> list[tuple[dict, list[str]]]:
+    """The jobs of whole steps that wait for GPUs, each with one of its commands."""
+    found = []
+    for job in yaml.safe_load((ROOT / "tools" / "on_gpu" / "waiting.yaml").read_text())["jobs"]:
+        for values in itertools.product(*job.get("each", {}).values()):
+            run = job["run"]
+            for key, value in zip(job.get("each", {}), values, strict=True):
+                run = run.replace(f"{{{key}}}", str(value))
+            if shlex.split(run)[1] == RUN:
+                found.append((job, shlex.split(run)))
+    return found
+
+
 def waiting() -> list[list[str]]:
     """The commands of whole steps that wait for GPUs."""
-    jobs = yaml.safe_load((ROOT / "tools" / "on_gpu" / "waiting.yaml").read_text())["jobs"]
-    return [words for words in (shlex.split(job["run"]) for job in jobs) if words[1] == RUN]
+    return [words for _, words in jobs()]
 
 
 def documented() -> list[tuple[str, str, str, float, tuple[str, ...]]]:
@@ -97,6 +111,30 @@ def test_what_is_said_to_run_fits(tmp_path, case):
     assert layout.learner_gpus + (0 if layout.colocated else layout.engine_gpus) == layout.gpus_per_node
 
 
+def test_a_job_asks_for_the_memory_that_its_run_takes(tmp_path):
+    """The host's as computed, so that a host with less does not start it; of a GPU no more than the run may take."""
+    named_host: dict[str, tuple[float, float]] = {}
+    for job, words in jobs():
+        cap = options(words, "cap-gib")
+        assert job["memory_gib"] <= float((cap or ["141"])[0]), job["name"]
+        workload, (arm,), (place,) = named(words)
+        # As on a larger GPU, where a cap says that the optimizer leaves.
+        changes = ["qarl.resident=false"] if cap else []
+        values = composed(
+            workload, arm, place, float((cap or ["140"])[0]), (*changes, *options(words, "set")), tmp_path
+        )
+        qarl = apply_qarl(values)
+        needed = needed_memory(values, qarl, optimizer_stays=qarl.resident)
+        assert needed is not None
+        said, most = job.get("host_gib", 300), named_host.get(job["name"], (0, 0))[1]
+        named_host[job["name"]] = said, max(most, sum(needed.host.values()) / GIB)
+    assert {name: pair for name, pair in named_host.items() if pair[1] > pair[0] + 1} == {}
+    shipped = {name: pair for name, pair in named_host.items() if name.startswith(("two_", "eight_"))}
+    assert len(shipped) > 8
+    # Nor does it ask for so much more that a host would be left out for nothing.
+    assert {name: pair for name, pair in shipped.items() if pair[0] > pair[1] + 1} == {}
+
+
 def test_a_placement_that_cannot_be_says_why():
     from arms import Placement
 
@@ -132,22 +170,41 @@ def test_nemo_rls_own_refit_is_imported_before_anything_starts(monkeypatch, caps
     refusals.require_transport(["w4a16"])
 
 
-def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(monkeypatch):
+def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(monkeypatch, tmp_path):
     import run
-    from arms import SHARE, settings
+    from arms import SHARE
 
-    config = settings("w4a16", "colocated", "8gpu", "NEMO_RL")
+    config = composed("8gpu", "w4a16", "colocated", 79.0, (), tmp_path)
+    assert look_up(config, SHARE) == 0.6
     monkeypatch.setattr(run, "first_gpu_gib", lambda: 140.0)
     share, allocator, optimizer = run.capped(79.0, config, ours=True)
     # 0.6 of 79 GiB are as much of 140; the learner's tensors have 79 without 6 for its process and 4 for the engine's.
     assert share == f"{SHARE}={0.6 * 79 / 140:.3f}"
     assert f"per_process_memory_fraction:{69 / 140:.3f}" in allocator
     assert optimizer == "++qarl.resident=false"
+    # A share that --set says is one of the part, too, and whether the optimizer stays is not said twice.
+    said = ("policy.generation.vllm_cfg.gpu_memory_utilization=0.5", "qarl.resident=true")
+    share, *rest = run.capped(79.0, composed("8gpu", "bf16", "colocated", 79.0, said, tmp_path), ours=True)
+    assert share == f"{SHARE}={0.5 * 79 / 140:.3f}"
+    assert len(rest) == 1
     # A machine without a GPU is checked as if its GPUs were that large.
     monkeypatch.setattr(run, "first_gpu_gib", lambda: None)
     assert run.capped(79.0, config, ours=True) == ["++qarl.gpu_memory_gib=79.0"]
-    shipped = own_settings(ROOT / "examples" / "configs" / "qarl-qwen3-30ba3b-1n8g-megatron-w4a16.yaml")
-    assert look_up(shipped, SHARE) == look_up(config, SHARE)
+
+
+def test_recipes_run_as_they_are_shipped(tmp_path):
+    from arms import ARMS, SHARE
+
+    keys = (SHARE, "policy.megatron_cfg.optimizer.optimizer", "policy.sequence_packing.train_mb_tokens")
+    for arm in ("w4a16", "w4a8", "fp8_block", "fp8_channel", "bf16"):
+        recipe = ROOT / "examples" / "configs" / f"qarl-qwen3-30ba3b-1n8g-megatron-{ARMS[arm].recipe}.yaml"
+        shipped = own_settings(recipe)
+        assert look_up(shipped, keys[1]) == "dist_muon"
+        for workload in ("8gpu", "2gpu"):
+            config = composed(workload, arm, "colocated", 79.0, (), tmp_path)
+            assert {key: look_up(config, key) for key in keys} == {key: look_up(shipped, key) for key in keys}
+    # Other workloads have the settings that suit the host best.
+    assert look_up(composed("a", "w4a16", "colocated", 140.0, (), tmp_path), keys[1]) == "adam"
 
 
 def test_a_learner_without_room_is_refused_before_anything_starts(tmp_path):

@@ -102,6 +102,34 @@ def test_halves_of_the_gpus_take_turns_or_work_at_once(monkeypatch):
     assert found["s_asynchronous"] == pytest.approx(max(shared["rollout"], 2 * learning) + shared["refit"])
 
 
+def test_one_gpu_serves_and_three_learn(monkeypatch):
+    import plan
+    import step_time
+
+    launched, model = step_time.Launched(0.0, 1e-6), replace(ModelSize.read(MODEL), num_kv_heads=0)
+    monkeypatch.setattr(
+        step_time.Rates, "read", lambda *_: rates(decode={1: 0.01, 512: 0.01}, forward=launched, training=launched)
+    )
+    work = plan.SPLIT["a"][1]
+    found = {name: value for name, value, _ in plan.split(model, work, "w4a16")}
+    # 293,248 tokens pass a third of the layers: 8 micro-batches of log-probabilities, and 8 in each of two updates.
+    assert work.tokens == 293248
+    third = step_time.phases(replace(model, num_layers=16), rates(forward=launched, training=launched), one_gpu(work))
+    learning = (third["prev_logprobs"] + third["update"]) * (8 + 2) / 8
+    assert found["s_learning"] == pytest.approx(learning)
+    # The engine has all answers, whose tokens take as long here as a quarter of them.
+    rollout = step_time.phases(model, step_time.Rates.read(), one_gpu(work))["rollout"]
+    assert found["s_separate"] == pytest.approx(rollout + learning + 0.5 + 1.0)
+    assert found["s_asynchronous"] == pytest.approx(max(rollout, learning) + 0.5)
+    # A pipeline is no faster than three GPUs without one.
+    apart = step_time.phases(model, step_time.Rates.read(), replace(work, gpus=3, ep=1))
+    assert found["s_learning"] > apart["prev_logprobs"] + apart["update"]
+
+
+def one_gpu(work):
+    return replace(work, gpus=1, ep=1)
+
+
 def test_the_plan_is_computed_from_the_results():
     import plan
 

@@ -35,11 +35,12 @@ def started(on_gpu, monkeypatch, tmp_path):
     """Run jobs on two GPUs of 100 GiB that nobody has; returns the exit code, what became of them and their logs."""
     _, run, schedule = on_gpu
 
-    def start(*jobs, limit_s="60"):
+    def start(*jobs, limit_s="60", host_gib=1000.0):
         defaults = {"why": "because", "memory_gib": 60, "seconds": 1}
         path = tmp_path / "list.yaml"
         path.write_text(yaml.safe_dump({"jobs": [defaults | job for job in jobs]}))
         monkeypatch.setattr(run, "find_gpus", lambda: [schedule.Gpu(index, 100.0) for index in (0, 1)])
+        monkeypatch.setattr(run, "first_host_gib", lambda: host_gib)
         monkeypatch.setattr(sys, "argv", ["run.py", str(path), "--out", str(tmp_path / "out"), "--limit-s", limit_s])
         code = run.main()
         rows = json.loads((tmp_path / "out" / "jobs.json").read_text())
@@ -119,6 +120,30 @@ def test_a_job_waits_for_the_one_it_comes_after(started, tmp_path):
     assert started(second, first)[:2] == (0, {"first": "passed", "second": "passed"})
 
 
+def test_jobs_start_as_far_as_the_hosts_memory_goes(started, capsys, tmp_path):
+    # Each has a GPU of its own, and the host holds one of them at a time.
+    run = f"mkdir {tmp_path}/here && sleep 0.5 && rmdir {tmp_path}/here"
+    jobs = [{"name": name, "run": run, "host_gib": 60} for name in "ab"]
+    assert started(*jobs, host_gib=100.0)[:2] == (0, {"a": "passed", "b": "passed"})
+    with pytest.raises(SystemExit):
+        started(*jobs, {"name": "c", "run": "true"}, host_gib=50.0)
+    said = capsys.readouterr().err
+    assert "the host has 50 GiB of memory, and more is computed for a (60), b (60): --select others" in said
+
+
+def test_a_job_that_waits_for_the_hosts_memory_is_not_overtaken(on_gpu):
+    jobs, _, schedule = on_gpu
+    large, small = (
+        jobs.Job(name=name, why="w", run="r", memory_gib=10, seconds=1, host_gib=host)
+        for name, host in (("large", 60), ("small", 0))
+    )
+    gpus = [schedule.Gpu(index, 100.0) for index in range(2)]
+    assert schedule.next_job([large, small], gpus, [large], 100.0) is None
+    assert schedule.next_job([large, small], gpus, [small], 100.0) == (large, [gpus[0]])
+    # What nobody can measure holds nothing back.
+    assert schedule.next_job([large], gpus, [large]) == (large, [gpus[0]])
+
+
 def test_a_job_that_wants_gpus_alone_is_not_overtaken_on_them(on_gpu):
     jobs, _, schedule = on_gpu
 
@@ -176,7 +201,7 @@ def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     path.write_text(yaml.safe_dump({"jobs": [job]}))
     with pytest.raises(ValueError, match="no job's name matches 'b'; there are a"):
         jobs.read_jobs(path, "b")
-    problems = " ".join(run._problems(jobs.read_jobs(path), [schedule.Gpu(0, 100.0)]))
+    problems = " ".join(run._problems(jobs.read_jobs(path), [schedule.Gpu(0, 100.0)], 1000.0))
     assert "commands read QARL_NOR_THIS, QARL_NO_SUCH" in problems
     assert "no room for a" in problems
 

@@ -24,6 +24,7 @@ class Job(StrictModel):
     run: str = Field(min_length=1, description="for bash, in the repository's root")
     gpus: int = Field(1, ge=1)
     memory_gib: float = Field(gt=0, description="of each of its GPUs")
+    host_gib: float = Field(0, ge=0, description="of the host's memory, where it takes so much that it may not fit")
     seconds: float = Field(gt=0, description="as it took the last time, or a guess")
     alone: bool | Literal["host"] = Field(False, description="nothing else on its GPUs or host, so that figures count")
     one_of: str | None = Field(None, description="of the jobs with the same word here one runs at a time")

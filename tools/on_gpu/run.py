@@ -3,12 +3,14 @@
     python tools/on_gpu/run.py tools/on_gpu/tests.yaml
     python tools/on_gpu/run.py tools/on_gpu/waiting.yaml --select "full_" --limit-s 1500 --out runs/on_gpu
 
-A job starts as soon as its GPUs have the memory that it needs. None starts that would not end within the limit by its
-own estimate, and what still runs then is stopped. OUT gets a log a job, and `jobs.json` whenever a job ends.
+A job starts as soon as its GPUs and the host have the memory that it needs. None starts that would not end within the
+limit by its own estimate, and what still runs then is stopped. OUT gets a log a job, and `jobs.json` whenever a job
+ends.
 """
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from schedule import Gpu, next_job
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError, make_folder, write_atomic
+from qarl_nemo.nemo_rl.layout_memory import first_host_gib
 from qarl_nemo.train.gpu_pool import SHARE
 
 _ROOT = Path(__file__).parents[2]
@@ -44,12 +47,13 @@ class Host:
     Args:
         gpus: those to use.
         out: folder of logs.
+        host_gib: the host's memory.
         limit_s: from now on.
         side_by_side: jobs at once.
     """
 
-    def __init__(self, gpus: list[Gpu], out: Path, *, limit_s: float, side_by_side: int) -> None:
-        self._gpus, self._out, self._side_by_side = gpus, out, side_by_side
+    def __init__(self, gpus: list[Gpu], out: Path, *, host_gib: float, limit_s: float, side_by_side: int) -> None:
+        self._gpus, self._out, self._host_gib, self._side_by_side = gpus, out, host_gib, side_by_side
         self._begin = time.monotonic()
         self._end = self._begin + limit_s
         self._running: list[_Running] = []
@@ -72,7 +76,7 @@ class Host:
         return all(row["state"] == "passed" for row in self._ended)
 
     def _next(self, waiting: list[Job]) -> tuple[Job, list[Gpu]] | None:
-        return next_job(waiting, self._gpus, [running.job for running in self._running])
+        return next_job(waiting, self._gpus, [running.job for running in self._running], self._host_gib)
 
     def _start(self, job: Job, gpus: list[Gpu]) -> None:
         for gpu in gpus:
@@ -149,7 +153,12 @@ def find_gpus() -> list[Gpu]:
     return [Gpu(int(index), float(mib) / 1024) for index, mib in (line.split(",") for line in lines)]
 
 
-def _problems(jobs: list[Job], gpus: list[Gpu]) -> list[str]:
+def find_host_gib() -> float:
+    """Return this host's memory, or its container's; endless where it cannot be told."""
+    return first_host_gib() or math.inf
+
+
+def _problems(jobs: list[Job], gpus: list[Gpu], host_gib: float) -> list[str]:
     if not gpus:
         return ["nvidia-smi lists no GPU on this host"]
     found, room = [], min(gpu.memory_gib for gpu in gpus)
@@ -157,6 +166,11 @@ def _problems(jobs: list[Job], gpus: list[Gpu]) -> list[str]:
         found.append(f"commands read {', '.join(unset)}: set them in the environment, or --select others")
     if large := [job.name for job in jobs if job.memory_gib > room or job.gpus > len(gpus)]:
         found.append(f"{len(gpus)} GPU(s) of {room:.0f} GiB have no room for {', '.join(large)}: --select others")
+    if heavy := [f"{job.name} ({job.host_gib:g})" for job in jobs if job.host_gib > host_gib]:
+        found.append(
+            f"the host has {host_gib:.0f} GiB of memory, and more is computed for {', '.join(heavy)}: --select others, "
+            "or lower host_gib in the list where less has been measured"
+        )
     return found
 
 
@@ -181,13 +195,14 @@ def main() -> int:
     if options.check:
         for job in jobs:
             print(f"{job.name}: {job.why}")
-            print(f"    {job.gpus} GPU, {job.memory_gib:g} GiB, {job.seconds:g} s: {job.run.strip()}")
+            host = f", {job.host_gib:g} of the host" if job.host_gib else ""
+            print(f"    {job.gpus} GPU, {job.memory_gib:g} GiB{host}, {job.seconds:g} s: {job.run.strip()}")
         return 0
-    gpus = find_gpus()
-    if problems := _problems(jobs, gpus):
+    gpus, host_gib = find_gpus(), find_host_gib()
+    if problems := _problems(jobs, gpus, host_gib):
         parser.error("; ".join([*problems, "--check lists the jobs and starts nothing"]))
-    done = Host(gpus, options.out, limit_s=options.limit_s, side_by_side=options.side_by_side).run(jobs)
-    return int(not done)
+    limits = {"host_gib": host_gib, "limit_s": options.limit_s, "side_by_side": options.side_by_side}
+    return int(not Host(gpus, options.out, **limits).run(jobs))
 
 
 if __name__ == "__main__":

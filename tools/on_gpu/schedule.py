@@ -1,5 +1,6 @@
 """Which job starts next, on which GPUs: in the list's order, beside others as far as memory allows."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,16 +27,19 @@ class Gpu:
         return job.memory_gib <= self.free_gib
 
 
-def next_job(waiting: Sequence[Job], gpus: Sequence[Gpu], running: Iterable[Job]) -> tuple[Job, list[Gpu]] | None:
+def next_job(
+    waiting: Sequence[Job], gpus: Sequence[Gpu], running: Iterable[Job], host_gib: float = math.inf
+) -> tuple[Job, list[Gpu]] | None:
     """Return the first waiting job that can start, and its GPUs, the emptiest ones.
 
     A job that must be alone, or needs several GPUs, would never start while smaller ones keep arriving, so that nothing
-    behind it starts on the GPUs that it waits for; on none, if it waits for the host.
+    behind it starts on the GPUs that it waits for; on none, if it waits for the host or its memory.
 
     Args:
         waiting: in their order.
         gpus: all of the host.
         running: jobs that run now.
+        host_gib: the host's memory.
 
     Returns:
         Both, or None: something has to end first.
@@ -44,12 +48,13 @@ def next_job(waiting: Sequence[Job], gpus: Sequence[Gpu], running: Iterable[Job]
     if any(job.alone == "host" for job in running):
         return None
     words = {job.one_of for job in running} - {None}
+    free_gib = host_gib - sum(job.host_gib for job in running)
     not_ended = {job.name for job in [*waiting, *running]}
     open_gpus = sorted(gpus, key=lambda gpu: (len(gpu.jobs), -gpu.free_gib, gpu.index))
     for job in waiting:
         if job.one_of in words or job.after in not_ended:
             continue
-        if job.alone == "host" and running:
+        if (job.alone == "host" and running) or job.host_gib > free_gib:
             return None
         free = [gpu for gpu in open_gpus if gpu.takes(job)][: job.gpus]
         if len(free) == job.gpus:

@@ -28,16 +28,17 @@ def harness(tools, monkeypatch):
     import arms
     import run
     import tree
+    import workloads
 
-    return arms, run, tree
+    return arms, run, tree, workloads
 
 
 def test_nemo_rl_takes_every_arm(harness, tmp_path):
-    arms, run, _ = harness
+    arms, run, _, workloads = harness
     register_omegaconf_resolvers()
     file = tmp_path / "config.yaml"
     for arm, placement in itertools.product(arms.ARMS, ("colocated", "separate_1_1", "asynchronous_1_1")):
-        above = arms.settings(arm, placement, "b12", NEMO_RL)
+        above = arms.settings(arm, placement, workloads.WORKLOADS["b12"], NEMO_RL)
         named = run.files_of(tmp_path, tmp_path / "model", tmp_path / arm, 4)
         file.write_text(yaml.safe_dump(run.merge_mappings(above, named)))
         config = MasterConfig(**OmegaConf.to_container(load_config(file), resolve=True))
@@ -48,18 +49,19 @@ def test_nemo_rl_takes_every_arm(harness, tmp_path):
 
 
 def test_nemo_rl_reads_the_cap(harness, monkeypatch, tmp_path):
-    arms, run, _ = harness
+    arms, run, _, workloads = harness
     register_omegaconf_resolvers()
     monkeypatch.setattr(run, "first_gpu_gib", lambda: 140.0)
-    above = arms.settings("w4a16", "colocated", "8gpu", NEMO_RL)
+    above = arms.settings("w4a16", "colocated", workloads.WORKLOADS["8gpu"], NEMO_RL)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(above))
-    config = parse_hydra_overrides(load_config(tmp_path / "config.yaml"), run.capped(79.0, above, ours=True))
+    capped = run.capped(79.0, run.compose(above, NEMO_RL, ()), ours=True)
+    config = parse_hydra_overrides(load_config(tmp_path / "config.yaml"), capped)
     said = config.policy.megatron_cfg.env_vars.PYTORCH_CUDA_ALLOC_CONF
     assert said == f"expandable_segments:False,per_process_memory_fraction:{69 / 140:.3f}"
 
 
 def test_the_copy_gives_each_answer_its_length(harness, tmp_path, monkeypatch):
-    _, _, tree = harness
+    _, _, tree, _ = harness
     copy = tree.copy_tree(NEMO_RL, tmp_path / "copy")
     changed = {name for name, *_ in tree._CHANGES}
     for name in changed:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workloads import ANSWERS_PER_PROMPT, PROMPT_TOKENS, WHOLE_LAYERS, WORKLOADS, Workload
+from workloads import ANSWERS_PER_PROMPT, WHOLE_LAYERS, Workload
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
@@ -17,11 +17,13 @@ _ENGINE = "policy.generation.vllm_cfg"
 _LEARNER = "policy.megatron_cfg"
 _OFFLOAD = "policy.offload_optimizer_for_refit"
 SHARE = f"{_ENGINE}.gpu_memory_utilization"
-# An engine's share of a GPU that no learner is on, and of one in the recipes as they are shipped.
-_APART_SHARE, _SHIPPED_SHARE = 0.85, 0.6
+# An engine's share of a GPU that no learner is on.
+_APART_SHARE = 0.85
 IN_FLIGHT = "grpo.async_grpo.in_flight_weight_updates"
 _PLACEMENT = re.compile(r"(separate|asynchronous)_([1-9]\d*)_([1-9]\d*)")
 _SEQUENCE_MULTIPLE = 512
+# NeMo-RL cuts prompts that are longer than it is told.
+_PROMPT_ROOM = 512
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,13 @@ def row_name(arm: str, placement: str, label: str = "") -> str:
     return "_".join(word for word in (arm, "" if placement == "colocated" else placement, label) if word)
 
 
-def settings(arm: str, placement: str, workload: str, nemo_rl: Path | str) -> dict[str, Any]:
+def settings(arm: str, placement: str, work: Workload, nemo_rl: Path | str) -> dict[str, Any]:
     """Compose an arm's config: what `--config` reads.
 
     Args:
         arm: one of `ARMS`.
         placement: as `Placement.parse` reads it.
-        workload: one of `WORKLOADS`.
+        work: what a step asks of the host.
         nemo_rl: NeMo-RL's folder.
 
     Returns:
@@ -113,8 +115,7 @@ def settings(arm: str, placement: str, workload: str, nemo_rl: Path | str) -> di
     Raises:
         ValueError: the placement does not go with the workload.
     """
-    chosen, work = ARMS[arm], WORKLOADS[workload]
-    place = Placement.parse(placement, work.gpus)
+    chosen, place = ARMS[arm], Placement.parse(placement, work.gpus)
     parts = ["common.yaml"]
     if not (work.shipped and chosen.recipe):
         parts += ["host.yaml", "tuned.yaml"] if chosen.tuned else ["host.yaml"]
@@ -147,6 +148,7 @@ def work_settings(work: Workload) -> dict[str, Any]:
         "grpo.num_generations_per_prompt": ANSWERS_PER_PROMPT,
         "policy.train_global_batch_size": work.answers // work.updates,
         "policy.generation.max_new_tokens": work.longest,
+        "data.max_input_seq_length": max(_PROMPT_ROOM, work.prompt_tokens),
     }
 
 
@@ -159,8 +161,8 @@ def _sizes(arm: Arm, place: Placement, work: Workload) -> dict[str, Any]:
         f"{_LEARNER}.pipeline_model_parallel_size": 1 if even else place.learners,
     }
     if work.shipped and arm.recipe:
-        return {SHARE: _APART_SHARE} | ranks if place.engines else {SHARE: _SHIPPED_SHARE}
-    longest = -(-(PROMPT_TOKENS + work.longest) // _SEQUENCE_MULTIPLE) * _SEQUENCE_MULTIPLE
+        return {SHARE: _APART_SHARE} | ranks if place.engines else ranks
+    longest = -(-(work.prompt_tokens + work.longest) // _SEQUENCE_MULTIPLE) * _SEQUENCE_MULTIPLE
     found = {"policy.max_total_sequence_length": longest, SHARE: _APART_SHARE if place.engines else arm.share}
     if arm.wide and work.layers == WHOLE_LAYERS and not place.engines:
         found[f"{_ENGINE}.tensor_parallel_size"] = 2

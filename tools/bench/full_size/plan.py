@@ -4,13 +4,14 @@ python tools/bench/full_size/plan.py
 """
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from step_time import Rates, Workload, phases
 
-from qarl_nemo.memory import GIB, Learner, ModelSize, rank_memory
+from qarl_nemo.memory import GIB, Learner, ModelSize, Parallelism, rank_memory
 from qarl_nemo.metrics.results import Figure, read_results, record_figures
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +20,8 @@ MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
 _A = Workload(4, 4, 128, 243, 2048, 2048, 2, 18432, 36864)
 _A24 = replace(_A, gpus=2, ep=2, responses=64)
 ARMS = ("w4a16", "bf16")
+# Layers on one GPU have been timed with micro-batches of one size only.
+_FEWEST_MEASURED_EP = 2
 # Those that were measured: layers, load and arms.
 MEASURED = {"a": (48, _A, ARMS[:1]), "a24": (24, _A24, ARMS), "a24_even": (24, _A24, ARMS)}
 # Eight nodes: the load of each GPU as in `a`, and as in NeMo-RL's own published run (mean 3203, longest 4096).
@@ -32,6 +35,8 @@ PLACED = {
     "a_1n8g": (48, replace(_A, gpus=8, ep=8, responses=256)),
     "b_1n8g": (48, replace(PLANNED["b_8n8g"], gpus=8, responses=512)),
 }
+# On four GPUs, of which one may serve and three learn: layers and load.
+SPLIT = {"a": (48, _A), "a24_4gpu": PLACED["a24_4gpu"]}
 
 
 def planned(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, float, str]]:
@@ -60,11 +65,36 @@ def placed(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, fl
     yield "memory_gib_separate", _memory_gib(model, half, arm), "GiB"
 
 
-def _memory_gib(model: ModelSize, work: Workload, arm: str) -> float:
+def split(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, float, str]]:
+    """Yield a step's seconds with one GPU for the engine and the others for the learner, and a learner rank's peak.
+
+    128 experts do not divide by three, so the learner's GPUs are stages of a pipeline, as in the harness. All take as
+    long as the last one, which has the vocabulary as well, and wait for one micro-batch of each other stage. Layers
+    cost what they do at EP2, the fewest ranks that were measured with two sizes; on one rank nothing is exchanged.
+    """
+    stages, rates = work.gpus - 1, Rates.read(RESULTS, arm, _FEWEST_MEASURED_EP)
+    one, shared = replace(work, gpus=1, ep=1), phases(model, Rates.read(RESULTS, arm, work.ep), work)
+    engine, stage = phases(model, rates, one), phases(replace(model, num_layers=model.num_layers // stages), rates, one)
+    budgets = {
+        "prev_logprobs": (work.tokens, work.logprob_tokens),
+        "update": (work.tokens / work.updates, work.train_tokens),
+    }
+    learning = 0.0
+    for phase, (tokens, budget) in budgets.items():
+        micro_batches = math.ceil(tokens / budget)
+        learning += stage[phase] * (micro_batches + stages - 1) / micro_batches
+    yield "s_colocated", sum(shared.values()), "s"
+    yield "s_learning", learning, "s"
+    yield "s_separate", engine["rollout"] + learning + engine["refit"] + engine["other"], "s"
+    yield "s_asynchronous", max(engine["rollout"], learning) + engine["refit"], "s"
+    yield "memory_gib_separate", _memory_gib(model, work, arm, Parallelism(stages, pp=stages)), "GiB"
+
+
+def _memory_gib(model: ModelSize, work: Workload, arm: str, ranks: Parallelism | None = None) -> float:
     learner = Learner(
         arm, 128, ("experts", "attention"), False, "adam_bf16", 2, work.train_tokens, "full", logprob_chunk=1024
     )
-    return rank_memory(model, work.ranks, learner).peak_bytes / GIB
+    return rank_memory(model, ranks or work.ranks, learner).peak_bytes / GIB
 
 
 def errors(name: str, work: Workload, layers: int, arm: str) -> Iterator[tuple[str, float, str]]:
@@ -103,6 +133,12 @@ def main() -> None:
         for name, (layers, work) in PLACED.items()
         for arm in ARMS
         for kind, value, unit in placed(replace(model, num_layers=layers), work, arm)
+    ]
+    found += [
+        (f"plan_split_{kind}_{arm}_{name}", value, unit)
+        for name, (layers, work) in SPLIT.items()
+        for arm in ARMS
+        for kind, value, unit in split(replace(model, num_layers=layers), work, arm)
     ]
     rows = [Figure(name, value, unit, ">=" if unit == "tokens/s" else "<=") for name, value, unit in found]
     command = "python tools/bench/full_size/plan.py"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from arms import Placement
 from phase_memory import Figures, memory_figures, start_seconds
-from workloads import PROMPT_TOKENS, WORKLOADS, Workload
+from workloads import WORKLOADS, Workload
 
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.metrics.nemo_rl_logs import read_facts
@@ -26,6 +26,19 @@ from qarl_nemo.metrics.runs import Run, load_run
 
 PHASES = ("rollout", "reward", "logprob_prep", "prev_logprobs", "training_prep", "update", "refit")
 COMPUTED = ("rollout", "prev_logprobs", "update")
+# Parts of a refit's phase in their order, which only our workers log. The refit itself is from `publish` to `replace`;
+# the others let learner and engine share a GPU.
+REFIT_PARTS = (
+    "make_room",
+    "wake_weights",
+    "publish",
+    "announce",
+    "transfer",
+    "verify",
+    "replace",
+    "leave",
+    "wake_cache",
+)
 GOALS = {
     "full_step_s_w4a16_a": 30.0,
     "full_refit_s": 1.0,
@@ -36,11 +49,11 @@ GOALS = {
     "full_memory_host_error": 0.05,
     "full_start_s": 150.0,
     "full_tokens_s_gpu_w4a16_b": 2500.0,
-    "full_step_ratio": 0.40,
-    "full_step_over_nemo_rl_best": 0.67,
-    "full_step_over_own_bf16": 0.67,
-    "full_step_over_nemo_rl_best_fp8_block_a": 0.70,
-    "full_step_over_own_bf16_fp8_block_a": 0.70,
+}
+# Those of one format, by its arm; no other arm was promised them.
+GOALS_OF = {
+    "w4a16": {"full_step_ratio": 0.40, "full_step_over_nemo_rl_best": 0.67, "full_step_over_own_bf16": 0.67},
+    "fp8_block": {"full_step_over_nemo_rl_best": 0.70, "full_step_over_own_bf16": 0.70},
 }
 # What a ratio's row is called, by the other arm; any other is `full_step_over_<arm>`.
 _RATIOS = {"nemo_rl": "full_step_ratio", "bf16": "full_step_over_own_bf16"}
@@ -54,6 +67,7 @@ class Timed:
         folder: with its logs, and facts.json as `run.py` wrote it.
         arm: as rows call it.
         workload: its name.
+        work: what a step asked of the host.
         placement: where learner and engines were.
         command: what ran it.
         run: its logs.
@@ -62,6 +76,7 @@ class Timed:
     folder: Path
     arm: str
     workload: str
+    work: Workload
     placement: Placement
     command: str
     run: Run
@@ -72,15 +87,9 @@ class Timed:
         """Read the folder of an arm; ValueError where it cannot be."""
         file = folder / "facts.json"
         said = require_keys(file, read_json(file, "what run.py wrote of an arm"), cls.SAID)
-        if said["workload"] not in WORKLOADS:
-            raise FileError(f"{file}: workload {said['workload']!r}; legal: {', '.join(WORKLOADS)}")
-        placement = Placement.parse(said["placement"], WORKLOADS[said["workload"]].gpus)
-        return cls(folder, said["arm"], said["workload"], placement, said["command"], load_run(folder / "logs"))
-
-    @property
-    def work(self) -> Workload:
-        """What a step asked of the host."""
-        return WORKLOADS[self.workload]
+        work = _workload(file, said)
+        placement = Placement.parse(said["placement"], work.gpus)
+        return cls(folder, said["arm"], said["workload"], work, placement, said["command"], load_run(folder / "logs"))
 
     def steps(self, skip: Sequence[int]) -> list[int]:
         """Return the steps that count; ValueError if none does."""
@@ -93,6 +102,18 @@ class Timed:
     def median(self, key: str, skip: Sequence[int]) -> float:
         """Return a column's median over the steps that count; NaN without the column."""
         return float(np.median(self.run.column(key)[np.isin(self.run.steps, self.steps(skip))]))
+
+
+def _workload(file: Path, said: dict[str, Any]) -> Workload:
+    """Return the workload that a run was given, or, of earlier runs, the one that it names."""
+    if "work" not in said:
+        if said["workload"] not in WORKLOADS:
+            raise FileError(f"{file}: workload {said['workload']!r}; legal: {', '.join(WORKLOADS)}")
+        return WORKLOADS[said["workload"]]
+    try:
+        return Workload.parse(said["work"])
+    except TypeError as error:
+        raise FileError(f"{file}: work is none that run.py writes: {error}") from error
 
 
 def require_keys(file: Path, found: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -111,7 +132,7 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
     """
     step = timed.median("timing/step_s", skip)
     phases = {name: timed.median(f"timing/{name}_s", skip) for name in PHASES}
-    tokens = timed.work.answers * (PROMPT_TOKENS + timed.median("response_length_tokens/mean", skip))
+    tokens = timed.work.answers * (timed.work.prompt_tokens + timed.median("response_length_tokens/mean", skip))
     learned = tokens / timed.placement.learners
     other = step - sum(phases[name] for name in COMPUTED)
     found = {
@@ -123,6 +144,7 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
         "full_refit_s": (timed.median("refit/total_s", skip), "s", "<="),
         "full_gap": (timed.median("mismatch/abs_gap_mean", skip), "nats", "<="),
         **{f"full_phase_s_{name}": (value, "s", "<=") for name, value in phases.items()},
+        **{f"full_refit_s_{part}": (timed.median(f"refit/{part}_s", skip), "s", "<=") for part in REFIT_PARTS},
     }
     return {name: figure for name, figure in found.items() if math.isfinite(figure[0])}
 
@@ -166,6 +188,20 @@ def scaling(timed: Timed, fewer: Timed, skip: Sequence[int]) -> tuple[str, float
     return name, fewer.median("timing/step_s", skip) / timed.median("timing/step_s", skip)
 
 
+def goal_of(name: str, arm: str, workload: str) -> float | None:
+    """Return what a figure is to reach; None if nothing was promised.
+
+    Args:
+        name: the figure's, without arm and workload.
+        arm: as rows call it; one with a label or a placement has no format's goals.
+        workload: its name.
+    """
+    # Other goals are those of the whole model at its best settings.
+    if workload not in ("a", "b") and name not in ("full_memory_error", "full_memory_host_error"):
+        return None
+    return (GOALS | GOALS_OF.get(arm, {})).get(name, GOALS.get(f"{name}_{arm}_{workload}"))
+
+
 def main() -> None:
     """Record what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -193,10 +229,7 @@ def main() -> None:
     found = [Figure(name, value, "", ">=") for name, value in rows]
     for name, (value, unit, op) in measured.items():
         row = f"{name}_{timed.arm}_{timed.workload}"
-        # Other goals are those of the whole model at its best settings.
-        general = timed.workload in ("a", "b") or name in ("full_memory_error", "full_memory_host_error")
-        goal = GOALS.get(row, GOALS.get(name)) if general else None
-        found.append(Figure(row, value, unit, op, goal))
+        found.append(Figure(row, value, unit, op, goal_of(name, timed.arm, timed.workload)))
     facts = {"hardware": facts["hardware"], "versions": facts["versions"], "command": timed.command}
     made = record_figures(arguments.record, found, **facts)
     print(f"{len(made)} rows of steps {timed.steps(skip)} in {arguments.record}")

@@ -5,6 +5,7 @@
 ROOT holds nemo_rl/, examples/ and megatron/ (Megatron-LM's, and Bridge's inside it) at the supported versions;
 PYTHONPATH has what they import. WORK gets a copy of NeMo-RL (`tree.py`) and, for each workload, the model without
 weights (`model.py`) and a folder an arm with config, output, memory and logs, which `record.py` turns into rows.
+Options change a workload's prompts and answers (`own_workload.py`); `--label` then names it in folders and rows.
 `--check` says what would run, or why it could not, and starts nothing: it needs no GPU, and writes to WORK/check.
 """
 
@@ -15,17 +16,20 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 from answer_lengths import FILE
 from arms import ARMS, IN_FLIGHT, REPOSITORY, SHARE, row_name, settings
+from composing import compose, host_hint
 from host_memory import recorded_memory
 from model import make_model
+from own_workload import add_options, own_workload, said
 from refusals import require_possible
 from tree import EMBEDDING_STD, copy_tree
-from workloads import PROMPT_TOKENS, WORKLOADS
+from workloads import TEMPLATE_TOKENS, WORKLOADS
 
 from qarl_nemo.config import merge_mappings
 from qarl_nemo.files import read_json
@@ -34,8 +38,6 @@ from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
 from qarl_nemo.nemo_rl.lookup import look_up
 
 _LAUNCHER = REPOSITORY / "examples" / "run_qarl_grpo.py"
-# The template adds three.
-_WORDS = PROMPT_TOKENS - 3
 _OUTPUT = "driver.txt"
 _MODEL = REPOSITORY / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
 _STEPS = 4
@@ -47,7 +49,7 @@ def main() -> int:
     """Prepare, and run what the command line names; returns 1 if an arm failed."""
     arguments = _parse_arguments()
     # What a check writes is none of what ran.
-    folder = arguments.work.absolute() / ("check" if arguments.check else "") / arguments.workload
+    folder = arguments.work.absolute() / ("check" if arguments.check else "") / arguments.named
     folder.mkdir(parents=True, exist_ok=True)
     try:
         tree = _prepare(folder, arguments)
@@ -58,9 +60,9 @@ def main() -> int:
         for placement in arguments.placement:
             code = _run(arm, placement, folder, tree, arguments)
             failed |= code != 0
-            name = row_name(arm, placement, arguments.label)
-            said = f"{folder / name / _OUTPUT} says why" if code and not arguments.check else folder / name
-            print(f"{name}: ended with {code}; {said}", flush=True)
+            name = row_name(arm, placement, arguments.ends)
+            place = f"{folder / name / _OUTPUT} says why" if code and not arguments.check else folder / name
+            print(f"{name}: ended with {code}; {place}", flush=True)
     return int(failed)
 
 
@@ -70,6 +72,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nemo-rl", type=Path, required=True, metavar="ROOT", help="NeMo-RL with megatron/ beside it")
     parser.add_argument("--arm", action="append", choices=sorted(ARMS), help="repeat for several; default w4a16")
     parser.add_argument("--workload", choices=WORKLOADS, default="a", help="GPUs, layers and answers; default a")
+    add_options(parser)
     parser.add_argument(
         "--placement",
         action="append",
@@ -77,9 +80,14 @@ def _parse_arguments() -> argparse.Namespace:
         help="colocated (default), separate_E_L or asynchronous_E_L: E GPUs for engines, L for the learner; repeat",
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for every arm; repeat")
-    parser.add_argument("--label", default="", metavar="WORD", help="ends the arms' names, to tell what --set changes")
+    parser.add_argument("--label", default="", metavar="WORD", help="ends the names of arms, or of a changed workload")
     parser.add_argument("--config", type=Path, default=_MODEL, help="the model's; the workload says how many layers")
-    parser.add_argument("--cap-gib", type=float, metavar="GIB", help="what a run may take of a GPU; default all")
+    parser.add_argument(
+        "--cap-gib",
+        type=float,
+        metavar="GIB",
+        help="what a run may take of a GPU, of which shares are then; default all",
+    )
     parser.add_argument("--steps", type=int, default=_STEPS, help="the first one compiles and warms up")
     parser.add_argument("--profile", type=int, metavar="STEP", help="profile the learner's update in this step")
     parser.add_argument("--check", action="store_true", help="only check configs and memory")
@@ -87,6 +95,10 @@ def _parse_arguments() -> argparse.Namespace:
     arguments.arm = list(dict.fromkeys(arguments.arm or ["w4a16"]))
     arguments.placement = list(dict.fromkeys(arguments.placement or ["colocated"]))
     try:
+        arguments.load = own_workload(arguments)
+        # A changed workload has prompts and lengths of its own, so that the label names its folder.
+        named, ends = (f"{arguments.workload}_{arguments.label}", "") if said(arguments) else ("", arguments.label)
+        arguments.named, arguments.ends = named or arguments.workload, ends
         require_possible(arguments)
         arguments.model = read_json(arguments.config, "a model's config.json")
         if arguments.config != _MODEL and not arguments.label:
@@ -98,7 +110,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
     """Make what the workload's arms share, and return the folder of NeMo-RL that they run."""
-    work = WORKLOADS[arguments.workload]
+    work = arguments.load
     config = folder / "config.json"
     config.write_text(
         json.dumps(arguments.model | {"num_hidden_layers": work.layers}, indent=1) + "\n", encoding="utf-8"
@@ -108,7 +120,8 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
     tree = copy_tree(arguments.nemo_rl, arguments.work.absolute() / "nemo_rl_root")
     # Asynchronous engines are steps ahead.
     asked = arguments.steps + 4
-    make_model(config, folder, prompt_tokens=_WORDS, num_prompts=work.prompts * asked)
+    words = work.prompt_tokens - TEMPLATE_TOKENS
+    make_model(config, folder, prompt_tokens=words, num_prompts=work.prompts * asked)
     (folder / "lengths.json").write_text(json.dumps(work.lengths(asked)), encoding="utf-8")
     (folder / "none").mkdir(exist_ok=True)
     (folder / "none" / "metadata.json").write_text("{}", encoding="utf-8")
@@ -116,16 +129,15 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse.Namespace) -> int:
-    own = folder / row_name(arm, placement, arguments.label)
+    own, work = folder / row_name(arm, placement, arguments.ends), arguments.load
     own.mkdir(exist_ok=True)
     model = folder if arguments.check else folder / "model"
-    config = merge_mappings(
-        settings(arm, placement, arguments.workload, tree), files_of(folder, model, own, arguments.steps)
-    )
+    config = merge_mappings(settings(arm, placement, work, tree), files_of(folder, model, own, arguments.steps))
     (own / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     facts = {
         "arm": own.name,
-        "workload": arguments.workload,
+        "workload": arguments.named,
+        "work": asdict(work),
         "placement": placement,
         "command": _command_line(arm, placement, arguments),
     }
@@ -133,16 +145,19 @@ def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse
     paths = (tree, REPOSITORY, REPOSITORY / "kernels", os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "NEMO_RL_ROOT": str(tree)}
     ours = ARMS[arm].recipe is not None
-    overrides = [*capped(arguments.cap_gib, config, ours=ours or arguments.check), *arguments.set]
+    overrides = list(arguments.set)
+    if arguments.cap_gib is not None:
+        overrides += capped(arguments.cap_gib, compose(config, tree, overrides), ours=ours or arguments.check)
+    if hint := host_hint(config, tree, overrides, ours=ours):
+        print(f"{own.name}: hint: {hint}", flush=True)
     if arguments.check:
         command = _command(_LAUNCHER, own, [*overrides, *(() if ours else _AS_OURS), "--check"])
         return subprocess.run(command, env=environment, check=False).returncode
     launcher = _LAUNCHER if ours else tree / "examples" / "run_grpo.py"
-    work = WORKLOADS[arguments.workload]
     environment |= {
         "NRL_MEGATRON_CHECKPOINT_DIR": str(own / "megatron"),
         "RAY_DEDUP_LOGS": "0",
-        **({FILE: str(folder / "lengths.json")} if work.drawn else {}),
+        **({FILE: str(folder / "lengths.json")} if work.unequal else {}),
         # Layers add little to embeddings as large, so that tokens stay as different as they are drawn.
         **({EMBEDDING_STD: "1"} if work.even_routers else {}),
         **({"FULL_SIZE_PROFILE": f"{arguments.profile}:{own}"} if arguments.profile else {}),
@@ -180,16 +195,14 @@ def files_of(folder: Path, model: Path, own: Path, steps: int) -> dict[str, Any]
     }
 
 
-def capped(cap: float | None, config: dict[str, Any], *, ours: bool) -> list[str]:
+def capped(cap: float, config: dict[str, Any], *, ours: bool) -> list[str]:
     """Return the overrides that keep learner and engine within a part of each GPU.
 
     Args:
-        cap: GiB of it; None: all. Where this machine has no GPU, those that are checked have as much.
-        config: the arm's.
+        cap: GiB of it. Where this machine has no GPU, those that are checked have as much.
+        config: the whole config with what `--set` says, whose share of a GPU becomes one of the part.
         ours: whether our launcher reads the config.
     """
-    if cap is None:
-        return []
     card = first_gpu_gib()
     if card is None:
         return [f"++qarl.gpu_memory_gib={cap}"]
@@ -198,13 +211,15 @@ def capped(cap: float | None, config: dict[str, Any], *, ours: bool) -> list[str
     return [
         f"{SHARE}={look_up(config, SHARE) * cap / card:.3f}",
         f"++policy.megatron_cfg.env_vars.PYTORCH_CUDA_ALLOC_CONF='{allocator}'",
-        *(["++qarl.resident=false"] if ours else []),
+        # By itself our check would decide for the whole GPU.
+        *(["++qarl.resident=false"] if ours and look_up(config, "qarl.resident", None) is None else []),
     ]
 
 
 def _command_line(arm: str, placement: str, arguments: argparse.Namespace) -> str:
     words = ["--workload", arguments.workload, "--arm", arm]
     words += ["--placement", placement] if placement != "colocated" else []
+    words += said(arguments)
     words += ["--label", arguments.label] if arguments.label else []
     words += ["--cap-gib", f"{arguments.cap_gib:g}"] if arguments.cap_gib else []
     words += ["--config", str(arguments.config)] if arguments.config != _MODEL else []

@@ -2,10 +2,14 @@
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import Any
 
 PROMPT_TOKENS = 243
+TEMPLATE_TOKENS = 3
+"""Of them, which the model's template adds to a prompt's words."""
 ANSWERS_PER_PROMPT = 8
 WHOLE_LAYERS = 48
 # Log-normal lengths: of answers that end at 4096 tokens a quarter does so there, and the mean is 2979.
@@ -22,7 +26,9 @@ class Workload:
         answers: how many a step has.
         updates: optimizer steps that share them.
         longest: tokens of the longest answer.
-        drawn: answers differ in length; otherwise all are as long as the longest.
+        prompt_tokens: tokens of each prompt.
+        drawn: answers have log-normal lengths; otherwise, without `measured`, all are as long as the longest.
+        measured: lengths that answers had elsewhere, as whose answers are as long.
         even_routers: tokens spread over experts in every layer; otherwise as random weights send them, which is to few
             of them in deep layers.
         shipped: recipes run as they are shipped, not with the settings that suit the host best.
@@ -33,9 +39,22 @@ class Workload:
     answers: int = 128
     updates: int = 2
     longest: int = 2048
+    prompt_tokens: int = PROMPT_TOKENS
     drawn: bool = False
+    measured: tuple[int, ...] = ()
     even_routers: bool = False
     shipped: bool = False
+
+    @classmethod
+    def parse(cls, found: Mapping[str, Any]) -> "Workload":
+        """Return what `dataclasses.asdict` made of a workload and JSON of that; TypeError if it is none."""
+        said: dict[str, Any] = {**found}
+        return cls(**said | {"measured": tuple(said.get("measured", ()))})
+
+    @property
+    def unequal(self) -> bool:
+        """Whether answers differ in length."""
+        return self.drawn or bool(self.measured)
 
     @property
     def prompts(self) -> int:
@@ -50,12 +69,19 @@ class Workload:
         Returns:
             The `answers` lengths of each step, the same at each call.
         """
-        if not self.drawn:
+        if not self.unequal:
             return [[self.longest] * self.answers] * steps
-        quantiles = (NormalDist().inv_cdf((place + 0.5) / self.answers) for place in range(self.answers))
-        step = [min(self.longest, round(_MEDIAN_TOKENS * math.exp(_SPREAD * at))) for at in quantiles]
+        shares, measured = [(place + 0.5) / self.answers for place in range(self.answers)], sorted(self.measured)
+        step = [
+            min(self.longest, measured[int(share * len(measured))] if measured else _drawn(share)) for share in shares
+        ]
         order = random.Random(0)
         return [order.sample(step, len(step)) for _ in range(steps)]
+
+
+def _drawn(share: float) -> int:
+    """Return the length that a share of drawn answers stay below."""
+    return round(_MEDIAN_TOKENS * math.exp(_SPREAD * NormalDist().inv_cdf(share)))
 
 
 _A = Workload()
@@ -82,4 +108,6 @@ WORKLOADS = {
     "b12": replace(_B, gpus=2, layers=12, answers=128),
     # Recipes as shipped on the node that they are for; the paper's eight optimizer steps, of fewer and shorter answers.
     "8gpu": Workload(gpus=8, answers=256, updates=8, shipped=True),
+    # The same with as much work a GPU and a sixth of the layers: whether the shipped recipes run at all.
+    "2gpu": Workload(gpus=2, layers=8, answers=64, updates=8, shipped=True),
 }
