@@ -11,7 +11,8 @@ reward functions, and `setup`, which gets our policy workers, our refit and our 
 import argparse
 import os
 import sys
-from functools import partial
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ from qarl_nemo.nemo_rl import plugin
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.config import apply_qarl, as_mapping
 from qarl_nemo.nemo_rl.hints import budget_hints, find_hints
+from qarl_nemo.nemo_rl.key_hints import config_types, key_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.loss import QarlLossFn
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
+from qarl_nemo.nemo_rl.muon_checks import muon_hints
 from qarl_nemo.nemo_rl.recording import Recorder, completed_steps
 from qarl_nemo.nemo_rl.run_folder import describe_run
-from qarl_nemo.nemo_rl.start_progress import shown_start
+from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
@@ -53,20 +56,25 @@ def main() -> None:
     os.environ.setdefault("NEMO_RL_ROOT", str(_ROOT))
     check_only = _parse_arguments()
     sys.path.insert(0, str(_ROOT / "examples"))
-    import run_grpo
+    with closing(StartProgress()) as progress:
+        import run_grpo
 
-    run = _Run(run_grpo, check_only)
-    run.bind()
+        run = _Run(run_grpo, check_only, progress)
+        run.bind()
+        _run_launcher(run_grpo)
+    # NeMo-RL's asynchronous loop prints why its first refit failed, and returns.
+    if run.synchronizer is not None and run.synchronizer.failure is not None:
+        sys.exit(f"{Path(sys.argv[0]).name}: a refit failed: {run.synchronizer.failure}")
+
+
+def _run_launcher(launcher: Any) -> None:
     try:
-        run_grpo.main()
+        launcher.main()
     except OverridesError as error:
         new = "; ++KEY=VALUE sets a key that the config does not have yet" if "Could not override" in str(error) else ""
         sys.exit(f"{Path(sys.argv[0]).name}: {error}{new}")
     except (ConfigError, FileError, OmegaConfBaseException) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    # NeMo-RL's asynchronous loop prints why its first refit failed, and returns.
-    if run.synchronizer is not None and run.synchronizer.failure is not None:
-        sys.exit(f"{Path(sys.argv[0]).name}: a refit failed: {run.synchronizer.failure}")
 
 
 def _parse_arguments() -> bool:
@@ -96,16 +104,18 @@ def _parse_arguments() -> bool:
 class _Run:
     """Carries what our `MasterConfig` learns to our `setup`."""
 
-    def __init__(self, launcher: Any, check_only: bool) -> None:
-        self.launcher, self.check_only = launcher, check_only
+    def __init__(self, launcher: Any, check_only: bool, progress: StartProgress) -> None:
+        self.launcher, self.check_only, self.progress = launcher, check_only, progress
         self.master_config, self.setup = launcher.MasterConfig, launcher.setup
+        self.setup_data = launcher.setup_response_data
         self.qarl: NemoQarlConfig | None = None
+        self.grpo: Mapping[str, Any] = {}
         self.synchronizer: Any = None
 
     def bind(self) -> None:
         """Bind our names in NeMo-RL's launcher."""
         self.launcher.MasterConfig, self.launcher.setup = self.checked_config, self.aligned_setup
-        self.launcher.setup_response_data = partial(plugin.setup_data, self.launcher.setup_response_data)
+        self.launcher.setup_response_data = self.checked_data
 
     def checked_config(self, **values: Any) -> Any:
         """Make NeMo-RL's config, checked together with its `qarl:` block."""
@@ -115,14 +125,22 @@ class _Run:
             raise ConfigError(f"NeMo-RL refuses the config: {error}") from error
         unchecked = fetch_model_config(config.policy["model_name"])
         self.qarl = apply_qarl(config)
+        self.grpo = as_mapping(config)["grpo"]
         print(launch_summary(as_mapping(config), self.qarl, sys.argv, unchecked))
-        hints = [*find_hints(as_mapping(config)), *budget_hints(as_mapping(config), self.qarl)]
+        hints = [*key_hints(values, config_types(self.master_config)), *muon_hints(as_mapping(config))]
+        hints += [*find_hints(as_mapping(config)), *budget_hints(as_mapping(config), self.qarl)]
         print(*(f"qarl: hint: {hint}" for hint in hints), sep="\n", flush=True)
         if self.check_only:
             sys.exit(0)
         # Now, because NeMo-RL starts environments before it calls `setup`.
         plugin.register()
+        self.progress.begin(start_key(as_mapping(config), self.qarl), Path(config.logger["log_dir"]), "Ray")
         return config
+
+    def checked_data(self, tokenizer: Any, data: Any, env: Any) -> Any:
+        """Set up the data as NeMo-RL does, and look at prompts and reward functions."""
+        self.progress.enter("data")
+        return plugin.setup_data(self.setup_data, tokenizer, data, env, self.grpo)
 
     def aligned_setup(self, config: Any, *arguments: Any, policy_factory: Any = None, **named: Any) -> tuple[Any, ...]:
         """Set up NeMo-RL with our workers, then put our refit and our loss in place."""
@@ -130,14 +148,24 @@ class _Run:
         assert self.qarl is not None
         log_dir = Path(config.logger["log_dir"])
         describe_run(log_dir, as_mapping(config))
-        with shown_start(log_dir):
-            parts = list(self.setup(config, *arguments, policy_factory=plugin.policy_factory, **named))
+        # Engines that share the learner's GPUs start before it, others beside it.
+        in_turn = config.policy["generation"]["colocated"]["enabled"]
+        self.progress.enter("engines" if in_turn else "engines and learner")
+        factory = self.aligned_policy if in_turn else plugin.policy_factory
+        parts = list(self.setup(config, *arguments, policy_factory=factory, **named))
+        self.progress.enter("first refit")
         policy, policy_generation = parts[:2]
         self.synchronizer = plugin.install_refit(policy, policy_generation)
+        self.progress.end_with_refit(self.synchronizer, log_dir)
         done = completed_steps(parts[_STATE], asynchronous=config.grpo.async_grpo.enabled)
         policy.recorder = Recorder(log_dir.absolute(), self.qarl.diagnostics_period, done)
         parts[_LOSS] = QarlLossFn(self.qarl.objective, parts[_LOSS], token_metrics)
         return tuple(parts)
+
+    def aligned_policy(self, **named: Any) -> Any:
+        """Make the policy, which NeMo-RL asks for once the engines have started."""
+        self.progress.enter("learner")
+        return plugin.policy_factory(**named)
 
 
 if __name__ == "__main__":

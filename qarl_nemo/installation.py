@@ -36,6 +36,20 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem.removeprefix(_LOCAL): path for path in sorted(folder.glob("*.yaml"))}
 
 
+def shipped_config(given: Path) -> Path | None:
+    """Return the shipped config of a name; None if there is none.
+
+    Args:
+        given: `demo`, `local_demo`, or `examples/configs/local_demo.yaml`.
+    """
+    in_place = given.parent in (Path(), Path("examples/configs"))
+    return shipped_configs().get(_short_name(given)) if in_place else None
+
+
+def _short_name(given: Path) -> str:
+    return given.name.removesuffix(".yaml").removeprefix(_LOCAL)
+
+
 def is_nemo_rl_recipe(config: Path) -> bool:
     """Say whether a config is a shipped one that NeMo-RL runs, and not `qarl train`."""
     return config.stem.startswith(_NEMO_RL) and config.stem in shipped_configs()
@@ -55,12 +69,10 @@ def find_config(given: Path) -> Path:
     """
     if given.exists() and not given.is_dir():
         return given
-    configs = shipped_configs()
-    name = given.name.removesuffix(".yaml").removeprefix(_LOCAL)
-    if given.parent in (Path(), Path("examples/configs")) and name in configs:
-        return configs[name]
+    if (shipped := shipped_config(given)) is not None:
+        return shipped
     if given.is_dir():
         raise ValueError(f"{given} is a folder, and no config; `qarl configs` lists the shipped ones")
-    nearest = difflib.get_close_matches(name, configs, n=1)
+    nearest = difflib.get_close_matches(_short_name(given), shipped_configs(), n=1)
     meant = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise ValueError(f"no config file {given}, and none of this name is shipped: {meant}`qarl configs` lists those")

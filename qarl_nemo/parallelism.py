@@ -1,10 +1,25 @@
 """How GPUs share a model, in Megatron's words."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd, isqrt
 from typing import Any
 
 MAX_GPUS = 2**16
+
+
+def divisors(*counts: int) -> list[int]:
+    """Return the numbers that divide all of some counts, which are more than 0, ascending."""
+    common = gcd(*counts)
+    small = [size for size in range(1, isqrt(common) + 1) if common % size == 0]
+    return sorted({*small, *(common // size for size in small)})
+
+
+def either(values: Iterable[object]) -> str:
+    """Return e.g. `1, 2 or 4`."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class Parallelism:
             raise ValueError(f"num_gpus={self.num_gpus} is not from 1 to {MAX_GPUS}")
         dense, experts = self.tp * self.pp * self.cp, self.ep * self.etp * self.pp
         problems = [
-            f"{name}={size} does not divide num_gpus={self.num_gpus}"
+            f"{name}={size} does not divide num_gpus={self.num_gpus}; it may be {either(divisors(self.num_gpus))}"
             for name, size in (("tp * pp * cp", dense), ("ep * etp * pp", experts))
             if self.num_gpus % size
         ]

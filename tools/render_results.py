@@ -1,4 +1,4 @@
-"""Rewrites the blocks between `<!-- results:NAME -->` and `<!-- /results -->` in README.md and docs/.
+"""Rewrites the blocks between `<!-- results:NAME -->` and `<!-- /results -->` in README.md, CONTRIBUTING.md and docs/.
 
 NAME stands for docs/results/NAME.json. Its rows become a table, or with `rows=a,b columns=c,d cell={row}_x_{column}` in
 the opening marker a grid of the figures so called; `only=*_bandwidth` keeps the rows whose names match, and
@@ -134,13 +134,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Renders, or with --check only compares; returns 1 when a document is out of date, 2 when one is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--docs", type=Path, default=Path(__file__).parents[1] / "docs", help="README.md lies beside it"
+        "--docs",
+        type=Path,
+        default=Path(__file__).parents[1] / "docs",
+        help="README.md and CONTRIBUTING.md lie beside it",
     )
     parser.add_argument("--check", action="store_true", help="change nothing, fail when a table is out of date")
     options = parser.parse_args(arguments)
     stale, broken = [], []
-    readme = options.docs.with_name("README.md")
-    for document in sorted([*options.docs.rglob("*.md"), *([readme] if readme.exists() else [])]):
+    beside = (options.docs.with_name(name) for name in ("README.md", "CONTRIBUTING.md"))
+    for document in sorted([*options.docs.rglob("*.md"), *(page for page in beside if page.exists())]):
         text = document.read_text(encoding="utf-8")
         try:
             rendered = render_document(text, options.docs / "results")

@@ -16,6 +16,7 @@ from qarl_formats.presets import (
     find_format,
     formats_with_groups,
     get_format,
+    meant_formats,
     served_formats,
     why_impossible,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "find_format",
     "formats_with_groups",
     "get_format",
+    "meant_formats",
     "quantization_config",
     "read_configs",
     "served_formats",

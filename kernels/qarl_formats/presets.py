@@ -16,7 +16,9 @@ own width. `w5a16` .. `w7a16` have their own width only. Of vLLM 0.25.1's kernel
 serve checkpoints of dense layers, and no run's engine.
 """
 
+import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from qarl_formats.record import (
@@ -65,7 +67,12 @@ def _marlin(num_bits: int, cpu: OnDevice | None = None) -> VllmKernels:
     codes = codes_of(num_bits)
     return VllmKernels(
         experts=Kernel(f"CompressedTensorsWNA16MarlinMoEMethod{codes}", backend="marlin", followed=("MARLIN",)),
-        linear=Kernel(f"CompressedTensorsLinearMethod/CompressedTensorsWNA16{codes}"),
+        # vLLM takes Machete on Hopper where it takes the shape and the group size, else Marlin: the same products.
+        linear=Kernel(
+            f"CompressedTensorsLinearMethod/CompressedTensorsWNA16{codes}",
+            choices=("auto", "machete", "marlin"),
+            followed=("MacheteLinearKernel", "MarlinLinearKernel"),
+        ),
         experts_in=(32, 128),
         experts_out=(128, 32),
         linear_shape=(64, 128),
@@ -104,7 +111,11 @@ _W4A8 = replace(
     operand_bytes=1,
     vllm=VllmKernels(
         experts=Kernel("CompressedTensorsW4A8Fp8MoEMethod", followed=("CUTLASS",), adapters=False),
-        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW4A8Fp8"),
+        linear=Kernel(
+            "CompressedTensorsLinearMethod/CompressedTensorsW4A8Fp8",
+            choices=("auto", "cutlass"),
+            followed=("CutlassW4A8LinearKernel",),
+        ),
         experts_in=(256, 256),
         experts_out=(256, 256),
         linear_shape=(128, 128),
@@ -149,8 +160,17 @@ _FP8_CHANNEL = QuantFormat(
     fuses_bias=True,
     vllm=VllmKernels(
         # With adapters vLLM takes Triton in CUTLASS's place, which multiplies by the router weight elsewhere.
-        experts=Kernel("CompressedTensorsW8A8Fp8MoEMethod", followed=("VLLM_CUTLASS", "TRITON"), adapters=False),
-        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8"),
+        experts=Kernel(
+            "CompressedTensorsW8A8Fp8MoEMethod",
+            choices=("auto", "cutlass", "triton"),
+            followed=("VLLM_CUTLASS", "TRITON"),
+            adapters=False,
+        ),
+        linear=Kernel(
+            "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8",
+            choices=("auto", "cutlass"),
+            followed=("CutlassFP8ScaledMMLinearKernel",),
+        ),
         experts_in=(16, 16),
         experts_out=(16, 16),
         linear_shape=(16, 16),
@@ -188,7 +208,11 @@ _NVFP4 = QuantFormat(
     operand_bytes=BF16_BYTES,
     vllm=VllmKernels(
         experts=Kernel("CompressedTensorsW4A4Nvfp4MoEMethod", backend="marlin", followed=("MARLIN",)),
-        linear=Kernel("CompressedTensorsLinearMethod/CompressedTensorsW4A4Fp4", followed=("MarlinNvFp4LinearKernel",)),
+        linear=Kernel(
+            "CompressedTensorsLinearMethod/CompressedTensorsW4A4Fp4",
+            choices=("auto", "marlin"),
+            followed=("MarlinNvFp4LinearKernel",),
+        ),
         # Sizes that Marlin does not pad.
         experts_in=(64, 128),
         experts_out=(128, 64),
@@ -282,8 +306,8 @@ def get_format(
     """
     fmt = find_format(name)
     if fmt is None:
-        legal = f"{', '.join(FORMAT_NAMES)}; {OTHER_NAMES}"
-        raise ValueError(f"unknown format {name!r}{why_impossible(name)}; legal: {legal}")
+        legal = f"{meant_formats(name)}legal: {', '.join(FORMAT_NAMES)}; {OTHER_NAMES}"
+        raise ValueError(f"unknown format {name[:80]!r}{why_impossible(name)}: {legal}")
     _require_groups(
         fmt, group_size=group_size, scale_convention=scale_convention, nested_in=nested_in, own_width=own_width
     )
@@ -320,3 +344,20 @@ def _require_groups(fmt: QuantFormat, **options: object) -> None:
         f"format {fmt.name!r} takes no {wrong}: only integer formats ({legal}) have such "
         f"options{always}; leave it out{f', in a config {fix}' if fix else ''}"
     )
+
+
+# Names of weights alone, which others use and which resemble the wrong formats' names.
+_ALIASES = {f"int{bits}": (f"w{bits}a16",) for bits in (2, 3, 4, 5, 6, 7)} | {"fp8": ("fp8_block", "fp8_channel")}
+
+
+def meant_formats(name: str, legal: Sequence[str] = tuple(_KNOWN)) -> str:
+    """Return which formats an unknown name probably means: `did you mean 'w4a16'? `, or nothing.
+
+    Args:
+        name: what the user wrote.
+        legal: the formats that may be proposed.
+    """
+    alias = _ALIASES.get(name.lower())
+    near = difflib.get_close_matches(name[:80].lower(), legal, n=1) if alias is None else alias
+    named = " or ".join(repr(one) for one in near if one in legal)
+    return f"did you mean {named}? " if named else ""

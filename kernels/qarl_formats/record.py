@@ -24,6 +24,8 @@ class Kernel:
             widths apart that share a class.
         backend: engine argument that chooses, on a GPU, the kernel whose arithmetic the learner follows; None: vLLM
             has one kernel, or chooses a followed one by itself.
+        choices: without a `backend`, the argument's values with which vLLM runs a followed kernel; empty: no value of
+            it matters.
         followed: kernels, by vLLM's names, whose arithmetic the learner follows on a GPU; empty: vLLM names none, or
             all have the same arithmetic.
         mended: whether it quantizes activations only where this package extends vLLM's workers.
@@ -32,9 +34,15 @@ class Kernel:
 
     method: str
     backend: str | None = None
+    choices: tuple[str, ...] = ()
     followed: tuple[str, ...] = ()
     mended: bool = False
     adapters: bool = True
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The argument's values with which vLLM runs a followed kernel; empty: any."""
+        return (self.backend,) if self.backend else self.choices
 
 
 @dataclass(frozen=True, slots=True)

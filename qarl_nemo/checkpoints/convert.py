@@ -104,5 +104,5 @@ def _convert_tensor(
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    # What has no rows, every block of rows has the same.
+    # A tensor without rows is the same in every block.
     return torch.cat(parts) if parts[0].ndim > 1 else parts[0]

@@ -94,6 +94,8 @@ def _iteration_folder(folder: Path) -> Path:
     found = [folder] if (folder / METADATA_FILE).is_file() else []
     for pattern in _ITERATIONS:
         found = found or sorted((path.parent for path in folder.glob(f"{pattern}/{METADATA_FILE}")), key=_in_order)
+    if not folder.exists():
+        raise FileError(f"{folder} does not exist{folder_hint(folder)}")
     if not found:
         raise FileError(f"{folder} is not a torch_dist checkpoint (a folder with {METADATA_FILE}){_hint(folder)}")
     if len(found) > 1:

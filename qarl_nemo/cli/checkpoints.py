@@ -16,6 +16,7 @@ from qarl_nemo.cli.options import (
     OwnWidth,
     ScaleConvention,
     Targets,
+    require_own_width,
 )
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import split_targets, summarize_names
@@ -85,7 +86,9 @@ def _format(
     name: str, group_size: int | None, scale_convention: str | None, nested_in: str | None, own_width: bool
 ) -> "QuantFormat":
     options = {"group_size": group_size, "scale_convention": scale_convention, "nested_in": nested_in}
-    return get_format(name, **options, own_width=own_width)  # type: ignore[arg-type]
+    fmt = get_format(name, **options, own_width=own_width)  # type: ignore[arg-type]
+    require_own_width(own_width, [name])
+    return fmt
 
 
 def _quantize(

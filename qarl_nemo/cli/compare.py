@@ -1,14 +1,18 @@
 """`qarl compare`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from qarl_formats import DEFAULT_FORMAT
-from qarl_nemo.cli.options import NestedIn, OwnWidth, ScaleConvention, Targets, settings_of
+from qarl_formats import DEFAULT_FORMAT, find_format
+from qarl_nemo.cli.options import NestedIn, OwnWidth, ScaleConvention, Targets, require_own_width, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import split_targets
+
+
+def _maintainers(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="For maintainers")
 
 
 @command
@@ -26,7 +30,10 @@ def compare(
     engine: Annotated[str, typer.Option(help="packed (built in, any machine) or vllm (own process).")] = "packed",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="bfloat16, or float32 with the packed engine.")] = "bfloat16",
-    attention: Annotated[str, typer.Option(help="The learner's kernel: torch, or engine, vLLM's own.")] = "torch",
+    attention: Annotated[
+        str,
+        typer.Option(help="The learner's kernel: torch's, or vLLM's own (engine, on Hopper), to leave it out of gaps."),
+    ] = "torch",
     prompts: Annotated[
         Path | None,
         typer.Option(help="Text, one prompt a line, or JSONL with prompt_token_ids, prompt or problem; else random."),
@@ -44,8 +51,8 @@ def compare(
     ] = None,
     layers: Annotated[bool, typer.Option(help="Compare operator by operator as well, on vLLM's own inputs.")] = False,
     output: Annotated[Path, typer.Option(help="Folder of compare.json and compare.png.")] = Path("runs/compare"),
-    record: Annotated[Path | None, typer.Option(help="Results file (docs/results) to add the gaps to.")] = None,
-    record_operators: Annotated[Path | None, typer.Option(help="The same for --layers.")] = None,
+    record: Annotated[Path | None, _maintainers("Results file (docs/results) to add the gaps to.")] = None,
+    record_operators: Annotated[Path | None, _maintainers("The same for --layers.")] = None,
 ) -> None:
     """Measure how far the learner's log-probabilities are from the rollout engine's, format by format.
 
@@ -57,16 +64,18 @@ def compare(
     given = locals()
     from rich.console import Console
 
-    from qarl_nemo.measure.compare.output import comparison_tables, operator_tables, write_comparison
+    from qarl_nemo.measure.compare.output import comparison_tables, legend, operator_tables, write_comparison
     from qarl_nemo.measure.compare.record import append_comparison
     from qarl_nemo.measure.compare.run import compare as measure
     from qarl_nemo.measure.compare.settings import CompareSettings
 
     chosen = tuple(formats or [DEFAULT_FORMAT])
     settings = settings_of(CompareSettings, given, formats=chosen, targets=tuple(split_targets(targets)))
+    if all(map(find_format, chosen)):
+        require_own_width(own_width, chosen)
     _require_places(output, record, record_operators, layers=settings.layers)
     result = measure(settings, typer.echo)
-    Console().print(*comparison_tables(result), *operator_tables(result))
+    Console().print(*comparison_tables(result), *legend(result), *operator_tables(result), sep="\n")
     written = [*write_comparison(output, settings, result)]
     written += append_comparison(settings, result, record, record_operators)
     typer.echo("written: " + ", ".join(map(str, written)))

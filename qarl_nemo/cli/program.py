@@ -20,11 +20,12 @@ app = typer.Typer(
 )
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., None], **settings: Any) -> Callable[..., None]:
     """Add a command; an exception in it ends the process with one message and an exit code.
 
     Args:
         function: has typer's annotations; its name becomes the command's, without an underscore at the end.
+        settings: click's context settings, such as `ignore_unknown_options`.
 
     Returns:
         The function, wrapped to end with `SystemExit`.
@@ -34,7 +35,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def ending(*arguments: Any, **options: Any) -> None:
         raise SystemExit(run_reported(functools.partial(function, *arguments, **options), "qarl"))
 
-    return app.command(function.__name__.rstrip("_"), help=_flowing(inspect.getdoc(function) or ""))(ending)
+    described = _flowing(inspect.getdoc(function) or "")
+    return app.command(function.__name__.rstrip("_"), help=described, context_settings=settings)(ending)
 
 
 def _flowing(docstring: str) -> str:

@@ -1,19 +1,22 @@
 """`qarl train`."""
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qarl_nemo.cli.program import command
+from qarl_nemo.cli.train_check import check_runs
 
 if TYPE_CHECKING:
     from qarl_nemo.train.config import LocalConfig
 
 
-@command
+@partial(command, ignore_unknown_options=True)
 def train(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML with the whole run, or a name that `qarl configs` lists.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, a.b=c.")] = None,
     arm: Annotated[
@@ -36,6 +39,7 @@ def train(
     from qarl_nemo.installation import find_config, is_nemo_rl_recipe
     from qarl_nemo.train.config import LocalConfig
 
+    _require_options(context, [str(config), *(overrides or [])])
     config = find_config(config)
     if is_nemo_rl_recipe(config):
         raise ValueError(f"{config} is a recipe for NeMo-RL; start it with examples/run_qarl_grpo.py --config {config}")
@@ -44,7 +48,7 @@ def train(
         if arm:
             raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
         if check:
-            _check([settings])
+            check_runs([settings])
             return
         _train_one(settings)
         _write_report([settings.run_dir], settings.run_dir)
@@ -54,8 +58,7 @@ def train(
         every = expand_arms(settings, str(config))
         runs = select_arms(every, arm or [])
         if check:
-            # Seeds change nothing that is checked.
-            _check(list({run.run.arm: run for run in reversed(runs)}.values())[::-1])
+            check_runs(runs)
             return
         _require_gpu(runs)
         make_folder(settings.run_dir, "the folder of a comparison")
@@ -65,23 +68,15 @@ def train(
             _write_report([run.run_dir for run in every if run in runs or _ran_before(run)], settings.run_dir)
 
 
-def _check(runs: list["LocalConfig"]) -> None:
-    """Show the first run's banner, and raise what keeps any of them from starting here."""
-    from qarl_nemo.train.banner import show_banner
-    from qarl_nemo.train.preflight import prepare, problems_of
-
-    # An arm's name may hold commas.
-    arms = [run.run.arm or run.run.name for run in runs]
-    found: dict[str, list[str]] = {}
-    for arm, run in zip(arms, runs, strict=True):
-        for problem in problems_of(run):
-            found.setdefault(problem, []).append(arm)
-    if found:
-        of_some = {problem: f"{'; '.join(of)}: " for problem, of in found.items() if len(of) < len(runs)}
-        lines = [of_some.get(problem, "") + problem for problem in found]
-        raise ValueError("\n  ".join([f"{len(found)} problem(s), nothing was started:", *lines]))
-    show_banner(runs[0], prepare(runs[0]), None)
-    typer.echo(f"checked, nothing was started: {'; '.join(arms)}")
+def _require_options(context: typer.Context, given: list[str]) -> None:
+    """Refuse options that there are not, with what was probably meant: other launchers take settings with dashes."""
+    unknown = [text.partition("=")[0] for text in given if text.startswith("-")]
+    if unknown:
+        options = ", ".join(param.opts[0] for param in context.command.params if param.opts[0].startswith("-"))
+        raise ValueError(
+            f"no such option: {', '.join(unknown)}; the options are {options}. Settings of a run are overrides without "
+            "dashes, which follow the config: grpo.max_num_steps=10"
+        )
 
 
 def _ran_before(run: "LocalConfig") -> bool:

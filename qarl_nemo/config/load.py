@@ -31,7 +31,7 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
         ConfigError: unreadable file, malformed override, unknown key (with the nearest legal one) or illegal value;
             all problems of a file are listed at once.
     """
-    merged = merge_overrides(read_yaml(path), overrides, model)
+    merged = merge_overrides(read_yaml(path, model), overrides, model)
     # Their values may hold secrets.
     keys = ", ".join(dict.fromkeys(override.partition("=")[0] for override in overrides))
     source = f"{path} with {keys} from the command line" if keys else str(path)

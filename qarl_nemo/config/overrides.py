@@ -1,6 +1,6 @@
 """The command line's `a.b=c` overrides: values are read by their key's type, and a block may change its kind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
-from qarl_nemo.config.models import annotations, discriminator, models_in, tag
+from qarl_nemo.config.kinds import without_meaningless
+from qarl_nemo.config.models import annotations
 from qarl_nemo.config.problems import ConfigError
-from qarl_nemo.config.strict import StrictModel
 from qarl_nemo.config.yaml_file import check_yaml_size, merge_mappings
 
 # `compare.arms={...}` replaces all arms, as in a file; an assignment that goes deeper means one of them.
@@ -23,7 +23,8 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
     """Apply `a.b=c` assignments; as in a file, `a._override_=true` empties block `a` first.
 
     Values are YAML, but text stays text if the key holds text. If an assignment turns a block into another kind
-    (`loss_fn.objective=gspo`), the file's keys that only other kinds have are dropped.
+    (`loss_fn.objective=gspo`), the file's keys that only other kinds have are dropped. A leading `+` or `++`, as
+    NeMo-RL's command line has it, means nothing.
 
     Args:
         config: the config they apply to.
@@ -33,6 +34,8 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
     Raises:
         ConfigError: assignments without `=` or with a value that is not YAML, all listed, or one that grows too large.
     """
+    # NeMo-RL's command line marks keys that its YAML lacks by a plus; here no key needs it.
+    overrides = [text.removeprefix("+").removeprefix("+") for text in overrides]
     assigned, malformed = [], []
     for text in overrides:
         try:
@@ -46,7 +49,7 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
     said: dict[str, Any] = {}
     for assignment in assigned:
         said = merge_mappings(said, assignment)
-    merged = _without_meaningless(config, said, [model])
+    merged = without_meaningless(config, said, [model])
     for key, assignment in zip(overrides, assigned, strict=True):
         merge = _merge_marked if key.startswith(_INTO_AN_ARM) else merge_mappings
         merged = merge(merged, assignment)
@@ -82,27 +85,3 @@ def _is_text(value: str, kinds: list[Any]) -> bool:
 
 def _nested(keys: list[str], value: Any) -> dict[str, Any]:
     return {keys[0]: _nested(keys[1:], value) if len(keys) > 1 else value}
-
-
-def _without_meaningless(
-    values: Mapping[str, Any], said: Mapping[str, Any], models: list[type[BaseModel]]
-) -> dict[str, Any]:
-    """Drop the file's keys that an assignment has made meaningless; those of the command line stay."""
-    kind = discriminator(models)
-    chosen = [member for member in models if kind and tag(member, kind) == said.get(kind)]
-    dropped = _foreign_keys(models, chosen[0]) if chosen else set()
-    for model in models:
-        if issubclass(model, StrictModel):
-            dropped |= model.keys_without_meaning(said)
-    kept = {key: value for key, value in values.items() if key not in dropped}
-    for key, below in said.items():
-        inside = [
-            m for model in models if key in model.model_fields for m in models_in(model.model_fields[key].annotation)
-        ]
-        if isinstance(below, Mapping) and isinstance(kept.get(key), Mapping):
-            kept[key] = _without_meaningless(kept[key], below, inside)
-    return kept
-
-
-def _foreign_keys(members: list[type[BaseModel]], chosen: type[BaseModel]) -> set[str]:
-    return {key for member in members for key in member.model_fields} - set(chosen.model_fields)

@@ -8,6 +8,8 @@ from pydantic import BaseModel, Tag, ValidationError
 
 from qarl_nemo.config.models import all_keys, annotations, models_in
 
+# The keys with which a block that has one is switched off; null does not do it.
+_SWITCHES = {"enabled": "enabled=false", "steps": "steps=0"}
 _MAX_LINES = 40
 _MAX_CHARS = 80
 # What pydantic calls these kinds are Python's words.
@@ -55,18 +57,17 @@ def _without_echoes(problems: Sequence[Any]) -> list[Any]:
     return [one for one in problems if one["type"] != "too_short" or one["loc"] not in refused]
 
 
-def hint(wrong: str, legal: Sequence[str], others: Sequence[str] = ()) -> str:
+def hint(wrong: str, legal: Sequence[str]) -> str:
     """Return what was probably meant, if anything is similar, and what is legal.
 
     Args:
         wrong: what the user wrote.
         legal: the legal names.
-        others: legal names that the message lists elsewhere.
 
     Returns:
         `did you mean 'x'? legal here: x, y`.
     """
-    return _guess(wrong, [*legal, *others]) + f"legal here: {', '.join(legal)}"
+    return _guess(wrong, legal) + f"legal here: {', '.join(legal)}"
 
 
 def _guess(wrong: str, legal: Iterable[str]) -> str:
@@ -95,15 +96,18 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
         [] if kind == "literal_error" else [word for held in annotations(location, [model]) for word in _words(held)]
     )
     legal_words = f"; legal: {', '.join(map(str, words))}" if words else ""
-    return f"{dotted or 'config'}: {_message(problem, models)}{legal_words}"
+    return f"{dotted or 'config'}: {_message(problem, models, model)}{legal_words}"
 
 
-def _message(problem: Any, models: Sequence[type[BaseModel]]) -> str:
+def _message(problem: Any, models: Sequence[type[BaseModel]], root: type[BaseModel]) -> str:
     given = str(problem["input"])[:_MAX_CHARS]
     value = "null" if problem["input"] is None else repr(given)
     if problem["type"] in _BLOCK_ERRORS:
-        legal = ", ".join(sorted({key for held in models for key in held.model_fields}))
-        return f"expected a block with these keys, not {value}: {legal}"
+        keys = sorted({key for held in models for key in held.model_fields})
+        off = [f"; {_SWITCHES[key]} switches it off" for key in keys if key in _SWITCHES and problem["input"] is None]
+        return f"expected a block with these keys, not {value}: {', '.join(keys)}{''.join(off)}"
+    if problem["type"] == "missing" and (examples := _examples(problem["loc"], root)):
+        return f"{problem['msg']}, for example {examples}"
     if problem["type"] in _LIST_ERRORS:
         return f"expected a list, not {value}"
     message = problem["msg"].removeprefix("Value error, ")
@@ -111,6 +115,12 @@ def _message(problem: Any, models: Sequence[type[BaseModel]]) -> str:
         return message
     shown = repr(given) if isinstance(problem["input"], str) else "null" if problem["input"] is None else given
     return f"{message} (given {shown})"
+
+
+def _examples(place: Sequence[Any], root: type[BaseModel]) -> str:
+    _, around = _follow([str(part) for part in place[:-1]], root)
+    fields = [held.model_fields[place[-1]] for held in around if place[-1] in held.model_fields]
+    return " or ".join(example for field in fields for example in field.examples or ())
 
 
 def _elsewhere(location: list[str], model: type[BaseModel]) -> str:

@@ -10,16 +10,14 @@ from qarl_formats import (
     BASELINE,
     DEFAULT_FORMAT,
     FORMAT_NAMES,
-    NARROW_NAMES,
     OTHER_NAMES,
-    WIDE_NAMES,
     QuantFormat,
     ScaleConvention,
     find_format,
     get_format,
+    meant_formats,
     why_impossible,
 )
-from qarl_nemo.config.problems import hint
 from qarl_nemo.config.strict import StrictModel
 from qarl_nemo.names import Backward, check_targets, split_targets
 
@@ -84,8 +82,8 @@ class QarlConfig(StrictModel):
     def format_is_known(cls, name: str) -> str:
         """Refuse an unknown name and suggest the nearest legal one."""
         if find_format(name) is None:
-            legal = hint(name, FORMAT_NAMES, NARROW_NAMES + WIDE_NAMES)
-            raise ValueError(f"unknown format {name[:80]!r}{why_impossible(name)}: {legal}; {OTHER_NAMES}")
+            legal = f"{meant_formats(name)}legal here: {', '.join(FORMAT_NAMES)}; {OTHER_NAMES}"
+            raise ValueError(f"unknown format {name[:80]!r}{why_impossible(name)}: {legal}")
         return name
 
     @model_validator(mode="after")
@@ -171,6 +169,6 @@ class QarlConfig(StrictModel):
 
     @classmethod
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:
-        """Return the options of integer formats if the command line chooses another format."""
+        """Return the options of integer formats if another format is chosen; an unknown one is refused anyway."""
         fmt = find_format(str(said.get("format", DEFAULT_FORMAT)))
-        return set() if fmt and fmt.group_sizes else {"group_size", "scale_convention", "nested_in", "schedule"}
+        return set() if fmt is None or fmt.group_sizes else {"group_size", "scale_convention", "nested_in", "schedule"}

@@ -13,12 +13,12 @@ class StrictModel(BaseModel):
 
     @classmethod
     def keys_without_meaning(cls, said: Mapping[str, Any]) -> set[str]:  # noqa: ARG003 blocks that have some look at it
-        """Return the keys that mean nothing once the command line has set others of this block.
+        """Return the keys of a default that mean nothing once others of this block are set.
 
-        They made sense with what the file says, so they are dropped instead of refused.
+        They made sense with what the default says, so they are dropped instead of refused.
 
         Args:
-            said: the command line's keys and values.
+            said: what a file, an arm of a comparison or the command line sets.
 
         Returns:
             The keys; none unless a block overrides this.

@@ -9,10 +9,12 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
 
+from qarl_nemo.config.kinds import without_meaningless
 from qarl_nemo.config.problems import ConfigError
 from qarl_nemo.files import FileError, read_text, write_atomic
-from qarl_nemo.installation import shipped_configs
+from qarl_nemo.installation import shipped_config, shipped_configs
 
 # Arms of a comparison are merged onto the rest of the config later, so their `_override_` marks must survive.
 _MERGED_LATER = ("arms",)
@@ -26,8 +28,15 @@ _UNNAMED = 'in "<unicode string>", '
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML; `defaults:` (one path or a list, relative to the file) are merged below it, `_override_` replaces.
+def read_yaml(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Read a YAML; its `defaults:` are merged below it, and `_override_` replaces a block.
+
+    They are one path or a list, relative to the file, or names of shipped configs, such as `demo`.
+
+    Args:
+        path: the file.
+        model: the pydantic model of the whole file. Where the file chooses another kind of block than its defaults
+            (`objective: gspo`), the defaults' keys that only other kinds have are dropped; None keeps them.
 
     Returns:
         The merged, unvalidated config, with its `${...}` as they are written.
@@ -35,7 +44,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file or one of its defaults is missing, malformed, too large, or refers to itself.
     """
-    return _read(_resolved(path), (), {})
+    return _read(_resolved(path), (), {}, [model] if model else [])
 
 
 def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
@@ -114,7 +123,9 @@ def check_yaml_size(text: str) -> None:
             )
 
 
-def _read(path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+def _read(
+    path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]], models: list[type[BaseModel]]
+) -> dict[str, Any]:
     if path in above:
         raise ConfigError(f"defaults form a circle: {' -> '.join(map(str, (*above, path)))}")
     if path not in known:
@@ -125,11 +136,15 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]]
         own = _load(path, above)
         merged: dict[str, Any] = {}
         for parent in _parents(own, path):
-            merged = merge_mappings(merged, _read(parent, (*above, path), known))
+            merged = _merge(merged, _read(parent, (*above, path), known, models), models)
         # OmegaConf says what any container becomes; this one is a mapping.
         values: Any = OmegaConf.to_container(own)
-        known[path] = merge_mappings(merged, values)
+        known[path] = _merge(merged, values, models)
     return known[path]
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any], models: list[type[BaseModel]]) -> dict[str, Any]:
+    return merge_mappings(without_meaningless(below, above, models), above)
 
 
 def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
@@ -171,7 +186,14 @@ def _parents(own: DictConfig, path: Path) -> list[Path]:
         raise ConfigError(f"{path}: defaults: {str(error).splitlines()[0]}") from error
     if not legal:
         raise ConfigError(f"defaults of {path} must be one path or a list of paths, not {str(named)[:80]}")
-    return [_resolved(path.parent / name) for name in names]
+    return [_parent(path, name) for name in names]
+
+
+def _parent(path: Path, name: str) -> Path:
+    beside = _resolved(path.parent / name)
+    if os.path.lexists(beside) and not beside.is_dir():
+        return beside
+    return shipped_config(Path(name)) or beside
 
 
 def _resolved(path: Path) -> Path:

@@ -14,6 +14,10 @@ _BRACE = re.compile(r"\\.|[{}]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
+class NoMarkError(ValueError):
+    """A solution has no mark of its final answer, as another `answer_format` may not need one."""
+
+
 def final_answer(text: str, answer_format: AnswerFormat) -> str:
     r"""Return the answer that a solution ends with.
 
@@ -23,11 +27,12 @@ def final_answer(text: str, answer_format: AnswerFormat) -> str:
             content of the last `\boxed{}`.
 
     Raises:
-        ValueError: it is empty, or the solution has no such mark.
+        NoMarkError: the solution has no such mark.
+        ValueError: the answer is empty, or its mark has no end.
     """
     if answer_format == "hash":
         if _MARK not in text:
-            raise ValueError(f"its answer has no {_MARK}")
+            raise NoMarkError(f"its answer has no {_MARK}")
         text = _THOUSANDS.sub("", text.rpartition(_MARK)[2])
     elif answer_format == "boxed":
         text = _last_box(text)
@@ -53,7 +58,7 @@ def answer_text(value: Any) -> str | None:
 def _last_box(text: str) -> str:
     boxes = list(_BOX.finditer(text))
     if not boxes:
-        raise ValueError(r"its answer has no \boxed{}")
+        raise NoMarkError(r"its answer has no \boxed{}")
     start = boxes[-1].end()
     if not boxes[-1][0].endswith("{"):
         # `\boxed 5`, as TeX reads it: up to the end of the formula.

@@ -136,7 +136,7 @@ class DatasetsData(StrictModel):
     """Data sets of problems, one or a list of them, which are then mixed."""
 
     source: Literal["datasets"]
-    train: Datasets
+    train: Datasets = Field(..., examples=["{dataset_name: gsm8k}", "{data_path: problems.jsonl}"])
     validation: ValidationSets | None = None
     """Data sets or benchmarks, scored in turn; None = the first training problems."""
     max_input_seq_length: int | None = Field(

@@ -1,11 +1,13 @@
 """Tasks from a data set's records, or one error that lists every record that is none."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from qarl_nemo.data.answers import answer_text, final_answer
+from qarl_nemo.data.answers import NoMarkError, answer_text, final_answer
 from qarl_nemo.data.config import DatasetConfig
+from qarl_nemo.data.named import AnswerFormat
 from qarl_nemo.data.records import fields_of, listed, read_records
 from qarl_nemo.data.reward_function import RewardFunction
 from qarl_nemo.verify import reward, rewards
@@ -63,8 +65,12 @@ def task_rewards(tasks: Sequence[Task], responses: Sequence[str]) -> list[float]
     ]
 
 
-def read_tasks(config: DatasetConfig) -> list[Task]:
+def read_tasks(config: DatasetConfig, *, one_turn: bool = False) -> list[Task]:
     """Read a data set.
+
+    Args:
+        config: the data set's block.
+        one_turn: refuse records with other messages than the system's and one of the user.
 
     Returns:
         The tasks, in the data set's order.
@@ -79,12 +85,15 @@ def read_tasks(config: DatasetConfig) -> list[Task]:
     fix = ""
     for place, record in read_records(config):
         try:
-            tasks.append(_task(record, config, judge))
+            tasks.append(_task(record, config, judge, one_turn=one_turn))
         except _MissingFieldError as error:
             problems.setdefault(str(error), []).append(place)
             fix = "; set input_key and output_key to the fields of problem and answer"
+        except json.JSONDecodeError as error:
+            # Its own text counts lines within this one.
+            problems.setdefault(f"not JSON, column {error.colno}: {error.msg}", []).append(place)
         except (ValueError, TypeError, RecursionError) as error:
-            # Ours say it in words; a parser's are clearer with their name.
+            # Our errors are sentences; a parser's need their type's name.
             name = "" if type(error) in (ValueError, TypeError) else f"{type(error).__name__} "
             problems.setdefault(name + str(error)[:_MAX_QUOTED], []).append(place)
     if problems or not tasks:
@@ -115,12 +124,12 @@ class _MissingFieldError(ValueError):
     """A record lacks a field."""
 
 
-def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> Task:
+def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None, *, one_turn: bool) -> Task:
     if isinstance(record, Exception):
         raise record
     if not isinstance(record, Mapping):
         raise TypeError(f"a {type(record).__name__} and no object")
-    input_key, output_key, answer_format = config.fields
+    input_key, output_key, _ = config.fields
     problem, answer = _look_up(record, input_key), _look_up(record, output_key)
     missing = [key for key, value in ((input_key, problem), (output_key, answer)) if value is _ABSENT]
     if missing:
@@ -128,7 +137,19 @@ def _task(record: Any, config: DatasetConfig, judge: RewardFunction | None) -> T
     text = answer_text(answer)
     if text is None:
         raise TypeError(f"the answer is {answer!r}, neither text nor a number")
-    return Task(_prompt(problem, config), final_answer(text, answer_format), judge, record if judge else {})
+    prompt = _prompt(problem, config, one_turn=one_turn)
+    return Task(prompt, _answer(text, config), judge, record if judge else {})
+
+
+def _answer(text: str, config: DatasetConfig) -> str:
+    *_, answer_format = config.fields
+    try:
+        return final_answer(text, answer_format)
+    except NoMarkError as error:
+        others = " or ".join(other for other in get_args(AnswerFormat) if other != answer_format)
+        raise ValueError(
+            f"{error}, which answer_format={answer_format} reads: set answer_format to {others}"
+        ) from error
 
 
 def _look_up(record: Mapping[str, Any], key: str) -> Any:
@@ -140,7 +161,7 @@ def _look_up(record: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def _prompt(problem: Any, config: DatasetConfig) -> str | Messages:
+def _prompt(problem: Any, config: DatasetConfig, *, one_turn: bool) -> str | Messages:
     """Put the problem into the template; of messages, the last one."""
     if isinstance(problem, str):
         _require_words(problem)
@@ -149,13 +170,27 @@ def _prompt(problem: Any, config: DatasetConfig) -> str | Messages:
     if not isinstance(problem, list) or not problem:
         raise TypeError(f"the problem is {problem!r}, neither text nor messages")
     messages = [_message(message) for message in problem]
+    _require_turns([message["role"] for message in messages], one_turn=one_turn)
     if config.system_prompt is not None:
         if messages[0]["role"] == "system":
-            raise ValueError("it has a system message, and system_prompt is another one")
+            raise ValueError("it has a system message, and the config's system prompt is another one: remove either")
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     _require_words(messages[-1]["content"])
     messages[-1]["content"] = config.prompt_template.replace("{problem}", messages[-1]["content"])
     return tuple(messages)
+
+
+def _require_turns(roles: Sequence[str], *, one_turn: bool) -> None:
+    if roles[-1] != "user":
+        raise ValueError(
+            f"its last message is of the role {roles[-1]!r}, and has to be the user's: what follows that is the answer"
+        )
+    num_turns = len(roles) - (roles[0] == "system")
+    if one_turn and num_turns > 1:
+        raise ValueError(
+            f"it has {num_turns} messages beside the system's, and NeMo-RL takes one, the user's: leave it out, or "
+            "train with `qarl train`"
+        )
 
 
 def _require_words(problem: str) -> None:

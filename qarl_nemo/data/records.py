@@ -15,6 +15,7 @@ from qarl_nemo.installation import pip_command
 # What `datasets` calls the readers of single files.
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 _NUM_SHOWN, _MAX_QUOTED = 20, 200
+_PARTS = "legal are train, train[:100], train[90%:] and several of these joined by +, with the split's own name"
 
 
 def read_records(config: DatasetConfig) -> Iterator[tuple[str, Any]]:
@@ -29,7 +30,7 @@ def read_records(config: DatasetConfig) -> Iterator[tuple[str, Any]]:
     Raises:
         ValueError: there is no such file or split, or the hub cannot be reached.
     """
-    path = _local_file(config)
+    path = local_file(config)
     if path is not None and path.suffix == ".jsonl":
         yield from _lines(path, config.split)
     else:
@@ -37,8 +38,18 @@ def read_records(config: DatasetConfig) -> Iterator[tuple[str, Any]]:
             yield f"record {number}", record
 
 
-def _local_file(config: DatasetConfig) -> Path | None:
-    """Return the file to read, of a folder the one that is called as the split; None if `datasets` finds it."""
+def local_file(config: DatasetConfig) -> Path | None:
+    """Find the file to read.
+
+    Args:
+        config: the data set's block.
+
+    Returns:
+        The file, of a folder the one that is called as the split; None if `datasets` finds it.
+
+    Raises:
+        FileError: there is no such file or folder, or the file is of another kind than those that are read.
+    """
     if config.data_path is None:
         return None
     path = Path(config.data_path)
@@ -61,7 +72,7 @@ def _local_file(config: DatasetConfig) -> Path | None:
 def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     # JSON strings may contain the other line separators that splitlines() splits at.
     lines = [line for line in enumerate(read_text(path, "JSONL data").split("\n"), start=1) if line[1].strip()]
-    for number, line in [line for part in _parts(split, len(lines)) for line in lines[part]]:
+    for number, line in [line for part in _parts(path, split, len(lines)) for line in lines[part]]:
         record: Any
         try:
             record = load_json(line)
@@ -73,7 +84,7 @@ def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
         yield f"line {number}", record
 
 
-def _parts(split: str, num_records: int) -> list[slice]:
+def _parts(path: Path, split: str, num_records: int) -> list[slice]:
     """Return which records a split such as `train[:10%]+train[90%:]` asks for, as `datasets` reads it."""
     name, bracket, _ = split.partition("[")
     if not bracket:
@@ -81,7 +92,9 @@ def _parts(split: str, num_records: int) -> list[slice]:
     try:
         parts = _datasets().ReadInstruction.from_spec(split).to_absolute({name: num_records})
     except (ValueError, AssertionError) as error:
-        raise FileError(f"split {split!r} of {num_records} records: {str(error).splitlines()[0]}") from error
+        raise FileError(
+            f"{path}: split {split!r} of {num_records} records: {str(error).splitlines()[0]}; {_PARTS}"
+        ) from error
     return [slice(part.from_, part.to) for part in parts]
 
 
@@ -153,6 +166,8 @@ def _load_dataset(config: DatasetConfig, file: Path | None) -> Any:
             else ""
         )
         fix = inside if is_local else f"; without a network, set its data_path to a local file or folder{copies}"
+        if "instruction format" in reason:
+            fix = f"; {_PARTS}"
         raise FileError(
             f"dataset {source}, split {config.split!r}, cannot be loaded: {reason[:_MAX_QUOTED]}{fix}"
         ) from error

@@ -6,6 +6,7 @@ import torch
 
 from qarl_kernels import QuantFormat, weight_problems
 from qarl_nemo.megatron.alignment import Alignment
+from qarl_nemo.parallelism import divisors, either
 
 # Setting -> why it is refused. A setting that this Megatron version does not know counts as off.
 _REFUSED = {
@@ -141,7 +142,8 @@ def _gated_problems(config: Any, fmt: QuantFormat, names: tuple[str, str], width
     whole, parts = getattr(config, width), getattr(config, split) or 1
     inner, rest = divmod(whole, parts)
     if rest:
-        return [f"{split}={parts} does not divide {width}={whole}"]
+        legal = _storable(fmt, names[1], config.hidden_size, whole, divisors(whole))
+        return [f"{split}={parts} does not divide {width}={whole}; it may be {legal}"]
     problems, where = [], f"({width}={whole}, {split}={parts})"
     for name, shape in zip(names, ((2 * inner, config.hidden_size), (config.hidden_size, inner)), strict=True):
         problems += [f"{name} shard {list(shape)} {where}: {problem}" for problem in weight_problems(shape, fmt)]
@@ -149,6 +151,15 @@ def _gated_problems(config: Any, fmt: QuantFormat, names: tuple[str, str], width
         rows = f"{names[0]} shard of {inner} gate rows {where}"
         problems.append(f"{rows}: a {fmt.scale_rows}-row block would hold gate and up")
     return problems + _cut_problems(fmt, names[1], f"{split}={parts}", parts)
+
+
+def _storable(fmt: QuantFormat, name: str, rows: int, columns: int, sizes: list[int]) -> str:
+    """Name the sizes, 1 included, by which the columns of a weight can be divided among ranks."""
+    return either(
+        size
+        for size in sizes
+        if size == 1 or not (_cut_problems(fmt, name, "", size) or weight_problems((rows, columns // size), fmt))
+    )
 
 
 def _cut_problems(fmt: QuantFormat, name: str, setting: str, parts: int) -> list[str]:
@@ -166,7 +177,11 @@ def _attention_problems(config: Any, fmt: QuantFormat) -> list[str]:
     tp, width = config.tensor_model_parallel_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
     if heads % tp or groups % tp:
-        return [f"tensor_model_parallel_size={tp} does not divide {heads} attention heads and {groups} KV heads"]
+        legal = _storable(fmt, "linear_proj", config.hidden_size, heads * width, divisors(heads, groups))
+        return [
+            f"tensor_model_parallel_size={tp} does not divide {heads} attention heads and {groups} KV heads; it may be "
+            f"{legal}"
+        ]
     problems = []
     shapes = {
         "linear_qkv": ((heads + 2 * groups) // tp * width, config.hidden_size),

@@ -5,7 +5,7 @@ an engine that shares its GPU, or `EMBEDDED_PROCESS_BYTES` where one process has
 cannot use comes on top and is not computed.
 """
 
-from qarl_nemo.memory.engine import engine_bytes, refit_bytes, served_bytes
+from qarl_nemo.memory.engine import EngineRanks, engine_bytes, refit_bytes, served_bytes
 from qarl_nemo.memory.host import host_memory
 from qarl_nemo.memory.layouts import layouts, require_layout, require_targets
 from qarl_nemo.memory.learner import (
@@ -20,7 +20,8 @@ from qarl_nemo.memory.learner import (
     rank_memory,
 )
 from qarl_nemo.memory.model_size import ModelSize
-from qarl_nemo.memory.units import ASLEEP_BYTES, EMBEDDED_PROCESS_BYTES, ENGINE_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.memory.requests import named_layouts, named_learner
+from qarl_nemo.memory.units import ASLEEP_BYTES, EMBEDDED_PROCESS_BYTES, ENGINE_BYTES, GIB, MIB, OVERHEAD_BYTES
 from qarl_nemo.parallelism import Parallelism
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "ENGINE_BYTES",
     "GIB",
     "MAX_TOKENS",
+    "MIB",
     "OPTIMIZERS",
     "OVERHEAD_BYTES",
     "PARTS",
+    "EngineRanks",
     "Learner",
     "Memory",
     "ModelSize",
@@ -42,6 +45,8 @@ __all__ = [
     "largest_budget",
     "layouts",
     "logprob_bytes",
+    "named_layouts",
+    "named_learner",
     "rank_memory",
     "refit_bytes",
     "require_layout",

@@ -1,10 +1,47 @@
 """GPU memory of rollout engines, and of a refit of those that share the learner's GPUs."""
 
+from dataclasses import dataclass
+
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.memory.learner import Learner, rank_memory, stored_bytes
 from qarl_nemo.memory.model_size import ModelSize
 from qarl_nemo.memory.units import BF16
-from qarl_nemo.parallelism import Parallelism
+from qarl_nemo.parallelism import Parallelism, divisors, either
+
+
+@dataclass(frozen=True)
+class EngineRanks:
+    """How GPUs share one rollout engine.
+
+    Attributes:
+        tp: GPUs that share its layers.
+        ep: GPUs that share its experts, with other engines if they are more than `tp`; 1: as they share layers.
+    """
+
+    tp: int = 1
+    ep: int = 1
+
+    def require(self, model: ModelSize, num_gpus: int) -> None:
+        """Require that the engines share some GPUs and a model evenly.
+
+        Raises:
+            ValueError: they do not; names both sizes' legal values.
+        """
+        problems = _uneven("engine_tp", self.tp, {"GPUs": num_gpus, "attention heads": model.num_heads})
+        if self.ep != 1 and not model.num_experts:
+            problems.append(f"engine_ep={self.ep}: this model has no experts; leave it out")
+        elif self.ep != 1:
+            problems += _uneven("engine_ep", self.ep, {"GPUs": num_gpus, "experts": model.num_experts}, of=self.tp)
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def _uneven(name: str, size: int, shared: dict[str, int], of: int = 1) -> list[str]:
+    uneven = [f"{count} {what}" for what, count in shared.items() if size < 1 or count % size]
+    wrong = [f"does not divide {' and '.join(uneven)}"] if uneven else []
+    wrong += [f"is no multiple of engine_tp={of}"] if of > 1 and size % of else []
+    legal = [each for each in divisors(*shared.values()) if each == 1 or of < 1 or each % of == 0]
+    return [f"{name}={size} {' and '.join(wrong)}; it may be {either(legal)}"] if wrong else []
 
 
 def served_bytes(model: ModelSize, served: Learner, *, published: bool = False) -> float:

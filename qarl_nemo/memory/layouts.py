@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from qarl_nemo.memory.model_size import ModelSize
-from qarl_nemo.parallelism import Parallelism
+from qarl_nemo.parallelism import Parallelism, divisors, either
 
 _LOOKED_AT = 1025
 
@@ -45,7 +45,11 @@ def require_layout(model: ModelSize, ranks: Parallelism) -> None:
         needed += [("ep", ranks.ep, "experts", model.num_experts), ("etp", ranks.etp, "rows of an expert", model.inner)]
     else:
         needed += [("tp", ranks.tp, "rows of the MLP", model.inner)]
-    problems = [f"{name}={size} does not divide {count} {what}" for name, size, what, count in needed if count % size]
+    problems = [
+        f"{name}={size} does not divide {count} {what}; it may be {either(divisors(ranks.num_gpus, *counts))}"
+        for name, size, what, count in needed
+        if count % size and (counts := [each for other, _, _, each in needed if other == name])
+    ]
     if not model.num_experts and ranks.ep * ranks.etp > 1:
         problems.append("ep and etp share experts, which this model does not have")
     if problems:

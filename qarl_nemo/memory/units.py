@@ -1,7 +1,7 @@
 """Units, and what GPUs hold beside tensors."""
 
 BF16, FP32 = 2, 4
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 OVERHEAD_BYTES = 6 * GIB
 """What a learner's process takes beside its tensors: CUDA's context, its kernels, NCCL's buffers. 5.8 GiB were measured
 on each of four GPUs (docs/evidence/full_size.md)."""

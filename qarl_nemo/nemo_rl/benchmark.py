@@ -9,7 +9,9 @@ from nemo_rl.data.processors import math_hf_data_processor
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.data.benchmark_problems import read_problems
-from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmark
+from qarl_nemo.data.benchmarks import find_benchmark
+
+_BENCHMARK = "benchmark"
 
 
 class Benchmark(RawDataset):
@@ -21,6 +23,7 @@ class Benchmark(RawDataset):
         benchmark: its name.
         data_path: a local copy in the set's own fields; None reads the hub.
         repeat: how often each problem comes.
+        task_name: what NeMo-RL tells data sets apart by; None for the benchmark's name.
         unread: NeMo-RL's other keys of a dataset.
 
     Raises:
@@ -32,6 +35,7 @@ class Benchmark(RawDataset):
         benchmark: str,
         data_path: str | None = None,
         repeat: int = 1,
+        task_name: str | None = None,
         **unread: Any,  # noqa: ARG002
     ) -> None:
         try:
@@ -39,7 +43,7 @@ class Benchmark(RawDataset):
             problems = read_problems(self.record, Path(data_path) if data_path else None)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.task_name = self.record.name
+        self.task_name = task_name or self.record.name
         self.dataset = Dataset.from_list(
             [
                 {
@@ -48,6 +52,7 @@ class Benchmark(RawDataset):
                         {"role": "assistant", "content": problem.answer},
                     ],
                     "task_name": self.task_name,
+                    _BENCHMARK: self.record.name,
                 }
                 for problem in problems
             ]
@@ -76,5 +81,5 @@ def benchmark_processor(datum: dict[str, Any], *arguments: Any, **named: Any) ->
         NeMo-RL's `DatumSpec`.
     """
     output = math_hf_data_processor(datum, *arguments, **named)
-    output["extra_env_info"] |= {"benchmark": BENCHMARKS[datum["task_name"]].name}
+    output["extra_env_info"][_BENCHMARK] = datum[_BENCHMARK]
     return output

@@ -41,6 +41,7 @@ class Budget:
         value: what the config says, tokens or responses.
         needed: bytes of tensors that a learner rank holds at the phase's peak.
         room: bytes that it may hold.
+        sequence: the longest sequence that fits alone; 0 if none does.
         largest: the largest value that fits, if it can hold a response; else 0.
         useful: the value that takes all that a rank has; a larger one changes nothing.
         plenty: the value from which a larger one saves little.
@@ -51,6 +52,7 @@ class Budget:
     value: int
     needed: float
     room: float
+    sequence: int
     largest: int
     useful: int
     plenty: int
@@ -102,7 +104,7 @@ def token_budgets(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool
             largest = tokens // unit if tokens >= longest else 0
             needed = peak(min(value * unit, useful or MAX_TOKENS, MAX_TOKENS))
             trains = phase == "update"
-            found.append(Budget(key, trains, value, needed, room, largest, useful // unit, plenty // unit))
+            found.append(Budget(key, trains, value, needed, room, tokens, largest, useful // unit, plenty // unit))
     return found
 
 

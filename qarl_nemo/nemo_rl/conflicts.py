@@ -7,6 +7,7 @@ from typing import Any
 from qarl_formats import get_format, served_formats
 from qarl_nemo.files import FileError
 from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.nemo_rl.batch_checks import count_problems
 from qarl_nemo.nemo_rl.data_checks import data_conflicts
 from qarl_nemo.nemo_rl.engine_checks import (
     argument_problems,
@@ -14,12 +15,16 @@ from qarl_nemo.nemo_rl.engine_checks import (
     given_arguments,
     repeated_arguments,
 )
-from qarl_nemo.nemo_rl.layout import count_problems, layout_conflicts, read_layout, responses_per_step
+from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
+from qarl_nemo.nemo_rl.layout_checks import layout_conflicts
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
+from qarl_nemo.nemo_rl.muon_checks import muon_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import dtype_conflicts
-from qarl_nemo.refit.engine_settings import kernel_options
+from qarl_nemo.nemo_rl.sequence_lengths import length_conflicts
+from qarl_nemo.nemo_rl.validation_checks import validation_batch_conflicts
+from qarl_nemo.refit.engine_settings import kernel_choices
 
 _OFF = (None, False)
 # Key -> (legal values, why); a key that is absent has NeMo-RL's default, which is legal.
@@ -87,7 +92,6 @@ _PACKING = "policy.sequence_packing.enabled"
 # What NeMo-RL requires of dynamic batches, once workers start.
 _DYNAMIC = {_PACKING: False, "policy.megatron_cfg.pipeline_model_parallel_size": 1}
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
-_UNCORRECTED = ("gspo", "sapo")
 # What NeMo-RL's asynchronous loop does not implement.
 _SYNCHRONOUS = (
     "grpo.use_dynamic_sampling",
@@ -123,13 +127,16 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_loop_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *_optimizer_conflicts(config),
+        *muon_conflicts(config),
         *(_mismatches(config, _FUSED_LOGPROBS, f"{_FUSED}=true") if look_up(config, _FUSED, False) else ()),
         *_packing_conflicts(config),
         *_sampling_conflicts(config),
         *_stage_conflicts(config, qarl),
         *data_conflicts(config),
+        *validation_batch_conflicts(config),
         *dtype_conflicts(config),
         *unknown,
+        *([] if unknown else length_conflicts(config)),
         *([] if count_problems(config) else shape_conflicts(config, qarl, model)),
         *(layout := layout_conflicts(config, model)),
         # Memory can be computed only for a layout that is possible.
@@ -150,7 +157,7 @@ def _loss_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
         for key in loss_fn
         if key in own
     ]
-    if _is_uncorrected(objective) and loss_fn.get("use_importance_sampling_correction"):
+    if not objective.corrects_mismatch and loss_fn.get("use_importance_sampling_correction"):
         why = f"qarl.objective {objective.objective} has no mismatch weight"
         problems.append(
             _line("loss_fn.use_importance_sampling_correction", True, why, "false, or choose another objective")
@@ -207,17 +214,13 @@ def _sampling_conflicts(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _is_uncorrected(objective: LossConfig) -> bool:
-    return objective.objective in _UNCORRECTED or getattr(objective, "mismatch_cap", 0.0) is None
-
-
 def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
     # NeMo-RL refuses these itself, but only after all workers have started.
     wanted = {
         "policy.generation.colocated.enabled": (False, "generation needs GPUs of its own"),
         "policy.generation.vllm_cfg.async_engine": (True, "generation runs beside training"),
     }
-    if _is_uncorrected(objective):
+    if not objective.corrects_mismatch:
         why = f"qarl.objective {objective.objective} has no mismatch weight for responses of older weights"
         return [_line("grpo.async_grpo.enabled", True, why, "false, or choose another objective")]
     wanted["loss_fn.use_importance_sampling_correction"] = (True, "the objective's mismatch weight is that correction")
@@ -259,7 +262,7 @@ def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     generation = look_up(config, "policy.generation", {})
     arguments, places = given_arguments(generation)
     problems += repeated_arguments(generation)
-    problems += argument_problems(arguments, kernel_options(get_format(qarl.format), qarl.targets), places)
+    problems += argument_problems(arguments, kernel_choices(get_format(qarl.format), qarl.targets), places)
     own = look_up(generation, "vllm_cfg.env_vars", None) or {}
     problems += environment_problems(own, "policy.generation.vllm_cfg.env_vars.", forced=True)
     # NeMo-RL copies this process's environment to every worker.

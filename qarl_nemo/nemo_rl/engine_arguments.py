@@ -11,7 +11,7 @@ from qarl_nemo.checkpoints import model_quantization_config
 from qarl_nemo.config import QarlConfig
 from qarl_nemo.nemo_rl.engine_checks import argument_problems, plain_block
 from qarl_nemo.nemo_rl.engine_rules import NESTED
-from qarl_nemo.refit.engine_settings import COMPILATION, kernel_options
+from qarl_nemo.refit.engine_settings import COMPILATION, kernel_choices, kernel_options
 
 _EXTENSION = "qarl_nemo.nemo_rl.vllm_extension.QarlWorkerExtension"
 
@@ -28,11 +28,11 @@ def engine_arguments(given: Mapping[str, Any], qarl: QarlConfig) -> dict[str, An
         ValueError: settings under which another kernel, format or distribution would be served; all listed.
     """
     fmt, targets = qarl.served_format, qarl.targets
-    kernels = kernel_options(fmt, targets)
-    problems = argument_problems(given, kernels)
+    problems = argument_problems(given, kernel_choices(fmt, targets))
     if problems:
         raise ValueError("policy.generation does not serve the `qarl:` block:\n  " + "\n  ".join(problems))
-    arguments = dict(given) | {name: plain_block(given[name]) for name in NESTED if name in given} | kernels
+    arguments = dict(given) | {name: plain_block(given[name]) for name in NESTED if name in given}
+    arguments |= kernel_options(fmt, targets)
     arguments["worker_extension_cls"] = _EXTENSION
     arguments["compilation_config"] = _compilation(given)
     # Logprobs of the distribution that was sampled from, at the sampling temperature, like the learner's.

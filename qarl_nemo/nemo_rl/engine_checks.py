@@ -47,14 +47,14 @@ def given_arguments(generation: Mapping[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def argument_problems(
-    arguments: Mapping[str, Any], kernels: Mapping[str, str], places: Mapping[str, str] | None = None
+    arguments: Mapping[str, Any], kernels: Mapping[str, tuple[str, ...]], places: Mapping[str, str] | None = None
 ) -> list[str]:
     """Say which arguments of `vllm.LLM` break the alignment of learner and engine, or refits.
 
     Args:
         arguments: arguments by name; blocks may be mappings, JSON, or the integer that vLLM takes for a compilation
             mode.
-        kernels: `kernel_options` of the format.
+        kernels: `kernel_choices` of the format.
         places: the key that each comes from; `vllm_kwargs` for a missing name.
 
     Returns:
@@ -144,7 +144,7 @@ def plain_block(value: Any) -> dict[str, Any] | None:
     return {"mode": value} if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _block_problems(name: str, value: Any, place: str, kernels: Mapping[str, str]) -> list[str]:
+def _block_problems(name: str, value: Any, place: str, kernels: Mapping[str, tuple[str, ...]]) -> list[str]:
     block = plain_block(value)
     if block is None:
         return [f"{place}={_text(value)}: not a mapping of settings; set one"]
@@ -165,12 +165,11 @@ def _block_problems(name: str, value: Any, place: str, kernels: Mapping[str, str
     return problems
 
 
-def _value_problems(name: str, last: str, value: Any, place: str, kernels: Mapping[str, str]) -> list[str]:
+def _value_problems(name: str, last: str, value: Any, place: str, kernels: Mapping[str, tuple[str, ...]]) -> list[str]:
     if last in kernels:
-        wanted = kernels[last]
         why = "the learner follows another kernel for this format"
-        legal = _is_legal(value, ("auto", wanted))
-        return [] if legal else [f"{place}={_text(value)}: {why}; set {wanted}"]
+        legal = _is_legal(value, ("auto", *kernels[last]))
+        return [] if legal else [f"{place}={_text(value)}: {why}; {_advice(kernels[last])}"]
     rule = RULES.get(name)
     if rule is not None:
         ok = _is_legal(value, rule.legal)

@@ -5,26 +5,23 @@ from typing import Any
 
 from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
-from qarl_nemo.nemo_rl.budgets import largest_share, token_budgets, waiting_answers
-from qarl_nemo.nemo_rl.layout_memory import Needed, card, first_host_gib, needed_memory
+from qarl_nemo.nemo_rl.budgets import token_budgets
+from qarl_nemo.nemo_rl.layout_memory import Needed, first_host_gib, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.residency import UTILIZATION
+from qarl_nemo.nemo_rl.share_hints import share_hints
+from qarl_nemo.nemo_rl.validation_checks import validation_hints
 from qarl_nemo.secrets import secret_variables
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
 _ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
-# With it, vLLM's cache does not follow from its share of the GPU.
-_CACHE = "policy.generation.vllm_kwargs.kv_cache_memory_bytes"
 # Half of what fits is to be half as large again.
 _WORTH_SAYING = 3
-# vLLM's own default.
-_USUAL_SHARE = 0.9
 
 
 def find_hints(config: Mapping[str, Any]) -> list[str]:
-    """Say which settings cost time for nothing, show a secret, or make Muon step differently from other learners here.
+    """Say which settings cost time, show a secret, leave out validation problems, or make Muon step differently.
 
     Args:
         config: the whole config, as nested dictionaries.
@@ -53,7 +50,7 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
             "whose steps are as long as AdamW's (Megatron's defaults step five times as far); for that one set "
             f"{settings}"
         )
-    return hints
+    return hints + validation_hints(config)
 
 
 def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
@@ -77,7 +74,7 @@ def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
                 f"by computation{more}. Take half of it first, and look at train/qarl/memory in the run's metrics"
             )
     needed = needed_memory(config, qarl, optimizer_stays=qarl.resident)
-    return hints if needed is None else hints + _share_hints(needed, config, qarl) + _host_hints(needed, qarl)
+    return hints if needed is None else hints + share_hints(needed, config, qarl) + _host_hints(needed, qarl)
 
 
 def _host_hints(needed: Needed, qarl: Any) -> list[str]:
@@ -90,20 +87,4 @@ def _host_hints(needed: Needed, qarl: Any) -> list[str]:
     return [
         f"host memory: {total:.0f} GiB are computed for each node ({parts}), and this machine has {memory:.0f}: the "
         f"system may kill a worker; set {stay}a larger {_ENGINE_TP}, or fewer bits"
-    ]
-
-
-def _share_hints(needed: Needed, config: Mapping[str, Any], qarl: Any) -> list[str]:
-    share = look_up(config, UTILIZATION, None)
-    if not isinstance(share, float) or look_up(config, _CACHE, None) is not None:
-        return []
-    gpu_bytes = card(qarl).gib * GIB
-    most = min(largest_share(needed, gpu_bytes, optimizer_stays=qarl.resident), _USUAL_SHARE)
-    now, wanted = waiting_answers(needed, share, gpu_bytes, config)
-    then, _ = waiting_answers(needed, most, gpu_bytes, config)
-    if now >= wanted or then < 2 * now:
-        return []
-    return [
-        f"{UTILIZATION}={share}: an engine's cache holds {now} answer(s) of the largest length at once, of the "
-        f"{wanted} that it gets; with {most} it holds {then}"
     ]

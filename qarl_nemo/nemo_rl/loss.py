@@ -31,9 +31,6 @@ ENTROPY_KEY = "qarl_entropy"
 
 TokenMetrics = Callable[[LossData, Tensor], dict[str, Tensor]]
 
-# Objectives that average over responses, and those whose bands are for whole responses; the others use tokens.
-_SEQUENCE_LOSSES = ("tbpo", "gspo", "mis_gspo", "sapo")
-_SEQUENCE_BANDS = ("tbpo", "gspo", "mis_gspo")
 _PER_TOKEN = ("kl_k3", "mismatch_kl_k3", "entropy")
 _PER_SEQUENCE = ("prox_ratio_mean", "mismatch_weight_mean", "kept_fraction", "mismatch_rejected_fraction")
 
@@ -74,7 +71,7 @@ class QarlLossFn:
 
     def __init__(self, objective: LossConfig, replaced: ClippedLoss, token_metrics: TokenMetrics | None = None) -> None:
         self.objective = objective
-        by_response = objective.objective in _SEQUENCE_LOSSES
+        by_response = objective.averages == "response"
         self.input_type = replaced.input_type
         self.loss_type = type(replaced.loss_type)("sequence_level" if by_response else "token_level")
         self.reference_policy_kl_penalty = replaced.reference_policy_kl_penalty
@@ -212,8 +209,8 @@ class QarlLossFn:
                 return plain
             if name in _PER_SEQUENCE:
                 return sequences
-            by_band = self.objective.objective in _SEQUENCE_BANDS and name not in (*_PER_TOKEN, *of_tokens)
-            return sequences if by_band else tokens
+            of_bands = name not in (*_PER_TOKEN, *of_tokens)
+            return sequences if of_bands and self.objective.band_unit == "response" else tokens
 
         one, token = torch.ones(()), torch.zeros(1, 1)
         batch = LossData(token, token, token, token, torch.zeros(1), one, one, entropy=token)

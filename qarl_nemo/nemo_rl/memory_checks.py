@@ -8,10 +8,13 @@ from qarl_nemo.nemo_rl.budgets import Budget, largest_share, smallest_engine, sm
 from qarl_nemo.nemo_rl.layout_memory import Card, Needed, card, learner_of, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import KEY, MOMENTS
+from qarl_nemo.nemo_rl.other_layouts import layouts_that_fit
 from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, optimizer_stays, residency_conflicts
+from qarl_nemo.parallelism import either
 
 _MEGATRON = "policy.megatron_cfg"
 _ENGINE = "policy.generation.vllm_cfg"
+_LONGEST = "policy.max_total_sequence_length"
 _CHUNK = "policy.logprob_chunk_size"
 _RECOMPUTE = f"{_MEGATRON}.activation_checkpointing"
 _LET_IT_LEAVE = f"qarl.resident=auto and no {OFFLOAD}"
@@ -56,7 +59,7 @@ def _kept_by(config: Mapping[str, Any]) -> str:
 
 def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], qarl: Any) -> str:
     beside = (OVERHEAD_BYTES + needed.asleep) / GIB
-    fixes = [f"at most {budget.most}" if budget.most else "a layout with less a rank"]
+    fixes = [f"at most {budget.most}"] if budget.most else _room_for_one(budget, config, qarl)
     if not look_up(config, _CHUNK, None):
         fixes.append(f"{_CHUNK}=1024 with {_MEGATRON}.defer_fp32_logits=true")
     if qarl.keep_operand:
@@ -69,10 +72,21 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
     if budget.trains and learner.optimizer == "adam":
         keys = ", ".join(f"{key}=bfloat16" for key in MOMENTS)
         fixes.append(f"use_precision_aware_optimizer=true, {keys} in {KEY}")
+    advice = f"set {', '.join(fixes)}, or take" if fixes else "take"
     return (
         f"memory: {budget.key}={budget.value}: a learner rank needs {budget.needed / GIB:.0f} GiB and {beside:g} "
-        f"beside its tensors, {_of(gpu)}; set {', '.join(fixes)}, or more GPUs"
+        f"beside its tensors, {_of(gpu)}; {advice} more GPUs"
     )
+
+
+def _room_for_one(budget: Budget, config: Mapping[str, Any], qarl: Any) -> list[str]:
+    """Say what makes room for a response, of which not even one fits."""
+    shorter = f"{_LONGEST} to at most {budget.sequence}"
+    if budget.key.endswith("_tokens"):
+        shorter = f"at most {budget.sequence} here and in {_LONGEST}"
+    fixes = [shorter] if budget.sequence else []
+    names = layouts_that_fit(config, qarl, optimizer_stays=optimizer_stays(config, qarl))
+    return fixes + ([f"a layout in which it fits by computation ({either(names)}) in {_MEGATRON}"] if names else [])
 
 
 def _refit_problems(needed: Needed, gpu: Card, stays: str | None, *, whole: bool) -> Iterator[str]:

@@ -102,16 +102,28 @@ def read_model(config: Mapping[str, Any]) -> Architecture | None:
     path = _config_file(_name(config))
     if path is None:
         return None
-    stored = read_json(path, "a model's config.json")
-    model = Architecture.parse(
-        stored | dict(look_up(config, _OVERRIDES, None) or {}), _place(config), MEGATRON_FAMILIES
-    )
-    layers = stored.get("num_hidden_layers")
+    layers = read_json(path, "a model's config.json").get("num_hidden_layers")
+    model = Architecture.parse(read_model_config(config) or {}, _place(config), MEGATRON_FAMILIES)
     if isinstance(layers, int) and model.num_hidden_layers > layers:
         raise FileError(
             f"{_place(config)}: the checkpoint has {layers} layers; set num_hidden_layers to at most {layers}"
         )
     return model
+
+
+def read_model_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read a run's config.json with `policy.hf_config_overrides` in it; None if it is not on this machine.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Raises:
+        FileError: it cannot be read.
+    """
+    path = _config_file(_name(config))
+    if path is None:
+        return None
+    return read_json(path, "a model's config.json") | dict(look_up(config, _OVERRIDES, None) or {})
 
 
 def read_model_size(config: Mapping[str, Any]) -> ModelSize | None:

@@ -1,10 +1,13 @@
 """The calls with which a launcher runs NeMo-RL with this package, in the order in which it makes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from qarl_nemo.nemo_rl.data_checks import overlong_prompts, use_reward_functions
-from qarl_nemo.nemo_rl.prompt_lengths import limit_prompts, show_prompt
+from qarl_nemo.config import ConfigError
+from qarl_nemo.config.problems import attempt
+from qarl_nemo.nemo_rl.data_checks import overlong_prompts
+from qarl_nemo.nemo_rl.data_sets import ENVIRONMENT, name_data_sets, use_reward_functions
+from qarl_nemo.nemo_rl.prompt_lengths import limit_prompts, show_prompt, unasked_prompts
 
 _HERE = "qarl_nemo.nemo_rl"
 POLICY_WORKER = f"{_HERE}.policy_worker.QarlMegatronPolicyWorker"
@@ -13,8 +16,6 @@ GENERATION_WORKERS = {
     f"{_VLLM}.vllm_worker.VllmGenerationWorker": f"{_HERE}.vllm_worker.QarlGenerationWorker",
     f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_HERE}.vllm_worker.QarlAsyncGenerationWorker",
 }
-# The name under which `env:` configures it and data sets ask for it.
-ENVIRONMENT = "qarl_benchmark"
 _REWARD_ACTOR = f"{_HERE}.reward_environment.RewardFunctionEnvironment"
 # Actors that NeMo-RL starts through uv even if told to use the system's Python.
 _UV_ALWAYS = (
@@ -49,37 +50,46 @@ def register() -> None:
         registry.ACTOR_ENVIRONMENT_REGISTRY.update(dict.fromkeys(_UV_ALWAYS, PY_EXECUTABLES.SYSTEM))
 
 
-def setup_data(setup: Callable[..., Any], tokenizer: Any, data: Any, env: Any) -> Any:
+def setup_data(setup: Callable[..., Any], tokenizer: Any, data: Any, env: Any, grpo: Mapping[str, Any]) -> Any:
     """Call NeMo-RL's `setup_response_data`, with what this package adds to the `data:` block.
 
-    Data sets with a `reward_function` get an environment that calls it; prompts that are too long are an error, or left
-    out, as `data.overlong_prompts` says; and the first prompt is printed as the model sees it.
+    Data sets with a `reward_function` get an environment that calls it, and ours a name each; prompts that are too long
+    are an error, or left out, as `data.overlong_prompts` says; the first prompt is printed as the model sees it, and
+    which problems a validation leaves out.
 
     Args:
         setup: NeMo-RL's function.
         tokenizer: the model's.
         data: the `data:` block.
         env: the `env:` block.
+        grpo: the `grpo:` block, which says how much of the validation set is asked.
 
     Returns:
         What NeMo-RL's function returns.
 
     Raises:
-        ConfigError: prompts are too long.
+        ConfigError: prompts are too long; those of all keys are told.
     """
     from nemo_rl.environments.utils import ENV_REGISTRY
 
     for name in use_reward_functions(data, env):
         ENV_REGISTRY[name] = {"actor_class_fqn": _REWARD_ACTOR}
+    name_data_sets(data)
     parts = setup(tokenizer, data, env)
     several = parts[0] if isinstance(parts[0], dict) else {"": parts[0]}
     datasets = [("train", dataset) for dataset in several.values()]
     datasets += [("validation", parts[1])] if parts[1] is not None else []
     overlong = overlong_prompts({"data": data})
+    problems: list[str] = []
     if overlong != "mask":
-        told = [limit_prompts(dataset, key, skip=overlong == "skip") for key, dataset in datasets]
-        print(f"qarl: data: {'; '.join(told)}")
-    print(f"qarl: {show_prompt(datasets[0][1])}", flush=True)
+        told = [attempt(problems, limit_prompts, dataset, key, skip=overlong == "skip") for key, dataset in datasets]
+        if problems:
+            raise ConfigError("\n  ".join(problems))
+        print(f"qarl: data: {'; '.join(filter(None, told))}")
+    unasked = "" if parts[1] is None else unasked_prompts(parts[1], grpo)
+    print(
+        *([f"qarl: data: {unasked}"] if unasked else []), f"qarl: {show_prompt(datasets[0][1])}", sep="\n", flush=True
+    )
     return parts
 
 

@@ -1,5 +1,8 @@
-"""What becomes of prompts that NeMo-RL would cut to four tokens and mask; and a prompt as the model sees it."""
+"""What becomes of prompts that NeMo-RL would cut and mask, or not ask; and a prompt as the model sees it."""
 
+from collections import Counter
+from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 from torch.utils.data import Subset
@@ -43,6 +46,30 @@ def limit_prompts(dataset: Any, key: str, *, skip: bool) -> str:
     dataset.dataset = Subset(dataset.dataset, kept)
     return (
         f"{key}: {len(kept):,} problems, {total - len(kept):,} with {limit} tokens or more (at most {longest}) skipped"
+    )
+
+
+def unasked_prompts(dataset: Any, grpo: Mapping[str, Any]) -> str:
+    """Say which prompts of a validation set NeMo-RL does not ask: it takes the first, in whole batches, in order.
+
+    Args:
+        dataset: NeMo-RL's `AllTaskProcessedDataset`.
+        grpo: the `grpo:` block.
+
+    Returns:
+        How many are asked, which data sets have no part in them, and what to set; empty if all are asked, or nothing is
+        validated by these keys.
+    """
+    most, batch = grpo["max_val_samples"], grpo["val_batch_size"]
+    validates = grpo["val_period"] or grpo["val_at_start"] or grpo["val_at_end"]
+    if not (validates and most and batch) or (asked := most // batch * batch) >= len(dataset):
+        return ""
+    names = [dataset.dataset[place]["task_name"] for place in range(len(dataset))]
+    missing = [name for name in Counter(names) if name not in names[:asked]]
+    none_of = f", none of {' and '.join(missing)}" if missing else ""
+    return (
+        f"validation asks {asked:,} of {len(names):,} problems{none_of}; for all set "
+        f"grpo.max_val_samples={ceil(len(names) / batch) * batch}"
     )
 
 

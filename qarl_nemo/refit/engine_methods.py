@@ -18,6 +18,10 @@ _FALL_BACKS = {
     f"CompressedTensorsW8A8Int8MoEMethod{_WIDE_ROWS}": "; vLLM 0.25.1 quantizes them with "
     "worker_extension_cls='qarl_nemo.refit.load.PackedRefit' only",
 }
+# Variables by which vLLM takes other kernels than its arguments say.
+_FORCING = "VLLM_BATCH_INVARIANT, VLLM_DISABLED_KERNELS and VLLM_TEST_FORCE_FP8_MARLIN"
+# Where a scheme of vLLM keeps its kernel: those of rows in FP8 the second.
+_SCHEME_KERNELS = ("kernel", "fp8_linear")
 _CACHE = re.compile(r".*\.self_attn\.attn")
 # vLLM fuses q, k and v, and a dense MLP's gate and up.
 _KINDS = (
@@ -53,8 +57,9 @@ def chosen_methods(model: Any) -> list[ChosenMethod]:
         if method is None or _kind(name) is None or hasattr(module, "base_layer"):
             continue
         backends = [str(value) for key, value in vars(method).items() if key.endswith("_backend")]
-        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
-        backends += [] if kernel is None else [type(kernel).__name__]
+        scheme = getattr(module, "scheme", None)
+        kernels = (getattr(scheme, attribute, None) for attribute in _SCHEME_KERNELS)
+        backends += [type(kernel).__name__ for kernel in kernels if kernel is not None]
         shape = ""
         if _kind(name) == "experts" and hasattr(module, "intermediate_size_per_partition"):
             shape = f"H={module.hidden_size}, I={module.intermediate_size_per_partition} on a rank"
@@ -170,14 +175,14 @@ def _other(record: ChosenMethod, fmt: QuantFormat) -> str | None:
 
 def _kernel_problems(record: ChosenMethod, fmt: QuantFormat) -> list[str]:
     experts = _kind(record.layer) == "experts"
-    wanted = (fmt.vllm.experts if experts else fmt.vllm.linear).followed
+    kernel = fmt.vllm.experts if experts else fmt.vllm.linear
     found = _BACKEND.search(record.backend) if experts else _KERNEL.search(record.backend)
-    if not wanted or found is None or found[1] in ("CPU", *wanted):
+    if not kernel.followed or found is None or found[1].startswith("CPU") or found[1] in kernel.followed:
         return []
-    fix = "set vLLM's moe_backend" if experts else "leave vLLM's linear_backend and VLLM_BATCH_INVARIANT unset"
+    argument, legal = "moe_backend" if experts else "linear_backend", " or ".join(kernel.backends or ("auto",))
     return [
         f"{record.layer}: {record.method} runs on {found[1]}, whose arithmetic the learner does not follow; it follows "
-        f"{' and '.join(wanted)}: {fix}"
+        f"{' and '.join(kernel.followed)}: set vLLM's {argument} to {legal}, and leave {_FORCING} unset"
     ]
 
 

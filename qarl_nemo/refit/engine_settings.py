@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qarl_formats import Kernel
 from qarl_kernels import QuantFormat
 
 # Receives refits, and mends vLLM's INT8 experts.
@@ -31,11 +32,16 @@ def kernel_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
     Returns:
         `moe_backend` and `linear_backend`, each if it matters.
     """
-    options = {
-        "moe_backend": fmt.vllm.experts.backend if "experts" in targets else None,
-        "linear_backend": fmt.vllm.linear.backend if set(targets) != {"experts"} else None,
-    }
-    return {name: backend for name, backend in options.items() if backend}
+    return {name: kernel.backend for name, kernel in _kernels(fmt, targets).items() if kernel.backend}
+
+
+def kernel_choices(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the values that engine arguments which choose kernels may have.
+
+    Returns:
+        `moe_backend` and `linear_backend`, each if a value of it runs a kernel that the learner does not follow.
+    """
+    return {name: kernel.backends for name, kernel in _kernels(fmt, targets).items() if kernel.backends}
 
 
 def serving_options(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, str]:
@@ -53,3 +59,8 @@ def serve_command(folder: Path, fmt: QuantFormat, targets: Sequence[str]) -> str
     if fmt.vllm.experts.mended and "experts" in targets:
         command += ["--worker-extension-cls", WORKER_EXTENSION]
     return shlex.join(command)
+
+
+def _kernels(fmt: QuantFormat, targets: Sequence[str]) -> dict[str, Kernel]:
+    experts = {"moe_backend": fmt.vllm.experts} if "experts" in targets else {}
+    return experts | ({"linear_backend": fmt.vllm.linear} if set(targets) != {"experts"} else {})

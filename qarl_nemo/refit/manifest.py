@@ -127,7 +127,7 @@ class Manifest:
         if not isinstance(published, str | None) or type(grid_bits) is not int:
             raise ValueError("a manifest's published format is a name or null and grid_bits a number; these are not")
         manifest = cls(message["version"], message["format"], records, published, grid_bits)
-        # Asked for here, because a nesting that cannot be is no manifest.
+        # Reject an impossible nesting here, not where it is first used.
         _ = manifest.nested
         return manifest
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from qarl_nemo.config import ConfigError, merge_mappings, validate, write_yaml
+from qarl_nemo.config.kinds import dump_as_written, without_meaningless
 from qarl_nemo.files import make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, own_share, visible_gpus
@@ -45,13 +46,14 @@ def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
     """
     assert config.compare is not None
     _require_own_folders(config.compare, source)
-    base = config.model_dump(mode="json", exclude={"compare"})
+    base = {key: value for key, value in dump_as_written(config).items() if key != "compare"}
     runs, problems = [], []
     for seed in config.compare.seeds:
         for arm, overrides in config.compare.arms.items():
             labels = {"name": f"{arm}-seed{seed}", "arm": arm}
             own = {"seed": seed, "run_dir": str(config.run_dir / f"{_slug(arm)}-seed{seed}"), "run": labels}
-            values: dict[str, Any] = merge_mappings(merge_mappings(base, overrides), own)
+            below = without_meaningless(base, overrides, [LocalConfig])
+            values: dict[str, Any] = merge_mappings(merge_mappings(below, overrides), own)
             where = f"{source}, arm {arm!r}"
             try:
                 run = validate(values, LocalConfig, source=where)

@@ -1,12 +1,13 @@
-"""Checks before anything is written or trained: device, engine, format, targets, data, disk space."""
+"""Checks before anything is written or trained: device, engine, format, targets, data, disk space, the run's folder."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl_kernels import QuantFormat
-from qarl_nemo.config.problems import attempt
 from qarl_nemo.files import readable_bytes, require_space
 from qarl_nemo.layers.install import InstallRow, install
 from qarl_nemo.names import TARGETS, tensor_kind
@@ -16,9 +17,12 @@ from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
 from qarl_nemo.train.model import read_config, read_tokenizer
 from qarl_nemo.train.packed_base import require_packed_base
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
+from qarl_nemo.train.run_dir import inspect_run_dir
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.trained import trained_parameters
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +59,58 @@ def prepare(config: LocalConfig) -> Prepared:
 
     Raises:
         ValueError: no such device, an engine that does not run here, a format, targets or shapes that do not fit the
-            model, data that cannot be used, or too little free disk space for the checkpoints.
+            model, data that cannot be used, or too little free disk space for the checkpoints; of several problems,
+            and then of the run's folder, too, every one is listed.
     """
-    device = _device(config)
-    model, rows, num_parameters = _empty_model(config)
-    num_trained = sum(parameter.numel() for _, parameter in trained_parameters(model))
-    source, encode, skipped = _tasks(config, model.config)
-    size = _checkpoint_size(config, model)
-    fmt = config.qarl.served_format
-    return Prepared(device, fmt, source, encode, skipped, rows, num_parameters, num_trained, size, _kv_bytes(model))
+    prepared, errors = _examine(config)
+    if prepared is not None:
+        # The folder is checked when it is opened: reading every byte of a checkpoint once is enough.
+        return prepared
+    _attempt(errors, inspect_run_dir, config)
+    if len(errors) == 1:
+        raise errors[0]
+    raise ValueError("\n  ".join([f"{len(errors)} problem(s), nothing was started:", *map(str, errors)]))
 
 
-def problems_of(config: LocalConfig) -> list[str]:
-    """Return all that keeps a run from starting here: its device and engine, its model, its data, the disk.
+def check(config: LocalConfig) -> tuple[Prepared | None, list[str]]:
+    """Find all that keeps a run from starting here, its folder excepted: device, engine, model, data, disk.
 
     Args:
         config: the resolved config.
 
     Returns:
-        What `prepare` would raise, of each part.
+        What `prepare` returns, None where it raises, and every problem.
     """
-    problems: list[str] = []
-    attempt(problems, _device, config)
-    hf = attempt(problems, read_config, config.policy)
+    prepared, errors = _examine(config)
+    return prepared, [str(error) for error in errors]
+
+
+def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
+    """Check each part, whatever is wrong with the others."""
+    errors: list[ValueError] = []
+    device = _attempt(errors, _device, config)
+    hf = _attempt(errors, read_config, config.policy)
     if hf is None:
         # Sizes and tokenizer lie in the same folder.
-        return problems
-    made = attempt(problems, _empty_model, config)
-    attempt(problems, _tasks, config, hf)
-    if made is not None:
-        attempt(problems, _checkpoint_size, config, made[0])
-    return problems
+        return None, errors
+    made = _attempt(errors, _empty_model, config)
+    tasks = _attempt(errors, _tasks, config, hf)
+    size = None if made is None else _attempt(errors, _checkpoint_size, config, made[0])
+    if device is None or made is None or tasks is None or size is None:
+        return None, errors
+    model, rows, num_parameters = made
+    num_trained = sum(parameter.numel() for _, parameter in trained_parameters(model))
+    fmt, kv_bytes = config.qarl.served_format, _kv_bytes(model)
+    return Prepared(device, fmt, *tasks, rows, num_parameters, num_trained, size, kv_bytes), errors
+
+
+def _attempt(errors: list[ValueError], function: Callable[..., T], *arguments: Any) -> T | None:
+    """Call a function that refuses what a user asked for, and keep its error, so that a single one can be raised."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        errors.append(error)
+        return None
 
 
 def _device(config: LocalConfig) -> torch.device:

@@ -6,6 +6,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from qarl_nemo.config.problems import attempt
 from qarl_nemo.data.problems import Messages, Task
 from qarl_nemo.files import read_text
 from qarl_nemo.train.config import LocalConfig, TokenizerConfig
@@ -129,20 +130,31 @@ def limit_prompts(source: TaskSource, encode: PromptEncoder, longest: int, *, sk
         How many were left out, by the key of the data block.
 
     Raises:
-        ValueError: there are such prompts and `skip` is false, or no others.
+        ValueError: there are such prompts and `skip` is false, or no others; or the encoder refuses prompts. Those of
+            every key are told.
     """
-    skipped = {}
+    skipped: dict[str, int] = {}
+    problems: list[str] = []
     for key, tasks in source.tasks.items():
-        lengths = list(map(len, encode(tasks)))
-        kept = [task for task, length in zip(tasks, lengths, strict=True) if length <= longest]
-        skipped[key] = len(tasks) - len(kept)
-        if skipped[key] and not (skip and kept):
-            quoted = str(tasks[lengths.index(max(lengths))].prompt)[:_MAX_QUOTED]
-            others = ", or data.overlong_prompts=skip to leave them out" if kept else ""
-            raise ValueError(
-                f"{skipped[key]} of the {len(tasks)} prompts of data.{key} have more than {longest} tokens, the "
-                f"longest {max(lengths)} ({quoted!r}); set data.max_input_seq_length or rollout.max_new_tokens to "
-                f"other lengths{others}"
-            )
-        source.tasks[key] = kept
+        kept = attempt(problems, _short, key, tasks, encode, longest, skip=skip)
+        if kept is not None:
+            skipped[key], source.tasks[key] = len(tasks) - len(kept), kept
+    if problems:
+        # A template that refuses messages does so for all keys.
+        raise ValueError("\n  ".join(dict.fromkeys(problems)))
     return skipped
+
+
+def _short(key: str, tasks: list[Task], encode: PromptEncoder, longest: int, *, skip: bool) -> list[Task]:
+    """Return a key's tasks whose prompts are short enough."""
+    lengths = list(map(len, encode(tasks)))
+    kept = [task for task, length in zip(tasks, lengths, strict=True) if length <= longest]
+    if len(kept) < len(tasks) and not (skip and kept):
+        quoted = str(tasks[lengths.index(max(lengths))].prompt)[:_MAX_QUOTED]
+        others = ", or data.overlong_prompts=skip to leave them out" if kept else ""
+        raise ValueError(
+            f"{len(tasks) - len(kept)} of the {len(tasks)} prompts of data.{key} have more than {longest} tokens, the "
+            f"longest {max(lengths)} ({quoted!r}); set data.max_input_seq_length or rollout.max_new_tokens to "
+            f"other lengths{others}"
+        )
+    return kept

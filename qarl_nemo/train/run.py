@@ -15,7 +15,7 @@ from qarl_nemo.train.setup import MakeLearner, transformers_learner
 from qarl_nemo.train.trainer import Trainer
 
 LOCK_FILE = ".lock"
-# Of a shared GPU, for contexts and libraries, which PyTorch's limit does not count.
+# The share of a GPU that CUDA contexts and libraries take and PyTorch's limit does not count.
 _BESIDE_TENSORS = 0.05
 
 

@@ -1,5 +1,7 @@
 """A run's folder: new, to be resumed, or refused."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from qarl_nemo.config import ConfigError, flatten, read_yaml, write_yaml
@@ -50,8 +52,8 @@ def is_complete(config: LocalConfig) -> bool:
     return not config.checkpointing.enabled or max(checkpoint_steps(config.run_dir), default=0) >= total
 
 
-def open_run_dir(config: LocalConfig) -> int | None:
-    """Write config.yaml into a new run's folder, or check that a folder with results is this run's and can be resumed.
+def inspect_run_dir(config: LocalConfig) -> int | None:
+    """Check that a folder is new, or holds this run and can be resumed; nothing is written.
 
     A run that failed before its first result (a wrong path, say) leaves a folder that a corrected config may take.
 
@@ -60,10 +62,11 @@ def open_run_dir(config: LocalConfig) -> int | None:
 
     Raises:
         ConfigError: the folder holds another run; every key that differs is listed.
-        FileError: its newest checkpoint or its metrics are damaged, or it has metrics and no checkpoint.
+        FileError: it cannot be made or written; its newest checkpoint or its metrics are damaged, or it has metrics
+            and no checkpoint.
     """
     folder, metrics = config.run_dir, config.run_dir / METRICS_FILE
-    make_folder(folder, "a run's folder")
+    _require_place(folder)
     recorded = recorded_steps(metrics)
     if recorded or saved_steps(folder):
         _require_same_run(config)
@@ -75,8 +78,23 @@ def open_run_dir(config: LocalConfig) -> int | None:
             f"{folder} holds steps 1 to {recorded} of a run and no checkpoint to go on from; choose another "
             "run_dir=..., or delete that folder to start again"
         )
-    remove_leftovers(folder)
-    write_yaml(folder / RUN_CONFIG, config.model_dump(mode="json", exclude={"compare"}))
+    return step
+
+
+def open_run_dir(config: LocalConfig) -> int | None:
+    """Write config.yaml into a run's folder that `inspect_run_dir` finds fit.
+
+    Returns:
+        The step of the checkpoint to resume from, or None for a new run.
+
+    Raises:
+        ConfigError: the folder holds another run.
+        FileError: what it holds is damaged or no run's, or it cannot be made or written.
+    """
+    step = inspect_run_dir(config)
+    make_folder(config.run_dir, "a run's folder")
+    remove_leftovers(config.run_dir)
+    write_yaml(config.run_dir / RUN_CONFIG, config.model_dump(mode="json", exclude={"compare"}))
     return step
 
 
@@ -89,6 +107,17 @@ def where_it_stands(config: LocalConfig) -> str:
     if recorded:
         return f"stopped at step {recorded} without a checkpoint to go on from; choose another run_dir=..."
     return "stopped before the first step; the same command starts again"
+
+
+def _require_place(folder: Path) -> None:
+    """Require a folder that can be made or written, without making it."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise FileError(f"{existing} is no folder, so that {folder} cannot be a run's; choose another run_dir=...")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise FileError(
+            f"{existing} may not be written, so that {folder} cannot be a run's; choose another run_dir=..."
+        )
 
 
 def _require_same_run(config: LocalConfig) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
+from qarl_nemo.config.problems import attempt
 from qarl_nemo.data.benchmark_problems import benchmark_tasks
-from qarl_nemo.data.config import BenchmarkConfig, Datasets, DatasetsData, ValidationSets
+from qarl_nemo.data.config import BenchmarkConfig, DatasetConfig, Datasets, DatasetsData, ValidationSets
 from qarl_nemo.data.problems import Task, read_tasks
 from qarl_nemo.train.config import ArithmeticData
 
@@ -21,7 +22,7 @@ class TaskSource:
         seed: the run's seed.
 
     Raises:
-        ValueError: a data set cannot be loaded, or a record lacks a field; all are listed.
+        ValueError: data sets cannot be loaded, or records lack a field; all are listed with their places.
     """
 
     def __init__(self, config: ArithmeticData | DatasetsData, seed: int) -> None:
@@ -30,8 +31,13 @@ class TaskSource:
         # By their key in the config; empty for arithmetic, which has as many as are asked for.
         self.tasks: dict[str, list[Task]] = {"train": [], "validation": []}
         if isinstance(config, DatasetsData):
-            self.tasks["train"] = [task for tasks in _read(config.train) for task in tasks]
-            in_turn = itertools.zip_longest(*_read(config.validation or []))
+            problems: list[str] = []
+            train = _read("data.train", config.train, problems)
+            validation = _read("data.validation", config.validation or [], problems)
+            if problems:
+                raise ValueError("\n  ".join(problems))
+            self.tasks["train"] = [task for tasks in train for task in tasks]
+            in_turn = itertools.zip_longest(*validation)
             self.tasks["validation"] = [task for tasks in in_turn for task in tasks if task is not None]
 
     def train(self, step: int, num_prompts: int, *, stream: str = "train") -> list[Task]:
@@ -63,11 +69,22 @@ class TaskSource:
         return tasks[_epoch_order(f"{stream}-{self.seed}-epoch-{epoch}", len(tasks))[position]]
 
 
-def _read(datasets: Datasets | ValidationSets) -> list[list[Task]]:
+def _read(key: str, datasets: Datasets | ValidationSets, problems: list[str]) -> list[list[Task]]:
+    """Read the data sets of a key; `problems` gets the place and the error of every one that cannot be read."""
+    several = isinstance(datasets, list)
     sets = datasets if isinstance(datasets, list) else [datasets]
-    read = [benchmark_tasks(config) if isinstance(config, BenchmarkConfig) else read_tasks(config) for config in sets]
     names = _score_names([config.title for config in sets])
-    return [[replace(task, dataset=name) for task in tasks] for tasks, name in zip(read, names, strict=True)]
+    read = []
+    for number, (config, name) in enumerate(zip(sets, names, strict=True)):
+        own: list[str] = []
+        tasks = attempt(own, _read_set, config)
+        problems += [f"{key}.{number}: {error}" if several else f"{key}: {error}" for error in own]
+        read.append([replace(task, dataset=name) for task in tasks or ()])
+    return read
+
+
+def _read_set(config: DatasetConfig | BenchmarkConfig) -> list[Task]:
+    return benchmark_tasks(config) if isinstance(config, BenchmarkConfig) else read_tasks(config)
 
 
 def _score_names(titles: Sequence[str]) -> list[str]:

@@ -50,9 +50,27 @@ def test_a_check_says_what_would_run_and_starts_nothing(qarl, tmp_path):
     code, printed = qarl("train", config, "--check")
     assert code == 0, printed
     assert "rollouts    w4a16" in printed
-    assert "checked, nothing was started: ours; BF16, too" in printed
-    assert "checked, nothing was started: ours\n" in qarl("train", config, "--check", "--arm", "ours")[1]
+    assert "\nours       w4a16, aligned, tbpo, 4 steps: 2 new\nBF16, too  bf16, none, tbpo, 4 steps: 2 new\n" in printed
+    assert "checked, nothing was started: 2 arms x 2 seeds = 4 runs\n" in printed
+    assert "started: 1 arm x 2 seeds = 2 runs\n" in qarl("train", config, "--check", "--arm", "ours")[1]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_check_looks_into_the_runs_folder(qarl, tmp_path):
+    config = write_config(tmp_path / "run.yaml", tmp_path / "run", grpo={"max_num_steps": 1, "val_period": 0})
+    assert "checked, nothing was started: run, new\n" in qarl("train", config, "--check")[1]
+    assert qarl("train", config)[0] == 0
+    code, printed = qarl("train", config, "--check")
+    assert code == 0
+    assert f"nothing was started: run, already complete, nothing is left to do in {tmp_path / 'run'}\n" in printed
+    code, printed = qarl("train", config, "--check", "grpo.max_num_steps=2")
+    assert code == 0
+    assert "run         run, resumed from step 1, to step 2" in printed
+    assert "checked, nothing was started: run, resumed from step 1\n" in printed
+    code, printed = qarl("train", config, "--check", "seed=9", "grpo.max_num_steps=2")
+    assert code == 2
+    assert "holds a run with another config" in printed
+    assert "\n  seed: there 3, now 9" in printed
 
 
 def test_a_check_lists_what_is_wrong_with_machine_data_and_each_arm(qarl, tmp_path, monkeypatch):
@@ -88,6 +106,14 @@ def test_what_a_user_gets_wrong_is_one_message_and_no_folder(qarl, override, mes
     assert message in printed
     assert "Traceback" not in printed
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("arguments", [("demo", "--steps", "10"), ("demo", "--steps=10"), ("--steps", "10", "demo")])
+def test_settings_with_dashes_are_answered_with_how_they_are_written(qarl, arguments):
+    code, printed = qarl("train", *arguments)
+    assert code == 2
+    assert "no such option: --steps; the options are --arm, --parallel, --check. Settings of a run are" in printed
+    assert "grpo.max_num_steps=10" in printed
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,14 @@ def test_a_run_whose_experts_vllm_does_not_serve_is_evaluated_with_the_other_eng
         prepare(settings)
 
 
+@pytest.mark.parametrize("command", [("quantize", "nowhere", "out"), ("compare", "nowhere")])
+def test_a_format_that_has_its_own_width_already_is_refused(qarl, command):
+    code, printed = qarl(*command, "--format", "w4a16", "--own-width")
+    assert code == 2
+    assert "--own-width changes nothing of w4a16: it stores the codes of w3a16 and w2a16" in printed
+    assert "--own-width" not in qarl(*command, "--format", "w3a16", "--own-width")[1]
+
+
 @pytest.mark.parametrize("options", [("w5a16",), ("w2a16", "--own-width")])
 def test_experts_are_refused_with_what_serves_them(qarl, options, tmp_path):
     sparse = save_sparse(tmp_path / "sparse", TOKENIZER)

@@ -67,6 +67,19 @@ def test_what_cannot_work_is_refused_before_a_folder_is_made(blocks, message, tm
     assert not (tmp_path / "run").exists()
 
 
+def test_all_that_keeps_a_run_from_starting_is_said_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "run").touch()
+    config = make_config(tmp_path / "run", device="cuda", qarl={"targets": ["mlp"]})
+    with pytest.raises(ValueError, match=r"^3 problem\(s\), nothing was started:") as raised:
+        train_run(config)
+    for problem in ("device=cuda, but torch sees no CUDA device", "match no module", "run is no folder"):
+        assert problem in str(raised.value)
+    # One alone is raised as it is.
+    with pytest.raises(ValueError, match=r"^device=cuda, but torch sees no CUDA device"):
+        train_run(make_config(tmp_path / "new", device="cuda"))
+
+
 def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch, tmp_path):
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)

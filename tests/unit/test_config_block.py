@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from qarl_formats import get_format
 from qarl_nemo.config import ConfigError, QarlConfig, validate
 
 
@@ -37,6 +38,29 @@ def test_unknown_formats_are_refused_with_the_legal_ones_or_the_reason(name):
 def test_a_misspelt_narrow_format_is_recognized():
     with pytest.raises(ConfigError, match="unknown format 'w3a61': did you mean 'w3a16'"):
         validate({"format": "w3a61"}, QarlConfig, source="test")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("int4", "'w4a16'"),
+        ("INT3", "'w3a16'"),
+        ("int2", "'w2a16'"),
+        ("fp8", "'fp8_block' or 'fp8_channel'"),
+        ("nvpf4", "'nvfp4'"),
+        ("int88", "'int8'"),
+    ],
+)
+def test_names_that_others_use_lead_to_the_format_that_is_meant(name, meant):
+    with pytest.raises(ConfigError, match=f"unknown format '{name}': did you mean {meant}\\? legal here: {LEGAL}"):
+        validate({"format": name}, QarlConfig, source="test")
+    with pytest.raises(ValueError, match=f"unknown format '{name}': did you mean {meant}\\? legal: {LEGAL}"):
+        get_format(name)
+
+
+def test_a_name_that_resembles_none_is_answered_with_the_legal_ones_alone():
+    with pytest.raises(ValueError, match=f"unknown format 'banana': legal: {LEGAL}"):
+        get_format("banana")
 
 
 def stages(*pairs):

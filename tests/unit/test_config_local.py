@@ -133,6 +133,19 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
             {"policy": {"model_init": {}, "lora": True}},
             "policy.lora: expected a block with these keys, not 'True'",
         ),
+        (
+            {"policy": {"model_init": {}, "warm_start": None}},
+            "policy.warm_start: expected a block with these keys, not null: batch_size, check_period, lr, steps, "
+            "target_reward; steps=0 switches it off",
+        ),
+        (
+            {"checkpointing": None},
+            "checkpointing: expected a block with these keys, not null: enabled, keep_last, save_period; enabled=false",
+        ),
+        (
+            {"data": {"source": "datasets"}},
+            "data.train: Field required, for example {dataset_name: gsm8k} or {data_path: problems.jsonl}",
+        ),
         ({"loss_fn": "tbpo"}, "loss_fn: expected a block with these keys, not 'tbpo': "),
         ({"qarl": {"schedule": {"bits": 2}}}, "qarl.schedule: expected a list, not \"{'bits': 2}\""),
         (
@@ -207,6 +220,23 @@ def test_the_command_line_changes_the_kind_of_a_block():
     assert load_config(DEMO, ["rollout.engine=vllm", "device=auto"], LocalConfig).rollout.engine == "vllm"
     with pytest.raises(ConfigError, match=r"unknown key 'loss_fn.mismatch_cap'"):
         load_config(DEMO, ["loss_fn.objective=gspo", "loss_fn.mismatch_cap=3"], LocalConfig)
+
+
+def test_a_file_changes_the_kind_of_a_block_of_its_defaults(tmp_path):
+    def load(text):
+        path = tmp_path / "own.yaml"
+        path.write_text(f"defaults: {DEMO}\n{text}")
+        return load_config(path, [], LocalConfig)
+
+    assert load("loss_fn: {objective: gspo}").loss_fn == GSPOConfig()
+    assert load("data: {source: datasets, train: {dataset_name: gsm8k}}").data.train.dataset_name == "gsm8k"
+    assert load("qarl: {format: fp8_block}").qarl.group_size is None
+    # Two defaults meet as a file and its default do.
+    (tmp_path / "gspo.yaml").write_text("loss_fn: {objective: gspo}")
+    (tmp_path / "both.yaml").write_text(f"defaults: [{DEMO}, gspo.yaml]")
+    assert load_config(tmp_path / "both.yaml", [], LocalConfig).loss_fn == GSPOConfig()
+    with pytest.raises(ConfigError, match=r"1 problem\(s\)\n  unknown key 'loss_fn.mismatch_cap'"):
+        load("loss_fn: {objective: gspo, mismatch_cap: 3.0}")
 
 
 def test_a_file_cannot_hold_another_kinds_keys_whatever_the_command_line_says(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from pydantic import Field
 
 from qarl_nemo.config import ConfigError, QarlConfig, StrictModel, load_config, merge_mappings, read_yaml
+from qarl_nemo.installation import shipped_configs
 
 
 class Inner(StrictModel):
@@ -50,6 +51,18 @@ def test_defaults_are_relative_to_the_file_that_names_them_and_may_be_shared(wri
     assert (config.name, config.inner) == ("left", Inner(size=5, color="green"))
 
 
+@pytest.mark.parametrize("name", ["demo", "local_demo", "local_demo.yaml", "examples/configs/local_demo.yaml"])
+def test_defaults_may_be_a_shipped_config_wherever_the_file_is(write, name):
+    (write("seed: 9").parent / "demo").mkdir()
+    shipped = read_yaml(shipped_configs()["demo"])
+    assert read_yaml(write(f"defaults: {name}\nseed: 9")) == shipped | {"seed": 9}
+
+
+def test_a_file_of_ones_own_wins_over_a_shipped_config(write):
+    write("name: own", "local_demo.yaml")
+    assert read_yaml(write("defaults: local_demo.yaml")) == {"name": "own"}
+
+
 def test_override_marker_replaces_a_block_instead_of_merging(write):
     write("name: base\ninner: {size: 2, color: blue}", "base.yaml")
     config = load_config(write("defaults: base.yaml\ninner: {_override_: true, size: 7}"), [], Whole)
@@ -70,6 +83,17 @@ def test_overrides_apply_in_order_and_parse_yaml_values(write):
     overrides = ["inner.size=3", "inner.size=4", "sizes=[1,2]", "name=a=b"]
     config = load_config(path, overrides, Whole)
     assert (config.inner, config.sizes, config.name) == (Inner(size=4, color="blue"), (1, 2), "a=b")
+
+
+@pytest.mark.parametrize("plus", ["+", "++"])
+def test_nemo_rls_plus_before_an_override_means_nothing(write, plus):
+    path = write("name: x\ninner: {size: 2}")
+    config = load_config(path, [f"{plus}inner.size=3", f"{plus}name=+y"], Whole)
+    assert (config.inner.size, config.name) == (3, "+y")
+    with pytest.raises(ConfigError, match=r"unknown key 'inner.sizee': did you mean 'size'"):
+        load_config(path, [f"{plus}inner.sizee=3"], Whole)
+    with pytest.raises(ConfigError, match=r"unknown key '\+name'"):
+        load_config(path, ["+++name=3"], Whole)
 
 
 def test_an_override_can_replace_a_block(write):
@@ -126,7 +150,7 @@ def test_problems_are_headed_by_the_overrides_that_may_have_caused_them(write):
         ("name: [", "not valid YAML"),
         ("name: x\nname: y", "duplicate key name"),
         ("defaults: absent.yaml", "no config file .*absent.yaml, named in defaults of .*run.yaml, relative to it$"),
-        ("defaults: local_demo.yaml", "relative to it; the shipped one is .*local_demo.yaml"),
+        ("defaults: configs/local_demo.yaml", "relative to it; the shipped one is .*local_demo.yaml"),
         ("defaults: 5", "defaults of .*run.yaml must be one path or a list of paths, not 5"),
         ("defaults: [1]", "must be one path or a list"),
         ("name: ${absent.key}", "run.yaml: Interpolation key 'absent.key' not found"),

@@ -204,54 +204,6 @@ def test_a_dense_learner_keeps_its_mlp_packed():
     assert packed == 2 * 3 * 3072 * 1024 / 2
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--gpus", "7"], "num_gpus=7: no layout .* numbers of GPUs that have layouts: 2, 4, 8. .*e.g. tp2_ep8"),
-        (["--gpus", "0"], "num_gpus=0 is not from 1 to 65536"),
-        (["--gpus", "-8"], "num_gpus=-8 is not from 1 to 65536"),
-        (["--gpus", "9" * 30], "num_gpus=9+ is not from 1 to 65536"),
-        (["--targets", "foo"], "unknown targets: foo; legal: experts, attention, mlp"),
-        (["--targets", "mlp"], "targets mlp: this model has experts, attention"),
-        (["--layout", "ep3"], r"ep \* etp \* pp=3 does not divide num_gpus=8"),
-        (["--layout", "tp8"], "layout tp8: tp=8 does not divide 4 key-value heads"),
-        (["--layout", "tp0"], "layout 'tp0': legal are tp, pp, cp, ep and etp with a size each"),
-        (["--layout", "tp2_tp4"], "layout 'tp2_tp4': legal are"),
-        (["--layout", ""], "layout '': legal are"),
-        (["--optimizer", "sgd"], "unknown optimizer 'sgd'; legal: adam, adam_bf16, muon, offloaded"),
-        (["--recompute", "some"], "unknown recompute 'some'; legal: none, full"),
-        (["--gradient-bytes", "3"], "unknown gradient_bytes 3; legal: 4, 2"),
-        (["--group-size", "100"], "unknown group_size 100; legal: 128, 64, 32"),
-        (["--group-size", "64", "--format", "fp8_block"], "format 'fp8_block' takes no group_size"),
-        (["--format", "nf4"], "unknown format 'nf4'; legal: w4a16, "),
-        (["--format", "w5a16"], "vLLM serves no run in format 'w5a16'; legal: w4a16, "),
-        (["--format", "w2a2"], r"unknown format 'w2a2' \(activations of fewer than 8 bits have no tensor-core path"),
-        (
-            ["--format", "nvfp4", "--targets", "attention", "--layout", "tp2_ep8"],
-            "would not start: layout tp2_ep8: tensor_model_parallel_size=2: nvfp4 has one scale for a whole weight",
-        ),
-        (["--layout", "ep2_etp4"], r"layout ep2_etp4: fc2 shard \[2048, 192\] .*multiple of group_size=128"),
-        (["--tokens", "0"], "tokens=0 is not from 1 to"),
-        (["--group-size", "0"], "unknown group_size 0; legal: 128, 64, 32"),
-        (["--tokens", "0", "--optimizer", "sgd"], "unknown optimizer 'sgd'; .*tokens=0 is not from 1 to"),
-        (["--layout", "ep3", "--layout", "tp8"], "ep3: .*=3 does not divide.* tp8: .*=8 does not divide 4 key-value"),
-        (["--gpu-gib", "-1"], "gpu_gib=-1.0 must lie between 0 and"),
-        (["--gpu-gib", "nan"], "gpu_gib=nan must lie between 0 and"),
-        (["--engine-tp", "3"], "engine_tp=3 does not divide 8 GPUs"),
-        (["--engine-tp", "64", "--gpus", "64"], "engine_tp=64 does not divide 32 attention heads"),
-        (["--format", "nf4", "--group-size", "64"], "unknown format 'nf4'; legal: w4a16, "),
-        (["--engine-tp", "0"], "engine_tp=0 does not divide 8 GPUs"),
-        (["--engine-tp", "4"], "engine_tp=4: down_proj: K=192 is not a multiple of group_size=128"),
-        (["--engine-tp", "8", "--format", "fp8_block"], "engine_tp=8: gate_proj: N=96"),
-    ],
-)
-def test_what_is_not_legal_is_one_line_with_what_is(options, problem, qarl):
-    code, printed = qarl("memory", MODEL, *options)
-    assert code == 2
-    assert re.search(problem, " ".join(printed.split())), printed
-    assert "Traceback" not in printed
-
-
 def test_group_sizes_are_those_of_the_formats():
     for name in FORMAT_NAMES:
         legal = get_format(name).group_sizes
@@ -278,31 +230,6 @@ def test_the_guide_says_what_is_computed(model):
         assert (f"{needed.peak_bytes / 2**30:.0f}", "yes" if fitting else "no") == (peak, fits)
 
 
-def test_layouts_that_cut_what_a_format_scales_are_not_proposed(qarl):
-    found = {}
-    for name in ("w4a16", "int8"):
-        code, printed = qarl("memory", MODEL, "--format", name, "--targets", "experts,attention")
-        assert code == 0, printed
-        found[name] = {line.split()[1] for line in printed.splitlines() if " muon " in line}
-    assert found["w4a16"] - found["int8"] == {"tp2_ep4", "tp2_ep8", "tp4_ep4", "tp4_ep8"}
-    assert found["int8"] == {"ep4", "ep8"}
-
-
-def test_the_command_says_what_fits(qarl):
-    optimizers = ["--optimizer", "adam_bf16", "--optimizer", "adam"]
-    arguments = ["memory", str(MODEL), "--gpus", "8", "--layout", "ep8", "--recompute", "full", *optimizers]
-    code, printed = qarl(*arguments)
-    assert code == 0, printed
-    lines = [line for line in printed.splitlines() if "ep8" in line]
-    assert ["yes" in line for line in lines] == [True, False]
-    # The first has room for more than the 8192 tokens that it was asked about, the second for fewer.
-    most = [line.split()[-2] for line in lines]
-    assert int(most[0]) > 8192
-    assert most[1] == "-" or int(most[1]) < 8192
-    assert "None fits" not in printed
-    assert "None fits: fewer --tokens" in qarl("memory", MODEL, "--gpus", 1)[1]
-
-
 # By hand: 28,991,029,248 parameters of experts, 1,541,093,376 others in BF16; on EP8 an eighth of the experts.
 @pytest.mark.parametrize(("name", "bits", "engine_tp"), [("w4a16", 4.125, 1), ("fp8_channel", 8, 2), ("bf16", 16, 4)])
 def test_a_refit_holds_learner_engine_and_update(model, name, bits, engine_tp):
@@ -322,34 +249,6 @@ def test_experts_that_are_not_quantized_are_shared_by_more_gpus_in_bf16(model):
     assert engine_bytes(model, served, 1, ep=8) / 1e9 == pytest.approx(experts / 8 + others, rel=1e-4)
 
 
-def test_the_command_adds_a_refits_peaks(qarl):
-    code, printed = qarl("memory", MODEL, "--layout", "ep8", "--format", "bf16", "--engine-tp", 2)
-    assert code == 0, printed
-    assert re.search(r"refit\W+layerwise\W+host", printed)
-    said = " ".join(printed.split())
-    # BF16's experts of half the model a GPU: 48 layers of 384 and 192 MiB in blocks of 512 and 256.
-    weights = float(re.search(r"the engine's weights \((\d+\.\d)\)", said)[1])
-    assert 48 * 0.75 < weights < 48 * 0.75 + 3
-    assert "processes (9.5, fitted)" in said
-    offloaded, muon = (
-        next(line for line in printed.splitlines() if f" {name} " in line).split()[-2] for name in ("offloaded", "muon")
-    )
-    assert float(offloaded) > float(muon) > weights + 11
-
-
-def test_a_dense_model_is_computed_without_further_words(tmp_path, qarl):
-    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936}
-    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
-    for options in (["--gpus", "1"], ["--lora", "32"]):
-        code, printed = qarl("memory", tmp_path, *options)
-        assert code == 0, printed
-        assert "mlp as w4a16" in " ".join(printed.split())
-    code, printed = qarl("memory", tmp_path, "--targets", "experts")
-    assert code == 2
-    assert "targets experts: this model has mlp, attention" in " ".join(printed.split())
-
-
 def test_nested_codes_take_their_eight_bits_in_the_learner_and_on_the_way():
     model = ModelSize(2, 256, 4, 4, 64, 512, 256, num_experts=4, top_k=2)
     plain, nested = (Learner("w4a16", nested_in=finer) for finer in (None, "w8a16"))
@@ -360,23 +259,3 @@ def test_nested_codes_take_their_eight_bits_in_the_learner_and_on_the_way():
     assert served_bytes(model, nested, published=True) - served_bytes(model, plain) == experts * 4 / 8
     with pytest.raises(ValueError, match="takes no nested_in=w8a16"):
         rank_memory(model, Parallelism(1), Learner("int8", nested_in="w8a16"))
-
-
-def test_weights_that_no_kernel_serves_do_not_fit(tmp_path, qarl):
-    sizes = {"hidden_size": 96, "moe_intermediate_size": 80, "num_experts": 8, "num_experts_per_tok": 2}
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text()) | sizes))
-    # Muon with and without recomputation; the built-in sampler, which takes them, and vLLM.
-    for options, fits in ((["--gpus", "1", "--optimizer", "muon"], [False, False]), (["--lora", "16"], [True, False])):
-        code, printed = qarl("memory", tmp_path, "--format", "nvfp4", *options)
-        assert code == 0, printed
-        rows = [line for line in printed.splitlines() if re.match("\\W+(dp|packed|vllm) ", line)]
-        assert ["yes" in line for line in rows] == fits, printed
-        assert ["not served" in line for line in rows] == [not one for one in fits], printed
-        said = " ".join(printed.split())
-        assert "not served: vLLM does not take these weights on any number of GPUs" in said
-        assert "gate_proj: N=80 is not a multiple of 64" in said
-        assert "down_proj: N=96 is not a multiple of 128" in said
-        code, printed = qarl("memory", tmp_path, "--format", "w4a16", *options)
-        assert code == 2
-        assert "w4a16 cannot store these weights: gate_proj: K=96 is not a multiple of" in " ".join(printed.split())
-    assert "not served" not in qarl("memory", MODEL, "--format", "nvfp4")[1]

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib as mpl
 import pytest
@@ -27,6 +28,11 @@ PYTHON = [cell for cell in CELLS if not cell.startswith("!")]
 COMMANDS = [cell[1:] for cell in CELLS if cell.startswith("!")]
 
 
+def fill(command, names):
+    """As IPython fills in what stands in braces."""
+    return re.sub(r"\{([^}]*)\}", lambda match: str(eval(match[1], names)), command)
+
+
 def test_it_holds_no_outputs():
     cells = json.loads((Path(__file__).parents[2] / "examples" / "real_model.ipynb").read_text())["cells"]
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
@@ -42,8 +48,20 @@ def test_cells_parse_and_import_what_is_there(cell):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[:2]))
 def test_commands_can_be_given(command):
-    assert problems(shlex.split(re.sub(r"\{[^}]*\}", "1", command))) == []
+    # What stands in braces is one word, or options that a format may not have.
+    assert problems(shlex.split(re.sub(r"\{[^}]*\}", "1", command.replace("{groups}", "")))) == []
     assert problems(shlex.split(command.replace("--", "--no-such-", 1).replace("train", "trian")))
+
+
+@pytest.mark.parametrize(("group_size", "given"), [(32, ["--group-size", "32"]), (None, [])])
+def test_a_format_without_groups_is_quantized_without_a_group_size(group_size, given, tmp_path):
+    (tmp_path / "checkpoints" / "step_000001" / "model").mkdir(parents=True)
+    qarl = SimpleNamespace(format="w4a16" if given else "fp8_channel", group_size=group_size, targets=["experts"])
+    names = {"Path": Path, "RUN": tmp_path, "config": SimpleNamespace(qarl=qarl)}
+    exec(next(cell for cell in PYTHON if "SERVED" in cell), names)
+    words = shlex.split(fill(next(cell for cell in COMMANDS if cell.startswith("qarl quantize")), names))
+    assert problems(words) == []
+    assert words[words.index("--format") + 2 : words.index("--targets")] == given
 
 
 @pytest.fixture
@@ -76,9 +94,7 @@ def test_every_cell_runs(files, capsys, monkeypatch):
         if not cell.startswith("!"):
             exec(cell, names)
             continue
-        # As IPython fills in what stands in braces.
-        filled = re.sub(r"\{([^}]*)\}", lambda match: str(eval(match[1], names)), cell[1:])
-        words = shlex.split(filled)
+        words = shlex.split(fill(cell[1:], names))
         small = ["--device", "cpu", "--engine", "packed", "--max-new-tokens", "4"] if words[1] == "eval" else []
         done = subprocess.run(
             [sys.executable, "-m", "qarl_nemo", *words[1:], *small], capture_output=True, text=True, check=False

@@ -25,6 +25,12 @@ _COLUMNS = {
     "top1_agreement": "top-1",
 }
 
+# The arms that compare no learner with an engine.
+_BESIDE = {
+    "attention": "the learner against itself, with another attention kernel: the format's own floor",
+    "engine": "the engine against itself, as it wrote its tokens and as it reads them",
+}
+
 
 def write_comparison(folder: Path, settings: CompareSettings, result: Comparison) -> tuple[Path, Path]:
     """Write `compare.json` and `compare.png`.
@@ -47,9 +53,9 @@ def write_comparison(folder: Path, settings: CompareSettings, result: Comparison
 
 
 def comparison_tables(result: Comparison) -> Iterator[Table]:
-    """Yield a table for each decoding, with a line for each arm and format; gaps and KL are in nats per token."""
+    """Yield a table for each decoding, with a line for each arm and format."""
     for decoding in dict.fromkeys(row["decoding"] for row in result.rows):
-        table = Table(title=f"learner to {result.engine}, {decoding}", box=None, padding=(0, 1, 0, 0))
+        table = Table(title=f"learner to {result.engine}, {decoding}, nats a token", box=None, padding=(0, 1, 0, 0))
         table.add_column("arm", no_wrap=True)
         for heading in _COLUMNS.values():
             table.add_column(heading, justify="right", no_wrap=True)
@@ -58,6 +64,14 @@ def comparison_tables(result: Comparison) -> Iterator[Table]:
                 arm = row["arm"] if row["arm"] == row["format"] else f"{row['arm']} {row['format']}"
                 table.add_row(arm, *(format_number(row[key]) for key in _COLUMNS))
         yield table
+
+
+def legend(result: Comparison) -> Iterator[str]:
+    """Yield what the columns and arms of the tables mean."""
+    yield "|gap|, its p99 and k3 KL are in nats a token; top-1 is the share of tokens on which both agree."
+    yield "x floor: |gap| over that of bf16, which has BF16 on both sides. x own: over that of attention."
+    arms = {row["arm"] for row in result.rows}
+    yield from (f"{arm}: {meaning}" for arm, meaning in _BESIDE.items() if arm in arms)
 
 
 def operator_tables(result: Comparison) -> Iterator[Table]:

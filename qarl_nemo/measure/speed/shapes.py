@@ -73,10 +73,16 @@ def shape_refusals(
         targets: what is quantized.
         tensor_parallel_size: GPUs that share each weight.
         enable_expert_parallel: whether each GPU has whole experts.
+
+    Returns:
+        What speaks against it, a line for each target.
     """
     found = engine_problems(
         model.architecture, fmt, targets, tensor_parallel_size, whole_experts=enable_expert_parallel
     )
-    split = f", on each of {tensor_parallel_size} GPUs" if tensor_parallel_size > 1 else ""
+    split = f" (on each of {tensor_parallel_size} GPUs)" if tensor_parallel_size > 1 else ""
     whole = "experts" if enable_expert_parallel else None
-    return [f"{target}: {problem}{'' if target == whole else split}" for target, problem in found]
+    problems: dict[str, list[str]] = {}
+    for target, problem in found:
+        problems.setdefault(target, []).append(problem)
+    return [f"{target}: {'; '.join(of)}{'' if target == whole else split}" for target, of in problems.items()]

@@ -120,6 +120,8 @@ def test_the_folder_above_an_iteration_will_do(models, megatron, tmp_path):
             open_megatron(source, folder)
     with pytest.raises(ValueError, match=r"is not a torch_dist checkpoint .*; it is a Hugging Face model"):
         open_megatron(folder, folder)
+    with pytest.raises(ValueError, match=r"nowhere does not exist$"):
+        open_megatron(tmp_path / "nowhere", folder)
 
 
 def test_the_steps_of_a_run_are_listed_in_order(models, tmp_path):

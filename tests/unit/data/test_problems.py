@@ -139,6 +139,29 @@ def test_two_system_messages_are_refused(openr1, tmp_path):
         read_tasks(config)
 
 
+def test_a_conversation_ends_with_the_users_message(tmp_path):
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"problem": asked[:length], "answer": 1} for length in (1, 2, 3)])
+    with pytest.raises(
+        ValueError, match=r"; line 2: its last message is of the role 'assistant', and has to be the us"
+    ):
+        read_tasks(DatasetConfig(data_path=path))
+    path = write_jsonl(tmp_path / "b.jsonl", [{"problem": asked, "answer": 1}])
+    (task,) = read_tasks(DatasetConfig(data_path=path))
+    assert task.prompt == tuple(asked)
+
+
+@pytest.mark.parametrize(("answer_format", "mark"), [("hash", "####"), ("boxed", r"\boxed{}")])
+def test_an_answer_without_its_mark_names_the_other_formats(answer_format, mark, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
+    with pytest.raises(ValueError, match="line 1: its answer has no ") as raised:
+        read_tasks(DatasetConfig(data_path=path, answer_format=answer_format))
+    others = " or ".join(one for one in ("plain", "hash", "boxed") if one != answer_format)
+    said = f"its answer has no {mark}, which answer_format={answer_format} reads: set answer_format to {others}"
+    assert str(raised.value).endswith(said)
+    assert read_tasks(DatasetConfig(data_path=path, answer_format="plain")) == [Task("p", "1")]
+
+
 def test_the_whole_record_is_kept_for_a_reward_function_alone(tmp_path, monkeypatch):
     (tmp_path / "level_rewards.py").write_text("def score(response, answer, record):\n    return record['level']\n")
     monkeypatch.chdir(tmp_path)
@@ -166,6 +189,7 @@ def test_every_unusable_line_is_listed(tmp_path):
     assert [number for number in range(1, 16) if f"line {number}:" in message] == [*range(2, 9), 10, 11, 13, 14, 15]
     assert "line 12, line 13: the problem is empty" in message
     assert "line 15: UnicodeEncodeError" in message
+    assert "line 2: not JSON, column 16: Expecting ',' delimiter" in message
     assert "line 3: no field 'answer' (its fields: problem)" in message
     assert "the answer is None, neither text nor a number" in message
     assert message.endswith("; set input_key and output_key to the fields of problem and answer")
@@ -221,9 +245,13 @@ def test_missing_and_empty_data_are_named(openr1, tmp_path):
 
 @pytest.mark.parametrize("split", ["train[1", "train[a:b]", "train[5:]"])
 def test_a_part_that_is_none_is_named(split, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
-    with pytest.raises(ValueError, match=r"split 'train\["):
-        read_tasks(DatasetConfig(data_path=path, split=split))
+    records = [{"problem": "p", "answer": "1"}]
+    files = [write_jsonl(tmp_path / "a.jsonl", records), str(tmp_path / "a.parquet")]
+    datasets.Dataset.from_list(records).to_parquet(files[1])
+    said = r"is empty$|no data!$" if split == "train[5:]" else r"; legal are train, train\[:100\], train\[90%:\]"
+    for file in files:
+        with pytest.raises(ValueError, match=rf"{file}\b.* split 'train\[.*({said})"):
+            read_tasks(DatasetConfig(data_path=file, split=split))
 
 
 @pytest.mark.parametrize(("name", "hub"), [("gsm8k", "openai/gsm8k"), ("math", "DigitalLearningGmbH/MATH-lighteval")])

@@ -135,7 +135,7 @@ def test_every_problem_is_listed_at_once():
     )
     with pytest.raises(ValueError, match="4 setting") as error:
         require_supported(wrong, Alignment(get_format("w4a16"), targets=("experts", "attention")))
-    for part in ("fp8='e4m3'", "flex", "group_size=128", "4 attention heads"):
+    for part in ("fp8='e4m3'", "flex", "group_size=128", "4 attention heads and 4 KV heads; it may be 1 or 2"):
         assert part in str(error.value)
 
 
@@ -146,7 +146,9 @@ def test_every_problem_is_listed_at_once():
         ("fp8_block", 4, "a 128-row block would hold gate and up", "a 128-row block would hold gate and up"),
         ("fp8_channel", 2, "scales whole rows", "scales whole rows of linear_fc2"),
         ("w4a8", 2, "scales whole rows", "scales whole rows of linear_fc2"),
-        ("bf16", 3, "does not divide", "does not divide ffn_hidden_size=256"),
+        ("bf16", 3, "does not divide", "does not divide ffn_hidden_size=256; it may be 1, 2, 4, 8, 16"),
+        ("w4a16", 3, "it may be 1 or 2$", "does not divide ffn_hidden_size=256; it may be 1 or 2$"),
+        ("w4a8", 3, "it may be 1$", "does not divide ffn_hidden_size=256; it may be 1$"),
     ],
 )
 def test_shards_that_a_format_cannot_store_are_refused(name, ranks, experts, mlp):

@@ -58,6 +58,13 @@ def test_problems_repeat(sums):
     assert [row["messages"][1]["content"] for row in load(sums, repeat=2).dataset] == ["1", "2", "3"] * 2
 
 
+def test_a_benchmark_is_itself_under_any_name(sums):
+    data = load(sums, task_name="gsm8k#2")
+    datum = prompt_of(data)
+    assert datum["task_name"] == "gsm8k#2"
+    assert datum["extra_env_info"]["benchmark"] == "gsm8k"
+
+
 def test_unknown_benchmarks_are_refused(sums):
     with pytest.raises(ConfigError, match="unknown benchmark 'gsm'"):
         load(sums, benchmark="gsm")
@@ -78,7 +85,7 @@ def test_nemo_rl_knows_the_environment_once_the_plugin_is_registered(monkeypatch
 def test_answers_are_checked_as_each_benchmark_asks():
     ray.init(num_cpus=4, include_dashboard=False)
     try:
-        asked = [("gsm8k", r"\boxed{7}", "7"), ("gpqa", r"\boxed{b}", "B"), ("gpqa", "answer: B", "B")]
+        asked = [("gsm8k", r"\boxed{7}", "7"), ("gpqa", r"\boxed{C}", "B"), ("gpqa", "answer: B", "B")]
         logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for _, text, _ in asked]
         metadata = [{"benchmark": name, "ground_truth": expected} for name, _, expected in asked]
         environment = RewardFunctionEnvironment.remote({"num_workers": 2})

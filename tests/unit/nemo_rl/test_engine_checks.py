@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from qarl_formats import get_format
+from qarl_nemo.names import TARGETS
 from qarl_nemo.nemo_rl.engine_checks import (
     argument_problems,
     environment_problems,
@@ -14,12 +16,13 @@ from qarl_nemo.nemo_rl.engine_checks import (
     served_problems,
 )
 from qarl_nemo.nemo_rl.engine_rules import ENVIRONMENT_RULES, NO_MATTER, RULES, rules_table
-from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT
+from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT, kernel_choices
 
 DOCS = Path(__file__).parents[3] / "docs" / "design" / "vllm_settings.md"
 # No rule has it among its legal values.
 WRONG = "something_else"
-KERNELS = {"moe_backend": "marlin"}
+KERNELS = {"moe_backend": ("marlin",)}
+SERVED = {"moe_backend": "marlin"}
 
 
 def said(name, value):
@@ -59,7 +62,10 @@ def test_each_rule_holds_for_a_mapping_and_for_json(name):
         ({"compilation_config": {"level": 3}}, "compilation_config.level=3"),
         ({"compilation_config": "O3"}, "not a mapping"),
         ({"kernel_config": {"moe_backend": "triton"}}, "kernel_config.moe_backend=triton"),
-        ({"moe_backend": "triton"}, "moe_backend=triton"),
+        (
+            {"moe_backend": "triton"},
+            "moe_backend=triton: the learner follows another kernel for this format; set marlin",
+        ),
         ({"cpu_offload_gb": 1.5}, "cpu_offload_gb=1.5"),
         ({"enable_lora": 1}, "enable_lora=1"),
         ({"kv_cache_dtyp": "fp8"}, "did you mean kv_cache_dtype?"),
@@ -69,6 +75,41 @@ def test_each_rule_holds_for_a_mapping_and_for_json(name):
 def test_settings_that_break_alignment_are_refused(arguments, named):
     (line,) = argument_problems(arguments, KERNELS)
     assert named in line
+
+
+# Which kernel vLLM takes with `auto`, and which others multiply the same, was read in its 0.25.1.
+DENSE_KERNELS = {
+    "w4a16": {"machete", "marlin"},
+    "w3a16": {"machete", "marlin"},
+    "w8a16": {"machete", "marlin"},
+    "w4a8": {"cutlass"},
+    "fp8_channel": {"cutlass"},
+    "fp8_block": {"cutlass"},
+    "int8": {"cutlass"},
+    "nvfp4": {"marlin"},
+}
+OTHERS = ("garbage", "exllama", "triton", "torch", "humming", "conch", "cutlass", "marlin", "machete", "deep_gemm")
+
+
+@pytest.mark.parametrize("name", DENSE_KERNELS)
+def test_attention_runs_on_kernels_that_the_learner_follows(name):
+    kernels, legal = kernel_choices(get_format(name), ("experts", "attention")), DENSE_KERNELS[name]
+    for word in ("auto", *legal):
+        assert argument_problems({"linear_backend": word}, kernels) == []
+        assert argument_problems({"kernel_config": {"linear_backend": word.upper()}}, kernels) == []
+    for word in set(OTHERS) - legal:
+        (line,) = argument_problems({"linear_backend": word}, kernels)
+        assert f"linear_backend={word}: the learner follows another kernel for this format; set " in line
+        assert all(each in line.rpartition("set ")[2] for each in legal)
+
+
+def test_without_quantized_attention_no_kernel_of_dense_layers_matters():
+    assert argument_problems({"linear_backend": "triton"}, kernel_choices(get_format("w4a16"), ("experts",))) == []
+    assert argument_problems({"linear_backend": "triton"}, kernel_choices(get_format("bf16"), TARGETS)) == []
+    experts = kernel_choices(get_format("fp8_channel"), ("experts",))
+    assert argument_problems({"moe_backend": "triton"}, experts) == []
+    (line,) = argument_problems({"moe_backend": "deep_gemm"}, experts)
+    assert line.endswith("set auto or cutlass or triton")
 
 
 def test_settings_that_do_not_are_left_alone():
@@ -131,13 +172,13 @@ def settings_of_an_engine(**changes):
 
 @pytest.mark.parametrize("served", [rule.served for rule in RULES.values() if rule.served])
 def test_a_running_engines_settings_are_checked_again(served):
-    assert served_problems(settings_of_an_engine(), KERNELS) == []
-    (line,) = served_problems(settings_of_an_engine(**{served: WRONG}), KERNELS)
+    assert served_problems(settings_of_an_engine(), SERVED) == []
+    (line,) = served_problems(settings_of_an_engine(**{served: WRONG}), SERVED)
     assert line.startswith(f"VllmConfig.{served}={WRONG}")
 
 
 def test_a_running_engines_kernels_and_operators_are_checked_again():
-    (line,) = served_problems(settings_of_an_engine(**{"kernel_config.moe_backend": "triton"}), KERNELS)
+    (line,) = served_problems(settings_of_an_engine(**{"kernel_config.moe_backend": "triton"}), SERVED)
     assert "needed: marlin" in line
     wrong = {"compilation_config.custom_ops": ["none"]}
-    assert len(served_problems(settings_of_an_engine(**wrong), KERNELS)) == 1 + len(COMPILATION["custom_ops"])
+    assert len(served_problems(settings_of_an_engine(**wrong), SERVED)) == 1 + len(COMPILATION["custom_ops"])

@@ -1,5 +1,6 @@
 """The launcher of NeMo-RL runs, where NeMo-RL is not."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ STAND_IN = {
     "nemo_rl/utils/config.py": "import yaml\nclass OverridesError(Exception): pass\n"
     "def load_config(path):\n    values = yaml.safe_load(path.read_text())\n"
     "    assert isinstance(values, dict), 'Config must be a Dictionary Config'\n    open(values['defaults'])",
-    "pynvml.py": "",
+    "pynvml.py": "class NVMLError(Exception): pass\ndef nvmlInit(): raise NVMLError",
     "examples/run_grpo.py": "from omegaconf.errors import OmegaConfBaseException\nMasterConfig = setup = None\n"
     "setup_response_data = None\ndef main(): raise OmegaConfBaseException('policy.megatron_cfg is not a container')",
 }
@@ -53,3 +54,96 @@ def test_a_config_that_cannot_be_read_is_no_traceback(tmp_path, written, said):
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert said in done.stderr
+
+
+# What NeMo-RL's launcher and its loops call, in their order.
+LAUNCHER = """
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from pydantic import BaseModel
+from test_nemo_rl_config import config
+from qarl_nemo.nemo_rl import plugin
+
+class Async(BaseModel):
+    enabled: bool
+
+class Grpo(BaseModel, extra="allow"):
+    async_grpo: Async
+
+class MasterConfig(BaseModel, extra="allow"):
+    policy: dict[str, Any]
+    logger: dict[str, Any]
+    grpo: Grpo
+
+def setup_response_data(*parts):
+    return parts
+
+def setup(config, *parts, policy_factory):
+    return [policy_factory(tokenizer=None), "engines", 2, 3, 4, 5, None, 7, 8, SimpleNamespace(total_steps=0)]
+
+def sync_weights(timer=None):
+    assert failure is None, failure
+    return {"version": 1.0}
+
+def stand_in(engines, error):
+    global failure, colocated
+    failure, colocated = error, engines
+    plugin.register = lambda: None
+    plugin.setup_data = lambda setup, tokenizer, data, env, grpo: setup(tokenizer, data, env)
+    plugin.policy_factory = lambda **named: SimpleNamespace()
+    plugin.install_refit = lambda *both: SimpleNamespace(sync_weights=sync_weights, failure=failure)
+
+def main():
+    values = config({"format": "w4a16", "gpu_memory_gib": 4096}, cluster={"num_nodes": 1, "gpus_per_node": 8}, **{
+        "policy.megatron_cfg.sequence_parallel": True, "policy.generation.colocated": colocated,
+        "policy.megatron_cfg.expert_model_parallel_size": 2, "logger": {"log_dir": "logs"}})
+    made = MasterConfig(**values)
+    made.logger["log_dir"] = "logs/exp_001"
+    Path("logs/exp_001").mkdir(parents=True)
+    policy, engines, *_ = setup(made, None, *setup_response_data(None, {}, {}), policy_factory=None)
+    run.synchronizer.sync_weights(timer=None)
+    run.synchronizer.sync_weights(timer=None)
+"""
+DRIVER = """
+import sys
+sys.path[:0] = ["examples", {examples!r}, {tests!r}]
+import run_grpo, run_qarl_grpo
+class Run(run_qarl_grpo._Run):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        run_grpo.run = self
+run_qarl_grpo._Run = Run
+run_qarl_grpo.fetch_model_config = lambda name: None
+run_qarl_grpo.QarlLossFn = lambda *parts: None
+run_grpo.stand_in({engines!r}, {error!r})
+sys.argv = ["run_qarl_grpo.py"]
+run_qarl_grpo.main()
+"""
+APART = {"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 1}}
+IN_TURN = ["Ray", "data", "engines", "learner", "first refit"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "error", "stages"),
+    [
+        ({"enabled": True}, None, [*IN_TURN, "done after"]),
+        (APART, None, ["Ray", "data", "engines and learner", "first refit", "done after"]),
+        ({"enabled": True}, "no room", IN_TURN),
+    ],
+)
+def test_a_start_shows_its_stages_until_the_first_refit(tmp_path, engines, error, stages):
+    for name, text in (STAND_IN | {"examples/run_grpo.py": LAUNCHER}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tests, examples = str(Path(__file__).parent), str(ROOT / "examples")
+    code = DRIVER.format(examples=examples, tests=tests, engines=engines, error=error)
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT}/kernels", "PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert ("no room" if error else "") in done.stderr
+    assert done.returncode == bool(error), done.stderr
+    assert re.findall(r"^qarl: start: (.*?) +\d", done.stdout, re.MULTILINE) == stages
+    assert (tmp_path / "cache" / "qarl_nemo" / "starts.json").exists() == (error is None)
+    assert ("start_s" in (tmp_path / "logs" / "exp_001" / "run.json").read_text()) == (error is None)

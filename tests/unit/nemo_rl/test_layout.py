@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from test_nemo_rl_config import QWEN3_30B, config, problems
 
-from qarl_nemo.config import ConfigError
 from qarl_nemo.memory import Learner, ModelSize, rank_memory
 from qarl_nemo.nemo_rl import hints, layout_memory
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
@@ -16,7 +14,6 @@ from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB, needed_memory
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
-from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 
 APART = {"policy.generation.colocated": {"enabled": False, "resources": {"gpus_per_node": 2, "num_nodes": 1}}}
 WHOLE_NODES = {
@@ -108,7 +105,7 @@ def test_what_can_run_is_not_refused():
         ({"policy.logprob_chunk_size": -4}, "policy.logprob_chunk_size=-4: set 1 or more, or null"),
         ({"policy.megatron_cfg.tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0: set 1 or more"),
         ({"cluster": {"num_nodes": 1, "gpus_per_node": -8}}, "cluster.gpus_per_node=-8: set 1 or more"),
-        ({"policy.generation.colocated": {"enabled": False}}, "resources.gpus_per_node=None"),
+        ({"policy.generation.colocated": {"enabled": False}}, "resources.gpus_per_node=null"),
         (
             {"cluster": {"num_nodes": 2, "gpus_per_node": 8}} | APART,
             "resources.gpus_per_node=2: engines take whole nodes; set 8",
@@ -128,6 +125,47 @@ def test_what_can_run_is_not_refused():
 )
 def test_what_cannot_run_is_refused(changes, named):
     assert any(named in line for line in problems(launch(**changes))), problems(launch(**changes))
+
+
+STAGES = "policy.megatron_cfg.pipeline_model_parallel_size"
+FIRST_STAGE = "policy.megatron_cfg.num_layers_in_first_pipeline_stage"
+LEARNER_TP = "policy.megatron_cfg.tensor_model_parallel_size"
+ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("changes", "legal"),
+    [
+        ({"cluster": {"num_nodes": 1, "gpus_per_node": 4}}, "expert_model_parallel_size may be 1, 2 or 4"),
+        (
+            {"policy.megatron_cfg.expert_tensor_parallel_size": 2},
+            "expert_tensor_parallel_size may be 1, or expert_model_parallel_size may be 1, 2 or 4",
+        ),
+        (
+            {"policy.megatron_cfg.expert_tensor_parallel_size": 3, STAGES: 3, LEARNER_TP: 3},
+            "the product may be 1, 2, 4 or 8",
+        ),
+        (APART, "expert_model_parallel_size may be 1 or 2"),
+        ({"policy.megatron_cfg.expert_model_parallel_size": 3}, "the 128 experts; set 1, 2, 4 or 8"),
+        ({STAGES: 5}, "the 48 layers; set 1, 2, 4 or 8"),
+        ({STAGES: 4, FIRST_STAGE: 1}, "the 47 layers left beside stages of 1; set 2"),
+        ({STAGES: 4, FIRST_STAGE: 49}, "set other policy.megatron_cfg.num_layers_in_{first,last}_pipeline_stage"),
+        ({ENGINE_TP: 3}, "the engines' 8 GPUs (cluster.num_nodes=1, cluster.gpus_per_node=8); set 1, 2, 4 or 8"),
+        ({ENGINE_TP: 3}, "the 32 attention heads; set 1, 2, 4 or 8"),
+        ({LEARNER_TP: 3}, "the 32 attention heads; set 1, 2, 4 or 8"),
+        ({ENGINE_TP: 2, EXPERTS: 3}, "must be a multiple of tensor_parallel_size=2; set 1, 2, 4 or 8"),
+        ({ENGINE_TP: 4, EXPERTS: 16}, "the engines' 8 GPUs; set 1, 4 or 8"),
+        (
+            {"policy.train_global_batch_size": 130},
+            "is not a multiple of the 4 data parallel learner ranks; set e.g. 128",
+        ),
+        ({"policy.train_global_batch_size": 2}, "is not a multiple of the 4 data parallel learner ranks; set e.g. 4"),
+        ({"policy.train_micro_batch_size": 3}, "does not divide the 32 of a rank; set 1, 2, 4, 8, 16 or 32"),
+        ({"policy.megatron_cfg.sequence_parallel": False}, "; set true"),
+    ],
+)
+def test_a_refusal_says_what_is_left(changes, legal):
+    assert any(legal in line for line in problems(launch(**changes))), problems(launch(**changes))
 
 
 def test_the_fullest_stage_of_an_uneven_pipeline_counts():
@@ -194,6 +232,22 @@ def test_what_does_not_fit_is_refused(qarl, changes, named):
     assert any(named in line for line in problems(values)), problems(values)
 
 
+def test_where_no_response_fits_a_shorter_one_and_other_layouts_are_named():
+    tokens = {"enabled": True, "train_mb_tokens": 32768, "logprob_mb_tokens": 32768}
+    said = {"policy.max_total_sequence_length": 32768, "policy.sequence_packing": tokens}
+    (line,) = problems(launch(**said))
+    assert "set at most 27648 here and in policy.max_total_sequence_length, " in line
+    assert "a layout in which it fits by computation (tp4_ep8) in policy.megatron_cfg" in line
+    shorter = {"enabled": True, "train_mb_tokens": 27648, "logprob_mb_tokens": 27648}
+    apply_qarl(launch(**{"policy.max_total_sequence_length": 27648, "policy.sequence_packing": shorter}))
+    apply_qarl(launch(**said | {LEARNER_TP: 4, "policy.logprob_batch_size": 1}))
+    (update, scores, *_) = problems(launch({"gpu_memory_gib": 24}))
+    assert "policy.train_micro_batch_size=1" in update
+    assert "max_total_sequence_length" not in update
+    assert "policy.logprob_batch_size=4" in scores
+    assert "set policy.max_total_sequence_length to at most 4096, " in scores
+
+
 def test_a_bf16_learner_keeps_a_copy_of_its_experts_as_others_keep_packed_ones():
     values = launch({"format": "bf16", "alignment": "none"})
     qarl = NemoQarlConfig.model_validate(values["qarl"])
@@ -205,28 +259,6 @@ def test_a_larger_card_takes_more():
     apply_qarl(launch({"gpu_memory_gib": 139, "keep_operand": True}))
 
 
-ADAM = {"optimizer": "adam", "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
-BF16_MOMENTS = ADAM | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
-OPTIMIZER = "policy.megatron_cfg.optimizer"
-
-
-def test_an_optimizer_that_is_too_large_may_have_smaller_moments():
-    sizes = {"policy.train_micro_batch_size": 2, "policy.logprob_batch_size": 1}
-    (line,) = problems(launch(**{OPTIMIZER: ADAM} | sizes))
-    assert "exp_avg_dtype=bfloat16, exp_avg_sq_dtype=bfloat16 in policy.megatron_cfg.optimizer" in line
-    for moments in (BF16_MOMENTS, BF16_MOMENTS | {"exp_avg_dtype": "float16"}):
-        apply_qarl(launch(**{OPTIMIZER: moments} | sizes))
-
-
-@pytest.mark.parametrize(("optimizer", "parameter_bytes"), [("adam", 12), ("muon", 8), ("sgd", 8)])
-def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank(optimizer, parameter_bytes):
-    said = {"optimizer": optimizer, "use_distributed_optimizer": False}
-    values = launch(**{OPTIMIZER: said, "cluster": {"num_nodes": 2, "gpus_per_node": 8}})
-    parts = needed_memory(values, NemoQarlConfig.model_validate(values["qarl"]), optimizer_stays=False).learner.parts
-    assert parts["optimizer"] == parts["weights"] / 2 * parameter_bytes
-    assert optimizer != "adam" or any("use_distributed_optimizer=true (of" in line for line in problems(values))
-
-
 def test_engines_that_share_experts_hold_and_wake_fewer():
     qarl = NemoQarlConfig(keep_operand=False, targets=["experts", "attention"])
     alone, shared = (needed_memory(launch(**{EXPERTS: size}), qarl, optimizer_stays=False) for size in (1, 8))
@@ -234,42 +266,6 @@ def test_engines_that_share_experts_hold_and_wake_fewer():
     saved = 28.991029248e9 * 4.125 / 8 * 7 / 8
     assert alone.engine - shared.engine == pytest.approx(saved)
     assert alone.refit - shared.refit == pytest.approx(saved)
-
-
-def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
-    stays = {"policy.offload_optimizer_for_refit": False, OPTIMIZER: ADAM, "policy.logprob_batch_size": 1}
-    refit, share = problems(launch(**stays))
-    assert refit.startswith("policy.offload_optimizer_for_refit=false: a refit beside the optimizer's 43 GiB needs 70")
-    assert share.startswith(
-        "policy.offload_optimizer_for_refit=false: the optimizer's 43 GiB stay beside an engine of 0.6"
-    )
-    # 79 GiB without 43 of the optimizer and 6 of the learner's process.
-    assert "gpu_memory_utilization to at most 0.38, or" in share
-    _, said = problems(launch({"resident": True}, **{OPTIMIZER: ADAM, "policy.logprob_batch_size": 1}))
-    assert said.startswith("qarl.resident=true: the optimizer's 43 GiB stay")
-    fits = stays | {OPTIMIZER: BF16_MOMENTS}
-    apply_qarl(launch(**fits))
-    (line,) = problems(launch({"resident": False}, **fits))
-    assert line.endswith("qarl.resident=false says the opposite; remove one of them")
-
-
-@pytest.mark.parametrize(
-    ("block", "changes", "stays"),
-    [
-        ({}, {}, False),
-        ({}, {OPTIMIZER: BF16_MOMENTS}, True),
-        ({"gpu_memory_gib": 139}, {}, True),
-        ({"gpu_memory_gib": 139, "resident": False}, {}, False),
-        ({"gpu_memory_gib": 139}, {"policy.offload_optimizer_for_refit": True}, False),
-        ({"gpu_memory_gib": 139}, WHOLE_NODES, False),
-        ({"gpu_memory_gib": 139, "format": "bf16", "alignment": "none"}, {"policy.generation.vllm_kwargs": {}}, False),
-    ],
-)
-def test_the_optimizer_stays_where_it_fits_beside_the_engine(block, changes, stays):
-    share = {SHARE: 0.5 if stays else 0.8}
-    values = launch(block, **{OPTIMIZER: ADAM} | share | changes)
-    assert apply_qarl(values).resident is stays
-    assert values["policy"]["offload_optimizer_for_refit"] is not stays
 
 
 def test_a_machines_memory_is_that_of_its_container(monkeypatch, tmp_path):
@@ -283,35 +279,6 @@ def test_a_machines_memory_is_that_of_its_container(monkeypatch, tmp_path):
     assert whole is not None
     limits[0].write_text(str(2**29))
     assert layout_memory.first_host_gib() == 0.5 < whole
-
-
-def test_types_of_the_optimizers_state_are_named_as_torch_names_them():
-    values = launch(**{OPTIMIZER: BF16_MOMENTS})
-    apply_qarl(values)
-    given = with_torch_dtypes(values["policy"])["megatron_cfg"]["optimizer"]
-    assert given == BF16_MOMENTS | {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
-    assert values["policy"]["megatron_cfg"]["optimizer"] == BF16_MOMENTS
-
-
-def test_types_that_the_optimizer_does_not_keep_are_refused():
-    lines = problems(
-        launch(**{OPTIMIZER: {"optimizer": "adam", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bfloat16"}})
-    )
-    assert (
-        f"{OPTIMIZER}.exp_avg_dtype=bf16: not a type that the optimizer keeps; set float32 or float16 or bfloat16"
-        in lines
-    )
-    (needs,) = [line for line in lines if line.startswith(f"{OPTIMIZER}: exp_avg_dtype, exp_avg_sq_dtype: only")]
-    assert needs.endswith(
-        f"set {OPTIMIZER}.use_precision_aware_optimizer and {OPTIMIZER}.use_distributed_optimizer to true, or float32"
-    )
-
-
-def test_what_may_be_resident_is_one_line():
-    with pytest.raises(
-        ConfigError, match=r"1 problem.*\n  qarl.resident: Input should be True, False or 'auto' \(given 'maybe'\)$"
-    ):
-        apply_qarl(launch({"resident": "maybe"}))
 
 
 def test_a_checked_config_says_what_will_run():

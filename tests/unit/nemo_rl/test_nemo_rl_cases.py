@@ -35,6 +35,8 @@ def read(name: str, index: int, folder: Path, *more: str) -> Any:
     sizes = {"intermediate_size": 2 * shape["hidden_size"], "vocab_size": 64, "num_experts_per_tok": 2}
     config = {"model_type": "qwen3_moe" if "num_experts" in shape else "qwen2"} | sizes | heads | shape
     (folder / "model" / "config.json").write_text(json.dumps(config))
+    for name in ("train.jsonl", "val.jsonl"):
+        (folder / name).touch()
     register_omegaconf_resolvers()
     own = overrides(case, case.starts[index], folder, folder)
     config = parse_hydra_overrides(load_config(RECIPE), [*own, *more])

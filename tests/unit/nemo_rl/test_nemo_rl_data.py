@@ -8,6 +8,7 @@ from support.nemo_rl import installed  # noqa: F401
 
 # isort: split
 import datasets
+from nemo_rl.data import ResponseDatasetConfig
 from nemo_rl.data.datasets import AllTaskProcessedDataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.utils import setup_response_data
@@ -15,6 +16,7 @@ from nemo_rl.environments.utils import ENV_REGISTRY
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo_rl import plugin
+from qarl_nemo.nemo_rl.data_keys import BENCHMARK_KEYS, PROBLEM_KEYS, UNUSED_KEYS
 from qarl_nemo.train.tokenizer import character_tokenizer
 from support.files import write_jsonl
 
@@ -84,6 +86,54 @@ def test_the_processor_hands_on_the_record_for_a_reward_function(tmp_path, token
         assert datum["message_log"][0]["content"] == "*1+1="
 
 
+def test_the_keys_of_nemo_rl_are_known():
+    assert set(ResponseDatasetConfig.__annotations__) <= {*PROBLEM_KEYS, *BENCHMARK_KEYS, *UNUSED_KEYS}
+    assert set(UNUSED_KEYS) <= set(ResponseDatasetConfig.__annotations__)
+
+
+def test_nemo_rl_knows_which_keys_our_data_sets_read(tmp_path, recwarn):
+    path = write(tmp_path / "a.jsonl", {"problem": "1", "answer": "2"}, {"problem": "3", "answer": "4"})
+    load("Problems", path, split="train[:2]", input_key="problem", split_validation_size=1, seed=3)
+    assert [str(warning.message) for warning in recwarn if "will be ignored" in str(warning.message)] == []
+
+
+def chat(*messages):
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+def seen(data, tokenizer):
+    dataset = AllTaskProcessedDataset(data.dataset, tokenizer, data.task_spec, data.processor, max_seq_length=99)
+    return [dataset[place]["message_log"][0]["content"] for place in range(len(dataset))]
+
+
+def test_a_records_system_message_is_in_the_prompt(tmp_path, tokenizer):
+    with_system = {"problem": chat(("system", "+"), ("user", "1")), "answer": "2"}
+    path = write(tmp_path / "a.jsonl", with_system, {"problem": chat(("user", "3")), "answer": "4"})
+    assert seen(load("Problems", path), tokenizer) == ["*+*1=", "*3="]
+    (tmp_path / "system.txt").write_text("-")
+    system = {"system_prompt_file": str(tmp_path / "system.txt")}
+    path = write(tmp_path / "b.jsonl", {"problem": "1", "answer": "2"})
+    assert seen(load("Problems", path, **system), tokenizer) == ["*-*1="]
+    path = write(tmp_path / "c.jsonl", {"problem": "1", "answer": "2"}, with_system)
+    with pytest.raises(
+        ConfigError, match=r"line 2: it has a system message, and the config's system prompt is another"
+    ):
+        load("Problems", path, **system)
+
+
+def test_a_longer_conversation_is_refused_with_its_place(tmp_path):
+    system, turns = ("system", "s"), (("user", "u1"), ("assistant", "a"), ("user", "u2"))
+    records = [chat(system, *turns), chat(("user", "u1")), chat(*turns), chat(system, ("assistant", "a")), chat(system)]
+    path = write(tmp_path / "a.jsonl", *({"problem": one, "answer": "2"} for one in records))
+    with pytest.raises(ConfigError) as caught:
+        load("Problems", path)
+    said = str(caught.value)
+    assert "line 1, line 3: it has 3 messages beside the system's, and NeMo-RL takes one" in said
+    assert "line 4: its last message is of the role 'assistant'" in said
+    assert "line 5: its last message is of the role 'system'" in said
+    assert "line 2" not in said
+
+
 def data_block(path, **keys):
     return {"max_input_seq_length": 5, "train": {"dataset_name": f"{HERE}.Problems", "data_path": path}} | keys
 
@@ -94,8 +144,14 @@ def lengths(tmp_path):
     return write(tmp_path / "a.jsonl", *({"problem": "1" * length, "answer": length} for length in (1, 7, 2)))
 
 
-def set_up(tokenizer, data):
-    return plugin.setup_data(lambda *parts: (*setup_response_data(parts[0], parts[1]), {}, {}), tokenizer, data, {})
+NO_VALIDATION = {"max_val_samples": 0, "val_batch_size": 0, "val_period": 0, "val_at_start": False, "val_at_end": False}
+
+
+def set_up(tokenizer, data, grpo=NO_VALIDATION):
+    def setup(*parts):
+        return (*setup_response_data(parts[0], parts[1]), {}, {})
+
+    return plugin.setup_data(setup, tokenizer, data, {}, grpo)
 
 
 def test_long_prompts_are_an_error_that_counts_them(lengths, tokenizer):
@@ -120,6 +176,38 @@ def test_validation_prompts_are_looked_at_too(lengths, tokenizer):
     data["train"]["split"] = "train[:1]"
     with pytest.raises(ConfigError, match=r"1 of the 3 prompts of data.validation"):
         set_up(tokenizer, data)
+    del data["train"][0]["split"]
+    with pytest.raises(
+        ConfigError, match=r"1 of the 3 prompts of data.train .*\n  1 of the 3 prompts of data.validation"
+    ):
+        set_up(tokenizer, data)
+
+
+def test_two_data_sets_of_one_file_have_their_own_prompts(lengths, tmp_path, tokenizer):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(name[0] + "{}")
+    sets = [
+        {"dataset_name": f"{HERE}.Problems", "data_path": lengths, "prompt_file": str(tmp_path / f"{name}.txt")}
+        for name in ("one", "two")
+    ]
+    train, *_ = set_up(tokenizer, {"max_input_seq_length": 99, "train": sets})
+    assert [train[place]["message_log"][0]["content"] for place in (0, 3)] == ["*o1=", "*t1="]
+
+
+def test_a_validation_tells_what_it_does_not_ask(lengths, tokenizer, capsys):
+    own = {"dataset_name": f"{HERE}.Problems", "data_path": lengths}
+    grpo = {"val_period": 5, "val_at_start": False, "val_at_end": False, "max_val_samples": 5, "val_batch_size": 2}
+
+    def told(**changes):
+        validation = [dict(own), own | {"split": "train[1:]"}, dict(own)]
+        data = {"max_input_seq_length": 99, "train": dict(own), "validation": validation}
+        set_up(tokenizer, data, grpo=grpo | changes)
+        return capsys.readouterr().out
+
+    assert "qarl: data: validation asks 4 of 8 problems, none of " in told()
+    assert "a.jsonl-train#3; for all set grpo.max_val_samples=8\n" in told()
+    assert "validation asks" not in told(max_val_samples=8)
+    assert "validation asks" not in told(val_period=0)
 
 
 @pytest.mark.slow
@@ -137,7 +225,7 @@ def test_rewards_of_ones_own_reach_nemo_rl(tmp_path, tokenizer, monkeypatch):
     plugin.register()
     ray.init(num_cpus=4, include_dashboard=False)
     try:
-        train, _, task_to_env, _ = plugin.setup_data(setup_response_data, tokenizer, data, env)
+        train, _, task_to_env, _ = plugin.setup_data(setup_response_data, tokenizer, data, env, NO_VALIDATION)
         (environment,) = task_to_env.values()
         logs = [[{"role": "user", "content": "1"}, {"role": "assistant", "content": "x" * n}] for n in range(3)]
         metadata = [train[place]["extra_env_info"] for place in range(3)]

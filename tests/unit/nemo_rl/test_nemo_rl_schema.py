@@ -22,6 +22,7 @@ from nemo_rl.utils.logger import Logger
 from qarl_nemo.config import ConfigError
 from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.key_hints import config_types, key_hints
 from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB
 from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.recording import completed_steps
@@ -36,6 +37,11 @@ def read(monkeypatch, tmp_path):
     def read_recipe(path) -> MasterConfig:
         config = MasterConfig(**OmegaConf.to_container(load_config(path), resolve=True))
         config.policy["model_name"] = model_folder(config.policy["model_name"], tmp_path)
+        # Files that a user makes.
+        for dataset in (config.data["train"], config.data["validation"]):
+            if "data_path" in dataset:
+                dataset["data_path"] = str(tmp_path / "data.jsonl")
+        (tmp_path / "data.jsonl").touch()
         return config
 
     return read_recipe
@@ -72,6 +78,15 @@ def test_ranks_that_the_gpus_cannot_be_are_refused(override, named, read):
         apply_qarl(config)
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_has_no_key_that_looks_misspelt(path, read):
+    values = read(path).model_dump()
+    assert key_hints(values, config_types(MasterConfig)) == []
+    values["policy"]["generation"]["vllm_cfg"]["gpu_memory_utilisation"] = 0.6
+    (line,) = key_hints(values, config_types(MasterConfig))
+    assert line.endswith("did you mean gpu_memory_utilization?")
+
+
 def test_a_recipe_that_quantizes_twice_is_refused(read):
     config = read(RECIPES[0])
     config.policy["generation"]["vllm_cfg"]["precision"] = "fp8"
@@ -93,12 +108,14 @@ def test_the_launcher_checks_a_recipe_without_starting_ray(tmp_path):
               "num_experts": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
               "num_hidden_layers": 2, "vocab_size": 64, "num_experts_per_tok": 2}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shapes))
-    right = launch(model)
+    (tmp_path / "data.jsonl").touch()
+    data = [f"data.{key}.data_path={tmp_path / 'data.jsonl'}" for key in ("train", "validation")]
+    right = launch(model, *data)
     assert right.returncode == 0, right.stderr
     assert "rollouts as w4a16 in experts; the learner executes the same" in right.stdout
     assert "1 (1 node(s) of 1), shared by learner and engines" in right.stdout
     assert "command: python " in right.stdout
-    wrong = launch(model, "policy.precision=float32", "++policy.generation.vllm_kwargs.moe_backend=triton")
+    wrong = launch(model, *data, "policy.precision=float32", "++policy.generation.vllm_kwargs.moe_backend=triton")
     assert wrong.returncode == 1
     assert "3 conflict(s)" in wrong.stderr
     assert "Traceback" not in wrong.stderr

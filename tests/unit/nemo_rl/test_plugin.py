@@ -57,6 +57,7 @@ def test_a_failed_wake_is_an_error_also_where_nothing_is_refitted(named):
         worker_group=SimpleNamespace(workers=[], dp_leader_worker_indices=[]),
         # NeMo-RL's own answers; after a validation its loop wakes engines without a refit, and ignores them.
         prepare_for_generation=lambda **_: wakes.pop(0),
+        finish_generation=lambda: True,
     )
     plugin.install_refit(None, generation)
     assert generation.prepare_for_generation(**named)

@@ -164,9 +164,42 @@ def test_nvfp4_runs_on_marlin_in_dense_layers_too():
     (problem,) = method_problems([emulated, dense[1], CHOSEN[2], experts], fmt, ["experts", "attention"])
     assert problem == (
         f"{LAYER}.self_attn.qkv_proj: {fmt.vllm.linear.method} runs on EmulationNvFp4LinearKernel, whose arithmetic "
-        "the learner does not follow; it follows MarlinNvFp4LinearKernel: leave vLLM's linear_backend and "
-        "VLLM_BATCH_INVARIANT unset"
+        "the learner does not follow; it follows MarlinNvFp4LinearKernel: set vLLM's linear_backend to auto or marlin, "
+        "and leave VLLM_BATCH_INVARIANT, VLLM_DISABLED_KERNELS and VLLM_TEST_FORCE_FP8_MARLIN unset"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "followed", "other"),
+    [
+        ("w4a16", "MacheteLinearKernel", "ExllamaLinearKernel"),
+        ("w4a16", "MarlinLinearKernel", "TritonW4A16LinearKernel"),
+        ("w4a16", "CPUWNA16LinearKernel", "ConchLinearKernel"),
+        ("w8a16", "MacheteLinearKernel", "HummingLinearKernel"),
+        ("w2a16", "MarlinLinearKernel", "HummingLinearKernel"),
+        ("w4a8", "CutlassW4A8LinearKernel", "HummingLinearKernel"),
+        ("fp8_channel", "CutlassFP8ScaledMMLinearKernel", "MarlinFP8ScaledMMLinearKernel"),
+    ],
+)
+def test_dense_layers_run_on_kernels_that_the_learner_follows(name, followed, other):
+    fmt = get_format(name)
+    dense = [replace(one, method=fmt.vllm.linear.method, backend=followed) for one in CHOSEN[:2]]
+    assert method_problems(dense, fmt, ["attention"]) == []
+    (problem,) = method_problems([replace(dense[0], backend=other), dense[1]], fmt, ["attention"])
+    assert f"runs on {other}, whose arithmetic the learner does not follow" in problem
+
+
+class CutlassFP8ScaledMMLinearKernel:
+    pass
+
+
+def test_the_kernel_of_rows_in_fp8_is_found_where_vllm_keeps_it():
+    scheme = CompressedTensorsW8A8Fp8(None)
+    scheme.fp8_linear = CutlassFP8ScaledMMLinearKernel()
+    layer = SimpleNamespace(quant_method=CompressedTensorsLinearMethod(), scheme=scheme)
+    (record,) = chosen_methods(SimpleNamespace(named_modules={CHOSEN[0].layer: layer}.items))
+    assert record.backend == "CutlassFP8ScaledMMLinearKernel"
+    assert method_problems([record], get_format("fp8_channel"), ["attention"]) == []
 
 
 def test_a_target_without_a_layer_is_named():
@@ -203,4 +236,4 @@ def test_kernels_with_other_arithmetic_are_named(name, method, followed, other):
         f"{experts.layer}: {method} runs on {other}, whose arithmetic the learner does not follow"
     )
     assert followed in problem
-    assert problem.endswith("set vLLM's moe_backend")
+    assert f"set vLLM's moe_backend to {' or '.join(fmt.vllm.experts.backends)}, and leave" in problem

@@ -8,9 +8,10 @@ import torch
 from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError, load_config
+from qarl_nemo.data.config import DatasetConfig, DatasetsData
 from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
 from qarl_nemo.train.arms import expand_arms, select_arms
-from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.config import AdamWConfig, ArithmeticData, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, num_gpus, visible_gpus
 from qarl_nemo.train.run import keep_to_share
 
@@ -75,8 +76,30 @@ def test_every_problem_of_every_arm_is_listed_once(expand):
 
 
 def test_an_arm_whose_format_does_not_take_the_other_options_is_refused_before_any_run(expand):
+    qarl = {"alignment": "none", "format": "bf16"}
+    compare = {"seeds": [1], "arms": {"ours": {}, "BF16": {"qarl": qarl | {"group_size": 64}}}}
     with pytest.raises(ConfigError, match=r"arm 'BF16': format 'bf16' takes no group_size=64: .* qarl.group_size=null"):
-        expand(BASE | {"qarl": {"group_size": 64}})
+        expand(BASE | {"compare": compare})
+    # What the config says for the other arms' format is theirs.
+    compare["arms"]["BF16"]["qarl"] = qarl
+    ours, plain = expand(BASE | {"qarl": {"group_size": 64}, "compare": compare})
+    assert (ours.qarl.group_size, plain.qarl.group_size) == (64, None)
+
+
+def test_an_arm_may_have_another_kind_of_block_and_takes_none_of_its_defaults(expand):
+    data = {"source": "datasets", "train": {"data_path": "a.jsonl"}}
+    policy = {"model_init": {}, "optimizer": {"name": "muon", "momentum": 0.9, "warmup_steps": 3}}
+    arms = {"gspo": {"loss_fn": {"objective": "gspo"}}, "problems": {"data": data}, "longer": {"data": {"digits": 3}}}
+    arms |= {"adamw": {"policy": {"optimizer": {"name": "adamw"}}}}
+    base = BASE | {"policy": policy, "compare": {"seeds": [1], "arms": arms}}
+    gspo, problems, longer, adamw = expand(base)
+    assert gspo.loss_fn == GSPOConfig()
+    assert problems.data == DatasetsData(source="datasets", train=DatasetConfig(data_path="a.jsonl"))
+    assert longer.data == ArithmeticData(digits=3)
+    assert adamw.policy.optimizer == AdamWConfig(warmup_steps=3)
+    arms["gspo"]["loss_fn"]["mismatch_cap"] = 3.0
+    with pytest.raises(ConfigError, match=r"arm 'gspo': 1 problem.*\n  unknown key 'loss_fn.mismatch_cap'"):
+        expand(base)
 
 
 def test_runs_that_would_share_a_folder_are_refused(expand):

@@ -94,6 +94,16 @@ def test_long_prompts_are_an_error_that_counts_them(data):
     assert limit_prompts(source, encoder(template=None), 9, skip=False) == {"train": 0, "validation": 0}
 
 
+def test_long_prompts_of_both_keys_are_told_at_once(data):
+    source = TaskSource(DatasetsData(**data, validation=data["train"]), seed=0)
+    with pytest.raises(
+        ValueError, match=r"^2 of the 4 prompts of data.train .*\n  2 of the 4 prompts of data.validation"
+    ):
+        limit_prompts(source, encoder(template=None), 2, skip=False)
+    with pytest.raises(ValueError, match=r"^the chat template writes nothing .* none$"):
+        limit_prompts(source, encoder(template="{% if 0 %}{% endif %}"), 2, skip=False)
+
+
 def test_long_prompts_are_skipped_and_counted_when_told(data):
     source = TaskSource(DatasetsData(**data, validation=data["train"]), seed=0)
     assert limit_prompts(source, encoder(template=None), 2, skip=True) == {"train": 2, "validation": 2}

@@ -1,5 +1,7 @@
 """A run's folder: new, the same run's, or refused with every key that differs."""
 
+import os
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -8,7 +10,7 @@ from qarl_nemo.files import FileError
 from qarl_nemo.train.checkpoint import STATE_FILE, checkpoint_dir
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.file_list import write_file_list
-from qarl_nemo.train.run_dir import is_complete, open_run_dir
+from qarl_nemo.train.run_dir import inspect_run_dir, is_complete, open_run_dir
 
 
 def config(run_dir, **blocks) -> LocalConfig:
@@ -47,6 +49,31 @@ def test_the_same_config_may_come_back(begun):
     before = (begun / "config.yaml").read_text()
     assert open_run_dir(config(begun)) == 1
     assert (begun / "config.yaml").read_text() == before
+
+
+def test_looking_at_a_folder_writes_nothing_and_finds_what_opening_it_would(begun):
+    before = {path: path.stat().st_mtime_ns for path in begun.rglob("*")}
+    assert inspect_run_dir(config(begun)) == 1
+    assert inspect_run_dir(config(begun / "new" / "run")) is None
+    with pytest.raises(ConfigError, match="seed: there 0, now 4"):
+        inspect_run_dir(config(begun, seed=4))
+    assert {path: path.stat().st_mtime_ns for path in begun.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_file_is_no_place_for_a_run(name, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        FileError, match=f"file is no folder, so that .*{name} cannot be a run's; choose another run_dir"
+    ):
+        open_run_dir(config(tmp_path / name))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_no_place_for_a_run(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(FileError, match=r"may not be written, so that .*run cannot be a run's; choose another run_dir"):
+        inspect_run_dir(config(tmp_path / "run"))
 
 
 def test_keys_that_change_no_number_may_differ(begun):

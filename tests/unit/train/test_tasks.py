@@ -158,5 +158,19 @@ def test_data_sets_of_one_name_have_their_own_scores(tmp_path, monkeypatch, file
     assert len(rewards) == 1 + len(files)
 
 
+def test_every_data_set_that_cannot_be_read_is_told_with_its_place(tmp_path):
+    (right,) = several(tmp_path, a=range(2))
+    wrong = {"data_path": write_jsonl(tmp_path / "b.jsonl", [{"question": "p", "answer": 1}])}
+    missing = {"data_path": str(tmp_path / "nope.jsonl")}
+    config = DatasetsData(source="datasets", train=[right, wrong, missing], validation=missing)
+    with pytest.raises(ValueError, match=r"data\.train\.1: ") as raised:
+        TaskSource(config, seed=0)
+    lines = str(raised.value).split("\n  ")
+    assert [line.partition(": ")[0] for line in lines] == ["data.train.1", "data.train.2", "data.validation"]
+    assert "no field 'problem'" in lines[0]
+    assert "nope.jsonl does not exist" in lines[2]
+    assert TaskSource(DatasetsData(source="datasets", train=right), seed=0).tasks["validation"] == []
+
+
 def test_without_validation_sets_the_first_problems_are_validated(ten_problems):
     assert [task.answer for task in TaskSource(ten_problems, seed=0).validation(3)] == ["0", "1", "2"]

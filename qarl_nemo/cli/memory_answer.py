@@ -1,0 +1,106 @@
+"""What `qarl memory` says before its table: what fits, or what comes nearest and what would help."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from qarl_nemo.cli.memory_units import with_unit
+from qarl_nemo.memory import GIB, ModelSize, rank_memory
+from qarl_nemo.memory.candidates import AdaptedCandidate, Candidate
+from qarl_nemo.parallelism import either
+
+_ENGINES = {"packed": "packed (the built-in sampler)", "vllm": "vllm"}
+_UNSERVED = "vLLM serves these weights on no number of GPUs (why: below the table). By memory alone: "
+
+
+def learners_answer(model: ModelSize, found: Sequence[Candidate], gpu_bytes: float, *, served: bool = True) -> str:
+    """Say which learner fits best, and how many others do.
+
+    Args:
+        model: the model's sizes.
+        found: what `candidates` returned, at least one.
+        gpu_bytes: memory of a GPU.
+        served: whether vLLM takes the weights.
+
+    Returns:
+        One sentence; where nothing fits, the nearest, by how much it misses and what to change.
+    """
+    best, gpu = found[0], f"{gpu_bytes / GIB:g} GiB"
+    if best.fits:
+        others = sum(one.fits for one in found) - 1
+        layerwise = ", its refit layer by layer" if best.refits and best.refits[0] > best.room else ""
+        more = f"; {others} more below" if others else ""
+        text = f"Fits {gpu}: {_name(best)} with up to {best.tokens:,} tokens a micro-batch{layerwise}{more}."
+    else:
+        text = (
+            f"Nothing fits {gpu}. The nearest, {_name(best)}, misses by {with_unit(best.missing_bytes)} with "
+            f"{best.learner.tokens:,} tokens a micro-batch. Change: {either(_changes(model, found))}."
+        )
+    return text if served else f"{_UNSERVED}{text[0].lower()}{text[1:]}"
+
+
+def adapters_answer(found: Sequence[AdaptedCandidate], gpu_bytes: float, tokens: int) -> str:
+    """Say with which rollout engines adapters on a frozen base fit one GPU.
+
+    Args:
+        found: what `adapted_candidates` returned.
+        gpu_bytes: memory of the GPU.
+        tokens: tokens of the micro-batch that was asked about.
+
+    Returns:
+        One sentence; where nothing fits, the nearest, by how much it misses and what to change.
+    """
+    gpu = f"{gpu_bytes / GIB:g} GiB"
+    if fitting := [one for one in found if one.fits]:
+        budgets = [f"by {_ENGINES[one.engine]} with up to {one.tokens:,} tokens a micro-batch" for one in fitting]
+        return f"Fits {gpu}: rollouts {', or '.join(budgets)}."
+    nearest = min((one for one in found if one.served), key=lambda one: one.missing_bytes)
+    return (
+        f"Nothing fits {gpu}. The nearest, rollouts by {_ENGINES[nearest.engine]}, misses by "
+        f"{with_unit(nearest.missing_bytes)} with {tokens:,} tokens a micro-batch. "
+        f"Change: {either(_changes_of_adapters(nearest))}."
+    )
+
+
+def _name(one: Candidate) -> str:
+    recompute = {"full": "full recompute", "none": "no recompute"}[one.learner.recompute]
+    return f"{one.ranks.name} + {one.learner.optimizer} + {recompute}"
+
+
+def _changes(model: ModelSize, found: Sequence[Candidate]) -> Iterator[str]:
+    nearest = found[0]
+    if any(size > nearest.room for size in nearest.refits[-1:]):
+        yield "more GPUs an engine (--engine-tp, --engine-ep), because its refit does not fit"
+    roomiest = max(found, key=lambda one: one.tokens or 0)
+    if roomiest.tokens:
+        yield f"--tokens {roomiest.tokens} (fits {_name(roomiest)})"
+    if nearest.memory.peak_bytes > nearest.room:
+        yield from _savings(model, nearest)
+    yield "more --gpus"
+    yield "--lora, which trains adapters on one GPU"
+
+
+def _savings(model: ModelSize, one: Candidate) -> Iterator[str]:
+    changes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("--recompute full", {"recompute": "full"}),
+        ("--optimizer adam_bf16", {"optimizer": "adam_bf16"}),
+        ("--logprob-chunk 1024", {"logprob_chunk": 1024}),
+        ("--gradient-bytes 2", {"gradient_bytes": 2}),
+    )
+    for option, changed in changes:
+        peak_bytes = rank_memory(model, one.ranks, replace(one.learner, **changed)).peak_bytes
+        if (saved := one.memory.peak_bytes - peak_bytes) > 0:
+            yield f"{option} (saves {with_unit(saved)})"
+
+
+def _changes_of_adapters(nearest: AdaptedCandidate) -> Iterator[str]:
+    memory, missing = nearest.memory, nearest.missing_bytes
+    if nearest.tokens:
+        yield f"--tokens {nearest.tokens}"
+    # The built-in sampler's cache is gone while the learner works.
+    cached = not memory.shared or memory.update_bytes <= nearest.room
+    if cached and (tenths := int((memory.parts["cache"] - missing) / GIB * 10)) > 0:
+        yield f"--cache-gib {tenths / 10:g}"
+    if memory.parts["adapters"] + memory.parts["gradients"] > missing:
+        yield "a lower --lora"
+    yield "a larger GPU"

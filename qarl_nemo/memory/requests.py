@@ -1,0 +1,53 @@
+"""What a user asks for by name, checked against a model: a learner and its layouts."""
+
+from collections.abc import Sequence
+
+from qarl_formats import find_format, formats_with_groups
+from qarl_nemo.memory.layouts import require_layout, require_targets
+from qarl_nemo.memory.learner import Learner
+from qarl_nemo.memory.model_size import ModelSize
+from qarl_nemo.names import check_targets, split_targets
+from qarl_nemo.parallelism import Parallelism
+
+
+def named_learner(model: ModelSize, format_name: str, group_size: int | None, targets: str | None) -> Learner:
+    """Return a learner of which everything but its quantization is usual.
+
+    Args:
+        model: the model's sizes.
+        format_name: the executed format.
+        group_size: elements per scale; None: 128.
+        targets: comma-separated; None: the model's experts, or its MLP if it is dense.
+
+    Raises:
+        ValueError: a name is unknown, the model lacks a target, or the format takes no such group size.
+    """
+    usual = "experts" if model.num_experts else "mlp"
+    chosen = check_targets(split_targets(usual if targets is None else targets))
+    require_targets(model, chosen)
+    if group_size is not None and find_format(format_name) and format_name not in (grouped := formats_with_groups()):
+        raise ValueError(f"format {format_name!r} takes no group_size; {', '.join(grouped)} have one: remove it")
+    return Learner(format_name, 128 if group_size is None else group_size, chosen)
+
+
+def named_layouts(model: ModelSize, names: Sequence[str], num_gpus: int) -> list[Parallelism]:
+    """Return the layouts of some names.
+
+    Args:
+        model: the model's sizes.
+        names: such as `tp2_ep8`.
+        num_gpus: GPUs that share the model.
+
+    Raises:
+        ValueError: some do not split the model or the GPUs evenly; every one is listed.
+    """
+    found, problems = [], []
+    for name in names:
+        try:
+            found.append(Parallelism.parse(name, num_gpus))
+            require_layout(model, found[-1])
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found

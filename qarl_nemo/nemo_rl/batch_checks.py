@@ -1,0 +1,103 @@
+"""Checks a run's sizes: which are no whole numbers, and which batches learner ranks cannot divide."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, SIZES, Layout, responses_per_step
+from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.parallelism import divisors, either
+
+_SHARE = f"{ENGINE}.gpu_memory_utilization"
+# What there is at least one of.
+_COUNTS = (
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+    *(f"{MEGATRON}.{name}" for name in SIZES.values()),
+    f"{ENGINE}.tensor_parallel_size",
+    f"{ENGINE}.expert_parallel_size",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "policy.generation.max_new_tokens",
+    "policy.max_total_sequence_length",
+    "checkpointing.save_period",
+)
+# How NeMo-RL fills micro-batches with responses of several lengths.
+_KINDS = ("sequence_packing", "dynamic_batching")
+_TOKENS = ("train_mb_tokens", "logprob_mb_tokens")
+
+
+def count_problems(config: Mapping[str, Any]) -> list[str]:
+    """Say which of the sizes that everything else is computed from are no numbers, or too small ones."""
+    keys, problems = list(_COUNTS), []
+    for kind in _KINDS:
+        if look_up(config, f"policy.{kind}.enabled", False):
+            keys += [f"policy.{kind}.{name}" for name in _TOKENS]
+    for key in keys:
+        value = look_up(config, key, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            problems.append(f"{key}={value}: not a whole number; set 1 or more")
+        elif value is not None and value < 1:
+            problems.append(f"{key}={value}: set 1 or more")
+    share = look_up(config, _SHARE, None)
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+        problems.append(f"{_SHARE}={share}: not a number; set a GPU's share, more than 0 and less than 1")
+    return problems
+
+
+def batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    """Say which batches learner ranks cannot divide, and which budgets are smaller than what they have to hold.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries, without `count_problems`.
+        layout: its layout, which is possible.
+    """
+    policy = config.get("policy") or {}
+    return _rank_problems(config, policy, layout.data_parallel) + _room_problems(config, policy)
+
+
+def _rank_problems(config: Mapping[str, Any], policy: Mapping[str, Any], ranks: int) -> list[str]:
+    batch, responses = policy.get("train_global_batch_size"), responses_per_step(config)
+    problems = [
+        f"{key}={size}: is not a multiple of the {ranks} data parallel learner ranks; set e.g. "
+        f"{max(size - size % ranks, ranks)}"
+        for key, size in (
+            ("policy.train_global_batch_size", batch),
+            ("grpo.num_prompts_per_step * grpo.num_generations_per_prompt", responses),
+        )
+        if size and size % ranks
+    ]
+    if problems or any(look_up(policy, f"{kind}.enabled", False) for kind in _KINDS):
+        return problems
+    return [
+        f"policy.{key}={size}: does not divide the {whole // ranks} of a rank; set {either(divisors(whole // ranks))}"
+        for key, whole in (("train_micro_batch_size", batch), ("logprob_batch_size", responses))
+        if whole and (size := policy.get(key)) and whole // ranks % size
+    ]
+
+
+def _room_problems(config: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
+    problems, chunk = [], policy.get("logprob_chunk_size") or 0
+    if chunk < 0:
+        problems.append(f"policy.logprob_chunk_size={chunk}: set 1 or more, or null")
+    elif chunk and not look_up(policy, "megatron_cfg.defer_fp32_logits", False):
+        problems.append(
+            f"{MEGATRON}.defer_fp32_logits=false: policy.logprob_chunk_size={chunk} needs it; set true, or no chunks"
+        )
+    prompt, served = (look_up(config, key, None) for key in ("data.max_input_seq_length", f"{ENGINE}.max_model_len"))
+    if isinstance(prompt, int) and isinstance(served, int) and served < prompt:
+        problems.append(
+            f"{ENGINE}.max_model_len={served}: a prompt of data.max_input_seq_length={prompt} tokens does not "
+            "fit; set room for it and its response"
+        )
+    longest = policy.get("max_total_sequence_length")
+    for key in _TOKENS if look_up(policy, "sequence_packing.enabled", False) else ():
+        room = look_up(policy, f"sequence_packing.{key}", None)
+        if room and longest and room < longest:
+            problems.append(
+                f"policy.sequence_packing.{key}={room}: a response of policy.max_total_sequence_length={longest} does "
+                f"not fit; set at least {longest}"
+            )
+    return problems

@@ -1,0 +1,166 @@
+"""Says which layouts NeMo-RL, Megatron or vLLM would refuse once all workers have started, and which they take."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from qarl_nemo.architecture import Architecture
+from qarl_nemo.nemo_rl.batch_checks import batch_problems, count_problems
+from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, RESOURCES, SIZES, Layout, read_layout
+from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.parallelism import divisors, either
+
+# Parallel size -> what it divides of a model, and the name of that.
+_DIVIDED = {
+    "tp": ("num_attention_heads", "attention heads"),
+    "pp": ("num_hidden_layers", "layers"),
+    "ep": ("num_experts", "experts"),
+}
+
+
+def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> list[str]:
+    """Say what NeMo-RL, Megatron or vLLM would refuse once all workers have started.
+
+    Args:
+        config: the whole config, as nested dictionaries.
+        model: the run's; None if its config.json is not at hand.
+
+    Returns:
+        One line each: keys, values, and what is needed.
+    """
+    if problems := count_problems(config):
+        return problems
+    layout = read_layout(config)
+    if layout is None:
+        return []
+    problems = _resource_problems(config, layout) or [
+        *_learner_problems(config, layout, model),
+        *_engine_problems(config, layout, model),
+    ]
+    if not problems:
+        problems += batch_problems(config, layout)
+    return problems + (_model_problems(layout, model) if model else [])
+
+
+def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    if layout.colocated:
+        return []
+    nodes, per_node = (look_up(config, f"{RESOURCES}.{key}", None) for key in ("num_nodes", "gpus_per_node"))
+    problems, said = [], ["null" if value is None else value for value in (nodes, per_node)]
+    if layout.nodes == 1:
+        if nodes not in (None, 1):
+            problems.append(f"{RESOURCES}.num_nodes={nodes}: cluster.num_nodes=1; set null or 1")
+        if not 1 <= (per_node or 0) < layout.gpus_per_node:
+            legal = f"1 to {layout.gpus_per_node - 1}"
+            problems.append(
+                f"{RESOURCES}.gpus_per_node={said[1]}: learner and engines share the {layout.gpus_per_node} GPUs of "
+                f"cluster.gpus_per_node; set {legal}"
+            )
+        return problems
+    if not 1 <= (nodes or 0) < layout.nodes:
+        problems.append(f"{RESOURCES}.num_nodes={said[0]}: of {layout.nodes} nodes; set 1 to {layout.nodes - 1}")
+    if per_node != layout.gpus_per_node:
+        problems.append(f"{RESOURCES}.gpus_per_node={said[1]}: engines take whole nodes; set {layout.gpus_per_node}")
+    return problems
+
+
+def _learner_problems(config: Mapping[str, Any], layout: Layout, model: Architecture | None) -> list[str]:
+    sizes, gpus, problems = layout.sizes, layout.learner_gpus, []
+    for factors in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
+        product = sizes[factors[0]] * sizes[factors[1]] * sizes[factors[2]]
+        if gpus % product:
+            said = ", ".join(f"{SIZES[name]}={sizes[name]}" for name in factors)
+            problems.append(
+                f"{MEGATRON}: {said}: their product {product} does not divide the learner's {gpus} GPUs "
+                f"({_cluster(layout)}); {_other_sizes(layout, factors, model)}"
+            )
+    has_experts = sizes["ep"] > 1 if model is None else model.num_experts > 0
+    if sizes["tp"] > 1 and has_experts and not look_up(config, f"{MEGATRON}.sequence_parallel", False):
+        problems.append(
+            f"{MEGATRON}.sequence_parallel=false: Megatron needs it for experts with tensor parallelism; set true"
+        )
+    return problems
+
+
+def _engine_problems(config: Mapping[str, Any], layout: Layout, model: Architecture | None) -> list[str]:
+    tp, ep, gpus, problems = layout.engine_tp, layout.engine_ep, layout.engine_gpus, []
+    if gpus % tp:
+        problems.append(
+            f"{ENGINE}.tensor_parallel_size={tp}: does not divide the engines' {gpus} GPUs ({_cluster(layout)}); set "
+            f"{_legal('tp', gpus, model)}"
+        )
+    # With 1, an engine's GPUs share experts as they share layers.
+    legal = _legal("ep", gpus, model, of=tp)
+    if ep > 1 and ep % tp:
+        problems.append(
+            f"{ENGINE}.expert_parallel_size={ep}: must be a multiple of tensor_parallel_size={tp}; set {legal}"
+        )
+    elif ep > tp:
+        if gpus % ep:
+            problems.append(
+                f"{ENGINE}.expert_parallel_size={ep}: does not divide the engines' {gpus} GPUs; set {legal}"
+            )
+        if look_up(config, f"{ENGINE}.async_engine", False):
+            problems.append(
+                f"{ENGINE}.expert_parallel_size={ep}: NeMo-RL's async_engine takes no more than "
+                f"tensor_parallel_size={tp}; set {tp}, or async_engine=false"
+            )
+    return problems
+
+
+def _model_problems(layout: Layout, model: Architecture) -> list[str]:
+    sizes, problems = layout.sizes, []
+    for name, key, size, gpus, of in (
+        ("ep", f"{MEGATRON}.{SIZES['ep']}", sizes["ep"], layout.learner_gpus, 1),
+        ("ep", f"{ENGINE}.expert_parallel_size", layout.engine_ep, layout.engine_gpus, layout.engine_tp),
+        ("tp", f"{MEGATRON}.{SIZES['tp']}", sizes["tp"], layout.learner_gpus, 1),
+        ("tp", f"{ENGINE}.tensor_parallel_size", layout.engine_tp, layout.engine_gpus, 1),
+    ):
+        count, what = getattr(model, _DIVIDED[name][0]), _DIVIDED[name][1]
+        if size > 1 and not count:
+            problems.append(f"{key}={size}: the model has no {what}; set 1")
+        elif size > 1 and count % size:
+            problems.append(f"{key}={size}: does not divide the {count} {what}; set {_legal(name, gpus, model, of=of)}")
+    return problems + _stage_problems(layout, model.num_hidden_layers)
+
+
+def _stage_problems(layout: Layout, layers: int) -> list[str]:
+    stages, ends = layout.sizes["pp"], layout.end_layers
+    left, inner = layers - sum(ends), stages - len(ends)
+    if inner >= 0 and left >= 0 and (left % inner == 0 if inner else left == 0):
+        return []
+    beside = f" left beside stages of {' and '.join(map(str, ends))}" if ends else ""
+    counts = [len(ends) + size for size in divisors(left)] if left > 0 else []
+    legal = [count for count in counts if layout.learner_gpus % count == 0]
+    fix = f"set {either(legal)}" if legal else f"set other {MEGATRON}.num_layers_in_{{first,last}}_pipeline_stage"
+    return [f"{MEGATRON}.{SIZES['pp']}={stages}: does not divide the {left} layers{beside}; {fix}"]
+
+
+def _other_sizes(layout: Layout, factors: tuple[str, ...], model: Architecture | None) -> str:
+    """Say which values each of three sizes may have beside the other two, or else what their product may be."""
+    found = []
+    for name in factors:
+        others = prod(layout.sizes[other] for other in factors if other != name)
+        if layout.sizes[name] > 1 and layout.learner_gpus % others == 0:
+            found.append(f"{SIZES[name]} may be {_legal(name, layout.learner_gpus // others, model)}")
+    product = f"the product may be {either(divisors(layout.learner_gpus))}"
+    return f"beside the others, {', or '.join(found)}" if found else product
+
+
+def _legal(name: str, gpus: int, model: Architecture | None, *, of: int = 1) -> str:
+    """Name the parallel sizes that divide some GPUs and what they divide of the model, if it is known.
+
+    Args:
+        name: one of `SIZES`.
+        gpus: how many GPUs share the model.
+        model: the run's; None if its config.json is not at hand.
+        of: what each but 1 must be a multiple of.
+    """
+    counted = None if model is None or name not in _DIVIDED else getattr(model, _DIVIDED[name][0])
+    sizes = divisors(gpus, counted) if counted else divisors(gpus)
+    return either(size for size in sizes if size == 1 or size % of == 0)
+
+
+def _cluster(layout: Layout) -> str:
+    apart = "" if layout.colocated else ", engines apart"
+    return f"cluster.num_nodes={layout.nodes}, cluster.gpus_per_node={layout.gpus_per_node}{apart}"

@@ -1,0 +1,49 @@
+"""Looks for the package that Megatron's Muon is made of, without which a learner ends once it has started."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from qarl_nemo.installation import installed_version
+from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
+from qarl_nemo.nemo_rl.lookup import look_up
+
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
+# Megatron asks for this distribution's version, 0.2 or later, and not for its module.
+_PACKAGE = "emerging-optimizers"
+# NeMo-RL's: workers run in the launcher's environment. Else they have their own, where nobody looks before they start.
+_ONE_ENVIRONMENT = "NEMO_RL_PY_EXECUTABLES_SYSTEM"
+
+
+def muon_conflicts(config: Mapping[str, Any]) -> list[str]:
+    """Say whether workers on this machine would lack the optimizer's package.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        One line; none where the learner has an environment of its own, and on a machine without GPUs.
+    """
+    here = os.environ.get(_ONE_ENVIRONMENT) == "1" and first_gpu_gib() is not None
+    return [_line(config)] if here and _lacks_package(config) else []
+
+
+def muon_hints(config: Mapping[str, Any]) -> list[str]:
+    """Say on a machine without GPUs, where a run is only checked, that the optimizer needs a package.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+    """
+    return [f"{_line(config)}, where the run starts"] if first_gpu_gib() is None and _lacks_package(config) else []
+
+
+def _lacks_package(config: Mapping[str, Any]) -> bool:
+    return "muon" in str(look_up(config, f"{_OPTIMIZER}.optimizer", "")) and installed_version(_PACKAGE) is None
+
+
+def _line(config: Mapping[str, Any]) -> str:
+    name = look_up(config, f"{_OPTIMIZER}.optimizer", "")
+    return (
+        f"{_OPTIMIZER}.optimizer={name}: Megatron's Muon needs the package {_PACKAGE}, which this Python lacks; pip "
+        f"install {_PACKAGE}, or set {_OPTIMIZER}.optimizer=adam and {_OPTIMIZER}.use_distributed_optimizer=true"
+    )

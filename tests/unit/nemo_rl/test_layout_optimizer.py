@@ -1,0 +1,98 @@
+"""What the optimizer's state takes on a GPU, and whether it stays beside an engine there."""
+
+import pytest
+import torch
+from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # noqa: F401 for every test
+from test_nemo_rl_config import problems
+
+from qarl_nemo.config import ConfigError
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.layout_memory import needed_memory
+from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
+
+ADAM = {"optimizer": "adam", "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+BF16_MOMENTS = ADAM | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+
+
+def test_an_optimizer_that_is_too_large_may_have_smaller_moments():
+    sizes = {"policy.train_micro_batch_size": 2, "policy.logprob_batch_size": 1}
+    (line,) = problems(launch(**{OPTIMIZER: ADAM} | sizes))
+    assert "exp_avg_dtype=bfloat16, exp_avg_sq_dtype=bfloat16 in policy.megatron_cfg.optimizer" in line
+    for moments in (BF16_MOMENTS, BF16_MOMENTS | {"exp_avg_dtype": "float16"}):
+        apply_qarl(launch(**{OPTIMIZER: moments} | sizes))
+
+
+@pytest.mark.parametrize(("optimizer", "parameter_bytes"), [("adam", 12), ("muon", 8), ("sgd", 8)])
+def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank(optimizer, parameter_bytes):
+    said = {"optimizer": optimizer, "use_distributed_optimizer": False}
+    values = launch(**{OPTIMIZER: said, "cluster": {"num_nodes": 2, "gpus_per_node": 8}})
+    parts = needed_memory(values, NemoQarlConfig.model_validate(values["qarl"]), optimizer_stays=False).learner.parts
+    assert parts["optimizer"] == parts["weights"] / 2 * parameter_bytes
+    assert optimizer != "adam" or any("use_distributed_optimizer=true (of" in line for line in problems(values))
+
+
+def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
+    stays = {"policy.offload_optimizer_for_refit": False, OPTIMIZER: ADAM, "policy.logprob_batch_size": 1}
+    refit, share = problems(launch(**stays))
+    assert refit.startswith("policy.offload_optimizer_for_refit=false: a refit beside the optimizer's 43 GiB needs 70")
+    assert share.startswith(
+        "policy.offload_optimizer_for_refit=false: the optimizer's 43 GiB stay beside an engine of 0.6"
+    )
+    # 79 GiB without 43 of the optimizer and 6 of the learner's process.
+    assert "gpu_memory_utilization to at most 0.38, or" in share
+    _, said = problems(launch({"resident": True}, **{OPTIMIZER: ADAM, "policy.logprob_batch_size": 1}))
+    assert said.startswith("qarl.resident=true: the optimizer's 43 GiB stay")
+    fits = stays | {OPTIMIZER: BF16_MOMENTS}
+    apply_qarl(launch(**fits))
+    (line,) = problems(launch({"resident": False}, **fits))
+    assert line.endswith("qarl.resident=false says the opposite; remove one of them")
+
+
+@pytest.mark.parametrize(
+    ("block", "changes", "stays"),
+    [
+        ({}, {}, False),
+        ({}, {OPTIMIZER: BF16_MOMENTS}, True),
+        ({"gpu_memory_gib": 139}, {}, True),
+        ({"gpu_memory_gib": 139, "resident": False}, {}, False),
+        ({"gpu_memory_gib": 139}, {"policy.offload_optimizer_for_refit": True}, False),
+        ({"gpu_memory_gib": 139}, WHOLE_NODES, False),
+        ({"gpu_memory_gib": 139, "format": "bf16", "alignment": "none"}, {"policy.generation.vllm_kwargs": {}}, False),
+    ],
+)
+def test_the_optimizer_stays_where_it_fits_beside_the_engine(block, changes, stays):
+    share = {SHARE: 0.5 if stays else 0.8}
+    values = launch(block, **{OPTIMIZER: ADAM} | share | changes)
+    assert apply_qarl(values).resident is stays
+    assert values["policy"]["offload_optimizer_for_refit"] is not stays
+
+
+def test_types_of_the_optimizers_state_are_named_as_torch_names_them():
+    values = launch(**{OPTIMIZER: BF16_MOMENTS})
+    apply_qarl(values)
+    given = with_torch_dtypes(values["policy"])["megatron_cfg"]["optimizer"]
+    assert given == BF16_MOMENTS | {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+    assert values["policy"]["megatron_cfg"]["optimizer"] == BF16_MOMENTS
+
+
+def test_types_that_the_optimizer_does_not_keep_are_refused():
+    lines = problems(
+        launch(**{OPTIMIZER: {"optimizer": "adam", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bfloat16"}})
+    )
+    assert (
+        f"{OPTIMIZER}.exp_avg_dtype=bf16: not a type that the optimizer keeps; set float32 or float16 or bfloat16"
+        in lines
+    )
+    (needs,) = [line for line in lines if line.startswith(f"{OPTIMIZER}: exp_avg_dtype, exp_avg_sq_dtype: only")]
+    assert needs.endswith(
+        f"set {OPTIMIZER}.use_precision_aware_optimizer and {OPTIMIZER}.use_distributed_optimizer to true, or float32"
+    )
+
+
+def test_what_may_be_resident_is_one_line():
+    with pytest.raises(
+        ConfigError, match=r"1 problem.*\n  qarl.resident: Input should be True, False or 'auto' \(given 'maybe'\)$"
+    ):
+        apply_qarl(launch({"resident": "maybe"}))

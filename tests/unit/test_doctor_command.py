@@ -1,0 +1,22 @@
+"""What `qarl doctor` says without a model, and which options it then refuses."""
+
+import pytest
+
+
+def test_it_says_what_the_machine_can_run(qarl):
+    code, printed = qarl("doctor")
+    assert code == 0, printed
+    assert "Python >= 3.11" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--format", "w4a16"], "--format"),
+        (["--repeats", "3", "--batch-size", "32"], "--batch-size, --repeats"),
+    ],
+)
+def test_options_of_a_measurement_need_a_model(options, named, qarl):
+    code, printed = qarl("doctor", *options)
+    assert code == 2
+    assert f"only --rollout has these options: {named}; name its model, or leave them out" in " ".join(printed.split())
