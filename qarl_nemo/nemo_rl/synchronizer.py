@@ -151,4 +151,4 @@ def _results(calls: list[Any]) -> list[Any]:
                 f"{len(waiting)} of {len(calls)} policy workers have not ended the refit within {PATIENCE}"
             )
         ray.get(done)
-    return ray.get(calls)
+    return [ray.get(call) for call in calls]
