@@ -162,7 +162,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             step: the step that samples with them.
 
         Returns:
-            Seconds of each phase as `<phase>_s`, also of those of `qarl_publish`, and `num_bytes`; with a schedule
+            Seconds of each phase as `<phase>_s`, of `qarl_publish` too, `total_s` and `num_bytes`; with a schedule
             `grid_bits`; the first rank adds its `FlippedCodes`.
 
         Raises:
@@ -176,7 +176,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
                 published = self._publish(version, num_ranks)
             figures = push_from_all(published.update, RayEngines(engines), published.sender)
             self.refitted = True
-            figures |= published.seconds
+            figures |= published.seconds | {"total_s": figures["total_s"] + published.seconds["publish_s"]}
             figures |= {"grid_bits": float(self.served.grid_bits)} if self._logs_grid else {}
             return figures | self._flips.figures()
 

@@ -61,8 +61,9 @@ class PackedWeightSynchronizer(WeightSynchronizer):
 
         Returns:
             Seconds of each phase as `<phase>_s`, `num_bytes`, the shares of `FlippedCodes`, and the `version` served
-            now. `total_s` is how long rollouts wait for it once engines are awake: publishing may have begun before.
-            Colocated engines add what comes before (`make_room`, `wake_weights`) and after (`leave`, `wake_cache`).
+            now. `wait_s` is how long rollouts wait once engines are awake, less than `total_s` where publishing began
+            before. Colocated engines add what comes before (`make_room`, `wake_weights`) and after (`leave`,
+            `wake_cache`).
 
         Raises:
             ValueError: `kv_scales` are given.
@@ -94,7 +95,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             published = self._on_all_ranks("qarl_publish", **weights)
             with _timed(seconds, "wake_weights"):
                 self._generation.prepare_for_generation(tags=["weights"])
-        with timer.time(_TIMED) if timer is not None else nullcontext(), _timed(seconds, "total"):
+        with timer.time(_TIMED) if timer is not None else nullcontext(), _timed(seconds, "wait"):
             _results(published)
             refit = self._on_all_ranks("qarl_refit", engines=self._engines, num_ranks=self._num_ranks, **weights)
             figures = _results(refit)

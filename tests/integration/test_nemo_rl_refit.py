@@ -112,8 +112,7 @@ def test_colocated_engines_wake_while_weights_are_published(run):
     figures = run.synchronizer.sync_weights()
     assert run.told == ["make room", "wake weights", "leave", "wake kv_cache"]
     assert {"make_room_s", "wake_weights_s", "leave_s", "wake_cache_s", "transfer_s"} <= figures.keys()
-    # What rollouts wait for holds the transfer, whatever was done before.
-    assert figures["total_s"] >= figures["transfer_s"] > 0
+    assert figures["wait_s"] >= figures["total_s"] >= figures["transfer_s"] > 0
     with pytest.raises(ValueError, match="weights hold NaN"):
         run.synchronizer.sync_weights()
     # No engine was told of it, and the next version is served by all.

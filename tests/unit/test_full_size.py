@@ -139,7 +139,7 @@ def test_a_refits_parts_have_rows(tmp_path):
     assert rows("theirs") == {}
     # What our synchronizer and the push to engines time has a row each.
     source = "".join((ROOT / "qarl_nemo" / file).read_text() for file in ("nemo_rl/synchronizer.py", "refit/push.py"))
-    assert {*re.findall(r'_timed\(\w+, "(\w+)"\)', source), "publish"} == {*record.REFIT_PARTS, "total"}
+    assert {*re.findall(r'_timed\(\w+, "(\w+)"\)', source), "publish"} == {*record.REFIT_PARTS, "wait"}
 
 
 @pytest.mark.parametrize(

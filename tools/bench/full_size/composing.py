@@ -88,7 +88,7 @@ def _parsed(value: str) -> Any:
 
 
 def _read(file: Path, nemo_rl: Path) -> dict[str, Any]:
-    own = yaml.load(read_text(file, "a recipe"), yaml.CSafeLoader) or {}
+    own = yaml.load(read_text(file, "a recipe"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
     below = own.pop("defaults", [])
     values: dict[str, Any] = {}
     for name in [below] if isinstance(below, str) else below:

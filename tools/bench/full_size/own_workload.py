@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="JSON list of answers' tokens; every step of every arm has its like",
+        help="JSON list of answers' tokens; each step draws its answers' lengths from it",
     )
 
 
@@ -62,7 +62,7 @@ def _require_name(arguments: argparse.Namespace) -> None:
     label, options = arguments.label, " ".join(said(arguments)[::2])
     if not label:
         raise ValueError(
-            f"{options}: rows of another workload need a --label, which names it after {arguments.workload}"
+            f"{options}: rows of another workload need a --label; it is called {arguments.workload}_LABEL then"
         )
     # Whose rows they are is read from how their names end.
     if taken := [name for name in WORKLOADS if f"_{arguments.workload}_{label}".endswith(f"_{name}")]:

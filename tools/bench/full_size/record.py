@@ -27,7 +27,7 @@ from qarl_nemo.metrics.runs import Run, load_run
 PHASES = ("rollout", "reward", "logprob_prep", "prev_logprobs", "training_prep", "update", "refit")
 COMPUTED = ("rollout", "prev_logprobs", "update")
 # Parts of a refit's phase in their order, which only our workers log. The refit itself is from `publish` to `replace`;
-# the others let learner and engine share a GPU.
+# the others let learner and engine share a GPU, and `publish` may begin while engines wake up.
 REFIT_PARTS = (
     "make_room",
     "wake_weights",
@@ -142,6 +142,7 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
         "full_logprob_tokens_s_gpu": (learned / phases["prev_logprobs"], "tokens/s", ">="),
         "full_other_share": (other / step, "", "<="),
         "full_refit_s": (timed.median("refit/total_s", skip), "s", "<="),
+        "full_refit_wait_s": (timed.median("refit/wait_s", skip), "s", "<="),
         "full_gap": (timed.median("mismatch/abs_gap_mean", skip), "nats", "<="),
         **{f"full_phase_s_{name}": (value, "s", "<=") for name, value in phases.items()},
         **{f"full_refit_s_{part}": (timed.median(f"refit/{part}_s", skip), "s", "<=") for part in REFIT_PARTS},
@@ -155,7 +156,11 @@ def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figure
     Raises:
         ValueError: another arm had another workload, or is the same arm.
     """
-    wrong = [f"{other.folder}: {other.workload}" for other in others if other.workload != timed.workload]
+    wrong = [
+        f"{other.folder}: {other.workload}"
+        for other in others
+        if (other.workload, other.work) != (timed.workload, timed.work)
+    ]
     if wrong:
         raise ValueError(f"{timed.folder} ran {timed.workload}, and what it is compared with another workload: {wrong}")
     if same := [str(other.folder) for other in others if other.arm == timed.arm]:

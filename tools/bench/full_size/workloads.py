@@ -9,7 +9,7 @@ from typing import Any
 
 PROMPT_TOKENS = 243
 TEMPLATE_TOKENS = 3
-"""Of them, which the model's template adds to a prompt's words."""
+"""How many of `PROMPT_TOKENS` the model's template adds."""
 ANSWERS_PER_PROMPT = 8
 WHOLE_LAYERS = 48
 # Log-normal lengths: of answers that end at 4096 tokens a quarter does so there, and the mean is 2979.
