@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ from qarl_nemo.nemo_rl.token_metrics import token_metrics
 _ROOT = Path(nemo_rl.__file__).parents[1]
 # Positions in what `setup` returns.
 _LOSS, _STATE = 6, 9
+_REPLACED = (
+    "; a list does not merge with a block of settings: write it in a recipe that builds on this one, with `_override_: "
+    "true` in the top-level block (such as `data:`), which is then repeated whole"
+)
+# What NeMo-RL says of an override that it cannot apply -> what to do.
+_FIXES = {
+    "Could not override": "; ++KEY=VALUE sets a key that the config does not have yet",
+    "Error merging override": _REPLACED,
+}
 
 
 def main() -> None:
@@ -71,8 +81,8 @@ def _run_launcher(launcher: Any) -> None:
     try:
         launcher.main()
     except OverridesError as error:
-        new = "; ++KEY=VALUE sets a key that the config does not have yet" if "Could not override" in str(error) else ""
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}{new}")
+        fix = next((words for said, words in _FIXES.items() if said in str(error)), "")
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}{fix}")
     except (ConfigError, FileError, OmegaConfBaseException) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
@@ -95,8 +105,9 @@ def _parse_arguments() -> bool:
         # NeMo-RL asserts that it is a mapping; `defaults` may name a file that is not there.
         if arguments.config:
             load_config(arguments.config)
-    except (AssertionError, OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        sys.exit(f"{parser.prog}: --config {arguments.config} cannot be read: {error}")
+    except (AssertionError, OSError, TypeError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        fix = _REPLACED if "incompatible container types" in str(error) else ""
+        sys.exit(f"{parser.prog}: --config {arguments.config} cannot be read: {error}{fix}")
     sys.argv = [argument for argument in sys.argv if argument != "--check"]
     return arguments.check
 
@@ -124,11 +135,13 @@ class _Run:
         except ValidationError as error:
             raise ConfigError(f"NeMo-RL refuses the config: {error}") from error
         unchecked = fetch_model_config(config.policy["model_name"])
+        # The check writes into the config what it decides, and hints are about what was asked for.
+        given = deepcopy(as_mapping(config))
         self.qarl = apply_qarl(config)
         self.grpo = as_mapping(config)["grpo"]
         print(launch_summary(as_mapping(config), self.qarl, sys.argv, unchecked))
         hints = [*key_hints(values, config_types(self.master_config)), *muon_hints(as_mapping(config))]
-        hints += [*find_hints(as_mapping(config)), *budget_hints(as_mapping(config), self.qarl)]
+        hints += [*find_hints(as_mapping(config)), *budget_hints(given, self.qarl)]
         print(*(f"qarl: hint: {hint}" for hint in hints), sep="\n", flush=True)
         if self.check_only:
             sys.exit(0)

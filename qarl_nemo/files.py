@@ -10,7 +10,7 @@ import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 # A config, an index or a tokenizer takes megabytes; a larger file is something else under this name.
 MAX_TEXT_BYTES = 1 << 30
@@ -227,6 +227,35 @@ def share_weights(folder: Path, like: Path) -> None:
         path.chmod(like.stat().st_mode & 0o777)
 
 
+def require_free(lock: Path, what: str) -> None:
+    """Refuse where another process holds a lock file, as `exclusive` would; nothing is made or written.
+
+    Args:
+        lock: the lock file, which need not exist.
+        what: what it guards, for the error: "run folder runs/a".
+
+    Raises:
+        FileError: another process holds it, or it cannot be asked for.
+    """
+    try:
+        with lock.open(encoding="utf-8") as file:
+            try:
+                # A held lock refuses a shared one, too; over NFS an exclusive one needs a file open for writing.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(file, what) from None
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise FileError(f"{lock} cannot be locked: {os_reason(error)}") from error
+
+
+def _in_use(file: TextIO, what: str) -> FileError:
+    file.seek(0)
+    holder = file.read(200).strip() or "another process"
+    return FileError(f"{what} is in use by {holder}; wait for it or stop it")
+
+
 @contextlib.contextmanager
 def exclusive(lock: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file while working on what it guards; the system frees it when the process ends, however it ends.
@@ -247,10 +276,8 @@ def exclusive(lock: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read(200).strip() or "another process"
-            file.close()
-            raise FileError(f"{what} is in use by {holder}; wait for it or stop it") from None
+            with file:
+                raise _in_use(file, what) from None
         except OSError as error:
             file.close()
             raise FileError(

@@ -1,58 +1,47 @@
 """`qarl compare`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from qarl_formats import DEFAULT_FORMAT, find_format
+from qarl_nemo.cli import compare_options as options
 from qarl_nemo.cli.options import NestedIn, OwnWidth, ScaleConvention, Targets, require_own_width, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.names import split_targets
 
-
-def _maintainers(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel="For maintainers")
+if TYPE_CHECKING:
+    from qarl_nemo.measure.compare.run import Comparison
 
 
 @command
 def compare(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face Qwen, Llama or Mistral directory, not quantized.")],
-    formats: Annotated[
-        list[str] | None,
-        typer.Option("--format", help=f"What the engine serves; repeat for several. Default {DEFAULT_FORMAT}."),
-    ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Elements per scale along K, of integer formats.")] = None,
+    checkpoint: options.Checkpoint,
+    formats: options.Formats = None,
+    group_size: options.GroupSize = None,
     scale_convention: ScaleConvention = None,
     nested_in: NestedIn = None,
     own_width: OwnWidth = False,
     targets: Targets = "experts",
-    engine: Annotated[str, typer.Option(help="packed (built in, any machine) or vllm (own process).")] = "packed",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    precision: Annotated[str, typer.Option(help="bfloat16, or float32 with the packed engine.")] = "bfloat16",
-    attention: Annotated[
-        str,
-        typer.Option(help="The learner's kernel: torch's, or vLLM's own (engine, on Hopper), to leave it out of gaps."),
-    ] = "torch",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="Text, one prompt a line, or JSONL with prompt_token_ids, prompt or problem; else random."),
-    ] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Random prompts (16), or the first ones of the file.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of a random prompt.")] = 32,
-    num_responses: Annotated[int, typer.Option(help="Sampled responses of each prompt; one more is greedy.")] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest response, tokens.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of random prompts and of sampling.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Responses in one forward.")] = 16,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")] = 0.8,
-    parallel: Annotated[int, typer.Option(help="vLLM engines that run at a time and divide that share.")] = 1,
-    adapter: Annotated[
-        Path | None, typer.Option(help="PEFT folder of adapters that both sides add, as a run's checkpoints hold them.")
-    ] = None,
-    layers: Annotated[bool, typer.Option(help="Compare operator by operator as well, on vLLM's own inputs.")] = False,
-    output: Annotated[Path, typer.Option(help="Folder of compare.json and compare.png.")] = Path("runs/compare"),
-    record: Annotated[Path | None, _maintainers("Results file (docs/results) to add the gaps to.")] = None,
-    record_operators: Annotated[Path | None, _maintainers("The same for --layers.")] = None,
+    engine: options.Engine = "packed",
+    device: options.Device = "auto",
+    precision: options.Precision = "bfloat16",
+    attention: options.Attention = "torch",
+    prompts: options.Prompts = None,
+    num_prompts: options.NumPrompts = None,
+    prompt_tokens: options.PromptTokens = 32,
+    num_responses: options.NumResponses = 4,
+    max_new_tokens: options.MaxNewTokens = 64,
+    seed: options.Seed = 0,
+    batch_size: options.BatchSize = 16,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.8,
+    parallel: options.Parallel = 1,
+    adapter: options.Adapter = None,
+    layers: options.Layers = False,
+    output: options.Output = Path("runs/compare"),
+    record: options.Record = None,
+    record_operators: options.RecordOperators = None,
 ) -> None:
     """Measure how far the learner's log-probabilities are from the rollout engine's, format by format.
 
@@ -62,9 +51,7 @@ def compare(
     wrote with what it reads.
     """
     given = locals()
-    from rich.console import Console
-
-    from qarl_nemo.measure.compare.output import comparison_tables, legend, operator_tables, write_comparison
+    from qarl_nemo.measure.compare.output import write_comparison
     from qarl_nemo.measure.compare.record import append_comparison
     from qarl_nemo.measure.compare.run import compare as measure
     from qarl_nemo.measure.compare.settings import CompareSettings
@@ -75,10 +62,18 @@ def compare(
         require_own_width(own_width, chosen)
     _require_places(output, record, record_operators, layers=settings.layers)
     result = measure(settings, typer.echo)
-    Console().print(*comparison_tables(result), *legend(result), *operator_tables(result), sep="\n")
+    _show(result)
     written = [*write_comparison(output, settings, result)]
     written += append_comparison(settings, result, record, record_operators)
     typer.echo("written: " + ", ".join(map(str, written)))
+
+
+def _show(result: "Comparison") -> None:
+    from rich.console import Console
+
+    from qarl_nemo.measure.compare.output import comparison_tables, legend, operator_tables
+
+    Console().print(*comparison_tables(result), *legend(result), *operator_tables(result), sep="\n")
 
 
 def _require_places(output: Path, record: Path | None, record_operators: Path | None, *, layers: bool) -> None:

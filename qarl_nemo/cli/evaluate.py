@@ -25,6 +25,12 @@ Benchmarks = Annotated[
         "gpqa, mmlu_pro (all three: ood), gsm8k; or all."
     ),
 ]
+ChatTemplate = Annotated[
+    str | None, typer.Option(help="none, or a .jinja file. Default: the tokenizer's, or the run's.")
+]
+ChatTemplateKwargs = Annotated[
+    str | None, typer.Option(help='The template\'s own options, JSON: {"enable_thinking": false}.')
+]
 
 
 @command
@@ -53,12 +59,8 @@ def eval_(
         Path | None, typer.Option(help="Ask as in training: NeMo-RL's prompt file, {} for the question.")
     ] = None,
     system_prompt: Annotated[str | None, typer.Option(help="A system message before each question.")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="none, or a .jinja file. Default: the tokenizer's, or the run's.")
-    ] = None,
-    chat_template_kwargs: Annotated[
-        str | None, typer.Option(help='The template\'s own options, JSON: {"enable_thinking": false}.')
-    ] = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of each GPU that vLLM takes.")] = 0.9,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share a model in vLLM.")] = 1,
 ) -> None:

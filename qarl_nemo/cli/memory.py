@@ -14,10 +14,17 @@ from qarl_nemo.cli.options import GroupSize, NestedIn, ServedFormat, given_optio
 from qarl_nemo.cli.program import command
 
 if TYPE_CHECKING:
-    from qarl_nemo.memory import EngineRanks, Learner, ModelSize
+    from qarl_nemo.memory import EngineRanks, Learner, ModelSize, Parallelism
 
 _OF_MEGATRON = {
-    *("--all", "--engine-ep", "--engine-tp", "--gpus", "--gradient-bytes", "--layout", "--nested-in", "--optimizer"),
+    "--all",
+    "--engine-ep",
+    "--engine-tp",
+    "--gpus",
+    "--gradient-bytes",
+    "--layout",
+    "--nested-in",
+    "--optimizer",
     "--recompute",
 }
 _OF_ADAPTERS = ("--lora-targets", "--cache-gib")
@@ -52,7 +59,7 @@ def memory(
     The learner is Megatron's, or with --lora that of `qarl train` with adapters on a frozen base, on one GPU. A
     NeMo-RL config says itself what it needs: `run_qarl_grpo.py --check`.
     """
-    from qarl_nemo.memory import OPTIMIZERS, ModelSize, named_learner
+    from qarl_nemo.memory import GIB, OPTIMIZERS, ModelSize, named_learner
 
     size = ModelSize.read(model, MEGATRON_FAMILIES if lora is None else tuple(FAMILIES))
     base = replace(named_learner(size, format_name, group_size, targets), keep_operand=keep_operand)
@@ -60,15 +67,19 @@ def memory(
     if lora is not None:
         _require_lora_options(context)
         base = replace(base, tokens=tokens, logprob_chunk=1024 if logprob_chunk is None else logprob_chunk)
-        _show_adapters(model, size, base, (lora, lora_targets), (gpu_gib, cache_gib))
+        _show_adapters(model, size, base, rank=lora, targets=lora_targets, gpu_gib=gpu_gib, cache_gib=cache_gib)
         return
     _require_megatron_options(context)
     engine = _engine(size, gpus, engine_tp, engine_ep)
-    refused = _refusals(model, base, engine)
+    # It imports torch, for which what is illegal so far does not wait.
+    from qarl_nemo.cli.memory_checks import refusals
+
+    refused = refusals(model, base, engine)
     alike = {"tokens": tokens, "gradient_bytes": gradient_bytes, "logprob_chunk": logprob_chunk, "nested_in": nested_in}
     chosen = product(optimizer or OPTIMIZERS, recompute or ("full", "none"))
     learners = [replace(base, **alike, optimizer=name, recompute=kind) for name, kind in chosen]
-    _show_learners(size, learners, (gpus, gpu_gib, layout), engine, refused, show_all=show_all)
+    ranks = _layouts(size, learners[0], layout, gpus)
+    _show_learners(size, learners, ranks, engine, gpu_bytes=gpu_gib * GIB, refused=refused, show_all=show_all)
 
 
 def _engine(size: "ModelSize", gpus: int, tp: int | None, ep: int | None) -> "EngineRanks | None":
@@ -81,57 +92,56 @@ def _engine(size: "ModelSize", gpus: int, tp: int | None, ep: int | None) -> "En
     return engine
 
 
-def _refusals(model: Path, base: "Learner", engine: "EngineRanks | None" = None) -> list[str]:
-    from qarl_nemo.cli.memory_checks import refusals
+def _layouts(size: "ModelSize", learner: "Learner", named: list[str] | None, gpus: int) -> "list[Parallelism]":
+    from qarl_nemo.cli.memory_checks import layouts_that_start
+    from qarl_nemo.memory import layouts, named_layouts
 
-    return refusals(model, base, engine)
+    ranks = named_layouts(size, named, gpus) if named else layouts(size, gpus)
+    return layouts_that_start(size, ranks, learner, named=bool(named))
 
 
 def _show_learners(
     size: "ModelSize",
     learners: list["Learner"],
-    asked: tuple[int, float, list[str] | None],
+    ranks: "list[Parallelism]",
     engine: "EngineRanks | None",
-    refused: list[str],
     *,
+    gpu_bytes: float,
+    refused: list[str],
     show_all: bool,
 ) -> None:
     from rich.console import Console
 
     from qarl_nemo.cli.memory_answer import learners_answer
-    from qarl_nemo.cli.memory_checks import layouts_that_start
     from qarl_nemo.cli.memory_table import memory_table
-    from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES, layouts, named_layouts
+    from qarl_nemo.memory import ASLEEP_BYTES, OVERHEAD_BYTES
     from qarl_nemo.memory.candidates import candidates
 
-    gpus, gpu_bytes, named = asked[0], asked[1] * GIB, asked[2]
-    ranks = named_layouts(size, named, gpus) if named else layouts(size, gpus)
-    ranks = layouts_that_start(size, ranks, learners[0], named=bool(named))
     room = gpu_bytes - OVERHEAD_BYTES - (0 if engine is None else ASLEEP_BYTES)
     found = candidates(size, ranks, learners, room, engine)
     # Where nothing fits, the parts of the nearest say what to change.
     shown = found if show_all else [one for one in found if one.fits] or found[:1]
     console = Console(width=180)
-    console.print(learners_answer(size, found, gpu_bytes, served=not refused), highlight=False)
+    console.print(learners_answer(size, found, gpu_bytes, engine, served=not refused), highlight=False)
     console.print(memory_table(size, shown, gpu_bytes, engine, refused, hidden=len(found) - len(shown)))
 
 
 def _show_adapters(
-    model: Path, size: "ModelSize", base: "Learner", lora: tuple[int, str], gib: tuple[float, float]
+    model: Path, size: "ModelSize", base: "Learner", *, rank: int, targets: str, gpu_gib: float, cache_gib: float
 ) -> None:
     from rich.console import Console
 
     from qarl_nemo.cli.memory_answer import adapters_answer
-    from qarl_nemo.cli.memory_checks import named_adapters, require_own_format
+    from qarl_nemo.cli.memory_checks import named_adapters, refusals, require_own_format
     from qarl_nemo.cli.memory_table_of_adapters import adapters_table
     from qarl_nemo.memory import EMBEDDED_PROCESS_BYTES, GIB
     from qarl_nemo.memory.candidates import adapted_candidates
 
     require_own_format(model, base)
-    refused = _refusals(model, base)
-    adapters = named_adapters(size, *lora)
-    _require_gib("cache_gib", gib[1])
-    gpu_bytes, cache_bytes = (each * GIB for each in gib)
+    refused = refusals(model, base)
+    adapters = named_adapters(size, rank, targets)
+    _require_gib("cache_gib", cache_gib)
+    gpu_bytes, cache_bytes = gpu_gib * GIB, cache_gib * GIB
     base = replace(base, recompute="full", logits=False)
     room = gpu_bytes - EMBEDDED_PROCESS_BYTES
     found = adapted_candidates(size, base, adapters, room, cache_bytes, vllm_serves=not refused)

@@ -5,21 +5,29 @@ from dataclasses import replace
 from typing import Any
 
 from qarl_nemo.cli.memory_units import with_unit
-from qarl_nemo.memory import GIB, ModelSize, rank_memory
+from qarl_nemo.memory import GIB, EngineRanks, ModelSize, rank_memory
 from qarl_nemo.memory.candidates import AdaptedCandidate, Candidate
-from qarl_nemo.parallelism import either
+from qarl_nemo.parallelism import divisors, either
 
 _ENGINES = {"packed": "packed (the built-in sampler)", "vllm": "vllm"}
 _UNSERVED = "vLLM serves these weights on no number of GPUs (why: below the table). By memory alone: "
 
 
-def learners_answer(model: ModelSize, found: Sequence[Candidate], gpu_bytes: float, *, served: bool = True) -> str:
+def learners_answer(
+    model: ModelSize,
+    found: Sequence[Candidate],
+    gpu_bytes: float,
+    engine: EngineRanks | None = None,
+    *,
+    served: bool = True,
+) -> str:
     """Say which learner fits best, and how many others do.
 
     Args:
         model: the model's sizes.
         found: what `candidates` returned, at least one.
         gpu_bytes: memory of a GPU.
+        engine: how GPUs share the engine that was asked for.
         served: whether vLLM takes the weights.
 
     Returns:
@@ -34,7 +42,7 @@ def learners_answer(model: ModelSize, found: Sequence[Candidate], gpu_bytes: flo
     else:
         text = (
             f"Nothing fits {gpu}. The nearest, {_name(best)}, misses by {with_unit(best.missing_bytes)} with "
-            f"{best.learner.tokens:,} tokens a micro-batch. Change: {either(_changes(model, found))}."
+            f"{best.learner.tokens:,} tokens a micro-batch. Change: {either(_changes(model, found, engine))}."
         )
     return text if served else f"{_UNSERVED}{text[0].lower()}{text[1:]}"
 
@@ -67,9 +75,10 @@ def _name(one: Candidate) -> str:
     return f"{one.ranks.name} + {one.learner.optimizer} + {recompute}"
 
 
-def _changes(model: ModelSize, found: Sequence[Candidate]) -> Iterator[str]:
+def _changes(model: ModelSize, found: Sequence[Candidate], engine: EngineRanks | None) -> Iterator[str]:
     nearest = found[0]
-    if any(size > nearest.room for size in nearest.refits[-1:]):
+    too_large = any(size > nearest.room for size in nearest.refits[-1:])
+    if too_large and engine and _may_have_more(engine, model, nearest.ranks.num_gpus):
         yield "more GPUs an engine (--engine-tp, --engine-ep), because its refit does not fit"
     roomiest = max(found, key=lambda one: one.tokens or 0)
     if roomiest.tokens:
@@ -78,6 +87,12 @@ def _changes(model: ModelSize, found: Sequence[Candidate]) -> Iterator[str]:
         yield from _savings(model, nearest)
     yield "more --gpus"
     yield "--lora, which trains adapters on one GPU"
+
+
+def _may_have_more(engine: EngineRanks, model: ModelSize, gpus: int) -> bool:
+    experts_shared = max(engine.tp, engine.ep)
+    more_for_experts = model.num_experts > 0 and experts_shared < divisors(gpus, model.num_experts)[-1]
+    return more_for_experts or engine.tp < divisors(gpus, model.num_heads)[-1]
 
 
 def _savings(model: ModelSize, one: Candidate) -> Iterator[str]:
@@ -94,13 +109,21 @@ def _savings(model: ModelSize, one: Candidate) -> Iterator[str]:
 
 
 def _changes_of_adapters(nearest: AdaptedCandidate) -> Iterator[str]:
-    memory, missing = nearest.memory, nearest.missing_bytes
+    memory = nearest.memory
+    rollouts_miss, update_misses = memory.rollout_bytes - nearest.room, memory.update_bytes - nearest.room
+    # The built-in sampler's cache is gone while the learner works, so that a smaller one helps rollouts alone.
+    cache_misses = rollouts_miss if memory.shared else nearest.missing_bytes
+    tenths = int((memory.parts["cache"] - cache_misses) / GIB * 10)
     if nearest.tokens:
         yield f"--tokens {nearest.tokens}"
-    # The built-in sampler's cache is gone while the learner works.
-    cached = not memory.shared or memory.update_bytes <= nearest.room
-    if cached and (tenths := int((memory.parts["cache"] - missing) / GIB * 10)) > 0:
-        yield f"--cache-gib {tenths / 10:g}"
-    if memory.parts["adapters"] + memory.parts["gradients"] > missing:
+    if cache_misses > 0 and tenths > 0:
+        smaller_cache = f"--cache-gib {tenths / 10:g}"
+        if update_misses <= 0 or not memory.shared:
+            yield smaller_cache
+        elif nearest.update_tokens:
+            yield f"--tokens {nearest.update_tokens} together with {smaller_cache}"
+    # Rollouts have no gradients; beside vLLM's own base its share of the adapters is too small to count.
+    freed = memory.parts["adapters"] + (memory.parts["engine"] if memory.shared else 0.0)
+    if freed > rollouts_miss and freed + memory.parts["gradients"] > update_misses:
         yield "a lower --lora"
     yield "a larger GPU"

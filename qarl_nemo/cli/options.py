@@ -18,7 +18,7 @@ _CODES = "Integer codes"
 ScaleConvention = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(SCALE_CONVENTIONS[:-1])} or {SCALE_CONVENTIONS[-1]}. Leave it: "
+        help=f"{', '.join(SCALE_CONVENTIONS[:-1])} or {SCALE_CONVENTIONS[-1]}. Keep the default; "
         "docs/design/formats.md compares them.",
         rich_help_panel=_CODES,
     ),
@@ -26,7 +26,7 @@ ScaleConvention = Annotated[
 NestedIn = Annotated[
     str | None,
     typer.Option(
-        help=f"Round the codes of this finer format: {', '.join(NESTING)}. As runs do that publish 8-bit codes and "
+        help=f"Round the codes of this finer format: {', '.join(NESTING)}, as runs do that publish 8-bit codes and "
         "serve fewer bits.",
         rich_help_panel=_CODES,
     ),

@@ -1,6 +1,7 @@
 """`qarl train`."""
 
 import contextlib
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,7 +36,6 @@ def train(
     Several such commands may share its folder, each with arms or seeds of its own.
     """
     from qarl_nemo.config import load_config
-    from qarl_nemo.files import exclusive, make_folder
     from qarl_nemo.installation import find_config, is_nemo_rl_recipe
     from qarl_nemo.train.config import LocalConfig
 
@@ -44,39 +44,50 @@ def train(
     if is_nemo_rl_recipe(config):
         raise ValueError(f"{config} is a recipe for NeMo-RL; start it with examples/run_qarl_grpo.py --config {config}")
     settings = load_config(config, overrides or [], LocalConfig)
-    if settings.compare is None:
-        if arm:
-            raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
-        if check:
-            check_runs([settings])
-            return
+    if settings.compare is not None:
+        _compare(settings, config, arm or [], parallel, check=check)
+    elif arm:
+        raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
+    elif check:
+        check_runs([settings])
+    else:
         _train_one(settings)
         _write_report([settings.run_dir], settings.run_dir)
-    else:
-        from qarl_nemo.train.arms import expand_arms, run_arms, select_arms
-
-        every = expand_arms(settings, str(config))
-        runs = select_arms(every, arm or [])
-        if check:
-            check_runs(runs)
-            return
-        _require_gpu(runs)
-        make_folder(settings.run_dir, "the folder of a comparison")
-        run_arms(runs, parallel)
-        # Another command may have trained other runs meanwhile, and may write the report of all of them right now.
-        with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}", wait=True):
-            _write_report([run.run_dir for run in every if run in runs or _ran_before(run)], settings.run_dir)
 
 
 def _require_options(context: typer.Context, given: list[str]) -> None:
     """Refuse options that there are not, with what was probably meant: other launchers take settings with dashes."""
-    unknown = [text.partition("=")[0] for text in given if text.startswith("-")]
-    if unknown:
-        options = ", ".join(param.opts[0] for param in context.command.params if param.opts[0].startswith("-"))
-        raise ValueError(
-            f"no such option: {', '.join(unknown)}; the options are {options}. Settings of a run are overrides without "
-            "dashes, which follow the config: grpo.max_num_steps=10"
-        )
+    from qarl_nemo.config.problems import hint
+
+    unknown = list(dict.fromkeys(text.partition("=")[0] for text in given if text.startswith("-")))
+    if not unknown:
+        return
+    params = context.command.get_params(context)
+    options = [max(param.opts, key=len) for param in params if param.param_type_name == "option"]
+    # Their dashes alone would make short names similar: --lr, --arm.
+    names = [option.lstrip("-") for option in options]
+    slips = [name for name in unknown if "." not in name and get_close_matches(name.lstrip("-"), names)]
+    problems = [f"no such option {name}: {hint(name if name in slips else '', options)}" for name in unknown]
+    if any(name not in slips for name in unknown):
+        problems.append("Settings of a run are overrides without dashes, after the config: grpo.max_num_steps=10")
+    raise ValueError("\n  ".join(problems))
+
+
+def _compare(settings: "LocalConfig", source: Path, arms: list[str], parallel: int, *, check: bool) -> None:
+    from qarl_nemo.files import exclusive, make_folder
+    from qarl_nemo.train.arms import expand_arms, run_arms, select_arms
+
+    every = expand_arms(settings, str(source))
+    runs = select_arms(every, arms)
+    if check:
+        check_runs(runs)
+        return
+    _require_gpu(runs)
+    make_folder(settings.run_dir, "the folder of a comparison")
+    run_arms(runs, parallel)
+    # Another command may have trained other runs meanwhile, and may write the report of all of them right now.
+    with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}", wait=True):
+        _write_report([run.run_dir for run in every if run in runs or _ran_before(run)], settings.run_dir)
 
 
 def _ran_before(run: "LocalConfig") -> bool:

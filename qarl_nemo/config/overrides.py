@@ -23,8 +23,9 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
     """Apply `a.b=c` assignments; as in a file, `a._override_=true` empties block `a` first.
 
     Values are YAML, but text stays text if the key holds text. If an assignment turns a block into another kind
-    (`loss_fn.objective=gspo`), the file's keys that only other kinds have are dropped. A leading `+` or `++`, as
-    NeMo-RL's command line has it, means nothing.
+    (`loss_fn.objective=gspo`), the file's keys that only other kinds have are dropped; those that both have keep the
+    file's values, unlike where a file or an arm changes the kind. A leading `+` or `++`, as NeMo-RL's command line has
+    it, means nothing.
 
     Args:
         config: the config they apply to.
@@ -49,7 +50,7 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
     said: dict[str, Any] = {}
     for assignment in assigned:
         said = merge_mappings(said, assignment)
-    merged = without_meaningless(config, said, [model])
+    merged = without_meaningless(config, said, [model], anew=False)
     for key, assignment in zip(overrides, assigned, strict=True):
         merge = _merge_marked if key.startswith(_INTO_AN_ARM) else merge_mappings
         merged = merge(merged, assignment)

@@ -191,8 +191,26 @@ def attempt(problems: list[str], function: Callable[..., T], *arguments: Any, **
     Returns:
         What it returned; None after an error.
     """
+    errors: list[ValueError] = []
+    result = catch(errors, function, *arguments, **options)
+    problems.extend(map(str, errors))
+    return result
+
+
+def catch(errors: list[ValueError], function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+    """Call a function as `attempt` does, and keep its error itself, so that it can be raised.
+
+    Args:
+        errors: gets the error.
+        function: raises ValueError.
+        arguments: its arguments.
+        options: its keyword arguments.
+
+    Returns:
+        What it returned; None after an error.
+    """
     try:
         return function(*arguments, **options)
     except ValueError as error:
-        problems.append(str(error))
+        errors.append(error)
         return None

@@ -31,12 +31,12 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def read_yaml(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any]:
     """Read a YAML; its `defaults:` are merged below it, and `_override_` replaces a block.
 
-    They are one path or a list, relative to the file, or names of shipped configs, such as `demo`.
+    They are one path or a list, relative to the file, or names of shipped configs without `.yaml`, such as `demo`.
 
     Args:
         path: the file.
         model: the pydantic model of the whole file. Where the file chooses another kind of block than its defaults
-            (`objective: gspo`), the defaults' keys that only other kinds have are dropped; None keeps them.
+            (`objective: gspo`), that block starts anew, without the defaults' keys; None keeps them.
 
     Returns:
         The merged, unvalidated config, with its `${...}` as they are written.
@@ -144,7 +144,7 @@ def _read(
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any], models: list[type[BaseModel]]) -> dict[str, Any]:
-    return merge_mappings(without_meaningless(below, above, models), above)
+    return merge_mappings(without_meaningless(below, above, models, anew=True), above)
 
 
 def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
@@ -193,7 +193,9 @@ def _parent(path: Path, name: str) -> Path:
     beside = _resolved(path.parent / name)
     if os.path.lexists(beside) and not beside.is_dir():
         return beside
-    return shipped_config(Path(name)) or beside
+    # A file that is gone or misspelt must not turn into another one without a word.
+    named_shipped = None if "/" in name or name.endswith(".yaml") else shipped_config(Path(name))
+    return named_shipped or beside
 
 
 def _resolved(path: Path) -> Path:

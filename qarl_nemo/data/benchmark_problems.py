@@ -24,13 +24,21 @@ _LETTER = r"(?:(?i:option|choice)\s*)?\(?([A-Z])\)?(?![\w'])"
 _MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s*${])*"
 # A box that was cut off ends with the response; in braces at most four deep.
 _BOX = re.compile(rf"\\boxed\s*\{{({_in_braces(4)})")
-_BOX_MARKUP = re.compile(r"\\(?:text|math|rm|bf)[a-z]*|\\[()\[\]{},;:! ]|[{}$*~]")
-_NAMED = r"\s*(?:(?i:option|choice)s?\s*)?\(?"
+_BOX_MARKUP = re.compile(r"\\boxed\s*|\\(?:text|math|rm|bf)[a-z]*|\\[()\[\]{},;:! ]|[{}$*~]")
+# Spaces that markup leaves: (\text{C}).
+_IN_PARENTHESES = re.compile(r"(?<=\()\s+|\s+(?=\))")
+# What joins letters takes all space between them: with two ways to read each gap, a long list would take for ever.
+_NAMED = r"(?:(?i:option|choice)s?\b\s*)?\(?"
 _JOINED = r"\)?(?:[\s,;/&+|\\]|\b(?:and|or)\b)+"
 # A small letter alone, or with what follows an option's letter: `a dog` and `x = 3` choose nothing.
 _SMALL = r"[a-z](?=\s*(?:[).:,;/&]|(?:and|or)\b|$))"
-_BOXED_LETTER = re.compile(rf"{_NAMED}([A-Z]|{_SMALL})(?![\w'])")
-_BOXED_LETTERS = re.compile(rf"{_NAMED}(?:[A-Z]{_JOINED}{_NAMED}[A-Z]|[a-z]{_JOINED}{_NAMED}[a-z])(?![\w'])")
+_BOXED_LETTER = re.compile(rf"\s*{_NAMED}([A-Z]|{_SMALL})(?![\w'])")
+# Alone in the box: `(C) V = IR` is one option with its text.
+_BOXED_LETTERS = re.compile(
+    "|".join(rf"\s*{_NAMED}{case}(?:{_JOINED}{_NAMED}{case})+\)?[\s.]*" for case in ("[A-Z]", "[a-z]"))
+)
+# May be of a formula, and counts only where no answer is said.
+_BOXED_VARIABLE = re.compile(r"\s*[a-z][\s.]*")
 # Not "let us analyze each option: A. Water", with which a response begins that was cut off before its answer.
 _SAID = r"(?i:(?<!each )(?<!every )answer|(?:correct|right|best|final)\s+(?:option|choice))"
 _SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?\s*:?{_MARKUP}{_LETTER}")
@@ -115,16 +123,19 @@ def chosen_letter(response: str) -> str | None:
     r"""Return the option that a response chooses.
 
     Returns:
-        The letter in the last `\boxed{}` that has one, of either case; without one, that of the last "answer is B" or
-        "answer: (B)"; or the letter that is the whole response. None if there is none of these, or several letters in
-        that box.
+        The letter in the last `\boxed{}` that has one, of either case; where there is no such box, or it holds only a
+        small letter, that of the last "answer is B" or "answer: (B)"; or the letter that is the whole response. None if
+        there is none of these, or several letters in that box.
     """
+    said = _SAID_LETTER.findall(response)
     for box in reversed(_BOX.findall(response)):
-        text = _BOX_MARKUP.sub(" ", box)
+        text = _IN_PARENTHESES.sub("", _BOX_MARKUP.sub(" ", box))
         if boxed := _BOXED_LETTER.match(text):
+            if said and _BOXED_VARIABLE.fullmatch(text):
+                break
             # To name several options would be right whichever is.
-            return None if _BOXED_LETTERS.match(text) else boxed[1].upper()
-    if said := _SAID_LETTER.findall(response):
+            return None if _BOXED_LETTERS.fullmatch(text) else boxed[1].upper()
+    if said:
         return said[-1]
     bare = _BARE_LETTER.fullmatch(response)
     return bare[1] if bare else None

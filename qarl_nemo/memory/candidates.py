@@ -13,7 +13,7 @@ from qarl_nemo.parallelism import Parallelism
 
 ORDER = (
     "state on the GPU, no recomputation, fewer ranks that share a tensor (tp x pp x cp), adam before adam_bf16 before "
-    "muon, fewer ranks that share experts (ep x etp)"
+    "muon, fewer ranks that share experts (ep x etp), more tokens a micro-batch"
 )
 """What makes one candidate come before another, in the order of weight: a rule, not a measurement."""
 
@@ -114,15 +114,21 @@ class AdaptedCandidate:
         engine: one of `ENGINES`.
         memory: what the GPU holds.
         room: bytes that tensors may take.
-        tokens: the largest micro-batch that fits; None: none does, or the engine does not serve the base.
+        update_tokens: the largest micro-batch whose update fits; None: none does, or the engine does not serve the
+            base.
         served: whether the engine serves the base beside adapters.
     """
 
     engine: str
     memory: AdaptedMemory
     room: float
-    tokens: int | None
+    update_tokens: int | None
     served: bool
+
+    @property
+    def tokens(self) -> int | None:
+        """The largest micro-batch that fits; None: none does, or rollouts do not fit, which have no micro-batches."""
+        return self.update_tokens if self.memory.rollout_bytes <= self.room else None
 
     @property
     def missing_bytes(self) -> float:
@@ -156,10 +162,10 @@ def adapted_candidates(
     for engine in ENGINES:
         memory = partial(adapted_memory, model, adapters=adapters, engine=engine, cache_bytes=cache_bytes)
         served = engine != "vllm" or (vllm_serves and beside)
-        most = _most(partial(_adapted_peak_bytes, memory, learner), room, learner.tokens) if served else None
+        most = _most(partial(_update_bytes, memory, learner), room, learner.tokens) if served else None
         found.append(AdaptedCandidate(engine, memory(learner), room, most, served))
     return found
 
 
-def _adapted_peak_bytes(memory: Callable[[Learner], AdaptedMemory], learner: Learner, tokens: int) -> float:
-    return memory(replace(learner, tokens=tokens)).peak_bytes
+def _update_bytes(memory: Callable[[Learner], AdaptedMemory], learner: Learner, tokens: int) -> float:
+    return memory(replace(learner, tokens=tokens)).update_bytes

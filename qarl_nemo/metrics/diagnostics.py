@@ -43,7 +43,7 @@ class StepDiagnostics:
     Attributes:
         step: training step.
         arrays: by the names in the module's docstring.
-        examples: as `make_example` built them.
+        examples: as `make_example` builds them; those of NeMo-RL's dumps also have `step` and `num_error_tokens`.
     """
 
     step: int

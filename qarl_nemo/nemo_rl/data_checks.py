@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_nemo.data.reward_function import RewardFunction
+from qarl_nemo.nemo_rl.data_files import file_conflicts
 from qarl_nemo.nemo_rl.data_keys import key_problems
 from qarl_nemo.nemo_rl.data_set_checks import benchmark_environment, set_problems
-from qarl_nemo.nemo_rl.data_sets import BENCHMARK, DATA_SETS, DEFAULT_WORKERS, ENVIRONMENT, data_sets, rewarded
+from qarl_nemo.nemo_rl.data_sets import BENCHMARK, DEFAULT_WORKERS, ENVIRONMENT, data_sets, rewarded
 from qarl_nemo.nemo_rl.lookup import look_up
-
-__all__ = ["DATA_SETS", "OVERLONG", "data_conflicts", "overlong_prompts"]
 
 OVERLONG = ("error", "skip", "mask")
 _OVERLONG = "overlong_prompts"
@@ -32,6 +31,7 @@ def data_conflicts(config: Mapping[str, Any]) -> list[str]:
     problems += [f"data.{key}: nothing reads this key; set data.{_OVERLONG}" for key in map(str, data) if _is_slip(key)]
     problems += key_problems(data)
     problems += [line for place, dataset, whole in data_sets(data) for line in set_problems(place, dataset, whole)]
+    problems += file_conflicts(data)
     for place, dataset in rewarded(data):
         path = dataset["reward_function"]
         try:

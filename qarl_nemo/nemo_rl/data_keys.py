@@ -26,6 +26,7 @@ _ELSEWHERE = {
     "system_prompt": "a key of `qarl train`; set system_prompt_file to a text file",
     "benchmark": _OF_BENCHMARKS,
     "repeat": _OF_BENCHMARKS,
+    "_override_": "NeMo-RL replaces only top-level blocks; set data._override_=true and repeat the block",
 }
 
 
@@ -50,9 +51,9 @@ def key_problems(data: Mapping[str, Any]) -> list[str]:
 
 
 def _unread(place: str, dataset: Mapping[str, Any], legal: tuple[str, ...] | set[str]) -> list[str]:
-    # What is null or 0 asks for nothing; so a recipe takes back a key of the one that it builds on.
     # Every start names data sets anew; the config that a run saves holds their names.
     known = {*legal, *UNUSED_KEYS, "task_name"}
+    # What is null or 0 asks for nothing; so a recipe takes back a key of the one that it builds on.
     unread = [key for key, value in dataset.items() if value not in (None, 0) and key not in known]
     return [
         f"{place}.{key}: {_ELSEWHERE.get(key) or f'this data set does not read it; {hint(key, sorted(legal))}'}"

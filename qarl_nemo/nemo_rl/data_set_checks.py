@@ -1,24 +1,19 @@
-"""Checks of the single data sets of NeMo-RL's `data:` block: their classes, values and files, before Ray starts."""
+"""Checks of the single data sets of NeMo-RL's `data:` block: their classes and values, before Ray starts."""
 
+import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from qarl_nemo.config import ConfigError, validate
 from qarl_nemo.config.problems import hint
 from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmark
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import OWN
-from qarl_nemo.data.records import local_file
-from qarl_nemo.files import FileError
 from qarl_nemo.nemo_rl.data_sets import BENCHMARK, DATA_SETS, ENVIRONMENT, OUR_CLASSES, PACKAGE, READ, our_name
-
-# Of these NeMo-RL's own ResponseDataset knows that they are files.
-_FILES = (".arrow", ".csv", ".json", ".jsonl", ".parquet", ".txt")
 
 
 def set_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
-    """Say why a data set could not be read, as far as its keys and the names of its files tell.
+    """Say why a data set could not be read, as far as its keys tell; `data_files` looks for its files.
 
     Args:
         place: where it stands, such as `data.train.1`.
@@ -28,17 +23,14 @@ def set_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any
     Returns:
         One line for each problem: key, value, and what to set.
     """
-    name, lines = str(whole.get("dataset_name")), _missing_prompts(place, dataset, whole)
+    name = str(whole.get("dataset_name"))
     if name == BENCHMARK:
-        return lines + _benchmark_problems(place, dataset, whole)
+        return _benchmark_problems(place, dataset, whole)
     if name in OUR_CLASSES:
-        return lines + _own_problems(place, dataset, whole)
+        return _own_problems(place, whole)
     if name.startswith(PACKAGE):
-        lines.append(f"{_at(place, dataset, 'dataset_name')}={name}: no such data set; {hint(name, OUR_CLASSES)}")
-    path = whole.get("data_path")
-    if name == OWN and _is_plain(path) and Path(path).suffix in _FILES and not Path(path).exists():
-        lines.append(f"{_at(place, dataset, 'data_path')}={path}: there is no such file; set one that is there")
-    return lines
+        return [f"{where(place, dataset, 'dataset_name')}={name}: no such data set; {hint(name, OUR_CLASSES)}"]
+    return []
 
 
 def benchmark_environment(dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:
@@ -55,31 +47,39 @@ def benchmark_environment(dataset: Mapping[str, Any], whole: Mapping[str, Any]) 
     return "null" if name is None else str(name)
 
 
+def where(place: str, dataset: Mapping[str, Any], key: str) -> str:
+    """Return where a data set's key stands: in it, or in the default.
+
+    Args:
+        place: where the data set stands, such as `data.train.1`.
+        dataset: what is written there.
+        key: the key.
+    """
+    return f"{place}.{key}" if key in dataset else f"data.default.{key}"
+
+
 def _benchmark_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
-    lines, name, record = [], whole.get("benchmark"), None
+    lines, name = [], whole.get("benchmark")
     if name is None:
         lines.append(f"{place}.benchmark is missing; legal: {', '.join(BENCHMARKS)}")
     else:
         try:
-            record = find_benchmark(str(name))
+            find_benchmark(str(name))
         except ValueError as error:
-            lines.append(f"{_at(place, dataset, 'benchmark')}={name}: {error}")
+            lines.append(f"{where(place, dataset, 'benchmark')}={name}: {error}")
     repeat = whole.get("repeat", 1)
     if type(repeat) is not int or repeat < 1:
-        lines.append(f"{_at(place, dataset, 'repeat')}={repeat}: set a whole number from 1")
+        lines.append(f"{where(place, dataset, 'repeat')}={json.dumps(repeat, default=str)}: set a whole number from 1")
     environment = benchmark_environment(dataset, whole)
     if environment not in (None, ENVIRONMENT):
         lines.append(
             f"{place}.env_name={environment}: the answers of a benchmark are checked in the environment {ENVIRONMENT}; "
             f"set {place}.env_name={ENVIRONMENT}, or a reward_function"
         )
-    if record is not None and whole.get("data_path"):
-        copy = DatasetConfig(data_path=str(whole["data_path"]), split=record.split)
-        lines += _missing_data(_at(place, dataset, "data_path"), copy)
     return lines
 
 
-def _own_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
+def _own_problems(place: str, whole: Mapping[str, Any]) -> list[str]:
     named = our_name(whole)
     if named == OWN and not whole.get("data_path"):
         others = ", ".join(name for name, known in DATA_SETS.items() if known != OWN)
@@ -90,34 +90,7 @@ def _own_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, An
     # There is another sentence for reward functions.
     read = {key: whole[key] for key in READ if key in whole and key != "reward_function"}
     try:
-        config = validate({"dataset_name": named} | read, DatasetConfig, source=place)
+        validate({"dataset_name": named} | read, DatasetConfig, source=place)
     except ConfigError as error:
         return [f"{place}: {line.strip()}" for line in str(error).splitlines()[1:]]
-    return _missing_data(_at(place, dataset, "data_path"), config)
-
-
-def _missing_data(place: str, config: DatasetConfig) -> list[str]:
-    if not _is_plain(config.data_path):
-        return []
-    try:
-        local_file(config)
-    except FileError as error:
-        return [f"{place}: {error}"]
     return []
-
-
-def _missing_prompts(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{_at(place, dataset, key)}={whole[key]}: there is no such file; set one that is there, or null for none"
-        for key in ("prompt_file", "system_prompt_file")
-        if _is_plain(whole.get(key)) and not Path(whole[key]).is_file()
-    ]
-
-
-def _at(place: str, dataset: Mapping[str, Any], key: str) -> str:
-    return f"{place}.{key}" if key in dataset else f"data.default.{key}"
-
-
-def _is_plain(path: Any) -> TypeGuard[str]:
-    """Tell whether this is a path, and not the reference to one that only the launcher resolves."""
-    return isinstance(path, str) and "${" not in path

@@ -207,7 +207,9 @@ ENVIRONMENT_RULES: dict[str, Rule] = {
     "VLLM_MARLIN_USE_ATOMIC_ADD": Rule(("0",), "sums would end in an order of their own"),
     "VLLM_FLOAT32_MATMUL_PRECISION": Rule(("highest",), "the router is computed in FP32"),
     "VLLM_USE_FLASHINFER_MOE_INT4": Rule(("0",), "the learner follows Marlin"),
-    "VLLM_TEST_FORCE_FP8_MARLIN": Rule(("0", "false"), "layers in FP8 would multiply activations that stay BF16"),
+    "VLLM_TEST_FORCE_FP8_MARLIN": Rule(
+        ("0", "false"), "layers in FP8 would multiply activations that stay BF16; it is refused with every format"
+    ),
     "VLLM_DISABLED_KERNELS": Rule((), "another linear kernel would take over"),
     "VLLM_ALLREDUCE_USE_FLASHINFER": Rule(("0",), "its sums were not compared with the learner's"),
     "VLLM_BATCH_INVARIANT": Rule(("0",), "it brings kernels that were not compared with the learner's"),

@@ -6,6 +6,7 @@ from typing import Any
 from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo_rl.budgets import token_budgets
+from qarl_nemo.nemo_rl.data_files import file_hints
 from qarl_nemo.nemo_rl.layout_memory import Needed, first_host_gib, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.share_hints import share_hints
@@ -21,7 +22,7 @@ _WORTH_SAYING = 3
 
 
 def find_hints(config: Mapping[str, Any]) -> list[str]:
-    """Say which settings cost time, show a secret, leave out validation problems, or make Muon step differently.
+    """Say which settings cost time, show a secret, need files elsewhere, leave out problems, or change Muon's steps.
 
     Args:
         config: the whole config, as nested dictionaries.
@@ -50,14 +51,14 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
             "whose steps are as long as AdamW's (Megatron's defaults step five times as far); for that one set "
             f"{settings}"
         )
-    return hints + validation_hints(config)
+    return [*hints, *file_hints(config.get("data") or {}), *validation_hints(config)]
 
 
 def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
     """Say which budgets of GPU memory could be much larger, and whether a host's memory is too small.
 
     Args:
-        config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
+        config: the whole NeMo-RL config, as nested dictionaries, without conflicts, as it was before `apply_qarl`.
         qarl: its checked `NemoQarlConfig`, `resident` resolved.
 
     Returns:

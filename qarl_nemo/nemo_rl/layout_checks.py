@@ -1,6 +1,6 @@
 """Says which layouts NeMo-RL, Megatron or vLLM would refuse once all workers have started, and which they take."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -16,14 +16,16 @@ _DIVIDED = {
     "pp": ("num_hidden_layers", "layers"),
     "ep": ("num_experts", "experts"),
 }
+_Divided = Mapping[str, Sequence[int]]
 
 
-def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> list[str]:
+def layout_conflicts(config: Mapping[str, Any], model: Architecture | None, targets: Collection[str]) -> list[str]:
     """Say what NeMo-RL, Megatron or vLLM would refuse once all workers have started.
 
     Args:
         config: the whole config, as nested dictionaries.
         model: the run's; None if its config.json is not at hand.
+        targets: `qarl.targets`.
 
     Returns:
         One line each: keys, values, and what is needed.
@@ -33,13 +35,25 @@ def layout_conflicts(config: Mapping[str, Any], model: Architecture | None) -> l
     layout = read_layout(config)
     if layout is None:
         return []
+    learner = _divided(model, targets)
     problems = _resource_problems(config, layout) or [
-        *_learner_problems(config, layout, model),
+        *_learner_problems(config, layout, model, learner),
         *_engine_problems(config, layout, model),
     ]
     if not problems:
         problems += batch_problems(config, layout)
-    return problems + (_model_problems(layout, model) if model else [])
+    return problems + (_model_problems(layout, model, learner) if model else [])
+
+
+def _divided(model: Architecture | None, targets: Collection[str] = ()) -> _Divided:
+    """Return what the legal values of each parallel size divide of the model; nothing if it is not known."""
+    if model is None:
+        return {}
+    counts = {name: [getattr(model, field)] for name, (field, _) in _DIVIDED.items()}
+    if "attention" in targets:
+        # The aligned attention has whole heads on each rank of the learner; an engine's ranks may share KV heads.
+        counts["tp"].append(model.num_key_value_heads)
+    return counts
 
 
 def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -64,7 +78,9 @@ def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     return problems
 
 
-def _learner_problems(config: Mapping[str, Any], layout: Layout, model: Architecture | None) -> list[str]:
+def _learner_problems(
+    config: Mapping[str, Any], layout: Layout, model: Architecture | None, divided: _Divided
+) -> list[str]:
     sizes, gpus, problems = layout.sizes, layout.learner_gpus, []
     for factors in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
         product = sizes[factors[0]] * sizes[factors[1]] * sizes[factors[2]]
@@ -72,7 +88,7 @@ def _learner_problems(config: Mapping[str, Any], layout: Layout, model: Architec
             said = ", ".join(f"{SIZES[name]}={sizes[name]}" for name in factors)
             problems.append(
                 f"{MEGATRON}: {said}: their product {product} does not divide the learner's {gpus} GPUs "
-                f"({_cluster(layout)}); {_other_sizes(layout, factors, model)}"
+                f"({_cluster(layout)}); {_other_sizes(layout, factors, divided)}"
             )
     has_experts = sizes["ep"] > 1 if model is None else model.num_experts > 0
     if sizes["tp"] > 1 and has_experts and not look_up(config, f"{MEGATRON}.sequence_parallel", False):
@@ -84,13 +100,14 @@ def _learner_problems(config: Mapping[str, Any], layout: Layout, model: Architec
 
 def _engine_problems(config: Mapping[str, Any], layout: Layout, model: Architecture | None) -> list[str]:
     tp, ep, gpus, problems = layout.engine_tp, layout.engine_ep, layout.engine_gpus, []
+    divided = _divided(model)
     if gpus % tp:
         problems.append(
             f"{ENGINE}.tensor_parallel_size={tp}: does not divide the engines' {gpus} GPUs ({_cluster(layout)}); set "
-            f"{_legal('tp', gpus, model)}"
+            f"{_legal('tp', gpus, divided)}"
         )
     # With 1, an engine's GPUs share experts as they share layers.
-    legal = _legal("ep", gpus, model, of=tp)
+    legal = _legal("ep", gpus, divided, of=tp)
     if ep > 1 and ep % tp:
         problems.append(
             f"{ENGINE}.expert_parallel_size={ep}: must be a multiple of tensor_parallel_size={tp}; set {legal}"
@@ -108,19 +125,20 @@ def _engine_problems(config: Mapping[str, Any], layout: Layout, model: Architect
     return problems
 
 
-def _model_problems(layout: Layout, model: Architecture) -> list[str]:
-    sizes, problems = layout.sizes, []
-    for name, key, size, gpus, of in (
-        ("ep", f"{MEGATRON}.{SIZES['ep']}", sizes["ep"], layout.learner_gpus, 1),
-        ("ep", f"{ENGINE}.expert_parallel_size", layout.engine_ep, layout.engine_gpus, layout.engine_tp),
-        ("tp", f"{MEGATRON}.{SIZES['tp']}", sizes["tp"], layout.learner_gpus, 1),
-        ("tp", f"{ENGINE}.tensor_parallel_size", layout.engine_tp, layout.engine_gpus, 1),
+def _model_problems(layout: Layout, model: Architecture, learner: _Divided) -> list[str]:
+    sizes, engine, problems = layout.sizes, _divided(model), []
+    for name, key, size, gpus, divided, of in (
+        ("ep", f"{MEGATRON}.{SIZES['ep']}", sizes["ep"], layout.learner_gpus, learner, 1),
+        ("ep", f"{ENGINE}.expert_parallel_size", layout.engine_ep, layout.engine_gpus, engine, layout.engine_tp),
+        ("tp", f"{MEGATRON}.{SIZES['tp']}", sizes["tp"], layout.learner_gpus, learner, 1),
+        ("tp", f"{ENGINE}.tensor_parallel_size", layout.engine_tp, layout.engine_gpus, engine, 1),
     ):
-        count, what = getattr(model, _DIVIDED[name][0]), _DIVIDED[name][1]
+        count, what = divided[name][0], _DIVIDED[name][1]
         if size > 1 and not count:
             problems.append(f"{key}={size}: the model has no {what}; set 1")
         elif size > 1 and count % size:
-            problems.append(f"{key}={size}: does not divide the {count} {what}; set {_legal(name, gpus, model, of=of)}")
+            legal = _legal(name, gpus, divided, of=of)
+            problems.append(f"{key}={size}: does not divide the {count} {what}; set {legal}")
     return problems + _stage_problems(layout, model.num_hidden_layers)
 
 
@@ -136,29 +154,28 @@ def _stage_problems(layout: Layout, layers: int) -> list[str]:
     return [f"{MEGATRON}.{SIZES['pp']}={stages}: does not divide the {left} layers{beside}; {fix}"]
 
 
-def _other_sizes(layout: Layout, factors: tuple[str, ...], model: Architecture | None) -> str:
+def _other_sizes(layout: Layout, factors: tuple[str, ...], divided: _Divided) -> str:
     """Say which values each of three sizes may have beside the other two, or else what their product may be."""
     found = []
     for name in factors:
         others = prod(layout.sizes[other] for other in factors if other != name)
         if layout.sizes[name] > 1 and layout.learner_gpus % others == 0:
-            found.append(f"{SIZES[name]} may be {_legal(name, layout.learner_gpus // others, model)}")
+            found.append(f"{SIZES[name]} may be {_legal(name, layout.learner_gpus // others, divided)}")
     product = f"the product may be {either(divisors(layout.learner_gpus))}"
     return f"beside the others, {', or '.join(found)}" if found else product
 
 
-def _legal(name: str, gpus: int, model: Architecture | None, *, of: int = 1) -> str:
+def _legal(name: str, gpus: int, divided: _Divided, *, of: int = 1) -> str:
     """Name the parallel sizes that divide some GPUs and what they divide of the model, if it is known.
 
     Args:
         name: one of `SIZES`.
         gpus: how many GPUs share the model.
-        model: the run's; None if its config.json is not at hand.
+        divided: what `_divided` returned.
         of: what each but 1 must be a multiple of.
     """
-    counted = None if model is None or name not in _DIVIDED else getattr(model, _DIVIDED[name][0])
-    sizes = divisors(gpus, counted) if counted else divisors(gpus)
-    return either(size for size in sizes if size == 1 or size % of == 0)
+    counts = [count for count in divided.get(name, ()) if count]
+    return either(size for size in divisors(gpus, *counts) if size == 1 or size % of == 0)
 
 
 def _cluster(layout: Layout) -> str:

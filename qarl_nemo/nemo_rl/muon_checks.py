@@ -9,7 +9,7 @@ from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
 from qarl_nemo.nemo_rl.lookup import look_up
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
-# Megatron asks for this distribution's version, 0.2 or later, and not for its module.
+# Megatron asks for the distribution of this name, and not for its module.
 _PACKAGE = "emerging-optimizers"
 # NeMo-RL's: workers run in the launcher's environment. Else they have their own, where nobody looks before they start.
 _ONE_ENVIRONMENT = "NEMO_RL_PY_EXECUTABLES_SYSTEM"
@@ -24,8 +24,7 @@ def muon_conflicts(config: Mapping[str, Any]) -> list[str]:
     Returns:
         One line; none where the learner has an environment of its own, and on a machine without GPUs.
     """
-    here = os.environ.get(_ONE_ENVIRONMENT) == "1" and first_gpu_gib() is not None
-    return [_line(config)] if here and _lacks_package(config) else []
+    return [_line(config)] if _lacks_package(config) and first_gpu_gib() is not None else []
 
 
 def muon_hints(config: Mapping[str, Any]) -> list[str]:
@@ -33,17 +32,22 @@ def muon_hints(config: Mapping[str, Any]) -> list[str]:
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        No line, or one; none where the learner has an environment of its own.
     """
-    return [f"{_line(config)}, where the run starts"] if first_gpu_gib() is None and _lacks_package(config) else []
+    return [_line(config, " where the run starts")] if _lacks_package(config) and first_gpu_gib() is None else []
 
 
 def _lacks_package(config: Mapping[str, Any]) -> bool:
-    return "muon" in str(look_up(config, f"{_OPTIMIZER}.optimizer", "")) and installed_version(_PACKAGE) is None
+    here = os.environ.get(_ONE_ENVIRONMENT) == "1" and "muon" in str(look_up(config, f"{_OPTIMIZER}.optimizer", ""))
+    return here and installed_version(_PACKAGE) is None
 
 
-def _line(config: Mapping[str, Any]) -> str:
+def _line(config: Mapping[str, Any], where: str = "") -> str:
     name = look_up(config, f"{_OPTIMIZER}.optimizer", "")
     return (
-        f"{_OPTIMIZER}.optimizer={name}: Megatron's Muon needs the package {_PACKAGE}, which this Python lacks; pip "
-        f"install {_PACKAGE}, or set {_OPTIMIZER}.optimizer=adam and {_OPTIMIZER}.use_distributed_optimizer=true"
+        f"{_OPTIMIZER}.optimizer={name}: Megatron's Muon needs the package {_PACKAGE}{where}, which this Python "
+        f"lacks; pip install {_PACKAGE}, or set {_OPTIMIZER}.optimizer=adam and "
+        f"{_OPTIMIZER}.use_distributed_optimizer=true"
     )

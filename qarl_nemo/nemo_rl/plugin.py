@@ -53,9 +53,9 @@ def register() -> None:
 def setup_data(setup: Callable[..., Any], tokenizer: Any, data: Any, env: Any, grpo: Mapping[str, Any]) -> Any:
     """Call NeMo-RL's `setup_response_data`, with what this package adds to the `data:` block.
 
-    Data sets with a `reward_function` get an environment that calls it, and ours a name each; prompts that are too long
-    are an error, or left out, as `data.overlong_prompts` says; the first prompt is printed as the model sees it, and
-    which problems a validation leaves out.
+    Each data set with a `reward_function` gets an environment that calls it, and each data set of this package gets a
+    name of its own. Prompts that are too long are an error, or left out, as `data.overlong_prompts` says. The first
+    prompt is printed as the model sees it, and so are the problems that a validation leaves out.
 
     Args:
         setup: NeMo-RL's function.
@@ -86,7 +86,7 @@ def setup_data(setup: Callable[..., Any], tokenizer: Any, data: Any, env: Any, g
         if problems:
             raise ConfigError("\n  ".join(problems))
         print(f"qarl: data: {'; '.join(filter(None, told))}")
-    unasked = "" if parts[1] is None else unasked_prompts(parts[1], grpo)
+    unasked = "" if parts[1] is None else unasked_prompts(parts[1], {"grpo": grpo, "env": env})
     print(
         *([f"qarl: data: {unasked}"] if unasked else []), f"qarl: {show_prompt(datasets[0][1])}", sep="\n", flush=True
     )

@@ -13,7 +13,8 @@ from qarl_nemo.config import ConfigError, validate
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.problems import Messages, Task, read_tasks
 from qarl_nemo.files import read_text
-from qarl_nemo.nemo_rl.data_sets import DATA_SETS, READ, task_name
+from qarl_nemo.nemo_rl.data_sets import DATA_SETS, READ
+from qarl_nemo.nemo_rl.data_sets import task_name as named_task
 
 RECORD = "record"
 _SYSTEM = "system"
@@ -59,7 +60,7 @@ class Problems(RawDataset):
         given |= {"data_path": data_path, "subset": subset, "split": split}
         given |= {"input_key": input_key, "output_key": output_key}
         config, tasks = _read(type(self).__name__, self.named, given, system_prompt_file)
-        self.task_name = task_name or _task_name(config)
+        self.task_name = task_name or named_task(config.title, config.split)
         self.dataset = Dataset.from_list([_row(task, self.task_name) for task in tasks])
         self.val_dataset = None
         self.split_train_validation(split_validation_size, seed)
@@ -123,10 +124,6 @@ def _read(name: str, named: str, given: dict[str, Any], system: str | None) -> t
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _task_name(config: DatasetConfig) -> str:
-    return task_name(config.title, config.split)
 
 
 def _row(task: Task, name: str) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from math import ceil
 from typing import Any
 
 from torch.utils.data import Subset
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.nemo_rl.validation_checks import read_validation
 
 _MAX_QUOTED = 4000
 
@@ -49,27 +49,26 @@ def limit_prompts(dataset: Any, key: str, *, skip: bool) -> str:
     )
 
 
-def unasked_prompts(dataset: Any, grpo: Mapping[str, Any]) -> str:
+def unasked_prompts(dataset: Any, config: Mapping[str, Any]) -> str:
     """Say which prompts of a validation set NeMo-RL does not ask: it takes the first, in whole batches, in order.
 
     Args:
         dataset: NeMo-RL's `AllTaskProcessedDataset`.
-        grpo: the `grpo:` block.
+        config: NeMo-RL's config, as nested dictionaries; the blocks `grpo` and `env` are read.
 
     Returns:
         How many are asked, which data sets have no part in them, and what to set; empty if all are asked, or nothing is
         validated by these keys.
     """
-    most, batch = grpo["max_val_samples"], grpo["val_batch_size"]
-    validates = grpo["val_period"] or grpo["val_at_start"] or grpo["val_at_end"]
-    if not (validates and most and batch) or (asked := most // batch * batch) >= len(dataset):
+    validation = read_validation(config)
+    if validation is None or validation.asked >= len(dataset):
         return ""
     names = [dataset.dataset[place]["task_name"] for place in range(len(dataset))]
-    missing = [name for name in Counter(names) if name not in names[:asked]]
+    missing = [name for name in Counter(names) if name not in names[: validation.asked]]
     none_of = f", none of {' and '.join(missing)}" if missing else ""
     return (
-        f"validation asks {asked:,} of {len(names):,} problems{none_of}; for all set "
-        f"grpo.max_val_samples={ceil(len(names) / batch) * batch}"
+        f"validation asks {validation.asked:,} of {len(names):,} problems{none_of}; for all set "
+        f"grpo.max_val_samples={validation.needed(len(names))}"
     )
 
 

@@ -8,7 +8,7 @@ from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.budgets import largest_share, waiting_answers
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.residency import UTILIZATION, fits_beside_engine
+from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, fits_beside_engine
 
 # With it, vLLM's cache does not follow from its share of the GPU.
 _CACHE = "policy.generation.vllm_kwargs.kv_cache_memory_bytes"
@@ -26,7 +26,7 @@ def share_hints(needed: Needed, config: Mapping[str, Any], qarl: Any) -> list[st
 
     Args:
         needed: what GPUs will hold.
-        config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
+        config: the whole NeMo-RL config, as nested dictionaries, without conflicts, as it was before `apply_qarl`.
         qarl: its checked `NemoQarlConfig`, `resident` resolved.
 
     Returns:
@@ -41,8 +41,8 @@ def share_hints(needed: Needed, config: Mapping[str, Any], qarl: Any) -> list[st
 
 
 def _smaller_share(share: float, needed: Needed, config: Mapping[str, Any], qarl: Any) -> str | None:
-    # What the block said; `qarl.resident` is what came of it.
-    automatic = look_up(config, "qarl.resident", "auto") == "auto"
+    # What the config said; the checked block's `resident` is what came of it.
+    automatic = look_up(config, "qarl.resident", "auto") == "auto" and look_up(config, OFFLOAD, None) is None
     staying = needed_memory(config, qarl, optimizer_stays=True)
     if qarl.resident or not automatic or staying is None or needed.refit is None:
         return None
@@ -52,7 +52,7 @@ def _smaller_share(share: float, needed: Needed, config: Mapping[str, Any], qarl
         return None
     now, wanted = waiting_answers(needed, share, gpu_bytes, config)
     then, _ = waiting_answers(staying, most, gpu_bytes, config)
-    if then < min(_FEW, wanted):
+    if then < max(1, min(_FEW, wanted)):
         return None
     return (
         f"{UTILIZATION}={share}: {optimizer / GIB:.1f} GiB of the optimizer go to the host and back in each step; with "

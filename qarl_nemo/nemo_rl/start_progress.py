@@ -34,7 +34,7 @@ def start_key(config: Mapping[str, Any], qarl: Any) -> str:
     sizes = {"model": look_up(config, "policy.model_name", "?")} if model is None else asdict(model)
     sizes |= {"format": qarl.format, "targets": "+".join(sorted(qarl.targets)), "alignment": qarl.alignment}
     sizes |= {} if layout is None else asdict(layout) | dict(layout.sizes)
-    # A set would read otherwise in each process.
+    # Blocks and tuples are left out, and targets are sorted above: sets have no fixed order from process to process.
     return " ".join(f"{name}={value}" for name, value in sizes.items() if isinstance(value, int | str))
 
 
@@ -132,7 +132,8 @@ def _last_start(key: str, log_dir: Path) -> tuple[float, str] | None:
 def _remember(key: str, seconds: float) -> None:
     file = _starts_file()
     make_folder(file.parent, "the folder of past starts")
-    with exclusive(file.with_suffix(".lock"), str(file), wait=True):
+    # In a home folder on NFS, a lock server that hangs must not stop the run.
+    with exclusive(file.with_suffix(".lock"), str(file)):
         starts = [(other, took) for other, took in _durations(file).items() if other != key]  # newest last
         write_atomic(file, json.dumps(dict([*starts, (key, seconds)][-_KEPT:]), indent=1) + "\n")
 

@@ -3,37 +3,70 @@
 from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qarl_nemo.data.benchmarks import find_benchmark
-from qarl_nemo.nemo_rl.data_checks import DATA_SETS
+from qarl_nemo.data.named import OWN
+from qarl_nemo.nemo_rl.data_sets import BENCHMARK, data_sets, our_name
 from qarl_nemo.nemo_rl.lookup import look_up
 
 _MOST, _BATCH = "grpo.max_val_samples", "grpo.val_batch_size"
 # NeMo-RL's default of both, and of `grpo.val_period`.
 _USUAL, _USUAL_PERIOD = 256, 10
-_BENCHMARK = "qarl_nemo.nemo_rl.benchmark.Benchmark"
-# Data sets with a problem a line; others may leave some out.
-_LINE_BY_LINE = ("ResponseDataset", *(f"qarl_nemo.nemo_rl.problems.{name}" for name in DATA_SETS))
+
+
+class Validation(NamedTuple):
+    """How much of a validation set NeMo-RL asks.
+
+    Attributes:
+        most: the largest number of prompts.
+        batch: the prompts of a batch.
+    """
+
+    most: int
+    batch: int
+
+    @property
+    def asked(self) -> int:
+        """The number of prompts that are asked, the first ones, in whole batches."""
+        return self.most // self.batch * self.batch
+
+    def needed(self, count: int) -> int:
+        """Return the smallest `grpo.max_val_samples` with which so many prompts are all asked."""
+        return ceil(count / self.batch) * self.batch
+
+
+def read_validation(config: Mapping[str, Any]) -> Validation | None:
+    """Read how much of the validation set is asked.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries, or its blocks `grpo` and `env`.
+
+    Returns:
+        The sizes; None where NeMo-RL does not validate by them, or cannot.
+    """
+    sizes = [look_up(config, key, _USUAL) for key in (_MOST, _BATCH)]
+    return Validation(*sizes) if _validates(config) and all(map(_is_count, sizes)) else None
 
 
 def validation_batch_conflicts(config: Mapping[str, Any]) -> list[str]:
-    """Say where batches are so large that NeMo-RL would validate nothing, and report an accuracy of 0.
+    """Say which sizes NeMo-RL could not validate with, or would ask nothing with and report an accuracy of 0.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
 
     Returns:
-        No line, or one: keys, values, why, and what to set.
+        One line each: keys, values, why, and what to set.
     """
-    sizes = _sizes(config)
-    if sizes is None or sizes[1] <= sizes[0]:
+    validation = read_validation(config)
+    if validation is None:
+        return _unusable_sizes(config) if _validates(config) else []
+    most, batch = validation
+    if batch <= most:
         return []
-    most, batch = sizes
-    smaller = f"at most {most}, or " if most > 0 else ""
     return [
         f"{_BATCH}={batch}: more than {_MOST}={most}, of which NeMo-RL asks whole batches only, so none, and the "
-        f"accuracy would be 0; set {smaller}{_MOST}={batch}, or grpo.val_period=0 to validate nothing"
+        f"accuracy would be 0; set at most {most}, or {_MOST}={batch}, or grpo.val_period=0 to validate nothing"
     ]
 
 
@@ -46,52 +79,57 @@ def validation_hints(config: Mapping[str, Any]) -> list[str]:
     Returns:
         No line, or one: how many prompts there are, how many are asked, and what to set for all.
     """
-    sizes = _sizes(config)
-    if sizes is None:
+    validation = read_validation(config)
+    if validation is None:
         return []
-    most, batch = sizes
-    used, length = most // batch * batch, _length(config.get("data") or {})
-    wanted = most if length is None else length
-    if used >= wanted:
+    length = _length(config.get("data") or {})
+    wanted = validation.most if length is None else length
+    if validation.asked >= wanted:
         return []
     there = "" if length is None else f"of the {length} prompts of data.validation "
     return [
-        f"{_MOST}={most}, {_BATCH}={batch}: {there}NeMo-RL asks the first {used}, in whole batches; for all set "
-        f"{_MOST}={ceil(wanted / batch) * batch}"
+        f"{_MOST}={validation.most}, {_BATCH}={validation.batch}: {there}NeMo-RL asks the first {validation.asked}, in "
+        f"whole batches; for all set {_MOST}={validation.needed(wanted)}"
     ]
 
 
-def _sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the largest number of prompts and that of a batch; None where NeMo-RL does not validate by them."""
+def _validates(config: Mapping[str, Any]) -> bool:
+    """Tell whether NeMo-RL validates by these keys: NeMo-Gym asks whole validation sets."""
     often = look_up(config, "grpo.val_period", _USUAL_PERIOD)
     at_ends = look_up(config, "grpo.val_at_start", False) or look_up(config, "grpo.val_at_end", False)
-    if look_up(config, "env.should_use_nemo_gym", False) or not (often or at_ends):
-        return None
-    most, batch = (look_up(config, key, _USUAL) for key in (_MOST, _BATCH))
-    return (most, batch) if isinstance(most, int) and isinstance(batch, int) and batch > 0 else None
+    return bool(often or at_ends) and not look_up(config, "env.should_use_nemo_gym", False)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _unusable_sizes(config: Mapping[str, Any]) -> list[str]:
+    sizes = {key: look_up(config, key, _USUAL) for key in (_MOST, _BATCH)}
+    return [
+        f"{key}={'null' if value is None else value}: NeMo-RL asks {_MOST} // {_BATCH} batches; set a whole number "
+        "from 1, or grpo.val_period=0 to validate nothing"
+        for key, value in sizes.items()
+        if not _is_count(value)
+    ]
 
 
 def _length(data: Mapping[str, Any]) -> int | None:
     """Return how many prompts a `data:` block validates with; None where only reading the data would tell."""
-    if any(dataset.get("split_validation_size") for dataset in _sets(data, "train")):
+    sets = [(place, whole) for place, _, whole in data_sets(data)]
+    if any(place.startswith("data.train") and whole.get("split_validation_size") for place, whole in sets):
         # That part of the training set comes before the validation set.
         return None
-    lengths = [_prompts(dataset) for dataset in _sets(data, "validation")]
+    lengths = [_prompts(whole) for place, whole in sets if place.startswith("data.validation")]
     return None if not lengths or None in lengths else sum(length for length in lengths if length is not None)
-
-
-def _sets(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the data sets of a key, with what `default` says for all."""
-    found, default = data.get(key) or (), data.get("default") or {}
-    several = [found] if isinstance(found, Mapping) else found
-    return [{**default, **dataset} for dataset in several if isinstance(dataset, Mapping)]
 
 
 def _prompts(dataset: Mapping[str, Any]) -> int | None:
     name, lines = str(dataset.get("dataset_name")), _lines(dataset.get("data_path"))
-    if name in _LINE_BY_LINE:
+    # These have a problem a line; other data sets may leave some out.
+    if name == OWN or our_name(dataset) is not None:
         return lines if dataset.get("split") in (None, "train") else None
-    if name != _BENCHMARK:
+    if name != BENCHMARK:
         return None
     try:
         record = find_benchmark(str(dataset.get("benchmark")))

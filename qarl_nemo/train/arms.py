@@ -52,7 +52,7 @@ def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
         for arm, overrides in config.compare.arms.items():
             labels = {"name": f"{arm}-seed{seed}", "arm": arm}
             own = {"seed": seed, "run_dir": str(config.run_dir / f"{_slug(arm)}-seed{seed}"), "run": labels}
-            below = without_meaningless(base, overrides, [LocalConfig])
+            below = without_meaningless(base, overrides, [LocalConfig], anew=True)
             values: dict[str, Any] = merge_mappings(merge_mappings(below, overrides), own)
             where = f"{source}, arm {arm!r}"
             try:

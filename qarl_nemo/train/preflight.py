@@ -1,13 +1,12 @@
 """Checks before anything is written or trained: device, engine, format, targets, data, disk space, the run's folder."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.config.problems import catch
 from qarl_nemo.files import readable_bytes, require_space
 from qarl_nemo.layers.install import InstallRow, install
 from qarl_nemo.names import TARGETS, tensor_kind
@@ -21,8 +20,6 @@ from qarl_nemo.train.run_dir import inspect_run_dir
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.trained import trained_parameters
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ def prepare(config: LocalConfig) -> Prepared:
     if prepared is not None:
         # The folder is checked when it is opened: reading every byte of a checkpoint once is enough.
         return prepared
-    _attempt(errors, inspect_run_dir, config)
+    catch(errors, inspect_run_dir, config)
     if len(errors) == 1:
         raise errors[0]
     raise ValueError("\n  ".join([f"{len(errors)} problem(s), nothing was started:", *map(str, errors)]))
@@ -88,29 +85,20 @@ def check(config: LocalConfig) -> tuple[Prepared | None, list[str]]:
 def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
     """Check each part, whatever is wrong with the others."""
     errors: list[ValueError] = []
-    device = _attempt(errors, _device, config)
-    hf = _attempt(errors, read_config, config.policy)
+    device = catch(errors, _device, config)
+    hf = catch(errors, read_config, config.policy)
     if hf is None:
         # Sizes and tokenizer lie in the same folder.
         return None, errors
-    made = _attempt(errors, _empty_model, config)
-    tasks = _attempt(errors, _tasks, config, hf)
-    size = None if made is None else _attempt(errors, _checkpoint_size, config, made[0])
+    made = catch(errors, _empty_model, config)
+    tasks = catch(errors, _tasks, config, hf)
+    size = None if made is None else catch(errors, _checkpoint_size, config, made[0])
     if device is None or made is None or tasks is None or size is None:
         return None, errors
     model, rows, num_parameters = made
     num_trained = sum(parameter.numel() for _, parameter in trained_parameters(model))
     fmt, kv_bytes = config.qarl.served_format, _kv_bytes(model)
     return Prepared(device, fmt, *tasks, rows, num_parameters, num_trained, size, kv_bytes), errors
-
-
-def _attempt(errors: list[ValueError], function: Callable[..., T], *arguments: Any) -> T | None:
-    """Call a function that refuses what a user asked for, and keep its error, so that a single one can be raised."""
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        errors.append(error)
-        return None
 
 
 def _device(config: LocalConfig) -> torch.device:

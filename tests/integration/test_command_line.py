@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qarl_nemo.files import exclusive
 from support.runs import read_metrics, write_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,6 +74,23 @@ def test_a_check_looks_into_the_runs_folder(qarl, tmp_path):
     assert "\n  seed: there 3, now 9" in printed
 
 
+def test_a_check_refuses_a_folder_in_use_as_a_start_does(qarl, tmp_path):
+    folder = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", folder)
+    folder.mkdir()
+    with exclusive(folder / ".lock", "run folder"):
+        (code, checked), (_, started) = qarl("train", config, "--check"), qarl("train", config)
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+    assert code == 2
+    refusal = f"run folder {folder} is in use by process {os.getpid()} on "
+    assert refusal in checked
+    assert refusal in started
+    # A lock file that a killed run has left guards nothing.
+    (folder / ".lock").write_text("process 1")
+    assert "checked, nothing was started: run, new\n" in qarl("train", config, "--check")[1]
+    assert (folder / ".lock").read_text() == "process 1"
+
+
 def test_a_check_lists_what_is_wrong_with_machine_data_and_each_arm(qarl, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     train = {"dataset_name": "gsm8k", "data_path": str(tmp_path / "train.jsonl")}
@@ -112,8 +130,19 @@ def test_what_a_user_gets_wrong_is_one_message_and_no_folder(qarl, override, mes
 def test_settings_with_dashes_are_answered_with_how_they_are_written(qarl, arguments):
     code, printed = qarl("train", *arguments)
     assert code == 2
-    assert "no such option: --steps; the options are --arm, --parallel, --check. Settings of a run are" in printed
-    assert "grpo.max_num_steps=10" in printed
+    assert "no such option --steps: legal here: --arm, --parallel, --check, --help\n" in printed
+    assert "Settings of a run are overrides without dashes, after the config: grpo.max_num_steps=10" in printed
+
+
+@pytest.mark.parametrize(
+    ("option", "meant", "is_setting"),
+    [("--chek", "--check", False), ("--hlep", "--help", False), ("--lr=3", None, True), ("--check.arm=3", None, True)],
+)
+def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(qarl, option, meant, is_setting):
+    code, printed = qarl("train", "demo", option)
+    assert code == 2
+    assert f"no such option {option.partition('=')[0]}: {f'did you mean {meant!r}? ' * bool(meant)}legal" in printed
+    assert ("overrides without dashes" in printed) == is_setting
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,9 @@ def test_data_that_is_not_asked_and_prompt_files_without_a_place_are_errors(chec
     wrong = replace(chosen, data={"gsm8k": sums, "math500": sums, "gpqa": sums})
     with pytest.raises(ValueError, match=r"2 problem\(s\)") as error:
         prepare(wrong)
-    assert "a copy of math500, gpqa, which --benchmarks does not ask; add math500, gpqa there" in str(error.value)
+    assert (
+        "a copy of math500, gpqa, which --benchmarks does not ask; add math500, gpqa there, or leave out its --data"
+    ) in str(error.value)
     assert f"prompt file {prompt_file}: a prompt's template has one {{}} for the question" in str(error.value)
     prompt_file.write_text("{} Answer!")
     assert len(prepare(chosen).questions) == 1

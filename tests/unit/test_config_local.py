@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from qarl_nemo.cluster.config import ClusterConfig
 from qarl_nemo.config import ConfigError, load_config, read_yaml, validate
 from qarl_nemo.data.config import DatasetConfig, DatasetsData
-from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
+from qarl_nemo.losses.config import GRPOTISConfig, GSPOConfig, TBPOConfig
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.train.config import AdamWConfig, LocalConfig, ModelInit, MuonConfig
 
@@ -231,12 +231,36 @@ def test_a_file_changes_the_kind_of_a_block_of_its_defaults(tmp_path):
     assert load("loss_fn: {objective: gspo}").loss_fn == GSPOConfig()
     assert load("data: {source: datasets, train: {dataset_name: gsm8k}}").data.train.dataset_name == "gsm8k"
     assert load("qarl: {format: fp8_block}").qarl.group_size is None
+    # What every engine takes stays: the default's own value.
+    assert load("device: auto\nrollout: {engine: vllm, max_model_len: 99}").rollout.max_new_tokens == 4
     # Two defaults meet as a file and its default do.
     (tmp_path / "gspo.yaml").write_text("loss_fn: {objective: gspo}")
     (tmp_path / "both.yaml").write_text(f"defaults: [{DEMO}, gspo.yaml]")
     assert load_config(tmp_path / "both.yaml", [], LocalConfig).loss_fn == GSPOConfig()
     with pytest.raises(ConfigError, match=r"1 problem\(s\)\n  unknown key 'loss_fn.mismatch_cap'"):
         load("loss_fn: {objective: gspo, mismatch_cap: 3.0}")
+
+
+def test_a_file_that_changes_the_kind_of_a_block_takes_no_value_that_means_something_else_there(tmp_path):
+    def load(text, overrides=()):
+        (tmp_path / "own.yaml").write_text(f"defaults: base.yaml\n{text}")
+        return load_config(tmp_path / "own.yaml", overrides, LocalConfig)
+
+    tokens = "loss_fn: {objective: grpo_tis, clip_low: 0.1, clip_high: 0.2, mismatch_cap: 3}"
+    optimizer = "{name: muon, lr: 0.02, update_aware_scale: 1.5}"
+    (tmp_path / "base.yaml").write_text(f"defaults: demo\n{tokens}\npolicy: {{optimizer: {optimizer}}}")
+    assert load("loss_fn: {objective: gspo}").loss_fn == GSPOConfig()
+    assert load("loss_fn: {objective: gspo, clip_low: 0.05}").loss_fn == GSPOConfig(clip_low=0.05)
+    assert load("loss_fn: {objective: grpo_tis, clip_low: 0.15}").loss_fn == GRPOTISConfig(
+        clip_low=0.15, clip_high=0.2, mismatch_cap=3
+    )
+    assert load("policy: {optimizer: {name: adamw}}").policy.optimizer == AdamWConfig()
+    # On the command line, what both kinds have stays.
+    assert load("", ["loss_fn.objective=gspo"]).loss_fn == GSPOConfig(clip_low=0.1, clip_high=0.2)
+    # A misspelt key of the old kind is not dropped without a word.
+    (tmp_path / "base.yaml").write_text("defaults: demo\nloss_fn: {mismatch_kap: 3}")
+    with pytest.raises(ConfigError, match=r"unknown key 'loss_fn.mismatch_kap'"):
+        load("loss_fn: {objective: gspo}")
 
 
 def test_a_file_cannot_hold_another_kinds_keys_whatever_the_command_line_says(tmp_path):

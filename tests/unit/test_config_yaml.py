@@ -51,7 +51,7 @@ def test_defaults_are_relative_to_the_file_that_names_them_and_may_be_shared(wri
     assert (config.name, config.inner) == ("left", Inner(size=5, color="green"))
 
 
-@pytest.mark.parametrize("name", ["demo", "local_demo", "local_demo.yaml", "examples/configs/local_demo.yaml"])
+@pytest.mark.parametrize("name", ["demo", "local_demo"])
 def test_defaults_may_be_a_shipped_config_wherever_the_file_is(write, name):
     (write("seed: 9").parent / "demo").mkdir()
     shipped = read_yaml(shipped_configs()["demo"])
@@ -150,6 +150,9 @@ def test_problems_are_headed_by_the_overrides_that_may_have_caused_them(write):
         ("name: [", "not valid YAML"),
         ("name: x\nname: y", "duplicate key name"),
         ("defaults: absent.yaml", "no config file .*absent.yaml, named in defaults of .*run.yaml, relative to it$"),
+        # A file that is not there does not become the shipped one of its name.
+        ("defaults: local_demo.yaml", "no config file .*, relative to it; the shipped one is .*local_demo.yaml"),
+        ("defaults: examples/configs/local_demo.yaml", "relative to it; the shipped one is .*local_demo.yaml"),
         ("defaults: configs/local_demo.yaml", "relative to it; the shipped one is .*local_demo.yaml"),
         ("defaults: 5", "defaults of .*run.yaml must be one path or a list of paths, not 5"),
         ("defaults: [1]", "must be one path or a list"),

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from qarl_nemo.files import FileError, exclusive, read_json, readable_bytes, require_space, write_atomic
+from qarl_nemo.files import FileError, exclusive, read_json, readable_bytes, require_free, require_space, write_atomic
 
 HOLD = """
 import pathlib, sys
@@ -88,6 +88,20 @@ def test_a_lock_is_held_by_one_process_and_freed_by_a_kill(tmp_path):
         assert holder.wait() < 0
         assert lock.exists()
     assert not lock.exists()
+
+
+def test_a_lock_is_asked_for_without_a_trace(tmp_path):
+    require_free(tmp_path / "new" / ".lock", "folder x")
+    require_free(tmp_path / ".lock", "folder x")
+    with (
+        exclusive(tmp_path / ".lock", "folder x"),
+        pytest.raises(FileError, match=r"^folder x is in use by process \d+ on .*; wait for it or stop it$"),
+    ):
+        require_free(tmp_path / ".lock", "folder x")
+    require_free(tmp_path / ".lock", "folder x")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileError, match="cannot be locked: is a directory"):
+        require_free(tmp_path, "folder x")
 
 
 def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch):

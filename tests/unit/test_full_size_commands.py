@@ -4,6 +4,7 @@ import itertools
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ import yaml
 from qarl_nemo.config import ConfigError
 from qarl_nemo.memory import GIB
 from qarl_nemo.metrics.results import read_results
+from qarl_nemo.nemo_rl import data_files
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import needed_memory
@@ -168,6 +170,29 @@ def test_nemo_rls_own_refit_is_imported_before_anything_starts(monkeypatch, caps
     assert "install nccl4py and cuda-core" in said
     # Ours, and engines beside the learner, do without it.
     refusals.require_transport(["w4a16"])
+
+
+def test_a_check_finds_the_files_that_it_names_and_starts_nothing_else(monkeypatch, tmp_path):
+    import run
+
+    root, asked = tmp_path / "nemo_rl", []
+    monkeypatch.setattr(run, "require_possible", lambda _: None)
+    monkeypatch.setattr(run, "host_hint", lambda *_, **__: None)
+    monkeypatch.setattr(
+        run.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=0)
+    )
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path / "work"), "--nemo-rl", str(root), "--check"])
+    assert run.main() == 0
+    ((*_, config, last),) = asked
+    assert last == "--check"
+    values = yaml.safe_load(Path(config).read_text())
+    monkeypatch.setattr(data_files, "first_gpu_gib", lambda: 140.0)
+    assert data_files.file_conflicts(values["data"]) == []
+    assert not (tmp_path / "work" / "nemo_rl_root").exists()
+    # What a launcher would say without them.
+    Path(values["data"]["train"]["data_path"]).unlink()
+    (line,) = data_files.file_conflicts(values["data"])
+    assert line.startswith("data.train.data_path=")
 
 
 def test_a_cap_holds_learner_and_engine_on_a_larger_gpu(monkeypatch, tmp_path):

@@ -25,6 +25,8 @@ def names(found) -> list[tuple[str, str, str]]:
         ((EP8, Learner()), (EP8, Learner(optimizer="adam_bf16"))),
         ((EP8, Learner(optimizer="adam_bf16")), (EP8, Learner(optimizer="muon"))),
         ((Parallelism(8, ep=4), Learner()), (EP8, Learner())),
+        # 303,104 tokens before 301,056.
+        ((Parallelism(8, tp=2, ep=4), Learner()), (Parallelism(8, cp=2, ep=4), Learner())),
     ],
 )
 def test_what_fits_comes_in_the_order_that_is_said(better, worse):
@@ -65,6 +67,17 @@ def test_a_micro_batch_that_fits_counts_though_it_is_no_multiple_of_1024():
     (less,) = candidates(MODEL, [EP8], [learner], rank_memory(MODEL, EP8, learner).peak_bytes - 1)
     assert not less.fits
     assert less.tokens == 12288
+
+
+def test_a_cache_that_does_not_fit_leaves_the_updates_budget():
+    base = Learner(recompute="full", logits=False, logprob_chunk=1024)
+    for cache_gib, fits in ((2.8, True), (16, False)):
+        packed, vllm = adapted_candidates(
+            MODEL, base, Adapters(32, ("attention",)), 20 * GIB, cache_gib * GIB, vllm_serves=True
+        )
+        assert (packed.tokens, packed.update_tokens) == (3072 if fits else None, 3072)
+        # vLLM's cache stays, and counts in its update as well.
+        assert (vllm.tokens, vllm.update_tokens) == (None, None)
 
 
 def test_an_engine_that_does_not_serve_the_base_has_no_budget():

@@ -102,6 +102,7 @@ def test_the_answer_comes_first_and_names_the_best(qarl):
     assert (*rows[0][:3], rows[0][-1]) == ("tp2_ep8", "adam_bf16", "none", "8192")
     said = " ".join(printed.split())
     assert "The best first: state on the GPU, no recomputation" in said
+    assert "fewer ranks that share experts (ep x etp), more tokens a micro-batch." in said
     assert "they do not fit: 27; --all shows them" in said
 
 
@@ -163,6 +164,22 @@ def test_a_refit_that_does_not_fit_is_what_is_missing(qarl):
     code, printed = qarl("memory", MODEL, "--format", "bf16", "--layout", "tp4_ep8", "--engine-tp", 2)
     assert printed.startswith("Fits 79 GiB: tp4_ep8 + adam_bf16 + no recompute with up to ")
     assert "tokens a micro-batch, its refit layer by layer; " in printed
+
+
+@pytest.mark.parametrize(
+    ("engine", "has_more"),
+    [
+        (["--engine-tp", 1], True),
+        (["--engine-tp", 1, "--engine-ep", 8], True),
+        (["--engine-tp", 8, "--engine-ep", 8], False),
+    ],
+)
+def test_more_gpus_are_proposed_only_to_engines_that_may_have_more(engine, has_more, qarl):
+    code, printed = qarl("memory", MODEL, "--gpu-gib", 10, *engine)
+    assert code == 0, printed
+    # The refit does not fit with any of them.
+    assert float(rows_of(printed)[0][-2]) > 10
+    assert ("more GPUs an engine" in " ".join(printed.split())) is has_more
 
 
 def test_a_small_model_is_shown_in_mib(tmp_path, qarl):

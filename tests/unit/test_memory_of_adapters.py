@@ -159,6 +159,26 @@ def test_where_adapters_do_not_fit_the_changes_that_help_are_named(qarl):
     assert qarl(*many[:-1], most[1])[1].startswith("Fits 30 GiB: ")
 
 
+def test_where_neither_rollouts_nor_update_fit_two_changes_are_named_together(qarl):
+    asked = ("memory", MODEL, "--lora", 32, "--gpu-gib", 22)
+    said = " ".join(qarl(*asked)[1].split())
+    assert "Change: --tokens 3072 together with --cache-gib 2.8 or a larger GPU." in said
+    tokens, cache = ("--tokens", 3072), ("--cache-gib", 2.8)
+    assert qarl(*asked, *tokens, *cache)[1].startswith("Fits 22 GiB: rollouts by packed")
+    assert qarl(*asked, *tokens)[1].startswith("Nothing fits 22 GiB.")
+    assert qarl(*asked, *cache)[1].startswith("Nothing fits 22 GiB.")
+    # Not even the base and 1024 tokens.
+    assert "Change: a larger GPU." in qarl(*asked[:-1], 18)[1]
+
+
+def test_a_lower_rank_is_proposed_only_where_it_frees_enough(qarl):
+    # While the engine samples, 10.8 GiB of adapters and 1.5 GiB of their copy, without 4.6 GiB of gradients.
+    asked = ("memory", MODEL, "--lora-targets", "experts", "--cache-gib", 40)
+    for gib, proposed in ((57, False), (60, True)):
+        assert ("a lower --lora" in " ".join(qarl(*asked, "--lora", 16, "--gpu-gib", gib)[1].split())) is proposed
+        assert qarl(*asked, "--lora", 1, "--gpu-gib", gib)[1].startswith("Fits ") is proposed
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

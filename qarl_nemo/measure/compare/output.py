@@ -69,7 +69,7 @@ def comparison_tables(result: Comparison) -> Iterator[Table]:
 def legend(result: Comparison) -> Iterator[str]:
     """Yield what the columns and arms of the tables mean."""
     yield "|gap|, its p99 and k3 KL are in nats a token; top-1 is the share of tokens on which both agree."
-    yield "x floor: |gap| over that of bf16, which has BF16 on both sides. x own: over that of attention."
+    yield "x floor: |gap| over that of bf16, which has BF16 on both sides. x own: over |gap| of the arm `attention`."
     arms = {row["arm"] for row in result.rows}
     yield from (f"{arm}: {meaning}" for arm, meaning in _BESIDE.items() if arm in arms)
 

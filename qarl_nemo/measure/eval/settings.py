@@ -200,7 +200,9 @@ def _unasked_data(settings: EvalSettings, found: list[Benchmark]) -> list[str]:
     if not found or not unasked:
         return []
     names = ", ".join(unasked)
-    return [f"--data has a copy of {names}, which --benchmarks does not ask; add {names} there, or leave --data out"]
+    return [
+        f"--data has a copy of {names}, which --benchmarks does not ask; add {names} there, or leave out its --data"
+    ]
 
 
 def _holds_results(path: Path) -> bool:

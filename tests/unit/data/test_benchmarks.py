@@ -219,6 +219,25 @@ def test_a_missing_copy_says_how_one_is_named(tmp_path):
         (r"\boxed{Option A / Option C}", None),
         (r"\boxed{a, c}", None),
         (r"The answer is A, or at best \boxed{A \& C}", None),
+        (r"\boxed{A, B, and D}", None),
+        (r"\boxed{\text{options (A) and (C)}.}", None),
+        (r"\boxed{(C) V = IR}", "C"),
+        (r"\boxed{(\text{C})}", "C"),
+        (r"\boxed{(\text{A}), (\text{C})}", None),
+        (r"\boxed{C) E = mc^2}", "C"),
+        (r"\boxed{(C)\ N = 5}", "C"),
+        (r"\boxed{(C) I and II only}", "C"),
+        (r"\boxed{C) X-ray}", "C"),
+        (r"\boxed{\mathbf{(C)}~ I \text{ only}}", "C"),
+        (r"\boxed{(D) A gas}", "D"),
+        (r"\boxed{(J) I only}", "J"),
+        (r"\boxed{B, I think}", "B"),
+        (r"\boxed{\boxed{C}}", "C"),
+        (r"\boxed{\boxed{A}, \boxed{C}}", None),
+        (r"The answer is B so \boxed{x}", "B"),
+        (r"The answer is A, I thought, but \boxed{(b)}", "B"),
+        (r"It is not said, so \boxed{x}", "X"),
+        (r"\boxed{options}", None),
         ("The answer is (B).", "B"),
         ("**Answer: C**", "C"),
         ("answer is **D**", "D"),
@@ -240,6 +259,12 @@ def test_a_missing_copy_says_how_one_is_named(tmp_path):
 )
 def test_the_chosen_letter(response, letter):
     assert chosen_letter(response) == letter
+
+
+def test_a_box_that_lists_letters_without_end_is_read_at_once():
+    # With two ways to read each gap this would take longer than anyone waits.
+    assert chosen_letter(r"\boxed{" + "A,  " * 5000) == "A"
+    assert chosen_letter(r"\boxed{" + "A,  " * 5000 + "C}") is None
 
 
 def test_answers_are_checked_as_each_set_asks():

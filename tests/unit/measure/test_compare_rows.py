@@ -29,4 +29,5 @@ def test_what_was_asked_for_is_told_apart_in_the_names_of_rows(options, end):
 def test_the_legend_names_the_unit_and_the_arms_that_stand_in_the_table():
     said = list(legend(Comparison("packed", {}, [{"arm": "aligned"}, {"arm": "engine"}], [])))
     assert any("nats a token" in line for line in said)
+    assert said[1].endswith("x own: over |gap| of the arm `attention`.")
     assert [line.split(":")[0] for line in said] == [said[0], "x floor", "engine"]

@@ -2,7 +2,9 @@
 
 import pytest
 
+from qarl_nemo.nemo_rl import data_files
 from qarl_nemo.nemo_rl.data_checks import data_conflicts
+from qarl_nemo.nemo_rl.data_files import file_hints
 from qarl_nemo.nemo_rl.data_sets import data_sets, name_data_sets
 from support.files import write_jsonl
 
@@ -15,6 +17,11 @@ WORKERS = {"qarl_benchmark": {"num_workers": 8}}
 
 def conflicts(env=WORKERS, **data) -> list[str]:
     return data_conflicts({"data": data, "env": env})
+
+
+@pytest.fixture(autouse=True)
+def on_a_host_with_gpus(monkeypatch):
+    monkeypatch.setattr(data_files, "first_gpu_gib", lambda: 79.0)
 
 
 @pytest.fixture
@@ -52,6 +59,8 @@ def test_a_key_of_the_embedded_engine_or_of_benchmarks_names_its_place():
     assert "set prompt_file to a text file, in which {} stands for the problem" in lines[0]
     assert "set system_prompt_file to" in lines[1]
     assert f"a key of {BENCHMARK}" in lines[2]
+    (line,) = conflicts(train=GSM8K | {"_override_": True})
+    assert line.startswith("data.train._override_: NeMo-RL replaces only top-level blocks; set data._override_=true")
 
 
 def test_a_key_that_is_nearly_overlong_prompts_is_refused():
@@ -68,6 +77,7 @@ def test_a_key_that_is_nearly_overlong_prompts_is_refused():
         ({"benchmark": None}, "data.validation.benchmark is missing; legal: aime24, "),
         ({"repeat": 0}, "data.validation.repeat=0: set a whole number from 1"),
         ({"repeat": -3}, "data.validation.repeat=-3: set a whole number from 1"),
+        ({"repeat": None}, "data.validation.repeat=null: set a whole number from 1"),
         ({"env_name": None}, "data.validation.env_name=null: the answers of a benchmark are checked in"),
         ({"env_name": "math"}, "data.validation.env_name=math: the answers of a benchmark are checked in"),
         ({"data_path": "/nope.jsonl"}, "data.validation.data_path: data file /nope.jsonl does not exist"),
@@ -130,6 +140,29 @@ def test_files_that_are_not_there_are_told_and_names_on_the_hub_are_not(tmp_path
     # Only the launcher resolves the references of a recipe.
     reference = GSM8K | {"data_path": "${oc.env:PWD}/a.jsonl", "prompt_file": "${oc.env:PWD}/a.txt"}
     assert conflicts(train=[*hub, reference], validation=[other, other | {"data_path": file}]) == []
+
+
+def test_a_machine_without_gpus_refuses_only_what_no_other_machine_would_have(tmp_path, file, monkeypatch):
+    elsewhere, here = str(tmp_path / "mount" / "a.jsonl"), "nowhere/a.jsonl"
+    data = {
+        "train": [GSM8K | {"data_path": elsewhere}, GSM8K | {"data_path": here}],
+        "validation": [MATH500 | {"data_path": elsewhere}, {"dataset_name": "ResponseDataset", "data_path": elsewhere}],
+        "default": {"prompt_file": elsewhere, "system_prompt_file": file},
+    }
+    assert len(conflicts(**data)) == 5
+    assert file_hints(data) == []
+    monkeypatch.setattr(data_files, "first_gpu_gib", lambda: None)
+    assert [line.partition(":")[0] for line in conflicts(**data)] == ["data.train.1.data_path"]
+    hints = file_hints(data)
+    assert [line.partition(":")[0].partition("=")[0] for line in hints] == [
+        "data.default.prompt_file", "data.train.0.data_path", "data.validation.0.data_path",
+        "data.validation.1.data_path",
+    ]  # fmt: skip
+    assert hints[0].endswith("This machine has no GPU, so the run is not refused; it needs the file where it starts")
+    # A file of another kind, or a folder in a file's place, is there, and wrong everywhere.
+    folder = GSM8K | {"prompt_file": str(tmp_path)}
+    assert len(conflicts(train=folder)) == 1
+    assert file_hints({"train": folder}) == file_hints({"train": GSM8K | {"data_path": file}}) == []
 
 
 def test_data_sets_have_names_of_their_own(file):

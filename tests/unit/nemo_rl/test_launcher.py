@@ -26,9 +26,10 @@ STAND_IN = {
     "nemo_rl/__init__.py": "",
     "nemo_rl/package_info.py": "__version__ = '0'",
     "nemo_rl/utils/__init__.py": "",
-    "nemo_rl/utils/config.py": "import yaml\nclass OverridesError(Exception): pass\n"
+    "nemo_rl/utils/config.py": "import yaml\nfrom omegaconf import OmegaConf\nclass OverridesError(Exception): pass\n"
     "def load_config(path):\n    values = yaml.safe_load(path.read_text())\n"
-    "    assert isinstance(values, dict), 'Config must be a Dictionary Config'\n    open(values['defaults'])",
+    "    assert isinstance(values, dict), 'Config must be a Dictionary Config'\n"
+    "    OmegaConf.merge({'data': {'validation': {}}}, values)\n    open(values['defaults'])",
     "pynvml.py": "class NVMLError(Exception): pass\ndef nvmlInit(): raise NVMLError",
     "examples/run_grpo.py": "from omegaconf.errors import OmegaConfBaseException\nMasterConfig = setup = None\n"
     "setup_response_data = None\ndef main(): raise OmegaConfBaseException('policy.megatron_cfg is not a container')",
@@ -41,6 +42,12 @@ STAND_IN = {
         ("a: [1\nb: {", "config.yaml cannot be read: while parsing a flow sequence"),
         ("- a", "config.yaml cannot be read: Config must be a Dictionary Config"),
         ("defaults: none.yaml", "config.yaml cannot be read: [Errno 2] No such file or directory: 'none.yaml'"),
+        (
+            "defaults: config.yaml\ndata: {validation: [{}]}",
+            "config.yaml cannot be read: Cannot merge incompatible container types; a list does not merge with a block "
+            "of settings: write it in a recipe that builds on this one, with `_override_: true` in the top-level block",
+        ),
+        ("defaults: config.yaml\ndata: {validation: {}}", "run_qarl_grpo.py: policy.megatron_cfg is not a container"),
         ("defaults: config.yaml", "run_qarl_grpo.py: policy.megatron_cfg is not a container"),
     ],
 )

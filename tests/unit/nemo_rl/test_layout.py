@@ -131,6 +131,8 @@ STAGES = "policy.megatron_cfg.pipeline_model_parallel_size"
 FIRST_STAGE = "policy.megatron_cfg.num_layers_in_first_pipeline_stage"
 LEARNER_TP = "policy.megatron_cfg.tensor_model_parallel_size"
 ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
+# Whole KV heads on each rank of the learner, of which the model has 4.
+ATTENTION = {"qarl.targets": ["experts", "attention"]}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,10 @@ ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
         ({ENGINE_TP: 3}, "the engines' 8 GPUs (cluster.num_nodes=1, cluster.gpus_per_node=8); set 1, 2, 4 or 8"),
         ({ENGINE_TP: 3}, "the 32 attention heads; set 1, 2, 4 or 8"),
         ({LEARNER_TP: 3}, "the 32 attention heads; set 1, 2, 4 or 8"),
+        ({LEARNER_TP: 3, **ATTENTION}, "the 32 attention heads; set 1, 2 or 4"),
+        ({LEARNER_TP: 3, **ATTENTION}, "learner's 8 GPUs (cluster.num_nodes=1, cluster.gpus_per_node=8); beside the"),
+        ({LEARNER_TP: 3, **ATTENTION}, "others, tensor_model_parallel_size may be 1, 2 or 4"),
+        ({ENGINE_TP: 3, **ATTENTION}, "the 32 attention heads; set 1, 2, 4 or 8"),
         ({ENGINE_TP: 2, EXPERTS: 3}, "must be a multiple of tensor_parallel_size=2; set 1, 2, 4 or 8"),
         ({ENGINE_TP: 4, EXPERTS: 16}, "the engines' 8 GPUs; set 1, 4 or 8"),
         (

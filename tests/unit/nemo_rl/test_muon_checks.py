@@ -56,6 +56,9 @@ def test_other_optimizers_need_no_package(machine):
 def test_a_machine_without_gpus_only_gets_a_hint(machine):
     machine(None, None, "1")
     (line,) = muon_hints(MUON)
-    assert line.endswith(", where the run starts")
+    assert "needs the package emerging-optimizers where the run starts, which this Python lacks; pip install" in line
     machine(None, "0.3.0", "1")
+    assert muon_hints(MUON) == []
+    # Workers have environments of their own.
+    machine(None, None, "0")
     assert muon_hints(MUON) == []

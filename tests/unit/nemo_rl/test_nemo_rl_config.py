@@ -103,13 +103,13 @@ def test_layers_that_a_checkpoint_does_not_have_are_refused():
 def test_a_data_set_of_ours_that_cannot_be_read_is_refused_before_ray_starts():
     ours = {"dataset_name": "qarl_nemo.nemo_rl.problems.GSM8K", "processor": "math_hf_data_processor"}
     data = {
-        "train": [ours | {"data_path": __file__.replace(".py", ".jsonl")}, ours | {"split": 3}, ours],
+        "train": [ours | {"data_path": "nowhere/a.jsonl"}, ours | {"split": 3}, ours],
         "validation": ours | {"answer_format": "hashh"},
         "default": {"dataset_name": "OpenMathInstruct-2"},
     }
     found = [line for line in problems(config({"format": "w4a16"}, data=data)) if line.startswith("data.")]
-    assert [line.partition(":")[0] for line in found] == ["data.train.0.data_path", "data.train.1", "data.validation"]
-    assert "hashh" in found[2]
+    assert [line.partition(":")[0] for line in found] == ["data.train.1", "data.validation", "data.train.0.data_path"]
+    assert "hashh" in found[1]
 
 
 def test_a_target_that_is_named_twice_counts_once():

@@ -1,11 +1,15 @@
 """A share of the GPU that sends the optimizer away for a few answers, or holds few answers for nothing, gets a hint."""
 
+from copy import deepcopy
+
 import pytest
 from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
 from test_nemo_rl_recipes import RECIPES, on_eight_gpus
 
+from qarl_nemo.nemo_rl import share_hints as share_hints_module
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.hints import budget_hints
+from qarl_nemo.nemo_rl.residency import OFFLOAD
 
 LONG = {"policy.logprob_batch_size": 1, "policy.max_total_sequence_length": 18432}
 EIGHT_BITS = {"format": "fp8_block"}
@@ -13,7 +17,7 @@ TRITON = {"policy.generation.vllm_kwargs": {"moe_backend": "triton"}}
 
 
 def share_hints(values) -> list[str]:
-    return [line for line in budget_hints(values, apply_qarl(values)) if line.startswith(SHARE)]
+    return [line for line in budget_hints(values, apply_qarl(deepcopy(values))) if line.startswith(SHARE)]
 
 
 def test_a_share_beside_which_the_optimizer_would_nearly_stay_names_the_one_with_which_it_does():
@@ -26,7 +30,7 @@ def test_a_share_beside_which_the_optimizer_would_nearly_stay_names_the_one_with
         "once, now 15)"
     )
     values = launch(**LONG | {SHARE: 0.56})
-    assert apply_qarl(values).resident
+    assert apply_qarl(deepcopy(values)).resident
     assert share_hints(values) == []
 
 
@@ -35,16 +39,26 @@ def test_no_share_is_named_with_which_the_optimizer_would_leave_all_the_same():
     assert "of the optimizer" not in str(share_hints(launch(EIGHT_BITS, **LONG | TRITON)))
     # The block says that it leaves.
     assert share_hints(launch({"resident": False}, **LONG)) == []
+    # NeMo-RL's key says so, which the check overwrites with what it decided.
+    assert share_hints(launch(**LONG | {OFFLOAD: True})) == []
     # Nothing has to leave beside engines with GPUs of their own.
     assert share_hints(launch(**LONG | WHOLE_NODES | {SHARE: 0.85})) == []
 
 
 def test_an_optimizer_that_stays_is_no_reason_for_hardly_any_answers():
     values = launch(**LONG)
-    qarl = apply_qarl(values)
+    qarl = apply_qarl(deepcopy(values))
     for longest, said in ((32768, 1), (65536, 0)):
         values["policy"]["max_total_sequence_length"] = longest
         assert len([line for line in budget_hints(values, qarl) if "of the optimizer" in line]) == said
+
+
+@pytest.mark.parametrize(("then", "said"), [(0, 0), (1, 1)])
+def test_where_an_engine_gets_no_whole_answer_one_has_to_fit(monkeypatch, then, said):
+    values = launch(**LONG)
+    qarl = apply_qarl(deepcopy(values))
+    monkeypatch.setattr(share_hints_module, "waiting_answers", lambda *_: (then, 0))
+    assert len([line for line in budget_hints(values, qarl) if "of the optimizer" in line]) == said
 
 
 def test_a_larger_share_keeps_the_optimizer_and_a_margin():

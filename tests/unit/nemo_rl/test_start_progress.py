@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from test_nemo_rl_config import config
 
+from qarl_nemo.files import FileError, exclusive
 from qarl_nemo.nemo_rl import start_progress
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key
@@ -170,12 +171,27 @@ def test_of_two_writers_at_once_neither_loses_its_seconds(starts):
     def write(name):
         both.wait()
         for number in range(20):
-            start_progress._remember(f"{name} {number}", number)
+            for _ in range(500):
+                try:
+                    start_progress._remember(f"{name} {number}", number)
+                    break
+                except FileError:
+                    # A start does not wait for another one's lock.
+                    time.sleep(0.01)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, ("one", "two")))
     assert len(json.loads(starts.read_text())) == 40
     assert [file.name for file in starts.parent.iterdir()] == ["starts.json"]
+
+
+def test_a_start_does_not_wait_for_a_lock(tmp_path, starts):
+    start = Start(tmp_path / "logs")
+    starts.parent.mkdir(parents=True)
+    with exclusive(starts.with_suffix(".lock"), "the seconds of starts"):
+        start.end(30)
+    assert "the start's seconds are not noted" in start.lines[-1]
+    assert not starts.exists()
 
 
 LEARNER_EP = "policy.megatron_cfg.expert_model_parallel_size"

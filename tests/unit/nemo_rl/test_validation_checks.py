@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from test_nemo_rl_config import config, problems
 from test_nemo_rl_recipes import RECIPES
 
+from qarl_nemo.nemo_rl.data_checks import data_conflicts
 from qarl_nemo.nemo_rl.hints import find_hints
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.validation_checks import validation_batch_conflicts, validation_hints
@@ -28,13 +30,28 @@ def test_a_batch_that_is_larger_than_all_that_is_asked_is_refused():
     (line,) = problems(sizes(256, 512))
     assert line.startswith("grpo.val_batch_size=512: more than grpo.max_val_samples=256")
     assert "set at most 256, or grpo.max_val_samples=512" in line
-    assert "at most" not in problems(sizes(0, 512))[0]
     assert validation_batch_conflicts(sizes(512, 512)) == []
     # Nothing is validated by these keys.
     silent = {"grpo.val_period": 0, "grpo.val_at_start": False}
     assert validation_batch_conflicts(sizes(256, 512) | {"env": {"should_use_nemo_gym": True}}) == []
     assert validation_batch_conflicts(config(**{"grpo.val_batch_size": 512}, **silent)) == []
     assert len(validation_batch_conflicts(config(**{"grpo.val_batch_size": 512}, **silent | {"grpo.val_at_end": True})))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"), [((0, 512), "max_val_samples=0"), ((None, 512), "max_val_samples=null"),
+                        ((256, 0), "val_batch_size=0"), ((256, None), "val_batch_size=null")]
+)  # fmt: skip
+def test_sizes_that_cannot_be_divided_are_refused_where_something_is_validated(sizes, said):
+    keys = dict(zip(("grpo.max_val_samples", "grpo.val_batch_size"), sizes, strict=True))
+    (line,) = problems(config(**keys))
+    assert line.startswith(
+        f"grpo.{said}: NeMo-RL asks grpo.max_val_samples // grpo.val_batch_size batches; set a whole"
+    )
+    assert validation_hints(config(**keys)) == []
+    assert validation_batch_conflicts(config(**keys, **{"grpo.val_period": 0})) == []
+    # It validates whole sets.
+    assert validation_batch_conflicts(config(**keys) | {"env": {"should_use_nemo_gym": True}}) == []
 
 
 def test_problems_that_are_left_out_are_a_hint_with_what_asks_them_all():
@@ -87,8 +104,18 @@ def test_a_recipe_asks_all_that_it_names(path):
     assert f"of the {1319 if 'coder' in path.stem else 480} prompts" in hint
 
 
-def test_the_guides_example_asks_all_that_it_names():
+def test_the_guides_example_asks_all_that_it_names_and_stands_over_a_recipe(tmp_path, monkeypatch):
     blocks = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL))
     (block,) = (one for one in blocks if look_up(one, "data.validation", None))
     assert len(block["data"]["validation"]) > 1
     assert validation_hints(block) == validation_batch_conflicts(block) == []
+    # As NeMo-RL does with the block above a recipe's, which a list would not merge with.
+    assert block["data"].pop("_override_") is True
+    recipe = own_settings(GUIDE.parents[2] / "examples" / "configs" / "qarl-qwen3-30ba3b-1n8g-megatron-w4a16.yaml")
+    assert set(recipe["data"]) <= set(block["data"])
+    monkeypatch.setenv("NEMO_RL_ROOT", str(tmp_path))
+    merged = OmegaConf.merge({key: value for key, value in recipe.items() if key != "data"}, block)
+    assert validation_hints(OmegaConf.to_container(merged)) == []
+    assert data_conflicts(OmegaConf.to_container(merged)) == []
+    with pytest.raises(TypeError, match="incompatible container types"):
+        OmegaConf.merge(recipe, block)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError, load_config
 from qarl_nemo.data.config import DatasetConfig, DatasetsData
-from qarl_nemo.losses.config import GSPOConfig, TBPOConfig
+from qarl_nemo.losses.config import GRPOTISConfig, GSPOConfig, TBPOConfig
 from qarl_nemo.train.arms import expand_arms, select_arms
 from qarl_nemo.train.config import AdamWConfig, ArithmeticData, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, num_gpus, visible_gpus
@@ -96,10 +96,19 @@ def test_an_arm_may_have_another_kind_of_block_and_takes_none_of_its_defaults(ex
     assert gspo.loss_fn == GSPOConfig()
     assert problems.data == DatasetsData(source="datasets", train=DatasetConfig(data_path="a.jsonl"))
     assert longer.data == ArithmeticData(digits=3)
-    assert adamw.policy.optimizer == AdamWConfig(warmup_steps=3)
+    assert adamw.policy.optimizer == AdamWConfig()
     arms["gspo"]["loss_fn"]["mismatch_cap"] = 3.0
     with pytest.raises(ConfigError, match=r"arm 'gspo': 1 problem.*\n  unknown key 'loss_fn.mismatch_cap'"):
         expand(base)
+
+
+def test_an_arm_of_another_objective_takes_no_clip_lines_that_mean_something_else_there(expand):
+    tokens = {"objective": "grpo_tis", "clip_low": 0.1, "clip_high": 0.2, "mismatch_cap": 3.0}
+    arms = {"gspo": {"loss_fn": {"objective": "gspo"}}, "wider": {"loss_fn": {"objective": "gspo", "clip_low": 0.01}}}
+    arms |= {"ours": {"loss_fn": {"objective": "grpo_tis"}}}
+    gspo, wider, ours = expand(BASE | {"loss_fn": tokens, "compare": {"seeds": [1], "arms": arms}})
+    assert (gspo.loss_fn, wider.loss_fn) == (GSPOConfig(), GSPOConfig(clip_low=0.01))
+    assert ours.loss_fn == GRPOTISConfig(clip_low=0.1, clip_high=0.2, mismatch_cap=3.0)
 
 
 def test_runs_that_would_share_a_folder_are_refused(expand):

@@ -41,6 +41,8 @@ _LAUNCHER = REPOSITORY / "examples" / "run_qarl_grpo.py"
 _OUTPUT = "driver.txt"
 _MODEL = REPOSITORY / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
 _STEPS = 4
+# Data of a workload -> its file.
+_DATA = {"train": "train.jsonl", "validation": "val.jsonl"}
 # As a check of ours reads NeMo-RL's own arms: the same ranks, batches and engines, in BF16.
 _AS_OURS = ("++qarl.format=bf16", "++qarl.alignment=none", f"++{IN_FLIGHT}=false")
 
@@ -116,6 +118,9 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> Path:
         json.dumps(arguments.model | {"num_hidden_layers": work.layers}, indent=1) + "\n", encoding="utf-8"
     )
     if arguments.check:
+        # The launcher looks whether they are there, and not for what is in them.
+        for name in _DATA.values():
+            (folder / name).touch()
         return arguments.nemo_rl.absolute()
     tree = copy_tree(arguments.nemo_rl, arguments.work.absolute() / "nemo_rl_root")
     # Asynchronous engines are steps ahead.
@@ -182,7 +187,7 @@ def files_of(folder: Path, model: Path, own: Path, steps: int) -> dict[str, Any]
     """
     read = {
         name: {"dataset_name": "ResponseDataset", "data_path": str(folder / file), "split_validation_size": 0}
-        for name, file in (("train", "train.jsonl"), ("validation", "val.jsonl"))
+        for name, file in _DATA.items()
     }
     return {
         "grpo": {"max_num_steps": steps},
