@@ -54,7 +54,8 @@ def run(request):
     """A policy, engines and the synchronizer between them, with an account of what NeMo-RL's policy was told."""
     config = {"dies_at": 0, "colocated": False} | request.param
     (learner, learners), (engines, others) = group("Learner", config), group("Engine", {})
-    told = []
+    told, asked = [], learner.run_all_workers_single_data
+    learner.run_all_workers_single_data = lambda method, **named: told.append(method) or asked(method, **named)
     policy = SimpleNamespace(
         worker_group=learner,
         next_step=1,
@@ -110,7 +111,7 @@ def test_a_killed_engine_ends_the_sync_and_leaves_the_other_one_whole(run):
 @pytest.mark.parametrize("run", [{"colocated": True, "poisoned_at": 2}], indirect=True)
 def test_colocated_engines_wake_while_weights_are_published(run):
     figures = run.synchronizer.sync_weights()
-    assert run.told == ["make room", "wake weights", "leave", "wake kv_cache"]
+    assert run.told == ["make room", "qarl_publish", "wake weights", "qarl_refit", "leave", "wake kv_cache"]
     assert {"make_room_s", "wake_weights_s", "leave_s", "wake_cache_s", "transfer_s"} <= figures.keys()
     assert figures["wait_s"] >= figures["total_s"] >= figures["transfer_s"] > 0
     with pytest.raises(ValueError, match="weights hold NaN"):
