@@ -166,11 +166,11 @@ def _cut_problems(fmt: QuantFormat, name: str, setting: str, parts: int) -> list
     if parts == 1:
         return []
     if fmt.tensor_scaled:
-        return [f"{setting}: {fmt.name} has one scale for a whole weight, of which each rank would make its own"]
+        return [f"{setting}: {fmt.name} has one scale for a whole weight, of which each rank would make its own; set 1"]
     # Packed codes of whole groups fill int32 words, so that nothing else is cut.
     if not fmt.row_scaled:
         return []
-    return [f"{setting}: {fmt.name} scales whole rows of {name}, which it would cut"]
+    return [f"{setting}: {fmt.name} scales whole rows of {name}, which it would cut; set 1"]
 
 
 def _attention_problems(config: Any, fmt: QuantFormat) -> list[str]:

@@ -138,7 +138,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *unknown,
         *([] if unknown else length_conflicts(config)),
         *([] if count_problems(config) else shape_conflicts(config, qarl, model)),
-        *(layout := layout_conflicts(config, model, qarl.targets)),
+        *(layout := layout_conflicts(config, qarl, model)),
         # Memory can be computed only for a layout that is possible.
         *([] if unknown or layout else memory_conflicts(config, qarl)),
     ]

@@ -1,9 +1,10 @@
 """How a NeMo-RL run divides its GPUs among learner ranks and engines."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qarl_nemo.architecture import Architecture
 from qarl_nemo.memory import Parallelism
 from qarl_nemo.nemo_rl.lookup import look_up
 
@@ -91,6 +92,24 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
         engine_tp=_count(config, f"{ENGINE}.tensor_parallel_size"),
         engine_ep=_count(config, f"{ENGINE}.expert_parallel_size"),
     )
+
+
+def divided_counts(model: Architecture | None, targets: Collection[str] = ()) -> dict[str, dict[str, int]]:
+    """Return what the legal values of each parallel size divide of a model: counts, and their names.
+
+    Args:
+        model: the run's; None if it is not known, of which nothing is divided.
+        targets: what a learner quantizes; none for an engine, whose ranks may share KV heads.
+    """
+    if model is None:
+        return {}
+    heads = {"attention heads": model.num_attention_heads}
+    if "attention" in targets:
+        # The aligned attention has whole heads on each rank.
+        heads["KV heads"] = model.num_key_value_heads
+    if "mlp" in targets and model.intermediate_size:
+        heads["columns of an MLP"] = model.intermediate_size
+    return {"tp": heads, "pp": {"layers": model.num_hidden_layers}, "ep": {"experts": model.num_experts}}
 
 
 def responses_per_step(config: Mapping[str, Any]) -> int:

@@ -1,31 +1,64 @@
 """Says which layouts NeMo-RL, Megatron or vLLM would refuse once all workers have started, and which they take."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from qarl_nemo.architecture import Architecture
 from qarl_nemo.nemo_rl.batch_checks import batch_problems, count_problems
-from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, RESOURCES, SIZES, Layout, read_layout
-from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, RESOURCES, SIZES, Layout, divided_counts, read_layout
+from qarl_nemo.nemo_rl.lookup import look_up, with_value
+from qarl_nemo.nemo_rl.model_shapes import shape_conflicts
 from qarl_nemo.parallelism import divisors, either
 
-# Parallel size -> what it divides of a model, and the name of that.
-_DIVIDED = {
-    "tp": ("num_attention_heads", "attention heads"),
-    "pp": ("num_hidden_layers", "layers"),
-    "ep": ("num_experts", "experts"),
-}
-_Divided = Mapping[str, Sequence[int]]
+_LEARNER_KEYS = {short: f"{MEGATRON}.{name}" for short, name in SIZES.items()}
+_ENGINE_KEYS = {"tp": f"{ENGINE}.tensor_parallel_size", "ep": f"{ENGINE}.expert_parallel_size"}
 
 
-def layout_conflicts(config: Mapping[str, Any], model: Architecture | None, targets: Collection[str]) -> list[str]:
+@dataclass(frozen=True)
+class _Side:
+    """What decides the legal parallel sizes of learner or engines.
+
+    Attributes:
+        config: the whole config.
+        qarl: its checked `NemoQarlConfig`.
+        model: the run's; None if its config.json is not at hand.
+        keys: the config's keys of parallel sizes, by our short names.
+        divided: what each size divides of the model, and the names of that; nothing if it is not known.
+    """
+
+    config: Mapping[str, Any]
+    qarl: Any
+    model: Architecture | None
+    keys: Mapping[str, str]
+    divided: Mapping[str, Mapping[str, int]]
+
+    def legal(self, name: str, gpus: int, *, of: int = 1) -> str:
+        """Name the sizes that divide some GPUs and the model, and cut no weight as its format or kernel forbids.
+
+        Args:
+            name: one of `SIZES`.
+            gpus: how many GPUs share the model.
+            of: what each but 1 must be a multiple of.
+        """
+        counts = [count for count in self.divided.get(name, {}).values() if count]
+        sizes = [size for size in divisors(gpus, *counts) if size == 1 or size % of == 0]
+        refused = {
+            size: len(shape_conflicts(with_value(self.config, self.keys[name], size), self.qarl, self.model))
+            for size in sizes
+        }
+        # What is refused with any size is another setting's fault.
+        return either(size for size in sizes if refused[size] == min(refused.values()))
+
+
+def layout_conflicts(config: Mapping[str, Any], qarl: Any, model: Architecture | None) -> list[str]:
     """Say what NeMo-RL, Megatron or vLLM would refuse once all workers have started.
 
     Args:
         config: the whole config, as nested dictionaries.
+        qarl: its checked `NemoQarlConfig`.
         model: the run's; None if its config.json is not at hand.
-        targets: `qarl.targets`.
 
     Returns:
         One line each: keys, values, and what is needed.
@@ -35,25 +68,15 @@ def layout_conflicts(config: Mapping[str, Any], model: Architecture | None, targ
     layout = read_layout(config)
     if layout is None:
         return []
-    learner = _divided(model, targets)
+    learner = _Side(config, qarl, model, _LEARNER_KEYS, divided_counts(model, qarl.targets))
+    engine = _Side(config, qarl, model, _ENGINE_KEYS, divided_counts(model))
     problems = _resource_problems(config, layout) or [
-        *_learner_problems(config, layout, model, learner),
-        *_engine_problems(config, layout, model),
+        *_learner_problems(layout, learner),
+        *_engine_problems(layout, engine),
     ]
     if not problems:
         problems += batch_problems(config, layout)
-    return problems + (_model_problems(layout, model, learner) if model else [])
-
-
-def _divided(model: Architecture | None, targets: Collection[str] = ()) -> _Divided:
-    """Return what the legal values of each parallel size divide of the model; nothing if it is not known."""
-    if model is None:
-        return {}
-    counts = {name: [getattr(model, field)] for name, (field, _) in _DIVIDED.items()}
-    if "attention" in targets:
-        # The aligned attention has whole heads on each rank of the learner; an engine's ranks may share KV heads.
-        counts["tp"].append(model.num_key_value_heads)
-    return counts
+    return problems + (_model_problems(layout, model, learner, engine) if model else [])
 
 
 def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -78,9 +101,7 @@ def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     return problems
 
 
-def _learner_problems(
-    config: Mapping[str, Any], layout: Layout, model: Architecture | None, divided: _Divided
-) -> list[str]:
+def _learner_problems(layout: Layout, learner: _Side) -> list[str]:
     sizes, gpus, problems = layout.sizes, layout.learner_gpus, []
     for factors in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
         product = sizes[factors[0]] * sizes[factors[1]] * sizes[factors[2]]
@@ -88,36 +109,36 @@ def _learner_problems(
             said = ", ".join(f"{SIZES[name]}={sizes[name]}" for name in factors)
             problems.append(
                 f"{MEGATRON}: {said}: their product {product} does not divide the learner's {gpus} GPUs "
-                f"({_cluster(layout)}); {_other_sizes(layout, factors, divided)}"
+                f"({_cluster(layout)}); {_other_sizes(layout, factors, learner)}"
             )
-    has_experts = sizes["ep"] > 1 if model is None else model.num_experts > 0
-    if sizes["tp"] > 1 and has_experts and not look_up(config, f"{MEGATRON}.sequence_parallel", False):
+    has_experts = sizes["ep"] > 1 if learner.model is None else learner.model.num_experts > 0
+    if sizes["tp"] > 1 and has_experts and not look_up(learner.config, f"{MEGATRON}.sequence_parallel", False):
         problems.append(
             f"{MEGATRON}.sequence_parallel=false: Megatron needs it for experts with tensor parallelism; set true"
         )
     return problems
 
 
-def _engine_problems(config: Mapping[str, Any], layout: Layout, model: Architecture | None) -> list[str]:
+def _engine_problems(layout: Layout, engine: _Side) -> list[str]:
     tp, ep, gpus, problems = layout.engine_tp, layout.engine_ep, layout.engine_gpus, []
-    divided = _divided(model)
     if gpus % tp:
         problems.append(
             f"{ENGINE}.tensor_parallel_size={tp}: does not divide the engines' {gpus} GPUs ({_cluster(layout)}); set "
-            f"{_legal('tp', gpus, divided)}"
+            f"{engine.legal('tp', gpus)}"
         )
     # With 1, an engine's GPUs share experts as they share layers.
-    legal = _legal("ep", gpus, divided, of=tp)
     if ep > 1 and ep % tp:
         problems.append(
-            f"{ENGINE}.expert_parallel_size={ep}: must be a multiple of tensor_parallel_size={tp}; set {legal}"
+            f"{ENGINE}.expert_parallel_size={ep}: must be a multiple of tensor_parallel_size={tp}; set "
+            f"{engine.legal('ep', gpus, of=tp)}"
         )
     elif ep > tp:
         if gpus % ep:
             problems.append(
-                f"{ENGINE}.expert_parallel_size={ep}: does not divide the engines' {gpus} GPUs; set {legal}"
+                f"{ENGINE}.expert_parallel_size={ep}: does not divide the engines' {gpus} GPUs; set "
+                f"{engine.legal('ep', gpus, of=tp)}"
             )
-        if look_up(config, f"{ENGINE}.async_engine", False):
+        if look_up(engine.config, f"{ENGINE}.async_engine", False):
             problems.append(
                 f"{ENGINE}.expert_parallel_size={ep}: NeMo-RL's async_engine takes no more than "
                 f"tensor_parallel_size={tp}; set {tp}, or async_engine=false"
@@ -125,20 +146,21 @@ def _engine_problems(config: Mapping[str, Any], layout: Layout, model: Architect
     return problems
 
 
-def _model_problems(layout: Layout, model: Architecture, learner: _Divided) -> list[str]:
-    sizes, engine, problems = layout.sizes, _divided(model), []
-    for name, key, size, gpus, divided, of in (
-        ("ep", f"{MEGATRON}.{SIZES['ep']}", sizes["ep"], layout.learner_gpus, learner, 1),
-        ("ep", f"{ENGINE}.expert_parallel_size", layout.engine_ep, layout.engine_gpus, engine, layout.engine_tp),
-        ("tp", f"{MEGATRON}.{SIZES['tp']}", sizes["tp"], layout.learner_gpus, learner, 1),
-        ("tp", f"{ENGINE}.tensor_parallel_size", layout.engine_tp, layout.engine_gpus, engine, 1),
+def _model_problems(layout: Layout, model: Architecture, learner: _Side, engine: _Side) -> list[str]:
+    sizes, problems = layout.sizes, []
+    for name, size, gpus, side, of in (
+        ("ep", sizes["ep"], layout.learner_gpus, learner, 1),
+        ("ep", layout.engine_ep, layout.engine_gpus, engine, layout.engine_tp),
+        ("tp", sizes["tp"], layout.learner_gpus, learner, 1),
+        ("tp", layout.engine_tp, layout.engine_gpus, engine, 1),
     ):
-        count, what = divided[name][0], _DIVIDED[name][1]
-        if size > 1 and not count:
-            problems.append(f"{key}={size}: the model has no {what}; set 1")
-        elif size > 1 and count % size:
-            legal = _legal(name, gpus, divided, of=of)
-            problems.append(f"{key}={size}: does not divide the {count} {what}; set {legal}")
+        key, counts = side.keys[name], side.divided[name]
+        undivided = [f"{count} {what}" for what, count in counts.items() if count % size]
+        if size > 1 and not all(counts.values()):
+            problems.append(f"{key}={size}: the model has no {' or '.join(counts)}; set 1")
+        elif undivided:
+            legal = side.legal(name, gpus, of=of)
+            problems.append(f"{key}={size}: does not divide the {' and '.join(undivided)}; set {legal}")
     return problems + _stage_problems(layout, model.num_hidden_layers)
 
 
@@ -154,28 +176,15 @@ def _stage_problems(layout: Layout, layers: int) -> list[str]:
     return [f"{MEGATRON}.{SIZES['pp']}={stages}: does not divide the {left} layers{beside}; {fix}"]
 
 
-def _other_sizes(layout: Layout, factors: tuple[str, ...], divided: _Divided) -> str:
+def _other_sizes(layout: Layout, factors: tuple[str, ...], learner: _Side) -> str:
     """Say which values each of three sizes may have beside the other two, or else what their product may be."""
     found = []
     for name in factors:
         others = prod(layout.sizes[other] for other in factors if other != name)
         if layout.sizes[name] > 1 and layout.learner_gpus % others == 0:
-            found.append(f"{SIZES[name]} may be {_legal(name, layout.learner_gpus // others, divided)}")
+            found.append(f"{SIZES[name]} may be {learner.legal(name, layout.learner_gpus // others)}")
     product = f"the product may be {either(divisors(layout.learner_gpus))}"
     return f"beside the others, {', or '.join(found)}" if found else product
-
-
-def _legal(name: str, gpus: int, divided: _Divided, *, of: int = 1) -> str:
-    """Name the parallel sizes that divide some GPUs and what they divide of the model, if it is known.
-
-    Args:
-        name: one of `SIZES`.
-        gpus: how many GPUs share the model.
-        divided: what `_divided` returned.
-        of: what each but 1 must be a multiple of.
-    """
-    counts = [count for count in divided.get(name, ()) if count]
-    return either(size for size in divisors(gpus, *counts) if size == 1 or size % of == 0)
 
 
 def _cluster(layout: Layout) -> str:

@@ -1,4 +1,4 @@
-"""Looks up values of a nested config by dotted key."""
+"""Looks up and replaces values of a nested config by dotted key."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,3 +21,15 @@ def look_up(config: Mapping[str, Any], dotted: str, default: Any = ABSENT) -> An
             return default
         value = value[part]
     return value
+
+
+def with_value(config: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    """Return a config with another value of a dotted key; the config itself stays as it is.
+
+    Args:
+        config: nested mappings.
+        dotted: the key, such as `policy.generation.backend`.
+        value: what it shall have.
+    """
+    key, _, rest = dotted.partition(".")
+    return dict(config) | {key: with_value(config.get(key) or {}, rest, value) if rest else value}

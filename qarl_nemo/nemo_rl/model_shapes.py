@@ -17,6 +17,7 @@ from qarl_nemo.files import FileError, read_json
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.memory import ModelSize
+from qarl_nemo.nemo_rl.layout import MEGATRON, divided_counts, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -59,7 +60,7 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any, model: Architecture | 
             f"qarl.targets={list(qarl.targets)}: the learner aligns a MoE model's experts with all else; add experts"
         ]
     alignment = Alignment(fmt, qarl.targets, engine_rounding=qarl.engine_rounding)
-    return _learner_problems(policy, model, alignment) + _engine_problems(policy, model, fmt, qarl.targets)
+    return _learner_problems(config, model, alignment) + _engine_problems(policy, model, fmt, qarl.targets)
 
 
 def fetch_model_config(name: str) -> str | None:
@@ -163,8 +164,8 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _learner_problems(policy: Mapping[str, Any], model: Architecture, alignment: Alignment) -> list[str]:
-    given = policy.get("megatron_cfg") or {}
+def _learner_problems(config: Mapping[str, Any], model: Architecture, alignment: Alignment) -> list[str]:
+    given = look_up(config, MEGATRON, None) or {}
     shapes = {
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.intermediate_size,
@@ -174,6 +175,10 @@ def _learner_problems(policy: Mapping[str, Any], model: Architecture, alignment:
         "num_query_groups": model.num_key_value_heads,
         "kv_channels": model.head_dim,
     }
+    layout, counts = read_layout(config), divided_counts(model, alignment.targets)["tp"]
+    if layout and any(count % layout.sizes["tp"] for count in counts.values()):
+        # The check of layouts refuses that size, and knows what the GPUs leave, too.
+        shapes["tensor_model_parallel_size"] = 1
     settings = SimpleNamespace(**_DEFAULTS | dict(given) | (given.get("model_overrides") or {}) | shapes)
     try:
         require_supported(settings, alignment)

@@ -32,7 +32,7 @@ def layouts_that_fit(config: Mapping[str, Any], qarl: Any, *, optimizer_stays: b
     found = []
     for ranks in candidates:
         changed = _with_layout(config, ranks)
-        if layout_conflicts(changed, model, qarl.targets) or shape_conflicts(changed, qarl, model):
+        if layout_conflicts(changed, qarl, model) or shape_conflicts(changed, qarl, model):
             continue
         if all(budget.most for budget in token_budgets(changed, qarl, optimizer_stays=optimizer_stays)):
             found.append(ranks.name)

@@ -1,6 +1,7 @@
 """A config whose GPUs, ranks, batches or memory cannot be is refused before Ray starts; one that can says what runs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from qarl_nemo.memory import Learner, ModelSize, rank_memory
 from qarl_nemo.nemo_rl import hints, layout_memory
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.config import apply_qarl
+from qarl_nemo.nemo_rl.conflicts import find_conflicts
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB, needed_memory
@@ -133,6 +135,8 @@ LEARNER_TP = "policy.megatron_cfg.tensor_model_parallel_size"
 ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
 # Whole KV heads on each rank of the learner, of which the model has 4.
 ATTENTION = {"qarl.targets": ["experts", "attention"]}
+# What a refusal ends with.
+PROPOSED = re.compile(r"(?:set|may be) (\d+(?:(?:, | or )\d+)*)$")
 
 
 @pytest.mark.parametrize(
@@ -152,15 +156,18 @@ ATTENTION = {"qarl.targets": ["experts", "attention"]}
         ({STAGES: 5}, "the 48 layers; set 1, 2, 4 or 8"),
         ({STAGES: 4, FIRST_STAGE: 1}, "the 47 layers left beside stages of 1; set 2"),
         ({STAGES: 4, FIRST_STAGE: 49}, "set other policy.megatron_cfg.num_layers_in_{first,last}_pipeline_stage"),
-        ({ENGINE_TP: 3}, "the engines' 8 GPUs (cluster.num_nodes=1, cluster.gpus_per_node=8); set 1, 2, 4 or 8"),
-        ({ENGINE_TP: 3}, "the 32 attention heads; set 1, 2, 4 or 8"),
+        ({ENGINE_TP: 3}, "the engines' 8 GPUs (cluster.num_nodes=1, cluster.gpus_per_node=8); set 1 or 2"),
+        # On four ranks an expert's 768 columns are 192 each, no multiple of the group.
+        ({ENGINE_TP: 3}, "the 32 attention heads; set 1 or 2"),
+        ({ENGINE_TP: 3, EXPERTS: 3}, "the 32 attention heads; set 1, 2, 4 or 8"),
         ({LEARNER_TP: 3}, "the 32 attention heads; set 1, 2, 4 or 8"),
-        ({LEARNER_TP: 3, **ATTENTION}, "the 32 attention heads; set 1, 2 or 4"),
+        ({LEARNER_TP: 3, **ATTENTION}, "the 32 attention heads and 4 KV heads; set 1, 2 or 4"),
+        ({LEARNER_TP: 8, **ATTENTION}, "does not divide the 4 KV heads; set 1, 2 or 4"),
         ({LEARNER_TP: 3, **ATTENTION}, "learner's 8 GPUs (cluster.num_nodes=1, cluster.gpus_per_node=8); beside the"),
         ({LEARNER_TP: 3, **ATTENTION}, "others, tensor_model_parallel_size may be 1, 2 or 4"),
-        ({ENGINE_TP: 3, **ATTENTION}, "the 32 attention heads; set 1, 2, 4 or 8"),
+        ({ENGINE_TP: 3, **ATTENTION}, "the 32 attention heads; set 1 or 2"),
         ({ENGINE_TP: 2, EXPERTS: 3}, "must be a multiple of tensor_parallel_size=2; set 1, 2, 4 or 8"),
-        ({ENGINE_TP: 4, EXPERTS: 16}, "the engines' 8 GPUs; set 1, 4 or 8"),
+        ({ENGINE_TP: 4, EXPERTS: 16}, "the engines' 8 GPUs; set 4 or 8"),
         (
             {"policy.train_global_batch_size": 130},
             "is not a multiple of the 4 data parallel learner ranks; set e.g. 128",
@@ -172,6 +179,33 @@ ATTENTION = {"qarl.targets": ["experts", "attention"]}
 )
 def test_a_refusal_says_what_is_left(changes, legal):
     assert any(legal in line for line in problems(launch(**changes))), problems(launch(**changes))
+
+
+@pytest.mark.parametrize("key", [LEARNER_TP, ENGINE_TP])
+@pytest.mark.parametrize("gpus", [6, 8])
+@pytest.mark.parametrize("name", ["w4a8", "w4a16"])
+def test_what_one_refusal_proposes_no_other_refuses(name, gpus, key):
+    def refusals(size):
+        # One expert rank divides any number of GPUs; equal batches are what NeMo-RL wants of large sizes.
+        alone = {"policy.megatron_cfg.expert_model_parallel_size": 1, "policy.logprob_batch_size": 1}
+        said = {"cluster": {"num_nodes": 1, "gpus_per_node": gpus}, LEARNER_TP: 1, **alone, **ATTENTION, key: size}
+        values = launch({"format": name}, **said)
+        found = find_conflicts(values, NemoQarlConfig.model_validate(values["qarl"]))
+        return [line for line in found if key.rpartition(".")[2] in line and not line.startswith("memory")]
+
+    proposed = [found[1] for line in refusals(3) if (found := PROPOSED.search(line))]
+    assert len(set(proposed)) == 1, proposed
+    for size in re.findall(r"\d+", proposed[0]):
+        assert refusals(int(size)) == []
+
+
+def test_a_format_that_scales_rows_leaves_one_learner_rank_a_weight():
+    # o_proj has a scale for each row, and tensor parallelism cuts its rows.
+    for size in (2, 3, 8):
+        lines = problems(launch({"format": "w4a8"}, **{LEARNER_TP: size, "policy.logprob_batch_size": 1}, **ATTENTION))
+        found = [PROPOSED.search(line) for line in lines if f"tensor_model_parallel_size={size}" in line]
+        assert found
+        assert all(one and one[1] == "1" for one in found), lines
 
 
 def test_the_fullest_stage_of_an_uneven_pipeline_counts():
