@@ -41,7 +41,13 @@ _BOXED_LETTERS = re.compile(
 _BOXED_VARIABLE = re.compile(r"\s*[a-z][\s.]*")
 # Not "let us analyze each option: A. Water", with which a response begins that was cut off before its answer.
 _SAID = r"(?i:(?<!each )(?<!every )answer|(?:correct|right|best|final)\s+(?:option|choice))"
-_SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?\s*:?{_MARKUP}{_LETTER}")
+_SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?\s*:?{_MARKUP}(?:(?i:either|both)\b{_MARKUP})?{_LETTER}")
+# What else that statement names, up to its end: `C, and A is wrong` and `B, I think` name one.
+_SAID_OTHERS = re.compile(
+    rf"(?=[\s)]*(?:[,;/&+|]|and\b|or\b))(?:{_JOINED}{_NAMED}[A-Z](?![\w'-]))+"
+    r"(?=\)?\s*(?:$|[.,;:!?)]|(?:because|since|as|but)\b))"
+)
+_ONE_LETTER = re.compile(r"\b[A-Z]\b")
 _BARE_LETTER = re.compile(rf"\s*{_LETTER}[.\s]*")
 
 
@@ -125,9 +131,9 @@ def chosen_letter(response: str) -> str | None:
     Returns:
         The letter in the last `\boxed{}` that has one, of either case; where there is no such box, or it holds only a
         small letter, that of the last "answer is B" or "answer: (B)"; or the letter that is the whole response. None if
-        there is none of these, or several letters in that box.
+        there is none of these, or several letters in that box or beside that answer.
     """
-    said = _SAID_LETTER.findall(response)
+    said = list(_SAID_LETTER.finditer(response))
     for box in reversed(_BOX.findall(response)):
         text = _IN_PARENTHESES.sub("", _BOX_MARKUP.sub(" ", box))
         if boxed := _BOXED_LETTER.match(text):
@@ -136,9 +142,16 @@ def chosen_letter(response: str) -> str | None:
             # To name several options would be right whichever is.
             return None if _BOXED_LETTERS.fullmatch(text) else boxed[1].upper()
     if said:
-        return said[-1]
+        return _said_letter(said[-1])
     bare = _BARE_LETTER.fullmatch(response)
     return bare[1] if bare else None
+
+
+def _said_letter(said: re.Match[str]) -> str | None:
+    """Return the letter that a statement says; None if it names others beside it."""
+    rest = _BOX_MARKUP.sub(" ", said.string[said.end() :])
+    others = _SAID_OTHERS.match(rest)
+    return None if others and set(_ONE_LETTER.findall(others[0])) - {said[1]} else said[1]
 
 
 def _records(benchmark: Benchmark, path: Path | None) -> Iterator[tuple[str, Any]]:

@@ -248,6 +248,29 @@ def test_a_missing_copy_says_how_one_is_named(tmp_path):
         ("So the answer is option D.", "D"),
         (r"\boxed{\text{Option B}}", "B"),
         ("The answer is:\n\nB. water", "B"),
+        ("A or C", None),
+        ("The answer is A or C", None),
+        ("the answer is (A) or (C).", None),
+        ("The answer is $\\text{A}$ or $\\text{C}$.", None),
+        ("**Answer: A** or **C**", None),
+        (r"Answer: \(A\), \(C\)", None),
+        ("The answer is A, B, or D.", None),
+        ("The answer is A/C", None),
+        ("The answer is A and C, because both are wet", None),
+        ("The answer is B. No, the answer is either A or C.", None),
+        ("The answer is A or C. Of these, the answer is C.", "C"),
+        ("B is wrong, A or D would be dry, so the answer is C", "C"),
+        ("The answer is C, not A or B.", "C"),
+        ("The answer is C, and A is wrong", "C"),
+        ("The answer is C; A and B are wrong", "C"),
+        ("The answer is C (A or B would be dry)", "C"),
+        ("The answer is C, A contradicts the law", "C"),
+        ("The answer is B, I think", "B"),
+        ("The answer is B and I am sure", "B"),
+        ("The answer is B or I am mistaken", "B"),
+        ("The answer is B, C-14 decays", "B"),
+        ("The answer is C or (C).", "C"),
+        ("The answer is C.\n\nA. Sand is dry", "C"),
         ("Let us analyze each option:\n\nA. Sand is dry", None),
         ("Let us look at each answer:\n\n**A. Sand** is dry", None),
         ("Option A is wrong, and option B is", None),
@@ -261,10 +284,14 @@ def test_the_chosen_letter(response, letter):
     assert chosen_letter(response) == letter
 
 
-def test_a_box_that_lists_letters_without_end_is_read_at_once():
+def test_letters_without_end_are_read_at_once():
     # With two ways to read each gap this would take longer than anyone waits.
     assert chosen_letter(r"\boxed{" + "A,  " * 5000) == "A"
     assert chosen_letter(r"\boxed{" + "A,  " * 5000 + "C}") is None
+    assert chosen_letter("The answer is " + "A,  " * 5000) == "A"
+    assert chosen_letter("The answer is " + "A,  " * 5000 + "C") is None
+    assert chosen_letter("The answer is A" + ", (" * 5000) == "A"
+    assert chosen_letter("The answer is A" + " or" * 5000) == "A"
 
 
 def test_answers_are_checked_as_each_set_asks():
