@@ -163,14 +163,24 @@ class PackedSampler:
         """
         assert self.version is not None, "no refit has reached this engine"
         input_ids, prompt_mask = pad_left(prompts, self.pad_id, self.device, width=num_prompt_columns)
+        return self._decode(input_ids, prompt_mask, params, generator, self.version)
+
+    def _decode(
+        self,
+        input_ids: Tensor,
+        prompt_mask: Tensor,
+        params: SamplingParams,
+        generator: torch.Generator,
+        version: int,
+    ) -> Rollouts:
         tokens, logprobs, masks, routes = [], [], [], []
-        alive = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
+        alive = torch.ones(len(input_ids), dtype=torch.bool, device=self.device)
         cache, step_ids, attention = DynamicCache(), input_ids, prompt_mask
         for column in range(params.max_new_tokens):
             with self.routes.record() as chosen:
                 logits = self._step(step_ids, attention, cache)
             if column == 0:
-                require_finite(logits, "logits", self.version)
+                require_finite(logits, "logits", version)
             routes.append(_stack_routes(chosen, step_ids.shape))
             token, logprob = draw(logits, params, generator)
             token = torch.where(alive, token, self.pad_id)
@@ -190,7 +200,7 @@ class PackedSampler:
             generation_logprobs=torch.stack(logprobs, dim=-1),
             routes=_join_routes(routes, input_ids.shape[1] + len(tokens)),
             truncated=alive,
-            weight_version=self.version,
+            weight_version=version,
         )
 
     def _step(self, step_ids: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
