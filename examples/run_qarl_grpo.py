@@ -25,6 +25,7 @@ except ImportError as error:
         "PYTHONPATH (NEMO_RL_ROOT alone only says where its configs are): docs/guide/nemo_rl.md, step 1"
     )
 
+import torch
 from nemo_rl.utils.config import OverridesError, load_config
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -49,6 +50,7 @@ from qarl_nemo.nemo_rl.token_metrics import token_metrics
 _ROOT = Path(nemo_rl.__file__).parents[1]
 # Positions in what `setup` returns.
 _LOSS, _STATE = 6, 9
+_DRIVER_THREADS = 4
 _REPLACED = (
     "; a list does not merge with a block of settings: write it in a recipe that builds on this one, with `_override_: "
     "true` in the top-level block (such as `data:`), which is then repeated whole"
@@ -161,6 +163,9 @@ class _Run:
         assert self.qarl is not None
         log_dir = Path(config.logger["log_dir"])
         describe_run(log_dir, as_mapping(config))
+        if "OMP_NUM_THREADS" not in os.environ:
+            # It only shares batches out; more threads than idle cores took five times as long, on a CPU.
+            torch.set_num_threads(min(_DRIVER_THREADS, torch.get_num_threads()))
         # Engines that share the learner's GPUs start before it, others beside it.
         in_turn = config.policy["generation"]["colocated"]["enabled"]
         self.progress.enter("engines" if in_turn else "engines and learner")

@@ -2,7 +2,8 @@
 
 The learner keeps the weights that Megatron draws, with embeddings as large as the environment asks; names of dtypes in
 the optimizer's block mean torch's, answers are as long as `answer_lengths.py` says, the asynchronous loop's own actors
-run in the system's Python where all others do, and one micro-batch of an update is profiled if the environment asks.
+run in the system's Python where all others do, the loop's own process has four threads as in our launcher, and one
+micro-batch of an update is profiled if the environment asks.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ _LENGTHS = "__import__('answer_lengths')"
 _SHARD = "        # Shard the data across the tied worker groups\n"
 _PICK = "        # Pick the data-parallel shard to serve this request."
 _PROMPTS = "        # Convert inputs to vLLM format and generate outputs.\n"
+_OMEGACONF = "from omegaconf import OmegaConf\n"
 _ALLOWED = 'min(self.cfg["max_new_tokens"], remaining_ctx'
 # file, the class or function below whose name the first occurrence of a text is replaced, the text, what replaces it
 _CHANGES = (
@@ -69,6 +71,8 @@ _CHANGES = (
         _ALLOWED,
         f"{_ALLOWED}, *(data['{KEY}'].tolist() if '{KEY}' in data else ())",
     ),
+    # As examples/run_qarl_grpo.py.
+    ("examples/run_grpo.py", "", _OMEGACONF, f"import torch\n\ntorch.set_num_threads(4)\n{_OMEGACONF}"),
     *(
         (
             "nemo_rl/distributed/ray_actor_environment_registry.py",
