@@ -35,6 +35,7 @@ from qarl_nemo.nemo_rl.update_aware import update_aware_optimizer
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
 from qarl_nemo.refit.flips import FlippedCodes
+from qarl_nemo.refit.ipc import in_one_piece
 from qarl_nemo.refit.publish import Layer, RefitUpdate, StreamedUpdate, Update
 from qarl_nemo.refit.send import CollectiveSender, Sender
 
@@ -214,7 +215,9 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         # Engines convert from the learner's memory, which must therefore hold everything until they are done.
         started = time.perf_counter()
         sender = ColocatedSender(timeout_s=TIMEOUT_S)
-        update = RefitUpdate.of(self._watch(self._layers()), self.served, version=version)
+        # Copied, because Megatron frees its own memory to offload parameters, and exported memory must stay.
+        layers = map(in_one_piece, self._watch(self._layers()))
+        update = RefitUpdate.of(layers, self.served, version=version)
         made = time.perf_counter()
         sender.share(update.layers)
         ended = time.perf_counter()

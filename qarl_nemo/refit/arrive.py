@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qarl_nemo.refit.collective import address_towards, broadcast, make_group
 from qarl_nemo.refit.incoming import IncomingUpdate
-from qarl_nemo.refit.ipc import import_bytes
+from qarl_nemo.refit.ipc import Imports
 from qarl_nemo.refit.manifest import TensorRecord
 
 
@@ -68,14 +68,16 @@ class Arrivals:
         update.add(tensors)
 
     def _ipc(self, descriptions: dict[str, list[dict[str, Any]]], update: IncomingUpdate) -> None:
+        imports = Imports()
         for name, by_rank in descriptions.items():
-            raw, record = import_bytes(by_rank[self.rank]), update.manifest.records.get(name)
+            raw, record = imports.import_bytes(by_rank[self.rank]), update.manifest.records.get(name)
             # A tensor that was not announced or has another size stays bytes, and `add` reports it.
             update.add({name: raw if record is None else _shaped(raw, record)})
 
     def _ipc_copied(self, descriptions: dict[str, list[dict[str, Any]]], update: IncomingUpdate) -> None:
+        imports = Imports()
         for name, by_rank in descriptions.items():
-            raw, record = import_bytes(by_rank[self.rank]).clone(), update.manifest.records.get(name)
+            raw, record = imports.import_bytes(by_rank[self.rank]).clone(), update.manifest.records.get(name)
             update.add({name: raw if record is None else _shaped(raw, record)}, buffered=True)
         # The copy must be finished, because the learner will overwrite this memory with the next layer.
         torch.cuda.synchronize(self.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.engine import RolloutEngine
 from qarl_nemo.refit.exchange import broadcast_plain, gather_plain, waiting_group
-from qarl_nemo.refit.ipc import export_tensor, gpu_id
+from qarl_nemo.refit.ipc import export_tensors, gpu_id
 from qarl_nemo.refit.publish import Layer, StreamedUpdate, Update
 from qarl_nemo.refit.push import push
 from qarl_nemo.refit.send import TIMEOUT_S, Sender, messages
@@ -43,7 +43,7 @@ class ColocatedSender:
             The layers; each stays until all ranks request the next.
         """
         for layer in layers:
-            self.share([layer])
+            self.share([{name: _apart(tensor) for name, tensor in layer.items()}])
             yield layer
             # Rank 0 requests the next layer only when all engines are done with this one.
             dist.barrier(group=waiting_group())
@@ -53,10 +53,10 @@ class ColocatedSender:
         """Let engines read these layers until the next ones, or `release`; called on every rank.
 
         Args:
-            layers: tensors of this rank's GPU by name, the same on every rank.
+            layers: tensors of this rank's GPU by name, the same on every rank, in memory that stays.
         """
-        self._held = {name: _apart(tensor) for layer in layers for name, tensor in layer.items()}
-        mine = {name: export_tensor(tensor) for name, tensor in self._held.items()}
+        self._held = {name: tensor for layer in layers for name, tensor in layer.items()}
+        mine = export_tensors(self._held)
         # Not the whole device, where an optimizer may be leaving meanwhile.
         torch.cuda.current_stream().synchronize()
         self._descriptions = dict(gather_plain((gpu_id(torch.cuda.current_device()), mine), waiting_group()))

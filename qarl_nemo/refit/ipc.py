@@ -1,5 +1,6 @@
 """CUDA IPC without pickle: describes GPU memory to another process by numbers and bytes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,69 +9,115 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from qarl_nemo.refit.manifest import bytes_of
 
+# What CUDA's own allocations are aligned to, so that kernels read a part of one as they would read it alone.
+_ALIGNMENT = 256
 
-def export_tensor(tensor: Tensor) -> dict[str, Any]:
-    """Describe a tensor's memory for exactly one other process.
+
+def in_one_piece(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors into one allocation, for another process opens allocations one by one.
 
     Args:
-        tensor: a contiguous tensor on a GPU; it must exist until the other process has read it.
+        tensors: tensors by name, all on one device.
 
     Returns:
-        A description for `import_bytes`, in types that msgpack and, except for bytes, JSON can hold.
+        The same, contiguous, one behind the other in one storage.
+    """
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = end
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    device = next((tensor.device for tensor in tensors.values()), None)
+    piece = torch.empty(end, dtype=torch.uint8, device=device)
+    found = {}
+    for name, tensor in tensors.items():
+        part = piece[places[name] : places[name] + tensor.nbytes]
+        found[name] = part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return found
+
+
+def export_tensors(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Describe tensors' memory for exactly one other process; each storage is exported once.
+
+    Args:
+        tensors: contiguous tensors on a GPU by name; they must exist until the other process has read them.
+
+    Returns:
+        A description for `import_bytes` by name, in types that msgpack and, except for bytes, JSON can hold.
 
     Source: torch 2.11, `torch/multiprocessing/reductions.py`.
     """
-    raw = bytes_of(tensor)
+    pieces: dict[int, dict[str, Any]] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        raw = bytes_of(tensor)
+        storage = raw.untyped_storage()
+        if storage.data_ptr() not in pieces:
+            pieces[storage.data_ptr()] = _exported(raw)
+        found[name] = pieces[storage.data_ptr()] | {"num_bytes": raw.numel(), "offset": raw.storage_offset()}
+    return found
+
+
+def _exported(raw: Tensor) -> dict[str, Any]:
     _, arguments = reduce_tensor(raw)
-    _, size, _, offset, _, _, _, handle, size_bytes, offset_bytes, _, counter, counter_offset, event, sync = arguments
+    _, _, _, _, _, _, _, handle, size_bytes, offset_bytes, _, counter, counter_offset, event, sync = arguments
     return {
         "gpu": gpu_id(raw.device.index),
-        "num_bytes": size[0],
-        "offset": offset,
         "storage": [handle, size_bytes, offset_bytes],
         "counter": [counter, counter_offset],
         "event": [event, sync],
     }
 
 
-def import_bytes(description: dict[str, Any]) -> Tensor:
-    """Return another process's memory as a tensor [num_bytes] uint8 on its own GPU.
+class Imports:
+    """What one message says of another process's memory; each storage is opened once."""
 
-    Args:
-        description: what `export_tensor` returned.
+    def __init__(self) -> None:
+        self._gpus = {gpu_id(index): index for index in range(torch.cuda.device_count())}
+        self._opened: dict[tuple[Any, ...], Tensor] = {}
 
-    Returns:
-        A view; it must be released before the other process changes the memory.
+    def import_bytes(self, description: Mapping[str, Any]) -> Tensor:
+        """Return another process's memory as a tensor [num_bytes] uint8 on its own GPU.
 
-    Raises:
-        RuntimeError: this process does not see that GPU.
-    """
-    visible = {gpu_id(index): index for index in range(torch.cuda.device_count())}
-    if description["gpu"] not in visible:
-        raise RuntimeError(
-            f"the learner's tensors are on GPU {description['gpu']}, this engine rank sees only "
-            f"{', '.join(visible)}; use CollectiveSender, or let the engine see that GPU"
+        Args:
+            description: one of those that `export_tensors` returned.
+
+        Returns:
+            A view; it must be released before the other process changes the memory.
+
+        Raises:
+            RuntimeError: this process does not see that GPU.
+        """
+        if description["gpu"] not in self._gpus:
+            raise RuntimeError(
+                f"the learner's tensors are on GPU {description['gpu']}, this engine rank sees only "
+                f"{', '.join(self._gpus)}; use CollectiveSender, or let the engine see that GPU"
+            )
+        key = (description["gpu"], *description["storage"], *description["counter"])
+        if key not in self._opened:
+            self._opened[key] = self._open(description)
+        return self._opened[key][description["offset"] :][: description["num_bytes"]]
+
+    def _open(self, description: Mapping[str, Any]) -> Tensor:
+        storage, size_bytes, offset_bytes = description["storage"]
+        counter, counter_offset = description["counter"]
+        event, sync = description["event"]
+        return rebuild_cuda_tensor(
+            Tensor,
+            (size_bytes,),
+            (1,),
+            0,
+            torch.storage.TypedStorage,
+            torch.uint8,
+            self._gpus[description["gpu"]],
+            storage,
+            size_bytes,
+            offset_bytes,
+            False,
+            counter,
+            counter_offset,
+            event,
+            sync,
         )
-    storage, size_bytes, offset_bytes = description["storage"]
-    counter, counter_offset = description["counter"]
-    event, sync = description["event"]
-    return rebuild_cuda_tensor(
-        Tensor,
-        (description["num_bytes"],),
-        (1,),
-        description["offset"],
-        torch.storage.TypedStorage,
-        torch.uint8,
-        visible[description["gpu"]],
-        storage,
-        size_bytes,
-        offset_bytes,
-        False,
-        counter,
-        counter_offset,
-        event,
-        sync,
-    )
 
 
 def gpu_id(index: int) -> str:

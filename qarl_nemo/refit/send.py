@@ -16,7 +16,7 @@ from torch import Tensor
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.collective import broadcast, listening_store, make_group
 from qarl_nemo.refit.engine import RolloutEngine
-from qarl_nemo.refit.ipc import export_tensor
+from qarl_nemo.refit.ipc import export_tensors
 from qarl_nemo.refit.publish import Layer, Update
 from qarl_nemo.refit.waiting import in_background, within
 
@@ -98,7 +98,8 @@ class IpcSender:
         whole = {name: tensor.detach().contiguous() for layer in layers for name, tensor in layer.items()}
         _require_on_gpu(whole)
         self._held = list(whole.values())
-        descriptions = {name: [export_tensor(tensor) for _ in range(num_ranks)] for name, tensor in whole.items()}
+        exported = [export_tensors(whole) for _ in range(num_ranks)]
+        descriptions = {name: [of_rank[name] for of_rank in exported] for name in whole}
         torch.cuda.synchronize()
         return descriptions
 

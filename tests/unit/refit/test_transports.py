@@ -3,6 +3,7 @@
 The ranks here are the real receiving half without an engine around it; `tests/integration` has them inside vLLM.
 """
 
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +15,7 @@ from qarl_kernels import get_format
 from qarl_nemo.names import layer_of
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.incoming import IncomingUpdate
-from qarl_nemo.refit.ipc import export_tensor, import_bytes
+from qarl_nemo.refit.ipc import Imports, export_tensors, in_one_piece
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender, messages
@@ -254,7 +255,39 @@ def test_unknown_transports_and_backends_name_the_legal_ones(update):
 def test_memory_that_this_process_exports_is_not_its_own_to_import():
     # CUDA refuses to open a handle in the process that made it: what two processes do is tested with the engine.
     tensor = torch.arange(5, device="cuda")
-    description = export_tensor(tensor)
+    description = export_tensors({"a": tensor})["a"]
     assert description["num_bytes"] == tensor.nbytes
     with pytest.raises(RuntimeError, match="sees only"):
-        import_bytes(description | {"gpu": "another"})
+        Imports().import_bytes(description | {"gpu": "another"})
+
+
+@pytest.mark.gpu
+def test_what_lies_in_one_piece_is_exported_once():
+    pieces = in_one_piece({"a": torch.arange(5, device="cuda"), "b": torch.ones(3, device="cuda")})
+    first, second = export_tensors(pieces).values()
+    assert first["storage"] == second["storage"]
+    assert first["counter"] == second["counter"]
+    assert (first["offset"], second["offset"]) == (0, 256)
+    apart = export_tensors({name: tensor.clone() for name, tensor in pieces.items()})
+    assert apart["a"]["counter"] != apart["b"]["counter"]
+
+
+def test_one_piece_holds_the_same_tensors():
+    tensors = {
+        "packed": torch.arange(7, dtype=torch.int32),
+        "nothing": torch.empty(0, 3),
+        "scale": torch.linspace(0, 1, 5, dtype=torch.bfloat16),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+    }
+    found = in_one_piece(tensors)
+    assert list(found) == list(tensors)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+    starts = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in found.values())
+    assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(starts))
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+        assert found[name].is_contiguous()
+        assert found[name].storage_offset() * tensor.element_size() % 256 == 0
+    assert in_one_piece({}) == {}
