@@ -121,6 +121,7 @@ def test_arms_are_compared_by_their_median_step(tmp_path):
     assert phase_bars.phase_bars(eight, "8gpu") == {}
     twice = rows | {name.replace("_a", "_a24"): value for name, value in rows.items()}
     assert list(phase_bars.labelled(twice, ["a", "a24"])) == ["qarl_nemo, w4a16, a", "qarl_nemo, w4a16, a24"]
+    assert phase_bars.labelled(twice, ["a", "a24"], without=["w4a16"]) == {}
 
 
 def test_a_refits_parts_have_rows(tmp_path):

@@ -193,18 +193,19 @@ def test_the_first_step_never_counts(record, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("results", "figure", "said"),
+    ("results", "figure", "more", "said"),
     [
-        ("nothing.json", "bars.png", "nothing.json: expected a JSON list of results"),
-        ("docs/results/full_size.json", "/proc/nowhere/bars.png", "/proc/nowhere/bars.png: no such file"),
-        ("docs/results/full_size.json", "bars.txt", "bars.txt: Format 'txt' is not supported"),
-        ("docs/results/house.json", "bars.png", "house.json has no full_step_s_..._a24"),
+        ("nothing.json", "bars.png", [], "nothing.json: expected a JSON list of results"),
+        ("docs/results/full_size.json", "/proc/nowhere/bars.png", [], "/proc/nowhere/bars.png: no such file"),
+        ("docs/results/full_size.json", "bars.txt", [], "bars.txt: Format 'txt' is not supported"),
+        ("docs/results/house.json", "bars.png", [], "house.json has no full_step_s_..._a24"),
+        ("docs/results/full_size.json", "bars.png", ["--without", "w4a17"], "--without w4a17: there are"),
     ],
 )
-def test_bars_that_cannot_be_drawn_are_one_line(monkeypatch, capsys, tmp_path, results, figure, said):
+def test_bars_that_cannot_be_drawn_are_one_line(monkeypatch, capsys, tmp_path, results, figure, more, said):
     import phase_bars
 
-    words = [str(ROOT / results), str(tmp_path / figure), "--workload", "a24"]
+    words = [str(ROOT / results), str(tmp_path / figure), "--workload", "a24", *more]
     monkeypatch.setattr(sys, "argv", ["phase_bars.py", *words])
     with pytest.raises(SystemExit) as ended:
         phase_bars.main()

@@ -18,7 +18,9 @@ MOST = 0.05
 
 
 def served(name: str) -> Learner:
-    return Learner(format=name, targets=("experts", "attention"), optimizer="adam_bf16")
+    # As the recipes have it.
+    targets = ("experts",) if name == "w4a8" else ("experts", "attention")
+    return Learner(format=name, targets=targets, optimizer="adam_bf16")
 
 
 def on_host(name: str, *, model=HALF, ranks=2, parameters_leave: bool, **changes) -> dict[str, float]:
@@ -27,7 +29,8 @@ def on_host(name: str, *, model=HALF, ranks=2, parameters_leave: bool, **changes
 
 
 def on_four(arm: str) -> dict[str, float]:
-    name, tp = ("w4a16", 1) if arm.startswith("w4a16") else ("bf16", 2)
+    name = next((name for name in ("w4a16", "w4a8", "fp8_block") if arm.startswith(name)), "bf16")
+    tp = 2 if name == "bf16" else 1
     leave = arm.startswith("nemo_rl")
     return on_host(name, model=MODEL, ranks=4, parameters_leave=leave, gpus=4, engine_tp=tp)
 
@@ -50,7 +53,10 @@ ON_TWO = [
     ("bf16_a24_even", "bf16"),
     ("nemo_rl_best_a24", "bf16"),
 ]
-ON_FOUR = ["w4a16_a", "w4a16_second_a", "w4a16_a_even", "bf16_a", "nemo_rl_best_a", "nemo_rl_best_a_even"]
+ON_FOUR = [
+    *("w4a16_a", "w4a16_second_a", "w4a16_third_a", "w4a16_a_even", "w4a8_a", "fp8_block_a", "bf16_a"),
+    *("nemo_rl_best_a", "nemo_rl_best_a_even"),
+]
 
 
 @pytest.mark.parametrize(("arm", "name"), ON_TWO)
@@ -80,7 +86,13 @@ def test_the_page_says_what_is_computed():
     assert f"| `w4a16_a24`, `w4a16_a24_even` | {int4:.1f} GiB |" in page
     assert f"| `bf16_a24`, `bf16_a24_even` | {bf16:.1f} GiB |" in page
     assert f"| `nemo_rl_best_a24` | {bf16:.1f} GiB |" in page
-    for arms in ("`w4a16_a`, `w4a16_second_a`, `w4a16_a_even`", "`bf16_a`", "`nemo_rl_best_a`, `nemo_rl_best_a_even`"):
+    for arms in (
+        "`w4a16_a`, `w4a16_second_a`, `w4a16_third_a`, `w4a16_a_even`",
+        "`w4a8_a`",
+        "`fp8_block_a`",
+        "`bf16_a`",
+        "`nemo_rl_best_a`, `nemo_rl_best_a_even`",
+    ):
         assert f"| {arms} | {sum(on_four(arms.split('`')[1]).values()) / GIB:.1f} GiB |" in page
 
 

@@ -6,7 +6,7 @@ With several workloads each arm has a bar in each of them, so that the same work
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,17 +47,21 @@ def _workload(row: str) -> str:
     return max((name for name in WORKLOADS if row.endswith(f"_{name}")), key=len, default="")
 
 
-def labelled(values: Mapping[str, float], workloads: Sequence[str]) -> dict[str, dict[str, float]]:
+def labelled(
+    values: Mapping[str, float], workloads: Sequence[str], without: Collection[str] = ()
+) -> dict[str, dict[str, float]]:
     """Return the bars of several workloads: what to call one -> phase -> s.
 
     Args:
         values: name of a row -> value.
         workloads: their names; bars say theirs where there are several.
+        without: arms to leave out.
     """
     return {
         _NAMES.get(arm, f"qarl_nemo, {arm}") + (f", {workload}" if len(workloads) > 1 else ""): phases
         for workload in workloads
         for arm, phases in phase_bars(values, workload).items()
+        if arm not in without
     }
 
 
@@ -94,6 +98,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="file of docs/results")
     parser.add_argument("figure", type=Path, help="PNG to write")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeat for several; default a")
+    parser.add_argument("--without", action="append", default=[], metavar="ARM", help="repeat for several")
     arguments = parser.parse_args()
     workloads = arguments.workload or ["a"]
     try:
@@ -102,8 +107,13 @@ def main() -> None:
         parser.error(str(error))
     if missing := [workload for workload in workloads if not phase_bars(values, workload)]:
         parser.error(f"{arguments.results} has no full_step_s_..._{' or '.join(missing)}")
+    arms = {arm for workload in workloads for arm in phase_bars(values, workload)}
+    if unknown := sorted({*arguments.without} - arms):
+        parser.error(f"--without {' '.join(unknown)}: there are {' '.join(sorted(arms))}")
+    if arms == {*arguments.without}:
+        parser.error("--without leaves no arm")
     try:
-        draw(labelled(values, workloads), arguments.figure)
+        draw(labelled(values, workloads, arguments.without), arguments.figure)
     except (OSError, ValueError) as error:
         parser.error(f"{arguments.figure}: {os_reason(error) if isinstance(error, OSError) else error}")
 
