@@ -80,15 +80,13 @@ def _refit_caption(model: ModelSize, learner: Learner, engine: EngineRanks, unit
     parts = _host(model, Parallelism(engine.tp), learner, engine)
     return (
         "refit, layerwise: a GPU's peak while its engine gets all weights at once, or one layer at a time; fits needs "
-        f"room for the second. host: a GPU's share of the memory of a host of {_HOST_GPUS}: the engine's weights "
-        f"({unit.text(parts['engines'])}), processes ({parts['processes'] / unit.size:g}, fitted), and parameters and "
-        "state, which leave while it runs."
+        f"room for the second. host: a GPU's share of the memory of a host of {_HOST_GPUS}: processes "
+        f"({parts['processes'] / unit.size:g}, fitted), and parameters and state, which leave while the engine runs."
     )
 
 
 def _host(model: ModelSize, ranks: Parallelism, learner: Learner, engine: EngineRanks) -> dict[str, float]:
+    engines = {"engine_tp": engine.tp, "engine_ep": engine.ep, "engines_forget": True}
     leave = {"parameters_leave": True, "optimizer_leaves": True}
-    host = host_memory(
-        model, ranks, learner, learner, gpus=_HOST_GPUS, engine_tp=engine.tp, engine_ep=engine.ep, **leave
-    )
+    host = host_memory(model, ranks, learner, learner, gpus=_HOST_GPUS, **engines, **leave)
     return {name: size / _HOST_GPUS for name, size in host.items()}

@@ -34,7 +34,7 @@ def pinned_bytes(size: float) -> int:
     return 1 << (math.ceil(size) - 1).bit_length()
 
 
-def backup_bytes(model: ModelSize, served: Learner, tp: int, ep: int = 1) -> float:
+def backup_bytes(model: ModelSize, served: Learner, tp: int, ep: int = 1, *, forgets: bool = False) -> float:
     """Compute the host memory that the weights of a sleeping engine take, for each of its GPUs.
 
     Args:
@@ -42,11 +42,14 @@ def backup_bytes(model: ModelSize, served: Learner, tp: int, ep: int = 1) -> flo
         served: the engine's format, group size and targets.
         tp: GPUs that share one engine's layers.
         ep: GPUs that share its experts.
+        forgets: whether it copies no block that holds only what refits bring (`refit/forget.py`), which leaves those of
+            the smallest tensors.
 
     Returns:
         Bytes, of pinned memory.
     """
-    return sum(count * _backup(size) for count, size in _engine_tensors(model, served, tp, ep))
+    tensors = _engine_tensors(model, served, tp, ep)
+    return sum(count * _backup(size) for count, size in tensors if size <= _SMALL or not forgets)
 
 
 def host_memory(
@@ -58,6 +61,7 @@ def host_memory(
     gpus: int,
     engine_tp: int,
     engine_ep: int = 1,
+    engines_forget: bool,
     parameters_leave: bool,
     optimizer_leaves: bool,
 ) -> dict[str, float]:
@@ -71,6 +75,7 @@ def host_memory(
         gpus: how many the host has; each has a learner rank and an engine or its part.
         engine_tp: GPUs that share one engine.
         engine_ep: GPUs that share its experts.
+        engines_forget: whether they are refitted before they serve again, and copy little; NeMo-RL's own copy all.
         parameters_leave: whether the learner's parameters leave the GPU while engines run.
         optimizer_leaves: whether its optimizer does.
 
@@ -85,7 +90,7 @@ def host_memory(
     state = replace(learner, optimizer="adam") if offloaded else learner
     optimizer = rank_memory(model, ranks, state).parts["optimizer"]
     gpu = {
-        "engines": backup_bytes(model, served, engine_tp, engine_ep),
+        "engines": backup_bytes(model, served, engine_tp, engine_ep, forgets=engines_forget),
         "parameters": sum(map(pinned_bytes, buffers)) if parameters_leave else 0.0,
         "optimizer": optimizer if optimizer_leaves or offloaded else 0.0,
         "processes": PROCESS_BYTES,

@@ -83,7 +83,12 @@ def card(qarl: Any) -> Card:
 
 
 def needed_memory(
-    config: Mapping[str, Any], qarl: Any, *, optimizer_stays: bool, parameters_stay: bool | None = None
+    config: Mapping[str, Any],
+    qarl: Any,
+    *,
+    optimizer_stays: bool,
+    parameters_stay: bool | None = None,
+    engines_forget: bool = True,
 ) -> Needed | None:
     """Compute what the run's GPUs and hosts will hold.
 
@@ -92,6 +97,7 @@ def needed_memory(
         qarl: its checked `NemoQarlConfig`.
         optimizer_stays: whether the optimizer stays on the GPU while engines generate.
         parameters_stay: whether parameters do; None: as the optimizer.
+        engines_forget: whether they are ours, which sleep without a copy of their weights.
 
     Returns:
         Bytes; None if the `cluster` block or the model's config.json is missing.
@@ -117,6 +123,7 @@ def needed_memory(
         layout.ranks,
         learner,
         gpus=layout.gpus_per_node,
+        engines_forget=engines_forget,
         parameters_leave=not (optimizer_stays if parameters_stay is None else parameters_stay),
         optimizer_leaves=not optimizer_stays,
         **both,

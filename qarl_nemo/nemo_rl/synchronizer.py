@@ -9,6 +9,7 @@ import ray
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
 from qarl_nemo.nemo_rl.engines import RayEngines
+from qarl_nemo.refit.answers import require_answers
 from qarl_nemo.refit.exchange import PATIENCE
 
 _TIMED = "prepare_for_generation/transfer_and_update_weights"
@@ -25,7 +26,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
     Args:
         policy: NeMo-RL's policy with our workers.
         generation: NeMo-RL's `VllmGeneration` with our workers; from now on it is an error if colocated engines do not
-            wake up or go to sleep.
+            wake up or go to sleep, and those that forgot their weights in their sleep wake up with a refit.
     """
 
     def __init__(self, policy: Any, generation: Any) -> None:
@@ -33,6 +34,7 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         self._colocated = generation.cfg["colocated"]["enabled"]
         if self._colocated:
             _raise_failures(generation)
+            self._bring_what_was_forgotten(generation)
         group = generation.worker_group
         self._engines = [group.workers[index] for index in group.dp_leader_worker_indices]
         self._num_ranks = 0
@@ -106,6 +108,22 @@ class PackedWeightSynchronizer(WeightSynchronizer):
             with _timed(seconds, "wake_cache"):
                 self._generation.prepare_for_generation(tags=["kv_cache"])
         return figures[0] | seconds | {"version": float(self.version)}
+
+    def _bring_what_was_forgotten(self, generation: Any) -> None:
+        wake = generation.prepare_for_generation
+
+        def wake_whole(*arguments: Any, **named: Any) -> bool:
+            # NeMo-RL's loop wakes engines without a refit where they served the policy's weights before they slept.
+            if named.get("tags") or self.version == 0 or self._all_serve():
+                return wake(*arguments, **named)
+            self.sync_weights()
+            return True
+
+        generation.prepare_for_generation = wake_whole
+
+    def _all_serve(self) -> bool:
+        states = require_answers("qarl_version", RayEngines(self._engines).collective_rpc("qarl_version"))
+        return all(state["whole"] for state in states)
 
     def _on_all_ranks(self, method: str, **arguments: Any) -> list[Any]:
         return self._policy.worker_group.run_all_workers_single_data(method, **arguments)

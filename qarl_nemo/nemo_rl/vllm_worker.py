@@ -57,6 +57,10 @@ class _ServesPacked(BaseVllmGenerationWorker):
         if method in _REPLACING:
             self._served_version = None
 
+    def _note_forgotten(self, forgotten: list[int]) -> None:
+        if any(forgotten):
+            self._served_version = None
+
     def _note_version(self, states: list[dict[str, Any]]) -> None:
         whole = all(state == states[0] and state["whole"] for state in states)
         self._served_version = states[0]["version"] if whole else None
@@ -81,6 +85,12 @@ class QarlGenerationWorkerImpl(_ServesPacked, VllmGenerationWorkerImpl):
     def qarl_busy(self) -> bool:
         """Say whether requests are unfinished."""
         return self.llm.llm_engine.has_unfinished_requests()
+
+    def sleep(self) -> None:
+        """Fall asleep without a copy of what the next refit brings."""
+        self._note_forgotten(ask(self.llm, "qarl_forget"))
+        super().sleep()
+        ask(self.llm, "qarl_asleep")
 
     def qarl_reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false while a request holds some."""
@@ -112,6 +122,12 @@ class QarlAsyncGenerationWorkerImpl(_ServesPacked, VllmAsyncGenerationWorkerImpl
     async def qarl_busy(self) -> bool:
         """Say whether requests are unfinished."""
         return self.llm.output_processor.has_unfinished_requests()
+
+    async def sleep_async(self) -> None:
+        """Fall asleep without a copy of what the next refit brings."""
+        self._note_forgotten(require_answers("qarl_forget", await self.llm.collective_rpc("qarl_forget")))
+        await super().sleep_async()
+        require_answers("qarl_asleep", await self.llm.collective_rpc("qarl_asleep"))
 
     async def qarl_reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false while a request holds some."""

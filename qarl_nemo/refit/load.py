@@ -10,8 +10,8 @@ import torch
 
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.calls import RankCalls
-from qarl_nemo.refit.convert_nvfp4 import PLAIN_TENSORS
 from qarl_nemo.refit.engine_mends import mend_adapter_sums, mend_int8_experts
+from qarl_nemo.refit.forget import wake_with_weights
 from qarl_nemo.refit.manifest import checksums
 from qarl_nemo.refit.rank import RankRefit
 
@@ -33,14 +33,18 @@ class PackedRefit(RankCalls):
 
     def qarl_digests(self) -> dict[str, int]:
         """Return the checksum of every tensor that this rank's kernels read, by name."""
-        session = self._qarl_session()
-        model = session.model
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers()) | session.adapter_buffers()
-        for layer, module in model.named_modules():
-            tensors |= {f"{layer}.{name}": vars(module)[name] for name in PLAIN_TENSORS if name in vars(module)}
+        tensors = self._qarl_session().kernel_tensors()
         # vLLM leaves these uninitialized where NVFP4 is of weights only, and reads none of them.
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_input_global_scale")}
         return dict(zip(tensors, checksums(tensors.values()), strict=True))
+
+    def qarl_forget(self) -> int:
+        """Let vLLM's next sleep free what every refit brings, uncopied; return its bytes, and serve nothing if any."""
+        return self._qarl_session().forget()
+
+    def qarl_asleep(self) -> None:
+        """Let what was forgotten come back with the weights."""
+        wake_with_weights()
 
     def qarl_memory(self) -> dict[str, int]:
         """Return this rank's GPU memory in bytes: allocated, reserved, and the peak since the last call."""

@@ -19,8 +19,10 @@ from qarl_nemo.refit.convert import (
     load_parts,
     overwrite,
 )
+from qarl_nemo.refit.convert_nvfp4 import PLAIN_TENSORS
 from qarl_nemo.refit.engine_layout import engine_slots, expert_part, is_experts, layout, plain_name
 from qarl_nemo.refit.engine_methods import chosen_methods, quantized_targets, refit_problems
+from qarl_nemo.refit.forget import forget
 from qarl_nemo.refit.manifest import Layout, Manifest
 from qarl_nemo.refit.session import Parts, RankSession
 
@@ -81,9 +83,13 @@ class RankRefit(RankSession):
             return whole
         return expert_part(layer, slot.parameter, checkpoint_parameters(layer)[slot.parameter], whole)
 
-    def adapter_buffers(self) -> dict[str, Tensor]:
-        """Return what the kernels of adapters read, by name."""
-        return {} if self._adapters is None else self._adapters.buffers()
+    def kernel_tensors(self) -> dict[str, Tensor]:
+        """Return every tensor that this rank's kernels read, by name."""
+        adapters = {} if self._adapters is None else self._adapters.buffers()
+        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers()) | adapters
+        for layer, module in self.model.named_modules():
+            tensors |= {f"{layer}.{name}": vars(module)[name] for name in PLAIN_TENSORS if name in vars(module)}
+        return tensors
 
     def pieces(self, layers: Mapping[str, Parts]) -> list[str]:
         """Return the layers of which a message brings only a part, because vLLM converts layers as a whole."""
@@ -105,6 +111,28 @@ class RankRefit(RankSession):
         """Answer requests with vLLM's own method again."""
         del self.worker.model_runner.execute_model
         super().serve_again()
+
+    def brought(self) -> list[Tensor]:
+        """Return the tensors that every refit writes from end to end: none of a CPU engine or a base under adapters."""
+        if self._adapters is not None or self.device.type == "cpu":
+            return []
+        # A converted layer has them under the same names, made anew from what is brought.
+        slots = dict.fromkeys((slot.layer, slot.parameter) for slot in self._slots.values())
+        found = [getattr(self._layers[layer], parameter, None) for layer, parameter in slots]
+        return [tensor for tensor in found if tensor is not None]
+
+    def forget(self) -> int:
+        """Let vLLM's next sleep free what every refit brings, and answer requests with an error until one has come.
+
+        Returns:
+            Bytes that the host need not hold; if 0, nothing has changed.
+        """
+        brought = self.brought()
+        named = {id(tensor) for tensor in brought}
+        forgotten = forget(brought, [tensor for tensor in self.kernel_tensors().values() if id(tensor) not in named])
+        if forgotten:
+            self.stop_serving()
+        return forgotten
 
     def install(self, layers: dict[str, Parts]) -> None:
         """Convert parts, layer by layer, into the tensors that kernels read; `layers` is emptied on the way."""

@@ -65,7 +65,7 @@ def run(request):
     generation = SimpleNamespace(
         cfg={"colocated": {"enabled": config["colocated"]}},
         worker_group=engines,
-        prepare_for_generation=lambda *, tags: told.append(f"wake {tags[0]}") or True,
+        prepare_for_generation=lambda *, tags=("all",): told.append(f"wake {tags[0]}") or True,
         finish_generation=lambda: False,
     )
     synchronizer = PackedWeightSynchronizer(policy, generation)
@@ -121,6 +121,19 @@ def test_colocated_engines_wake_while_weights_are_published(run):
     assert run.synchronizer.sync_weights()["version"] == serving_version(RayEngines(run.engines.workers)) == 3
     with pytest.raises(RuntimeError, match=r"vLLM did not go to sleep(.|\n)*start the run again"):
         run.generation.finish_generation()
+
+
+@pytest.mark.parametrize("run", [{"colocated": True}], indirect=True)
+def test_an_engine_that_forgot_its_weights_wakes_up_with_a_refit(run):
+    run.synchronizer.sync_weights()
+    run.told.clear()
+    assert run.generation.prepare_for_generation()
+    assert run.told == ["wake all"]
+    ray.get(run.engines.workers[1].forget.remote())
+    run.told.clear()
+    assert run.generation.prepare_for_generation()
+    assert run.told == ["make room", "qarl_publish", "wake weights", "qarl_refit", "leave", "wake kv_cache"]
+    assert serving_version(RayEngines(run.engines.workers)) == 2
 
 
 def test_an_engine_that_does_not_wake_up_ends_the_sync():

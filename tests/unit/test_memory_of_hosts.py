@@ -24,7 +24,9 @@ def served(name: str) -> Learner:
 
 
 def on_host(name: str, *, model=HALF, ranks=2, parameters_leave: bool, **changes) -> dict[str, float]:
-    arm = {"gpus": 2, "engine_tp": 1, "optimizer_leaves": False, "parameters_leave": parameters_leave} | changes
+    # What the engines of most runs did not yet.
+    arm = {"gpus": 2, "engine_tp": 1, "engines_forget": False, "optimizer_leaves": False}
+    arm |= {"parameters_leave": parameters_leave} | changes
     return host_memory(model, Parallelism(ranks, ep=ranks), served(name), served(name), **arm)
 
 
@@ -80,6 +82,23 @@ def test_a_host_of_four_gpus_holds_what_is_computed(arm, phase):
     assert (sum(parts.values()) - parts["processes"]) / GIB != pytest.approx(row, rel=MOST)
 
 
+# Runs of two GPUs since ours forget, and how many layers they have.
+FORGETFUL = [("fp8_block_a24", "fp8_block", 24), ("bf16_second_a24", "bf16", 24), ("w4a16_a12_2gpu", "w4a16", 12)]
+
+
+@pytest.mark.parametrize(("arm", "name", "layers"), FORGETFUL)
+@pytest.mark.parametrize("phase", ["rollout", "prev_logprobs", "update", "refit"])
+def test_engines_that_forget_leave_nothing_on_a_host(arm, name, layers, phase):
+    row = measured()[f"full_memory_host_gib_{phase}_{arm}"]
+    model = replace(MODEL, num_layers=layers)
+    forgotten, copied = (
+        sum(on_host(name, model=model, parameters_leave=False, engines_forget=forgets).values()) / GIB
+        for forgets in (True, False)
+    )
+    assert forgotten == pytest.approx(row, rel=MOST)
+    assert copied > 1.2 * row
+
+
 def test_the_page_says_what_is_computed():
     page = (ROOT / "docs" / "evidence" / "full_size.md").read_text()
     int4, bf16 = (sum(on_host(name, parameters_leave=name == "bf16").values()) / GIB for name in ("w4a16", "bf16"))
@@ -116,7 +135,7 @@ def test_what_stays_on_the_gpu_takes_no_host_memory():
     assert leaves["engines"] == stays["engines"]
     # An optimizer that is always there is so wherever parameters are.
     offloaded = replace(served("w4a16"), optimizer="offloaded")
-    arm = {"gpus": 1, "engine_tp": 1, "parameters_leave": False, "optimizer_leaves": False}
+    arm = {"gpus": 1, "engine_tp": 1, "engines_forget": True, "parameters_leave": False, "optimizer_leaves": False}
     held = host_memory(HALF, Parallelism(2, ep=2), offloaded, offloaded, **arm)["optimizer"]
     assert held == 12 * HALF.num_parameters / 2
 

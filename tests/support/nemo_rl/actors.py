@@ -68,6 +68,10 @@ class EngineImpl(ReceivingRank):
         """Call a method of the rank."""
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
+    async def forget(self) -> None:
+        """Serve nothing until the next refit, as an engine that slept."""
+        self._qarl_session().stop_serving()
+
     async def qarl_busy(self) -> bool:
         """No request is ever under way."""
         return False

@@ -345,14 +345,30 @@ def sleep(rig: Rig) -> dict[str, Any]:
     rig.push("A")
     _night(rig)
     rig.push("B")
-    return {"after_night": after_night == by_day, "refitted": rig.weights() == by_day_weights}
+    refitted = rig.weights()
+    _night(rig, forgets=True)
+    ask(rig.llm, "qarl_overwrite_what_refits_bring")
+    rig.push("B")
+    return {
+        "after_night": after_night == by_day,
+        "refitted": refitted == by_day_weights,
+        "remembered": rig.weights() == by_day_weights,
+    }
 
 
-def _night(rig: Rig) -> None:
+def _night(rig: Rig, *, forgets: bool = False) -> None:
+    if forgets:
+        ask(rig.llm, "qarl_forget")
+    unnoticed = False
     try:
         rig.llm.sleep(level=1)
     except Exception as error:
-        # vLLM holds the memory that another test's engine took meanwhile for its own; it sleeps all the same.
-        if "Memory usage increased" not in str(error):
+        # vLLM holds the memory that another test's engine took meanwhile for its own; it sleeps without knowing.
+        unnoticed = "Memory usage increased" in str(error)
+        if not unnoticed:
             raise
+    if forgets:
+        ask(rig.llm, "qarl_asleep")
+    if unnoticed:
+        rig.llm.collective_rpc("wake_up")
     rig.llm.wake_up()

@@ -91,7 +91,7 @@ def start(case: EngineCase, checkpoint: Path) -> Any:
         logprobs_mode="processed_logprobs",
         tensor_parallel_size=case.tensor_parallel,
         enable_expert_parallel=case.expert_parallel,
-        worker_extension_cls="qarl_nemo.refit.load.PackedRefit",
+        worker_extension_cls="support.refit.extension.Rank",
         max_model_len=64,
         max_num_seqs=8,
         seed=0,

@@ -75,7 +75,7 @@ def _host_gib(config: dict[str, Any], *, ours: bool) -> float:
     qarl = NemoQarlConfig.model_validate(values["qarl"] if ours else _OWN_BLOCK)
     stays = optimizer_stays(values, qarl)
     # NeMo-RL's own learner always parts with its parameters.
-    needed = needed_memory(values, qarl, optimizer_stays=stays, parameters_stay=stays and ours)
+    needed = needed_memory(values, qarl, optimizer_stays=stays, parameters_stay=stays and ours, engines_forget=ours)
     return sum(needed.host.values()) / GIB if needed else 0.0
 
 

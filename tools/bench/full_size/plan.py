@@ -23,7 +23,12 @@ ARMS = ("w4a16", "bf16")
 # Layers on one GPU have been timed with micro-batches of one size only.
 _FEWEST_MEASURED_EP = 2
 # Those that were measured: layers, load and arms.
-MEASURED = {"a": (48, _A, ARMS[:1]), "a24": (24, _A24, ARMS), "a24_even": (24, _A24, ARMS)}
+MEASURED = {
+    "a": (48, _A, ARMS[:1]),
+    "a24": (24, _A24, ARMS),
+    "a24_even": (24, _A24, ARMS),
+    "a12_2gpu": (12, _A24, ARMS[:1]),
+}
 # Eight nodes: the load of each GPU as in `a`, and as in NeMo-RL's own published run (mean 3203, longest 4096).
 PLANNED = {
     "a_8n8g": replace(_A, gpus=64, ep=8, responses=2048),
@@ -31,6 +36,7 @@ PLANNED = {
 }
 # On which learner and engines may have half of the GPUs each: layers and load.
 PLACED = {
+    "a12_2gpu": (12, _A24),
     "a24_4gpu": (24, replace(_A24, gpus=4, ep=4, responses=128)),
     "a_1n8g": (48, replace(_A, gpus=8, ep=8, responses=256)),
     "b_1n8g": (48, replace(PLANNED["b_8n8g"], gpus=8, responses=512)),
@@ -56,7 +62,9 @@ def placed(model: ModelSize, work: Workload, arm: str) -> Iterator[tuple[str, fl
     the slower half, and a refit.
     """
     half = replace(work, gpus=work.gpus // 2, ep=min(work.ep, work.gpus // 2))
-    shared, apart = (phases(model, Rates.read(RESULTS, arm, one.ep), one) for one in (work, half))
+    shared, apart = (
+        phases(model, Rates.read(RESULTS, arm, max(one.ep, _FEWEST_MEASURED_EP)), one) for one in (work, half)
+    )
     slower = max(apart["rollout"], apart["prev_logprobs"] + apart["update"])
     yield "s_colocated", sum(shared.values()), "s"
     yield "s_separate", sum(apart.values()), "s"
