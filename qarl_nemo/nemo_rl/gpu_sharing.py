@@ -50,6 +50,11 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
 
     def offload_before_refit(self) -> None:
         """Make room for the engine; an optimizer that was meant to stay but leaves too little room is offloaded."""
+        # They have left if NeMo-RL meant to wake engines without a refit, and one had forgotten its weights.
+        self.model = self.move_model(self.model, "cuda", move_grads=False)
+        self._make_room()
+
+    def _make_room(self) -> None:
         # Quantized weights are those of the version before the update, and a refit makes them anew.
         release([self.model])
         super().offload_before_refit()
@@ -82,7 +87,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
             taken = self._free_before_refit - torch.cuda.mem_get_info()[0]
             self._refit_bytes = max(taken, self._refit_bytes or 0)
         else:
-            self.offload_before_refit()
+            self._make_room()
         self.finalize_async_save()
         release([self.model])
         # Free the memory that engines have read through CUDA IPC.
