@@ -50,7 +50,8 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
 
     def offload_before_refit(self) -> None:
         """Make room for the engine; an optimizer that was meant to stay but leaves too little room is offloaded."""
-        # They have left if NeMo-RL meant to wake engines without a refit, and one had forgotten its weights.
+        # In the step after a validation NeMo-RL's loop has sent parameters away already, and would wake engines without
+        # a refit; those that forgot their weights need one.
         self.model = self.move_model(self.model, "cuda", move_grads=False)
         self._make_room()
 

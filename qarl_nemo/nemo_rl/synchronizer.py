@@ -113,7 +113,8 @@ class PackedWeightSynchronizer(WeightSynchronizer):
         wake = generation.prepare_for_generation
 
         def wake_whole(*arguments: Any, **named: Any) -> bool:
-            # NeMo-RL's loop wakes engines without a refit where they served the policy's weights before they slept.
+            # NeMo-RL's loop wakes engines without a refit where they served these weights before they slept, as it does
+            # in the step after a validation.
             if named.get("tags") or self.version == 0 or self._all_serve():
                 return wake(*arguments, **named)
             self.sync_weights()

@@ -40,7 +40,7 @@ def forget(brought: Iterable[Tensor], others: Iterable[Tensor]) -> int:
 
 
 def wake_with_weights() -> None:
-    """Let memory that was forgotten come back with the weights, its contents undefined; once vLLM sleeps."""
+    """Let forgotten memory come back with the weights, its contents undefined; to be called while vLLM sleeps."""
     allocator = _allocator()
     for data in allocator.pointer_to_data.values() if allocator is not None else ():
         if data.tag == _FORGOTTEN:
