@@ -10,6 +10,7 @@ import torch
 
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.calls import RankCalls
+from qarl_nemo.refit.engine_decode import decode_int4_experts
 from qarl_nemo.refit.engine_mends import mend_adapter_sums, mend_int8_experts
 from qarl_nemo.refit.forget import wake_with_weights
 from qarl_nemo.refit.manifest import checksums
@@ -19,6 +20,7 @@ from qarl_nemo.refit.rank import RankRefit
 if "vllm" in sys.modules:
     mend_int8_experts()
     mend_adapter_sums()
+    decode_int4_experts()
 
 
 @answering

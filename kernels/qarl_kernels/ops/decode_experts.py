@@ -1,0 +1,101 @@
+"""Launches `decode_experts.cu`, compiled for a problem's sizes when they are first met."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+ROWS = 8
+"""Rows of a block of `SortedRows`, and columns of a tensor-core instruction."""
+_TILE_K, _TILE_N = 16, 64
+_MOST_WARPS, _FEWEST_WARPS = 8, 2
+# Registers of a warp's chunks leave an SM room for so many warps.
+_WARPS_OF_AN_SM = 24
+_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """The kernel's constants, under the names that it has for them."""
+
+    K: int
+    N: int
+    GROUP: int
+    WARPS: int
+    CHUNK: int
+    BLOCKS: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the shared memory of a block: each warp's part of the rows, and its sums."""
+        row_bytes = self.K // self.WARPS * 2 + 16
+        return self.WARPS * ROWS * (row_bytes + (_TILE_N + 4) * 4)
+
+
+@functools.cache
+def decode_config(k: int, n: int, group: int) -> DecodeConfig | None:
+    """Return how the kernel runs weights of these sizes; None if it does not take them.
+
+    Args:
+        k: in-features.
+        n: out-features.
+        group: codes per scale, along K.
+    """
+    if group not in (32, 64, 128) or k % group or n % _TILE_N:
+        return None
+    # A warp's slice of K is whole groups, and whole chunks of 128 where K allows.
+    step = group if k % 128 else 128
+    warps = max((count for count in range(1, _MOST_WARPS + 1) if k // step % count == 0), default=1)
+    config = DecodeConfig(k, n, group, warps, step // _TILE_K, _WARPS_OF_AN_SM // warps)
+    return config if warps >= _FEWEST_WARPS else None
+
+
+@functools.cache
+def decode_kernel(config: DecodeConfig, device_index: int) -> Callable[..., None] | None:
+    """Compile and load the kernel; None on a GPU before Hopper, or whose blocks have too little shared memory."""
+    device = torch.cuda.get_device_properties(device_index)
+    if (device.major, device.minor) < _CAPABILITY or config.shared_bytes > device.shared_memory_per_block_optin:
+        return None
+    constants = "".join(f"#define {name} {value}\n" for name, value in asdict(config).items())
+    source = (resources.files("qarl_kernels.ops") / "decode_experts.cu").read_text(encoding="utf-8")
+    with torch.cuda.device(device_index), _without_headers():
+        kernel: Any = torch.cuda._compile_kernel(constants + source, "decode_experts")
+        kernel.set_shared_memory_config(config.shared_bytes)
+    return functools.partial(kernel, block=(config.WARPS * 32, 1, 1), shared_mem=config.shared_bytes)
+
+
+@contextmanager
+def _without_headers() -> Iterator[None]:
+    # The source includes nothing, but torch refuses to compile where no CUDA toolkit is installed.
+    installed = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = installed or ""
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = installed
+
+
+def launch(
+    kernel: Callable[..., None],
+    config: DecodeConfig,
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    top_k: int,
+    weight: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Run the kernel on the tensors of `qarl_kernels.decode_experts`, whose sizes the config has."""
+    sorted_rows, experts, count = rows
+    grid = (config.N // _TILE_N, sorted_rows.shape[0] // ROWS, 1)
+    # The kernel reads no weights where rows are not weighted, but takes a pointer.
+    weights = out if weight is None else weight
+    scalars = [out.shape[0], top_k, int(weight is not None)]
+    kernel(grid=grid, args=[words, scale, x, out, sorted_rows, experts, count, weights, *scalars])
