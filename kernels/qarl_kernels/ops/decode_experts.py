@@ -59,7 +59,7 @@ def decode_config(k: int, n: int, group: int) -> DecodeConfig | None:
 @functools.cache
 def decode_kernel(config: DecodeConfig, device_index: int) -> Callable[..., None] | None:
     """Compile and load the kernel; None on a GPU before Hopper, or whose blocks have too little shared memory."""
-    device = torch.cuda.get_device_properties(device_index)
+    device: Any = torch.cuda.get_device_properties(device_index)
     if (device.major, device.minor) < _CAPABILITY or config.shared_bytes > device.shared_memory_per_block_optin:
         return None
     constants = "".join(f"#define {name} {value}\n" for name, value in asdict(config).items())

@@ -95,7 +95,7 @@ def _num_done(job: SpeedJob, speed: FormatSpeed) -> int:
 def _measure(job: SpeedJob, fmt: QuantFormat, sizes: list[int], speed: FormatSpeed, folder: Path) -> Iterator[int]:
     with tempfile.TemporaryDirectory(prefix="qarl-speed-") as name:
         request = Path(name) / "request.json"
-        request.write_text(json.dumps(_request(job, fmt, sizes, Path(name))), encoding="utf-8")
+        request.write_text(json.dumps(engine_request(job, fmt, sizes, Path(name))), encoding="utf-8")
         for event in _events(request, folder / f"{fmt.name}.log", speed):
             kind, size = event.pop("event"), event.pop("batch_size", None)
             if kind == "started" and (problems := _method_problems(event.pop("methods"), fmt, job)):
@@ -110,7 +110,15 @@ def _measure(job: SpeedJob, fmt: QuantFormat, sizes: list[int], speed: FormatSpe
                 yield size
 
 
-def _request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) -> dict[str, Any]:
+def engine_request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) -> dict[str, Any]:
+    """Return what `vllm_speed` is asked, and write the model's config.json that it names.
+
+    Args:
+        job: a checked measurement.
+        fmt: the format that is served.
+        sizes: batch sizes.
+        folder: an existing folder for config.json.
+    """
     settings = job.settings
     names = (name for name, _ in job.model.architecture.parameters())
     quantization = model_quantization_config(fmt, names, settings.targets)

@@ -41,19 +41,20 @@ _MARLIN_ONE, _MARLIN_EXPONENT = 0xB0, 119
 def main(request_path: str) -> None:
     """Start the engine, time every batch size, print what comes out."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
-    llm, capacity = _start(request)
+    llm, capacity = start_engine(request)
     for batch_size in request["batch_sizes"]:
         needed = batch_size * _context(request)
         if needed > capacity:
             reason = f"does not fit: the KV cache holds {capacity} tokens, the batch needs {needed}"
             _tell("batch", batch_size=batch_size, reason=reason)
             continue
-        _tell("batch", batch_size=batch_size, **_time_batch(llm, _prompts(llm, request, batch_size), request))
+        _tell("batch", batch_size=batch_size, **_time_batch(llm, draw_prompts(llm, request, batch_size), request))
     peak = max(llm.collective_rpc(_peak_bytes))
     _tell("finished", peak_gib=peak / _GIB if peak else None, busiest_expert=_expert_load(llm, request))
 
 
-def _start(request: dict[str, Any]) -> tuple[Any, int]:
+def start_engine(request: dict[str, Any]) -> tuple[Any, int]:
+    """Start an engine with dummy weights, as REQUEST says; return it and how many tokens its KV cache holds."""
     on_cpu = request["device"] == "cpu"
     os.environ.update((_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})) | dict(os.environ) | _ENVIRONMENT)
     vllm = import_vllm(request["device"])
@@ -86,7 +87,8 @@ def _context(request: dict[str, Any]) -> int:
     return request["prompt_tokens"] + request["settle_tokens"] + request["new_tokens"]
 
 
-def _prompts(llm: Any, request: dict[str, Any], count: int) -> list[dict[str, Any]]:
+def draw_prompts(llm: Any, request: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return `count` prompts of random tokens."""
     draw = random.Random(f"{request['seed']} {count}")
     vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     lengths = [request["prompt_tokens"]] * count
@@ -97,9 +99,9 @@ def _time_batch(llm: Any, prompts: list[dict[str, Any]], request: dict[str, Any]
     decode, prefill = [], []
     settle, more = request["settle_tokens"], request["new_tokens"]
     for repeat in range(1 + request["repeats"]):
-        first = _seconds(llm, prompts, 1)
+        first = seconds_to_answer(llm, prompts, 1)
         # Both lengths include prefill, filling the batch and emptying it; their difference is full steps only.
-        steps = _seconds(llm, prompts, settle + more) - _seconds(llm, prompts, settle)
+        steps = seconds_to_answer(llm, prompts, settle + more) - seconds_to_answer(llm, prompts, settle)
         if repeat == 0:
             # The first repeat compiled and tuned kernels.
             continue
@@ -110,7 +112,8 @@ def _time_batch(llm: Any, prompts: list[dict[str, Any]], request: dict[str, Any]
     return {"decode_tokens_s": decode, "prefill_tokens_s": prefill}
 
 
-def _seconds(llm: Any, prompts: list[dict[str, Any]], num_tokens: int) -> float:
+def seconds_to_answer(llm: Any, prompts: list[dict[str, Any]], num_tokens: int) -> float:
+    """Return how long the engine takes for answers of `num_tokens` tokens."""
     from vllm import SamplingParams
 
     # At temperature 1 dummy weights draw tokens evenly; greedily they would repeat one token and so its experts.
@@ -169,7 +172,7 @@ def _require_finite(llm: Any) -> None:
 def _expert_load(llm: Any, request: dict[str, Any]) -> float | None:
     """Return the busiest expert's number of tokens over the mean, for prompts like the measured ones."""
     llm.collective_rpc(_watch_routers)
-    _seconds(llm, _prompts(llm, request, math.ceil(_ROUTED_TOKENS / request["prompt_tokens"])), 1)
+    seconds_to_answer(llm, draw_prompts(llm, request, math.ceil(_ROUTED_TOKENS / request["prompt_tokens"])), 1)
     return llm.collective_rpc(_busiest_expert)[0]
 
 
