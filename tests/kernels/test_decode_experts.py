@@ -57,7 +57,7 @@ def test_weights_come_back_from_marlins_order(k, n, group):
 
 
 def test_the_reference_is_each_rows_product_with_its_expert():
-    case = Case(256, 128, 32)
+    case = Case(256, 128, 32, exact=True)
     weights = dequantize_integer(case.codes, case.scale).float()
     expected = torch.stack([case.x[i // TOP_K].float() @ weights[e].mT for i, e in enumerate(case.index.flatten())])
     assert_bitwise_equal(case.run(), expected.bfloat16())
@@ -73,6 +73,19 @@ def test_rows_of_no_expert_keep_what_was_there():
     elsewhere = case.index.flatten() == 4
     assert bool((found[elsewhere] == 7).all())
     assert_bitwise_equal(found[~elsewhere], case.run()[~elsewhere])
+
+
+def test_tensors_that_do_not_belong_together_are_all_named():
+    case = Case(256, 128, 32)
+    strided = torch.zeros(T * TOP_K, 256, dtype=torch.bfloat16)[:, ::2]
+    with pytest.raises(ValueError, match="decode_experts") as refused:
+        case.run(scale=case.marlin_scale.float()[:, :, :64], weight=case.weight[1:], out=strided)
+    assert str(refused.value).split(": ", 1)[1].split("; ") == [
+        "scale is torch.float32 [5, 8, 64] (legal: torch.bfloat16 [5, 8, 128])",
+        "weight is torch.float32 [32] (legal: torch.float32, 33 in all)",
+        "scale is not contiguous",
+        "out is not contiguous",
+    ]
 
 
 @on_gpu

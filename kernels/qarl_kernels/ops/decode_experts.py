@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
-ROWS = 8
-"""Rows of a block of `SortedRows`, and columns of a tensor-core instruction."""
+from qarl_kernels.decode_experts import BLOCK_ROWS
+
 _TILE_K, _TILE_N = 16, 64
 _MOST_WARPS, _FEWEST_WARPS = 8, 2
 # Registers of a warp's chunks leave an SM room for so many warps.
@@ -35,7 +35,7 @@ class DecodeConfig:
     def shared_bytes(self) -> int:
         """Return the shared memory of a block: each warp's part of the rows, and its sums."""
         row_bytes = self.K // self.WARPS * 2 + 16
-        return self.WARPS * ROWS * (row_bytes + (_TILE_N + 4) * 4)
+        return self.WARPS * BLOCK_ROWS * (row_bytes + (_TILE_N + 4) * 4)
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def launch(
 ) -> None:
     """Run the kernel on the tensors of `qarl_kernels.decode_experts`, whose sizes the config has."""
     sorted_rows, experts, count = rows
-    grid = (config.N // _TILE_N, sorted_rows.shape[0] // ROWS, 1)
+    grid = (config.N // _TILE_N, sorted_rows.shape[0] // BLOCK_ROWS, 1)
     # The kernel reads no weights where rows are not weighted, but takes a pointer.
     weights = out if weight is None else weight
     scalars = [out.shape[0], top_k, int(weight is not None)]
