@@ -1,7 +1,7 @@
 """int4 experts of Qwen3-30B-A3B while an engine decodes: `decode_experts` beside vLLM's Marlin, on the same tensors.
 
 `even` routers spread a batch's tokens over all experts; `few` send them to 41, as random weights do in deep layers. The
-floor is the time in which an H200 copies the bytes of the weights that the batch reaches.
+floor is the time in which the GPU copies the bytes of the weights that the batch reaches.
 """
 
 import argparse
