@@ -46,8 +46,7 @@ def test_pinned_blocks_are_powers_of_two():
     assert [pinned_bytes(size) for size in (1, 2, 2**20, 2**20 + 1, 768 * 2**20)] == [1, 2, 2**20, 2**21, 2**30]
 
 
-# NeMo-RL's own worker always parts with its parameters; ours printed whether they left. Constants were fitted on all
-# of two GPUs, and on `w4a16_a` and `nemo_rl_best_a`.
+# NeMo-RL's own worker always parts with its parameters; ours printed whether they left.
 ON_TWO = [
     ("w4a16_a24", "w4a16"),
     ("w4a16_a24_even", "w4a16"),
@@ -59,6 +58,8 @@ ON_FOUR = [
     *("w4a16_a", "w4a16_second_a", "w4a16_third_a", "w4a16_a_even", "w4a8_a", "fp8_block_a", "bf16_a"),
     *("nemo_rl_best_a", "nemo_rl_best_a_even"),
 ]
+# Which miss the goal, as the page says, and by how much at most.
+MISSED = {"w4a8_a": 0.06}
 
 
 @pytest.mark.parametrize(("arm", "name"), ON_TWO)
@@ -77,26 +78,34 @@ def test_a_host_of_two_gpus_holds_what_is_computed(arm, name, phase):
 def test_a_host_of_four_gpus_holds_what_is_computed(arm, phase):
     row = measured()[f"full_memory_host_gib_{phase}_{arm}"]
     parts = on_four(arm)
-    assert sum(parts.values()) / GIB == pytest.approx(row, rel=MOST)
+    assert sum(parts.values()) / GIB == pytest.approx(row, rel=MISSED.get(arm, MOST))
     # Pinned memory alone is far from it.
     assert (sum(parts.values()) - parts["processes"]) / GIB != pytest.approx(row, rel=MOST)
 
 
-# Runs of two GPUs since ours forget, and how many layers they have.
-FORGETFUL = [("fp8_block_a24", "fp8_block", 24), ("bf16_second_a24", "bf16", 24), ("w4a16_a12_2gpu", "w4a16", 12)]
+# Runs since ours forget, on which the constants were fitted, with their layers and GPUs.
+FORGETFUL = [
+    ("w4a16_a12_1gpu", "w4a16", 12, 1),
+    ("w4a16_a12_2gpu", "w4a16", 12, 2),
+    ("fp8_block_a24", "fp8_block", 24, 2),
+    ("bf16_second_a24", "bf16", 24, 2),
+    ("w4a16_decoding_a", "w4a16", 48, 4),
+    ("w4a16_decoding_a_even", "w4a16", 48, 4),
+]
 
 
-@pytest.mark.parametrize(("arm", "name", "layers"), FORGETFUL)
-@pytest.mark.parametrize("phase", ["rollout", "prev_logprobs", "update", "refit"])
-def test_engines_that_forget_leave_nothing_on_a_host(arm, name, layers, phase):
-    row = measured()[f"full_memory_host_gib_{phase}_{arm}"]
+def forgetful(name: str, layers: int, gpus: int, *, engines_forget: bool = True) -> float:
     model = replace(MODEL, num_layers=layers)
-    forgotten, copied = (
-        sum(on_host(name, model=model, parameters_leave=False, engines_forget=forgets).values()) / GIB
-        for forgets in (True, False)
-    )
-    assert forgotten == pytest.approx(row, rel=MOST)
-    assert copied > 1.2 * row
+    arm = {"model": model, "ranks": gpus, "gpus": gpus, "engines_forget": engines_forget, "parameters_leave": False}
+    return sum(on_host(name, **arm).values()) / GIB
+
+
+@pytest.mark.parametrize(("arm", "name", "layers", "gpus"), FORGETFUL)
+@pytest.mark.parametrize("phase", ["rollout", "prev_logprobs", "update", "refit"])
+def test_engines_that_forget_leave_nothing_on_a_host(arm, name, layers, gpus, phase):
+    row = measured()[f"full_memory_host_gib_{phase}_{arm}"]
+    assert forgetful(name, layers, gpus) == pytest.approx(row, rel=MOST)
+    assert forgetful(name, layers, gpus, engines_forget=False) > 1.2 * row
 
 
 def test_the_page_says_what_is_computed():
@@ -113,6 +122,10 @@ def test_the_page_says_what_is_computed():
         "`nemo_rl_best_a`, `nemo_rl_best_a_even`",
     ):
         assert f"| {arms} | {sum(on_four(arms.split('`')[1]).values()) / GIB:.1f} GiB |" in page
+    lines = page.partition("### The host's memory")[2].splitlines()
+    for arm, name, layers, gpus in FORGETFUL:
+        line = next(line for line in lines if line.startswith("| ") and f"`{arm}`" in line)
+        assert f"| {forgetful(name, layers, gpus):.1f} GiB |" in line
 
 
 @pytest.mark.parametrize("arm", ["bf16_a24", "bf16_a24_even"])

@@ -19,7 +19,12 @@ from qarl_nemo.metrics.results import read_results
 
 # What is computed for its own sake, by the name that readers know; every other phase only moves from one to the next.
 _COMPUTED = {"rollout": "rollouts", "prev_logprobs": "log-probabilities", "update": "update", "refit": "refit, wake"}
-_NAMES = {"nemo_rl_best": "NeMo-RL, BF16", "nemo_rl": "NeMo-RL, BF16, its own recipe", "bf16": "qarl_nemo, BF16"}
+_NAMES = {
+    "nemo_rl_best": "NeMo-RL, BF16",
+    "nemo_rl": "NeMo-RL, BF16, its own recipe",
+    "bf16": "qarl_nemo, BF16",
+    "w4a16_decoding": "qarl_nemo, w4a16, newest",
+}
 
 
 def phase_bars(values: Mapping[str, float], workload: str) -> dict[str, dict[str, float]]:
