@@ -11,6 +11,7 @@ import torch
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.calls import RankCalls
 from qarl_nemo.refit.engine_decode import decode_int4_experts
+from qarl_nemo.refit.engine_decode_linear import decode_int4_linear
 from qarl_nemo.refit.engine_mends import mend_adapter_sums, mend_int8_experts
 from qarl_nemo.refit.forget import wake_with_weights
 from qarl_nemo.refit.manifest import checksums
@@ -21,6 +22,7 @@ if "vllm" in sys.modules:
     mend_int8_experts()
     mend_adapter_sums()
     decode_int4_experts()
+    decode_int4_linear()
 
 
 @answering

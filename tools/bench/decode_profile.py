@@ -25,7 +25,7 @@ _GROUPS = {
     "routing": re.compile(r"topkGating|moe_align|sort_expert|moe_sum|permute"),
     "attention": re.compile(r"flash(?!_kernel)|Flash"),
     "norms": re.compile(r"rms_norm|rotary|reshape_and_cache"),
-    "linear": re.compile(r"marlin::|machete|nvjet|gemm|splitK|quant"),
+    "linear": re.compile(r"decode_linear|marlin::|machete|nvjet|gemm|splitK|quant"),
 }
 _SETTLE, _STEPS = 16, 256
 

@@ -1,23 +1,18 @@
 """Launches `decode_experts.cu`, compiled for a problem's sizes when they are first met."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from importlib import resources
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.utils import cpp_extension
 
 from qarl_kernels.decode_experts import BLOCK_ROWS
+from qarl_kernels.ops.cuda_source import compile_source
 
 _TILE_K, _TILE_N = 16, 64
 _MOST_WARPS, _FEWEST_WARPS = 8, 2
 # Registers of a warp's chunks leave an SM room for so many warps.
 _WARPS_OF_AN_SM = 24
-_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +54,10 @@ def decode_config(k: int, n: int, group: int) -> DecodeConfig | None:
 @functools.cache
 def decode_kernel(config: DecodeConfig, device_index: int) -> Callable[..., None] | None:
     """Compile and load the kernel; None on a GPU before Hopper, or whose blocks have too little shared memory."""
-    device: Any = torch.cuda.get_device_properties(device_index)
-    if (device.major, device.minor) < _CAPABILITY or config.shared_bytes > device.shared_memory_per_block_optin:
+    kernel = compile_source("decode_experts", config, config.shared_bytes, device_index)
+    if kernel is None:
         return None
-    constants = "".join(f"#define {name} {value}\n" for name, value in asdict(config).items())
-    source = (resources.files("qarl_kernels.ops") / "decode_experts.cu").read_text(encoding="utf-8")
-    with torch.cuda.device(device_index), _without_headers():
-        kernel: Any = torch.cuda._compile_kernel(constants + source, "decode_experts")
-        kernel.set_shared_memory_config(config.shared_bytes)
     return functools.partial(kernel, block=(config.WARPS * 32, 1, 1), shared_mem=config.shared_bytes)
-
-
-@contextmanager
-def _without_headers() -> Iterator[None]:
-    # The source includes nothing, but torch refuses to compile where no CUDA toolkit is installed.
-    installed = cpp_extension.CUDA_HOME
-    cpp_extension.CUDA_HOME = installed or ""
-    try:
-        yield
-    finally:
-        cpp_extension.CUDA_HOME = installed
 
 
 def launch(
