@@ -81,7 +81,7 @@ def _refit_caption(model: ModelSize, learner: Learner, engine: EngineRanks, unit
     return (
         "refit, layerwise: a GPU's peak while its engine gets all weights at once, or one layer at a time; fits needs "
         f"room for the second. host: a GPU's share of the memory of a host of {_HOST_GPUS}: processes "
-        f"({parts['processes'] / unit.size:g}, fitted), and parameters and state, which leave while the engine runs."
+        f"({unit.text(parts['processes'])}, fitted), and parameters and state, which leave while the engine runs."
     )
 
 
