@@ -8,6 +8,7 @@ A batch of 32 that chooses 8 of 128 experts brings each two rows: reading weight
 them at 50 to 60 % of an H200's bandwidth.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -106,6 +107,22 @@ def decode_experts(
     return out
 
 
+def mismatches(legal: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> list[str]:
+    """List tensors that differ from what they should be.
+
+    Args:
+        legal: argument -> tensor, and its legal dtype and shape.
+
+    Returns:
+        One message each.
+    """
+    return [
+        f"{name} is {one.dtype} {list(one.shape)} (legal: {dtype} {list(shape)})"
+        for name, (one, dtype, shape) in legal.items()
+        if one.dtype != dtype or tuple(one.shape) != shape
+    ]
+
+
 def _problems(
     x: Tensor, words: Tensor, scale: Tensor, rows: SortedRows, top_k: int, weight: Tensor | None, out: Tensor
 ) -> list[str]:
@@ -120,11 +137,7 @@ def _problems(
     legal |= {
         f"rows.{name}": (one, torch.int32, tuple(one.shape)) for name, one in zip(rows._fields, rows, strict=True)
     }
-    problems = [
-        f"{name} is {one.dtype} {list(one.shape)} (legal: {dtype} {list(shape)})"
-        for name, (one, dtype, shape) in legal.items()
-        if one.dtype != dtype or tuple(one.shape) != shape
-    ]
+    problems = mismatches(legal)
     if weight is not None and (weight.dtype != torch.float32 or weight.numel() != num_rows):
         problems.append(f"weight is {weight.dtype} {list(weight.shape)} (legal: torch.float32, {num_rows} in all)")
     tensors = {name: one for name, (one, _, _) in legal.items()} | ({} if weight is None else {"weight": weight})

@@ -3,14 +3,14 @@
 y[m] = bf16(sum_k x[m, k] * bf16(code[n, k] * scale[n, k // g])): Marlin's products and roundings. The FP32 sum is added
 in an order of its own, which does not depend on the other rows but on how many there are (up to 8, 16 or 32).
 
-The weights of an attention projection of Qwen3-30B-A3B could be read in 1 us, and Marlin takes 9 to 11: what counts is
-how soon all reads are under way.
+The weights of an attention projection of Qwen3-30B-A3B could be read in 1 us, where Marlin takes 9 to 11. So what
+counts is how soon all reads are under way.
 """
 
 import torch
 from torch import Tensor
 
-from qarl_kernels.decode_experts import unpack_marlin
+from qarl_kernels.decode_experts import mismatches, unpack_marlin
 from qarl_kernels.integer import dequantize_integer
 
 ROW_COUNTS = (8, 16, 32)
@@ -49,8 +49,8 @@ def decode_linear(x: Tensor, words: Tensor, scale: Tensor, out: Tensor | None = 
     if kernel is None:
         raise ValueError(
             f"decode_linear: K={k}, N={n} in {scale.shape[0]} groups on {torch.cuda.get_device_name(x.device)} "
-            "(legal: Hopper or later, N a multiple of 128, groups of 32, 64 or 128, and 2 to 32 warps that share K in "
-            "slices of 64 to 512, which are whole groups or divide one)"
+            "(legal: Hopper or later, N a multiple of 64, and of 128 with more than 16 rows, groups of 32, 64 or 128, "
+            "and 2 to 32 warps that share K in slices of 64 to 512, which are whole groups or divide one)"
         )
     launch(kernel, x, words, scale, out)
     return out
@@ -64,11 +64,7 @@ def _problems(x: Tensor, words: Tensor, scale: Tensor, out: Tensor) -> list[str]
         "scale": (scale, torch.bfloat16, (scale.shape[0], twice_n // 2)),
         "out": (out, torch.bfloat16, (x.shape[0], twice_n // 2)),
     }
-    problems = [
-        f"{name} is {one.dtype} {list(one.shape)} (legal: {dtype} {list(shape)})"
-        for name, (one, dtype, shape) in legal.items()
-        if one.dtype != dtype or tuple(one.shape) != shape
-    ]
+    problems = mismatches(legal)
     if not 1 <= x.shape[0] <= ROW_COUNTS[-1]:
         problems.append(f"x has {x.shape[0]} rows (legal: 1 to {ROW_COUNTS[-1]})")
     problems += [f"{name} is not contiguous" for name, (one, _, _) in legal.items() if not one.is_contiguous()]

@@ -2,8 +2,8 @@
 
 Marlin stays for everything else: prompts and batches above 32 rows, other formats, layers with biases, GPUs and sizes
 that the kernel does not take. Layers on Machete hold their weights in another order, and stay there. The arithmetic is
-Marlin's up to the order of FP32 sums, so that the learner follows either. No whole engine has run so yet: it has to be
-asked for.
+Marlin's up to the order of FP32 sums, so that the learner follows either. No whole engine has run with it
+yet, so it has to be asked for.
 """
 
 import functools
@@ -21,7 +21,7 @@ SWITCH = "QARL_DECODE_LINEAR"
 
 @functools.cache
 def decode_int4_linear() -> None:
-    """Make dense int4 layers in this process decode by the kernel if `SWITCH` asks; once."""
+    """Make this process's dense int4 layers decode by the kernel if `SWITCH` asks; calling it again changes nothing."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda() or os.environ.get(SWITCH) != "1":

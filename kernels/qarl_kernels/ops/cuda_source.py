@@ -21,7 +21,7 @@ def compile_source(
     """Compile and load a kernel for one GPU.
 
     Args:
-        name: the kernel's, which its file has before `.cu`.
+        name: what the kernel and, before `.cu`, its file are called.
         constants: a dataclass; its fields become macros of their names.
         shared_bytes: a block's dynamic shared memory.
         device_index: the GPU's.

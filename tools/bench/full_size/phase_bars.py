@@ -23,7 +23,7 @@ _NAMES = {
     "nemo_rl_best": "NeMo-RL, BF16",
     "nemo_rl": "NeMo-RL, BF16, its own recipe",
     "bf16": "qarl_nemo, BF16",
-    "w4a16_decoding": "qarl_nemo, w4a16, newest",
+    "w4a16_decoding": "qarl_nemo, w4a16, decode kernel",
 }
 
 
