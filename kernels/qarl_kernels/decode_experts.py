@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels.integer import dequantize_integer
-
-BLOCK_ROWS = 8
-"""Rows of a block, the columns of a tensor-core instruction."""
+from qarl_kernels.ops.decode_experts import BLOCK_ROWS, decode_config, decode_kernel, launch
 
 
 class SortedRows(NamedTuple):
@@ -92,8 +90,6 @@ def decode_experts(
     if x.device.type == "cpu":
         _reference(x, words, scale, rows, top_k, weight, out)
         return out
-    from qarl_kernels.ops.decode_experts import decode_config, decode_kernel, launch
-
     k, n = 16 * words.shape[1], words.shape[2] // 2
     config = decode_config(k, n, k // max(scale.shape[1], 1))
     kernel = None if config is None else decode_kernel(config, x.device.index)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qarl_kernels.decode_experts import mismatches, unpack_marlin
 from qarl_kernels.integer import dequantize_integer
+from qarl_kernels.ops.decode_linear import launch, linear_config, linear_kernel
 
 ROW_COUNTS = (8, 16, 32)
 """Rows that the kernel is compiled for; a batch takes the next larger one."""
@@ -40,8 +41,6 @@ def decode_linear(x: Tensor, words: Tensor, scale: Tensor, out: Tensor | None = 
     if x.device.type == "cpu":
         weight = dequantize_integer(*unpack_marlin(words.unsqueeze(0), scale.unsqueeze(0)))[0]
         return out.copy_(x.float() @ weight.float().mT)
-    from qarl_kernels.ops.decode_linear import launch, linear_config, linear_kernel
-
     k, n = x.shape[1], out.shape[1]
     rows = next(count for count in ROW_COUNTS if x.shape[0] <= count)
     config = linear_config(k, n, k // max(scale.shape[0], 1), rows)

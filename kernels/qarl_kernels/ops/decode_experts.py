@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qarl_kernels.decode_experts import BLOCK_ROWS
 from qarl_kernels.ops.cuda_source import compile_source
+
+BLOCK_ROWS = 8
+"""Rows of a block, the columns of a tensor-core instruction."""
 
 _TILE_K, _TILE_N = 16, 64
 _MOST_WARPS, _FEWEST_WARPS = 8, 2
