@@ -8,6 +8,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -57,17 +58,27 @@ def test_jobs_run_on_gpus_with_room_and_failures_are_told(started):
     assert {(out / f"{name}.txt").read_text() for name in "ab"} == {"on 0\n", "on 1\n"}
 
 
-def test_a_job_leaves_nothing_on_its_gpus(started, tmp_path):
-    # Neither one that ended before its workers did, nor one that was stopped and whose workers do not answer.
-    ends, stays = (f"sleep 600 & echo $! > {tmp_path}/{name}" for name in ("ends", "stays"))
-    _, states, _ = started(
-        {"name": "ends", "run": ends}, {"name": "stays", "run": f"trap '' TERM; {stays}; exec sleep 600"}, limit_s="3"
-    )
+@pytest.mark.parametrize("far", ["", "setsid ", "setsid setsid "])
+def test_a_job_leaves_nothing_on_its_gpus(started, tmp_path, far):
+    # Neither one that ended before its workers did, nor one that was stopped and whose workers do not answer; and none
+    # that went to a session of its own, as Ray's daemons do.
+    worker = f"""{far}bash -c "trap '' TERM; echo \\$\\$ > {tmp_path}/%s; exec sleep 600" &"""
+    ends, stays = (f"{worker % name} until [ -s {tmp_path}/{name} ]; do sleep 0.1; done" for name in ("ends", "stays"))
+    _, states, _ = started({"name": "ends", "run": ends}, {"name": "stays", "run": f"{stays}; sleep 600"}, limit_s="4")
     assert states == {"ends": "passed", "stays": "cut"}
     for name in states:
-        status = Path(f"/proc/{(tmp_path / name).read_text().strip()}/stat")
-        # What nobody waits for may be a zombie for a while.
-        assert not status.exists() or status.read_text().split(")")[1].split()[0] == "Z"
+        assert not psutil.pid_exists(int((tmp_path / name).read_text()))
+
+
+def test_jobs_that_are_late_are_all_told_before_one_is_waited_for(started, tmp_path):
+    def job(own, other):
+        told = f"touch {tmp_path}/{own}; until [ -e {tmp_path}/{other} ]; do sleep 0.1; done; echo both; exit 1"
+        return {"name": own, "run": f"trap '{told}' TERM; while true; do sleep 0.1; done"}
+
+    _, states, out = started(job("a", "b"), job("b", "a"), limit_s="2")
+    assert states == {"a": "cut", "b": "cut"}
+    for name in states:
+        assert (out / f"{name}.txt").read_text().endswith("both\n")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@
     python tools/on_gpu/run.py tools/on_gpu/waiting.yaml --select "^full_" --limit-s 1500 --out runs/on_gpu
 
 A job starts as soon as its GPUs and the host have the memory that it needs. None starts that would not end within the
-limit by its own estimate, and what still runs then is stopped. OUT gets a log a job, and `jobs.json` whenever a job
-ends.
+limit by its own estimate, and what still runs then is stopped. A job ends with all that it started (`supervise.py`).
+OUT gets a log a job, and `jobs.json` whenever a job ends.
 """
 
 import argparse
@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from jobs import Job, read_jobs, unset_variables
 from schedule import Gpu, next_job
+from supervise import GRACE_S
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError, make_folder, write_atomic
@@ -29,8 +29,7 @@ from qarl_nemo.nemo_rl.layout_memory import first_host_gib
 from qarl_nemo.train.gpu_pool import SHARE
 
 _ROOT = Path(__file__).parents[2]
-# Of a stopped job, between the signal it can answer and the one it cannot.
-_GRACE_S = 10
+_SUPERVISE = Path(__file__).with_name("supervise.py")
 
 
 @dataclass
@@ -71,8 +70,7 @@ class Host:
                     self._start(*found)
                 time.sleep(0.2)
         finally:
-            for running in self._running:
-                self._stop(running)
+            _stop(self._running)
         return all(row["state"] == "passed" for row in self._ended)
 
     def _next(self, waiting: list[Job]) -> tuple[Job, list[Gpu]] | None:
@@ -89,23 +87,23 @@ class Host:
             own["CUDA_MPS_PIPE_DIRECTORY"] = str(self._out / "no_mps")
         with (self._out / f"{job.name}.txt").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
-                ["bash", "-c", job.run],
+                [sys.executable, str(_SUPERVISE), job.run],
                 cwd=_ROOT,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"} | own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # So that a terminal's interrupt reaches this program alone, which stops its jobs one way.
                 start_new_session=True,
             )
         self._running.append(_Running(job, gpus, process, time.monotonic()))
 
     def _reap(self, waiting: list[Job]) -> None:
         late = time.monotonic() > self._end
-        for running in list(self._running):
-            code = running.process.poll()
-            if code is None and not late:
-                continue
-            self._stop(running)
+        codes = [(running, running.process.poll()) for running in self._running]
+        ended = [(running, code) for running, code in codes if late or code is not None]
+        _stop([running for running, _ in ended])
+        for running, code in ended:
             self._running.remove(running)
             for gpu in running.gpus:
                 gpu.jobs.remove(running.job)
@@ -117,17 +115,6 @@ class Host:
         for job in [job for job in waiting if job.seconds > left]:
             waiting.remove(job)
             self._note(job, "no time", 0.0, waiting)
-
-    def _stop(self, running: _Running) -> None:
-        """End a job, and what it left behind, which would keep its GPUs."""
-        # Nobody may be left.
-        with suppress(ProcessLookupError):
-            if running.process.poll() is None:
-                os.killpg(running.process.pid, signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    running.process.wait(_GRACE_S)
-            os.killpg(running.process.pid, signal.SIGKILL)
-        running.process.wait()
 
     def _note(self, job: Job, state: str, seconds: float, waiting: list[Job]) -> None:
         now = time.monotonic()
@@ -141,6 +128,17 @@ class Host:
             f"{len(waiting) + len(self._running)} left, {left / len(self._gpus):.0f} s at most",
             flush=True,
         )
+
+
+def _stop(jobs: list[_Running]) -> None:
+    for one in jobs:
+        one.process.terminate()
+    for one in jobs:
+        try:
+            one.process.wait(2 * GRACE_S)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            one.process.wait()
 
 
 def find_gpus() -> list[Gpu]:
