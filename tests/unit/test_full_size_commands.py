@@ -1,10 +1,12 @@
 """The commands of whole steps: what the page and the waiting list run fits, and what cannot is refused at once."""
 
+import importlib.util
 import itertools
 import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +24,7 @@ from support.full_size import composed
 from support.nemo_rl.recipes import own_settings
 
 ROOT = Path(__file__).parents[2]
+ON_GPU = ROOT / "tools" / "on_gpu"
 PAGE, RUN = ROOT / "docs" / "evidence" / "full_size.md", "tools/bench/full_size/run.py"
 
 
@@ -30,17 +33,14 @@ def harness(tools):
     tools("bench/full_size")
 
 
-def jobs() -> list[tuple[dict, list[str]]]:
-    """The jobs of whole steps that wait for GPUs, each with one of its commands."""
-    found = []
-    for job in yaml.safe_load((ROOT / "tools" / "on_gpu" / "waiting.yaml").read_text())["jobs"]:
-        for values in itertools.product(*job.get("each", {}).values()):
-            run = job["run"]
-            for key, value in zip(job.get("each", {}), values, strict=True):
-                run = run.replace(f"{{{key}}}", str(value))
-            if shlex.split(run)[1] == RUN:
-                found.append((job, shlex.split(run)))
-    return found
+def jobs() -> list[tuple[Any, list[str]]]:
+    """The jobs of whole steps that wait for GPUs, and their commands' words."""
+    # Tests are collected before a fixture could let them import it.
+    spec = importlib.util.spec_from_file_location("gpu_jobs", ON_GPU / "jobs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    listed = module.read_jobs(ON_GPU / "waiting" / "whole_steps.yaml")
+    return [(job, shlex.split(job.run)) for job in listed if shlex.split(job.run)[1] == RUN]
 
 
 def waiting() -> list[list[str]]:
@@ -118,7 +118,7 @@ def test_a_job_asks_for_the_memory_that_its_run_takes(tmp_path):
     named_host: dict[str, tuple[float, float]] = {}
     for job, words in jobs():
         cap = options(words, "cap-gib")
-        assert job["memory_gib"] <= float((cap or ["141"])[0]), job["name"]
+        assert job.memory_gib <= float((cap or ["141"])[0]), job.name
         workload, (arm,), (place,) = named(words)
         # As on a larger GPU, where a cap says that the optimizer leaves.
         changes = ["qarl.resident=false"] if cap else []
@@ -129,8 +129,10 @@ def test_a_job_asks_for_the_memory_that_its_run_takes(tmp_path):
         ours = not arm.startswith("nemo_rl")
         needed = needed_memory(values, qarl, optimizer_stays=qarl.resident, engines_forget=ours)
         assert needed is not None
-        said, most = job.get("host_gib", 300), named_host.get(job["name"], (0, 0))[1]
-        named_host[job["name"]] = said, max(most, sum(needed.host.values()) / GIB)
+        # One number stands for all that a job expands to.
+        name = job.name.split(".")[0]
+        said, most = job.host_gib or 300, named_host.get(name, (0, 0))[1]
+        named_host[name] = said, max(most, sum(needed.host.values()) / GIB)
     assert {name: pair for name, pair in named_host.items() if pair[1] > pair[0] + 1} == {}
     shipped = {name: pair for name, pair in named_host.items() if name.startswith(("two_", "eight_"))}
     assert len(shipped) > 8

@@ -18,7 +18,7 @@ from qarl_nemo.train.config import LocalConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tools" / "on_gpu"
-LISTS = ("tests.yaml", "waiting.yaml")
+LISTS = ("tests.yaml", *(f"waiting/{name}.yaml" for name in ("whole_steps", "engines", "real_model")))
 
 
 @pytest.fixture
@@ -118,6 +118,14 @@ def test_a_job_stands_for_one_with_each_choice(started):
     assert (out / "a.qarl_w4a16_gspo.2.txt").read_text() == "QaRL w4a16, GSPO 2 0.6\n"
 
 
+def test_commands_share_texts(on_gpu, tmp_path):
+    jobs, _, _ = on_gpu
+    job = {"name": "a", "why": "w", "run": "echo {both} {arm}", "memory_gib": 1, "seconds": 1, "each": {"arm": ["x"]}}
+    path = tmp_path / "texts.yaml"
+    path.write_text(yaml.safe_dump({"texts": {"one": "1", "both": "{one} 2"}, "jobs": [job]}, sort_keys=False))
+    assert [found.run for found in jobs.read_jobs(path)] == ["echo 1 2 x"]
+
+
 def test_a_job_that_is_alone_is_no_client_of_the_others_service(started):
     show = "echo ${QARL_GPU_SHARE} $(printenv CUDA_MPS_PIPE_DIRECTORY)"
     code, _, out = started({"name": "a", "run": show, "alone": True})
@@ -191,7 +199,7 @@ def test_a_job_that_wants_the_host_shares_it_with_nobody(on_gpu):
 
 def test_whole_steps_have_the_host_whose_memory_and_files_they_write(on_gpu):
     jobs, _, _ = on_gpu
-    steps = [job for job in jobs.read_jobs(FOLDER / "waiting.yaml") if "full_size/run.py" in job.run]
+    steps = [job for name in LISTS for job in jobs.read_jobs(FOLDER / name) if "full_size/run.py" in job.run]
     assert len(steps) > 10
     assert {job.alone for job in steps} == {"host"}
 
@@ -208,6 +216,9 @@ def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
         jobs.read_jobs(path)
     path.write_text(yaml.safe_dump({"jobs": [job | {"each": {"arm": ["x"], "seed": [1]}}]}))
     with pytest.raises(ValueError, match=r"run has no \{arm\}, \{seed\} for what `each` lists"):
+        jobs.read_jobs(path)
+    path.write_text(yaml.safe_dump({"texts": {"given": "$HOME"}, "jobs": [job | {"run": "ls {given} {seed}/${A}"}]}))
+    with pytest.raises(ValueError, match=r"nothing says what \{seed\} \(a\) stands for: add it to `texts`"):
         jobs.read_jobs(path)
     path.write_text(yaml.safe_dump({"jobs": [job]}))
     with pytest.raises(ValueError, match="no job's name matches 'b'; there are a"):
@@ -228,7 +239,7 @@ def test_every_command_of_a_list_names_files_that_exist(name, on_gpu):
 
 def test_every_comparison_of_a_list_names_arms_and_settings_that_exist(on_gpu):
     jobs, _, _ = on_gpu
-    words = [shlex.split(job.run) for job in jobs.read_jobs(FOLDER / "waiting.yaml") if "qarl train" in job.run]
+    words = [shlex.split(job.run) for name in LISTS for job in jobs.read_jobs(FOLDER / name) if "qarl train" in job.run]
     assert len(words) > 30
     for _, _, config, *rest in words:
         arms = [value for option, value in pairwise(rest) if option == "--arm"]

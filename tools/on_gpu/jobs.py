@@ -13,6 +13,7 @@ from qarl_nemo.config import ConfigError, read_yaml, validate
 from qarl_nemo.config.strict import StrictModel
 from qarl_nemo.train.gpu_pool import SHARE
 
+_PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]*)")
 
 
@@ -53,7 +54,16 @@ class Job(StrictModel):
 class JobList(StrictModel):
     """Jobs, the most wanted first."""
 
+    texts: dict[str, str] = Field({}, description="what commands share as {key}; a later one may hold earlier ones")
     jobs: tuple[Job, ...] = Field(min_length=1)
+
+    def expand(self) -> Iterator[Job]:
+        """Yield each job with its command written out."""
+        for job in self.jobs:
+            run = job.run
+            for key, text in reversed(self.texts.items()):
+                run = run.replace(f"{{{key}}}", text)
+            yield from job.model_copy(update={"run": run}).expand()
 
 
 def read_jobs(path: Path, select: str = "") -> list[Job]:
@@ -63,13 +73,17 @@ def read_jobs(path: Path, select: str = "") -> list[Job]:
         Them, in the file's order.
 
     Raises:
-        ConfigError: it is no such list, a name stands twice, the pattern is none, or nothing matches.
+        ConfigError: it is no such list, a name stands twice, a command names a text that is none, the pattern is none,
+            or nothing matches.
     """
-    jobs = [job for entry in validate(read_yaml(path), JobList, source=str(path)).jobs for job in entry.expand()]
+    jobs = list(validate(read_yaml(path), JobList, source=str(path)).expand())
     names = [job.name for job in jobs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"{path}: two jobs are called {', '.join(twice)}; each needs a name of its own")
+    if left_open := {place: job.name for job in jobs for place in _PLACE.findall(job.run)}:
+        found = ", ".join(f"{{{place}}} ({name})" for place, name in left_open.items())
+        raise ConfigError(f"{path}: nothing says what {found} stands for: add it to `texts`, or to the job's `each`")
     if lost := sorted({job.after for job in jobs if job.after} - set(names)):
         raise ConfigError(f"{path}: no job is called {', '.join(lost)}, after which others come")
     try:

@@ -1,7 +1,7 @@
 """Run a list of tests and measurements on this host's GPUs, several side by side, the most wanted first.
 
     python tools/on_gpu/run.py tools/on_gpu/tests.yaml
-    python tools/on_gpu/run.py tools/on_gpu/waiting.yaml --select "^full_" --limit-s 1500 --out runs/on_gpu
+    python tools/on_gpu/run.py tools/on_gpu/waiting/whole_steps.yaml --select "^full_" --limit-s 1500 --out runs/on_gpu
 
 A job starts as soon as its GPUs and the host have the memory that it needs. None starts that would not end within the
 limit by its own estimate, and what still runs then is stopped. A job ends with all that it started (`supervise.py`).
