@@ -43,6 +43,7 @@ def main(command: str) -> int:
         code = process.wait()
         return code if code >= 0 else 128 - code
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -51,7 +52,7 @@ def main(command: str) -> int:
 
 
 def _exit(*_: object) -> None:
-    # A second signal must not interrupt what the first one began.
+    # A second signal must not interrupt what the first one begins.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
