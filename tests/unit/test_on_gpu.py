@@ -61,7 +61,7 @@ def test_jobs_run_on_gpus_with_room_and_failures_are_told(started):
 @pytest.mark.parametrize("far", ["", "setsid ", "setsid setsid "])
 def test_a_job_leaves_nothing_on_its_gpus(started, tmp_path, far):
     # Neither one that ended before its workers did, nor one that was stopped and whose workers do not answer; and none
-    # that went to a session of its own, as Ray's daemons do.
+    # that went to a session of its own, as engines of tests do.
     worker = f"""{far}bash -c "trap '' TERM; echo \\$\\$ > {tmp_path}/%s; exec sleep 600" &"""
     ends, stays = (f"{worker % name} until [ -s {tmp_path}/{name} ]; do sleep 0.1; done" for name in ("ends", "stays"))
     _, states, _ = started({"name": "ends", "run": ends}, {"name": "stays", "run": f"{stays}; sleep 600"}, limit_s="4")

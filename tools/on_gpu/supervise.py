@@ -2,9 +2,9 @@
 
     python tools/on_gpu/supervise.py "python tools/bench/real_size.py ..."
 
-Ray's daemons and vLLM's engines have sessions of their own: no signal to the command's session reaches them, they
-outlive a command that is stopped, and keep its GPUs. Here Linux hands every process whose parent has ended to this one
-(a "subreaper"), so that all of them stay its descendants and can be found.
+Tests give the engines and Ray clusters that they start sessions of their own. No signal to the command's session
+reaches those: they would outlive a test that is stopped, and keep its GPUs. Here Linux hands every process whose parent
+has ended to this one (a "subreaper"), so that all of them stay its descendants and can be found.
 """
 
 import ctypes
