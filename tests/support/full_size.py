@@ -48,9 +48,18 @@ def composed(workload, arm, placement, gib, changes, folder):
 
 
 def write_run(
-    folder, *, ends, arm="w4a16", workload="a24", placement="colocated", allocated=None, work=None, refit=None
+    folder,
+    *,
+    ends,
+    arm="w4a16",
+    workload="a24",
+    placement="colocated",
+    allocated=None,
+    work=None,
+    refit=None,
+    seconds=(),
 ):
-    """Steps of 22 s that end at these times; the GPU holds as many GiB as the second of the step."""
+    """Steps, of 22 s if nothing else is said, that end at these times; the GPU holds as many GiB as a step's second."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"arm": arm, "workload": workload, "placement": placement, "command": "run"}
     facts |= {} if work is None else {"work": work}
@@ -59,13 +68,14 @@ def write_run(
     writer = SummaryWriter(log_dir=str(start / "tensorboard"))
     for step, end in enumerate(ends, start=1):
         writer.add_scalar("train/loss", 0.0, step, walltime=end)
-        writer.add_scalar("timing/train/total_step_time", 22.0, step, walltime=end)
-        for phase, seconds in SECONDS.items():
-            writer.add_scalar(f"timing/train/{phase}", seconds, step, walltime=end)
+        total = seconds[step - 1] if seconds else 22.0
+        writer.add_scalar("timing/train/total_step_time", total, step, walltime=end)
+        for phase, took in SECONDS.items():
+            writer.add_scalar(f"timing/train/{phase}", took, step, walltime=end)
         writer.add_scalar("train/mean_gen_tokens_per_sample", 100.0, step, walltime=end)
         writer.add_scalar("train/qarl/memory/update_reserved_gib", 90.0 + step, step, walltime=end)
-        for part, seconds in (refit or {}).items():
-            writer.add_scalar(f"refit/{part}_s", seconds, step, walltime=end)
+        for part, took in (refit or {}).items():
+            writer.add_scalar(f"refit/{part}_s", took, step, walltime=end)
         if allocated is not None:
             writer.add_scalar("train/qarl/memory/update_allocated_gib", allocated, step, walltime=end)
     writer.close()

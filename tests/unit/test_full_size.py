@@ -91,7 +91,7 @@ def test_memory_is_held_against_what_is_computed(tmp_path):
     assert left["full_memory_host_computed_gib"][0] == pytest.approx(20.64 + 2 * (16 + 4), abs=0.01)
 
 
-def test_arms_are_compared_by_their_median_step(tmp_path):
+def test_arms_are_compared_by_their_median_and_their_fastest_step(tmp_path):
     import phase_bars
     import phase_memory
     import record
@@ -101,12 +101,22 @@ def test_arms_are_compared_by_their_median_step(tmp_path):
         return record.Timed.read(tmp_path / name)
 
     one = timed("one", (100.0, 122.0, 144.0))
-    others = [timed(arm, (100.0, 122.0, 144.0), arm=arm) for arm in ("nemo_rl", "bf16", "nemo_rl_best")]
+    slowing = {"ends": (100.0, 144.0, 188.0), "seconds": (22.0, 44.0, 66.0)}
+    others = [
+        timed("nemo_rl", (100.0, 122.0, 144.0), arm="nemo_rl"),
+        timed("bf16", **slowing, arm="bf16"),
+        timed("nemo_rl_best", (100.0, 122.0, 144.0), arm="nemo_rl_best"),
+    ]
     assert record.ratios(one, others, skip=[1]) == {
         "full_step_ratio": (1.0, "", "<="),
-        "full_step_over_own_bf16": (1.0, "", "<="),
+        "full_step_ratio_fastest": (1.0, "", "<="),
+        "full_step_over_own_bf16": (pytest.approx(22 / 55), "", "<="),
+        "full_step_over_own_bf16_fastest": (pytest.approx(0.5), "", "<="),
         "full_step_over_nemo_rl_best": (1.0, "", "<="),
+        "full_step_over_nemo_rl_best_fastest": (1.0, "", "<="),
     }
+    assert record.figures(others[1], [1])["full_step_spread"] == (pytest.approx(22 / 55), "", "<=")
+    assert record.figures(others[1], [1])["full_step_fastest_s"] == (44.0, "s", "<=")
     # The first row of memory.csv is written a second after the command, 22 s before the first step's end.
     assert phase_memory.start_seconds(tmp_path / "one", one.run) == pytest.approx(1.0)
     figures = record.figures(one, [1])

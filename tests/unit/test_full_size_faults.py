@@ -186,6 +186,13 @@ def test_an_arm_is_not_compared_with_itself(record, tmp_path):
     assert "as much work a GPU" in record(one, "--scaling-from", two)
 
 
+def test_steps_that_differ_are_said(record, tmp_path, capsys):
+    assert record(ran(tmp_path / "steady")) == ""
+    assert "hint" not in capsys.readouterr().out
+    assert record(ran(tmp_path / "slowing", seconds=(22.0, 22.0, 30.0))) == ""
+    assert "hint: steps took 22.0, 30.0 s" in capsys.readouterr().out
+
+
 def test_the_first_step_never_counts(record, tmp_path):
     assert record(ran(tmp_path / "arm"), "--skip", "3") == ""
     assert "--skip leaves none to count" in record(tmp_path / "arm", "--skip", "2,3")

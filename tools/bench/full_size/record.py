@@ -55,6 +55,9 @@ GOALS_OF = {
     "w4a16": {"full_step_ratio": 0.40, "full_step_over_nemo_rl_best": 0.67, "full_step_over_own_bf16": 0.67},
     "fp8_block": {"full_step_over_nemo_rl_best": 0.70, "full_step_over_own_bf16": 0.70},
 }
+_STEP = "timing/step_s"
+# A spread of steps beyond which a ratio of medians may be the host's doing; steady hosts were within 0.04.
+_UNSTEADY = 0.1
 # What a ratio's row is called, by the other arm; any other is `full_step_over_<arm>`.
 _RATIOS = {"nemo_rl": "full_step_ratio", "bf16": "full_step_over_own_bf16"}
 
@@ -99,9 +102,22 @@ class Timed:
             raise ValueError(f"{self.folder}: it has steps {steps}, and --skip leaves none to count")
         return counted
 
+    def column(self, key: str, skip: Sequence[int]) -> np.ndarray:
+        """Return a column of the steps that count; NaN without the column."""
+        return self.run.column(key)[np.isin(self.run.steps, self.steps(skip))]
+
     def median(self, key: str, skip: Sequence[int]) -> float:
         """Return a column's median over the steps that count; NaN without the column."""
-        return float(np.median(self.run.column(key)[np.isin(self.run.steps, self.steps(skip))]))
+        return float(np.median(self.column(key, skip)))
+
+    def fastest(self, skip: Sequence[int]) -> float:
+        """Return the seconds of the fastest step that counts."""
+        return float(self.column(_STEP, skip).min())
+
+    def spread(self, skip: Sequence[int]) -> float:
+        """Return the slowest step that counts minus the fastest, as a part of their median."""
+        seconds = self.column(_STEP, skip)
+        return float(np.ptp(seconds) / np.median(seconds))
 
 
 def _workload(file: Path, said: dict[str, Any]) -> Workload:
@@ -130,13 +146,15 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
         timed: the arm.
         skip: steps that do not count: the first compiles, and a profiled one is slow.
     """
-    step = timed.median("timing/step_s", skip)
+    step = timed.median(_STEP, skip)
     phases = {name: timed.median(f"timing/{name}_s", skip) for name in PHASES}
     tokens = timed.work.answers * (timed.work.prompt_tokens + timed.median("response_length_tokens/mean", skip))
     learned = tokens / timed.placement.learners
     other = step - sum(phases[name] for name in COMPUTED)
     found = {
         "full_step_s": (step, "s", "<="),
+        "full_step_fastest_s": (timed.fastest(skip), "s", "<="),
+        "full_step_spread": (timed.spread(skip), "", "<="),
         "full_tokens_s_gpu": (tokens / timed.work.gpus / step, "tokens/s", ">="),
         "full_update_tokens_s_gpu": (learned / phases["update"], "tokens/s", ">="),
         "full_logprob_tokens_s_gpu": (learned / phases["prev_logprobs"], "tokens/s", ">="),
@@ -151,7 +169,7 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
 
 
 def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figures:
-    """Return an arm's step time over that of other arms of the same host and workload.
+    """Return an arm's step time over that of other arms of the same host and workload: medians, and fastest steps.
 
     Raises:
         ValueError: another arm had another workload, or is the same arm.
@@ -165,11 +183,12 @@ def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figure
         raise ValueError(f"{timed.folder} ran {timed.workload}, and what it is compared with another workload: {wrong}")
     if same := [str(other.folder) for other in others if other.arm == timed.arm]:
         raise ValueError(f"{timed.folder}: {timed.arm} is compared with itself in {', '.join(same)}")
-    own = timed.median("timing/step_s", skip)
-    return {
-        _RATIOS.get(other.arm, f"full_step_over_{other.arm}"): (own / other.median("timing/step_s", skip), "", "<=")
-        for other in others
-    }
+    found: Figures = {}
+    for other in others:
+        name = _RATIOS.get(other.arm, f"full_step_over_{other.arm}")
+        found[name] = (timed.median(_STEP, skip) / other.median(_STEP, skip), "", "<=")
+        found[f"{name}_fastest"] = (timed.fastest(skip) / other.fastest(skip), "", "<=")
+    return found
 
 
 def scaling(timed: Timed, fewer: Timed, skip: Sequence[int]) -> tuple[str, float]:
@@ -190,7 +209,7 @@ def scaling(timed: Timed, fewer: Timed, skip: Sequence[int]) -> tuple[str, float
             f"as much work a GPU: {fewer.arm} with {fewer.work}"
         )
     name = f"full_scaling_efficiency_{timed.work.gpus}gpu"
-    return name, fewer.median("timing/step_s", skip) / timed.median("timing/step_s", skip)
+    return name, fewer.median(_STEP, skip) / timed.median(_STEP, skip)
 
 
 def goal_of(name: str, arm: str, workload: str) -> float | None:
@@ -238,6 +257,9 @@ def main() -> None:
     facts = {"hardware": facts["hardware"], "versions": facts["versions"], "command": timed.command}
     made = record_figures(arguments.record, found, **facts)
     print(f"{len(made)} rows of steps {timed.steps(skip)} in {arguments.record}")
+    if timed.spread(skip) > _UNSTEADY:
+        took = ", ".join(f"{seconds:.1f}" for seconds in timed.column(_STEP, skip))
+        print(f"hint: steps took {took} s: on a host as unsteady compare the fastest ones, or run more (run.py --steps)")
 
 
 def _skipped(text: str) -> list[int]:
