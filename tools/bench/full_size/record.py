@@ -259,7 +259,9 @@ def main() -> None:
     print(f"{len(made)} rows of steps {timed.steps(skip)} in {arguments.record}")
     if timed.spread(skip) > _UNSTEADY:
         took = ", ".join(f"{seconds:.1f}" for seconds in timed.column(_STEP, skip))
-        print(f"hint: steps took {took} s: on a host as unsteady compare the fastest ones, or run more (run.py --steps)")
+        print(
+            f"hint: steps took {took} s: on a host as unsteady compare the fastest ones, or run more (run.py --steps)"
+        )
 
 
 def _skipped(text: str) -> list[int]:
