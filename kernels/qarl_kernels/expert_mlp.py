@@ -15,6 +15,8 @@ from qarl_kernels.low_rank import ExpertAdapters, low_rank, low_rank_gate_up
 from qarl_kernels.routing import route_rows
 
 GroupedGemm = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+# Below it exp(-gate) is infinite in FP32 and the sigmoid 0, whose gradient would be 0 * inf.
+_LEAST_GATE = -88.72283172607422
 
 
 def expert_mlp_reference(
@@ -81,7 +83,9 @@ def swiglu(hidden: Tensor, fmt: QuantFormat, *, fused: bool = True) -> Tensor:
     gate, up = hidden.chunk(2, dim=-1)
     if fused and fmt.weight_kind == "fp8_blocks":
         # The engine's fused kernel multiplies by the sigmoid, its plain one divides: the last bits differ.
-        return gate.float() * (1.0 / (1.0 + torch.exp(-gate.float()))) * up.float()
+        wide = gate.float()
+        sigmoid = 1.0 / (1.0 + torch.exp(-wide.clamp(min=_LEAST_GATE)))
+        return wide * torch.where(wide < _LEAST_GATE, 0.0, sigmoid) * up.float()
     return torch.nn.functional.silu(gate) * up
 
 

@@ -61,7 +61,8 @@ class ReferenceKL:
             generation: [B, T] the sampler's log-probabilities.
 
         Returns:
-            [B, T]; NaN where `curr` or `reference` is not finite.
+            [B, T]; NaN where `curr` or `reference` is not finite. Without `input_clamp`, k3 overflows where the two are
+            88 nats apart, and its gradient is NaN there whatever `output_clamp` makes of the value.
 
         Source: arXiv 2506.09477, the gradient through the weights.
         """

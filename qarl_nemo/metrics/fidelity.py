@@ -7,7 +7,7 @@ Shapes: B responses, R response tokens.
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from qarl_nemo.metrics.mismatch import mismatch_metrics
@@ -52,7 +52,7 @@ class Scores:
         gaps, finite = self._gaps()
         metrics = {name: measured[f"mismatch/{source}"] for name, source in _NAMES.items()}
         for name, level in _GAP_QUANTILES.items():
-            metrics[name] = float(gaps.quantile(level)) if gaps.numel() else float("nan")
+            metrics[name] = float(_quantiles(gaps, level)) if gaps.numel() else float("nan")
         metrics["top1_agreement"] = float(self.same_top[finite].double().mean())
         metrics["num_tokens"] = int(self.mask.sum())
         metrics["nonfinite_tokens"] = int(measured["mismatch/nonfinite_tokens"])
@@ -85,10 +85,14 @@ class Scores:
             101 values from the smallest to the largest gap; empty where no token is left.
         """
         gaps, _ = self._gaps()
-        levels = torch.linspace(0, 1, _CDF_LEVELS + 1, dtype=gaps.dtype, device=gaps.device)
-        return gaps.quantile(levels).tolist() if gaps.numel() else []
+        return _quantiles(gaps, np.linspace(0, 1, _CDF_LEVELS + 1)).tolist() if gaps.numel() else []
 
     def _gaps(self) -> tuple[Tensor, Tensor]:
         difference = self.logprobs.double() - self.generation_logprobs.double()
         finite = self.mask & difference.isfinite()
         return difference[finite].abs(), finite
+
+
+def _quantiles(values: Tensor, levels: float | np.ndarray) -> np.ndarray:
+    # torch.quantile takes 2^24 values at most.
+    return np.quantile(values.cpu().numpy(), levels)

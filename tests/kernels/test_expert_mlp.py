@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from qarl_kernels import GemmOperand, expert_mlp, quantize_weight, route_rows
+from qarl_kernels.expert_mlp import swiglu
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import FORMATS, uneven_weight
 
@@ -215,3 +216,13 @@ def test_rows_are_sorted_by_expert_and_stable():
     assert routed.order.tolist() == [1, 4, 2, 0, 3, 5]
     assert routed.inverse.tolist() == [3, 0, 2, 4, 1, 5]
     assert (routed.offsets.tolist(), routed.offsets.dtype) == ([0, 2, 3, 6, 6, 6], torch.int32)
+
+
+@pytest.mark.parametrize("key", FORMATS)
+def test_a_very_negative_gate_has_a_gradient(key):
+    gates = torch.tensor([-1.0, -88.0, -89.0, -200.0, -1000.0])
+    hidden = torch.cat([gates, torch.full_like(gates, 2.0)]).requires_grad_()
+    swiglu(hidden[None], FORMATS[key]).sum().backward()
+    sigmoid = gates.double().sigmoid()
+    slope = sigmoid * (1 + gates.double() * (1 - sigmoid))
+    torch.testing.assert_close(hidden.grad, torch.cat([2 * slope, gates * sigmoid]).float(), atol=1e-6, rtol=1e-6)

@@ -75,6 +75,13 @@ def test_the_distribution_runs_from_the_smallest_gap_to_the_largest():
     assert [values[i] for i in (0, 50, 90, 100)] == pytest.approx([0, 0.25, 0.85, 1])
 
 
+def test_a_long_comparison_has_a_distribution():
+    # torch.quantile takes one value less.
+    many = torch.zeros(1, 2**24 + 1)
+    mask = torch.ones(many.shape, dtype=torch.bool)
+    assert Scores(many, many, mask, mask).gap_cdf() == [0.0] * 101
+
+
 def test_without_tokens_there_is_nothing_to_measure():
     nothing = torch.zeros_like(MASK)
     assert math.isnan(Scores(LEARNER, ENGINE, SAME_TOP, nothing).metrics()["gap_mean"])
