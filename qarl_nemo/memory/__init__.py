@@ -5,7 +5,7 @@ an engine that shares its GPU, or `EMBEDDED_PROCESS_BYTES` where one process has
 cannot use comes on top and is not computed.
 """
 
-from qarl_nemo.memory.engine import EngineRanks, engine_bytes, refit_bytes, served_bytes
+from qarl_nemo.memory.engine import EngineRanks, arriving_bytes, engine_bytes, refit_bytes, served_bytes
 from qarl_nemo.memory.host import host_memory
 from qarl_nemo.memory.layouts import layouts, require_layout, require_targets
 from qarl_nemo.memory.learner import (
@@ -40,6 +40,7 @@ __all__ = [
     "ModelSize",
     "Parallelism",
     "Recompute",
+    "arriving_bytes",
     "engine_bytes",
     "host_memory",
     "largest_budget",

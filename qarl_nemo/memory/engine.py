@@ -73,9 +73,30 @@ def engine_bytes(model: ModelSize, served: Learner, tp: int, ep: int = 1) -> flo
     Returns:
         Bytes.
     """
-    fmt = (served.record or get_format(BASELINE)).narrowed
-    experts = (stored_bytes(fmt) if "experts" in served.targets else BF16) * model.num_layers * model.expert_parameters
+    experts = _expert_bytes(model, served)
     return experts / max(tp, ep) + (served_bytes(model, served) - experts) / tp
+
+
+def arriving_bytes(model: ModelSize, served: Learner, tp: int, ep: int = 1) -> float:
+    """Compute what each GPU of an engine holds of an update that comes from other GPUs, until all of it has arrived.
+
+    Args:
+        model: its sizes.
+        served: the engine's format, group size and targets.
+        tp: GPUs that share one engine's layers.
+        ep: GPUs that share its experts, with other engines if they are more than `tp`.
+
+    Returns:
+        Bytes: experts / max(tp, ep) + all others, of which a rank keeps the whole tensors for vLLM's loaders.
+    """
+    experts = _expert_bytes(model, served)
+    return experts / max(tp, ep) + served_bytes(model, served) - experts
+
+
+def _expert_bytes(model: ModelSize, served: Learner) -> float:
+    fmt = (served.record or get_format(BASELINE)).narrowed
+    stored = stored_bytes(fmt) if "experts" in served.targets else BF16
+    return stored * model.num_layers * model.expert_parameters
 
 
 def refit_bytes(

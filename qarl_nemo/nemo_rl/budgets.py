@@ -136,7 +136,7 @@ def smallest_share(needed: Needed, gpu_bytes: float, config: Mapping[str, Any]) 
 
 
 def largest_share(needed: Needed, gpu_bytes: float, *, optimizer_stays: bool) -> float:
-    """Compute the largest `gpu_memory_utilization` beside what the learner leaves on the GPU.
+    """Compute the largest `gpu_memory_utilization` beside what else the GPU holds.
 
     Args:
         needed: what GPUs will hold.
@@ -144,9 +144,10 @@ def largest_share(needed: Needed, gpu_bytes: float, *, optimizer_stays: bool) ->
         optimizer_stays: whether the optimizer stays there; parameters leave if they have to.
 
     Returns:
-        A share with two decimals, rounded down; negative if the learner alone is too large.
+        A share with two decimals, rounded down; negative if the learner alone is too large. An engine with GPUs of its
+        own leaves room for the update that arrives there.
     """
-    held = 0.0
+    held = needed.arriving
     if needed.refit is not None:
         held = OVERHEAD_BYTES + (needed.learner.parts["optimizer"] if optimizer_stays else 0.0)
     return floor((1 - held / gpu_bytes) * 100) / 100

@@ -13,6 +13,7 @@ from qarl_nemo.memory import (
     Learner,
     Memory,
     Recompute,
+    arriving_bytes,
     engine_bytes,
     host_memory,
     rank_memory,
@@ -52,6 +53,7 @@ class Needed:
         refit: what a GPU holds during a refit beside its engine; None if engines have GPUs of their own.
         engine: an engine's weights on each of its GPUs.
         asleep: what an engine on the learner's GPU keeps while it sleeps.
+        arriving: what an engine with GPUs of its own holds on each of them of an update until all of it is there.
         token: an engine's cache of one token on each of its GPUs.
         host: what a node's host memory holds by purpose, as `host_memory` computes it; empty if engines have GPUs of
             their own.
@@ -61,6 +63,7 @@ class Needed:
     refit: float | None
     engine: float
     asleep: float
+    arriving: float
     token: float
     host: Mapping[str, float]
 
@@ -114,7 +117,8 @@ def needed_memory(
     # More ranks than heads hold copies.
     token = model.cache_bytes / min(layout.engine_tp, model.num_kv_heads)
     if not layout.colocated:
-        return Needed(held, None, engine, 0.0, token, {})
+        arriving = arriving_bytes(model, served, layout.engine_tp, layout.engine_ep)
+        return Needed(held, None, engine, 0.0, arriving, token, {})
     both = {"served": served, "engine_tp": layout.engine_tp, "engine_ep": layout.engine_ep}
     layerwise = qarl.layerwise_refit is not False
     refit = refit_bytes(model, layout.ranks, learner, layerwise=layerwise, optimizer_stays=optimizer_stays, **both)
@@ -128,7 +132,7 @@ def needed_memory(
         optimizer_leaves=not optimizer_stays,
         **both,
     )
-    return Needed(held, refit, engine, ASLEEP_BYTES, token, host)
+    return Needed(held, refit, engine, ASLEEP_BYTES, 0.0, token, host)
 
 
 def first_gpu_gib() -> float | None:
@@ -172,7 +176,6 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         optimizer_whole=not _is_distributed(look_up(megatron, "optimizer", {})),
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
         tokens=min(_tokens(policy), _rank_tokens(config)),
-        # Selective recomputation keeps something between this and nothing.
         recompute=_recompute(megatron),
         logits=not look_up(megatron, "use_fused_linear_logprobs", False),
         logprob_chunk=policy.get("logprob_chunk_size") or None,
@@ -220,4 +223,6 @@ def _rank_tokens(config: Mapping[str, Any]) -> int:
 
 
 def _recompute(megatron: Mapping[str, Any]) -> Recompute:
-    return "full" if megatron.get("activation_checkpointing") else "none"
+    # Of selective recomputation this is an upper bound; NeMo-RL's own default is attention's core, which saves little.
+    whole = megatron.get("recompute_granularity", "full") == "full"
+    return "full" if megatron.get("activation_checkpointing") and whole else "none"

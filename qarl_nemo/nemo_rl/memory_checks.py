@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.memory import ASLEEP_BYTES, ENGINE_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.budgets import Budget, largest_share, smallest_engine, smallest_share, token_budgets
+from qarl_nemo.nemo_rl.engine_room import CACHE, EngineRoom, engine_room
 from qarl_nemo.nemo_rl.layout_memory import Card, Needed, card, learner_of, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import KEY, MOMENTS
 from qarl_nemo.nemo_rl.other_layouts import layouts_that_fit
-from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, optimizer_stays, residency_conflicts
+from qarl_nemo.nemo_rl.residency import OFFLOAD, optimizer_stays, residency_conflicts
 from qarl_nemo.parallelism import either
 
 _MEGATRON = "policy.megatron_cfg"
@@ -17,6 +18,7 @@ _ENGINE = "policy.generation.vllm_cfg"
 _LONGEST = "policy.max_total_sequence_length"
 _CHUNK = "policy.logprob_chunk_size"
 _RECOMPUTE = f"{_MEGATRON}.activation_checkpointing"
+_GRANULARITY = f"{_MEGATRON}.recompute_granularity"
 _LET_IT_LEAVE = f"qarl.resident=auto and no {OFFLOAD}"
 
 
@@ -42,10 +44,8 @@ def memory_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     problems += [_over(budget, needed, gpu, config, qarl) for budget in budgets if not budget.fits]
     held = _kept_by(config) if stays else None
     problems += _refit_problems(needed, gpu, held, whole=qarl.layerwise_refit is False)
-    share = look_up(config, UTILIZATION, None)
-    if isinstance(share, int | float):
-        problems += _share_problems(needed, gpu, share, config, held)
-    return problems
+    room = engine_room(config, needed, gpu.gib * GIB)
+    return problems if room is None else [*problems, *_share_problems(needed, gpu, room, config, held)]
 
 
 def _of(gpu: Card) -> str:
@@ -64,9 +64,9 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
         fixes.append(f"{_CHUNK}=1024 with {_MEGATRON}.defer_fp32_logits=true")
     if qarl.keep_operand:
         fixes.append("qarl.keep_operand=false")
-    if budget.trains and not look_up(config, _RECOMPUTE, False):
-        fixes.append(f"{_RECOMPUTE}=true")
     learner = learner_of(config, qarl)
+    if budget.trains and learner.recompute == "none":
+        fixes.append(f"{_GRANULARITY}=full" if look_up(config, _RECOMPUTE, False) else f"{_RECOMPUTE}=true")
     if budget.trains and learner.optimizer_whole:
         fixes.append(f"use_distributed_optimizer=true (of Muon: optimizer=dist_muon) in {KEY}")
     if budget.trains and learner.optimizer == "adam":
@@ -108,24 +108,29 @@ def _refit_problems(needed: Needed, gpu: Card, stays: str | None, *, whole: bool
 
 
 def _share_problems(
-    needed: Needed, gpu: Card, share: float, config: Mapping[str, Any], stays: str | None
+    needed: Needed, gpu: Card, room: EngineRoom, config: Mapping[str, Any], stays: str | None
 ) -> Iterator[str]:
-    least = smallest_share(needed, gpu.gib * GIB, config)
-    most = largest_share(needed, gpu.gib * GIB, optimizer_stays=stays is not None)
-    if share * gpu.gib * GIB < smallest_engine(needed, config):
-        fix = f"at least {least}, or " if least <= most else ""
+    gpu_bytes, said = gpu.gib * GIB, f"{room.key}={room.value}"
+    least = smallest_share(needed, gpu_bytes, config)
+    most = largest_share(needed, gpu_bytes, optimizer_stays=stays is not None)
+    lowest, highest = (room.at(share, needed, gpu_bytes) for share in (least, most))
+    # A cache of a size of its own is beside all that an engine has.
+    beside = ENGINE_BYTES if room.key == CACHE else 0
+    if room.share * gpu_bytes < smallest_engine(needed, config) + beside:
+        fix = f"at least {lowest}, or " if least <= most else ""
         yield (
-            f"{UTILIZATION}={share}: an engine's weights are {needed.engine / GIB:.0f} GiB a GPU, {_of(gpu)}, and a "
+            f"{said}: an engine's weights are {needed.engine / GIB:.0f} GiB a GPU, {_of(gpu)}, and a "
             f"response needs room beside them; set {fix}a larger {_ENGINE}.tensor_parallel_size"
         )
-    if share <= most:
+    if room.share <= most:
         return
-    if not stays:
-        beside = "" if needed.refit is None else f" beside the {OVERHEAD_BYTES / GIB:g} GiB of the learner's process"
-        yield f"{UTILIZATION}={share}: more than a GPU has{beside}, {_of(gpu)}; set at most {most}"
+    if not stays or needed.refit is None:
+        process, update = f"{OVERHEAD_BYTES / GIB:g} GiB of the learner's process", f"{needed.arriving / GIB:.1f} GiB"
+        beside_it = f"{update} of an arriving update" if needed.refit is None else process
+        yield f"{said}: more than a GPU has beside the {beside_it}, {_of(gpu)}; set at most {highest}"
     else:
-        fix = f"{UTILIZATION} to at most {most}, or " if most >= least else ""
+        fix = f"{room.key} to at most {highest}, or " if most >= least else ""
         yield (
             f"{stays}: the optimizer's {needed.learner.parts['optimizer'] / GIB:.0f} GiB stay beside an engine of "
-            f"{share} of the GPU, {_of(gpu)}; set {fix}{_LET_IT_LEAVE}"
+            f"{room.share:.2f} of the GPU, {_of(gpu)}; set {fix}{_LET_IT_LEAVE}"
         )

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.nemo_rl.engine_room import engine_room
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 
 OFFLOAD = "policy.offload_optimizer_for_refit"
-UTILIZATION = "policy.generation.vllm_cfg.gpu_memory_utilization"
 
 
 def optimizer_stays(config: Mapping[str, Any], qarl: Any) -> bool:
@@ -37,8 +37,11 @@ def optimizer_stays(config: Mapping[str, Any], qarl: Any) -> bool:
     layout = read_layout(config)
     if layout is None or not layout.colocated:
         return False
-    needed = needed_memory(config, qarl, optimizer_stays=True)
-    return needed is not None and fits_beside_engine(needed, look_up(config, UTILIZATION, None), card(qarl).gib * GIB)
+    needed, gpu_bytes = needed_memory(config, qarl, optimizer_stays=True), card(qarl).gib * GIB
+    if needed is None:
+        return False
+    room = engine_room(config, needed, gpu_bytes)
+    return fits_beside_engine(needed, room.share if room else None, gpu_bytes)
 
 
 def fits_beside_engine(needed: Needed, share: float | None, gpu_bytes: float) -> bool:
@@ -46,7 +49,7 @@ def fits_beside_engine(needed: Needed, share: float | None, gpu_bytes: float) ->
 
     Args:
         needed: what GPUs will hold, computed with the optimizer on them.
-        share: the engine's `gpu_memory_utilization`; None if the config does not set it.
+        share: the part of a GPU that the engine takes; None if the config does not say.
         gpu_bytes: one GPU's memory.
 
     Returns:

@@ -6,12 +6,11 @@ from typing import Any
 
 from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.budgets import largest_share, waiting_answers
+from qarl_nemo.nemo_rl.engine_room import CACHE, UTILIZATION
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.residency import OFFLOAD, UTILIZATION, fits_beside_engine
+from qarl_nemo.nemo_rl.residency import OFFLOAD, fits_beside_engine
 
-# With it, vLLM's cache does not follow from its share of the GPU.
-_CACHE = "policy.generation.vllm_kwargs.kv_cache_memory_bytes"
 # vLLM's own default.
 _USUAL_SHARE = 0.9
 # Of what a learner leaves by computation. PyTorch's reserve is not computed: in rollouts it was 13 GiB more than what
@@ -34,7 +33,7 @@ def share_hints(needed: Needed, config: Mapping[str, Any], qarl: Any) -> list[st
         because a larger one leads away from it.
     """
     share = look_up(config, UTILIZATION, None)
-    if not isinstance(share, float) or look_up(config, _CACHE, None) is not None:
+    if not isinstance(share, float) or look_up(config, CACHE, None) is not None:
         return []
     hint = _smaller_share(share, needed, config, qarl) or _larger_share(share, needed, config, qarl)
     return [hint] if hint else []
