@@ -45,6 +45,9 @@ def train(
         raise ValueError(f"{config} is a recipe for NeMo-RL; start it with examples/run_qarl_grpo.py --config {config}")
     settings = load_config(config, overrides or [], LocalConfig)
     if settings.compare is not None:
+        from qarl_nemo.train.arms import require_effect
+
+        require_effect(settings.compare, overrides or [])
         _compare(settings, config, arm or [], parallel, check=check)
     elif arm:
         raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")

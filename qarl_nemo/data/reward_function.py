@@ -2,12 +2,13 @@
 
 import importlib
 import inspect
-import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 _MAX_QUOTED = 200
+# Advantages are computed in FP32, where its square has to fit.
+_LARGEST = 1e18
 # What verl passes to a reward function, by name.
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -66,7 +67,7 @@ class RewardFunction:
                 f"reward function {self.path} failed with {type(error).__name__}: {str(error)[:_MAX_QUOTED]} {quoted}; "
                 "QARL_DEBUG=1 shows the traceback"
             ) from error
-        if not math.isfinite(number):
+        if not abs(number) <= _LARGEST:
             raise ValueError(f"reward function {self.path} returned {value!r} {quoted}; it must be a finite number")
         return number
 

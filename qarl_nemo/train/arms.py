@@ -3,11 +3,12 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,10 @@ from qarl_nemo.train.run_dir import RunStoppedError, where_it_stands
 _LOG_LINES = 15
 _PATIENCE_S = 10.0
 _NOT_OF_AN_ARM = ("seed", "run_dir", "run", "compare")
+
+
+class _TerminatedError(Exception):
+    pass
 
 
 class _Running(NamedTuple):
@@ -86,6 +91,39 @@ def select_arms(runs: list[LocalConfig], arms: Sequence[str]) -> list[LocalConfi
     return [run for run in runs if not arms or run.run.arm in arms]
 
 
+def require_effect(compare: CompareConfig, overrides: Sequence[str]) -> None:
+    """Refuse overrides that no run of a comparison would follow.
+
+    Args:
+        compare: the block.
+        overrides: the command line's, `a.b=c`.
+
+    Raises:
+        ConfigError: they set seed or labels, which follow from the block, or what every arm sets itself; all are
+            listed.
+    """
+    keys = [text.lstrip("+").partition("=")[0] for text in overrides]
+    problems = [f"{key} has no effect with compare: use compare.seeds=[...]" for key in keys if key == "seed"]
+    problems += [
+        f"{key} has no effect with compare: names follow from arms and seeds"
+        for key in keys
+        if key.partition(".")[0] == "run"
+    ]
+    problems += [
+        f"{key} has no effect, because every arm sets it: set compare.arms.ARM.{key}"
+        for key in keys
+        if all(_sets(arm, key.split(".")) for arm in compare.arms.values())
+    ]
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} override(s) that would change nothing", *problems]))
+
+
+def _sets(arm: Any, path: Sequence[str]) -> bool:
+    if not path:
+        return not isinstance(arm, dict)
+    return isinstance(arm, dict) and path[0] in arm and _sets(arm[path[0]], path[1:])
+
+
 def _require_own_folders(compare: CompareConfig, source: str) -> None:
     arms: dict[str, list[str]] = {}
     for arm in compare.arms:
@@ -129,17 +167,18 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
 
     Raises:
         RuntimeError: runs failed; names each with its log and the log's end. The others are finished first.
-        RunStoppedError: it was interrupted from the keyboard.
+        RunStoppedError: it was interrupted from the keyboard, or told to end (SIGTERM).
     """
     running: list[_Running] = []
     try:
-        failed = _run_all(runs, parallel, running)
-    except KeyboardInterrupt:
-        _end(running)
+        with _terminable():
+            failed = _run_all(runs, parallel, running)
+    except (KeyboardInterrupt, _TerminatedError) as stopped:
+        _end(running, told=isinstance(stopped, KeyboardInterrupt))
         stands = [f"{one.config.run.name}: {where_it_stands(one.config)}" for one in running]
         raise RunStoppedError("\n  ".join(["interrupted; the same command goes on with", *stands])) from None
     except BaseException:
-        _end(running)
+        _end(running, told=False)
         raise
     if failed:
         raise RuntimeError("\n".join(failed))
@@ -174,7 +213,7 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
 def _start(config: LocalConfig, gpus: list[str], share: float) -> subprocess.Popen[bytes]:
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "arm.yaml"
-    write_yaml(path, config.model_dump(mode="json", exclude={"compare"}))
+    write_yaml(path, _literal(config.model_dump(mode="json", exclude={"compare"})))
     environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
     if gpus:
         # The command may have no more than a share itself.
@@ -185,13 +224,38 @@ def _start(config: LocalConfig, gpus: list[str], share: float) -> subprocess.Pop
         )
 
 
-def _end(running: list[_Running]) -> None:
+def _end(running: list[_Running], *, told: bool) -> None:
     # Ctrl-C in a terminal has reached the runs, too; a signal sent to this process only has not.
+    deadline = time.monotonic() + (_PATIENCE_S if told else 0.0)
     for one in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            one.process.wait(_PATIENCE_S)
+            one.process.wait(max(0.0, deadline - time.monotonic()))
         one.process.terminate()
+    for one in running:
         one.process.wait()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise `_TerminatedError` where SIGTERM would end this process alone, whose runs would go on without it."""
+
+    def stop(*_: object) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _literal(value: Any) -> Any:
+    """Return what is read as this value where `${...}` refers to other keys."""
+    if isinstance(value, dict):
+        return {key: _literal(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_literal(each) for each in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _log(config: LocalConfig) -> Path:

@@ -295,6 +295,7 @@ class LocalConfig(StrictModel):
 
     run: RunLabels = RunLabels()
     run_dir: Path
+    """The run's folder; one named by an empty variable would be the current one."""
     seed: int = Field(0, ge=0, lt=2**32)
     device: Literal["cpu", "cuda", "auto"] = "auto"
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; None = torch's choice.")
@@ -307,6 +308,14 @@ class LocalConfig(StrictModel):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     compare: CompareConfig | None = None
+
+    @field_validator("run_dir", mode="before")
+    @classmethod
+    def run_dir_has_a_name(cls, value: Any) -> Any:
+        """Refuse an empty name, which would be the current folder."""
+        if value == "":
+            raise ValueError("a run's folder needs a name; run_dir=. is the current one")
+        return value
 
     @model_validator(mode="after")
     def blocks_fit_together(self) -> "LocalConfig":

@@ -30,6 +30,7 @@ from qarl_nemo.train.tokenizer import character_tokenizer
 # transformers' progress bars for single shards would garble the run's own.
 transformers_logging.disable_progress_bar()
 
+_GENERATION = "generation_config.json"
 _MAX_QUOTED = 500
 
 
@@ -177,6 +178,9 @@ def checkpoint_config(path: Path) -> PreTrainedConfig:
             f"{path} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}{folder_hint(path)}"
         )
     read_architecture(path / CONFIG_FILE)
+    if (path / _GENERATION).exists():
+        # transformers passes over one that it cannot read, and answers would end elsewhere.
+        read_json(path / _GENERATION, "a model's generation_config.json")
     return AutoConfig.from_pretrained(path, local_files_only=True)
 
 

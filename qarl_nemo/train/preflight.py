@@ -6,6 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl_kernels import QuantFormat
+from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.config.problems import catch
 from qarl_nemo.files import readable_bytes, require_space
 from qarl_nemo.layers.install import InstallRow, install
@@ -13,7 +15,7 @@ from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base
 from qarl_nemo.train.checkpoint import checkpoint_steps
 from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
-from qarl_nemo.train.model import read_config, read_tokenizer
+from qarl_nemo.train.model import is_packed, read_config, read_tokenizer
 from qarl_nemo.train.packed_base import require_packed_base
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
 from qarl_nemo.train.run_dir import inspect_run_dir
@@ -52,12 +54,12 @@ class Prepared:
 
 
 def prepare(config: LocalConfig) -> Prepared:
-    """Check everything that can be checked without the model's weights, and build what a run works with.
+    """Check everything that can be checked without reading the model's weights, and build what a run works with.
 
     Raises:
         ValueError: no such device, an engine that does not run here, a format, targets or shapes that do not fit the
-            model, data that cannot be used, or too little free disk space for the checkpoints; of several problems,
-            and then of the run's folder, too, every one is listed.
+            model, weights that are not all there, data that cannot be used, or too little free disk space for the
+            checkpoints; of several problems, and then of the run's folder, too, every one is listed.
     """
     prepared, errors = _examine(config)
     if prepared is not None:
@@ -90,10 +92,11 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
     if hf is None:
         # Sizes and tokenizer lie in the same folder.
         return None, errors
+    catch(errors, _require_weights, config)
     made = catch(errors, _empty_model, config)
     tasks = catch(errors, _tasks, config, hf)
     size = None if made is None else catch(errors, _checkpoint_size, config, made[0])
-    if device is None or made is None or tasks is None or size is None:
+    if errors or device is None or made is None or tasks is None or size is None:
         return None, errors
     model, rows, num_parameters = made
     num_trained = sum(parameter.numel() for _, parameter in trained_parameters(model))
@@ -105,6 +108,13 @@ def _device(config: LocalConfig) -> torch.device:
     device = learner_device(config)
     require_engine(config, device)
     return device
+
+
+def _require_weights(config: LocalConfig) -> None:
+    # A quantized base is looked at with the config's format.
+    path = config.policy.model_path
+    if path is not None and not is_packed(path):
+        require_whole(open_checkpoint(path))
 
 
 def _empty_model(config: LocalConfig) -> tuple[PreTrainedModel, list[InstallRow], int]:

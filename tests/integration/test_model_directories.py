@@ -106,6 +106,23 @@ def test_experts_of_a_dense_model_are_refused_with_what_there_is(tmp_path):
     one_step(tmp_path / "run", tmp_path / "model", qarl={"targets": ["mlp"]})
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", None, "model.safetensors"),
+        ("generation_config.json", '{"eos_token_id": [2', "generation_config.json: expected"),
+    ],
+)
+def test_what_a_folder_lacks_is_said_before_anything_starts(tmp_path, file, content, said):
+    path = write_checkpoint(tmp_path / "model", CONFIGS["qwen3_moe"])
+    (path / file).unlink()
+    if content is not None:
+        (path / file).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        one_step(tmp_path / "run", path)
+    assert not (tmp_path / "run").exists()
+
+
 def write_openr1(path, num_problems: int):
     records = [
         {

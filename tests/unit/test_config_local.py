@@ -279,6 +279,20 @@ def test_a_prompt_template_is_text(template):
     assert config.data.train.prompt_template == template
 
 
+def test_true_and_false_are_no_numbers_and_a_folder_has_a_name():
+    for blocks, said in (
+        ({"seed": True}, "seed=true is no number"),
+        ({"grpo": {"max_num_steps": False, "val_period": True}}, "max_num_steps=false is no number; val_period=true"),
+        ({"num_threads": True}, "num_threads=true is no number"),
+        ({"run_dir": ""}, "a run's folder needs a name"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make(**blocks)
+    assert make(run_dir=".").run_dir == Path()
+    # What may be either is what it is.
+    assert not make(checkpointing={"enabled": False}).checkpointing.enabled
+
+
 def test_minibatches_must_divide_the_batch():
     grpo = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
     assert make(grpo=grpo | {"train_global_batch_size": 12}).grpo.train_global_batch_size == 12

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from qarl_nemo.config import ConfigError, load_config
 from qarl_nemo.data.config import DatasetConfig, DatasetsData
 from qarl_nemo.losses.config import GRPOTISConfig, GSPOConfig, TBPOConfig
-from qarl_nemo.train.arms import expand_arms, select_arms
-from qarl_nemo.train.config import AdamWConfig, ArithmeticData, LocalConfig
+from qarl_nemo.train.arms import expand_arms, require_effect, select_arms
+from qarl_nemo.train.config import AdamWConfig, ArithmeticData, CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, num_gpus, visible_gpus
 from qarl_nemo.train.run import keep_to_share
 
@@ -138,6 +138,18 @@ def test_an_override_of_one_arm_keeps_the_rest_of_all(tmp_path):
     assert arms["BF16"] == {"qarl": {"alignment": "none", "format": "bf16"}, "loss_fn": plain}
     assert (arms["QaRL, ours"], arms["new"]) == ({}, {"grpo": {"max_num_steps": 3}})
     assert load(["compare.arms={only: {}}"]).compare.arms == {"only": {}}
+
+
+def test_overrides_that_no_run_would_follow_are_refused():
+    compare = CompareConfig(seeds=[1], arms={"a": {"qarl": {"format": "w4a16"}}, "b": {"qarl": {"format": "w8a16"}}})
+    require_effect(compare, ["grpo.max_num_steps=2", "compare.seeds=[5]", "run_dir=runs/x", "qarl.targets=[mlp]"])
+    with pytest.raises(ConfigError) as refused:
+        require_effect(compare, ["seed=5", "++run.name=foo", "qarl.format=fp8_block", "policy.precision=float32"])
+    lines = str(refused.value).splitlines()
+    assert lines[0] == "3 override(s) that would change nothing"
+    assert [line.split()[0] for line in lines[1:]] == ["seed", "run.name", "qarl.format"]
+    one = CompareConfig(seeds=[1], arms={"a": {"qarl": {"format": "w4a16"}}, "b": {}})
+    require_effect(one, ["qarl.format=fp8_block"])
 
 
 def test_no_run_at_a_time_is_refused(qarl):

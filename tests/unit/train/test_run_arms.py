@@ -1,13 +1,16 @@
 """Arms as processes: what each is started with, how many run at a time, and which of them failed."""
 
+import os
+import signal
 import sys
 
 import pytest
 
-from qarl_nemo.config import validate
+from qarl_nemo.config import load_config, validate
 from qarl_nemo.train.arms import expand_arms, run_arms
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE
+from qarl_nemo.train.run_dir import RunStoppedError
 
 # In the place of `python -m qarl_nemo.cli train <config>`.
 PROGRAM = """#!/bin/sh
@@ -20,6 +23,7 @@ echo "end $folder" >> "$folder/../order"
 case "$folder" in
     *broken*) seq 20; exit 3 ;;
     *killed*) kill -9 $$ ;;
+    *waits*) echo $$; kill $PPID; exec sleep 60 ;;
 esac
 """
 
@@ -83,3 +87,24 @@ def test_runs_that_failed_are_named_with_the_end_of_their_logs_when_the_others_a
     numbers = "".join(f"\n    {number}" for number in range(6, 21))
     assert broken == f"broken-seed1 ended with code 3; its log, {tmp_path}/broken-seed1/log.txt, ends with{numbers}"
     assert killed.startswith("was killed by signal 9; its log, ")
+
+
+def test_a_comparison_that_is_told_to_end_ends_its_runs(started, tmp_path):
+    # A run tells it to end, as a scheduler would, and goes on.
+    (tmp_path / "waits-seed1").mkdir()
+    with pytest.raises(RunStoppedError, match="interrupted"):
+        started(["waits"], 1, device="cpu")
+    pid = int((tmp_path / "waits-seed1" / "log.txt").read_text().splitlines()[-1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    # Then SIGTERM is the program's again.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_text_that_looks_like_a_reference_reaches_a_run_as_it_is(started, tmp_path):
+    template = "Use ${x} and ${seed}: {problem}"
+    data = {"source": "datasets", "train": {"data_path": "t"}, "validation": {"data_path": "t"}}
+    data["train"]["prompt_template"] = data["validation"]["prompt_template"] = template
+    started(["a"], 1, device="cpu", data=data)
+    read = load_config(tmp_path / "a-seed1" / "arm.yaml", [], LocalConfig)
+    assert read.data.train.prompt_template == template
