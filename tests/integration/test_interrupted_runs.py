@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from qarl_nemo.config import ConfigError
 from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
+from support.files import write_jsonl
 from support.runs import QARL, make_config, read_metrics, train, without_clocks, write_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -191,3 +192,24 @@ def test_as_many_skipped_steps_as_are_allowed_are_too_many(tmp_path):
     ):
         trainer.train()
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_whose_problems_have_changed_does_not_go_on(tmp_path):
+    problems = [{"problem": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+    template = tmp_path / "template.jinja"
+
+    def go_on(answers, steps, text="{{ messages[0].content }}"):
+        template.write_text(text)
+        write_jsonl(tmp_path / "problems.jsonl", answers)
+        data = {"_override_": True, "source": "datasets", "train": {"data_path": str(tmp_path / "problems.jsonl")}}
+        tokenizer = {"chat_template": str(template)}
+        grpo = {"max_num_steps": steps, "num_prompts_per_step": 4, "train_global_batch_size": 16}
+        return train(tmp_path / "run", data=data, grpo=grpo, policy={"tokenizer": tokenizer})
+
+    go_on(problems, 1)
+    with pytest.raises(ConfigError, match=r"run: data\.train or the chat template hold other prompts"):
+        go_on([*problems[:-1], {"problem": "7+1=", "answer": "9"}], 2)
+    with pytest.raises(ConfigError, match="the chat template"):
+        go_on(problems, 2, "{{ messages[0].content }} ")
+    go_on(problems, 2)
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]

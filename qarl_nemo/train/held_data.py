@@ -1,0 +1,47 @@
+"""The problems of a run, as a digest in its folder: one that is resumed goes on with the same ones, or says so."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from qarl_nemo.config import ConfigError
+from qarl_nemo.data.problems import Task
+from qarl_nemo.files import read_json, write_atomic
+from qarl_nemo.train.prompts import PromptEncoder
+from qarl_nemo.train.tasks import TaskSource
+
+_NAME = "data.json"
+
+
+def hold_data(run_dir: Path, source: TaskSource, encode: PromptEncoder, *, new: bool) -> None:
+    """Remember a run's problems as the model sees them, or require that they are still the same.
+
+    Args:
+        run_dir: the run's folder.
+        source: its problems.
+        encode: writes their prompts.
+        new: whether the run begins.
+
+    Raises:
+        ConfigError: the files, the hub's data or the chat template have changed since the run began.
+        FileError: what was remembered cannot be read.
+    """
+    file = run_dir / _NAME
+    digests = {name: _digest(tasks, encode) for name, tasks in source.tasks.items() if tasks}
+    if new or not file.exists():
+        write_atomic(file, json.dumps(digests, indent=1) + "\n")
+        return
+    held = read_json(file, "the digests of a run's problems")
+    changed = [f"data.{name}" for name in {**held, **digests} if held.get(name) != digests.get(name)]
+    if changed:
+        raise ConfigError(
+            f"{run_dir}: {' and '.join(changed)} or the chat template hold other prompts or answers than when this run "
+            "began; bring those back, or choose another run_dir=..."
+        )
+
+
+def _digest(tasks: list[Task], encode: PromptEncoder) -> str:
+    digest = hashlib.sha256()
+    for task in tasks:
+        digest.update(json.dumps([encode.text(task.prompt), task.answer]).encode())
+    return digest.hexdigest()
