@@ -1,6 +1,8 @@
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +32,17 @@ def amax_of_fused(name, weights):
         if others:
             return torch.cat([weights[other] for other in others]).abs().max().float().view(1)
     return None
+
+
+def test_the_guides_example_runs(source, tmp_path, monkeypatch, capsys):
+    page = Path(__file__).parents[3] / "docs/guide/checkpoints.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "Qwen3-30B-A3B").symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    *_, progress, ratio = capsys.readouterr().out.splitlines()
+    assert progress.startswith("100% ")
+    assert 0 < float(ratio) < 1
 
 
 @pytest.mark.parametrize("key", FORMATS)
