@@ -13,6 +13,7 @@ from qarl_nemo.nemo_rl.engine_checks import (
     argument_problems,
     environment_problems,
     given_arguments,
+    malformed_blocks,
     repeated_arguments,
 )
 from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
@@ -111,6 +112,8 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     Returns:
         One line for each setting that has to change: key, value, why, and what to set.
     """
+    if malformed := malformed_blocks(config):
+        return malformed
     model, unknown = None, []
     try:
         model = read_model(config)
@@ -121,15 +124,20 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         for key, (legal, why) in _REQUIRED.items()
         if (value := look_up(config, key)) is not ABSENT and value not in legal
     ]
+    # `layout_conflicts` tells which sizes are none; these compute with them.
+    if not count_problems(config):
+        problems += [
+            *_loop_conflicts(config, qarl.objective),
+            *_packing_conflicts(config),
+            *shape_conflicts(config, qarl, model),
+        ]
     return [
         *problems,
         *_loss_conflicts(config, qarl.objective),
-        *_loop_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *_optimizer_conflicts(config),
         *muon_conflicts(config),
         *(_mismatches(config, _FUSED_LOGPROBS, f"{_FUSED}=true") if look_up(config, _FUSED, False) else ()),
-        *_packing_conflicts(config),
         *_sampling_conflicts(config),
         *_stage_conflicts(config, qarl),
         *data_conflicts(config),
@@ -137,7 +145,6 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *dtype_conflicts(config),
         *unknown,
         *([] if unknown else length_conflicts(config)),
-        *([] if count_problems(config) else shape_conflicts(config, qarl, model)),
         *(layout := layout_conflicts(config, qarl, model)),
         # Memory can be computed only for a layout that is possible.
         *([] if unknown or layout else memory_conflicts(config, qarl)),

@@ -282,6 +282,43 @@ def test_batch_sizes_that_are_named_are_ones_that_learner_ranks_divide():
     assert line.endswith("; set 4088 or 2044 or 584 or 292")
 
 
+SIZES = (
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.context_parallel_size",
+    "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.generation.vllm_cfg.tensor_parallel_size",
+    "policy.generation.vllm_cfg.expert_parallel_size",
+)
+
+
+@pytest.mark.parametrize("value", [None, "two"])
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_that_is_no_number_is_one_line(key, value):
+    values = config(**{key: value, "cluster": {"num_nodes": 1, "gpus_per_node": 8}})
+    assert problems(values) == [f"{key}={value or 'null'}: not a whole number; set 1 or more"]
+
+
+@pytest.mark.parametrize("key", ["grpo.num_prompts_per_step", "policy.train_global_batch_size"])
+def test_a_batch_may_be_unsaid_and_is_else_a_number(key):
+    apply_qarl(config(**{key: None}))
+    assert problems(config(**{key: "many"})) == [f"{key}=many: not a whole number; set 1 or more"]
+
+
+@pytest.mark.parametrize("value", ["x", 5, ["a"]])
+@pytest.mark.parametrize("key", ["vllm_kwargs", "vllm_cfg", "vllm_cfg.env_vars"])
+def test_a_block_of_the_engine_is_a_mapping(key, value):
+    place = f"policy.generation.{key}"
+    assert problems(config(**{place: value})) == [f"{place}={value}: not a mapping of settings; set one"]
+
+
+def test_a_block_of_the_engine_is_null_only_where_nemo_rl_takes_it():
+    apply_qarl(config(**{"policy.generation.vllm_cfg.env_vars": None}))
+    for key in ("vllm_kwargs", "vllm_cfg"):
+        (line,) = problems(config(**{f"policy.generation.{key}": None}))
+        assert line == f"policy.generation.{key}=null: not a mapping of settings; set one"
+
+
 def test_an_objective_without_mismatch_weight_does_not_take_older_responses():
     for objective in ({"objective": "gspo"}, {"objective": "grpo_tis", "mismatch_cap": None}):
         values = config({"objective": objective}, **{"grpo.async_grpo.enabled": True})
