@@ -22,6 +22,7 @@ from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
 from qarl_nemo.nemo_rl.muon_checks import muon_conflicts
+from qarl_nemo.nemo_rl.optimizer_checks import optimizer_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import dtype_conflicts
 from qarl_nemo.nemo_rl.sequence_lengths import length_conflicts
 from qarl_nemo.nemo_rl.validation_checks import validation_batch_conflicts
@@ -74,13 +75,6 @@ _UNREAD = {
     "truncated_importance_sampling_ratio_min": None,
     "use_cispo": False,
     "positive_example_nll_weight": 0.0,
-}
-# Settings that NeMo-RL requires of Muon, in its guide or once workers have started.
-_MUON = {
-    "policy.megatron_cfg.optimizer.use_distributed_optimizer": False,
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False,
-    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": False,
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
 # What NeMo-RL requires where logits and log-probabilities are computed in one.
 _FUSED_LOGPROBS = {
@@ -135,7 +129,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *problems,
         *_loss_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
-        *_optimizer_conflicts(config),
+        *optimizer_conflicts(config),
         *muon_conflicts(config),
         *(_mismatches(config, _FUSED_LOGPROBS, f"{_FUSED}=true") if look_up(config, _FUSED, False) else ()),
         *_sampling_conflicts(config),
@@ -290,24 +284,6 @@ def _server_conflicts(config: Mapping[str, Any]) -> list[str]:
     if not look_up(config, "policy.generation.vllm_cfg.expose_http_server", False) or chosen == "vllm":
         return []
     return [_line(key, chosen, "requests over HTTP would take the checkpoint's sampling defaults, too", "vllm")]
-
-
-def _optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
-    optimizer = look_up(config, _OPTIMIZER, {})
-    name = optimizer.get("optimizer", "")
-    if "muon" in str(name):
-        return _mismatches(config, _MUON, f"optimizer={name}")
-    if not optimizer.get("optimizer_cpu_offload", False):
-        return []
-    problems, fraction = [], optimizer.get("optimizer_offload_fraction", 0.0)
-    if not 0 < fraction <= 1:
-        why = "optimizer_cpu_offload=true keeps that part of the state in the host's memory"
-        problems.append(_line(f"{_OPTIMIZER}.optimizer_offload_fraction", fraction, why, "more than 0 and at most 1"))
-    if not optimizer.get("use_distributed_optimizer", False):
-        problems.append(
-            _line(f"{_OPTIMIZER}.use_distributed_optimizer", False, "optimizer_cpu_offload=true needs it", "true")
-        )
-    return problems
 
 
 def _stage_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:

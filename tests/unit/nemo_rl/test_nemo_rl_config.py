@@ -246,6 +246,31 @@ def test_an_optimizer_on_the_host_is_one_that_nemo_rl_keeps_there(changes, line)
     apply_qarl(config(**{where: OFFLOADED}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"optimizer": "adamm"},
+            "optimizer=adamm: Megatron has no such optimizer; did you mean 'adam'? legal here: adam,",
+        ),
+        ({"optimizer": "Adam"}, "optimizer=Adam: Megatron has no such optimizer; did you mean 'adam'?"),
+        (
+            {"optimizer": None},
+            "optimizer=null: Megatron has no such optimizer; legal here: adam, sgd, muon, dist_muon,",
+        ),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "overlap_cpu_optimizer_d2h_h2d=true: optimizer_cpu_offload=false"),
+        (
+            OFFLOADED | {"optimizer": "lion"},
+            "optimizer_cpu_offload=true: optimizer=lion does not go with it; set false",
+        ),
+    ],
+)
+def test_an_optimizer_is_one_that_megatron_has_with_settings_that_go_with_it(changes, line):
+    where, adam = "policy.megatron_cfg.optimizer", {"optimizer": "adam", "use_distributed_optimizer": True}
+    assert [found.startswith(f"{where}.{line}") for found in problems(config(**{where: adam | changes}))] == [True]
+    apply_qarl(config(**{where: OFFLOADED | {"overlap_cpu_optimizer_d2h_h2d": True}}))
+
+
 def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them():
     fused = {"policy.megatron_cfg.use_fused_linear_logprobs": True}
     gather = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
