@@ -82,6 +82,8 @@ _FUSED_LOGPROBS = {
     "policy.megatron_cfg.context_parallel_size": 1,
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
+# Sampling that leaves no token out, first in the words of its default.
+_UNFILTERED = {"policy.generation.top_p": (1.0, None), "policy.generation.top_k": (None, -1)}
 _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 _PACKING = "policy.sequence_packing.enabled"
 # What NeMo-RL requires of dynamic batches, once workers start.
@@ -131,7 +133,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_engine_conflicts(config, qarl),
         *optimizer_conflicts(config),
         *muon_conflicts(config),
-        *(_mismatches(config, _FUSED_LOGPROBS, f"{_FUSED}=true") if look_up(config, _FUSED, False) else ()),
+        *_fused_conflicts(config),
         *_sampling_conflicts(config),
         *_stage_conflicts(config, qarl),
         *data_conflicts(config),
@@ -190,6 +192,13 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
         why = f"NeMo-RL wants policy.train_micro_batch_size with tensor_model_parallel_size={tensor_parallel}"
         problems.append(_line("policy.logprob_batch_size", scored, why, str(micro)))
     return problems
+
+
+def _fused_conflicts(config: Mapping[str, Any]) -> list[str]:
+    if not look_up(config, _FUSED, False):
+        return []
+    filtered = {key: off[0] for key, off in _UNFILTERED.items() if look_up(config, key, None) not in off}
+    return _mismatches(config, _FUSED_LOGPROBS | filtered, f"{_FUSED}=true")
 
 
 def _packing_conflicts(config: Mapping[str, Any]) -> list[str]:

@@ -277,7 +277,15 @@ def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them():
     lines = problems(config(**fused | {"policy.sequence_packing": {"enabled": True}}))
     assert [line.partition("=")[0] for line in lines] == ["policy.sequence_packing.enabled", gather]
     assert all("use_fused_linear_logprobs=true does not go with it; set false" in line for line in lines)
-    apply_qarl(config(**fused | {gather: False}))
+    fused |= {gather: False}
+    for key, value, legal in (("top_p", 0.9, "1.0"), ("top_k", 20, "null")):
+        (line,) = problems(config(**fused | {f"policy.generation.{key}": value}))
+        assert line == (
+            f"policy.generation.{key}={value}: policy.megatron_cfg.use_fused_linear_logprobs=true does not go with it; "
+            f"set {legal}"
+        )
+    for top_p, top_k in ((1.0, None), (None, -1)):
+        apply_qarl(config(**fused | {"policy.generation.top_p": top_p, "policy.generation.top_k": top_k}))
 
 
 PACKING, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
