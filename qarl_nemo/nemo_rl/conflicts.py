@@ -62,6 +62,8 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),
     "data_plane.enabled": (_OFF, "packed refits go through NeMo-RL's own policy class"),
 }
+# NeMo-RL's default of `loss_fn.reference_policy_kl_penalty`.
+_USUAL_PENALTY = 0.01
 # Settings of NeMo-RL's clipped loss that an objective does not read, and their defaults.
 _UNREAD = {
     "disable_ppo_ratio": False,
@@ -88,6 +90,8 @@ _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 _PACKING = "policy.sequence_packing.enabled"
 # What NeMo-RL requires of dynamic batches, once workers start.
 _DYNAMIC = {_PACKING: False, "policy.megatron_cfg.pipeline_model_parallel_size": 1}
+# NeMo-RL's environment variable that takes different batch sizes with much tensor parallelism.
+_ANY_BATCH = "NRL_IGNORE_TP_ACCURACY_CHECK"
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 # What NeMo-RL's asynchronous loop does not implement.
 _SYNCHRONOUS = (
@@ -165,6 +169,10 @@ def _loss_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
         problems.append(
             _line("loss_fn.use_importance_sampling_correction", True, why, "false, or choose another objective")
         )
+    skipped, penalty = "grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
+    given = loss_fn.get("reference_policy_kl_penalty", _USUAL_PENALTY)
+    if look_up(config, skipped, False) and given != 0:
+        problems.append(_line(skipped, True, f"{penalty}={_text(given)} needs them", f"false, or {penalty}=0"))
     return problems
 
 
@@ -188,7 +196,9 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
     problems += _validation_conflicts(config)
     tensor_parallel = look_up(config, "policy.megatron_cfg.tensor_model_parallel_size", 1)
     micro, scored = policy.get("train_micro_batch_size"), policy.get("logprob_batch_size")
-    if tensor_parallel >= 4 and not forced and None not in (micro, scored) and micro != scored:
+    # NeMo-RL asks for it where neither of these says otherwise.
+    unchecked = forced or os.environ.get(_ANY_BATCH)
+    if tensor_parallel >= 4 and not unchecked and None not in (micro, scored) and micro != scored:
         why = f"NeMo-RL wants policy.train_micro_batch_size with tensor_model_parallel_size={tensor_parallel}"
         problems.append(_line("policy.logprob_batch_size", scored, why, str(micro)))
     return problems

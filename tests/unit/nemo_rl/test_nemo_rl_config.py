@@ -315,6 +315,29 @@ def test_batch_sizes_that_are_named_are_ones_that_learner_ranks_divide():
     assert line.endswith("; set 4088 or 2044 or 584 or 292")
 
 
+def test_other_batches_for_logprobs_are_refused_unless_the_environment_takes_them(monkeypatch):
+    monkeypatch.delenv("NRL_IGNORE_TP_ACCURACY_CHECK", raising=False)
+    values = config(**{"policy.megatron_cfg.tensor_model_parallel_size": 4})
+    (line,) = problems(values)
+    assert line.startswith("policy.logprob_batch_size=4: NeMo-RL wants policy.train_micro_batch_size with")
+    # NeMo-RL reads any text as yes.
+    monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "0")
+    apply_qarl(values)
+    monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "")
+    assert problems(values) == [line]
+
+
+def test_a_kl_penalty_needs_the_references_logprobs():
+    skipped, penalty = "grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
+    (line,) = problems(config(**{skipped: True, penalty: 0.02}))
+    assert line == f"{skipped}=true: {penalty}=0.02 needs them; set false, or {penalty}=0"
+    # NeMo-RL's default is a penalty, too.
+    (line,) = problems(config(**{skipped: True}))
+    assert f"{penalty}=0.01 needs them" in line
+    apply_qarl(config(**{skipped: True, penalty: 0.0}))
+    apply_qarl(config(**{skipped: False, penalty: 0.02}))
+
+
 SIZES = (
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
