@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, SIZES, Layout, responses_per_step
-from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.parallelism import divisors, either
 
 _SHARE = f"{ENGINE}.gpu_memory_utilization"
@@ -24,6 +24,12 @@ _COUNTS = (
     "policy.max_total_sequence_length",
     "checkpointing.save_period",
 )
+# Those that NeMo-RL computes with as they are, so that a null ends it in a TypeError once Ray has started.
+_NO_NULLS = (
+    *(f"{MEGATRON}.{SIZES[short]}" for short in ("tp", "pp", "cp", "ep")),
+    f"{ENGINE}.tensor_parallel_size",
+    f"{ENGINE}.expert_parallel_size",
+)
 # How NeMo-RL fills micro-batches with responses of several lengths.
 _KINDS = ("sequence_packing", "dynamic_batching")
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens")
@@ -36,10 +42,13 @@ def count_problems(config: Mapping[str, Any]) -> list[str]:
         if look_up(config, f"policy.{kind}.enabled", False):
             keys += [f"policy.{kind}.{name}" for name in _TOKENS]
     for key in keys:
-        value = look_up(config, key, None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            problems.append(f"{key}={value}: not a whole number; set 1 or more")
-        elif value is not None and value < 1:
+        value = look_up(config, key)
+        if value is ABSENT or (value is None and key not in _NO_NULLS):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            said = "null" if value is None else value
+            problems.append(f"{key}={said}: not a whole number; set 1 or more")
+        elif value < 1:
             problems.append(f"{key}={value}: set 1 or more")
     share = look_up(config, _SHARE, None)
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):

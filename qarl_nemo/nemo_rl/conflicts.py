@@ -13,6 +13,7 @@ from qarl_nemo.nemo_rl.engine_checks import (
     argument_problems,
     environment_problems,
     given_arguments,
+    malformed_blocks,
     repeated_arguments,
 )
 from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
@@ -21,6 +22,7 @@ from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
 from qarl_nemo.nemo_rl.muon_checks import muon_conflicts
+from qarl_nemo.nemo_rl.optimizer_checks import optimizer_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import dtype_conflicts
 from qarl_nemo.nemo_rl.sequence_lengths import length_conflicts
 from qarl_nemo.nemo_rl.validation_checks import validation_batch_conflicts
@@ -60,6 +62,8 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),
     "data_plane.enabled": (_OFF, "packed refits go through NeMo-RL's own policy class"),
 }
+# NeMo-RL's default of `loss_fn.reference_policy_kl_penalty`.
+_USUAL_PENALTY = 0.01
 # Settings of NeMo-RL's clipped loss that an objective does not read, and their defaults.
 _UNREAD = {
     "disable_ppo_ratio": False,
@@ -74,23 +78,20 @@ _UNREAD = {
     "use_cispo": False,
     "positive_example_nll_weight": 0.0,
 }
-# Settings that NeMo-RL requires of Muon, in its guide or once workers have started.
-_MUON = {
-    "policy.megatron_cfg.optimizer.use_distributed_optimizer": False,
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False,
-    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": False,
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
-}
 # What NeMo-RL requires where logits and log-probabilities are computed in one.
 _FUSED_LOGPROBS = {
     "policy.sequence_packing.enabled": False,
     "policy.megatron_cfg.context_parallel_size": 1,
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
+# Sampling that leaves no token out, first in the words of its default.
+_UNFILTERED = {"policy.generation.top_p": (1.0, None), "policy.generation.top_k": (None, -1)}
 _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 _PACKING = "policy.sequence_packing.enabled"
 # What NeMo-RL requires of dynamic batches, once workers start.
 _DYNAMIC = {_PACKING: False, "policy.megatron_cfg.pipeline_model_parallel_size": 1}
+# NeMo-RL's environment variable that takes different batch sizes with much tensor parallelism.
+_ANY_BATCH = "NRL_IGNORE_TP_ACCURACY_CHECK"
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 # What NeMo-RL's asynchronous loop does not implement.
 _SYNCHRONOUS = (
@@ -111,6 +112,8 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     Returns:
         One line for each setting that has to change: key, value, why, and what to set.
     """
+    if malformed := malformed_blocks(config):
+        return malformed
     model, unknown = None, []
     try:
         model = read_model(config)
@@ -121,15 +124,20 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         for key, (legal, why) in _REQUIRED.items()
         if (value := look_up(config, key)) is not ABSENT and value not in legal
     ]
+    # `layout_conflicts` tells which sizes are none; these compute with them.
+    if not count_problems(config):
+        problems += [
+            *_loop_conflicts(config, qarl.objective),
+            *_packing_conflicts(config),
+            *shape_conflicts(config, qarl, model),
+        ]
     return [
         *problems,
         *_loss_conflicts(config, qarl.objective),
-        *_loop_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
-        *_optimizer_conflicts(config),
+        *optimizer_conflicts(config),
         *muon_conflicts(config),
-        *(_mismatches(config, _FUSED_LOGPROBS, f"{_FUSED}=true") if look_up(config, _FUSED, False) else ()),
-        *_packing_conflicts(config),
+        *_fused_conflicts(config),
         *_sampling_conflicts(config),
         *_stage_conflicts(config, qarl),
         *data_conflicts(config),
@@ -137,7 +145,6 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *dtype_conflicts(config),
         *unknown,
         *([] if unknown else length_conflicts(config)),
-        *([] if count_problems(config) else shape_conflicts(config, qarl, model)),
         *(layout := layout_conflicts(config, qarl, model)),
         # Memory can be computed only for a layout that is possible.
         *([] if unknown or layout else memory_conflicts(config, qarl)),
@@ -162,6 +169,10 @@ def _loss_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
         problems.append(
             _line("loss_fn.use_importance_sampling_correction", True, why, "false, or choose another objective")
         )
+    skipped, penalty = "grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
+    given = loss_fn.get("reference_policy_kl_penalty", _USUAL_PENALTY)
+    if look_up(config, skipped, False) and given != 0:
+        problems.append(_line(skipped, True, f"{penalty}={_text(given)} needs them", f"false, or {penalty}=0"))
     return problems
 
 
@@ -185,10 +196,19 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
     problems += _validation_conflicts(config)
     tensor_parallel = look_up(config, "policy.megatron_cfg.tensor_model_parallel_size", 1)
     micro, scored = policy.get("train_micro_batch_size"), policy.get("logprob_batch_size")
-    if tensor_parallel >= 4 and not forced and None not in (micro, scored) and micro != scored:
+    # NeMo-RL asks for it where neither of these says otherwise.
+    unchecked = forced or os.environ.get(_ANY_BATCH)
+    if tensor_parallel >= 4 and not unchecked and None not in (micro, scored) and micro != scored:
         why = f"NeMo-RL wants policy.train_micro_batch_size with tensor_model_parallel_size={tensor_parallel}"
         problems.append(_line("policy.logprob_batch_size", scored, why, str(micro)))
     return problems
+
+
+def _fused_conflicts(config: Mapping[str, Any]) -> list[str]:
+    if not look_up(config, _FUSED, False):
+        return []
+    filtered = {key: off[0] for key, off in _UNFILTERED.items() if look_up(config, key, None) not in off}
+    return _mismatches(config, _FUSED_LOGPROBS | filtered, f"{_FUSED}=true")
 
 
 def _packing_conflicts(config: Mapping[str, Any]) -> list[str]:
@@ -283,24 +303,6 @@ def _server_conflicts(config: Mapping[str, Any]) -> list[str]:
     if not look_up(config, "policy.generation.vllm_cfg.expose_http_server", False) or chosen == "vllm":
         return []
     return [_line(key, chosen, "requests over HTTP would take the checkpoint's sampling defaults, too", "vllm")]
-
-
-def _optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
-    optimizer = look_up(config, _OPTIMIZER, {})
-    name = optimizer.get("optimizer", "")
-    if "muon" in str(name):
-        return _mismatches(config, _MUON, f"optimizer={name}")
-    if not optimizer.get("optimizer_cpu_offload", False):
-        return []
-    problems, fraction = [], optimizer.get("optimizer_offload_fraction", 0.0)
-    if not 0 < fraction <= 1:
-        why = "optimizer_cpu_offload=true keeps that part of the state in the host's memory"
-        problems.append(_line(f"{_OPTIMIZER}.optimizer_offload_fraction", fraction, why, "more than 0 and at most 1"))
-    if not optimizer.get("use_distributed_optimizer", False):
-        problems.append(
-            _line(f"{_OPTIMIZER}.use_distributed_optimizer", False, "optimizer_cpu_offload=true needs it", "true")
-        )
-    return problems
 
 
 def _stage_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:

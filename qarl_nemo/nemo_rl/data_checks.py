@@ -4,10 +4,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from qarl_nemo.config.problems import hint
 from qarl_nemo.data.reward_function import RewardFunction
 from qarl_nemo.nemo_rl.data_files import file_conflicts
 from qarl_nemo.nemo_rl.data_keys import key_problems
-from qarl_nemo.nemo_rl.data_set_checks import benchmark_environment, set_problems
+from qarl_nemo.nemo_rl.data_set_checks import chosen_environment, set_problems
 from qarl_nemo.nemo_rl.data_sets import BENCHMARK, DEFAULT_WORKERS, ENVIRONMENT, data_sets, rewarded
 from qarl_nemo.nemo_rl.lookup import look_up
 
@@ -38,6 +39,7 @@ def data_conflicts(config: Mapping[str, Any]) -> list[str]:
             RewardFunction(str(path))
         except ValueError as error:
             problems.append(f"{place}.reward_function={path}: {error}")
+    problems += _environment_problems(data, config.get("env"))
     # What is wrong with the default is so for every set.
     return list(dict.fromkeys(problems + _worker_problems(config, data)))
 
@@ -47,10 +49,28 @@ def _is_slip(key: str) -> bool:
     return key != _OVERLONG and (key.startswith("overlong") or bool(near))
 
 
+def _environment_problems(data: Mapping[str, Any], env: Mapping[str, Any] | None) -> list[str]:
+    if env is None:
+        return []
+    default = data.get("default") or {}
+    known = [name for name, settings in env.items() if isinstance(settings, Mapping) and name != "reward_function"]
+    # NeMo-RL starts the default's environment, too, whether or not a data set is left that uses it.
+    return [
+        f"{place}.env_name={'null' if dataset['env_name'] is None else dataset['env_name']}: not an environment of the "
+        f"`env` block; {hint(str(dataset['env_name']), known)}"
+        for place, dataset, whole in [*data_sets(data), ("data.default", default, default)]
+        if "env_name" in dataset
+        and dataset["env_name"] not in known
+        # These have sentences of their own.
+        and not dataset.get("reward_function")
+        and whole.get("dataset_name") != BENCHMARK
+    ]
+
+
 def _worker_problems(config: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
     asked = {"reward_function": look_up(config, "env.reward_function.num_workers", DEFAULT_WORKERS)}
     if any(
-        whole.get("dataset_name") == BENCHMARK and benchmark_environment(dataset, whole) == ENVIRONMENT
+        whole.get("dataset_name") == BENCHMARK and chosen_environment(dataset, whole) == ENVIRONMENT
         for _, dataset, whole in data_sets(data)
     ):
         asked[ENVIRONMENT] = look_up(config, f"env.{ENVIRONMENT}.num_workers", None)

@@ -9,7 +9,16 @@ from qarl_nemo.config.problems import hint
 from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmark
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import OWN
-from qarl_nemo.nemo_rl.data_sets import BENCHMARK, DATA_SETS, ENVIRONMENT, OUR_CLASSES, PACKAGE, READ, our_name
+from qarl_nemo.nemo_rl.data_sets import (
+    BENCHMARK,
+    DATA_SETS,
+    ENVIRONMENT,
+    OUR_CLASSES,
+    PACKAGE,
+    READ,
+    our_name,
+    reward_environment,
+)
 
 
 def set_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
@@ -27,17 +36,17 @@ def set_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any
     if name == BENCHMARK:
         return _benchmark_problems(place, dataset, whole)
     if name in OUR_CLASSES:
-        return _own_problems(place, whole)
+        return _reward_problems(place, dataset, whole) + _own_problems(place, whole)
     if name.startswith(PACKAGE):
         return [f"{where(place, dataset, 'dataset_name')}={name}: no such data set; {hint(name, OUR_CLASSES)}"]
     return []
 
 
-def benchmark_environment(dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:
-    """Return the environment that checks a benchmark's answers, `null` where none is named; None if a function does.
+def chosen_environment(dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:
+    """Return the environment that checks a data set's answers, `null` where none is named; None if a function does.
 
     Args:
-        dataset: what is written for the benchmark.
+        dataset: what is written for the data set.
         whole: that with `data.default`.
     """
     # The default's function becomes the default's environment, which one of the set's own replaces.
@@ -70,13 +79,28 @@ def _benchmark_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[s
     repeat = whole.get("repeat", 1)
     if type(repeat) is not int or repeat < 1:
         lines.append(f"{where(place, dataset, 'repeat')}={json.dumps(repeat, default=str)}: set a whole number from 1")
-    environment = benchmark_environment(dataset, whole)
+    environment = chosen_environment(dataset, whole)
     if environment not in (None, ENVIRONMENT):
         lines.append(
             f"{place}.env_name={environment}: the answers of a benchmark are checked in the environment {ENVIRONMENT}; "
             f"set {place}.env_name={ENVIRONMENT}, or a reward_function"
         )
     return lines
+
+
+def _reward_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
+    if chosen_environment(dataset, whole) == ENVIRONMENT:
+        return [
+            f"{where(place, dataset, 'env_name')}={ENVIRONMENT}: that environment checks the answers of {BENCHMARK} "
+            f"only; set {place}.env_name to another one, e.g. math, or a reward_function"
+        ]
+    path, name = dataset.get("reward_function"), dataset.get("env_name")
+    # A saved config has the function's own.
+    if not path or name in (None, reward_environment(path)):
+        return []
+    return [
+        f"{place}.env_name={name}: {place}.reward_function={path} rewards in its place; set null, or no reward_function"
+    ]
 
 
 def _own_problems(place: str, whole: Mapping[str, Any]) -> list[str]:

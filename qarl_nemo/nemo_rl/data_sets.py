@@ -44,6 +44,15 @@ def rewarded(data: Mapping[str, Any]) -> Iterator[tuple[str, MutableMapping[str,
                 yield place, dataset
 
 
+def reward_environment(path: str) -> str:
+    """Return the name of the environment that calls a reward function.
+
+    Args:
+        path: `module:function`.
+    """
+    return f"reward_function {path}"
+
+
 def our_name(dataset: Mapping[str, Any]) -> str | None:
     """Return the name of a data set of `problems.py` as `DatasetConfig` has it; None for any other."""
     return _CLASSES.get(str(dataset.get("dataset_name")))
@@ -61,7 +70,7 @@ def use_reward_functions(data: Mapping[str, Any], env: MutableMapping[str, Any])
     """
     names, workers = [], look_up(env, "reward_function.num_workers", DEFAULT_WORKERS)
     for _, dataset in rewarded(data):
-        name = f"reward_function {dataset['reward_function']}"
+        name = reward_environment(dataset["reward_function"])
         env[name] = {"reward_function": dataset["reward_function"], "num_workers": workers}
         dataset["env_name"] = name
         names.append(name)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from qarl_nemo.nemo_rl.engine_rules import ENVIRONMENT_RULES, GIVEN_BY_NEMO_RL, NESTED, NO_MATTER, RULES, Rule
+from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT
 
 _VLLM_KWARGS = "policy.generation.vllm_kwargs"
@@ -18,10 +19,28 @@ _FROM_VLLM_CFG = {
     "pipeline_parallel_size": "pipeline_parallel_size",
     "enforce_eager": "enforce_eager",
 }
+# Blocks of an engine's settings, and whether NeMo-RL takes null for none.
+_MAPPINGS = {_VLLM_CFG: False, f"{_VLLM_CFG}.env_vars": True, _VLLM_KWARGS: False}
 _BLOCKS = (*NESTED, "hf_overrides")
 _KNOWN = {*RULES, *NESTED, "hf_overrides", *(name for names in NO_MATTER.values() for name in names)}
 # The values that switch off a pass of vLLM's compiler.
 _OFF = (None, False, 0)
+
+
+def malformed_blocks(config: Mapping[str, Any]) -> list[str]:
+    """Say which blocks of engine settings are no mappings; nothing else can be checked with such a one.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        One line each: key, value, and what to set.
+    """
+    return [
+        f"{key}={_text(value)}: not a mapping of settings; set one"
+        for key, null in _MAPPINGS.items()
+        if not isinstance(value := look_up(config, key, {}), Mapping) and not (null and value is None)
+    ]
 
 
 def given_arguments(generation: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -8,6 +8,7 @@ from qarl_nemo.memory import GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.layout import Layout, read_layout
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.model_shapes import read_model
 from qarl_nemo.secrets import word_without_secrets
 
 
@@ -79,7 +80,7 @@ def _engines(layout: Layout) -> str:
 def _memory(config: Mapping[str, Any], qarl: Any) -> str:
     needed, gpu = needed_memory(config, qarl, optimizer_stays=qarl.resident), card(qarl)
     if needed is None:
-        return "not computed: no `cluster` block"
+        return f"not computed: {' and '.join(_missing(config))}"
     refit = "" if needed.refit is None else f", {needed.refit / GIB:.1f} in a refit"
     return (
         f"{needed.learner.static_bytes / GIB:.1f} GiB a learner rank between steps, "
@@ -87,6 +88,14 @@ def _memory(config: Mapping[str, Any], qarl: Any) -> str:
         f"and {(OVERHEAD_BYTES + needed.asleep) / GIB:g} beside its tensors; weights of an engine "
         f"{needed.engine / GIB:.1f} a GPU; {_optimizer(needed, qarl)}computed, of {gpu.gib:.0f} ({gpu.source})"
     )
+
+
+def _missing(config: Mapping[str, Any]) -> list[str]:
+    """Say what memory cannot be computed without."""
+    return [
+        *(["no `cluster` block"] if read_layout(config) is None else []),
+        *(["no config.json of policy.model_name on this machine"] if read_model(config) is None else []),
+    ]
 
 
 def _optimizer(needed: Needed, qarl: Any) -> str:

@@ -73,9 +73,14 @@ def fetch_model_config(name: str) -> str | None:
         Why it could not be fetched, so that shapes and memory are not checked; None if it is on this machine.
 
     Raises:
-        ConfigError: there is no such folder, and the name is not a hub model's.
+        ConfigError: there is no such folder, and the name is not a hub model's; or the folder has no config.json.
     """
     if Path(name).is_dir():
+        if not (Path(name) / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"policy.model_name={name}: the folder has no {CONFIG_FILE}, so that it is no model's; set a folder "
+                "with one, or a name on the Hugging Face hub (owner/model)"
+            )
         return None
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"policy.model_name={name}: no such folder, nor a name on the Hugging Face hub (owner/model)")

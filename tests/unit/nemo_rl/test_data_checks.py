@@ -12,7 +12,8 @@ PROBLEMS = "qarl_nemo.nemo_rl.problems"
 BENCHMARK = "qarl_nemo.nemo_rl.benchmark.Benchmark"
 GSM8K = {"dataset_name": f"{PROBLEMS}.GSM8K", "env_name": "math"}
 MATH500 = {"dataset_name": BENCHMARK, "benchmark": "math500", "env_name": "qarl_benchmark"}
-WORKERS = {"qarl_benchmark": {"num_workers": 8}}
+MATH = {"math": {"num_workers": 8}}
+WORKERS = MATH | {"qarl_benchmark": {"num_workers": 8}}
 
 
 def conflicts(env=WORKERS, **data) -> list[str]:
@@ -92,13 +93,55 @@ def test_the_environment_of_benchmarks_needs_workers_where_it_is_used():
     said = ["env.qarl_benchmark.num_workers=null: set a whole number from 1"]
     assert conflicts(env={"qarl_benchmark": {}}, validation=MATH500) == said
     assert conflicts(env={}, validation=MATH500) == said
-    assert conflicts(env={}, train=GSM8K) == []
+    assert conflicts(env=MATH, train=GSM8K) == []
     # A reward function replaces the environment, the default's only where the set has none.
     own = {"reward_function": "qarl_nemo.verify:reward"}
     assert conflicts(env={}, validation=MATH500 | own) == []
     bare = {key: value for key, value in MATH500.items() if key != "env_name"}
     assert conflicts(env={}, validation=bare, default=own) == []
     assert conflicts(env={}, validation=MATH500, default=own) == said
+
+
+def test_the_environment_of_benchmarks_is_for_no_other_data_set():
+    (line,) = conflicts(train=GSM8K | {"env_name": "qarl_benchmark"})
+    assert line.startswith("data.train.env_name=qarl_benchmark: that environment checks the answers of")
+    bare = {"dataset_name": GSM8K["dataset_name"]}
+    (line,) = conflicts(train=bare, default={"env_name": "qarl_benchmark"})
+    assert line.startswith("data.default.env_name=qarl_benchmark: ")
+    own = {"reward_function": "qarl_nemo.verify:reward"}
+    assert conflicts(train=bare | own, default={"env_name": "qarl_benchmark"}) == []
+
+
+def test_an_environment_that_is_not_configured_names_the_nearest_one():
+    sets = {
+        "train": [GSM8K | {"env_name": "mathh"}, GSM8K],
+        "validation": {"dataset_name": "AIME2024", "env_name": None},
+    }
+    lines = conflicts(env=WORKERS | {"reward_function": {"num_workers": 2}, "should_use_nemo_gym": False}, **sets)
+    assert lines == [
+        "data.train.0.env_name=mathh: not an environment of the `env` block; did you mean 'math'? legal here: math, "
+        "qarl_benchmark",
+        "data.validation.env_name=null: not an environment of the `env` block; legal here: math, qarl_benchmark",
+    ]
+    # NeMo-RL starts that of the default even where no set has it.
+    (line,) = conflicts(train=GSM8K, default={"env_name": "code"})
+    assert line.startswith("data.default.env_name=code: ")
+
+
+def test_a_data_set_of_ours_is_rewarded_by_a_function_or_in_an_environment():
+    own = {"reward_function": "qarl_nemo.verify:reward"}
+    (line,) = conflicts(train=GSM8K | own)
+    assert line.startswith(
+        "data.train.env_name=math: data.train.reward_function=qarl_nemo.verify:reward rewards in its"
+    )
+    # A recipe takes back what it builds on, a default is for the other sets, and a saved config has the function's own.
+    saved = "reward_function qarl_nemo.verify:reward"
+    for name in (None, saved):
+        assert conflicts(env=WORKERS | {saved: {}}, train=GSM8K | own | {"env_name": name}) == []
+    bare = {"dataset_name": GSM8K["dataset_name"]}
+    assert conflicts(train=bare | own, default={"env_name": "math"}) == []
+    assert conflicts(train=bare, default={"env_name": "math"} | own) == []
+    assert conflicts(train=GSM8K, default=own) == []
 
 
 def test_the_default_counts_as_if_it_stood_in_every_set(file):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from test_nemo_rl_config import QWEN3_30B, config, problems
 
+from qarl_nemo.config import ConfigError
 from qarl_nemo.memory import Learner, ModelSize, rank_memory
 from qarl_nemo.nemo_rl import hints, layout_memory
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
@@ -367,6 +368,30 @@ def test_without_the_models_config_shapes_are_said_to_be_unchecked(monkeypatch, 
     values = launch(**{"policy.model_name": name})
     text = launch_summary(values, apply_qarl(values), ["run"], unchecked)
     assert f"shapes and memory not checked: {name}: its config.json is not on this machine" in text
+
+
+def test_a_folder_without_a_models_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=f"policy.model_name={tmp_path}: the folder has no config.json"):
+        fetch_model_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert fetch_model_config(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cluster": {}}, "no `cluster` block"),
+        ({"policy.model_name": "nowhere"}, "no config.json of policy.model_name on this machine"),
+        (
+            {"cluster": {}, "policy.model_name": "nowhere"},
+            "no `cluster` block and no config.json of policy.model_name on this machine",
+        ),
+    ],
+)
+def test_a_summary_says_what_memory_is_not_computed_without(changes, said):
+    values = launch(**changes)
+    text = launch_summary(values, apply_qarl(values), ["run"], None)
+    assert f"memory   not computed: {said}\n" in text
 
 
 def test_a_broken_config_of_a_model_is_one_error(tmp_path):

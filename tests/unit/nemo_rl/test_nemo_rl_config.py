@@ -228,60 +228,6 @@ def test_stages_and_update_aware_rates_need_an_optimizer_and_a_loop_that_can(qar
     apply_qarl(config(qarl))
 
 
-OFFLOADED = {"optimizer": "adam", "use_distributed_optimizer": True, "optimizer_cpu_offload": True,
-             "optimizer_offload_fraction": 1.0}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"optimizer": "dist_muon"}, "optimizer_cpu_offload=true: optimizer=dist_muon does not go with it; set false"),
-        ({"optimizer_offload_fraction": 0.0}, "optimizer_offload_fraction=0.0: optimizer_cpu_offload=true keeps that"),
-        ({"use_distributed_optimizer": False}, "use_distributed_optimizer=false: optimizer_cpu_offload=true"),
-    ],
-)
-def test_an_optimizer_on_the_host_is_one_that_nemo_rl_keeps_there(changes, line):
-    where = "policy.megatron_cfg.optimizer"
-    assert any(line in found for found in problems(config(**{where: OFFLOADED | changes})))
-    apply_qarl(config(**{where: OFFLOADED}))
-
-
-def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them():
-    fused = {"policy.megatron_cfg.use_fused_linear_logprobs": True}
-    gather = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
-    lines = problems(config(**fused | {"policy.sequence_packing": {"enabled": True}}))
-    assert [line.partition("=")[0] for line in lines] == ["policy.sequence_packing.enabled", gather]
-    assert all("use_fused_linear_logprobs=true does not go with it; set false" in line for line in lines)
-    apply_qarl(config(**fused | {gather: False}))
-
-
-PACKING, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
-CONTEXT, STAGES = "policy.megatron_cfg.context_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({PACKING: True, DYNAMIC: True}, f"{PACKING}=true: {DYNAMIC}=true does not go with it; set false"),
-        ({STAGES: 2, DYNAMIC: True}, f"{STAGES}=2: {DYNAMIC}=true does not go with it; set 1"),
-        ({CONTEXT: 2, PACKING: False}, f"{PACKING}=false: {CONTEXT}=2 does not go with it; set true"),
-        ({"policy.generation.temperature": 0.0}, "policy.generation.temperature=0.0: the learner divides logits by it"),
-        ({"policy.generation.top_p": 0.0}, "policy.generation.top_p=0.0: a share of probability; set more than 0"),
-        ({"policy.generation.top_p": 1.5}, "policy.generation.top_p=1.5: a share of probability; set more than 0"),
-        ({"policy.generation.top_k": 0}, "policy.generation.top_k=0: a number of tokens; set 1 or more"),
-    ],
-)
-def test_batches_and_sampling_that_workers_refuse_are_refused_before_them(changes, line):
-    assert any(found.startswith(line) for found in problems(config(**changes))), problems(config(**changes))
-    apply_qarl(config(**{"policy.generation.top_k": -1, "policy.generation.top_p": 0.9, DYNAMIC: False}))
-
-
-def test_batch_sizes_that_are_named_are_ones_that_learner_ranks_divide():
-    said = {"cluster": {"num_nodes": 1, "gpus_per_node": 8}, "grpo.num_prompts_per_step": 511}
-    (line,) = [found for found in problems(config(**said)) if "does not divide the 4088 responses" in found]
-    assert line.endswith("; set 4088 or 2044 or 584 or 292")
-
-
 def test_an_objective_without_mismatch_weight_does_not_take_older_responses():
     for objective in ({"objective": "gspo"}, {"objective": "grpo_tis", "mismatch_cap": None}):
         values = config({"objective": objective}, **{"grpo.async_grpo.enabled": True})

@@ -1,0 +1,152 @@
+"""Settings that NeMo-RL or Megatron would refuse once Ray has started are refused before: sizes, blocks, optimizers."""
+
+import pytest
+from test_nemo_rl_config import config, problems
+
+from qarl_nemo.nemo_rl.config import apply_qarl
+
+OFFLOADED = {"optimizer": "adam", "use_distributed_optimizer": True, "optimizer_cpu_offload": True,
+             "optimizer_offload_fraction": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optimizer": "dist_muon"}, "optimizer_cpu_offload=true: optimizer=dist_muon does not go with it; set false"),
+        ({"optimizer_offload_fraction": 0.0}, "optimizer_offload_fraction=0.0: optimizer_cpu_offload=true keeps that"),
+        ({"use_distributed_optimizer": False}, "use_distributed_optimizer=false: optimizer_cpu_offload=true"),
+    ],
+)
+def test_an_optimizer_on_the_host_is_one_that_nemo_rl_keeps_there(changes, line):
+    where = "policy.megatron_cfg.optimizer"
+    assert any(line in found for found in problems(config(**{where: OFFLOADED | changes})))
+    apply_qarl(config(**{where: OFFLOADED}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"optimizer": "adamm"},
+            "optimizer=adamm: Megatron has no such optimizer; did you mean 'adam'? legal here: adam,",
+        ),
+        ({"optimizer": "Adam"}, "optimizer=Adam: Megatron has no such optimizer; did you mean 'adam'?"),
+        (
+            {"optimizer": None},
+            "optimizer=null: Megatron has no such optimizer; legal here: adam, sgd, muon, dist_muon,",
+        ),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "overlap_cpu_optimizer_d2h_h2d=true: optimizer_cpu_offload=false"),
+        (
+            OFFLOADED | {"optimizer": "lion"},
+            "optimizer_cpu_offload=true: optimizer=lion does not go with it; set false",
+        ),
+    ],
+)
+def test_an_optimizer_is_one_that_megatron_has_with_settings_that_go_with_it(changes, line):
+    where, adam = "policy.megatron_cfg.optimizer", {"optimizer": "adam", "use_distributed_optimizer": True}
+    assert [found.startswith(f"{where}.{line}") for found in problems(config(**{where: adam | changes}))] == [True]
+    apply_qarl(config(**{where: OFFLOADED | {"overlap_cpu_optimizer_d2h_h2d": True}}))
+
+
+def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them():
+    fused = {"policy.megatron_cfg.use_fused_linear_logprobs": True}
+    gather = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
+    lines = problems(config(**fused | {"policy.sequence_packing": {"enabled": True}}))
+    assert [line.partition("=")[0] for line in lines] == ["policy.sequence_packing.enabled", gather]
+    assert all("use_fused_linear_logprobs=true does not go with it; set false" in line for line in lines)
+    fused |= {gather: False}
+    for key, value, legal in (("top_p", 0.9, "1.0"), ("top_k", 20, "null")):
+        (line,) = problems(config(**fused | {f"policy.generation.{key}": value}))
+        assert line == (
+            f"policy.generation.{key}={value}: policy.megatron_cfg.use_fused_linear_logprobs=true does not go with it; "
+            f"set {legal}"
+        )
+    for top_p, top_k in ((1.0, None), (None, -1)):
+        apply_qarl(config(**fused | {"policy.generation.top_p": top_p, "policy.generation.top_k": top_k}))
+
+
+PACKING, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
+CONTEXT, STAGES = "policy.megatron_cfg.context_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({PACKING: True, DYNAMIC: True}, f"{PACKING}=true: {DYNAMIC}=true does not go with it; set false"),
+        ({STAGES: 2, DYNAMIC: True}, f"{STAGES}=2: {DYNAMIC}=true does not go with it; set 1"),
+        ({CONTEXT: 2, PACKING: False}, f"{PACKING}=false: {CONTEXT}=2 does not go with it; set true"),
+        ({"policy.generation.temperature": 0.0}, "policy.generation.temperature=0.0: the learner divides logits by it"),
+        ({"policy.generation.top_p": 0.0}, "policy.generation.top_p=0.0: a share of probability; set more than 0"),
+        ({"policy.generation.top_p": 1.5}, "policy.generation.top_p=1.5: a share of probability; set more than 0"),
+        ({"policy.generation.top_k": 0}, "policy.generation.top_k=0: a number of tokens; set 1 or more"),
+    ],
+)
+def test_batches_and_sampling_that_workers_refuse_are_refused_before_them(changes, line):
+    assert any(found.startswith(line) for found in problems(config(**changes))), problems(config(**changes))
+    apply_qarl(config(**{"policy.generation.top_k": -1, "policy.generation.top_p": 0.9, DYNAMIC: False}))
+
+
+def test_batch_sizes_that_are_named_are_ones_that_learner_ranks_divide():
+    said = {"cluster": {"num_nodes": 1, "gpus_per_node": 8}, "grpo.num_prompts_per_step": 511}
+    (line,) = [found for found in problems(config(**said)) if "does not divide the 4088 responses" in found]
+    assert line.endswith("; set 4088 or 2044 or 584 or 292")
+
+
+def test_other_batches_for_logprobs_are_refused_unless_the_environment_takes_them(monkeypatch):
+    monkeypatch.delenv("NRL_IGNORE_TP_ACCURACY_CHECK", raising=False)
+    values = config(**{"policy.megatron_cfg.tensor_model_parallel_size": 4})
+    (line,) = problems(values)
+    assert line.startswith("policy.logprob_batch_size=4: NeMo-RL wants policy.train_micro_batch_size with")
+    # NeMo-RL reads any text as yes.
+    monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "0")
+    apply_qarl(values)
+    monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "")
+    assert problems(values) == [line]
+
+
+def test_a_kl_penalty_needs_the_references_logprobs():
+    skipped, penalty = "grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
+    (line,) = problems(config(**{skipped: True, penalty: 0.02}))
+    assert line == f"{skipped}=true: {penalty}=0.02 needs them; set false, or {penalty}=0"
+    # NeMo-RL's default is a penalty, too.
+    (line,) = problems(config(**{skipped: True}))
+    assert f"{penalty}=0.01 needs them" in line
+    apply_qarl(config(**{skipped: True, penalty: 0.0}))
+    apply_qarl(config(**{skipped: False, penalty: 0.02}))
+
+
+SIZES = (
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.context_parallel_size",
+    "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.generation.vllm_cfg.tensor_parallel_size",
+    "policy.generation.vllm_cfg.expert_parallel_size",
+)
+
+
+@pytest.mark.parametrize("value", [None, "two"])
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_that_is_no_number_is_one_line(key, value):
+    values = config(**{key: value, "cluster": {"num_nodes": 1, "gpus_per_node": 8}})
+    assert problems(values) == [f"{key}={value or 'null'}: not a whole number; set 1 or more"]
+
+
+@pytest.mark.parametrize("key", ["grpo.num_prompts_per_step", "policy.train_global_batch_size"])
+def test_a_batch_may_be_unsaid_and_is_else_a_number(key):
+    apply_qarl(config(**{key: None}))
+    assert problems(config(**{key: "many"})) == [f"{key}=many: not a whole number; set 1 or more"]
+
+
+@pytest.mark.parametrize("value", ["x", 5, ["a"]])
+@pytest.mark.parametrize("key", ["vllm_kwargs", "vllm_cfg", "vllm_cfg.env_vars"])
+def test_a_block_of_the_engine_is_a_mapping(key, value):
+    place = f"policy.generation.{key}"
+    assert problems(config(**{place: value})) == [f"{place}={value}: not a mapping of settings; set one"]
+
+
+def test_a_block_of_the_engine_is_null_only_where_nemo_rl_takes_it():
+    apply_qarl(config(**{"policy.generation.vllm_cfg.env_vars": None}))
+    for key in ("vllm_kwargs", "vllm_cfg"):
+        (line,) = problems(config(**{f"policy.generation.{key}": None}))
+        assert line == f"policy.generation.{key}=null: not a mapping of settings; set one"
