@@ -136,6 +136,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *_loss_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *optimizer_conflicts(config),
+        *_recompute_conflicts(config),
         *muon_conflicts(config),
         *_fused_conflicts(config),
         *_sampling_conflicts(config),
@@ -218,6 +219,14 @@ def _packing_conflicts(config: Mapping[str, Any]) -> list[str]:
     if (ranks := look_up(config, key, 1)) > 1:
         problems += _mismatches(config, {_PACKING: True}, f"{key}={ranks}")
     return problems
+
+
+def _recompute_conflicts(config: Mapping[str, Any]) -> list[str]:
+    checkpointing, key = "policy.megatron_cfg.activation_checkpointing", "policy.megatron_cfg.recompute_granularity"
+    value = look_up(config, key, "full")
+    if not look_up(config, checkpointing, False) or value in ("full", "selective"):
+        return []
+    return [_line(key, value, f"NeMo-RL knows no other with {checkpointing}=true", "full or selective")]
 
 
 def _sampling_conflicts(config: Mapping[str, Any]) -> list[str]:

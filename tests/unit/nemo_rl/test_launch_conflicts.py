@@ -150,3 +150,12 @@ def test_a_block_of_the_engine_is_null_only_where_nemo_rl_takes_it():
     for key in ("vllm_kwargs", "vllm_cfg"):
         (line,) = problems(config(**{f"policy.generation.{key}": None}))
         assert line == f"policy.generation.{key}=null: not a mapping of settings; set one"
+
+
+def test_layers_are_recomputed_as_nemo_rl_knows():
+    key, on = "policy.megatron_cfg.recompute_granularity", {"policy.megatron_cfg.activation_checkpointing": True}
+    (line,) = problems(config(**on | {key: "fulll"}))
+    assert line.startswith(f"{key}=fulll: NeMo-RL knows no other")
+    apply_qarl(config(**on | {key: "selective"}))
+    # It is not read without.
+    apply_qarl(config(**{key: "fulll"}))
