@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.nemo_rl.budgets import token_budgets
 from qarl_nemo.nemo_rl.engine_room import engine_room
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
@@ -41,7 +42,7 @@ def optimizer_stays(config: Mapping[str, Any], qarl: Any) -> bool:
     if needed is None:
         return False
     room = engine_room(config, needed, gpu_bytes)
-    return fits_beside_engine(needed, room.share if room else None, gpu_bytes)
+    return fits_beside_engine(needed, room.share if room else None, gpu_bytes) and fits_beside_logprobs(config, qarl)
 
 
 def fits_beside_engine(needed: Needed, share: float | None, gpu_bytes: float) -> bool:
@@ -62,6 +63,23 @@ def fits_beside_engine(needed: Needed, share: float | None, gpu_bytes: float) ->
     generating = needed.learner.parts["optimizer"] + share * gpu_bytes
     refit = needed.refit + OVERHEAD_BYTES + ASLEEP_BYTES
     return generating + OVERHEAD_BYTES <= gpu_bytes and refit <= gpu_bytes
+
+
+def fits_beside_logprobs(config: Mapping[str, Any], qarl: Any) -> bool:
+    """Return whether log-probabilities have room beside the optimizer, or would have none without it either.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries, without `layout_conflicts`.
+        qarl: its checked `NemoQarlConfig`.
+
+    Raises:
+        ValueError: the model's config.json lacks keys.
+    """
+    beside, alone = (
+        all(budget.fits for budget in token_budgets(config, qarl, optimizer_stays=stays) if not budget.trains)
+        for stays in (True, False)
+    )
+    return beside or not alone
 
 
 def residency_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:

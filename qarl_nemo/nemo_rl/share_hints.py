@@ -9,7 +9,7 @@ from qarl_nemo.nemo_rl.budgets import largest_share, waiting_answers
 from qarl_nemo.nemo_rl.engine_room import CACHE, UTILIZATION
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.residency import OFFLOAD, fits_beside_engine
+from qarl_nemo.nemo_rl.residency import OFFLOAD, fits_beside_engine, fits_beside_logprobs
 
 # vLLM's own default.
 _USUAL_SHARE = 0.9
@@ -47,7 +47,8 @@ def _smaller_share(share: float, needed: Needed, config: Mapping[str, Any], qarl
         return None
     gpu_bytes, optimizer = card(qarl).gib * GIB, staying.learner.parts["optimizer"]
     most = largest_share(staying, gpu_bytes, optimizer_stays=True)
-    if not optimizer or share <= most or not fits_beside_engine(staying, most, gpu_bytes):
+    fits = fits_beside_engine(staying, most, gpu_bytes) and fits_beside_logprobs(config, qarl)
+    if not optimizer or share <= most or not fits:
         return None
     now, wanted = waiting_answers(needed, share, gpu_bytes, config)
     then, _ = waiting_answers(staying, most, gpu_bytes, config)

@@ -11,6 +11,7 @@ NEMO_RL = "${oc.env:NEMO_RL_ROOT}/examples/configs/"
 # What the recipes of Qwen3-30B-A3B inherit of NeMo-RL's, as far as conflicts, layouts and memory ask.
 BELOW: dict[str, Any] = {
     "cluster": {"gpus_per_node": 8},
+    "env": {"math": {"num_workers": 8}},
     "policy": {
         "precision": "bfloat16",
         "megatron_cfg": {

@@ -46,7 +46,8 @@ def test_no_share_is_named_with_which_the_optimizer_would_leave_all_the_same():
 
 
 def test_an_optimizer_that_stays_is_no_reason_for_hardly_any_answers():
-    values = launch(**LONG)
+    chunks = {"policy.logprob_chunk_size": 1024, "policy.megatron_cfg.defer_fp32_logits": True}
+    values = launch(**LONG | chunks)
     qarl = apply_qarl(deepcopy(values))
     for longest, said in ((32768, 1), (65536, 0)):
         values["policy"]["max_total_sequence_length"] = longest
