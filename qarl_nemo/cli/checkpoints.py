@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from qarl_kernels import QuantFormat
     from qarl_nemo.checkpoints import Checkpoint
 
+# The files with the words of a tokenizer, of which a folder has one.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 @command
 def quantize(
@@ -133,3 +136,5 @@ def _quantize(
         f"({plan.num_bytes / plan.source_bytes:.2f}x){again}; table in qarl_quantization.json"
     )
     typer.echo(f"serve it: {serve_command(report.destination, fmt, chosen)}")
+    if not any((report.destination / name).exists() for name in _TOKENIZERS):
+        typer.echo("the source has no tokenizer: copy one there first")

@@ -70,8 +70,10 @@ def local_file(config: DatasetConfig) -> Path | None:
 
 
 def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
-    # JSON strings may contain the other line separators that splitlines() splits at.
-    lines = [line for line in enumerate(read_text(path, "JSONL data").split("\n"), start=1) if line[1].strip()]
+    # Some editors begin a file with a byte order mark. JSON strings may contain the other line separators that
+    # splitlines() splits at.
+    text = read_text(path, "JSONL data").removeprefix("\ufeff")
+    lines = [line for line in enumerate(text.split("\n"), start=1) if line[1].strip()]
     for number, line in [line for part in _parts(path, split, len(lines)) for line in lines[part]]:
         record: Any
         try:

@@ -35,6 +35,10 @@ def test_convert_writes_what_quantize_writes_and_says_how_far_it_is(qarl, hf_mod
     code, printed = qarl("quantize", hf_model, tmp_path / "b", "--targets", "experts,attention")
     assert code == 0, printed
     assert f"serve it: vllm serve {tmp_path / 'b'}" in printed
+    assert "the source has no tokenizer: copy one there first" in printed
+    (hf_model / "tokenizer.json").write_text("{}")
+    _, printed = qarl("quantize", hf_model, tmp_path / "with_tokenizer", "--targets", "experts,attention")
+    assert "has no tokenizer" not in printed
     assert re.search(r"\d+ kB|\d\.\d+ MB", printed)
     assert "0.00 GB" not in printed
     ours, expected = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in "ab")

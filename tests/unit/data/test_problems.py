@@ -275,6 +275,12 @@ def test_a_line_holds_what_other_readers_call_an_end_of_line(tmp_path):
     assert read_tasks(DatasetConfig(data_path=str(tmp_path / "a.jsonl"))) == [Task("1\u2028+1", "2")]
 
 
+def test_a_byte_order_mark_before_the_first_line_is_none_of_it(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('\ufeff{"problem": "1+1=", "answer": 2}\n', encoding="utf-8")
+    assert read_tasks(DatasetConfig(data_path=str(path))) == [Task("1+1=", "2")]
+
+
 def test_what_is_quoted_of_a_bad_line_is_short(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{f"field{n}": "x" * 1000 for n in range(1000)}])
     with (tmp_path / "a.jsonl").open("a") as file:
