@@ -23,7 +23,10 @@ _SAMPLE = 1 << 18
 
 
 def tied_share(weights: Iterable[Tensor], fmt: QuantFormat) -> float:
-    """Return the share of weights with | w / scale - (c + 1/2) | < 1/64 for some code c.
+    """Return the share of weights with | w / scale - (c + 1/2) | < 1/64 for some integer c.
+
+    In `full_range` each group's largest weight is one of them, on the positive side too, where no code lies beyond it
+    and it cannot flip: at most one weight of a group is counted too many.
 
     Args:
         weights: [..., N, K] each; evenly spaced rows of the large ones are counted.
