@@ -284,10 +284,24 @@ class RunLabels(StrictModel):
 
 
 class CompareConfig(StrictModel):
-    """Several arms and seeds from one file: each arm is a set of dotted overrides."""
+    """Several arms and seeds from one file: each arm's blocks are merged over the rest."""
 
     arms: dict[str, dict[str, Any]] = Field(..., min_length=1, max_length=1000)
     seeds: list[_Seed] = Field(..., min_length=1, max_length=1000)
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def arms_have_names_and_blocks(cls, value: Any) -> Any:
+        """Refuse names that YAML reads as something else, and arms that say nothing."""
+        if not isinstance(value, dict):
+            return value
+        problems = [f"{name!r} is no text; put the arm's name in quotes" for name in value if not isinstance(name, str)]
+        problems += [
+            f"arm {name!r} is null; write {{}} for the rest as it is" for name, arm in value.items() if arm is None
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return value
 
 
 class LocalConfig(StrictModel):

@@ -140,6 +140,15 @@ def test_an_override_of_one_arm_keeps_the_rest_of_all(tmp_path):
     assert load(["compare.arms={only: {}}"]).compare.arms == {"only": {}}
 
 
+def test_an_arm_has_a_name_and_a_block(tmp_path):
+    path = tmp_path / "compare.yaml"
+    path.write_text("compare: {seeds: [1], arms: {on: {}, 4: {}, empty: }}\nrun_dir: x\nloss_fn: {objective: tbpo}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, ["policy.model_init={}"], LocalConfig)
+    for said in ("True is no text; put the arm's name in quotes", "4 is no text", "arm 'empty' is null; write {}"):
+        assert said in str(refused.value)
+
+
 def test_overrides_that_no_run_would_follow_are_refused():
     compare = CompareConfig(seeds=[1], arms={"a": {"qarl": {"format": "w4a16"}}, "b": {"qarl": {"format": "w8a16"}}})
     require_effect(compare, ["grpo.max_num_steps=2", "compare.seeds=[5]", "run_dir=runs/x", "qarl.targets=[mlp]"])
