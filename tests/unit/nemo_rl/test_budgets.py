@@ -106,3 +106,14 @@ def test_a_host_without_the_computed_memory_is_a_hint(monkeypatch):
     assert re.match(
         r"host memory: \d+ GiB are computed for each node \(engines \d+, .*\), and this machine has 100:", lines[0]
     )
+
+
+def test_selective_recomputation_counts_as_none():
+    granularity = {"policy.megatron_cfg.recompute_granularity": "selective"}
+    peaks = []
+    for changes in ({}, granularity, {"policy.megatron_cfg.activation_checkpointing": False}):
+        values = launch({"gpu_memory_gib": 140}, **changes)
+        peaks.append(needed_memory(values, apply_qarl(values), optimizer_stays=False).learner.peak_bytes)
+    assert peaks[0] < peaks[1] == peaks[2]
+    lines = problems(launch({"gpu_memory_gib": 60}, **granularity))
+    assert any("recompute_granularity=full" in line for line in lines)

@@ -1,6 +1,7 @@
 """Settings that NeMo-RL or Megatron would refuse once Ray has started are refused before: sizes, blocks, optimizers."""
 
 import pytest
+from test_layout import launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
 from test_nemo_rl_config import config, problems
 
 from qarl_nemo.nemo_rl.config import apply_qarl
@@ -159,3 +160,15 @@ def test_layers_are_recomputed_as_nemo_rl_knows():
     apply_qarl(config(**on | {key: "selective"}))
     # It is not read without.
     apply_qarl(config(**{key: "fulll"}))
+
+
+def test_packed_sequences_are_cut_into_whole_pieces():
+    packing = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 8192}}
+    key, cp = "policy.make_sequence_length_divisible_by", {"policy.megatron_cfg.context_parallel_size": 2}
+    # NeMo-RL's recipes say as many as tensor parallel ranks.
+    (line,) = problems(launch(**packing | cp | {key: 2}))
+    assert line.startswith(f"{key}=2: packed sequences are cut into 8 pieces")
+    (line,) = problems(launch(**packing | {key: 1}))
+    assert line.endswith("set a multiple of 2")
+    for changes in (cp | {key: 8}, {key: 2}):
+        apply_qarl(launch(**packing | changes))

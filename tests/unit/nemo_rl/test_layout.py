@@ -273,29 +273,6 @@ def test_what_does_not_fit_is_refused(qarl, changes, named):
     assert any(named in line for line in problems(values)), problems(values)
 
 
-def test_packed_sequences_are_cut_into_whole_pieces():
-    packing = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 8192}}
-    key, cp = "policy.make_sequence_length_divisible_by", {"policy.megatron_cfg.context_parallel_size": 2}
-    # NeMo-RL's recipes say as many as tensor parallel ranks.
-    (line,) = problems(launch(**packing | cp | {key: 2}))
-    assert line.startswith(f"{key}=2: packed sequences are cut into 8 pieces")
-    (line,) = problems(launch(**packing | {key: 1}))
-    assert line.endswith("set a multiple of 2")
-    for changes in (cp | {key: 8}, {key: 2}):
-        apply_qarl(launch(**packing | changes))
-
-
-def test_selective_recomputation_counts_as_none():
-    granularity = {"policy.megatron_cfg.recompute_granularity": "selective"}
-    peaks = []
-    for changes in ({}, granularity, {"policy.megatron_cfg.activation_checkpointing": False}):
-        values = launch({"gpu_memory_gib": 140}, **changes)
-        peaks.append(needed_memory(values, apply_qarl(values), optimizer_stays=False).learner.peak_bytes)
-    assert peaks[0] < peaks[1] == peaks[2]
-    lines = problems(launch({"gpu_memory_gib": 60}, **granularity))
-    assert any("recompute_granularity=full" in line for line in lines)
-
-
 def test_where_no_response_fits_a_shorter_one_and_other_layouts_are_named():
     tokens = {"enabled": True, "train_mb_tokens": 32768, "logprob_mb_tokens": 32768}
     said = {"policy.max_total_sequence_length": 32768, "policy.sequence_packing": tokens}
