@@ -28,6 +28,9 @@ def hold_data(run_dir: Path, source: TaskSource, encode: PromptEncoder, *, new: 
     """
     file = run_dir / _NAME
     digests = {name: _digest(tasks, encode) for name, tasks in source.tasks.items() if tasks}
+    if not digests:
+        # Made-up problems follow from the config.
+        return
     if new or not file.exists():
         write_atomic(file, json.dumps(digests, indent=1) + "\n")
         return
