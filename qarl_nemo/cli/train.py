@@ -45,10 +45,7 @@ def train(
         raise ValueError(f"{config} is a recipe for NeMo-RL; start it with examples/run_qarl_grpo.py --config {config}")
     settings = load_config(config, overrides or [], LocalConfig)
     if settings.compare is not None:
-        from qarl_nemo.train.arms import require_effect
-
-        require_effect(settings.compare, overrides or [])
-        _compare(settings, config, arm or [], parallel, check=check)
+        _compare(settings, config, arm or [], overrides or [], parallel, check=check)
     elif arm:
         raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
     elif check:
@@ -76,10 +73,14 @@ def _require_options(context: typer.Context, given: list[str]) -> None:
     raise ValueError("\n  ".join(problems))
 
 
-def _compare(settings: "LocalConfig", source: Path, arms: list[str], parallel: int, *, check: bool) -> None:
+def _compare(
+    settings: "LocalConfig", source: Path, arms: list[str], overrides: list[str], parallel: int, *, check: bool
+) -> None:
     from qarl_nemo.files import exclusive, make_folder
-    from qarl_nemo.train.arms import expand_arms, run_arms, select_arms
+    from qarl_nemo.train.arms import expand_arms, require_effect, run_arms, select_arms
 
+    assert settings.compare is not None
+    require_effect(settings.compare, overrides)
     every = expand_arms(settings, str(source))
     runs = select_arms(every, arms)
     if check:

@@ -93,15 +93,15 @@ def _rank_problems(config: Mapping[str, Any], policy: Mapping[str, Any], ranks: 
 
 def _padding_problems(policy: Mapping[str, Any], layout: Layout) -> list[str]:
     # NeMo-RL asserts it when the first batch is packed, after its rollouts.
-    key, name = "policy.make_sequence_length_divisible_by", "make_sequence_length_divisible_by"
+    name = "make_sequence_length_divisible_by"
     multiple, tp, cp = policy.get(name), layout.sizes["tp"], layout.sizes["cp"]
     pieces = (2 * cp if cp > 1 else 1) * (tp if look_up(policy, "megatron_cfg.sequence_parallel", False) else 1)
     packs = look_up(policy, "sequence_packing.enabled", False)
     if not packs or not isinstance(multiple, int) or multiple % pieces == 0:
         return []
     return [
-        f"{key}={multiple}: packed sequences are cut into {pieces} pieces (2 for each of {cp} context parallel ranks, "
-        f"and one for each of {tp} tensor parallel ranks under sequence_parallel); set a multiple of {pieces}"
+        f"policy.{name}={multiple}: packed sequences are cut into {pieces} pieces (2 for each of {cp} context parallel "
+        f"ranks, and one for each of {tp} tensor parallel ranks under sequence_parallel); set a multiple of {pieces}"
     ]
 
 
