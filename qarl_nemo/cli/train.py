@@ -24,8 +24,8 @@ def train(
         list[str] | None, typer.Option(help="Only this arm of a compare: block; repeat for several.")
     ] = None,
     parallel: Annotated[
-        int, typer.Option(min=1, help="Runs of a compare: block at a time, over all visible GPUs.")
-    ] = 2,
+        int | None, typer.Option(min=1, help="Runs of a compare: block at a time, over all visible GPUs. Default: 2.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Train nothing: say what would run, or all that speaks against it here.")
     ] = False,
@@ -45,9 +45,9 @@ def train(
         raise ValueError(f"{config} is a recipe for NeMo-RL; start it with examples/run_qarl_grpo.py --config {config}")
     settings = load_config(config, overrides or [], LocalConfig)
     if settings.compare is not None:
-        _compare(settings, config, arm or [], overrides or [], parallel, check=check)
-    elif arm:
-        raise ValueError(f"--arm chooses arms of a compare: block, which {config} does not have")
+        _compare(settings, config, arm or [], overrides or [], parallel or 2, check=check)
+    elif given := [name for name, value in (("--arm", arm), ("--parallel", parallel)) if value]:
+        raise ValueError(f"{' and '.join(given)}: {config} has no compare: block, whose arms they are for")
     elif check:
         check_runs([settings])
     else:

@@ -23,10 +23,9 @@ _SAMPLE = 1 << 18
 
 
 def tied_share(weights: Iterable[Tensor], fmt: QuantFormat) -> float:
-    """Return the share of weights with | w / scale - (c + 1/2) | < 1/64 for some integer c.
+    """Return the share of weights with | w / scale - (c + 1/2) | < 1/64 for two codes c and c + 1.
 
-    In `full_range` each group's largest weight is one of them, on the positive side too, where no code lies beyond it
-    and it cannot flip: at most one weight of a group is counted too many.
+    What lies beyond the largest code cannot flip: in `full_range` a group's largest weight, if it is positive.
 
     Args:
         weights: [..., N, K] each; evenly spaced rows of the large ones are counted.
@@ -38,9 +37,12 @@ def tied_share(weights: Iterable[Tensor], fmt: QuantFormat) -> float:
     for weight in weights:
         rows = weight.detach().flatten(0, -2)
         rows = rows[:: max(1, rows.numel() // _SAMPLE)]
-        _, scale = quantize_integer(rows, fmt.nested_bits or fmt.grid_bits, fmt.group_size, convention)
+        num_bits = fmt.nested_bits or fmt.grid_bits
+        _, scale = quantize_integer(rows, num_bits, fmt.group_size, convention)
         steps = rows.float().unflatten(-1, (-1, fmt.group_size)) / scale.float().unsqueeze(-1)
-        tied += int(((steps - steps.floor() - 0.5).abs() < _NEAR).sum())
+        below = steps.floor()
+        half_way = ((steps - below - 0.5).abs() < _NEAR) & (below < 2 ** (num_bits - 1) - 1)
+        tied += int(half_way.sum())
         total += rows.numel()
     return tied / total if total else 0.0
 

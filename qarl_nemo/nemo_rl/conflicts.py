@@ -84,6 +84,8 @@ _FUSED_LOGPROBS = {
     "policy.megatron_cfg.context_parallel_size": 1,
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
 }
+# vLLM 0.25.1 samples at this temperature where a lower one is asked for (`SamplingParams.__post_init__`).
+_LOWEST_TEMPERATURE = 0.01
 # Sampling that leaves no token out, first in the words of its default.
 _UNFILTERED = {"policy.generation.top_p": (1.0, None), "policy.generation.top_k": (None, -1)}
 _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
@@ -233,9 +235,9 @@ def _sampling_conflicts(config: Mapping[str, Any]) -> list[str]:
     generation = look_up(config, "policy.generation", {})
     temperature, top_p, top_k = (generation.get(key) for key in ("temperature", "top_p", "top_k"))
     problems = []
-    if temperature is not None and not temperature > 0:
-        why = "the learner divides logits by it"
-        problems.append(_line("policy.generation.temperature", temperature, why, "more than 0"))
+    if temperature is not None and not temperature >= _LOWEST_TEMPERATURE:
+        why = f"the learner divides logits by it, and vLLM by {_LOWEST_TEMPERATURE} where less is set"
+        problems.append(_line("policy.generation.temperature", temperature, why, f"{_LOWEST_TEMPERATURE} or more"))
     if top_p is not None and not 0 < top_p <= 1:
         problems.append(_line("policy.generation.top_p", top_p, "a share of probability", "more than 0 and at most 1"))
     if top_k not in (None, -1) and top_k < 1:

@@ -39,6 +39,13 @@ def test_half_the_steps_of_five_bits_are_between_codes_of_four():
     assert tied_share([weight], w4a16(scale_convention="clipped_range", nested_in="w8a16")) < 0.05
 
 
+def test_a_largest_weight_that_no_code_lies_beyond_is_not_tied():
+    weight, fmt = torch.full((1, 32), 0.25), w4a16(scale_convention="full_range")
+    for largest, share in ((7.5, 0), (-7.5, 1 / 32)):
+        weight[0, 0] = largest
+        assert tied_share([weight], fmt) == share
+
+
 def test_stacked_weights_count_like_their_parts():
     weight, fmt = on_five_bits(), w4a16(scale_convention="clipped_range")
     assert tied_share([weight.unflatten(0, (4, -1))], fmt) == tied_share([weight], fmt)

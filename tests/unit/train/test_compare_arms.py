@@ -224,8 +224,8 @@ def test_a_learner_of_several_ranks_and_an_engine_of_its_own_take_that_many_gpus
 
 def test_arms_that_a_config_does_not_have_are_refused_before_anything_is_made(qarl, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said = qarl("train", "demo", "--arm", "BF16")
-    assert (code, "--arm chooses arms of a compare: block" in said) == (2, True)
+    code, said = qarl("train", "demo", "--arm", "BF16", "--parallel", "2")
+    assert (code, "--arm and --parallel: " in said, "has no compare: block" in said) == (2, True, True)
     code, said = qarl("train", "compare", "--arm", "bf16")
     assert (code, "no arm is called 'bf16'; legal: 'BF16', " in said) == (2, True)
     assert list(tmp_path.iterdir()) == []
