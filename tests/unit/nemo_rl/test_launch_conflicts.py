@@ -77,7 +77,10 @@ CONTEXT, STAGES = "policy.megatron_cfg.context_parallel_size", "policy.megatron_
         ({STAGES: 2, DYNAMIC: True}, f"{STAGES}=2: {DYNAMIC}=true does not go with it; set 1"),
         ({CONTEXT: 2, PACKING: False}, f"{PACKING}=false: {CONTEXT}=2 does not go with it; set true"),
         ({"policy.generation.temperature": 0.0}, "policy.generation.temperature=0.0: the learner divides logits by it"),
-        ({"policy.generation.temperature": 0.001}, "policy.generation.temperature=0.001: the learner divides logits by it"),
+        (
+            {"policy.generation.temperature": 0.001},
+            "policy.generation.temperature=0.001: the learner divides logits by it",
+        ),
         ({"policy.generation.top_p": 0.0}, "policy.generation.top_p=0.0: a share of probability; set more than 0"),
         ({"policy.generation.top_p": 1.5}, "policy.generation.top_p=1.5: a share of probability; set more than 0"),
         ({"policy.generation.top_k": 0}, "policy.generation.top_k=0: a number of tokens; set 1 or more"),
