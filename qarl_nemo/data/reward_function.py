@@ -68,7 +68,10 @@ class RewardFunction:
                 "QARL_DEBUG=1 shows the traceback"
             ) from error
         if not abs(number) <= _LARGEST:
-            raise ValueError(f"reward function {self.path} returned {value!r} {quoted}; it must be a finite number")
+            raise ValueError(
+                f"reward function {self.path} returned {value!r} {quoted}; it must be a number of at most {_LARGEST:g} "
+                "in size"
+            )
         return number
 
 

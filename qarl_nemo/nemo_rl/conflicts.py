@@ -23,7 +23,7 @@ from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
 from qarl_nemo.nemo_rl.muon_checks import muon_conflicts
 from qarl_nemo.nemo_rl.optimizer_checks import optimizer_conflicts
-from qarl_nemo.nemo_rl.optimizer_dtypes import dtype_conflicts
+from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER, dtype_conflicts
 from qarl_nemo.nemo_rl.sequence_lengths import length_conflicts
 from qarl_nemo.nemo_rl.validation_checks import validation_batch_conflicts
 from qarl_nemo.refit.engine_settings import kernel_choices
@@ -94,7 +94,6 @@ _PACKING = "policy.sequence_packing.enabled"
 _DYNAMIC = {_PACKING: False, "policy.megatron_cfg.pipeline_model_parallel_size": 1}
 # NeMo-RL's environment variable that takes different batch sizes with much tensor parallelism.
 _ANY_BATCH = "NRL_IGNORE_TP_ACCURACY_CHECK"
-_OPTIMIZER = "policy.megatron_cfg.optimizer"
 # What NeMo-RL's asynchronous loop does not implement.
 _SYNCHRONOUS = (
     "grpo.use_dynamic_sampling",
@@ -317,19 +316,19 @@ def _server_conflicts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _stage_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
-    problems, optimizer = [], look_up(config, "policy.megatron_cfg.optimizer", {})
+    problems, optimizer = [], look_up(config, OPTIMIZER, {})
     if qarl.schedule and look_up(config, "grpo.async_grpo.enabled", False):
         why = "qarl.schedule would train responses of older weights on another grid than theirs"
         problems.append(_line("grpo.async_grpo.enabled", True, why, "false, or qarl.schedule=null"))
     if look_up(optimizer, "optimizer_cpu_offload", False) and any(one.reset_moments for one in qarl.schedule or ()):
         why = "qarl.schedule forgets moments, which are kept in several places then"
-        problems.append(_line(f"{_OPTIMIZER}.optimizer_cpu_offload", True, why, "false, or reset_moments: false"))
+        problems.append(_line(f"{OPTIMIZER}.optimizer_cpu_offload", True, why, "false, or reset_moments: false"))
     if qarl.update_aware_scale is not None and qarl.alignment == "none":
         why = "it speeds up quantized weights, and qarl.alignment=none has none"
         problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, "null"))
     if qarl.update_aware_scale is not None and look_up(optimizer, "optimizer", "") == "sgd":
         why = "SGD's steps grow with its gradients, so that rates mean something else"
-        problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, f"{_OPTIMIZER}.optimizer=adam"))
+        problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, f"{OPTIMIZER}.optimizer=adam"))
     return problems
 
 

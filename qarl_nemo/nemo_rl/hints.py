@@ -9,11 +9,11 @@ from qarl_nemo.nemo_rl.budgets import token_budgets
 from qarl_nemo.nemo_rl.data_files import file_hints
 from qarl_nemo.nemo_rl.layout_memory import Needed, first_host_gib, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 from qarl_nemo.nemo_rl.share_hints import share_hints
 from qarl_nemo.nemo_rl.validation_checks import validation_hints
 from qarl_nemo.secrets import secret_variables
 
-_OPTIMIZER = "policy.megatron_cfg.optimizer"
 _PACKING = "policy.sequence_packing"
 _ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
@@ -42,12 +42,12 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
         )
     if look_up(config, _EAGER, False):
         hints.append(f"{_EAGER}=true: every kernel of a decoding step is launched from the host; set false")
-    optimizer = look_up(config, _OPTIMIZER, {})
+    optimizer = look_up(config, OPTIMIZER, {})
     other = different_settings(optimizer) if "muon" in str(optimizer.get("optimizer")) else {}
     if other:
         settings = ", ".join(f"{key}={str(value).lower()}" for key, value in other.items())
         hints.append(
-            f"{_OPTIMIZER}.optimizer={optimizer['optimizer']}: not the Muon of the recipes and of the other learners, "
+            f"{OPTIMIZER}.optimizer={optimizer['optimizer']}: not the Muon of the recipes and of the other learners, "
             "whose steps are as long as AdamW's (Megatron's defaults step five times as far); for that one set "
             f"{settings}"
         )

@@ -8,7 +8,7 @@ from qarl_nemo.nemo_rl.budgets import Budget, largest_share, smallest_engine, sm
 from qarl_nemo.nemo_rl.engine_room import CACHE, EngineRoom, engine_room
 from qarl_nemo.nemo_rl.layout_memory import Card, Needed, card, learner_of, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.optimizer_dtypes import KEY, MOMENTS
+from qarl_nemo.nemo_rl.optimizer_dtypes import MOMENTS, OPTIMIZER
 from qarl_nemo.nemo_rl.other_layouts import layouts_that_fit
 from qarl_nemo.nemo_rl.residency import OFFLOAD, optimizer_stays, residency_conflicts
 from qarl_nemo.parallelism import either
@@ -68,10 +68,10 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
     if budget.trains and learner.recompute == "none":
         fixes.append(f"{_GRANULARITY}=full" if look_up(config, _RECOMPUTE, False) else f"{_RECOMPUTE}=true")
     if budget.trains and learner.optimizer_whole:
-        fixes.append(f"use_distributed_optimizer=true (of Muon: optimizer=dist_muon) in {KEY}")
+        fixes.append(f"use_distributed_optimizer=true (of Muon: optimizer=dist_muon) in {OPTIMIZER}")
     if budget.trains and learner.optimizer == "adam":
         keys = ", ".join(f"{key}=bfloat16" for key in MOMENTS)
-        fixes.append(f"use_precision_aware_optimizer=true, {keys} in {KEY}")
+        fixes.append(f"use_precision_aware_optimizer=true, {keys} in {OPTIMIZER}")
     advice = f"set {', '.join(fixes)}, or take" if fixes else "take"
     return (
         f"memory: {budget.key}={budget.value}: a learner rank needs {budget.needed / GIB:.0f} GiB and {beside:g} "

@@ -7,8 +7,8 @@ from typing import Any
 from qarl_nemo.installation import installed_version
 from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
 from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
-_OPTIMIZER = "policy.megatron_cfg.optimizer"
 # Megatron asks for the distribution of this name, and not for its module.
 _PACKAGE = "emerging-optimizers"
 # NeMo-RL's: workers run in the launcher's environment. Else they have their own, where nobody looks before they start.
@@ -40,14 +40,14 @@ def muon_hints(config: Mapping[str, Any]) -> list[str]:
 
 
 def _lacks_package(config: Mapping[str, Any]) -> bool:
-    here = os.environ.get(_ONE_ENVIRONMENT) == "1" and "muon" in str(look_up(config, f"{_OPTIMIZER}.optimizer", ""))
+    here = os.environ.get(_ONE_ENVIRONMENT) == "1" and "muon" in str(look_up(config, f"{OPTIMIZER}.optimizer", ""))
     return here and installed_version(_PACKAGE) is None
 
 
 def _line(config: Mapping[str, Any], where: str = "") -> str:
-    name = look_up(config, f"{_OPTIMIZER}.optimizer", "")
+    name = look_up(config, f"{OPTIMIZER}.optimizer", "")
     return (
-        f"{_OPTIMIZER}.optimizer={name}: Megatron's Muon needs the package {_PACKAGE}{where}, which this Python "
-        f"lacks; pip install {_PACKAGE}, or set {_OPTIMIZER}.optimizer=adam and "
-        f"{_OPTIMIZER}.use_distributed_optimizer=true"
+        f"{OPTIMIZER}.optimizer={name}: Megatron's Muon needs the package {_PACKAGE}{where}, which this Python "
+        f"lacks; pip install {_PACKAGE}, or set {OPTIMIZER}.optimizer=adam and "
+        f"{OPTIMIZER}.use_distributed_optimizer=true"
     )

@@ -5,17 +5,17 @@ from typing import Any
 
 from qarl_nemo.config.problems import hint
 from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
-_OPTIMIZER = "policy.megatron_cfg.optimizer"
 # Those of Megatron's own command line. It compares names exactly, once workers have started.
 _NAMES = ("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap")
 # Those whose state it keeps in the host's memory.
 _OFFLOADED = ("adam", "sgd")
 # What NeMo-RL does not take with Muon, in its guide or once workers have started.
 _NOT_WITH_MUON = (
-    f"{_OPTIMIZER}.use_distributed_optimizer",
-    f"{_OPTIMIZER}.use_precision_aware_optimizer",
-    f"{_OPTIMIZER}.optimizer_cpu_offload",
+    f"{OPTIMIZER}.use_distributed_optimizer",
+    f"{OPTIMIZER}.use_precision_aware_optimizer",
+    f"{OPTIMIZER}.optimizer_cpu_offload",
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather",
 )
 
@@ -29,15 +29,15 @@ def optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
     Returns:
         One line each: key, value, why, and what to set.
     """
-    optimizer = look_up(config, _OPTIMIZER, None) or {}
+    optimizer = look_up(config, OPTIMIZER, None) or {}
     name, offloaded = optimizer.get("optimizer", "adam"), optimizer.get("optimizer_cpu_offload", False)
     problems = []
     if name not in _NAMES:
         said = "null" if name is None else name
-        problems.append(f"{_OPTIMIZER}.optimizer={said}: Megatron has no such optimizer; {hint(str(name), _NAMES)}")
+        problems.append(f"{OPTIMIZER}.optimizer={said}: Megatron has no such optimizer; {hint(str(name), _NAMES)}")
     if optimizer.get("overlap_cpu_optimizer_d2h_h2d", False) and not offloaded:
         problems.append(
-            f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true: optimizer_cpu_offload=false leaves nothing to overlap; "
+            f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true: optimizer_cpu_offload=false leaves nothing to overlap; "
             "set false, or optimizer_cpu_offload=true"
         )
     if "muon" in str(name):
@@ -57,14 +57,14 @@ def _offload_problems(optimizer: Mapping[str, Any], name: Any) -> list[str]:
     problems, fraction = [], optimizer.get("optimizer_offload_fraction", 0.0)
     if name in _NAMES and name not in _OFFLOADED:
         problems.append(
-            f"{_OPTIMIZER}.optimizer_cpu_offload=true: optimizer={name} does not go with it; set false, or "
+            f"{OPTIMIZER}.optimizer_cpu_offload=true: optimizer={name} does not go with it; set false, or "
             f"optimizer={' or '.join(_OFFLOADED)}"
         )
     if not 0 < fraction <= 1:
         problems.append(
-            f"{_OPTIMIZER}.optimizer_offload_fraction={fraction}: optimizer_cpu_offload=true keeps that part of the "
+            f"{OPTIMIZER}.optimizer_offload_fraction={fraction}: optimizer_cpu_offload=true keeps that part of the "
             "state in the host's memory; set more than 0 and at most 1"
         )
     if not optimizer.get("use_distributed_optimizer", False):
-        problems.append(f"{_OPTIMIZER}.use_distributed_optimizer=false: optimizer_cpu_offload=true needs it; set true")
+        problems.append(f"{OPTIMIZER}.use_distributed_optimizer=false: optimizer_cpu_offload=true needs it; set true")
     return problems

@@ -5,7 +5,7 @@ from typing import Any
 
 from qarl_nemo.nemo_rl.lookup import look_up
 
-KEY = "policy.megatron_cfg.optimizer"
+OPTIMIZER = "policy.megatron_cfg.optimizer"
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 # What Transformer-Engine's Adam accepts, except FP8 moments, whose scales NeMo-RL's checkpoints do not have.
 _LEGAL = {
@@ -29,10 +29,10 @@ def dtype_conflicts(config: Mapping[str, Any]) -> list[str]:
     Returns:
         One line each: key, value, why, and what to set.
     """
-    optimizer = look_up(config, KEY, None) or {}
+    optimizer = look_up(config, OPTIMIZER, None) or {}
     named = {key: optimizer[key] for key in _LEGAL if key in optimizer}
     problems = [
-        f"{KEY}.{key}={value}: not a type that the optimizer keeps; set {' or '.join(_LEGAL[key])}"
+        f"{OPTIMIZER}.{key}={value}: not a type that the optimizer keeps; set {' or '.join(_LEGAL[key])}"
         for key, value in named.items()
         if value not in _LEGAL[key]
     ]
@@ -40,9 +40,9 @@ def dtype_conflicts(config: Mapping[str, Any]) -> list[str]:
     needed = ("use_precision_aware_optimizer", "use_distributed_optimizer")
     missing = [key for key in needed if not optimizer.get(key, False)]
     if smaller and missing:
-        keys = " and ".join(f"{KEY}.{key}" for key in missing)
+        keys = " and ".join(f"{OPTIMIZER}.{key}" for key in missing)
         problems.append(
-            f"{KEY}: {', '.join(smaller)}: only Megatron's precision-aware, distributed Adam keeps other types than "
+            f"{OPTIMIZER}: {', '.join(smaller)}: only Megatron's precision-aware, distributed Adam keeps other types than "
             f"float32; set {keys} to true, or float32"
         )
     return problems

@@ -309,7 +309,6 @@ class LocalConfig(StrictModel):
 
     run: RunLabels = RunLabels()
     run_dir: Path
-    """The run's folder; one named by an empty variable would be the current one."""
     seed: int = Field(0, ge=0, lt=2**32)
     device: Literal["cpu", "cuda", "auto"] = "auto"
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; None = torch's choice.")

@@ -12,7 +12,7 @@ class RolloutSettings(StrictModel):
     """What every rollout engine takes."""
 
     max_new_tokens: int = Field(8, ge=1, le=1_048_576)
-    temperature: float = Field(1.0, ge=0.01, le=100, description="vLLM would take less for 0.01.")
+    temperature: float = Field(1.0, ge=0.01, le=100, description="vLLM samples at 0.01 where less is set.")
     top_p: float = Field(1.0, gt=0, le=1)
     """Truncates sampling; logprobs on both sides stay those of the untruncated distribution at `temperature`."""
     batch_size: int = Field(1024, ge=1, le=65_536, description="Responses decoded at once.")
