@@ -42,8 +42,8 @@ def dtype_conflicts(config: Mapping[str, Any]) -> list[str]:
     if smaller and missing:
         keys = " and ".join(f"{OPTIMIZER}.{key}" for key in missing)
         problems.append(
-            f"{OPTIMIZER}: {', '.join(smaller)}: only Megatron's precision-aware, distributed Adam keeps other types than "
-            f"float32; set {keys} to true, or float32"
+            f"{OPTIMIZER}: {', '.join(smaller)}: only Megatron's precision-aware, distributed Adam keeps other types "
+            f"than float32; set {keys} to true, or float32"
         )
     return problems
 
