@@ -39,7 +39,7 @@ def answer_differences(runs: Iterable[Run], prefix: str) -> list[Figure]:
 
 def _difference(run: Run, base: Run) -> Estimate | None:
     files = validation_files(run.path), validation_files(base.path)
-    common = files[0].keys() & files[1].keys()
+    common = {step for step in files[0].keys() & files[1].keys() if step <= run.steps[-1]}
     if not common:
         return None
     rewards = [read_rewards(of_run[max(common)]) for of_run in files]

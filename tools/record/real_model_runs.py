@@ -11,6 +11,7 @@ come one after the other: `recovery.py` reads all rows in the file, and the figu
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
         Figure(f"{name}_steps", summary["num_steps"], "", ">="),
         Figure(f"{name}_reward_first", summary["reward_first"], "", ">="),
         Figure(f"{name}_reward_final", summary["reward_final"], "", ">="),
-        *(Figure(f"{name}_{test}_accuracy_first", scores[0], "", ">=") for test, scores in tests.items()),
-        *(Figure(f"{name}_{test}_accuracy", scores[-1], "", ">=") for test, scores in tests.items()),
+        *(Figure(f"{name}_{test}_accuracy_first", scores[0], "", ">=") for test, scores in tests.items() if scores),
+        *(Figure(f"{name}_{test}_accuracy", scores[-1], "", ">=") for test, scores in tests.items() if scores),
         Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<="),
         Figure(f"{name}_error_tokens", summary["error_token_rate"], "fraction", "<="),
         *drift_figures(run, name),
@@ -65,14 +66,20 @@ def drift_figures(run: Run, name: str) -> Iterable[Figure]:
                 yield Figure(f"{name}_{kind}_{when}", mean, unit, "<=")
 
 
-def whole_runs(folder: Path) -> list[Run]:
-    """Return the runs of a folder of arms that did all of their steps, and print which did not."""
+def whole_runs(folder: Path, num_steps: int | None = None) -> list[Run]:
+    """Return the runs of a folder of arms that did all of their steps, and print which did not.
+
+    Args:
+        folder: holds their run directories.
+        num_steps: as many steps of each are read, and are enough; None = all that its config asks for.
+    """
     whole = []
     for run in (load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))):
-        if len(run.steps) == run.setting("grpo.max_num_steps"):
-            whole.append(run)
+        if len(run.steps) >= (wanted := num_steps or run.setting("grpo.max_num_steps")):
+            columns = {name: values[:wanted] for name, values in run.columns.items()}
+            whole.append(replace(run, steps=run.steps[:wanted], columns=columns))
         else:
-            print(f"{run.name}: left out, {len(run.steps)} of {run.setting('grpo.max_num_steps')} steps")
+            print(f"{run.name}: left out, {len(run.steps)} of {wanted} steps")
     return whole
 
 
@@ -127,9 +134,12 @@ def main() -> None:
     parser.add_argument(
         "--command", help="what trains them, unless qarl train does with the config of the folder's name"
     )
+    parser.add_argument("--steps", type=int, help="of each run, the rest of which is left out; all, unless set")
     parser.add_argument("--figure", type=Path, help="PNG of all runs of this config that were kept")
     arguments = parser.parse_args()
-    whole, config = whole_runs(arguments.folder), arguments.folder.resolve().name
+    if arguments.steps is not None and arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: set 1 or more")
+    whole, config = whole_runs(arguments.folder, arguments.steps), arguments.folder.resolve().name
     prefix = f"real_{arguments.model}_{arguments.data}"
     figures = [one for run in whole for one in run_figures(run, prefix)] + answer_differences(whole, prefix)
     record_runs(arguments.record, figures, whole, config, arguments.command)

@@ -103,6 +103,25 @@ def test_arms_that_kept_their_answers_are_paired_with_rollout_only(make_arms, re
     )
 
 
+def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arms, record, tmp_path):
+    folder = make_arms("runs", 1, arms=["BF16", "rollout-only w4a16"])
+    for path in folder.iterdir():
+        config = path / "config.yaml"
+        write_yaml(config, merge_mappings(read_yaml(config), {"grpo": {"max_num_steps": 99}}))
+        write_validation(path, 10, answers([1, 1] if path.name.startswith("BF16") else [1, 0]))
+        write_validation(path, 20, answers([0, 0]))
+    with pytest.raises(SystemExit, match="none did all of its steps"):
+        record("real_model_runs", folder, *NAMES)
+    with pytest.raises(SystemExit):
+        record("real_model_runs", folder, *NAMES, "--steps", "0")
+    rows = record("real_model_runs", folder, *NAMES, "--steps", "15")
+    reward = load_run(folder / "BF16-seed1").column("reward/mean")[:15]
+    assert rows["real_m_d_bf16_seed1_steps"].value == 15
+    assert rows["real_m_d_bf16_seed1_reward_final"].value == pytest.approx(reward[-3:].mean(), rel=1e-4)
+    assert rows["real_m_d_bf16_seed1_ahead_of_rollout_only_w4a16"].value == 0.5
+    assert {len(load_run(path.parent).steps) for path in tmp_path.rglob("runs/local_math_arms/*/metrics.jsonl")} >= {15}
+
+
 def test_each_validation_set_has_its_accuracy_and_the_first_is_the_test(make_arms, record, tmp_path):
     folder = make_arms("runs", 1, arms=["BF16"])
     file = folder / "BF16-seed1" / "metrics.jsonl"
