@@ -20,8 +20,10 @@ from kept_runs import keep_runs, kept, validation_columns
 from paired_answers import answer_differences
 from recovery import recoveries
 from rows import parser_of, slug
+from sampled_tokens import token_figures, write_token_scatter
 
 from qarl_nemo.files import read_json
+from qarl_nemo.metrics.diagnostics import diagnostic_steps, read_diagnostics
 from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.report import write_summary_figure
 from qarl_nemo.metrics.results import Figure, read_results, record_figures
@@ -53,6 +55,7 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
         Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<="),
         Figure(f"{name}_error_tokens", summary["error_token_rate"], "fraction", "<="),
         *drift_figures(run, name),
+        *token_figures(run, name),
     ]
 
 
@@ -76,11 +79,17 @@ def whole_runs(folder: Path, num_steps: int | None = None) -> list[Run]:
     whole = []
     for run in (load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))):
         if len(run.steps) >= (wanted := num_steps or run.setting("grpo.max_num_steps")):
-            columns = {name: values[:wanted] for name, values in run.columns.items()}
-            whole.append(replace(run, steps=run.steps[:wanted], columns=columns))
+            whole.append(_first_steps(run, wanted))
         else:
             print(f"{run.name}: left out, {len(run.steps)} of {wanted} steps")
     return whole
+
+
+def _first_steps(run: Run, num_steps: int) -> Run:
+    columns = {name: values[:num_steps] for name, values in run.columns.items()}
+    diagnosed = [step for step in diagnostic_steps(run.path) if step <= num_steps]
+    diagnostics = read_diagnostics(run.path, diagnosed[-1]) if diagnosed else None
+    return replace(run, steps=run.steps[:num_steps], columns=columns, diagnostics=diagnostics)
 
 
 def record_runs(
@@ -136,6 +145,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="of each run, the rest of which is left out; all, unless set")
     parser.add_argument("--figure", type=Path, help="PNG of all runs of this config that were kept")
+    parser.add_argument("--scatter", type=Path, help="PNG of these runs' tokens, by engine and by learner")
     arguments = parser.parse_args()
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: set 1 or more")
@@ -149,6 +159,8 @@ def main() -> None:
     keep_runs(whole, folder)
     if arguments.figure:
         write_summary_figure(kept(folder), arguments.figure)
+    if arguments.scatter:
+        write_token_scatter(whole, arguments.scatter)
 
 
 if __name__ == "__main__":

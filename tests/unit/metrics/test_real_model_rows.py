@@ -122,6 +122,29 @@ def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arm
     assert {len(load_run(path.parent).steps) for path in tmp_path.rglob("runs/local_math_arms/*/metrics.jsonl")} >= {15}
 
 
+def test_tokens_of_the_last_diagnostics_say_what_the_learner_doubts(make_run, record, tmp_path):
+    for arm in ("rollout-only w4a16", "QaRL w4a16"):
+        path = tmp_path / "runs" / "local_math_arms" / f"{arm}-seed1"
+        settings = {"alignment": ALIGNMENTS[arm], "num_steps": STEPS, "grpo": {"max_num_steps": STEPS}}
+        make_run(path, arm=arm, seed=1, **settings)
+        (file,) = path.glob("diagnostics/*.npz")
+        tokens = {"generation": [0.95, 0.95, 0.95, 0.5], "prev": [0.95, 0.05, 0.95, 0.05]}
+        if arm.startswith("QaRL"):
+            tokens["prev"] = tokens["generation"]
+        with np.load(file) as found:
+            arrays = dict(found) | {"token_advantage": np.float32([1, -1, 0, 1])}
+        of_tokens = {f"token_{policy}_logprob": np.log(np.float32(values)) for policy, values in tokens.items()}
+        np.savez(file, **arrays | of_tokens | {"token_curr_logprob": of_tokens["token_prev_logprob"]})
+    rows = record("real_model_runs", path.parent, *NAMES, "--scatter", tmp_path / "tokens.png")
+    prefix = "real_m_d_rollout_only_w4a16_seed1"
+    found = [
+        rows[f"{prefix}_{kind}"].value for kind in ("doubted_tokens", "below_engine_negative", "below_engine_positive")
+    ]
+    np.testing.assert_allclose(found, [1 / 3, np.log(0.95 / 0.05), np.log(10) / 2], rtol=1e-4)
+    assert rows["real_m_d_qarl_w4a16_seed1_doubted_tokens"].value == 0
+    assert (tmp_path / "tokens.png").stat().st_size > 10_000
+
+
 def test_each_validation_set_has_its_accuracy_and_the_first_is_the_test(make_arms, record, tmp_path):
     folder = make_arms("runs", 1, arms=["BF16"])
     file = folder / "BF16-seed1" / "metrics.jsonl"
