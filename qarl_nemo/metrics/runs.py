@@ -19,6 +19,7 @@ from qarl_nemo.metrics.recorded import Module, NemoConfig, RunConfig, StepRecord
 CONFIG_FILE = "config.yaml"
 QUANTIZED_FILE = "quantized.json"
 _EXAMPLE_STEPS = 5
+_SCORE = "validation/reward"
 _ALIGNMENT_NAMES = {"aligned": "aligned", "rollout_only": "rollout only", "none": "BF16"}
 
 Floats = NDArray[np.float64]
@@ -61,6 +62,16 @@ class Run:
     def column(self, key: str) -> Floats:
         """Return [S] values of one metric, all NaN when it was never written."""
         return self.columns.get(key, np.full(len(self.steps), np.nan))
+
+    def score_columns(self) -> dict[str, str]:
+        """Return the column with each validation set's mean reward by the set's name, in the run's order.
+
+        Returns:
+            A set that is alone has no name, and neither has what several sets score together, which is left out.
+        """
+        prefix = f"{_SCORE}_"
+        named = {column.removeprefix(prefix): column for column in self.columns if column.startswith(prefix)}
+        return named or {"": _SCORE}
 
     def setting(self, dotted: str) -> Any:
         """Look up `a.b` in the config, None when absent."""

@@ -28,11 +28,6 @@ _COLUMNS = (
 _SETTINGS = ("seed", "run.name", "run.arm", "qarl.alignment", "qarl.format", "loss_fn.objective")
 
 
-def validation_columns(run: Run) -> list[str]:
-    """Return the columns with a run's scores: of each of its validation sets in their order, or of its only one."""
-    return [name for name in run.columns if name.startswith(f"{_SCORE}_")] or [_SCORE]
-
-
 def keep_runs(runs: list[Run], folder: Path) -> None:
     """Write what is kept of each run, in place of an earlier one of its arm and seed.
 
@@ -44,7 +39,7 @@ def keep_runs(runs: list[Run], folder: Path) -> None:
         kept_run = folder / run.path.name
         make_folder(kept_run, "a kept run")
         # What the first set scored stands for the run's own data, so that runs with and without others can be compared.
-        columns = {name: name for name in _COLUMNS} | {_SCORE: validation_columns(run)[0]}
+        columns = {name: name for name in _COLUMNS} | {_SCORE: next(iter(run.score_columns().values()))}
         lines = [json.dumps({"step": int(step)} | _values(run, row, columns)) for row, step in enumerate(run.steps)]
         write_atomic(kept_run / METRICS_FILE, "\n".join(lines) + "\n")
         config: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kept_runs import keep_runs, kept, validation_columns
+from kept_runs import keep_runs, kept
 from paired_answers import answer_differences
 from recovery import recoveries
 from rows import parser_of, slug
@@ -128,8 +128,8 @@ def ran_on(runs: list[Run]) -> dict[str, Any]:
 
 def scores_of(run: Run) -> dict[str, list[float]]:
     """Return the scores of a run's validations; its first set is `test`, others have their own names."""
-    first, *others = validation_columns(run)
-    names = {first: "test"} | {column: slug(column.partition("_")[2]) for column in others}
+    (_, first), *others = run.score_columns().items()
+    names = {first: "test"} | {column: slug(name) for name, column in others}
     scores = {name: run.column(column) for column, name in names.items()}
     return {name: values[np.isfinite(values)].tolist() for name, values in scores.items()}
 

@@ -56,10 +56,11 @@ def reward_figure(arms: Sequence[Arm], width_in: float, height_in: float) -> Fig
 
 
 def draw_rewards(axes: Axes, arms: Sequence[Arm]) -> None:
-    """Draw training reward as curves and validation reward as points."""
+    """Draw training reward as curves and what the first validation set scored as points."""
     draw_curves(axes, arms, "reward/mean")
     for arm in arms:
-        steps, mean, low, high = arm.curve("validation/reward", smooth=False)
+        first = next(iter(arm.runs[0].score_columns().values()))
+        steps, mean, low, high = arm.curve(first, smooth=False)
         if not len(steps):
             continue
         if len(arm.runs) > 1:

@@ -30,9 +30,8 @@ def build_sections(arms: Sequence[Arm]) -> list[Section]:
 
 
 def _learning(arms: Sequence[Arm]) -> Section:
-    reward = curves.reward_figure(arms, FULL_WIDTH_IN, 4.2)
     panels = [
-        figure_panel("Reward", "Points: validation.", reward, "Not recorded: reward/mean in metrics.jsonl.", wide=True),
+        *_rewards(arms),
         curve_panel(arms, "KL of the updates", "loss/kl_k3", "KL prev to curr (nats)", "k3 per token.", log=True),
         *_entropy(arms),
         curve_panel(
@@ -49,6 +48,22 @@ def _learning(arms: Sequence[Arm]) -> Section:
     ]
     intro = "Bold: moving mean; faint: every step. Several seeds of an arm: their mean, with the range shaded."
     return Section("learning", "Learning", intro, tuple(panels))
+
+
+def _rewards(arms: Sequence[Arm]) -> list[Panel]:
+    """Show training reward with the points of the first validation set, and the other sets apart."""
+    sets = {name: column for arm in arms for run in arm.runs for name, column in run.score_columns().items()}
+    firsts = dict.fromkeys(next(iter(run.score_columns())) for arm in arms for run in arm.runs)
+    of_first = " or ".join(name for name in firsts if name)
+    caption = f"Points: validation{of_first and ' on '}{of_first}."
+    figure = curves.reward_figure(arms, FULL_WIDTH_IN, 4.2)
+    missing = "Not recorded: reward/mean in metrics.jsonl."
+    others = [
+        curve_panel(arms, f"Validation on {name}", column, "mean reward", "Over its problems.", smooth=False)
+        for name, column in sets.items()
+        if name not in firsts
+    ]
+    return [figure_panel("Reward", caption, figure, missing, wide=True), *others]
 
 
 def _entropy(arms: Sequence[Arm]) -> list[Panel]:

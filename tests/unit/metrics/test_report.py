@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from qarl_nemo.cli.report import report as report_command
 from qarl_nemo.metrics.report import write_report, write_summary_figure
 from qarl_nemo.metrics.report.arms import group_by_arm
-from qarl_nemo.metrics.report.curves import curve_figure
+from qarl_nemo.metrics.report.curves import curve_figure, reward_figure
 from qarl_nemo.metrics.report.examples import mark_errors
 from qarl_nemo.metrics.report.style import format_duration, format_number
 from qarl_nemo.metrics.report.tables import module_groups
@@ -140,6 +140,24 @@ def test_arms_are_compared_by_seed(tmp_path, make_run):
         assert float(arm[3]) == pytest.approx(np.mean([float(cell) for cell in by_seed[1:]]), abs=1e-3)
     assert ["qarl.alignment", "none", "rollout_only", "aligned"] in cell_rows(page, "Settings that differ")
     assert sorted(title for _, title in figures(page)) == sorted(PANELS)
+
+
+def test_each_validation_set_is_drawn_for_itself(tmp_path, make_run):
+    one, two = tmp_path / "one", tmp_path / "two"
+    make_run(one)
+    make_run(two, alignment="none")
+    records = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    for record in records[::25]:
+        record |= {"validation/reward": 0.5, "validation/reward_gsm8k": 0.75, "validation/reward_MATH-500": 0.25}
+    (two / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "Points: validation." in report([one], tmp_path)
+    page = report([two], tmp_path)
+    assert "Points: validation on gsm8k." in page
+    assert "Validation on MATH-500" in page
+    assert "Validation on gsm8k<" not in page
+    (axes,) = reward_figure(group_by_arm(load_runs([two])), 6, 4).axes
+    points = next(line for line in axes.lines if line.get_marker() == "o")
+    assert set(points.get_ydata()) == {0.75}
 
 
 def test_seeds_and_arms_may_be_incomplete(tmp_path, make_run):
