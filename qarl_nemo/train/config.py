@@ -215,6 +215,14 @@ class GrpoConfig(StrictModel):
     val_temperature: float = Field(0.0, ge=0, le=100, description="0 decodes greedily.")
     val_top_p: float = Field(1.0, gt=0, le=1)
 
+    @field_validator("val_temperature")
+    @classmethod
+    def sampled_as_set(cls, value: float) -> float:
+        """Require a temperature that vLLM takes as it is."""
+        if 0 < value < 0.01:
+            raise ValueError("vLLM samples at 0.01 where less is set; set 0, which is greedy, or 0.01 or more")
+        return value
+
     @model_validator(mode="after")
     def minibatches_divide_the_batch(self) -> "GrpoConfig":
         """Require whole minibatches."""

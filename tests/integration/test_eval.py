@@ -294,7 +294,7 @@ def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
         "unknown engine 'sglang'; legal: auto, vllm, packed",
         "device=gpu; legal: cpu, cuda, auto",
         "limit=0 must be at least 1",
-        "temperature=-1.0 must lie in [0, 100]",
+        "temperature=-1.0 must be 0 or lie in [0.01, 100]",
         "top_p=2.0 must lie in (0, 1]",
         "no.txt: expected a prompt file",
         "is a folder; name a file, such as",

@@ -166,6 +166,7 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
             {"grpo": {"num_generations_per_prompt": 1}},
             "grpo.num_generations_per_prompt: Input should be greater than or equal to 2 (given 1)",
         ),
+        ({"grpo": {"val_temperature": 0.005}}, "grpo.val_temperature: vLLM samples at 0.01 where less is set"),
         ({"grpo": {"max_num_steps": None}}, "grpo.max_num_steps: Input should be a valid integer (given null)"),
         ({"grpo": {"num_prompts_per_step": 60000, "num_generations_per_prompt": 4096}}, "a step has at most 1048576"),
         (

@@ -172,8 +172,9 @@ def prepare(settings: EvalSettings) -> EvalJob:
 def _number_problems(settings: EvalSettings) -> list[str]:
     names = ("limit", "num_samples", "max_new_tokens", "batch_size", "tensor_parallel_size")
     problems = count_problems((name, getattr(settings, name)) for name in names)
-    if settings.temperature is not None and not 0 <= settings.temperature <= 100:
-        problems.append(f"temperature={settings.temperature} must lie in [0, 100]")
+    temperature = settings.temperature
+    if temperature not in (None, 0) and not 0.01 <= temperature <= 100:
+        problems.append(f"temperature={temperature} must be 0 or lie in [0.01, 100]: vLLM samples at 0.01 below it")
     return problems + share_problems(settings, "top_p", "gpu_memory_utilization")
 
 
