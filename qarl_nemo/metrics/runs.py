@@ -67,7 +67,7 @@ class Run:
         """Return the column with each validation set's mean reward by the set's name, in the run's order.
 
         Returns:
-            A set that is alone has no name, and neither has what several sets score together, which is left out.
+            One column a set, whose name is empty if it is the only one; what several sets score together is left out.
         """
         prefix = f"{_SCORE}_"
         named = {column.removeprefix(prefix): column for column in self.columns if column.startswith(prefix)}
