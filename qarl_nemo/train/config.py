@@ -10,7 +10,7 @@ from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
 from qarl_nemo.train.lora import LoraConfig, lora_problems
-from qarl_nemo.train.rollout_config import PackedRolloutConfig, RolloutConfig
+from qarl_nemo.train.rollout_config import LOWEST_TEMPERATURE, PackedRolloutConfig, RolloutConfig
 from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.update_aware import UpdateAwareScale
 
@@ -219,8 +219,9 @@ class GrpoConfig(StrictModel):
     @classmethod
     def sampled_as_set(cls, value: float) -> float:
         """Require a temperature that vLLM takes as it is."""
-        if 0 < value < 0.01:
-            raise ValueError("vLLM samples at 0.01 where less is set; set 0, which is greedy, or 0.01 or more")
+        if 0 < value < LOWEST_TEMPERATURE:
+            lowest = LOWEST_TEMPERATURE
+            raise ValueError(f"vLLM samples at {lowest} where less is set; set 0, which is greedy, or {lowest} or more")
         return value
 
     @model_validator(mode="after")

@@ -7,12 +7,17 @@ from pydantic import Discriminator, Field, Tag
 from qarl_nemo.config import StrictModel
 from qarl_nemo.train.noise import NoiseConfig
 
+# vLLM 0.25.1 samples at this temperature where a lower one but 0 is asked for (`SamplingParams.__post_init__`).
+LOWEST_TEMPERATURE = 0.01
+
 
 class RolloutSettings(StrictModel):
     """What every rollout engine takes."""
 
     max_new_tokens: int = Field(8, ge=1, le=1_048_576)
-    temperature: float = Field(1.0, ge=0.01, le=100, description="vLLM samples at 0.01 where less is set.")
+    temperature: float = Field(
+        1.0, ge=LOWEST_TEMPERATURE, le=100, description=f"vLLM samples at {LOWEST_TEMPERATURE} where less is set."
+    )
     top_p: float = Field(1.0, gt=0, le=1)
     """Truncates sampling; logprobs on both sides stay those of the untruncated distribution at `temperature`."""
     batch_size: int = Field(1024, ge=1, le=65_536, description="Responses decoded at once.")

@@ -30,10 +30,11 @@ from qarl_nemo.metrics.results import Figure, read_results, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import finite_mean, smoothing_window, summarize_run
 
-# What moves before rewards do: how far the engine is from the learner, the gradient, the learner's own entropy, and the
-# share of responses that the objective keeps.
+# What moves before rewards do: how far the engine is from the learner, the gradient, the learner's own entropy, the
+# share of responses that the objective keeps, and what of the served policy a step changes.
 _DRIFT = {"kl": ("mismatch/kl_k3", "nats"), "grad_norm": ("optim/grad_norm", ""), "entropy": ("loss/entropy", "nats"),
-          "kept": ("loss/kept_fraction", "fraction")}  # fmt: skip
+          "kept": ("loss/kept_fraction", "fraction"), "flipped_codes": ("refit/flipped_codes", "fraction"),
+          "flipped_scales": ("refit/flipped_scales", "fraction")}  # fmt: skip
 
 
 def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None) -> list[Figure]:

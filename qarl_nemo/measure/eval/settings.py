@@ -20,6 +20,7 @@ from qarl_nemo.measure.eval.models import EvalModel, find_model
 from qarl_nemo.measure.served import adapter_problems, cpu_problems
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.model import checkpoint_config
+from qarl_nemo.train.rollout_config import LOWEST_TEMPERATURE
 from qarl_nemo.train.setup import resolve_device
 from qarl_nemo.train.vllm.host import vllm_problem
 
@@ -172,9 +173,10 @@ def prepare(settings: EvalSettings) -> EvalJob:
 def _number_problems(settings: EvalSettings) -> list[str]:
     names = ("limit", "num_samples", "max_new_tokens", "batch_size", "tensor_parallel_size")
     problems = count_problems((name, getattr(settings, name)) for name in names)
-    temperature = settings.temperature
-    if temperature not in (None, 0) and not 0.01 <= temperature <= 100:
-        problems.append(f"temperature={temperature} must be 0 or lie in [0.01, 100]: vLLM samples at 0.01 below it")
+    temperature, lowest = settings.temperature, LOWEST_TEMPERATURE
+    if temperature not in (None, 0) and not lowest <= temperature <= 100:
+        legal = f"must be 0 or lie in [{lowest}, 100]"
+        problems.append(f"temperature={temperature} {legal}; vLLM samples at {lowest} where less is set")
     return problems + share_problems(settings, "top_p", "gpu_memory_utilization")
 
 

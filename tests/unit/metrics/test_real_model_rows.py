@@ -112,8 +112,9 @@ def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arm
         write_validation(path, 20, answers([0, 0]))
     with pytest.raises(SystemExit, match="none did all of its steps"):
         record("real_model_runs", folder, *NAMES)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as refused:
         record("real_model_runs", folder, *NAMES, "--steps", "0")
+    assert refused.value.code == 2
     rows = record("real_model_runs", folder, *NAMES, "--steps", "15")
     reward = load_run(folder / "BF16-seed1").column("reward/mean")[:15]
     assert rows["real_m_d_bf16_seed1_steps"].value == 15
