@@ -15,8 +15,8 @@ EMBEDDED_PROCESS_BYTES = 2 * GIB
 """What that one process takes beside tensors, learner and engine together; there 1.5 and 1.8 GiB."""
 ASLEEP_BYTES = 4 * GIB
 """What the driver and a sleeping engine take: context, CUDA graphs, the kernels' buffers; there 3.9 GiB."""
-PROCESS_BYTES = 7 * GIB
+PROCESS_BYTES = 6.7 * GIB
 """A fitted constant: what a host holds for each GPU beside pinned memory, fitted with `HOST_BYTES` on hosts of one, two
-and four GPUs that pin next to nothing, and held 13.6, 20.7 and 34.3 GiB (docs/evidence/full_size.md)."""
-HOST_BYTES = 6.6 * GIB
+and four GPUs that pin next to nothing, and held 13.6, 20.7 and 32.3 to 35.2 GiB (docs/evidence/full_size.md)."""
+HOST_BYTES = 6.9 * GIB
 """The same, once for a host."""

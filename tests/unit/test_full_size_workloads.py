@@ -183,12 +183,12 @@ def test_muon_needs_its_package(command, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("workload", "arm", "words", "gib"),
     [
-        ("8gpu", "w4a16", ["++qarl.gpu_memory_gib=79"], 370),
-        ("8gpu", "bf16", ["++qarl.gpu_memory_gib=79"], 370),
+        ("8gpu", "w4a16", ["++qarl.gpu_memory_gib=79"], 368),
+        ("8gpu", "bf16", ["++qarl.gpu_memory_gib=79"], 368),
         # NeMo-RL's own engines copy their weights.
-        ("8gpu", "nemo_rl", [], 620),
+        ("8gpu", "nemo_rl", [], 618),
         # Its learner parts with its parameters wherever the optimizer is.
-        ("a", "nemo_rl_best", [], 268),
+        ("a", "nemo_rl_best", [], 267),
     ],
 )
 def test_a_host_that_is_too_small_is_told(monkeypatch, tmp_path, nemo_rl, workload, arm, words, gib):
