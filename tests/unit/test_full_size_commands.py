@@ -40,7 +40,13 @@ def jobs() -> list[tuple[Any, list[str]]]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     listed = module.read_jobs(ON_GPU / "waiting" / "whole_steps.yaml")
-    return [(job, shlex.split(job.run)) for job in listed if shlex.split(job.run)[1] == RUN]
+    split = [(job, list(itertools.dropwhile(is_variable, shlex.split(job.run)))) for job in listed]
+    return [(job, words) for job, words in split if words[1] == RUN]
+
+
+def is_variable(word: str) -> bool:
+    """Whether a word sets an environment variable for the command behind it."""
+    return word.partition("=")[0].isidentifier() and "=" in word
 
 
 def waiting() -> list[list[str]]:

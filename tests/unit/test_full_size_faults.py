@@ -93,8 +93,10 @@ def test_an_incomplete_nemo_rl_is_refused(command):
     assert "Traceback" not in said
 
 
-def test_the_command_of_a_row_runs_the_same_again(command, tmp_path):
+def test_the_command_of_a_row_runs_the_same_again(command, monkeypatch, tmp_path):
     import run
+
+    monkeypatch.setenv("QARL_DECODE_LINEAR", "1")
 
     words = ["--steps", "6", "--profile", "5", "--cap-gib", "79", "--label", "other"]
     other = tmp_path / "config.json"
@@ -107,6 +109,7 @@ def test_the_command_of_a_row_runs_the_same_again(command, tmp_path):
     assert len(said) == 1
     for word in (*words, "--config"):
         assert word in said[0].split()
+    assert said[0].startswith("QARL_DECODE_LINEAR=1 python tools/bench/full_size/run.py WORK ")
 
 
 def test_the_gpus_of_a_job_are_watched(monkeypatch):

@@ -23,7 +23,7 @@ _NAMES = {
     "nemo_rl_best": "NeMo-RL, BF16",
     "nemo_rl": "NeMo-RL, BF16, its own recipe",
     "bf16": "qarl_nemo, BF16",
-    "w4a16_linear": "qarl_nemo, w4a16",
+    "w4a16_linear": "qarl_nemo, w4a16, both kernels",
     "w4a16_beside": "qarl_nemo, w4a16, slower host",
     "nemo_rl_best_beside": "NeMo-RL, BF16, slower host",
 }

@@ -36,11 +36,14 @@ from qarl_nemo.files import read_json
 from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
 from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.refit import engine_decode, engine_decode_linear
 
 _LAUNCHER = REPOSITORY / "examples" / "run_qarl_grpo.py"
 _OUTPUT = "driver.txt"
 _MODEL = REPOSITORY / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
 _STEPS = 4
+# What an environment changes in the engines, and rows say with the command.
+_SWITCHES = (engine_decode.SWITCH, engine_decode_linear.SWITCH)
 # Data of a workload -> its file.
 _DATA = {"train": "train.jsonl", "validation": "val.jsonl"}
 # As a check of ours reads NeMo-RL's own arms: the same ranks, batches and engines, in BF16.
@@ -231,7 +234,8 @@ def _command_line(arm: str, placement: str, arguments: argparse.Namespace) -> st
     words += ["--steps", str(arguments.steps)] if arguments.steps != _STEPS else []
     words += ["--profile", str(arguments.profile)] if arguments.profile else []
     words += [word for override in arguments.set for word in ("--set", override)]
-    return f"python tools/bench/full_size/run.py WORK --nemo-rl ROOT {shlex.join(words)}"
+    switches = [f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ]
+    return " ".join([*switches, "python tools/bench/full_size/run.py WORK --nemo-rl ROOT", shlex.join(words)])
 
 
 if __name__ == "__main__":
