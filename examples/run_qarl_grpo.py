@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from qarl_nemo.nemo_rl.muon_checks import muon_hints
 from qarl_nemo.nemo_rl.recording import Recorder, completed_steps
 from qarl_nemo.nemo_rl.run_folder import describe_run
 from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key
+from qarl_nemo.nemo_rl.start_together import StartTogether
 from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
@@ -124,6 +125,7 @@ class _Run:
         self.qarl: NemoQarlConfig | None = None
         self.grpo: Mapping[str, Any] = {}
         self.synchronizer: Any = None
+        self.together = StartTogether()
 
     def bind(self) -> None:
         """Bind our names in NeMo-RL's launcher."""
@@ -166,11 +168,12 @@ class _Run:
         if "OMP_NUM_THREADS" not in os.environ:
             # It only shares batches out; more threads than idle cores took five times as long, on a CPU.
             torch.set_num_threads(min(_DRIVER_THREADS, torch.get_num_threads()))
-        # Engines that share the learner's GPUs start before it, others beside it.
-        in_turn = config.policy["generation"]["colocated"]["enabled"]
-        self.progress.enter("engines" if in_turn else "engines and learner")
-        factory = self.aligned_policy if in_turn else plugin.policy_factory
-        parts = list(self.setup(config, *arguments, policy_factory=factory, **named))
+        self.progress.enter("engines and learner")
+        # NeMo-RL itself starts engines beside a learner on other GPUs.
+        shared = config.policy["generation"]["colocated"]["enabled"]
+        factory = self.aligned_policy if shared else plugin.policy_factory
+        with self.together.engines(sys.modules[self.setup.__module__]) if shared else nullcontext():
+            parts = list(self.setup(config, *arguments, policy_factory=factory, **named))
         self.progress.enter("first refit")
         policy, policy_generation = parts[:2]
         self.synchronizer = plugin.install_refit(policy, policy_generation)
@@ -181,9 +184,10 @@ class _Run:
         return tuple(parts)
 
     def aligned_policy(self, **named: Any) -> Any:
-        """Make the policy, which NeMo-RL asks for once the engines have started."""
+        """Make the policy, whose ranks wait until the engines on their GPUs sleep."""
+        policy = self.together.learner(lambda: plugin.policy_factory(**named))
         self.progress.enter("learner")
-        return plugin.policy_factory(**named)
+        return policy
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ ONE_WORKER = (
     "test_convert_megatron.py",
     "test_ray_engines.py",
     "test_run_faults.py",
+    "test_start_together.py",
     "test_step_guard.py",
 )
 

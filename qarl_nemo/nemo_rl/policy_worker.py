@@ -31,6 +31,7 @@ from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.memory_metrics import PhaseMemory, fullest
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
 from qarl_nemo.nemo_rl.stages import Stages
+from qarl_nemo.nemo_rl.start_together import wait_for_engines
 from qarl_nemo.nemo_rl.update_aware import update_aware_optimizer
 from qarl_nemo.refit.colocated import ColocatedSender, push_from_all
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
@@ -59,6 +60,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
     """
 
     def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+        wait_for_engines()
         qarl = NemoQarlConfig.model_validate(config["qarl"])
         self.alignment = Alignment(
             qarl.executed_format, qarl.targets, qarl.backward, qarl.keep_operand, engine_rounding=qarl.engine_rounding

@@ -86,8 +86,14 @@ class MasterConfig(BaseModel, extra="allow"):
 def setup_response_data(*parts):
     return parts
 
+class VllmGeneration:
+    pass
+
 def setup(config, *parts, policy_factory):
+    assert (VllmGeneration is not own) == colocated["enabled"]
     return [policy_factory(tokenizer=None), "engines", 2, 3, 4, 5, None, 7, 8, SimpleNamespace(total_steps=0)]
+
+own = VllmGeneration
 
 def sync_weights(timer=None):
     assert failure is None, failure
@@ -128,15 +134,15 @@ sys.argv = ["run_qarl_grpo.py"]
 run_qarl_grpo.main()
 """
 APART = {"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 1}}
-IN_TURN = ["Ray", "data", "engines", "learner", "first refit"]
+SHARED = ["Ray", "data", "engines and learner", "learner", "first refit"]
 
 
 @pytest.mark.parametrize(
     ("engines", "error", "stages"),
     [
-        ({"enabled": True}, None, [*IN_TURN, "done after"]),
+        ({"enabled": True}, None, [*SHARED, "done after"]),
         (APART, None, ["Ray", "data", "engines and learner", "first refit", "done after"]),
-        ({"enabled": True}, "no room", IN_TURN),
+        ({"enabled": True}, "no room", SHARED),
     ],
 )
 def test_a_start_shows_its_stages_until_the_first_refit(tmp_path, engines, error, stages):
