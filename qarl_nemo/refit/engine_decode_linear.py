@@ -2,8 +2,7 @@
 
 Marlin stays for everything else: prompts and batches above 32 rows, other formats, layers with biases, GPUs and sizes
 that the kernel does not take. Layers on Machete hold their weights in another order, and stay there. The arithmetic is
-Marlin's up to the order of FP32 sums, so that the learner follows either, as one run of whole steps has shown. It has
-to be asked for.
+Marlin's up to the order of FP32 sums, so that the learner follows either.
 """
 
 import functools
@@ -16,15 +15,15 @@ import torch
 from torch import Tensor
 
 SWITCH = "QARL_DECODE_LINEAR"
-"""The environment variable that has dense layers decode by the kernel if it is 1."""
+"""The environment variable that leaves all dense layers to Marlin if it is 0."""
 
 
 @functools.cache
 def decode_int4_linear() -> None:
-    """Make this process's dense int4 layers decode by the kernel if `SWITCH` asks; calling it again changes nothing."""
+    """Make dense int4 layers in this process decode by the kernel; calling it again changes nothing."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cuda() or os.environ.get(SWITCH) != "1":
+    if not current_platform.is_cuda() or os.environ.get(SWITCH) == "0":
         return
     from vllm import _custom_ops as ops
 

@@ -50,7 +50,6 @@ def decoded(monkeypatch):
         ran.append(arguments)
         return decode_linear(*arguments)
 
-    monkeypatch.setenv(engine_decode_linear.SWITCH, "1")
     monkeypatch.setattr(ops, "marlin_gemm", ops.marlin_gemm)
     monkeypatch.setattr("qarl_kernels.decode_linear.decode_linear", count)
     engine_decode_linear.decode_int4_linear.cache_clear()
@@ -86,8 +85,8 @@ def test_larger_batches_biases_and_rows_apart_are_marlins(decoded, rows, biased,
     assert not decoded
 
 
-def test_all_are_marlins_where_nobody_asked(decoded, monkeypatch):
-    monkeypatch.delenv(engine_decode_linear.SWITCH)
+def test_all_are_marlins_where_someone_says_so(decoded, monkeypatch):
+    monkeypatch.setenv(engine_decode_linear.SWITCH, "0")
     layer = Layer(7)
     engine_decode_linear.decode_int4_linear()
     layer.run()
