@@ -16,6 +16,7 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.engine_arguments import engine_arguments
 from qarl_nemo.nemo_rl.engine_checks import environment_problems
+from qarl_nemo.nemo_rl.token_logprobs import logprobs_apart, write_logprobs
 from qarl_nemo.refit.answers import ask, require_answers
 from qarl_nemo.refit.engine_settings import ENVIRONMENT
 
@@ -96,10 +97,13 @@ class QarlGenerationWorkerImpl(_ServesPacked, VllmGenerationWorkerImpl):
         """Forget cached prefixes; false while a request holds some."""
         return self.llm.reset_prefix_cache()
 
-    def generate(self, *arguments: Any, **named: Any) -> Any:
+    def generate(self, data: Any, *arguments: Any, **named: Any) -> Any:
         """Answer as NeMo-RL's worker does, from weights of one whole version or not at all."""
         self._require_version()
-        return super().generate(*arguments, **named)
+        with logprobs_apart(self.llm) as taken:
+            answers = super().generate(data, *arguments, **named)
+        write_logprobs(answers["logprobs"], taken, data["input_lengths"])
+        return answers
 
 
 class QarlAsyncGenerationWorkerImpl(_ServesPacked, VllmAsyncGenerationWorkerImpl):
