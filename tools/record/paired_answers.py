@@ -11,10 +11,10 @@ from qarl_nemo.metrics.validations import paired, read_rewards, validation_files
 
 
 def answer_differences(runs: Iterable[Run], prefix: str) -> list[Figure]:
-    """Return mean_i (arm_i - rollout_only_i) of each arm and seed, over the problems of the first validation set.
+    """Return mean_i (arm_i - rollout_only_i) of each arm and seed after its last step, over the first validation set.
 
     An arm stands against the rollout-only arm of its seed that has its format; BF16 against all of its seed. Runs that
-    kept no answers have no figures.
+    kept no answers, or were cut before their last validation, have no figures.
 
     Args:
         runs: whole runs.
@@ -39,10 +39,10 @@ def answer_differences(runs: Iterable[Run], prefix: str) -> list[Figure]:
 
 def _difference(run: Run, base: Run) -> Estimate | None:
     files = validation_files(run.path), validation_files(base.path)
-    common = {step for step in files[0].keys() & files[1].keys() if step <= run.steps[-1]}
-    if not common:
+    last = run.steps[-1]
+    if not all(last in of_run for of_run in files):
         return None
-    rewards = [read_rewards(of_run[max(common)]) for of_run in files]
+    rewards = [read_rewards(of_run[last]) for of_run in files]
     first = next(iter(rewards[0]))[0]
     of_set = [{problem: reward for problem, reward in earned.items() if problem[0] == first} for earned in rewards]
     return paired(*of_set)

@@ -43,21 +43,27 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
     Args:
         run: the run.
         prefix: begins the names, `real_<model>_<data>`.
-        accuracies: on the test set, the first and the last of which are recorded; None = the run's own validations.
+        accuracies: on the test set, the first and the last of which are recorded; None = the run's own validations,
+            of which a run that was cut before its last one has the first alone.
     """
     name, summary = f"{prefix}_{slug(run.setting('run.arm'))}_seed{run.seed}", summarize_run(run)
     tests = {"test": accuracies} if accuracies else scores_of(run)
+    last_tests = tests if accuracies or _tested_at_its_end(run) else {}
     return [
         Figure(f"{name}_steps", summary["num_steps"], "", ">="),
         Figure(f"{name}_reward_first", summary["reward_first"], "", ">="),
         Figure(f"{name}_reward_final", summary["reward_final"], "", ">="),
         *(Figure(f"{name}_{test}_accuracy_first", scores[0], "", ">=") for test, scores in tests.items() if scores),
-        *(Figure(f"{name}_{test}_accuracy", scores[-1], "", ">=") for test, scores in tests.items() if scores),
+        *(Figure(f"{name}_{test}_accuracy", scores[-1], "", ">=") for test, scores in last_tests.items() if scores),
         Figure(f"{name}_gap", summary["abs_gap_mean"], "nats", "<="),
         Figure(f"{name}_error_tokens", summary["error_token_rate"], "fraction", "<="),
         *drift_figures(run, name),
         *token_figures(run, name),
     ]
+
+
+def _tested_at_its_end(run: Run) -> bool:
+    return all(np.isfinite(run.column(column)[-1]) for column in run.score_columns().values())
 
 
 def drift_figures(run: Run, name: str) -> Iterable[Figure]:

@@ -108,7 +108,7 @@ def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arm
     for path in folder.iterdir():
         config = path / "config.yaml"
         write_yaml(config, merge_mappings(read_yaml(config), {"grpo": {"max_num_steps": 99}}))
-        write_validation(path, 10, answers([1, 1] if path.name.startswith("BF16") else [1, 0]))
+        write_validation(path, 15, answers([1, 1] if path.name.startswith("BF16") else [1, 0]))
         write_validation(path, 20, answers([0, 0]))
     with pytest.raises(SystemExit, match="none did all of its steps"):
         record("real_model_runs", folder, *NAMES)
@@ -121,6 +121,18 @@ def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arm
     assert rows["real_m_d_bf16_seed1_reward_final"].value == pytest.approx(reward[-3:].mean(), rel=1e-4)
     assert rows["real_m_d_bf16_seed1_ahead_of_rollout_only_w4a16"].value == 0.5
     assert {len(load_run(path.parent).steps) for path in tmp_path.rglob("runs/local_math_arms/*/metrics.jsonl")} >= {15}
+
+
+def test_a_run_that_was_cut_before_its_last_test_has_no_last_accuracy(make_arms, record):
+    folder = make_arms("runs", 1, arms=["BF16", "rollout-only w4a16"])
+    for path in folder.iterdir():
+        write_validation(path, 1, answers([1, 1] if path.name.startswith("BF16") else [1, 0]))
+        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        records = [records[0] | {"validation/reward": 0.2}, *(one | {"validation/reward": None} for one in records[1:])]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    rows = record("real_model_runs", folder, *NAMES, "--steps", "20")
+    told = {name.removeprefix("real_m_d_") for name in rows if "accuracy" in name or "ahead" in name or "lost" in name}
+    assert told == {"bf16_seed1_test_accuracy_first", "rollout_only_w4a16_seed1_test_accuracy_first"}
 
 
 def test_tokens_of_the_last_diagnostics_say_what_the_learner_doubts(make_run, record, tmp_path):
