@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from support.full_size import MODEL, write_run
 
@@ -196,6 +197,15 @@ def test_steps_that_differ_are_said(record, tmp_path, capsys):
     assert "hint: steps took 22.0, 30.0 s" in capsys.readouterr().out
 
 
+def test_a_step_that_a_run_died_in_does_not_count(record, tmp_path):
+    # As a batch's lengths are logged before its update.
+    writer = SummaryWriter(log_dir=str(ran(tmp_path / "arm") / "logs" / "exp_001" / "tensorboard"))
+    writer.add_scalar("train/mean_gen_tokens_per_sample", 100.0, len(ENDS) + 1, walltime=ENDS[-1] + 9)
+    writer.close()
+    assert record(tmp_path / "arm") == ""
+    assert "--skip leaves none to count" in record(tmp_path / "arm", "--skip", "2,3")
+
+
 def test_the_first_step_never_counts(record, tmp_path):
     assert record(ran(tmp_path / "arm"), "--skip", "3") == ""
     assert "--skip leaves none to count" in record(tmp_path / "arm", "--skip", "2,3")
@@ -210,6 +220,7 @@ def test_the_first_step_never_counts(record, tmp_path):
         ("docs/results/full_size.json", "bars.txt", [], "bars.txt: Format 'txt' is not supported"),
         ("docs/results/house.json", "bars.png", [], "house.json has no full_step_s_..._a24"),
         ("docs/results/full_size.json", "bars.png", ["--without", "w4a17"], "--without w4a17: there are"),
+        ("docs/results/full_size.json", "bars.png", ["--only", "w4a17"], "--only w4a17: there are"),
     ],
 )
 def test_bars_that_cannot_be_drawn_are_one_line(monkeypatch, capsys, tmp_path, results, figure, more, said):

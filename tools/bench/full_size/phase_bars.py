@@ -21,10 +21,12 @@ from qarl_nemo.metrics.results import read_results
 _COMPUTED = {"rollout": "rollouts", "prev_logprobs": "log-probabilities", "update": "update", "refit": "refit, wake"}
 _NAMES = {
     "nemo_rl_best": "NeMo-RL, BF16",
-    "nemo_rl": "NeMo-RL, BF16, its own recipe",
+    "nemo_rl": "NeMo-RL, BF16, published recipe",
     "bf16": "qarl_nemo, BF16",
     "w4a16_linear": "qarl_nemo, w4a16, both kernels",
     "w4a16_beside": "qarl_nemo, w4a16, slower host",
+    "w4a16_larger": "qarl_nemo, w4a16",
+    "w4a16_separate_1_3": "qarl_nemo, w4a16, 1 + 3 GPUs",
     "nemo_rl_best_beside": "NeMo-RL, BF16, slower host",
 }
 
@@ -105,7 +107,9 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="file of docs/results")
     parser.add_argument("figure", type=Path, help="PNG to write")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeat for several; default a")
-    parser.add_argument("--without", action="append", default=[], metavar="ARM", help="repeat for several")
+    chosen = parser.add_mutually_exclusive_group()
+    for flag in ("--without", "--only"):
+        chosen.add_argument(flag, action="append", default=[], metavar="ARM", help="repeat for several")
     arguments = parser.parse_args()
     workloads = arguments.workload or ["a"]
     try:
@@ -115,12 +119,14 @@ def main() -> None:
     if missing := [workload for workload in workloads if not phase_bars(values, workload)]:
         parser.error(f"{arguments.results} has no full_step_s_..._{' or '.join(missing)}")
     arms = {arm for workload in workloads for arm in phase_bars(values, workload)}
-    if unknown := sorted({*arguments.without} - arms):
-        parser.error(f"--without {' '.join(unknown)}: there are {' '.join(sorted(arms))}")
-    if arms == {*arguments.without}:
+    for flag, named in (("--without", arguments.without), ("--only", arguments.only)):
+        if unknown := sorted({*named} - arms):
+            parser.error(f"{flag} {' '.join(unknown)}: there are {' '.join(sorted(arms))}")
+    without = arms - {*arguments.only} if arguments.only else {*arguments.without}
+    if arms == without:
         parser.error("--without leaves no arm")
     try:
-        draw(labelled(values, workloads, arguments.without), arguments.figure)
+        draw(labelled(values, workloads, without), arguments.figure)
     except (OSError, ValueError) as error:
         parser.error(f"{arguments.figure}: {os_reason(error) if isinstance(error, OSError) else error}")
 

@@ -95,8 +95,8 @@ class Timed:
         return cls(folder, said["arm"], said["workload"], work, placement, said["command"], load_run(folder / "logs"))
 
     def steps(self, skip: Sequence[int]) -> list[int]:
-        """Return the steps that count; ValueError if none does."""
-        steps = [int(step) for step in self.run.steps]
+        """Return the steps that count, none that a run died in; ValueError if none does."""
+        steps = [int(step) for step in self.run.steps[np.isfinite(self.run.column(_STEP))]]
         counted = [step for step in steps if step not in skip]
         if not counted:
             raise ValueError(f"{self.folder}: it has steps {steps}, and --skip leaves none to count")
