@@ -212,6 +212,16 @@ def test_the_first_step_never_counts(record, tmp_path):
     assert "--skip: 'last' is not" in record(tmp_path / "arm", "--skip", "last")
 
 
+def test_no_bar_of_what_is_recorded_hides_another():
+    import phase_bars
+    from workloads import WORKLOADS
+
+    rows = json.loads((ROOT / "docs" / "results" / "full_size.json").read_text())
+    values = {row["name"]: row["value"] for row in rows}
+    for workload in WORKLOADS:
+        assert len(phase_bars.labelled(values, [workload])) == len(phase_bars.phase_bars(values, workload))
+
+
 @pytest.mark.parametrize(
     ("results", "figure", "more", "said"),
     [
