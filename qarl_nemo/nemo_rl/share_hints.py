@@ -14,7 +14,7 @@ from qarl_nemo.nemo_rl.residency import OFFLOAD, fits_beside_engine, fits_beside
 # vLLM's own default.
 _USUAL_SHARE = 0.9
 # Of what a learner leaves by computation. PyTorch's reserve is not computed: in rollouts it was 13 GiB more than what
-# was allocated (docs/evidence/full_size.md), a sixth of a GPU of 80 GB.
+# was allocated (docs/evidence/full_size_memory.md), a sixth of a GPU of 80 GB.
 _CAREFUL = 0.8
 # Answers at once below which an engine would decode too slowly for what an optimizer that stays saves.
 _FEW = 4

@@ -121,7 +121,7 @@ def test_engines_that_forget_leave_nothing_on_a_host(arm, name, layers, gpus, ph
 
 
 def test_the_page_says_what_is_computed():
-    page = (ROOT / "docs" / "evidence" / "full_size.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "full_size_memory.md").read_text()
     int4, bf16 = (sum(on_host(name, parameters_leave=name == "bf16").values()) / GIB for name in ("w4a16", "bf16"))
     assert f"| `w4a16_a24`, `w4a16_a24_even` | {int4:.1f} GiB |" in page
     assert f"| `bf16_a24`, `bf16_a24_even` | {bf16:.1f} GiB |" in page
@@ -135,7 +135,7 @@ def test_the_page_says_what_is_computed():
         "`nemo_rl_a`",
     ):
         assert f"| {arms} | {sum(on_four(arms.split('`')[1]).values()) / GIB:.1f} GiB |" in page
-    lines = page.partition("### The host's memory")[2].splitlines()
+    lines = page.partition("## The host's memory")[2].splitlines()
     for arm, name, layers, gpus in FORGETFUL:
         line = next(line for line in lines if line.startswith("| ") and f"`{arm}`" in line)
         assert f"| {forgetful(name, layers, gpus):.1f} GiB |" in line
