@@ -15,7 +15,7 @@ from torch import Tensor
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.engine import RolloutEngine
 from qarl_nemo.refit.exchange import broadcast_plain, gather_plain, waiting_group
-from qarl_nemo.refit.ipc import export_tensors, gpu_id
+from qarl_nemo.refit.ipc import export_tensors, gpu_id, shareable
 from qarl_nemo.refit.publish import Layer, StreamedUpdate, Update
 from qarl_nemo.refit.push import push
 from qarl_nemo.refit.send import TIMEOUT_S, Sender, messages
@@ -53,7 +53,8 @@ class ColocatedSender:
         """Let engines read these layers until the next ones, or `release`; called on every rank.
 
         Args:
-            layers: tensors of this rank's GPU by name, the same on every rank, in memory that stays.
+            layers: tensors of this rank's GPU by name, the same on every rank, in memory that stays and that CUDA
+                IPC can export.
         """
         self._held = {name: tensor for layer in layers for name, tensor in layer.items()}
         mine = export_tensors(self._held)
@@ -92,7 +93,7 @@ class ColocatedSender:
 
 def _apart(tensor: Tensor) -> Tensor:
     # Megatron keeps parameters in one buffer whose memory it frees to offload them, but exported memory must stay.
-    whole = tensor.contiguous()
+    whole = shareable(tensor)
     return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
 
 

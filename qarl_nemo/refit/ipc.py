@@ -1,6 +1,9 @@
 """CUDA IPC without pickle: describes GPU memory to another process by numbers and bytes."""
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +16,51 @@ from qarl_nemo.refit.manifest import bytes_of
 _ALIGNMENT = 256
 
 
+def memory_grows() -> bool:
+    """Return whether this process's GPU memory lies in expandable segments, which CUDA IPC cannot export.
+
+    Source: torch 2.11, `c10/core/AllocatorConfig.h`.
+    """
+    # torch 2.11 has no other answer that does not list every block of memory.
+    values = re.findall(r"expandable_segments\s*:\s*(\w+)", _allocator_settings())
+    return values[-1:] == ["True"] and torch.cuda.is_available()
+
+
+@contextmanager
+def shareable_memory() -> Iterator[None]:
+    """Make CUDA allocations ordinary ones, which CUDA IPC can export, until the context is left.
+
+    Source: torch 2.11, `c10/cuda/CUDACachingAllocator.cpp`, `get_free_block`.
+    """
+    if not memory_grows():
+        yield
+        return
+    settings = _allocator_settings()
+    # Meanwhile the allocator passes over cached blocks of expandable segments, too, so that no pool of its own is
+    # needed. What a call does not repeat of the other settings may fall back to its default.
+    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _allocator_settings() -> str:
+    # torch reads the second variable only where the first is not set, not even to nothing.
+    value = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    return value.strip(", ")
+
+
+def shareable(tensor: Tensor) -> Tensor:
+    """Return a tensor, contiguous and without a graph, where CUDA IPC can export it: a copy if memory grows."""
+    if not memory_grows():
+        return tensor.detach().contiguous()
+    with shareable_memory():
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
 def in_one_piece(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors into one allocation, for another process opens allocations one by one.
+    """Copy tensors into one allocation that CUDA IPC can export, for another process opens allocations one by one.
 
     Args:
         tensors: tensors by name, all on one device.
@@ -27,7 +73,8 @@ def in_one_piece(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         places[name] = end
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     device = next((tensor.device for tensor in tensors.values()), None)
-    piece = torch.empty(end, dtype=torch.uint8, device=device)
+    with shareable_memory():
+        piece = torch.empty(end, dtype=torch.uint8, device=device)
     found = {}
     for name, tensor in tensors.items():
         part = piece[places[name] : places[name] + tensor.nbytes]
@@ -39,7 +86,8 @@ def export_tensors(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Describe tensors' memory for exactly one other process; each storage is exported once.
 
     Args:
-        tensors: contiguous tensors on a GPU by name; they must exist until the other process has read them.
+        tensors: contiguous tensors on a GPU by name, from `shareable` or `in_one_piece` if memory may grow; they must
+            exist until the other process has read them.
 
     Returns:
         A description for `import_bytes` by name, in types that msgpack and, except for bytes, JSON can hold.

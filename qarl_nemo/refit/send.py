@@ -16,7 +16,7 @@ from torch import Tensor
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.collective import broadcast, listening_store, make_group
 from qarl_nemo.refit.engine import RolloutEngine
-from qarl_nemo.refit.ipc import export_tensors
+from qarl_nemo.refit.ipc import export_tensors, shareable
 from qarl_nemo.refit.publish import Layer, Update
 from qarl_nemo.refit.waiting import in_background, within
 
@@ -95,8 +95,9 @@ class IpcSender:
                 self._held = []
 
     def _export(self, layers: Iterable[Layer], num_ranks: int) -> dict[str, list[dict[str, Any]]]:
-        whole = {name: tensor.detach().contiguous() for layer in layers for name, tensor in layer.items()}
-        _require_on_gpu(whole)
+        tensors = {name: tensor for layer in layers for name, tensor in layer.items()}
+        _require_on_gpu(tensors)
+        whole = {name: shareable(tensor) for name, tensor in tensors.items()}
         self._held = list(whole.values())
         exported = [export_tensors(whole) for _ in range(num_ranks)]
         descriptions = {name: [of_rank[name] for of_rank in exported] for name in whole}

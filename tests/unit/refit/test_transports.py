@@ -4,6 +4,7 @@ The ranks here are the real receiving half without an engine around it; `tests/i
 """
 
 import itertools
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,11 +16,12 @@ from qarl_kernels import get_format
 from qarl_nemo.names import layer_of
 from qarl_nemo.refit.arrive import Arrivals
 from qarl_nemo.refit.incoming import IncomingUpdate
-from qarl_nemo.refit.ipc import Imports, export_tensors, in_one_piece
+from qarl_nemo.refit.ipc import Imports, export_tensors, in_one_piece, memory_grows, shareable, shareable_memory
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
 from qarl_nemo.refit.send import CollectiveSender, DirectSender, FileSender, IpcSender, messages
 from support.asserts import assert_bitwise_equal
+from support.programs import run_program
 
 CPU = torch.device("cpu")
 PACKED = "model.layers.0.mlp.experts.down_proj.weight_packed"
@@ -291,3 +293,80 @@ def test_one_piece_holds_the_same_tensors():
         assert found[name].is_contiguous()
         assert found[name].storage_offset() * tensor.element_size() % 256 == 0
     assert in_one_piece({}) == {}
+
+
+GROWING = "garbage_collection_threshold:0.8, expandable_segments : True"
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What torch's allocator is told, on a machine that may have no GPU; at first nothing says that memory grows."""
+    calls = []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "grows"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": GROWING}, True),
+        ({"PYTORCH_ALLOC_CONF": GROWING}, True),
+        # torch reads the other variable alone, and the last of two values.
+        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": GROWING}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": f"{GROWING},expandable_segments:False"}, False),
+    ],
+)
+def test_memory_grows_if_torch_reads_so(monkeypatch, said, settings, grows):
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert memory_grows() is grows
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not memory_grows()
+
+
+def test_growing_is_off_only_inside_and_other_settings_stay(monkeypatch, said):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", GROWING)
+    with shareable_memory():
+        assert said == [f"{GROWING},expandable_segments:False"]
+    assert said[1:] == [GROWING]
+    with suppress(MemoryError), shareable_memory():
+        raise MemoryError
+    assert said == 2 * [f"{GROWING},expandable_segments:False", GROWING]
+
+
+def test_what_is_exported_from_growing_memory_is_copied_while_growing_is_off(monkeypatch, said):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", GROWING)
+    turned = torch.nn.Parameter(torch.arange(6.0).view(2, 3)).t()
+    copy = shareable(turned)
+    assert copy.is_contiguous()
+    assert not copy.requires_grad
+    assert torch.equal(copy, turned)
+    whole = torch.arange(4)
+    assert shareable(whole).data_ptr() != whole.data_ptr()
+    assert torch.equal(in_one_piece({"whole": whole})["whole"], whole)
+    assert said == 3 * [f"{GROWING},expandable_segments:False", GROWING]
+
+
+def test_nothing_is_copied_or_set_where_memory_does_not_grow(said):
+    whole = torch.arange(4)
+    with shareable_memory():
+        assert shareable(whole).data_ptr() == whole.data_ptr()
+    in_one_piece({"whole": whole})
+    assert said == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grows", [True, False])
+def test_another_process_opens_what_lies_in_one_piece(grows):
+    settings = f"expandable_segments:{grows}"
+    printed = run_program("refit.run_shared_memory", PYTORCH_CUDA_ALLOC_CONF=settings)
+    [facts] = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    # Without the change of the setting a tensor of the same size lies where memory grows.
+    assert facts["plain_expandable"] is grows
+    assert facts["expandable"] == dict.fromkeys(facts["same"], False)
+    assert facts["same"] == dict.fromkeys(["small", "large", "copied"], True)
+    assert facts["plain_after"] is grows
