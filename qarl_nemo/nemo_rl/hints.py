@@ -7,6 +7,7 @@ from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo_rl.budgets import token_budgets
 from qarl_nemo.nemo_rl.data_files import file_hints
+from qarl_nemo.nemo_rl.layout import responses_per_step
 from qarl_nemo.nemo_rl.layout_memory import Needed, first_host_gib, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
@@ -16,6 +17,8 @@ from qarl_nemo.secrets import secret_variables
 
 _PACKING = "policy.sequence_packing"
 _ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
+_ON_POLICY = "loss_fn.force_on_policy_ratio"
+_ERROR_LIMIT = "grpo.seq_logprob_error_threshold"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
 # Half of what fits is to be half as large again.
 _WORTH_SAYING = 3
@@ -42,6 +45,7 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
         )
     if look_up(config, _EAGER, False):
         hints.append(f"{_EAGER}=true: every kernel of a decoding step is launched from the host; set false")
+    hints += _forward_hints(config)
     optimizer = look_up(config, OPTIMIZER, {})
     other = different_settings(optimizer) if "muon" in str(optimizer.get("optimizer")) else {}
     if other:
@@ -52,6 +56,19 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
             f"{settings}"
         )
     return [*hints, *file_hints(config.get("data") or {}), *validation_hints(config)]
+
+
+def _forward_hints(config: Mapping[str, Any]) -> list[str]:
+    # NeMo-RL needs them all the same for a limit on their error, and to penalize rewards.
+    needed = look_up(config, _ERROR_LIMIT, None) is not None or look_up(config, "loss_fn.use_kl_in_reward", False)
+    batch = look_up(config, "policy.train_global_batch_size", None)
+    if look_up(config, _ON_POLICY, False) or needed or not batch or batch != responses_per_step(config):
+        return []
+    return [
+        f"{_ON_POLICY}=false: a step is one update, whose ratios are 1, and prev_logprobs cost a forward of all its "
+        "tokens; set true: mismatch weights and train/qarl metrics then take the update's own log-probabilities, of "
+        "the same weights, while NeMo-RL's errors of sequences and the prev_logprobs that it dumps are 0"
+    ]
 
 
 def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:

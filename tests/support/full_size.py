@@ -58,6 +58,7 @@ def write_run(
     work=None,
     refit=None,
     seconds=(),
+    phases=SECONDS,
 ):
     """Steps, of 22 s if nothing else is said, that end at these times; the GPU holds as many GiB as a step's second."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def write_run(
         writer.add_scalar("train/loss", 0.0, step, walltime=end)
         total = seconds[step - 1] if seconds else 22.0
         writer.add_scalar("timing/train/total_step_time", total, step, walltime=end)
-        for phase, took in SECONDS.items():
+        for phase, took in phases.items():
             writer.add_scalar(f"timing/train/{phase}", took, step, walltime=end)
         writer.add_scalar("train/mean_gen_tokens_per_sample", 100.0, step, walltime=end)
         writer.add_scalar("train/qarl/memory/update_reserved_gib", 90.0 + step, step, walltime=end)

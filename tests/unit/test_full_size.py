@@ -16,7 +16,7 @@ from qarl_nemo.config import read_yaml
 from qarl_nemo.memory import ModelSize
 from qarl_nemo.metrics.runs import load_run
 from qarl_nemo.nemo_rl.config import apply_qarl
-from support.full_size import MODEL, composed, write_run
+from support.full_size import MODEL, SECONDS, composed, write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,6 +132,31 @@ def test_arms_are_compared_by_their_median_and_their_fastest_step(tmp_path):
     twice = rows | {name.replace("_a", "_a24"): value for name, value in rows.items()}
     assert list(phase_bars.labelled(twice, ["a", "a24"])) == ["qarl_nemo, w4a16, a", "qarl_nemo, w4a16, a24"]
     assert phase_bars.labelled(twice, ["a", "a24"], without=["w4a16"]) == {}
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0, 0.05])
+def test_a_step_that_scored_nothing_has_no_rows_of_it(tmp_path, seconds):
+    import phase_bars
+    import phase_memory
+    import record
+
+    skipped = ("policy_and_reference_logprobs", "logprob_inference_prep")
+    phases = {phase: took for phase, took in SECONDS.items() if phase not in skipped}
+    # NeMo-RL times what skipping takes, too.
+    phases |= {} if seconds is None else {skipped[0]: seconds}
+    write_run(tmp_path, ends=(100.0, 122.0, 144.0), phases=phases)
+    timed = record.Timed.read(tmp_path)
+    figures = record.figures(timed, [1])
+    assert not [name for name in figures if "logprob" in name]
+    # Of 22 s 10 are rollout and 6 update.
+    assert figures["full_other_share"][0] == pytest.approx(6 / 22)
+    rows = {f"{name}_w4a16_a": value for name, (value, _, _) in figures.items()}
+    assert phase_bars.phase_bars(rows, "a") == {
+        "w4a16": {"refit": 2.0, "rollout": 10.0, "prev_logprobs": 0.0, "update": 6.0, "rest": 4.0}
+    }
+    assert {"full_memory_gib_rollout", "full_memory_gib_refit"} <= {
+        *phase_memory.memory_figures(tmp_path, timed.run, [2, 3])
+    }
 
 
 def test_a_refits_parts_have_rows(tmp_path):

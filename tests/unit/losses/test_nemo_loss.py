@@ -147,6 +147,18 @@ def test_without_previous_logprobs_the_ratio_is_one():
     assert grad.abs().max() > 0
 
 
+def test_without_previous_logprobs_one_update_is_the_same():
+    curr, data = make_batch()
+    data["prev_logprobs"] = curr.detach().roll(1, dims=1)
+    loss, metrics, grad = run(make_loss(), curr, data)
+    data["prev_logprobs"] = torch.zeros_like(data["prev_logprobs"])
+    without = run(make_loss(replaced=Replaced(force_on_policy_ratio=True)), curr, data)
+    assert without[0] == loss
+    assert without[1] == metrics
+    assert metrics[PREFIX + "mismatch_weight_mean"] != pytest.approx(1.0)
+    assert torch.equal(without[2], grad)
+
+
 def by_hand(values, curr, data, *, by_response=False) -> float:
     """The mean of `values(curr, prev, generation, reference)` over tokens or responses' means, in plain Python."""
     curr, terms = curr.detach(), []

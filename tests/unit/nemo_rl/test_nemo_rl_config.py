@@ -286,6 +286,31 @@ def test_slow_settings_are_hints():
     assert find_hints(config(**packed, **{"policy.sequence_packing.fuse_loss": True})) == []
 
 
+def test_a_forward_that_one_update_a_step_does_not_need_is_a_hint():
+    once = {"policy.train_global_batch_size": 512}
+    (hint,) = find_hints(config(**once))
+    assert hint.startswith("loss_fn.force_on_policy_ratio=false: a step is one update")
+    assert "set true" in hint
+    # What it asks for is legal.
+    apply_qarl(config(**once, **{"loss_fn.force_on_policy_ratio": True}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss_fn.force_on_policy_ratio": True},
+        {"policy.train_global_batch_size": 256},
+        {"policy.train_global_batch_size": None},
+        {"grpo.num_prompts_per_step": 128},
+        # With these NeMo-RL computes log-probabilities before the update all the same, or refuses to go without.
+        {"grpo.seq_logprob_error_threshold": 2.0},
+        {"loss_fn.use_kl_in_reward": True},
+    ],
+)
+def test_a_forward_that_is_needed_or_left_out_gets_no_hint(changes):
+    assert find_hints(config(**{"policy.train_global_batch_size": 512} | changes)) == []
+
+
 def test_a_secret_that_nemo_rl_would_print_is_a_hint_without_its_value():
     variables = {"policy.megatron_cfg.env_vars": {"HF_TOKEN": "hf_abc", "NCCL_DEBUG": "INFO"}}
     (hint,) = find_hints(config(**variables))

@@ -46,7 +46,9 @@ def phase_bars(values: Mapping[str, float], workload: str) -> dict[str, dict[str
     }
     bars = {}
     for arm in sorted(steps, key=lambda arm: -steps[arm]):
-        phases = {phase: values[f"full_phase_s_{phase}_{arm}{suffix}"] for phase in ORDER if phase in _COMPUTED}
+        # Where each batch has one update, nothing need be computed of log-probabilities.
+        named = {phase: f"full_phase_s_{phase}_{arm}{suffix}" for phase in ORDER if phase in _COMPUTED}
+        phases = {phase: values.get(name, 0.0) for phase, name in named.items()}
         bars[arm] = phases | {"rest": steps[arm] - sum(phases.values())}
     return bars
 

@@ -96,7 +96,8 @@ def _windows(logs: Path, run: Run, steps: Sequence[int]) -> Iterator[tuple[str, 
     for step in steps:
         end = ends[step]
         for phase in reversed(ORDER):
-            begin = end - float(run.column(f"timing/{phase}_s")[run.steps == step][0])
+            # A step without a phase has no column for it.
+            begin = end - float(np.nan_to_num(run.column(f"timing/{phase}_s")[run.steps == step][0]))
             yield phase, begin, end
             end = begin
 

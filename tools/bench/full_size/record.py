@@ -56,6 +56,8 @@ GOALS_OF = {
     "fp8_block": {"full_step_over_nemo_rl_best": 0.70, "full_step_over_own_bf16": 0.70},
 }
 _STEP = "timing/step_s"
+# A forward takes about a third of an update; less than this part of one is what NeMo-RL's loop needs to skip it.
+_NO_FORWARD = 0.01
 # A spread of steps beyond which a ratio of medians may be the host's doing; steady hosts were within 0.04.
 _UNSTEADY = 0.1
 # What a ratio's row is called, by the other arm; any other is `full_step_over_<arm>`.
@@ -147,17 +149,18 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
         skip: steps that do not count: the first compiles, and a profiled one is slow.
     """
     step = timed.median(_STEP, skip)
-    phases = {name: timed.median(f"timing/{name}_s", skip) for name in PHASES}
+    phases = _phases(timed, skip)
     tokens = timed.work.answers * (timed.work.prompt_tokens + timed.median("response_length_tokens/mean", skip))
     learned = tokens / timed.placement.learners
-    other = step - sum(phases[name] for name in COMPUTED)
+    other = step - sum(phases.get(name, 0.0) for name in COMPUTED)
+    scored = phases.get("prev_logprobs", math.nan)
     found = {
         "full_step_s": (step, "s", "<="),
         "full_step_fastest_s": (timed.fastest(skip), "s", "<="),
         "full_step_spread": (timed.spread(skip), "", "<="),
         "full_tokens_s_gpu": (tokens / timed.work.gpus / step, "tokens/s", ">="),
         "full_update_tokens_s_gpu": (learned / phases["update"], "tokens/s", ">="),
-        "full_logprob_tokens_s_gpu": (learned / phases["prev_logprobs"], "tokens/s", ">="),
+        "full_logprob_tokens_s_gpu": (learned / scored, "tokens/s", ">="),
         "full_other_share": (other / step, "", "<="),
         "full_refit_s": (timed.median("refit/total_s", skip), "s", "<="),
         "full_refit_wait_s": (timed.median("refit/wait_s", skip), "s", "<="),
@@ -166,6 +169,14 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
         **{f"full_refit_s_{part}": (timed.median(f"refit/{part}_s", skip), "s", "<=") for part in REFIT_PARTS},
     }
     return {name: figure for name, figure in found.items() if math.isfinite(figure[0])}
+
+
+def _phases(timed: Timed, skip: Sequence[int]) -> dict[str, float]:
+    """Return the seconds of each phase, without `prev_logprobs` where `force_on_policy_ratio` left it out."""
+    phases = {name: timed.median(f"timing/{name}_s", skip) for name in PHASES}
+    if math.isnan(phases["prev_logprobs"]) or phases["prev_logprobs"] <= _NO_FORWARD * phases["update"]:
+        del phases["prev_logprobs"]
+    return phases
 
 
 def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figures:
