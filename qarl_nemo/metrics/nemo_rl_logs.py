@@ -74,7 +74,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     """Read command, hardware and versions of the latest start that recorded them.
 
     Returns:
-        `command`, `hardware` and `versions`.
+        `command`, `hardware` and `versions`, and `start_s` once it took its first step.
 
     Raises:
         ValueError: no start recorded them.

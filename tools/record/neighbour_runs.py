@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from kept_runs import keep_runs
+from kept_runs import keep_runs, kept
 from real_model_runs import record_runs, run_figures, whole_runs
 from rows import parser_of, seed_means, slug
 
@@ -73,7 +73,7 @@ def main() -> None:
     """Read the run directories, append rows, print them."""
     parser = parser_of(__doc__, "neighbours")
     parser.add_argument("folder", type=Path, help=f"the arms' run directories: runs/{{{','.join(COMPARISONS)}}}")
-    parser.add_argument("--figure", type=Path, help="PNG of these runs")
+    parser.add_argument("--figure", type=Path, help="PNG of these runs, or of all runs of this config that are kept")
     arguments = parser.parse_args()
     config = arguments.folder.name
     if config not in COMPARISONS:
@@ -82,11 +82,14 @@ def main() -> None:
     record_runs(arguments.record, figures(runs, comparison), runs, config)
     means = seed_means(read_results(arguments.record), rf"(?:flips_)?{comparison}_(?!gsm8k)\w+(?<!_steps)")
     record_runs(arguments.record, means, runs, config)
+    drawn = [run.path for run in runs]
     if "gsm8k" in config:
         # Days of a GPU; the small ones are made again in an hour.
-        keep_runs(runs, arguments.record.parent / "runs" / config)
+        folder = arguments.record.parent / "runs" / config
+        keep_runs(runs, folder)
+        drawn = kept(folder)
     if arguments.figure:
-        write_summary_figure([run.path for run in runs], arguments.figure)
+        write_summary_figure(drawn, arguments.figure)
 
 
 if __name__ == "__main__":

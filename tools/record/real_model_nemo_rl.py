@@ -7,18 +7,20 @@ NeMo-RL samples validation as it samples training, where the embedded engine's t
 `qarl eval --temperature 0 --num-samples 1`, asked the model before training and the one after it, in this order.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from real_model_runs import run_figures
-from rows import parser_of
+from rows import parser_of, slug
 
 from qarl_nemo.config import read_yaml
 from qarl_nemo.data.benchmarks import BENCHMARKS
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.metrics.nemo_rl_logs import find_config, read_facts
-from qarl_nemo.metrics.results import record_figures
+from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 
 
@@ -73,6 +75,13 @@ def greedy_accuracies(file: Path, max_new_tokens: int) -> list[float]:
     return [row["avg"]["value"] for row in rows]
 
 
+def _times(run: Run, name: str, facts: dict[str, Any]) -> Iterator[Figure]:
+    # The first step compiles.
+    yield Figure(f"{name}_step_s", float(np.median(run.column("timing/step_s")[1:])), "s", "<=")
+    if "start_s" in facts:
+        yield Figure(f"{name}_start_s", facts["start_s"], "s", "<=")
+
+
 def main() -> None:
     """Read the log folder and the evaluation, append rows, print them."""
     parser = parser_of(__doc__, "real_model")
@@ -89,7 +98,13 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     facts |= {"command": arguments.command} if arguments.command else {}
-    record_figures(arguments.record, run_figures(run, f"real_{arguments.model}_{arguments.data}", accuracies), **facts)
+    ran_on = {key: facts[key] for key in ("hardware", "versions", "command")}
+    prefix = f"real_{arguments.model}_{arguments.data}"
+    figures = [
+        *run_figures(run, prefix, accuracies),
+        *_times(run, f"{prefix}_{slug(arguments.arm)}_seed{run.seed}", facts),
+    ]
+    record_figures(arguments.record, figures, **ran_on)
 
 
 if __name__ == "__main__":

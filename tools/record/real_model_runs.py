@@ -151,6 +151,9 @@ def main() -> None:
         "--command", help="what trains them, unless qarl train does with the config of the folder's name"
     )
     parser.add_argument("--steps", type=int, help="of each run, the rest of which is left out; all, unless set")
+    parser.add_argument(
+        "--over", metavar="ARM", help="whose answers all arms' stand against; rollout-only's, unless set"
+    )
     parser.add_argument("--figure", type=Path, help="PNG of all runs of this config that were kept")
     parser.add_argument("--scatter", type=Path, help="PNG of these runs' tokens, by engine and by learner")
     arguments = parser.parse_args()
@@ -158,7 +161,10 @@ def main() -> None:
         parser.error(f"--steps {arguments.steps}: set 1 or more")
     whole, config = whole_runs(arguments.folder, arguments.steps), arguments.folder.resolve().name
     prefix = f"real_{arguments.model}_{arguments.data}"
-    figures = [one for run in whole for one in run_figures(run, prefix)] + answer_differences(whole, prefix)
+    if arguments.over and arguments.over not in (arms := sorted({run.arm for run in whole})):
+        parser.error(f"--over {arguments.over!r}: no such arm among {', '.join(arms) or 'none'}")
+    differences = answer_differences(whole, prefix, arguments.over)
+    figures = [one for run in whole for one in run_figures(run, prefix)] + differences
     record_runs(arguments.record, figures, whole, config, arguments.command)
     values = {row.name: row.value for row in read_results(arguments.record)}
     record_runs(arguments.record, recoveries(values, prefix), whole, config, arguments.command)

@@ -10,7 +10,7 @@ from qarl_nemo.metrics.summary import smoothing_window
 
 # Okabe-Ito and Tol hues that stay apart under common colour blindness; blue and vermillion are reserved for the sign.
 _ALIGNMENT_COLORS = {"none": "#4D4D4D", "rollout_only": "#AA3377", "aligned": "#009E73"}
-_OTHER_COLORS = ("#E69F00", "#56B4E9", "#332288", "#999933", "#882255", "#88CCEE", "#117733", "#CC6677")
+_OTHER_COLORS = ("#E69F00", "#56B4E9", "#332288", "#999933", "#882255", "#CC6677", "#117733", "#88CCEE")
 
 
 @dataclass(frozen=True, slots=True)

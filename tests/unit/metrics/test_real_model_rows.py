@@ -103,6 +103,18 @@ def test_arms_that_kept_their_answers_are_paired_with_rollout_only(make_arms, re
     )
 
 
+def test_arms_stand_against_the_one_that_is_named(make_arms, record, capsys):
+    folder = make_arms("all", 1, arms=["BF16", "QaRL w4a16"])
+    for arm, rewards in {"BF16": [1, 1, 0, 0], "QaRL w4a16": [1, 0, 0, 0]}.items():
+        write_validation(folder / f"{arm}-seed1", STEPS, answers(rewards))
+    rows = record("real_model_runs", folder, *NAMES, "--over", "QaRL w4a16")
+    found = {name.removeprefix("real_m_d_"): row.value for name, row in rows.items() if "_ahead_of_" in name}
+    assert found == {"bf16_seed1_ahead_of_qarl_w4a16": 0.25, "bf16_seed1_ahead_of_qarl_w4a16_error": 0.25}
+    with pytest.raises(SystemExit, match="2"):
+        record("real_model_runs", folder, *NAMES, "--over", "TBPO")
+    assert "'TBPO': no such arm among BF16, QaRL w4a16" in capsys.readouterr().err
+
+
 def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arms, record, tmp_path):
     folder = make_arms("runs", 1, arms=["BF16", "rollout-only w4a16"])
     for path in folder.iterdir():
@@ -191,7 +203,7 @@ def logs(tmp_path):
     settings = {"grpo": CONFIG["grpo"] | {"max_num_steps": STEPS}}
     settings["policy"] = CONFIG["policy"] | {"generation": {"max_new_tokens": LONGEST}}
     start = write_start(tmp_path / "logs" / "exp_001", range(1, STEPS + 1), gap=2e-3, config=settings)
-    facts = {"command": "python run", "hardware": "2x NVIDIA H200", "versions": {"vllm": "0.25.1"}}
+    facts = {"command": "python run", "hardware": "2x NVIDIA H200", "versions": {"vllm": "0.25.1"}, "start_s": 139.5}
     (start / "run.json").write_text(json.dumps(facts))
     return start.parent
 
@@ -213,7 +225,7 @@ def test_a_nemo_rl_run_has_the_embedded_engines_rows(record, logs, tmp_path):
     # The reward of step n is 0.5 + n / 100; the last five steps are 21 to 25.
     expected = {"steps": STEPS, "reward_first": 0.53, "reward_final": 0.73, "test_accuracy_first": 0.2,
                 "test_accuracy": 0.3, "gap": 2e-3, "error_tokens": 0.01, "kl_first": 1e-4, "kl_final": 1e-4,
-                "kept_first": 0.9, "kept_final": 0.9}  # fmt: skip
+                "kept_first": 0.9, "kept_final": 0.9, "step_s": 10.0, "start_s": 139.5}  # fmt: skip
     assert {name.removeprefix(f"{prefix}_"): row.value for name, row in rows.items()} == pytest.approx(
         expected, rel=1e-4
     )
