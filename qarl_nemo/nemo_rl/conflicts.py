@@ -24,6 +24,7 @@ from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
 from qarl_nemo.nemo_rl.muon_checks import muon_conflicts
 from qarl_nemo.nemo_rl.optimizer_checks import optimizer_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER, dtype_conflicts
+from qarl_nemo.nemo_rl.resume_checks import resume_conflicts
 from qarl_nemo.nemo_rl.sequence_lengths import length_conflicts
 from qarl_nemo.nemo_rl.validation_checks import validation_batch_conflicts
 from qarl_nemo.refit.engine_settings import kernel_choices
@@ -145,6 +146,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *data_conflicts(config),
         *validation_batch_conflicts(config),
         *dtype_conflicts(config),
+        *resume_conflicts(config),
         *unknown,
         *([] if unknown else length_conflicts(config)),
         *(layout := layout_conflicts(config, qarl, model)),

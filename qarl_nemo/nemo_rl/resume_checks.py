@@ -1,0 +1,91 @@
+"""Checks a run that goes on from a checkpoint: Megatron holds it to the schedule that it began with."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qarl_nemo.config import ConfigError, read_yaml
+from qarl_nemo.files import FileError
+from qarl_nemo.nemo_rl.layout import MEGATRON
+from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
+from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
+
+_FOLDER, _STEPS = "checkpointing.checkpoint_dir", "grpo.max_num_steps"
+_SCHEDULER = f"{MEGATRON}.scheduler"
+_NEW = f"{_SCHEDULER}.override_opt_param_scheduler"
+# Either takes one of the two schedules as it is.
+_SETTLED = (_NEW, f"{_SCHEDULER}.use_checkpoint_opt_param_scheduler")
+# What Megatron compares; it counts in responses, so that the batch belongs to it.
+_COMPARED = (
+    f"{OPTIMIZER}.lr",
+    f"{OPTIMIZER}.min_lr",
+    "policy.train_global_batch_size",
+    *(
+        f"{_SCHEDULER}.{name}"
+        for name in (
+            "lr_warmup_iters",
+            "lr_decay_iters",
+            "lr_decay_style",
+            "start_weight_decay",
+            "end_weight_decay",
+            "weight_decay_incr_style",
+        )
+    ),
+)
+
+
+def resume_conflicts(config: Mapping[str, Any]) -> list[str]:
+    """Say where a run would leave the schedule of the checkpoint that it goes on from.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        One line that names the checkpoint and every key that differs; none where there is no checkpoint, or where a
+        key says which schedule counts.
+
+    Source: Megatron-core 0.20, `optimizer_param_scheduler.py`, `load_state_dict`; NeMo-RL 0.6, `algorithms/grpo.py`,
+        `total_train_iters`, and `utils/checkpoint.py`, `get_latest_checkpoint_path`.
+    """
+    if any(look_up(config, key, False) for key in _SETTLED) or (newest := _newest(config)) is None:
+        return []
+    try:
+        saved: Any = read_yaml(newest / "config.yaml")
+    except (ConfigError, FileError):
+        return []  # NeMo-RL writes it for people, and goes on without it.
+    if not look_up(saved, "checkpointing.save_optimizer", True):
+        return []
+    changed = [f"{key}={value} ({before} there)" for key, value, before in _changes(config, saved)]
+    if not changed:
+        return []
+    return [
+        f"{_FOLDER}={newest.parent}: the run goes on from {newest.name}, whose schedule Megatron lets no run leave: "
+        f"{', '.join(changed)}; set these back, ++{_NEW}=true to go on with the new ones, or another folder to begin "
+        "anew"
+    ]
+
+
+def _newest(config: Mapping[str, Any]) -> Path | None:
+    folder = look_up(config, _FOLDER, None)
+    if not isinstance(folder, str):
+        return None
+    steps = [path for path in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return max(steps, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+
+
+def _changes(config: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    steps, before = look_up(config, _STEPS), look_up(saved, _STEPS)
+    ended = look_up(saved, f"{MEGATRON}.train_iters", before)
+    if ended == before:
+        changed = steps != before
+    else:
+        # The data ended it, and does again unless there are fewer steps.
+        changed = isinstance(steps, int) and steps < ended
+    if changed:
+        yield _STEPS, steps, before
+    for key in _COMPARED:
+        now, then = look_up(config, key), look_up(saved, key)
+        # What is absent has a default that this does not know.
+        if ABSENT not in (now, then) and now != then:
+            yield key, now, then

@@ -1,0 +1,88 @@
+"""What Megatron would refuse, minutes after the start, of a run that goes on from a checkpoint."""
+
+from pathlib import Path
+
+import pytest
+from test_nemo_rl_config import config as recipe
+from test_nemo_rl_config import problems
+
+from qarl_nemo.config import merge_mappings, write_yaml
+from qarl_nemo.nemo_rl.lookup import with_value
+from qarl_nemo.nemo_rl.resume_checks import resume_conflicts
+
+_OVERRIDE = "policy.megatron_cfg.scheduler.override_opt_param_scheduler"
+
+
+def config(folder, steps=100, **changes):
+    megatron = {"optimizer": {"lr": 1e-6, "min_lr": 1e-6}, "scheduler": {"lr_warmup_iters": 9, "lr_warmup_init": 1e-7}}
+    found = {
+        "checkpointing": {"enabled": True, "checkpoint_dir": str(folder), "save_optimizer": True},
+        "grpo": {"max_num_steps": steps},
+        "policy": {"train_global_batch_size": 32, "megatron_cfg": megatron},
+    }
+    for key, value in changes.items():
+        found = with_value(found, key.replace("__", "."), value)
+    return found
+
+
+def save(step, saved, train_iters=100):
+    """Write what NeMo-RL writes beside a checkpoint's weights."""
+    ran = {"policy": {"megatron_cfg": {"train_iters": train_iters}}}
+    folder = Path(saved["checkpointing"]["checkpoint_dir"]) / step
+    folder.mkdir(parents=True)
+    write_yaml(folder / "config.yaml", merge_mappings(saved, ran))
+
+
+def test_a_run_that_goes_on_as_it_began_has_no_conflict(tmp_path):
+    assert resume_conflicts(config(tmp_path)) == []
+    save("step_50", config(tmp_path))
+    assert resume_conflicts(config(tmp_path)) == []
+
+
+def test_every_key_that_moves_the_schedule_is_named_beside_what_it_was(tmp_path):
+    save("step_100", config(tmp_path))
+    # By number, and what NeMo-RL is still writing is none.
+    save("step_99", config(tmp_path, steps=7))
+    save("tmp_step_101", config(tmp_path, steps=7))
+    changes = {
+        "policy__megatron_cfg__optimizer__lr": 2e-6,
+        "policy__train_global_batch_size": 64,
+        "policy__megatron_cfg__scheduler__lr_warmup_iters": 5,
+        # Megatron does not look at this one.
+        "policy__megatron_cfg__scheduler__lr_warmup_init": 0.0,
+    }
+    (line,) = resume_conflicts(config(tmp_path, steps=300, **changes))
+    assert f"checkpoint_dir={tmp_path}: the run goes on from step_100," in line
+    assert "grpo.max_num_steps=300 (100 there), policy.megatron_cfg.optimizer.lr=2e-06 (1e-06 there)" in line
+    assert "policy.train_global_batch_size=64 (32 there)" in line
+    assert "scheduler.lr_warmup_iters=5 (9 there); set these back, ++" in line
+    assert "lr_warmup_init" not in line
+    assert f"++{_OVERRIDE}=true" in line
+
+
+@pytest.mark.parametrize("key", [_OVERRIDE, "policy.megatron_cfg.scheduler.use_checkpoint_opt_param_scheduler"])
+def test_a_key_that_says_which_schedule_counts_settles_it(tmp_path, key):
+    save("step_100", config(tmp_path))
+    assert resume_conflicts(with_value(config(tmp_path, steps=300), key, True)) == []
+
+
+def test_a_schedule_that_the_data_ended_may_have_more_steps(tmp_path):
+    save("step_40", config(tmp_path, steps=100), train_iters=40)
+    assert resume_conflicts(config(tmp_path, steps=60)) == []
+    (line,) = resume_conflicts(config(tmp_path, steps=30))
+    assert "grpo.max_num_steps=30 (100 there)" in line
+
+
+def test_nothing_is_said_of_checkpoints_that_hold_no_schedule(tmp_path):
+    save("step_100", config(tmp_path, checkpointing__save_optimizer=False))
+    assert resume_conflicts(config(tmp_path, steps=300)) == []
+    (tmp_path / "step_101").mkdir()
+    assert resume_conflicts(config(tmp_path, steps=300)) == []
+    (tmp_path / "step_101" / "config.yaml").write_text("grpo: [")
+    assert resume_conflicts(config(tmp_path, steps=300)) == []
+
+
+def test_the_launcher_refuses_it(tmp_path):
+    save("step_2", config(tmp_path, steps=2), train_iters=2)
+    found = problems(recipe(**{"checkpointing.checkpoint_dir": str(tmp_path), "grpo.max_num_steps": 4}))
+    assert [line for line in found if "the run goes on from step_2" in line]
