@@ -46,9 +46,10 @@ def phase_bars(values: Mapping[str, float], workload: str) -> dict[str, dict[str
     }
     bars = {}
     for arm in sorted(steps, key=lambda arm: -steps[arm]):
-        # Where each batch has one update, nothing need be computed of log-probabilities.
         named = {phase: f"full_phase_s_{phase}_{arm}{suffix}" for phase in ORDER if phase in _COMPUTED}
-        phases = {phase: values.get(name, 0.0) for phase, name in named.items()}
+        # Where each batch has one update, `record.py` has no row of log-probabilities.
+        none = {named["prev_logprobs"]: 0.0}
+        phases = {phase: (none | values)[name] for phase, name in named.items()}
         bars[arm] = phases | {"rest": steps[arm] - sum(phases.values())}
     return bars
 
