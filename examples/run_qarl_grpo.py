@@ -35,13 +35,13 @@ from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError
 from qarl_nemo.nemo_rl import plugin
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.checks.hints import budget_hints, find_hints
+from qarl_nemo.nemo_rl.checks.key_hints import config_types, key_hints
+from qarl_nemo.nemo_rl.checks.muon import muon_hints
 from qarl_nemo.nemo_rl.config import apply_qarl, as_mapping
-from qarl_nemo.nemo_rl.hints import budget_hints, find_hints
-from qarl_nemo.nemo_rl.key_hints import config_types, key_hints
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.loss import QarlLossFn
 from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
-from qarl_nemo.nemo_rl.muon_checks import muon_hints
 from qarl_nemo.nemo_rl.recording import Recorder, completed_steps
 from qarl_nemo.nemo_rl.run_folder import describe_run
 from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key

@@ -10,7 +10,7 @@ from qarl_formats import DEFAULT_FORMAT
 from qarl_nemo.config import ConfigError, validate
 from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
-from qarl_nemo.nemo_rl.conflicts import find_conflicts
+from qarl_nemo.nemo_rl.checks.conflicts import find_conflicts
 from qarl_nemo.nemo_rl.engine_room import CACHE, engine_room
 from qarl_nemo.nemo_rl.layout_memory import card, needed_memory
 from qarl_nemo.nemo_rl.plugin import SENTINEL

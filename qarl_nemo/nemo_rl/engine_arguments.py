@@ -9,8 +9,8 @@ from huggingface_hub import hf_hub_download
 from qarl_nemo.architecture import CONFIG_FILE, MEGATRON_FAMILIES, read_architecture
 from qarl_nemo.checkpoints import model_quantization_config
 from qarl_nemo.config import QarlConfig
-from qarl_nemo.nemo_rl.engine_checks import argument_problems, plain_block
-from qarl_nemo.nemo_rl.engine_rules import NESTED
+from qarl_nemo.nemo_rl.checks.engine import argument_problems, plain_block
+from qarl_nemo.nemo_rl.checks.engine_rules import NESTED
 from qarl_nemo.refit.engine_settings import COMPILATION, kernel_choices, kernel_options
 
 _EXTENSION = "qarl_nemo.nemo_rl.vllm_extension.QarlWorkerExtension"

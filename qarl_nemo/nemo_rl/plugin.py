@@ -5,7 +5,7 @@ from typing import Any
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.config.problems import attempt
-from qarl_nemo.nemo_rl.data_checks import overlong_prompts
+from qarl_nemo.nemo_rl.checks.data import overlong_prompts
 from qarl_nemo.nemo_rl.data_sets import ENVIRONMENT, name_data_sets, use_reward_functions
 from qarl_nemo.nemo_rl.prompt_lengths import limit_prompts, show_prompt, unasked_prompts
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from qarl_nemo.config import ConfigError
-from qarl_nemo.nemo_rl.validation_checks import read_validation
+from qarl_nemo.nemo_rl.checks.validation import read_validation
 
 _MAX_QUOTED = 4000
 

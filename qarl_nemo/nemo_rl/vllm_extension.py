@@ -5,7 +5,7 @@ from typing import Any
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
-from qarl_nemo.nemo_rl.engine_checks import served_problems
+from qarl_nemo.nemo_rl.checks.engine import served_problems
 from qarl_nemo.refit.answers import answering
 from qarl_nemo.refit.engine_methods import chosen_methods, method_problems
 from qarl_nemo.refit.engine_settings import kernel_options

@@ -14,8 +14,8 @@ from nemo_rl.models.generation.vllm.vllm_worker import BaseVllmGenerationWorker,
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.checks.engine import environment_problems
 from qarl_nemo.nemo_rl.engine_arguments import engine_arguments
-from qarl_nemo.nemo_rl.engine_checks import environment_problems
 from qarl_nemo.nemo_rl.token_logprobs import logprobs_apart, write_logprobs
 from qarl_nemo.refit.answers import ask, require_answers
 from qarl_nemo.refit.engine_settings import ENVIRONMENT

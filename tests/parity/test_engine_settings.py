@@ -12,9 +12,9 @@ from vllm.config import AttentionConfig, CompilationConfig, KernelConfig, VllmCo
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
 
 from qarl_nemo.config import QarlConfig  # noqa: E402
+from qarl_nemo.nemo_rl.checks.engine import served_problems  # noqa: E402
+from qarl_nemo.nemo_rl.checks.engine_rules import NESTED, NO_MATTER, RULES  # noqa: E402
 from qarl_nemo.nemo_rl.engine_arguments import engine_arguments  # noqa: E402
-from qarl_nemo.nemo_rl.engine_checks import served_problems  # noqa: E402
-from qarl_nemo.nemo_rl.engine_rules import NESTED, NO_MATTER, RULES  # noqa: E402
 from qarl_nemo.refit.engine_settings import kernel_options  # noqa: E402
 
 BLOCKS = {"compilation_config": CompilationConfig, "attention_config": AttentionConfig, "kernel_config": KernelConfig}

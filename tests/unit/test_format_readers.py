@@ -28,7 +28,7 @@ from qarl_nemo.memory import Learner, ModelSize, Parallelism, rank_memory, serve
 from qarl_nemo.metrics.report.rollout_speed import _COLORS
 from qarl_nemo.names import TARGETS, target_of
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
-from qarl_nemo.nemo_rl.conflicts import find_conflicts
+from qarl_nemo.nemo_rl.checks.conflicts import find_conflicts
 from qarl_nemo.nemo_rl.model_shapes import _DEFAULTS
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
 from qarl_nemo.refit.engine_settings import COMPILATION, WORKER_EXTENSION, kernel_options, serve_command

@@ -14,7 +14,7 @@ import yaml
 from qarl_nemo.config import ConfigError
 from qarl_nemo.memory import GIB
 from qarl_nemo.metrics.results import read_results
-from qarl_nemo.nemo_rl import data_files
+from qarl_nemo.nemo_rl.checks import data_files
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import needed_memory

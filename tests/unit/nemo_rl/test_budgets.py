@@ -6,10 +6,10 @@ import pytest
 from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
 from test_nemo_rl_config import problems
 
-from qarl_nemo.nemo_rl import hints
 from qarl_nemo.nemo_rl.budgets import token_budgets
+from qarl_nemo.nemo_rl.checks import hints
+from qarl_nemo.nemo_rl.checks.hints import budget_hints
 from qarl_nemo.nemo_rl.config import apply_qarl
-from qarl_nemo.nemo_rl.hints import budget_hints
 from qarl_nemo.nemo_rl.layout_memory import needed_memory
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from qarl_nemo.nemo_rl import data_files
-from qarl_nemo.nemo_rl.data_checks import data_conflicts
-from qarl_nemo.nemo_rl.data_files import file_hints
+from qarl_nemo.nemo_rl.checks import data_files
+from qarl_nemo.nemo_rl.checks.data import data_conflicts
+from qarl_nemo.nemo_rl.checks.data_files import file_hints
 from qarl_nemo.nemo_rl.data_sets import data_sets, name_data_sets
 from support.files import write_jsonl
 

@@ -8,14 +8,14 @@ import pytest
 
 from qarl_formats import get_format
 from qarl_nemo.names import TARGETS
-from qarl_nemo.nemo_rl.engine_checks import (
+from qarl_nemo.nemo_rl.checks.engine import (
     argument_problems,
     environment_problems,
     given_arguments,
     repeated_arguments,
     served_problems,
 )
-from qarl_nemo.nemo_rl.engine_rules import ENVIRONMENT_RULES, NO_MATTER, RULES, rules_table
+from qarl_nemo.nemo_rl.checks.engine_rules import ENVIRONMENT_RULES, NO_MATTER, RULES, rules_table
 from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT, kernel_choices
 
 DOCS = Path(__file__).parents[3] / "docs" / "design" / "vllm_settings.md"
@@ -32,7 +32,7 @@ def said(name, value):
 
 
 def test_the_docs_have_the_table_of_the_code():
-    assert rules_table() in DOCS.read_text(), "paste what `python -m qarl_nemo.nemo_rl.engine_rules` prints"
+    assert rules_table() in DOCS.read_text(), "paste what `python -m qarl_nemo.nemo_rl.checks.engine_rules` prints"
 
 
 def test_an_argument_is_decided_once():

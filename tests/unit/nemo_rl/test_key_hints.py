@@ -10,7 +10,7 @@ from pydantic import BaseModel
 # Which pydantic asks for before Python 3.12.
 from typing_extensions import TypedDict
 
-from qarl_nemo.nemo_rl.key_hints import config_types, key_hints
+from qarl_nemo.nemo_rl.checks.key_hints import config_types, key_hints
 
 
 class Off(TypedDict):

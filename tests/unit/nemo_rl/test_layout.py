@@ -9,10 +9,11 @@ from test_nemo_rl_config import QWEN3_30B, config, problems
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.memory import Learner, ModelSize, rank_memory
-from qarl_nemo.nemo_rl import hints, layout_memory
+from qarl_nemo.nemo_rl import layout_memory
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.checks import hints
+from qarl_nemo.nemo_rl.checks.conflicts import find_conflicts
 from qarl_nemo.nemo_rl.config import apply_qarl
-from qarl_nemo.nemo_rl.conflicts import find_conflicts
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
 from qarl_nemo.nemo_rl.layout import read_layout
 from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB, needed_memory

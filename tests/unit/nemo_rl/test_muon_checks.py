@@ -3,9 +3,9 @@
 import pytest
 from test_nemo_rl_config import config, problems
 
-from qarl_nemo.nemo_rl import muon_checks
+from qarl_nemo.nemo_rl.checks import muon
+from qarl_nemo.nemo_rl.checks.muon import muon_conflicts, muon_hints
 from qarl_nemo.nemo_rl.config import apply_qarl
-from qarl_nemo.nemo_rl.muon_checks import muon_conflicts, muon_hints
 
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 MUON = config(
@@ -22,8 +22,8 @@ def machine(monkeypatch):
     """Sets what a machine has: its first GPU's GiB, the package's version, and NeMo-RL's one environment."""
 
     def set_up(gpu, package, one_environment):
-        monkeypatch.setattr(muon_checks, "first_gpu_gib", lambda: gpu)
-        monkeypatch.setattr(muon_checks, "installed_version", lambda _: package)
+        monkeypatch.setattr(muon, "first_gpu_gib", lambda: gpu)
+        monkeypatch.setattr(muon, "installed_version", lambda _: package)
         monkeypatch.setenv(ONE_ENVIRONMENT, one_environment)
 
     return set_up

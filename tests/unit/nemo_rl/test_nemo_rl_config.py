@@ -7,8 +7,8 @@ import pytest
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.muon import MEGATRON
+from qarl_nemo.nemo_rl.checks.hints import find_hints
 from qarl_nemo.nemo_rl.config import apply_qarl
-from qarl_nemo.nemo_rl.hints import find_hints
 
 QWEN3_30B = str(Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b")
 

@@ -16,7 +16,7 @@ from nemo_rl.environments.utils import ENV_REGISTRY
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.nemo_rl import plugin
-from qarl_nemo.nemo_rl.data_keys import BENCHMARK_KEYS, PROBLEM_KEYS, UNUSED_KEYS
+from qarl_nemo.nemo_rl.checks.data_keys import BENCHMARK_KEYS, PROBLEM_KEYS, UNUSED_KEYS
 from qarl_nemo.train.tokenizer import character_tokenizer
 from support.files import write_jsonl
 

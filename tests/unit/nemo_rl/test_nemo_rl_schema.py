@@ -21,8 +21,8 @@ from nemo_rl.utils.logger import Logger
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.metrics.runs import load_run
+from qarl_nemo.nemo_rl.checks.key_hints import config_types, key_hints
 from qarl_nemo.nemo_rl.config import apply_qarl
-from qarl_nemo.nemo_rl.key_hints import config_types, key_hints
 from qarl_nemo.nemo_rl.layout_memory import DEFAULT_GIB
 from qarl_nemo.nemo_rl.loss import PREFIX
 from qarl_nemo.nemo_rl.recording import completed_steps

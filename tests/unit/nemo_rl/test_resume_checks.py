@@ -7,8 +7,8 @@ from test_nemo_rl_config import config as recipe
 from test_nemo_rl_config import problems
 
 from qarl_nemo.config import merge_mappings, write_yaml
+from qarl_nemo.nemo_rl.checks.resume import resume_conflicts
 from qarl_nemo.nemo_rl.lookup import with_value
-from qarl_nemo.nemo_rl.resume_checks import resume_conflicts
 
 _OVERRIDE = "policy.megatron_cfg.scheduler.override_opt_param_scheduler"
 

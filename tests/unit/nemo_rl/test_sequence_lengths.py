@@ -5,8 +5,8 @@ import json
 import pytest
 from test_nemo_rl_config import config, problems
 
+from qarl_nemo.nemo_rl.checks.sequence_lengths import length_conflicts, longest_sequence
 from qarl_nemo.nemo_rl.config import apply_qarl
-from qarl_nemo.nemo_rl.sequence_lengths import length_conflicts, longest_sequence
 
 LONGEST = "policy.max_total_sequence_length"
 SERVED = "policy.generation.vllm_cfg.max_model_len"

@@ -6,9 +6,9 @@ import pytest
 from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
 from test_nemo_rl_recipes import RECIPES, on_eight_gpus
 
-from qarl_nemo.nemo_rl import share_hints as share_hints_module
+from qarl_nemo.nemo_rl.checks import share_hints as share_hints_module
+from qarl_nemo.nemo_rl.checks.hints import budget_hints
 from qarl_nemo.nemo_rl.config import apply_qarl
-from qarl_nemo.nemo_rl.hints import budget_hints
 from qarl_nemo.nemo_rl.residency import OFFLOAD
 
 LONG = {"policy.logprob_batch_size": 1, "policy.max_total_sequence_length": 18432}

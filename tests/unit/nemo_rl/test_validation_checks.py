@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from test_nemo_rl_config import config, problems
 from test_nemo_rl_recipes import RECIPES
 
-from qarl_nemo.nemo_rl.data_checks import data_conflicts
-from qarl_nemo.nemo_rl.hints import find_hints
+from qarl_nemo.nemo_rl.checks.data import data_conflicts
+from qarl_nemo.nemo_rl.checks.hints import find_hints
+from qarl_nemo.nemo_rl.checks.validation import validation_batch_conflicts, validation_hints
 from qarl_nemo.nemo_rl.lookup import look_up
-from qarl_nemo.nemo_rl.validation_checks import validation_batch_conflicts, validation_hints
 from support.files import write_jsonl
 from support.nemo_rl.recipes import own_settings
 

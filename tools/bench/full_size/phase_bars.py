@@ -48,8 +48,8 @@ def phase_bars(values: Mapping[str, float], workload: str) -> dict[str, dict[str
     for arm in sorted(steps, key=lambda arm: -steps[arm]):
         named = {phase: f"full_phase_s_{phase}_{arm}{suffix}" for phase in ORDER if phase in _COMPUTED}
         # Where each batch has one update, `record.py` has no row of log-probabilities.
-        none = {named["prev_logprobs"]: 0.0}
-        phases = {phase: (none | values)[name] for phase, name in named.items()}
+        rows = {named["prev_logprobs"]: 0.0, **values}
+        phases = {phase: rows[name] for phase, name in named.items()}
         bars[arm] = phases | {"rest": steps[arm] - sum(phases.values())}
     return bars
 

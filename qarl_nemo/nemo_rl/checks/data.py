@@ -6,9 +6,9 @@ from typing import Any
 
 from qarl_nemo.config.problems import hint
 from qarl_nemo.data.reward_function import RewardFunction
-from qarl_nemo.nemo_rl.data_files import file_conflicts
-from qarl_nemo.nemo_rl.data_keys import key_problems
-from qarl_nemo.nemo_rl.data_set_checks import chosen_environment, set_problems
+from qarl_nemo.nemo_rl.checks.data_files import file_conflicts
+from qarl_nemo.nemo_rl.checks.data_keys import key_problems
+from qarl_nemo.nemo_rl.checks.data_sets import chosen_environment, set_problems
 from qarl_nemo.nemo_rl.data_sets import BENCHMARK, DEFAULT_WORKERS, ENVIRONMENT, data_sets, rewarded
 from qarl_nemo.nemo_rl.lookup import look_up
 

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from qarl_nemo.architecture import Architecture
-from qarl_nemo.nemo_rl.batch_checks import batch_problems, count_problems
+from qarl_nemo.nemo_rl.checks.batches import batch_problems, count_problems
 from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, RESOURCES, SIZES, Layout, divided_counts, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up, with_value
 from qarl_nemo.nemo_rl.model_shapes import shape_conflicts

@@ -5,8 +5,8 @@ from typing import Any
 
 from qarl_nemo.memory import Parallelism, layouts
 from qarl_nemo.nemo_rl.budgets import token_budgets
+from qarl_nemo.nemo_rl.checks.layout import layout_conflicts
 from qarl_nemo.nemo_rl.layout import MEGATRON, SIZES, read_layout
-from qarl_nemo.nemo_rl.layout_checks import layout_conflicts
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.model_shapes import read_model, read_model_size, shape_conflicts
 

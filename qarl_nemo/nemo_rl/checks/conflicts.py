@@ -7,26 +7,26 @@ from typing import Any
 from qarl_formats import get_format, served_formats
 from qarl_nemo.files import FileError
 from qarl_nemo.losses.config import LossConfig
-from qarl_nemo.nemo_rl.batch_checks import count_problems
-from qarl_nemo.nemo_rl.data_checks import data_conflicts
-from qarl_nemo.nemo_rl.engine_checks import (
+from qarl_nemo.nemo_rl.checks.batches import count_problems
+from qarl_nemo.nemo_rl.checks.data import data_conflicts
+from qarl_nemo.nemo_rl.checks.engine import (
     argument_problems,
     environment_problems,
     given_arguments,
     malformed_blocks,
     repeated_arguments,
 )
+from qarl_nemo.nemo_rl.checks.layout import layout_conflicts
+from qarl_nemo.nemo_rl.checks.memory import memory_conflicts
+from qarl_nemo.nemo_rl.checks.muon import muon_conflicts
+from qarl_nemo.nemo_rl.checks.optimizer import optimizer_conflicts
+from qarl_nemo.nemo_rl.checks.resume import resume_conflicts
+from qarl_nemo.nemo_rl.checks.sequence_lengths import length_conflicts
+from qarl_nemo.nemo_rl.checks.validation import validation_batch_conflicts
 from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
-from qarl_nemo.nemo_rl.layout_checks import layout_conflicts
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
-from qarl_nemo.nemo_rl.memory_checks import memory_conflicts
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
-from qarl_nemo.nemo_rl.muon_checks import muon_conflicts
-from qarl_nemo.nemo_rl.optimizer_checks import optimizer_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER, dtype_conflicts
-from qarl_nemo.nemo_rl.resume_checks import resume_conflicts
-from qarl_nemo.nemo_rl.sequence_lengths import length_conflicts
-from qarl_nemo.nemo_rl.validation_checks import validation_batch_conflicts
 from qarl_nemo.refit.engine_settings import kernel_choices
 
 _OFF = (None, False)

@@ -5,11 +5,11 @@ from typing import Any
 
 from qarl_nemo.memory import ASLEEP_BYTES, ENGINE_BYTES, GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.budgets import Budget, largest_share, smallest_engine, smallest_share, token_budgets
+from qarl_nemo.nemo_rl.checks.other_layouts import layouts_that_fit
 from qarl_nemo.nemo_rl.engine_room import CACHE, EngineRoom, engine_room
 from qarl_nemo.nemo_rl.layout_memory import Card, Needed, card, learner_of, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import MOMENTS, OPTIMIZER
-from qarl_nemo.nemo_rl.other_layouts import layouts_that_fit
 from qarl_nemo.nemo_rl.residency import OFFLOAD, optimizer_stays, residency_conflicts
 from qarl_nemo.parallelism import either
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from qarl_nemo.nemo_rl.engine_rules import ENVIRONMENT_RULES, GIVEN_BY_NEMO_RL, NESTED, NO_MATTER, RULES, Rule
+from qarl_nemo.nemo_rl.checks.engine_rules import ENVIRONMENT_RULES, GIVEN_BY_NEMO_RL, NESTED, NO_MATTER, RULES, Rule
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT
 

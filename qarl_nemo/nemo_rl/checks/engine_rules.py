@@ -1,6 +1,6 @@
 """A decision on every argument of vLLM 0.25.1: which values the learner's arithmetic and the refits need or allow.
 
-`engine_checks.py` applies the tables, `python -m qarl_nemo.nemo_rl.engine_rules` prints the copy in
+`engine.py` applies the tables, `python -m qarl_nemo.nemo_rl.checks.engine_rules` prints the copy in
 docs/design/vllm_settings.md. An argument in none of them is refused, because its effect on the arithmetic is unknown.
 """
 

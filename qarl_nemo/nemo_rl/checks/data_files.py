@@ -8,7 +8,7 @@ from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import OWN
 from qarl_nemo.data.records import local_file
 from qarl_nemo.files import FileError
-from qarl_nemo.nemo_rl.data_set_checks import where
+from qarl_nemo.nemo_rl.checks.data_sets import where
 from qarl_nemo.nemo_rl.data_sets import OUR_CLASSES, data_sets, our_name
 from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
 

@@ -6,13 +6,13 @@ from typing import Any
 from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo_rl.budgets import token_budgets
-from qarl_nemo.nemo_rl.data_files import file_hints
+from qarl_nemo.nemo_rl.checks.data_files import file_hints
+from qarl_nemo.nemo_rl.checks.share_hints import share_hints
+from qarl_nemo.nemo_rl.checks.validation import validation_hints
 from qarl_nemo.nemo_rl.layout import responses_per_step
 from qarl_nemo.nemo_rl.layout_memory import Needed, first_host_gib, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
-from qarl_nemo.nemo_rl.share_hints import share_hints
-from qarl_nemo.nemo_rl.validation_checks import validation_hints
 from qarl_nemo.secrets import secret_variables
 
 _PACKING = "policy.sequence_packing"
