@@ -15,7 +15,7 @@ import numpy as np
 from kept_runs import keep_runs, kept
 from lora_gaps import arm_of, gap_ratios
 from real_model_runs import record_runs, scores_of, whole_runs
-from rows import parser_of, seed_means
+from rows import new_figures, parser_of, seed_means
 
 from qarl_nemo.memory import GIB
 from qarl_nemo.metrics.report import write_summary_figure
@@ -72,7 +72,8 @@ def main() -> None:
     for ratio, row in gap_ratios(runs, gaps, arguments.full_parameter):
         command = f"qarl train examples/configs/{config}.yaml" + (f"  # over {row}" if row else "")
         record_runs(arguments.record, [ratio], runs, config, command)
-    record_runs(arguments.record, seed_means(read_results(arguments.record), _AVERAGED), runs, config)
+    means = seed_means(read_results(arguments.record), _AVERAGED)
+    record_runs(arguments.record, new_figures(arguments.record, means), runs, config)
     keep_runs(runs, results / "runs" / config)
     if arguments.figure:
         write_summary_figure(kept(results / "runs" / config), arguments.figure, variant="noise")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from kept_runs import keep_runs, kept
 from real_model_runs import record_runs, run_figures, whole_runs
-from rows import parser_of, seed_means, slug
+from rows import new_figures, parser_of, seed_means, slug
 
 from qarl_nemo.metrics.report import write_summary_figure
 from qarl_nemo.metrics.results import Figure, read_results
@@ -81,7 +81,7 @@ def main() -> None:
     runs, comparison = whole_runs(arguments.folder), COMPARISONS[config]
     record_runs(arguments.record, figures(runs, comparison), runs, config)
     means = seed_means(read_results(arguments.record), rf"(?:flips_)?{comparison}_(?!gsm8k)\w+(?<!_steps)")
-    record_runs(arguments.record, means, runs, config)
+    record_runs(arguments.record, new_figures(arguments.record, means), runs, config)
     drawn = [run.path for run in runs]
     if "gsm8k" in config:
         # Days of a GPU; the small ones are made again in an hour.

@@ -19,7 +19,7 @@ import numpy as np
 from kept_runs import keep_runs, kept
 from paired_answers import answer_differences
 from recovery import recoveries
-from rows import parser_of, slug
+from rows import new_figures, parser_of, slug
 from sampled_tokens import token_figures, write_token_scatter
 
 from qarl_nemo.files import read_json
@@ -167,7 +167,8 @@ def main() -> None:
     figures = [one for run in whole for one in run_figures(run, prefix)] + differences
     record_runs(arguments.record, figures, whole, config, arguments.command)
     values = {row.name: row.value for row in read_results(arguments.record)}
-    record_runs(arguments.record, recoveries(values, prefix), whole, config, arguments.command)
+    computed = new_figures(arguments.record, recoveries(values, prefix))
+    record_runs(arguments.record, computed, whole, config, arguments.command)
     folder = arguments.record.parent / "runs" / config
     keep_runs(whole, folder)
     if arguments.figure:

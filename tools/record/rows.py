@@ -1,12 +1,13 @@
 """What every program here takes, how it calls an arm, and its rows of several seeds."""
 
 import argparse
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from qarl_nemo.metrics.estimate import mean_of
-from qarl_nemo.metrics.results import Figure, ResultRow
+from qarl_nemo.metrics.results import Figure, ResultRow, read_results
 
 
 def parser_of(description: str | None, results: str) -> argparse.ArgumentParser:
@@ -28,6 +29,19 @@ def mean_figures(name: str, values: Iterable[float], unit: str = "", op: str = "
         Figure(f"{name}_mean", mean.value, unit, op),
         *([] if mean.standard_error is None else [Figure(f"{name}_error", mean.standard_error, unit, "<=")]),
     ]
+
+
+def new_figures(path: Path, figures: Iterable[Figure]) -> Iterator[Figure]:
+    """Yield figures that a results file lacks or has with another value; the rest keep the host that they ran on.
+
+    Args:
+        path: the file, whose values have five digits.
+        figures: computed from rows of many runs, of which only some are recorded now.
+    """
+    held = {row.name: row.value for row in read_results(path)}
+    for figure in figures:
+        if figure.name not in held or not math.isclose(figure.value, held[figure.name], rel_tol=1e-4):
+            yield figure
 
 
 def seed_means(rows: Iterable[ResultRow], averaged: str) -> Iterator[Figure]:

@@ -1,1 +1,1 @@
-"""What a config is held against before anything starts: what would not be QaRL, not run, or run worse."""
+"""What a config is held against before a start, and an engine once it runs: what is not QaRL, fails, or runs worse."""

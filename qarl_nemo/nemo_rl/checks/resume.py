@@ -82,7 +82,7 @@ def _changes(config: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[tu
     else:
         # The data ended it, and does again unless there are fewer steps.
         changed = isinstance(steps, int) and steps < ended
-    if changed:
+    if changed and ABSENT not in (steps, before):
         yield _STEPS, steps, before
     for key in _COMPARED:
         now, then = look_up(config, key), look_up(saved, key)

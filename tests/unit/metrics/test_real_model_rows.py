@@ -82,6 +82,16 @@ def test_seeds_that_came_one_after_the_other_give_what_they_give_together(make_a
         np.testing.assert_allclose(small.column(name), original.column(name), rtol=1e-4)
 
 
+def test_what_later_runs_do_not_change_keeps_the_machine_that_it_came_from(make_arms, record):
+    record("real_model_runs", make_arms("first", 1, 2, arms=["BF16", "rollout-only w4a16"]), *NAMES)
+    later = make_arms("second", 1, arms=["QaRL w4a16"])
+    facts = {"hardware": "1x NVIDIA H100", "versions": {}}
+    (later / "QaRL w4a16-seed1" / "run.json").write_text(json.dumps(facts))
+    rows = record("real_model_runs", later, *NAMES)
+    assert rows["real_m_d_lost_w4a16_mean"].hardware == "1x NVIDIA H200"
+    assert rows["real_m_d_gained_w4a16_mean"].hardware == "1x NVIDIA H100"
+
+
 def test_arms_that_kept_their_answers_are_paired_with_rollout_only(make_arms, record):
     folder = make_arms("runs", 1, 2)
     right = {"BF16": [1, 1, 1, 1], "rollout-only w4a16": [1, 0, 0, 0], "QaRL w4a16": [1, 1, 0, 0], "QaRL w4a8": [1] * 4}

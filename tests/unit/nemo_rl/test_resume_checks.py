@@ -78,8 +78,9 @@ def test_nothing_is_said_of_checkpoints_that_hold_no_schedule(tmp_path):
     assert resume_conflicts(config(tmp_path, steps=300)) == []
     (tmp_path / "step_101").mkdir()
     assert resume_conflicts(config(tmp_path, steps=300)) == []
-    (tmp_path / "step_101" / "config.yaml").write_text("grpo: [")
-    assert resume_conflicts(config(tmp_path, steps=300)) == []
+    for text in ("grpo: [", "grpo: {}"):
+        (tmp_path / "step_101" / "config.yaml").write_text(text)
+        assert resume_conflicts(config(tmp_path, steps=300)) == []
 
 
 def test_the_launcher_refuses_it(tmp_path):
