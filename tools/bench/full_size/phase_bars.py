@@ -28,6 +28,9 @@ _NAMES = {
     "w4a16_larger": "qarl_nemo, w4a16, larger micro-batches",
     "w4a16_separate_1_3": "qarl_nemo, w4a16, 1 + 3 GPUs",
     "nemo_rl_best_beside": "NeMo-RL, BF16, slower host",
+    "nemo_rl_best_newest": "NeMo-RL, BF16, best settings",
+    "w4a16_growing": "qarl_nemo, w4a16, memory that grows",
+    "w4a16_asynchronous_1_3": "qarl_nemo, w4a16, 1 + 3 GPUs at once",
 }
 
 
