@@ -63,6 +63,21 @@ def read_text(path: Path, what: str) -> str:
         _refuse(path, what, error)
 
 
+def text_lines(path: Path, what: str) -> list[str]:
+    """Read the lines of a UTF-8 file, without the byte order mark with which some editors begin one.
+
+    They end in a line feed alone: strings of JSON may hold the other separators that `str.splitlines` splits at.
+
+    Args:
+        path: the file.
+        what: what it should be, for the error.
+
+    Raises:
+        FileError: as `read_text`.
+    """
+    return read_text(path, what).removeprefix("\ufeff").split("\n")
+
+
 def read_json(path: Path, what: str, kind: type = dict) -> Any:
     """Read a JSON file whose outermost value is of one kind.
 

@@ -119,7 +119,7 @@ def _unit(row: ResultRow) -> str:
 
 def _cell(row: ResultRow, bare: bool) -> str:
     # A fraction near one and a ratio beside its goal differ in late digits.
-    number = f"{row.value:,.0f}" if abs(row.value) >= 1e4 else f"{row.value:.4g}"
+    number = f"{row.value:,.0f}" if abs(row.value) >= 9999.5 else f"{row.value:.4g}"
     value = f"{row.value:.6g}" if row.unit == "fraction" else f"{number} {'' if bare else row.unit}".rstrip()
     return f"**{value}**" if row.met is False else value
 
@@ -127,7 +127,7 @@ def _cell(row: ResultRow, bare: bool) -> str:
 def _format(value: float) -> str:
     if value == int(value) and abs(value) < 1e9:
         return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def main(arguments: list[str] | None = None) -> int:

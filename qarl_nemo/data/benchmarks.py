@@ -46,7 +46,7 @@ class Benchmark:
     split: str = "test"
     read: Callable[[Mapping[str, Any]], fields.Problem]
     num_problems: int
-    group: Literal["math", "ood"] | None = "math"
+    group: Literal["math", "ood"] | None = None
     check: Check = "math"
     prompt: str = _MATH
     num_samples: int = 1
@@ -68,6 +68,7 @@ _TABLE = (
         hub_path="HuggingFaceH4/aime_2024",
         split="train",
         read=fields.plain("problem", "answer"),
+        group="math",
         num_problems=30,
         num_samples=32,
     ),
@@ -77,6 +78,7 @@ _TABLE = (
         hub_path="opencompass/AIME2025",
         subsets=("AIME2025-I", "AIME2025-II"),
         read=fields.plain("question", "answer"),
+        group="math",
         num_problems=30,
         num_samples=32,
     ),
@@ -85,6 +87,7 @@ _TABLE = (
         title="AMC23",
         hub_path="math-ai/amc23",
         read=fields.plain("question", "answer"),
+        group="math",
         num_problems=40,
         num_samples=32,
     ),
@@ -93,6 +96,7 @@ _TABLE = (
         title="MATH-500",
         hub_path="HuggingFaceH4/MATH-500",
         read=fields.plain("problem", "answer"),
+        group="math",
         num_problems=500,
     ),
     Benchmark(
@@ -100,6 +104,7 @@ _TABLE = (
         title="Minerva",
         hub_path="math-ai/minervamath",
         read=fields.minerva,
+        group="math",
         num_problems=272,
     ),
     Benchmark(
@@ -109,6 +114,7 @@ _TABLE = (
         subsets=("OE_TO_maths_en_COMP",),
         split="train",
         read=fields.olympiadbench,
+        group="math",
         num_problems=674,
     ),
     Benchmark(
@@ -145,7 +151,6 @@ _TABLE = (
         subsets=("main",),
         read=fields.gsm8k,
         num_problems=1319,
-        group=None,
     ),
 )
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _TABLE}
@@ -207,7 +212,7 @@ def with_prompt(benchmark: Benchmark, template: str) -> Benchmark:
     """
     try:
         places = template.format("\0").count("\0")
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a prompt's template has one {{}} for the question, and braces doubled: {error}") from error
     if places != 1:
         raise ValueError(f"a prompt's template has one {{}} for the question; this one has {places}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import NAMED
-from qarl_nemo.files import FileError, load_json, read_text
+from qarl_nemo.files import FileError, load_json, text_lines
 from qarl_nemo.installation import pip_command
 
 # What `datasets` calls the readers of single files.
@@ -70,10 +70,7 @@ def local_file(config: DatasetConfig) -> Path | None:
 
 
 def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
-    # Some editors begin a file with a byte order mark. JSON strings may contain the other line separators that
-    # splitlines() splits at.
-    text = read_text(path, "JSONL data").removeprefix("\ufeff")
-    lines = [line for line in enumerate(text.split("\n"), start=1) if line[1].strip()]
+    lines = [line for line in enumerate(text_lines(path, "JSONL data"), start=1) if line[1].strip()]
     for number, line in [line for part in _parts(path, split, len(lines)) for line in lines[part]]:
         record: Any
         try:

@@ -108,7 +108,7 @@ def _response(row: Mapping[str, Any]) -> _Response:
 def _arrays(responses: list[_Response]) -> dict[str, NDArray[Any]]:
     chosen = np.concatenate([*(one.tokens for one in responses), np.empty((0, 3))])
     # Evenly spaced over the step.
-    chosen = chosen[:: max(1, len(chosen) // _MAX_TOKENS)]
+    chosen = chosen[:: max(1, math.ceil(len(chosen) / _MAX_TOKENS))]
     gaps = [float(np.mean(one.tokens[:, 0] - one.tokens[:, 1])) for one in responses]
     arrays = {
         "seq_mismatch_weight": np.array([math.exp(min(gap, 20.0)) for gap in gaps]),

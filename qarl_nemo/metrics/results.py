@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -169,12 +170,13 @@ def running_command(program: str, *left_out: str) -> str:
         program: what it begins with.
         left_out: options with a value each that do not belong to what measures a figure again.
     """
-    arguments = sys.argv[1:]
-    for option in left_out:
-        if option in arguments:
-            at = arguments.index(option)
-            del arguments[at : at + 2]
-    return " ".join([program, *arguments])
+    kept, arguments = [], iter(sys.argv[1:])
+    for word in arguments:
+        if word in left_out:
+            next(arguments, None)
+        elif word.partition("=")[0] not in left_out:
+            kept.append(word)
+    return " ".join([program, shlex.join(kept)]).rstrip()
 
 
 def _validate(content: Any, source: str) -> list[ResultRow]:

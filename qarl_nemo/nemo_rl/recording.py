@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qarl_nemo.files import FileError
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 
 
@@ -27,7 +28,7 @@ class Recording:
         """Write the step's files; a folder that cannot be written costs a line, not the run."""
         try:
             self.collector.write(self.folder)
-        except OSError as error:
+        except (OSError, FileError) as error:
             print(f"qarl: diagnostics are not written: {error}; every node needs logger.log_dir", flush=True)
 
 

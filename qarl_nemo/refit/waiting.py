@@ -59,6 +59,7 @@ def within(timeout_s: float | None, what: str, call: Callable[[], T], *, owner: 
         return future.result(timeout_s)
     except TimeoutError:
         if future.done():
-            raise
+            # The call's own, or its answer in the last moment.
+            return future.result()
         earlier = ": it has not ended an earlier call" if future.cancel() else ""
         raise TimeoutError(f"{what} did not answer within {timeout_s:g} s{earlier}") from None

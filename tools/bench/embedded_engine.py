@@ -12,7 +12,7 @@ import torch
 from qarl_nemo.config import load_config
 from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.recorded import read_lines
-from qarl_nemo.metrics.results import Figure, record_figures
+from qarl_nemo.metrics.results import Figure, record_figures, running_command
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.trainer import Trainer
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/bench.json")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, a.b=c")
     arguments = parser.parse_args()
-    command = f"python tools/bench/embedded_engine.py --device {arguments.device}"
+    command = running_command("python tools/bench/embedded_engine.py", "--record")
     for name in arguments.formats.split(","):
         # Each format has a process of its own, so that its memory peak does not hide the next one's.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

@@ -18,7 +18,7 @@ from qarl_nemo.config import merge_mappings, validate
 from qarl_nemo.config.overrides import merge_overrides
 from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.recorded import read_lines
-from qarl_nemo.metrics.results import Figure, record_figures
+from qarl_nemo.metrics.results import Figure, record_figures, running_command
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.tokenizer import character_tokenizer
 from qarl_nemo.train.trainer import Trainer
@@ -137,9 +137,10 @@ def main() -> None:
         unit = "tokens/s" if name.endswith("tokens_s") else name.rpartition("_")[2]
         suffix = f"_{options.label}" if options.label else ""
         found.append(Figure(f"real_{name}{suffix}", value, unit, ">=" if unit == "tokens/s" else "<=", GOALS.get(name)))
-    shown = options.model.name if options.model else options.config_json
-    command = f"python tools/bench/real_size.py {'--model' if options.model else '--config-json'} {shown}"
-    command = " ".join([command, "--max-new-tokens", str(options.max_new_tokens), *options.overrides])
+    command = running_command("python tools/bench/real_size.py", "--record")
+    if options.model:
+        # Where it lies is this machine's affair.
+        command = command.replace(str(options.model), options.model.name)
     record_figures(options.record, found, command=command, **facts(options.device))
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from rows import parser_of
 
+from qarl_formats import BASELINE, FORMAT_NAMES, NARROW_NAMES
 from qarl_nemo.metrics.nemo_rl_logs import read_facts, step_record
 from qarl_nemo.metrics.report.timings import phase_seconds
 from qarl_nemo.metrics.results import Figure, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import summarize_run
 
-BASELINE = "bf16"
 _STEP = "timing/step_s"
 # The first steps compile and warm up.
 WARM_UP_STEPS = 3
@@ -111,7 +111,7 @@ def run_figures(name: str, run: Run, baseline: Run | None) -> list[Figure]:
 
 
 def median(values: np.ndarray) -> float:
-    """Return the median of the finite values after warm-up, or of all finite values if there are none."""
+    """Return the median of the finite values after warm-up, or of all in a run that has no more steps than that."""
     later = values[WARM_UP_STEPS:] if len(values) > WARM_UP_STEPS else values
     finite = later[np.isfinite(later)]
     return float(np.median(finite)) if len(finite) else math.nan
@@ -119,7 +119,7 @@ def median(values: np.ndarray) -> float:
 
 def baseline_of(name: str, runs: dict[str, Run]) -> Run | None:
     """Return the BF16 run with the suffix of `name`, unless `name` is it."""
-    formats = ("w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4")
+    formats = {*FORMAT_NAMES, *NARROW_NAMES} - {BASELINE}
     fmt = next((fmt for fmt in formats if name == fmt or name.startswith(f"{fmt}_")), None)
     return runs.get(BASELINE + name.removeprefix(fmt)) if fmt else None
 

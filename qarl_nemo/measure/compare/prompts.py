@@ -1,6 +1,5 @@
 """Prompts for a comparison: a file of texts, messages or token ids, or random tokens."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl_nemo.data.records import listed
-from qarl_nemo.files import read_text
+from qarl_nemo.files import load_json, text_lines
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.prompts import PromptEncoder
@@ -71,7 +70,7 @@ def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[i
     if not path.is_file():
         raise ValueError(f"there is no file of prompts {path}")
     found, wrong = [], []
-    for number, line in enumerate(read_text(path, "a file of prompts").splitlines(), 1):
+    for number, line in enumerate(text_lines(path, "a file of prompts"), 1):
         if not line.strip():
             continue
         value = _parse(line) if path.suffix == ".jsonl" else line
@@ -91,8 +90,8 @@ def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[i
 
 def _parse(line: str) -> Any:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        row = load_json(line)
+    except ValueError:
         return None
     if not isinstance(row, dict):
         return None

@@ -37,11 +37,14 @@ def append_comparison(
     """
     command = running_command("qarl", "--record", "--record-operators")
     device = resolve_device(settings.device).type
-    files = {gaps: gap_figures(result, settings.precision), operators: _operator_figures(result)}
-    for path, figures in files.items():
+    # Both may go into one file.
+    parts = [(gaps, gap_figures(result, settings.precision)), (operators, _operator_figures(result))]
+    written = []
+    for path, figures in parts:
         if path is not None:
             append_results(path, comparison_rows(settings, result.engine, figures, device, command))
-    return [path for path in files if path is not None]
+            written.append(path)
+    return list(dict.fromkeys(written))
 
 
 def comparison_rows(

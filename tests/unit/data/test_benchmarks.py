@@ -339,7 +339,7 @@ def test_prompts_ask_for_a_box_and_can_be_those_of_training():
     assert gsm8k.ask("").endswith(r"\boxed{}.")
     asked = with_prompt(gsm8k, "Answer in \\boxed{{}}:\n{}\n").ask("{x}?")
     assert asked == "Answer in \\boxed{}:\n{x}?\n"
-    for wrong in ("no place", "{} and {}", "{name}", "{"):
+    for wrong in ("no place", "{} and {}", "{name}", "{", "{[set]} {}", "{.x} {}"):
         with pytest.raises(ValueError, match="template"):
             with_prompt(gsm8k, wrong)
 

@@ -380,3 +380,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line(tmp_path, capsys):
     (tmp_path / "diagnostics").write_text("in the way")
     Recording(tmp_path, DiagnosticsCollector(1)).write()
     assert "every node needs logger.log_dir" in capsys.readouterr().out
+    # A disk that is full says so no sooner than when a file is written.
+    (tmp_path / "full" / "diagnostics" / "step_000001.jsonl").mkdir(parents=True)
+    Recording(tmp_path / "full", DiagnosticsCollector(1)).write()
+    assert "diagnostics are not written" in capsys.readouterr().out

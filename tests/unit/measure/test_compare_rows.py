@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedConfig
 
 from qarl_nemo.measure.compare.output import legend
-from qarl_nemo.measure.compare.record import comparison_rows
+from qarl_nemo.measure.compare.prompts import make_prompts
+from qarl_nemo.measure.compare.record import append_comparison, comparison_rows
 from qarl_nemo.measure.compare.run import Comparison
 from qarl_nemo.measure.compare.settings import CompareSettings
-from qarl_nemo.metrics.results import Figure
+from qarl_nemo.metrics.results import Figure, read_results, running_command
+from qarl_nemo.train.tokenizer import character_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,37 @@ def test_the_legend_names_the_unit_and_the_arms_that_stand_in_the_table():
     assert any("nats a token" in line for line in said)
     assert said[1].endswith("x own: over |gap| of the arm `attention`.")
     assert [line.split(":")[0] for line in said] == [said[0], "x floor", "engine"]
+
+
+def test_gaps_and_operators_may_go_into_one_file(tmp_path, monkeypatch):
+    from qarl_nemo.measure.compare import record
+
+    monkeypatch.setattr(record, "gap_figures", lambda *_: [Figure("gap_aligned_w4a16", 0.1, "nats", "<=")])
+    monkeypatch.setattr(record, "_operator_figures", lambda _: [Figure("operator_norm_w4a16", 0.0, "", "<=")])
+    file = tmp_path / "rows.json"
+    assert append_comparison(CompareSettings(Path("model")), Comparison("packed", {}, [], []), file, file) == [file]
+    assert [row.name for row in read_results(file)] == ["gap_aligned_w4a16", "operator_norm_w4a16"]
+
+
+def test_the_command_that_runs_is_what_one_would_type_again(monkeypatch):
+    words = ["tool", "--prompts", "a b.jsonl", "--record=x.json", "--record", "y.json", "policy.precision=bfloat16"]
+    monkeypatch.setattr("sys.argv", words)
+    assert running_command("tool", "--record") == "tool --prompts 'a b.jsonl' policy.precision=bfloat16"
+    monkeypatch.setattr("sys.argv", ["tool", "--record", "y.json"])
+    assert running_command("tool", "--record") == "tool"
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts"), [('{"prompt": "1\u20282"}\n\n', ["1\u20282"]), ('\ufeff{"prompt": "1"}', ["1"])]
+)
+def test_a_file_of_prompts_may_hold_any_character_of_json(tmp_path, text, prompts):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text, encoding="utf-8")
+    tokenizer = character_tokenizer()
+    asked = CompareSettings(Path("model"), prompts=file, max_new_tokens=4)
+    config = PreTrainedConfig(vocab_size=len(tokenizer), max_position_embeddings=99)
+    found = make_prompts(asked, tokenizer, config)
+    assert found == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
+    file.write_text('{"prompt":' + "[" * 100_000)
+    with pytest.raises(ValueError, match="line 1: no prompt"):
+        make_prompts(asked, tokenizer, config)

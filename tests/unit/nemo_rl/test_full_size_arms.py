@@ -33,6 +33,13 @@ def harness(tools, monkeypatch):
     return arms, run, tree, workloads
 
 
+def test_every_arm_has_a_recipe(harness):
+    arms, *_ = harness
+    recipes = {arm.recipe for arm in arms.ARMS.values() if arm.recipe}
+    files = (arms.REPOSITORY / "examples" / "configs").glob("*-1n8g-megatron-*.yaml")
+    assert recipes <= {file.stem.rpartition("megatron-")[2] for file in files}
+
+
 def test_nemo_rl_takes_every_arm(harness, tmp_path):
     arms, run, _, workloads = harness
     register_omegaconf_resolvers()
