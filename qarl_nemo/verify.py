@@ -18,6 +18,8 @@ from typing import Any
 
 # A dollar sign that opens LaTeX, not an amount of money.
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+# The parser takes a full stop before the last closing brace for a part of the answer.
+_STOP_IN_BOX = re.compile(r"\.\s*\}(?=[^{}]*\Z)")
 # Python refuses to convert numbers of more than 4300 digits; math-verify copes with them.
 _INTEGERS = re.compile(r"\s*-?\d{1,1000}(\s+-?\d{1,1000})*\s*")
 # Parsing so many characters takes half a second; starting the processes takes two, but only once.
@@ -96,9 +98,13 @@ def _verified(response: str, answer: str) -> float:
     from math_verify import parse, verify
 
     # Outside of an environment, the parser finds no words (`\text{east}`).
-    gold = parse(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}")
-    found = parse(response)
+    gold = parse(_without_stop(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}"))
+    found = parse(_without_stop(response))
     return float(verify(gold, found) and not _is_small_and_apart(gold, found))
+
+
+def _without_stop(text: str) -> str:
+    return _STOP_IN_BOX.sub("}", text)
 
 
 def _is_small_and_apart(gold: list[Any], found: list[Any]) -> bool:

@@ -78,7 +78,7 @@ def _show(result: "Comparison") -> None:
 
 def _require_places(output: Path, record: Path | None, record_operators: Path | None, *, layers: bool) -> None:
     """Refuse places that cannot be written to before anything is measured; all are listed."""
-    from qarl_nemo.files import FileError
+    from qarl_nemo.files import FileError, make_folder
     from qarl_nemo.metrics.results import read_results
 
     problems = []
@@ -86,6 +86,11 @@ def _require_places(output: Path, record: Path | None, record_operators: Path | 
         problems.append("--record-operators records what --layers measures; add --layers, or leave it out")
     if output.exists() and not output.is_dir():
         problems.append(f"--output {output} is a file; name a folder")
+    else:
+        try:
+            make_folder(output, "a folder for the comparison")
+        except FileError as error:
+            problems.append(f"--output {error}")
     for path in (record, record_operators):
         if path is not None and path.exists():
             try:

@@ -101,11 +101,17 @@ def _response(row: Mapping[str, Any]) -> _Response:
     shapes = [array.shape for array in (mask, *columns, *([] if ids is None else [ids]))]
     if mask.ndim != 1 or len(set(shapes)) > 1:
         raise ValueError(f"shapes {shapes}")
+    if not columns[0].any():
+        # Where `force_on_policy_ratio` leaves a forward out, NeMo-RL dumps zeros: nobody knows them.
+        columns[0], ids = np.full_like(columns[0], np.nan), None
     errors = None if ids is None else response_error_mask(columns[0], columns[1], ids, mask)[mask]
     return _Response(np.stack(columns, axis=-1)[mask], errors, float(row.get("rewards") or 0.0))
 
 
 def _arrays(responses: list[_Response]) -> dict[str, NDArray[Any]]:
+    counts = [np.stack([np.ones(len(one.errors)), one.errors]) for one in responses if one.errors is not None]
+    whole = bool(counts) and len(counts) == len(responses)
+    responses = [one for one in responses if np.isfinite(one.tokens[:, 0]).all()]
     chosen = np.concatenate([*(one.tokens for one in responses), np.empty((0, 3))])
     # Evenly spaced over the step.
     chosen = chosen[:: max(1, math.ceil(len(chosen) / _MAX_TOKENS))]
@@ -117,8 +123,7 @@ def _arrays(responses: list[_Response]) -> dict[str, NDArray[Any]]:
         "token_generation_logprob": chosen[:, 1],
         "token_advantage": chosen[:, 2],
     }
-    counts = [np.stack([np.ones(len(one.errors)), one.errors]) for one in responses if one.errors is not None]
-    if counts and len(counts) == len(responses):
+    if whole:
         arrays["position_tokens"], arrays["position_error_tokens"] = sum_positions(counts)
     return arrays
 

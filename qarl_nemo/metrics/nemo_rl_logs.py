@@ -29,7 +29,9 @@ _RENAMED = {
     "train/reward": "reward/mean",
     "train/mean_gen_tokens_per_sample": "response_length_tokens/mean",
     "train/approx_entropy": "loss/approx_entropy",
+    # Another estimate where reference_policy_kl_type says so, and all that NeMo-RL alone logs; ours goes before it.
     "train/gen_kl_error": "mismatch/kl_k3",
+    f"{_OURS}mismatch_kl_k3": "mismatch/kl_k3",
     "train/truncation_rate": "truncated_fraction",
     "train/grad_norm": "optim/grad_norm",
     "train/lr": "optim/lr",

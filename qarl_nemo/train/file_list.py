@@ -26,12 +26,11 @@ def file_problems(folder: Path, *, checksums: bool) -> list[str]:
         checksums: read every byte; otherwise compare only sizes.
 
     Returns:
-        One sentence for each file that is missing or not as listed; none for a whole folder, nor for one that an
-        earlier version saved without a list, whose gaps show when it is loaded.
+        One sentence for each file that is missing or not as listed, or for the list itself; none for a whole folder.
     """
     path = folder / FILE_LIST
     if not path.exists():
-        return []
+        return [f"{path}: is missing; it is written last, so the folder is not whole"]
     try:
         listed = read_json(path, "the list of a checkpoint's files, written last")
     except FileError as error:

@@ -1,5 +1,6 @@
 """What a training step leaves to be reported: metrics, readable examples, and files of diagnostics."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.tasks import Task
 
 _NUM_EXAMPLES = 8
+_QUANTILES = (0.01, 0.5, 0.99)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class FinishedStep:
         """Collect the step's flat metrics, except timings."""
         rollouts, sequences, mask = self.rollouts, self.result.sequences, self.rollouts.response_mask
         ratios = sequences["prox_ratio"][sequences["valid"]].float()
-        quantiles = torch.quantile(ratios, torch.tensor([0.01, 0.5, 0.99], device=ratios.device)).tolist()
+        shares = torch.tensor(_QUANTILES, device=ratios.device)
+        # Where every response is empty there is none.
+        quantiles = torch.quantile(ratios, shares).tolist() if len(ratios) else [math.nan] * len(_QUANTILES)
         return {
             "reward/mean": float(self.rewards.mean()),
             "reward/std": float(self.rewards.std()),

@@ -28,6 +28,9 @@ from qarl_nemo.verify import reward, rewards
         (r"\boxed{\text{east}}", r"\text{east}"),
         (r"\boxed{\$2.5}", r"\$2.50"),
         (r"\boxed{3, 1}", "$1$, $3$"),
+        (r"\boxed{42.}", "42"),
+        (r"so $\boxed{(3,4).}$.", "(3,4)"),
+        ("The answer is 18.", "18."),
     ],
 )
 def test_right_answers(response, answer):
@@ -48,6 +51,8 @@ def test_right_answers(response, answer):
         (r"\boxed{x^2-1}", "1+x^2"),
         (r"\boxed{\text{west}}", r"\text{east}"),
         (r"\boxed{1}", "$1$, $3$"),
+        (r"\boxed{43.}", "42"),
+        (r"\boxed{5.}", "5.5"),
     ],
 )
 def test_wrong_answers(response, answer):

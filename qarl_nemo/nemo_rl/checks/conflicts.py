@@ -17,8 +17,10 @@ from qarl_nemo.nemo_rl.checks.engine import (
     repeated_arguments,
 )
 from qarl_nemo.nemo_rl.checks.layout import layout_conflicts
+from qarl_nemo.nemo_rl.checks.lines import problem_line, yaml_text
 from qarl_nemo.nemo_rl.checks.memory import memory_conflicts
 from qarl_nemo.nemo_rl.checks.muon import muon_conflicts
+from qarl_nemo.nemo_rl.checks.objective import objective_conflicts
 from qarl_nemo.nemo_rl.checks.optimizer import optimizer_conflicts
 from qarl_nemo.nemo_rl.checks.resume import resume_conflicts
 from qarl_nemo.nemo_rl.checks.sequence_lengths import length_conflicts
@@ -60,24 +62,10 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
         "NeMo-RL replaces it by policy.hf_config_overrides: set that one",
     ),
     "policy.hf_config_overrides.quantization_config": ((None,), "the learner would be converted with it"),
+    "policy.refit_buffer_size_gb": ((None,), "qarl.layerwise_refit bounds what a refit holds beside the weights"),
+    "env.should_use_nemo_gym": (_OFF, "NeMo-Gym's environments have a launcher of their own, which this is not"),
     "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),
     "data_plane.enabled": (_OFF, "packed refits go through NeMo-RL's own policy class"),
-}
-# NeMo-RL's default of `loss_fn.reference_policy_kl_penalty`.
-_USUAL_PENALTY = 0.01
-# Settings of NeMo-RL's clipped loss that an objective does not read, and their defaults.
-_UNREAD = {
-    "disable_ppo_ratio": False,
-    "token_level_loss": True,
-    "sequence_level_importance_ratios": False,
-    "ratio_clip_min": 0.2,
-    "ratio_clip_max": 0.2,
-    "ratio_clip_c": None,
-    "truncated_importance_sampling_type": None,
-    "truncated_importance_sampling_ratio": None,
-    "truncated_importance_sampling_ratio_min": None,
-    "use_cispo": False,
-    "positive_example_nll_weight": 0.0,
 }
 # What NeMo-RL requires where logits and log-probabilities are computed in one.
 _FUSED_LOGPROBS = {
@@ -122,7 +110,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     except FileError as error:
         unknown = [str(error)]
     problems = [
-        _line(key, value, why, " or ".join(map(_text, legal)))
+        problem_line(key, value, why, " or ".join(map(yaml_text, legal)))
         for key, (legal, why) in _REQUIRED.items()
         if (value := look_up(config, key)) is not ABSENT and value not in legal
     ]
@@ -135,7 +123,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         ]
     return [
         *problems,
-        *_loss_conflicts(config, qarl.objective),
+        *objective_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *optimizer_conflicts(config),
         *_recompute_conflicts(config),
@@ -155,31 +143,6 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     ]
 
 
-def _loss_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
-    loss_fn = config.get("loss_fn") or {}
-    problems = [
-        _line(f"loss_fn.{key}", loss_fn[key], "not read by qarl.objective, whose own keys say this", _text(default))
-        for key, default in _UNREAD.items()
-        if key in loss_fn and loss_fn[key] != default
-    ]
-    own = set(type(objective).model_fields)
-    problems += [
-        _line(f"loss_fn.{key}", loss_fn[key], "not read there", f"qarl.objective.{key} instead")
-        for key in loss_fn
-        if key in own
-    ]
-    if not objective.corrects_mismatch and loss_fn.get("use_importance_sampling_correction"):
-        why = f"qarl.objective {objective.objective} has no mismatch weight"
-        problems.append(
-            _line("loss_fn.use_importance_sampling_correction", True, why, "false, or choose another objective")
-        )
-    skipped, penalty = "grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
-    given = loss_fn.get("reference_policy_kl_penalty", _USUAL_PENALTY)
-    if look_up(config, skipped, False) and given != 0:
-        problems.append(_line(skipped, True, f"{penalty}={_text(given)} needs them", f"false, or {penalty}=0"))
-    return problems
-
-
 def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
     problems = []
     policy, per_step = config.get("policy") or {}, responses_per_step(config)
@@ -191,20 +154,25 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
         sizes = [per_step // n for n in range(1, 17) if per_step % n == 0]
         # Without one that data parallel ranks divide, the step itself is refused.
         legal = [str(size) for size in sizes if size % ranks == 0] or [str(size) for size in sizes]
-        problems.append(_line(key, batch, f"does not divide the {per_step} responses of a step", " or ".join(legal)))
+        problems.append(
+            problem_line(key, batch, f"does not divide the {per_step} responses of a step", " or ".join(legal))
+        )
     elif per_step and batch and batch != per_step and (forced or objective.objective == "on_policy_grpo"):
         cause = "loss_fn.force_on_policy_ratio" if forced else "qarl.objective on_policy_grpo"
-        problems.append(_line(key, batch, f"{cause} is right for one optimizer step a rollout batch", str(per_step)))
+        problems.append(
+            problem_line(key, batch, f"{cause} is right for one optimizer step a rollout batch", str(per_step))
+        )
     if look_up(config, "grpo.async_grpo.enabled", False):
         problems += _async_conflicts(config, objective)
     problems += _validation_conflicts(config)
+    problems += _unpaired(config)
     tensor_parallel = look_up(config, "policy.megatron_cfg.tensor_model_parallel_size", 1)
     micro, scored = policy.get("train_micro_batch_size"), policy.get("logprob_batch_size")
     # NeMo-RL asks for it where neither of these says otherwise.
     unchecked = forced or os.environ.get(_ANY_BATCH)
     if tensor_parallel >= 4 and not unchecked and None not in (micro, scored) and micro != scored:
         why = f"NeMo-RL wants policy.train_micro_batch_size with tensor_model_parallel_size={tensor_parallel}"
-        problems.append(_line("policy.logprob_batch_size", scored, why, str(micro)))
+        problems.append(problem_line("policy.logprob_batch_size", scored, why, str(micro)))
     return problems
 
 
@@ -229,7 +197,7 @@ def _recompute_conflicts(config: Mapping[str, Any]) -> list[str]:
     value = look_up(config, key, "full")
     if not look_up(config, checkpointing, False) or value in ("full", "selective"):
         return []
-    return [_line(key, value, f"NeMo-RL knows no other with {checkpointing}=true", "full or selective")]
+    return [problem_line(key, value, f"NeMo-RL knows no other with {checkpointing}=true", "full or selective")]
 
 
 def _sampling_conflicts(config: Mapping[str, Any]) -> list[str]:
@@ -238,11 +206,17 @@ def _sampling_conflicts(config: Mapping[str, Any]) -> list[str]:
     problems = []
     if temperature is not None and not temperature >= _LOWEST_TEMPERATURE:
         why = f"the learner divides logits by it, and vLLM by {_LOWEST_TEMPERATURE} where less is set"
-        problems.append(_line("policy.generation.temperature", temperature, why, f"{_LOWEST_TEMPERATURE} or more"))
+        problems.append(
+            problem_line("policy.generation.temperature", temperature, why, f"{_LOWEST_TEMPERATURE} or more")
+        )
     if top_p is not None and not 0 < top_p <= 1:
-        problems.append(_line("policy.generation.top_p", top_p, "a share of probability", "more than 0 and at most 1"))
+        problems.append(
+            problem_line("policy.generation.top_p", top_p, "a share of probability", "more than 0 and at most 1")
+        )
     if top_k not in (None, -1) and top_k < 1:
-        problems.append(_line("policy.generation.top_k", top_k, "a number of tokens", "1 or more, or null for all"))
+        problems.append(
+            problem_line("policy.generation.top_k", top_k, "a number of tokens", "1 or more, or null for all")
+        )
     return problems
 
 
@@ -254,24 +228,39 @@ def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[s
     }
     if not objective.corrects_mismatch:
         why = f"qarl.objective {objective.objective} has no mismatch weight for responses of older weights"
-        return [_line("grpo.async_grpo.enabled", True, why, "false, or choose another objective")]
+        return [problem_line("grpo.async_grpo.enabled", True, why, "false, or choose another objective")]
     wanted["loss_fn.use_importance_sampling_correction"] = (True, "the objective's mismatch weight is that correction")
     given = {
         key: (False, "that loop of NeMo-RL has none") for key in _SYNCHRONOUS if look_up(config, key) is not ABSENT
     }
     return [
-        _line(key, value, f"grpo.async_grpo.enabled=true: {why}", _text(legal))
+        problem_line(key, value, f"grpo.async_grpo.enabled=true: {why}", yaml_text(legal))
         for key, (legal, why) in (wanted | given).items()
         if (value := look_up(config, key, not legal)) != legal
     ]
 
 
+def _unpaired(config: Mapping[str, Any]) -> list[str]:
+    """Return keys without those that NeMo-RL asserts beside them, once Ray has started."""
+    problems = []
+    factor, dynamic = look_up(config, "grpo.batch_multiplier", 1), "grpo.use_dynamic_sampling"
+    if factor != 1 and not look_up(config, dynamic, False):
+        problems.append(problem_line("grpo.batch_multiplier", factor, f"it is for {dynamic}=true", "1"))
+    metric, least = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
+    if look_up(config, metric, None) is not None and look_up(config, least, None) is None:
+        problems.append(problem_line(least, None, f"{metric} stops there", f"a number, or {metric}=null"))
+    return problems
+
+
 def _validation_conflicts(config: Mapping[str, Any]) -> list[str]:
-    if look_up(config, "env.should_use_nemo_gym", False):
-        return []
     generation = look_up(config, "policy.generation", {})
     return [
-        _line(f"policy.generation.val_{key}", value, "NeMo-RL validates otherwise only with NeMo-Gym", _text(training))
+        problem_line(
+            f"policy.generation.val_{key}",
+            value,
+            "NeMo-RL samples its validation as it samples for training",
+            yaml_text(training),
+        )
         for key in ("temperature", "top_p", "top_k")
         if (value := look_up(generation, f"val_{key}")) is not ABSENT
         and value != (training := look_up(generation, key, None))
@@ -284,12 +273,12 @@ def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     sizes = served.group_sizes if served else ()
     if sizes and qarl.group_size not in (None, *sizes):
         problems.append(
-            _line("qarl.group_size", qarl.group_size, f"vLLM's {qarl.format}", " or ".join(map(str, sizes)))
+            problem_line("qarl.group_size", qarl.group_size, f"vLLM's {qarl.format}", " or ".join(map(str, sizes)))
         )
     if served is None:
         return [
             *problems,
-            _line("qarl.format", qarl.format, "vLLM takes no refits of it", " or ".join(served_formats("cuda"))),
+            problem_line("qarl.format", qarl.format, "vLLM takes no refits of it", " or ".join(served_formats("cuda"))),
         ]
     generation = look_up(config, "policy.generation", {})
     arguments, places = given_arguments(generation)
@@ -304,8 +293,10 @@ def _engine_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     problems += _server_conflicts(config)
     replay = bool(look_up(config, "policy.router_replay.enabled", False))
     if qarl.router_replay is not None and qarl.router_replay != replay:
-        why = f"policy.router_replay.enabled={_text(replay)}"
-        problems.append(_line("qarl.router_replay", qarl.router_replay, why, f"{_text(replay)}, or change that one"))
+        why = f"policy.router_replay.enabled={yaml_text(replay)}"
+        problems.append(
+            problem_line("qarl.router_replay", qarl.router_replay, why, f"{yaml_text(replay)}, or change that one")
+        )
     return problems
 
 
@@ -314,38 +305,31 @@ def _server_conflicts(config: Mapping[str, Any]) -> list[str]:
     chosen = look_up(config, key, "auto")
     if not look_up(config, "policy.generation.vllm_cfg.expose_http_server", False) or chosen == "vllm":
         return []
-    return [_line(key, chosen, "requests over HTTP would take the checkpoint's sampling defaults, too", "vllm")]
+    return [problem_line(key, chosen, "requests over HTTP would take the checkpoint's sampling defaults, too", "vllm")]
 
 
 def _stage_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     problems, optimizer = [], look_up(config, OPTIMIZER, {})
     if qarl.schedule and look_up(config, "grpo.async_grpo.enabled", False):
         why = "qarl.schedule would train responses of older weights on another grid than theirs"
-        problems.append(_line("grpo.async_grpo.enabled", True, why, "false, or qarl.schedule=null"))
+        problems.append(problem_line("grpo.async_grpo.enabled", True, why, "false, or qarl.schedule=null"))
     if look_up(optimizer, "optimizer_cpu_offload", False) and any(one.reset_moments for one in qarl.schedule or ()):
         why = "qarl.schedule forgets moments, which are kept in several places then"
-        problems.append(_line(f"{OPTIMIZER}.optimizer_cpu_offload", True, why, "false, or reset_moments: false"))
+        problems.append(problem_line(f"{OPTIMIZER}.optimizer_cpu_offload", True, why, "false, or reset_moments: false"))
     if qarl.update_aware_scale is not None and qarl.alignment == "none":
         why = "it speeds up quantized weights, and qarl.alignment=none has none"
-        problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, "null"))
+        problems.append(problem_line("qarl.update_aware_scale", qarl.update_aware_scale, why, "null"))
     if qarl.update_aware_scale is not None and look_up(optimizer, "optimizer", "") == "sgd":
         why = "SGD's steps grow with its gradients, so that rates mean something else"
-        problems.append(_line("qarl.update_aware_scale", qarl.update_aware_scale, why, f"{OPTIMIZER}.optimizer=adam"))
+        problems.append(
+            problem_line("qarl.update_aware_scale", qarl.update_aware_scale, why, f"{OPTIMIZER}.optimizer=adam")
+        )
     return problems
 
 
 def _mismatches(config: Mapping[str, Any], required: Mapping[str, Any], by: str) -> list[str]:
     return [
-        _line(key, value, f"{by} does not go with it", _text(legal))
+        problem_line(key, value, f"{by} does not go with it", yaml_text(legal))
         for key, legal in required.items()
         if (value := look_up(config, key, legal)) != legal
     ]
-
-
-def _line(key: str, value: Any, why: str, legal: str) -> str:
-    return f"{key}={_text(value)}: {why}; set {legal}"
-
-
-def _text(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)

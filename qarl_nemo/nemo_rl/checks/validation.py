@@ -94,10 +94,10 @@ def validation_hints(config: Mapping[str, Any]) -> list[str]:
 
 
 def _validates(config: Mapping[str, Any]) -> bool:
-    """Tell whether NeMo-RL validates by these keys: NeMo-Gym asks whole validation sets."""
+    """Tell whether NeMo-RL validates."""
     often = look_up(config, "grpo.val_period", _USUAL_PERIOD)
     at_ends = look_up(config, "grpo.val_at_start", False) or look_up(config, "grpo.val_at_end", False)
-    return bool(often or at_ends) and not look_up(config, "env.should_use_nemo_gym", False)
+    return bool(often or at_ends)
 
 
 def _is_count(value: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from qarl_nemo.metrics import nemo_rl_dumps
+from qarl_nemo.metrics import nemo_rl_dumps, nemo_rl_logs
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.error_tokens import error_token_mask
 from qarl_nemo.metrics.report import write_report
@@ -69,7 +69,7 @@ def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFI
     return folder
 
 
-def write_dump(folder, step, gap, *, without=(), last_prev=-2.0):
+def write_dump(folder, step, gap, *, without=(), last_prev=-2.0, computed=True):
     """One line a response, every value in a list of one, as NeMo-RL writes them."""
     rows = []
     for index, advantage in enumerate((1.0, -1.0, 0.5)):
@@ -82,7 +82,7 @@ def write_dump(folder, step, gap, *, without=(), last_prev=-2.0):
             "sample_loss_mask": [0.0 if index == 2 else 1.0],
             "advantages": [[advantage] * 4],
             "generation_logprobs": [[0.0, 0.0, -1.0 - gap, last_prev - gap]],
-            "prev_logprobs": [prev],
+            "prev_logprobs": [prev if computed else [0.0] * 4],
             "idx": index,
         }
         rows.append({key: value for key, value in row.items() if key not in without})
@@ -193,6 +193,25 @@ def test_dumps_alone_give_error_tokens_by_position_and_nobody_counts_without_tok
     page = write_report([folder], tmp_path / "report.html").read_text()
     assert [row[2] for row in shown_examples(page)] == ["-", "-"]
     assert 'alt="Error tokens by position' not in page
+
+
+def test_log_probabilities_that_nobody_computed_are_no_figures(tmp_path):
+    """With `force_on_policy_ratio` NeMo-RL dumps zeros in their place."""
+    folder = write_start(tmp_path / "exp_001", range(1, 6), config=None)
+    write_dump(folder, 5, gap=0.1, last_prev=-9.0, computed=False)
+    arrays = load_run(folder).diagnostics.arrays
+    assert [len(arrays[key]) for key in ("seq_mismatch_weight", "token_prev_logprob")] == [0, 0]
+    assert "position_error_tokens" not in arrays
+    page = write_report([folder], tmp_path / "report.html").read_text()
+    assert [row[2] for row in shown_examples(page)] == ["-", "-"]
+
+
+def test_our_estimate_of_the_mismatch_goes_before_nemo_rls():
+    theirs = {"train/gen_kl_error": -2e-3}
+    assert nemo_rl_logs.step_record(theirs, {})["mismatch/kl_k3"] == -2e-3
+    record = nemo_rl_logs.step_record(theirs | {"train/qarl/mismatch_kl_k3": 5e-4}, {})
+    assert record["mismatch/kl_k3"] == 5e-4
+    assert "loss/mismatch_kl_k3" not in record
 
 
 def test_error_tokens_of_dumps_are_those_of_the_engines():

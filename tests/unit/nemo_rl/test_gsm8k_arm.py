@@ -63,12 +63,25 @@ def test_format_and_objective_are_the_arms():
     assert formats[0] != get_format(arm.format, group_size=64)
 
 
-def test_the_warm_up_is_the_arms():
-    # Megatron's, constant after it: initial + (rate - initial) * steps / warm-up; the embedded engine's: rate * (steps
-    # + 1) / warm-up, the steps being those done.
-    optimizer, scheduler = (look_up(RECIPE, f"policy.megatron_cfg.{key}") for key in ("optimizer", "scheduler"))
+def warm_up(scheduler: dict[str, float]) -> list[tuple[float, float]]:
+    """NeMo-RL's rate in each rollout batch, and the mean of the arm's over the same optimizer steps."""
+    # Megatron's is constant after it, and changes once a rollout batch: first + (rate - first) * batches / warm-up. The
+    # embedded engine's changes in each optimizer step: rate * (steps + 1) / warm-up, the steps being those done.
+    rate, arm = look_up(RECIPE, "policy.megatron_cfg.optimizer")["lr"], ARM.policy.optimizer
     first, last = scheduler["lr_warmup_init"], scheduler["lr_warmup_iters"]
-    arm = ARM.policy.optimizer
-    for step in range(2 * arm.warmup_steps):
-        megatron = first + (optimizer["lr"] - first) * min(step / last, 1.0)
-        assert megatron == pytest.approx(arm.lr * min((step + 1) / arm.warmup_steps, 1.0), rel=1e-6), step
+    updates = ARM.grpo.num_prompts_per_step * ARM.grpo.num_generations_per_prompt // ARM.grpo.train_global_batch_size
+    assert updates == 4
+    rates = []
+    for batch in range(20):
+        steps = range(batch * updates, (batch + 1) * updates)
+        mean = sum(arm.lr * min((step + 1) / arm.warmup_steps, 1.0) for step in steps) / updates
+        rates.append((first + (rate - first) * min(batch / last, 1.0), mean))
+    return rates
+
+
+def test_the_warm_up_is_the_arms_batch_by_batch():
+    scheduler = look_up(RECIPE, "policy.megatron_cfg.scheduler")
+    for megatron, mean in warm_up(scheduler):
+        assert megatron == pytest.approx(mean, rel=0.05)
+    # As if NeMo-RL's rate changed in each optimizer step, too.
+    assert any(one != pytest.approx(mean, rel=0.05) for one, mean in warm_up(scheduler | {"lr_warmup_iters": 9}))

@@ -176,3 +176,39 @@ def test_packed_sequences_are_cut_into_whole_pieces():
     assert line.endswith("set a multiple of 2")
     for changes in (cp | {key: 8}, {key: 2}):
         apply_qarl(launch(**packing | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"loss_fn.reference_policy_kl_type": "k4"}, "loss_fn.reference_policy_kl_type=k4: NeMo-RL has no such"),
+        ({"grpo.adv_estimator": {"name": "grppo"}}, "grpo.adv_estimator.name=grppo: NeMo-RL has no such estimator"),
+        ({"grpo.batch_multiplier": 2}, "grpo.batch_multiplier=2: it is for grpo.use_dynamic_sampling=true; set 1"),
+        ({"grpo.stop_at_validation_metric": "accuracy"}, "grpo.stop_at_validation_threshold=null: "),
+        ({"policy.refit_buffer_size_gb": 4}, "policy.refit_buffer_size_gb=4: qarl.layerwise_refit bounds"),
+        ({"env": {"should_use_nemo_gym": True}}, "env.should_use_nemo_gym=true: NeMo-Gym's environments"),
+        ({"loss_fn.use_kl_in_reward": True, "loss_fn.force_on_policy_ratio": True,
+          "policy.train_global_batch_size": 512}, "loss_fn.force_on_policy_ratio=true: NeMo-RL has no log-prob"),
+    ],
+)  # fmt: skip
+def test_what_nemo_rl_or_a_worker_would_refuse_later_is_refused_now(changes, line):
+    (found,) = problems(config(**changes))
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "penalty"), [("opd", 0.0), ("reinforce_plus_plus", 0.01)], ids=["opd", "kl_in_reward"]
+)
+def test_advantages_of_tokens_are_for_objectives_of_tokens(estimator, penalty):
+    by_token = {
+        "grpo.adv_estimator": {"name": estimator},
+        "loss_fn.use_kl_in_reward": True,
+        "loss_fn.reference_policy_kl_penalty": penalty,
+    }
+    (line,) = problems(config(**by_token))
+    assert line.startswith(f"grpo.adv_estimator.name={estimator}: its advantages")
+    assert "differ within a response, of which qarl.objective tbpo has one; set grpo" in line
+    apply_qarl(config({"format": "w4a16", "objective": {"objective": "grpo_tis"}}, **by_token))
+    # Without a penalty in them they are one for a response.
+    if penalty:
+        apply_qarl(config(**by_token | {"loss_fn.reference_policy_kl_penalty": 0.0}))

@@ -33,7 +33,6 @@ def test_a_batch_that_is_larger_than_all_that_is_asked_is_refused():
     assert validation_batch_conflicts(sizes(512, 512)) == []
     # Nothing is validated by these keys.
     silent = {"grpo.val_period": 0, "grpo.val_at_start": False}
-    assert validation_batch_conflicts(sizes(256, 512) | {"env": {"should_use_nemo_gym": True}}) == []
     assert validation_batch_conflicts(config(**{"grpo.val_batch_size": 512}, **silent)) == []
     assert len(validation_batch_conflicts(config(**{"grpo.val_batch_size": 512}, **silent | {"grpo.val_at_end": True})))
 
@@ -50,8 +49,6 @@ def test_sizes_that_cannot_be_divided_are_refused_where_something_is_validated(s
     )
     assert validation_hints(config(**keys)) == []
     assert validation_batch_conflicts(config(**keys, **{"grpo.val_period": 0})) == []
-    # It validates whole sets.
-    assert validation_batch_conflicts(config(**keys) | {"env": {"should_use_nemo_gym": True}}) == []
 
 
 def test_problems_that_are_left_out_are_a_hint_with_what_asks_them_all():

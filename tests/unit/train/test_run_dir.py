@@ -9,7 +9,7 @@ from qarl_nemo.config import ConfigError, load_config, validate
 from qarl_nemo.files import FileError
 from qarl_nemo.train.checkpoint import STATE_FILE, checkpoint_dir
 from qarl_nemo.train.config import LocalConfig
-from qarl_nemo.train.file_list import write_file_list
+from qarl_nemo.train.file_list import FILE_LIST, file_problems, write_file_list
 from qarl_nemo.train.run_dir import inspect_run_dir, is_complete, open_run_dir
 
 
@@ -178,3 +178,12 @@ def test_a_run_is_complete_with_its_last_record_and_checkpoint(begun):
     assert not complete(3, enabled=False)
     with pytest.raises(ConfigError, match="seed: there 0, now 4"):
         is_complete(config(begun, seed=4, grpo={"max_num_steps": 1}))
+
+
+def test_a_folder_whose_list_is_missing_is_not_whole(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    write_file_list(tmp_path)
+    assert file_problems(tmp_path, checksums=True) == []
+    (tmp_path / FILE_LIST).unlink()
+    (problem,) = file_problems(tmp_path, checksums=True)
+    assert problem.endswith("is missing; it is written last, so the folder is not whole")

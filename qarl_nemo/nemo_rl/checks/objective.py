@@ -1,0 +1,92 @@
+"""Settings of NeMo-RL's loss and advantages that contradict an objective of ours."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.losses.reference_kl import KL_TYPES
+from qarl_nemo.nemo_rl.checks.lines import problem_line, yaml_text
+from qarl_nemo.nemo_rl.lookup import look_up
+
+_ESTIMATOR = "grpo.adv_estimator.name"
+# NeMo-RL's default first.
+_ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
+_ERROR_LIMIT = "grpo.seq_logprob_error_threshold"
+# NeMo-RL's default of `loss_fn.reference_policy_kl_penalty`.
+_USUAL_PENALTY = 0.01
+# Settings of NeMo-RL's clipped loss that an objective does not read, and their defaults.
+_UNREAD = {
+    "disable_ppo_ratio": False,
+    "token_level_loss": True,
+    "sequence_level_importance_ratios": False,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.2,
+    "ratio_clip_c": None,
+    "truncated_importance_sampling_type": None,
+    "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_min": None,
+    "use_cispo": False,
+    "positive_example_nll_weight": 0.0,
+}
+
+
+def objective_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[str]:
+    """Say which settings of NeMo-RL's loss and advantages the objective does not read, or reads as something else.
+
+    Args:
+        config: the whole config, as nested dictionaries.
+        objective: the block's.
+
+    Returns:
+        One line for each setting that has to change.
+    """
+    loss_fn = config.get("loss_fn") or {}
+    problems = [
+        problem_line(
+            f"loss_fn.{key}", loss_fn[key], "not read by qarl.objective, whose own keys say this", yaml_text(default)
+        )
+        for key, default in _UNREAD.items()
+        if key in loss_fn and loss_fn[key] != default
+    ]
+    own = set(type(objective).model_fields)
+    problems += [
+        problem_line(f"loss_fn.{key}", loss_fn[key], "not read there", f"qarl.objective.{key} instead")
+        for key in loss_fn
+        if key in own
+    ]
+    if not objective.corrects_mismatch and loss_fn.get("use_importance_sampling_correction"):
+        why = f"qarl.objective {objective.objective} has no mismatch weight"
+        problems.append(
+            problem_line("loss_fn.use_importance_sampling_correction", True, why, "false, or choose another objective")
+        )
+    skipped, penalty = "grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
+    given = loss_fn.get("reference_policy_kl_penalty", _USUAL_PENALTY)
+    if look_up(config, skipped, False) and given != 0:
+        problems.append(
+            problem_line(skipped, True, f"{penalty}={yaml_text(given)} needs them", f"false, or {penalty}=0")
+        )
+    kind = loss_fn.get("reference_policy_kl_type", "k3")
+    if kind not in KL_TYPES:
+        legal = " or ".join(KL_TYPES)
+        problems.append(problem_line("loss_fn.reference_policy_kl_type", kind, "NeMo-RL has no such estimate", legal))
+    return problems + _advantage_conflicts(config, loss_fn, objective, in_reward=given != 0)
+
+
+def _advantage_conflicts(
+    config: Mapping[str, Any], loss_fn: Mapping[str, Any], objective: LossConfig, *, in_reward: bool
+) -> list[str]:
+    name = look_up(config, _ESTIMATOR, _ESTIMATORS[0])
+    rewarded = in_reward and bool(loss_fn.get("use_kl_in_reward"))
+    if name not in _ESTIMATORS:
+        return [problem_line(_ESTIMATOR, name, "NeMo-RL has no such estimator", " or ".join(_ESTIMATORS))]
+    problems = []
+    if rewarded and loss_fn.get("force_on_policy_ratio") and look_up(config, _ERROR_LIMIT, None) is None:
+        why = "NeMo-RL has no log-probabilities before the update then, which loss_fn.use_kl_in_reward=true needs"
+        problems.append(problem_line("loss_fn.force_on_policy_ratio", True, why, "false"))
+    # These differ from token to token, and an objective that weighs whole responses would take their mean.
+    by_token = name == "opd" or (name == "reinforce_plus_plus" and rewarded)
+    if by_token and objective.averages == "response":
+        beside = " with loss_fn.use_kl_in_reward=true" if name != "opd" else ""
+        why = f"its advantages{beside} differ within a response, of which qarl.objective {objective.objective} has one"
+        problems.append(problem_line(_ESTIMATOR, name, why, "grpo, or choose an objective that averages over tokens"))
+    return problems
