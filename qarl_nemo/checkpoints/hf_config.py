@@ -10,7 +10,7 @@ from qarl_nemo import __version__, names
 from qarl_nemo.checkpoints.ignored import require_listed
 from qarl_nemo.checkpoints.plan import QuantizePlan
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
-from qarl_nemo.files import read_json, require_file
+from qarl_nemo.files import FileError, read_json, require_file
 
 RECORD_FILE = "qarl_quantization.json"
 TOOL = f"qarl-nemo {__version__}"
@@ -25,6 +25,7 @@ _COPIED_PATTERNS = (
     "*.jinja",
     "LICENSE*",
 )
+_READ_BY_ENGINES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def model_quantization_config(
@@ -75,6 +76,26 @@ def settings_record(plan: QuantizePlan) -> dict[str, Any]:
         **({"split_channels": plan.splitting.share, **plan.splitting.config} if plan.splitting else {}),
         "targets": list(plan.targets),
     }
+
+
+def require_readable(companions: Path) -> None:
+    """Require that the JSON files that engines read beside the weights, and that are copied, are JSON.
+
+    Args:
+        companions: their folder; files that are not there are not missed.
+
+    Raises:
+        FileError: some are not; all are listed.
+    """
+    problems = []
+    for name in _READ_BY_ENGINES:
+        if (companions / name).is_file():
+            try:
+                read_json(companions / name, "a file that engines read beside the weights")
+            except FileError as error:
+                problems.append(str(error))
+    if problems:
+        raise FileError("\n  ".join([f"{len(problems)} file(s) that would be copied cannot be read:", *problems]))
 
 
 def companion_names(plan: QuantizePlan) -> list[str]:

@@ -16,7 +16,13 @@ from torch import Tensor
 from qarl_kernels import TOO_LARGE, QuantFormat
 from qarl_nemo.checkpoints.content import require_tied_copy
 from qarl_nemo.checkpoints.convert import TensorConverter
-from qarl_nemo.checkpoints.hf_config import companion_files, companion_names, record_rows, settings_record
+from qarl_nemo.checkpoints.hf_config import (
+    companion_files,
+    companion_names,
+    record_rows,
+    require_readable,
+    settings_record,
+)
 from qarl_nemo.checkpoints.loadable import require_loadable
 from qarl_nemo.checkpoints.partial import PartialFolder, open_partial, partial_path
 from qarl_nemo.checkpoints.plan import (
@@ -112,6 +118,7 @@ def quantize_checkpoint(
             check_apart(folder, destination)
         plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes, split_channels)
         require_loadable(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
+        require_readable(checkpoint.companions)
         require_tied_copy(checkpoint)
         _check_space(plan, destination)
         shards = {shard.file: _source_stamps(plan, shard) for shard in plan.shards}

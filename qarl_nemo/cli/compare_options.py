@@ -32,7 +32,7 @@ NumPrompts = Annotated[int | None, typer.Option(help="Random prompts (16), or th
 PromptTokens = Annotated[int, typer.Option(help="Length of a random prompt.")]
 NumResponses = Annotated[int, typer.Option(help="Sampled responses of each prompt; one more is greedy.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest response, tokens.")]
-Seed = Annotated[int, typer.Option(help="Seed of random prompts and of sampling.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of random prompts and of sampling.")]
 BatchSize = Annotated[int, typer.Option(help="Responses in one forward.")]
 GpuMemoryUtilization = Annotated[float, typer.Option(help="Share of the GPU that vLLM takes.")]
 Parallel = Annotated[int, typer.Option(help="vLLM engines that run at a time and divide that share.")]

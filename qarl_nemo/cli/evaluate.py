@@ -53,7 +53,7 @@ def eval_(
     temperature: Annotated[float | None, typer.Option(help="0 decodes greedily. Default: the paper's 0.6.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Default: the paper's 1.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer. Default: the paper's 16384.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of sampling.")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="Answers decoded at once: 256 in vLLM, else 32.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Ask as in training: NeMo-RL's prompt file, {} for the question.")

@@ -17,7 +17,8 @@ def export(
         bool, typer.Option(help="Of a quantized base, write the BF16 numbers that were executed.")
     ] = False,
     packed: Annotated[
-        bool, typer.Option(help="Of a quantized base, write what was served: it stays packed, adapters stay beside it.")
+        bool,
+        typer.Option(help="Of a quantized base, write what was served: it stays packed, adapters stay in the run."),
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -33,6 +34,8 @@ def export(
         with shard_progress() as show:
             served = export_packed(run, destination, overwrite=overwrite, progress=show)
         typer.echo(f"{destination}: packed as it was served\nserve it: {served}")
+        if "--lora-modules" in served:
+            typer.echo("its adapters stay in the run, in the folder that this command names: keep both")
         return
     with shard_progress() as show:
         report = export_run(run, destination, dequantize=dequantize, overwrite=overwrite, progress=show)

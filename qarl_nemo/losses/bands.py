@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl_nemo.losses.ratios import LogRatios, LossOutput, Units, loss_output
+from qarl_nemo.losses.ratios import (
+    LogRatios,
+    LossOutput,
+    Units,
+    capped_fraction,
+    loss_output,
+    prox_ratio,
+    truncated_weight,
+)
 
 Bounds = tuple[float | Tensor, float | Tensor]
 UNBOUNDED = (-math.inf, math.inf)
@@ -94,4 +102,24 @@ def clipped_output(
         loss=units.average(-weight * band.clip(ratio) * advantages),
         kept=band.contains(ratio) & (weight > 0),
         metrics=band.metrics(ratio, units) | metrics,
+    )
+
+
+def clipped_tokens(logs: LogRatios, positive: Bounds, negative: Bounds, mismatch_cap: float | None) -> LossOutput:
+    """Return the output of loss = -mean over tokens of min(w, C) * clip(r) * A, clipped by the sign of A.
+
+    Args:
+        logs: the compared micro-batch.
+        positive: bounds of the ratio r where A > 0.
+        negative: bounds where A < 0.
+        mismatch_cap: C; None: weights of 1.
+    """
+    return clipped_output(
+        logs,
+        units=logs.tokens,
+        advantages=logs.advantages,
+        ratio=prox_ratio(logs.log_prox),
+        weight=truncated_weight(logs.log_mismatch, mismatch_cap),
+        band=Band.by_sign(logs.advantages, positive=positive, negative=negative),
+        metrics=capped_fraction(logs.log_mismatch, mismatch_cap, logs.tokens),
     )

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from qarl_nemo.losses.bands import Band, clipped_output
+from qarl_nemo.losses.bands import clipped_tokens
 from qarl_nemo.losses.config import DualClipGRPOConfig
-from qarl_nemo.losses.ratios import LossData, LossOutput, capped_fraction, compare, prox_ratio, truncated_weight
+from qarl_nemo.losses.ratios import LossData, LossOutput, compare
 
 
 def dual_clip_grpo_loss(curr_logprobs: Tensor, data: LossData, config: DualClipGRPOConfig) -> LossOutput:
@@ -20,13 +20,5 @@ def dual_clip_grpo_loss(curr_logprobs: Tensor, data: LossData, config: DualClipG
 
     Source: arXiv 1912.09729, dual-clip PPO; as a baseline, arXiv 2604.07853 Fig. 8.
     """
-    logs = compare(curr_logprobs, data)
-    return clipped_output(
-        logs,
-        units=logs.tokens,
-        advantages=logs.advantages,
-        ratio=prox_ratio(logs.log_prox),
-        weight=truncated_weight(logs.log_mismatch, config.mismatch_cap),
-        band=Band.by_sign(logs.advantages, positive=config.bands.positive, negative=config.bands.negative),
-        metrics=capped_fraction(logs.log_mismatch, config.mismatch_cap, logs.tokens),
-    )
+    bands = config.bands
+    return clipped_tokens(compare(curr_logprobs, data), bands.positive, bands.negative, config.mismatch_cap)

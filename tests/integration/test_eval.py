@@ -84,6 +84,14 @@ def test_tensors_that_are_not_the_models_are_all_named(checkpoint, quantized, tm
         PackedEngine(model, tokenizer, [0], device=torch.device("cpu"), dtype=torch.float32)
 
 
+def test_a_model_that_lacks_tensors_is_refused_before_another_answers(checkpoint, sums, tmp_path):
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"1 problem.*\n.*broken is not what its config.json says"):
+        prepare(settings(tmp_path, sums, checkpoint, broken))
+
+
 def make_run(checkpoint, folder, config) -> Path:
     """Return the checkpoint's folder of a run at step 4."""
     step = folder / "checkpoints" / "step_000004"

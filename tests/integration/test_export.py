@@ -128,6 +128,7 @@ def test_a_run_is_packed_as_it_was_served(runs, tmp_path, name):
     assert done.exit_code == 0, done.output
     adapter = folder / name / "checkpoints" / "step_000004" / "model"
     assert f"out --enable-lora --max-lora-rank 8 --lora-modules adapter={adapter}" in " ".join(done.output.split())
+    assert "adapters stay in the run" in done.output
     (found,) = map(load_file, (tmp_path / "out").glob("*.safetensors"))
     published = trained[name].learner.publish(trained[name].format)
     executed = FrozenBase.of(trained[name].model).weights

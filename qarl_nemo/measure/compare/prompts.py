@@ -46,7 +46,10 @@ def make_prompts(
                 f"prompt {number} has token ids {outside} outside the {config.vocab_size} of the vocabulary"
             )
         if len(prompt) > longest:
-            problems.append(f"prompt {number} has {len(prompt)} tokens; {longest} leave room for max_new_tokens")
+            problems.append(
+                f"prompt {number} has {len(prompt)} tokens, and the model {config.max_position_embeddings} positions: "
+                f"{max(longest, 0)} leave room for max_new_tokens={settings.max_new_tokens}"
+            )
     if problems:
         raise ValueError("\n  ".join(problems))
     return prompts

@@ -6,7 +6,6 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE, get_format
-from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.checkpoints.stored import stored_layers
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.install import install
@@ -91,8 +90,6 @@ class PackedEngine:
         self._sampler.load(publish(report.weights, learner.named_parameters(), model.served, version=0))
 
     def _load(self, model: EvalModel) -> None:
-        if not model.quantized:
-            require_whole(model.checkpoint)
         layout, fmt = self._sampler.layout, model.served or get_format(BASELINE)
         update = StreamedUpdate(lambda: stored_layers(model.checkpoint, layout), fmt, version=0)
         with update:

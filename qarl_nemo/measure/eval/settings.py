@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.checkpoints.shapes import target_problems
 from qarl_nemo.config.problems import attempt
 from qarl_nemo.data.benchmark_fields import Problem
@@ -249,6 +250,9 @@ def _model_problems(settings: EvalSettings, models: list[EvalModel], engine: str
             )
         elif engine == "packed":
             attempt(problems, checkpoint_config, model.checkpoint.folder)
+            if not model.run and not model.quantized:
+                # Here, because the models before it may answer for hours.
+                attempt(problems, require_whole, model.checkpoint)
     if engine == "vllm" and settings.precision == "float32":
         problems.append("engine vllm computes in bfloat16; leave precision out, or set --engine packed")
     if engine == "packed" and settings.tensor_parallel_size > 1:

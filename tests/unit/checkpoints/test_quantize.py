@@ -314,3 +314,14 @@ def test_a_tokenizer_that_is_no_file_is_refused_before_anything_is_written(sourc
     with pytest.raises(FileError, match=r"tokenizer.json: expected a file to be copied"):
         quantize_checkpoint(copy, tmp_path / "out", FORMATS["w4a16"], ["experts"])
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_damaged_files_that_engines_read_are_all_named_before_anything_is_written(source, tmp_path):
+    copy = shutil.copytree(source, tmp_path / "copy")
+    for name, text in {"tokenizer.json": "{", "generation_config.json": "[]", "tokenizer_config.json": "{}"}.items():
+        (copy / name).write_text(text)
+    with pytest.raises(FileError, match=r"2 file\(s\) that would be copied cannot be read:") as error:
+        quantize_checkpoint(copy, tmp_path / "out", FORMATS["w4a16"], ["experts"])
+    assert "tokenizer.json" in str(error.value)
+    assert "generation_config.json" in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
