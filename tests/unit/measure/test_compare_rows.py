@@ -1,11 +1,12 @@
 """The names under which `qarl compare --record` keeps its figures."""
 
+import json
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedConfig
 
-from qarl_nemo.measure.compare.output import legend
+from qarl_nemo.measure.compare.output import legend, write_comparison
 from qarl_nemo.measure.compare.prompts import make_prompts
 from qarl_nemo.measure.compare.record import append_comparison, comparison_rows
 from qarl_nemo.measure.compare.run import Comparison
@@ -34,6 +35,20 @@ def test_the_legend_names_the_unit_and_the_arms_that_stand_in_the_table():
     assert any("nats a token" in line for line in said)
     assert said[1].endswith("x own: over |gap| of the arm `attention`.")
     assert [line.split(":")[0] for line in said] == [said[0], "x floor", "engine"]
+
+
+def test_a_comparison_of_other_settings_stays_under_a_number(tmp_path, monkeypatch):
+    from qarl_nemo.measure.compare import output
+
+    monkeypatch.setattr(output, "write_fidelity_figure", lambda _, path, title: path.write_text(title) and path)
+    for name in ("first", "second", "second", "third"):
+        write_comparison(tmp_path, CompareSettings(Path(name)), Comparison("packed", {}, [], []))
+    kept = {file.name: json.loads(file.read_text())["settings"]["checkpoint"] for file in tmp_path.glob("*.json")}
+    assert kept == {"compare.json": "third", "compare-1.json": "first", "compare-2.json": "second"}
+    assert (tmp_path / "compare-1.png").read_text().startswith("first")
+    (tmp_path / "compare.json").write_text("a user's own")
+    write_comparison(tmp_path, CompareSettings(Path("third")), Comparison("packed", {}, [], []))
+    assert (tmp_path / "compare-3.json").read_text() == "a user's own"
 
 
 def test_gaps_and_operators_may_go_into_one_file(tmp_path, monkeypatch):
