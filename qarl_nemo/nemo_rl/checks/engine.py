@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from qarl_nemo.nemo_rl.checks.engine_rules import ENVIRONMENT_RULES, GIVEN_BY_NEMO_RL, NESTED, NO_MATTER, RULES, Rule
+from qarl_nemo.nemo_rl.checks.lines import yaml_text
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.refit.engine_settings import COMPILATION, ENVIRONMENT
 
@@ -236,5 +237,4 @@ def _words(legal: tuple[Any, ...]) -> str:
 
 
 def _text(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(_plain(value))
+    return yaml_text(value if value is None or isinstance(value, bool) else str(_plain(value)))

@@ -7,6 +7,7 @@ from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo_rl.budgets import token_budgets
 from qarl_nemo.nemo_rl.checks.data_files import file_hints
+from qarl_nemo.nemo_rl.checks.objective import ERROR_LIMIT
 from qarl_nemo.nemo_rl.checks.share_hints import share_hints
 from qarl_nemo.nemo_rl.checks.validation import validation_hints
 from qarl_nemo.nemo_rl.layout import responses_per_step
@@ -18,7 +19,6 @@ from qarl_nemo.secrets import secret_variables
 _PACKING = "policy.sequence_packing"
 _ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
 _ON_POLICY = "loss_fn.force_on_policy_ratio"
-_ERROR_LIMIT = "grpo.seq_logprob_error_threshold"
 _EAGER = "policy.generation.vllm_cfg.enforce_eager"
 # Half of what fits is to be half as large again.
 _WORTH_SAYING = 3
@@ -60,7 +60,7 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
 
 def _forward_hints(config: Mapping[str, Any]) -> list[str]:
     # NeMo-RL needs them all the same for a limit on their error, and to penalize rewards.
-    needed = look_up(config, _ERROR_LIMIT, None) is not None or look_up(config, "loss_fn.use_kl_in_reward", False)
+    needed = look_up(config, ERROR_LIMIT, None) is not None or look_up(config, "loss_fn.use_kl_in_reward", False)
     batch = look_up(config, "policy.train_global_batch_size", None)
     if look_up(config, _ON_POLICY, False) or needed or not batch or batch != responses_per_step(config):
         return []

@@ -11,7 +11,8 @@ from qarl_nemo.nemo_rl.lookup import look_up
 _ESTIMATOR = "grpo.adv_estimator.name"
 # NeMo-RL's default first.
 _ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
-_ERROR_LIMIT = "grpo.seq_logprob_error_threshold"
+ERROR_LIMIT = "grpo.seq_logprob_error_threshold"
+"""With it NeMo-RL computes log-probabilities before the update, whatever `force_on_policy_ratio` says."""
 # NeMo-RL's default of `loss_fn.reference_policy_kl_penalty`.
 _USUAL_PENALTY = 0.01
 # Settings of NeMo-RL's clipped loss that an objective does not read, and their defaults.
@@ -80,7 +81,7 @@ def _advantage_conflicts(
     if name not in _ESTIMATORS:
         return [problem_line(_ESTIMATOR, name, "NeMo-RL has no such estimator", " or ".join(_ESTIMATORS))]
     problems = []
-    if rewarded and loss_fn.get("force_on_policy_ratio") and look_up(config, _ERROR_LIMIT, None) is None:
+    if rewarded and loss_fn.get("force_on_policy_ratio") and look_up(config, ERROR_LIMIT, None) is None:
         why = "NeMo-RL has no log-probabilities before the update then, which loss_fn.use_kl_in_reward=true needs"
         problems.append(problem_line("loss_fn.force_on_policy_ratio", True, why, "false"))
     # These differ from token to token, and an objective that weighs whole responses would take their mean.
