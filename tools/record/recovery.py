@@ -1,4 +1,4 @@
-"""What quantized rollouts cost and what QaRL wins back, from the accuracies of paired seeds.
+r"""What quantized rollouts cost and what QaRL wins back, from the accuracies of paired seeds.
 
 Arms are called BF16, `rollout-only FORMAT` and `QaRL FORMAT`; what follows a comma is another objective. Differences
 are means over the seeds that have both arms:
@@ -7,21 +7,37 @@ are means over the seeds that have both arms:
     gained     QaRL - rollout-only, alignment and TBPO together
     aligned    QaRL with GSPO - rollout-only, which has GSPO too: alignment alone
 
-A format's recovery, gained / lost over the seeds with all three arms, is a row only where rollout-only is behind BF16
-by more than two standard errors of the paired difference.
+A format's recovery is r = mean(gained) / mean(lost) over the n seeds with all three arms. Its error is that of a ratio
+by the delta method, over the seeds alone:
+
+    error = stdev_i(gained_i - r lost_i) / (sqrt(n) mean(lost)),  n - 1 degrees of freedom
+
+in which the covariance that gained and lost have from rollout-only, part of both, cancels seed by seed. Both are rows
+only where rollout-only is behind BF16: mean(lost) is more than t errors, t being Student's 97.5 % point of n - 1
+degrees of freedom. Its error is that over the seeds, but no less than what the problems alone make of it.
+
+`real_model_runs.py` records these rows with its runs. Run by itself, this computes them again from recorded
+accuracies and adds what the file lacks, with the machine and the day of the newest accuracy behind it:
+
+    python tools/record/recovery.py --model qwen2.5-coder-0.5b --data gsm8k
 """
 
+import math
 import re
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from rows import mean_figures
+from rows import mean_figures, new_figures, parser_of
 
 from qarl_formats import FORMAT_NAMES, NARROW_NAMES
 from qarl_nemo.metrics.estimate import mean_of
-from qarl_nemo.metrics.results import Figure
+from qarl_nemo.metrics.results import Figure, ResultRow, append_results, read_results, result_rows
 
 _BASELINE = "bf16"
-_STANDARD_ERRORS = 2.0
+# Student's 97.5 % points of 1 to 9 degrees of freedom: chance alone exceeds each in 2.5 % of cases. Two errors, which
+# many draws need, it exceeds in 15 % with two seeds and in 9 % with three. More seeds take the last, which is safe.
+_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _BySeed = dict[int, float]
 
 
@@ -44,7 +60,10 @@ def recoveries(values: Mapping[str, float], prefix: str) -> list[Figure]:
         }
         for kind, by_seed in differences.items():
             figures += _paired(f"{prefix}_{kind}_{fmt}", by_seed)
-        figures += _recovery(f"{prefix}_recovery_{fmt}", differences["lost"], differences["gained"])
+        paired = re.compile(rf"{re.escape(prefix)}_{_BASELINE}_seed\d+_ahead_of_rollout_only_{fmt}_error")
+        over_problems = [value for row, value in values.items() if paired.fullmatch(row)]
+        lost, gained = differences["lost"], differences["gained"]
+        figures += _recovery(f"{prefix}_recovery_{fmt}", lost, gained, over_problems)
     return figures
 
 
@@ -59,9 +78,57 @@ def _paired(name: str, by_seed: _BySeed) -> list[Figure]:
     return mean_figures(name, by_seed.values())
 
 
-def _recovery(name: str, lost: _BySeed, gained: _BySeed) -> list[Figure]:
-    seeds = lost.keys() & gained.keys()
+def _recovery(name: str, lost: _BySeed, gained: _BySeed, over_problems: Sequence[float]) -> list[Figure]:
+    seeds = sorted(lost.keys() & gained.keys())
     cost = mean_of(lost[seed] for seed in seeds)
-    if cost.standard_error is None or cost.value <= _STANDARD_ERRORS * cost.standard_error:
+    if cost.standard_error is None:
         return []
-    return [Figure(name, mean_of(gained[seed] for seed in seeds).value / cost.value, "", ">=", 0.8)]
+    # Two seeds can give nearly the same difference by chance, and their error is then next to nothing. What the
+    # problems make of each is recorded where answers were kept; a seed without them counts as the others do.
+    mean_square = statistics.fmean(error**2 for error in over_problems) if over_problems else 0.0
+    least = math.sqrt(mean_square / len(seeds))
+    bound = _STUDENT_T[min(len(seeds) - 1, len(_STUDENT_T)) - 1] * max(cost.standard_error, least)
+    if cost.value <= bound:
+        print(f"{name}: not given, {len(seeds)} seeds lost {cost.value:.4f}, which is to be more than {bound:.4f}")
+        return []
+    ratio = mean_of(gained[seed] for seed in seeds).value / cost.value
+    rest = statistics.stdev(gained[seed] - ratio * lost[seed] for seed in seeds) / math.sqrt(len(seeds))
+    return [Figure(name, ratio, "", ">=", 0.8), Figure(f"{name}_error", rest / cost.value, "", "<=")]
+
+
+def dated_rows(rows: Iterable[ResultRow], figures: Iterable[Figure], prefix: str) -> list[dict[str, Any]]:
+    """Return figures of `recoveries` as rows with the machine and the day of the newest accuracy of a format.
+
+    Args:
+        rows: a results file.
+        figures: some of what `recoveries` makes of it.
+        prefix: begins their names.
+    """
+    by_date = sorted(rows, key=lambda row: row.date)
+    found = []
+    for figure in figures:
+        fmt = re.sub(rf"{re.escape(prefix)}_[a-z]+_|_(mean|error)$", "", figure.name)
+        arms = rf"({_BASELINE}|rollout_only_{fmt}|qarl_{fmt}|qarl_{fmt}_gspo)"
+        accuracy = re.compile(rf"{re.escape(prefix)}_{arms}_seed\d+_test_accuracy")
+        *_, newest = (row for row in by_date if accuracy.fullmatch(row.name))
+        facts = {"hardware": newest.hardware, "versions": newest.versions, "command": newest.command}
+        found += [row | {"date": newest.date} for row in result_rows([figure], **facts)]
+    return found
+
+
+def main() -> None:
+    """Compute the rows again from recorded accuracies, append those that are new or changed, print them."""
+    parser = parser_of(__doc__, "real_model")
+    parser.add_argument("--model", required=True, help="as the rows are named, e.g. qwen2.5-coder-0.5b")
+    parser.add_argument("--data", required=True, help="as the rows are named, e.g. gsm8k")
+    arguments = parser.parse_args()
+    recorded, prefix = read_results(arguments.record), f"real_{arguments.model}_{arguments.data}"
+    figures = new_figures(arguments.record, recoveries({row.name: row.value for row in recorded}, prefix))
+    new = dated_rows(recorded, figures, prefix)
+    for row in new:
+        print(f"{row['name']:70} {row['value']:>10g}")
+    append_results(arguments.record, new)
+
+
+if __name__ == "__main__":
+    main()

@@ -44,7 +44,7 @@ def test_arms_have_rows_and_formats_with_all_three_a_recovery(make_arms, record)
     norm = load_run(folder / "QaRL w4a8-seed2").column("optim/grad_norm")
     found = [rows[f"real_m_d_qarl_w4a8_seed2_grad_norm_{when}"].value for when in ("first", "final")]
     np.testing.assert_allclose(found, [norm[:5].mean(), norm[-5:].mean()], rtol=1e-4)
-    assert {name for name in rows if "recovery" in name} == {"real_m_d_recovery_w4a16"}
+    assert {name for name in rows if "recovery" in name} == {f"real_m_d_recovery_w4a16{end}" for end in ("", "_error")}
     lost = [
         rows[f"real_m_d_bf16_seed{seed}_test_accuracy"].value
         - rows[f"real_m_d_rollout_only_w4a16_seed{seed}_test_accuracy"].value
