@@ -18,6 +18,7 @@ _BLOCK_ERRORS = ("model_type", "model_attributes_type", "dict_type")
 # want to.
 _TELLING_ERRORS = ("literal_error", "enum", "int_", "float_", "bool_", "greater_than", "less_than", "finite_number")
 _LIST_ERRORS = ("tuple_type", "list_type")
+_TEXT_ERRORS = ("string_type", "path_type")
 # Below this similarity, a name is more often something else than a typo.
 _SLIP, _SLIP_ELSEWHERE = 0.6, 0.8
 
@@ -110,11 +111,23 @@ def _message(problem: Any, models: Sequence[type[BaseModel]], root: type[BaseMod
         return f"{problem['msg']}, for example {examples}"
     if problem["type"] in _LIST_ERRORS:
         return f"expected a list, not {value}"
+    if problem["type"] in _TEXT_ERRORS:
+        return _not_text(problem["input"])
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["type"].startswith(_TELLING_ERRORS) or not isinstance(problem["input"], str | int | float | None):
         return message
     shown = repr(given) if isinstance(problem["input"], str) else "null" if problem["input"] is None else given
     return f"{message} (given {shown})"
+
+
+def _not_text(given: Any) -> str:
+    # A list or a block may hold a secret.
+    if isinstance(given, list | dict):
+        return f"expected text, not a {'list' if isinstance(given, list) else 'block'}"
+    if given is None:
+        return "expected text, not null"
+    word = str(given).lower() if isinstance(given, bool) else str(given)[:_MAX_CHARS]
+    return f"expected text, not {word}; in quotes it is text: '{word}'"
 
 
 def _examples(place: Sequence[Any], root: type[BaseModel]) -> str:

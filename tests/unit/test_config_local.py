@@ -147,6 +147,10 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
             "data.train: Field required, for example {dataset_name: gsm8k} or {data_path: problems.jsonl}",
         ),
         ({"loss_fn": "tbpo"}, "loss_fn: expected a block with these keys, not 'tbpo': "),
+        ({"run_dir": 3}, "run_dir: expected text, not 3; in quotes it is text: '3'"),
+        ({"run_dir": None, "run": {"name": True}}, "run.name: expected text, not true; in quotes it is text: 'true'"),
+        ({"run_dir": {"a": 1}}, "run_dir: expected text, not a block"),
+        ({"run_dir": None}, "run_dir: expected text, not null"),
         ({"qarl": {"schedule": {"bits": 2}}}, "qarl.schedule: expected a list, not \"{'bits': 2}\""),
         (
             {
