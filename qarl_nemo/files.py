@@ -59,7 +59,13 @@ def read_text(path: Path, what: str) -> str:
         if size > MAX_TEXT_BYTES:
             raise FileError(f"{path}: expected {what}, but it has {size / 2**30:.1f} GiB")
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise FileError(
+            f"{path}: expected {what}, but it is not UTF-8: byte {error.object[error.start]:#04x} at position "
+            f"{error.start}, in line {line}; save it as UTF-8"
+        ) from error
+    except OSError as error:
         _refuse(path, what, error)
 
 

@@ -26,7 +26,7 @@ with exclusive(pathlib.Path(sys.argv[1]), "folder x"):
         (None, "no such file"),
         ("folder", "it is a folder"),
         ("pipe", "not a regular file"),
-        (b"\xff\xfe", "utf-8"),
+        (b'{\n"\xff"}', "not UTF-8: byte 0xff at position 3, in line 2; save it as UTF-8"),
         (b"{", "not JSON"),
         (b"[" * 200_000, "nested more than 100 levels deep"),
         (b'{"a":' + b"[" * 99 + b"0" + b"]" * 99 + b"}", "nested more than 100 levels deep"),

@@ -88,7 +88,10 @@ def test_a_wheel_holds_the_configs_and_names_itself_in_hints(tmp_path):
 def test_a_config_that_is_no_text_is_one_line(qarl, tmp_path):
     (tmp_path / "odd.yaml").write_bytes(b"\xe4\xe4")
     code, said = qarl("configs", tmp_path / "odd.yaml")
-    assert (code, "odd.yaml: expected a config, but: " in said) == (2, True)
+    assert (code, "odd.yaml: expected a config, but it is not UTF-8: byte 0xe4 at position 0" in said) == (
+        2,
+        True,
+    )
 
 
 def test_a_printed_config_can_be_run_from_anywhere(capsys, tmp_path):
