@@ -32,6 +32,9 @@ transformers_logging.disable_progress_bar()
 
 _GENERATION = "generation_config.json"
 _MAX_QUOTED = 500
+# What holds the words of the supported families' tokenizers, and says how they are split.
+_WORDS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def load_model(
@@ -149,9 +152,15 @@ def load_tokenizer(path: Path, model: Path | None = None) -> PreTrainedTokenizer
         ValueError: it cannot be loaded, knows no words, has no end token, or tokens that the model does not know.
     """
     vocab_size = checkpoint_config(model or path).vocab_size
-    with _named_errors(path, "its tokenizer cannot be loaded"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    if not tokenizer("a 1", add_special_tokens=False)["input_ids"]:
+    found = [name for name in _TOKENIZER_FILES if (path / name).exists()]
+    for name in found:
+        # transformers names no file that it cannot read.
+        read_json(path / name, "a tokenizer's settings")
+    tokenizer: Any = None
+    if any((path / name).exists() for name in _WORDS):
+        with _named_errors(path, f"its tokenizer ({', '.join(found)}) cannot be loaded"):
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer is None or not tokenizer("a 1", add_special_tokens=False)["input_ids"]:
         # Without its files transformers makes one that reads every prompt as nothing.
         raise FileError(
             f"{path}: its tokenizer knows no words; the folder lacks tokenizer.json (or vocab.json and merges.txt, or "

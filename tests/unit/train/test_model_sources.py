@@ -107,6 +107,8 @@ def test_stop_tokens_are_the_models_and_the_tokenizers(configured, expected):
 @pytest.mark.parametrize("family", ["Qwen2Tokenizer", "LlamaTokenizer"])
 def test_a_tokenizer_without_its_files_is_refused(family, saved):
     (saved / "tokenizer.json").unlink()
+    with pytest.raises(FileError, match=r"its tokenizer knows no words; the folder lacks tokenizer.json"):
+        load_checkpoint(saved, torch.float32)
     settings = json.loads((saved / "tokenizer_config.json").read_text()) | {"tokenizer_class": family}
     (saved / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(FileError, match=r"its tokenizer knows no words; the folder lacks tokenizer.json"):
@@ -117,9 +119,19 @@ def test_a_tokenizer_without_its_files_is_refused(family, saved):
 def test_a_file_cut_short_is_named(name, saved):
     content = (saved / name).read_bytes()
     (saved / name).write_bytes(content[: len(content) // 2])
-    # A tokenizer is several files, of which its loader names none.
-    named = "its tokenizer cannot be loaded" if name == "tokenizer.json" else name
-    with pytest.raises(ValueError, match=rf"(?s){saved}.*{named}"):
+    with pytest.raises(ValueError, match=rf"(?s){saved}.*{name}"):
+        load_checkpoint(saved, torch.float32)
+
+
+def test_a_tokenizer_that_is_another_json_is_named(saved):
+    (saved / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(
+        FileError, match=r"its tokenizer \(tokenizer.json, tokenizer_config.json\) cannot be loaded: Key"
+    ):
+        load_checkpoint(saved, torch.float32)
+    (saved / "tokenizer.json").unlink()
+    (saved / "tokenizer.json").mkdir()
+    with pytest.raises(FileError, match=r"tokenizer.json: expected a tokenizer's settings, but it is a folder"):
         load_checkpoint(saved, torch.float32)
 
 
