@@ -14,10 +14,7 @@ from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.files import read_json
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import shard_problems
-from qarl_nemo.memory import EngineRanks, Learner, ModelSize, Parallelism, require_targets
-from qarl_nemo.memory.lora import Adapters
-from qarl_nemo.names import check_targets, split_targets
-from qarl_nemo.train.lora import RANKS
+from qarl_nemo.memory import EngineRanks, Learner, ModelSize, Parallelism
 
 
 def layouts_that_start(
@@ -55,24 +52,6 @@ def _shard_problems(model: ModelSize, ranks: Parallelism, learner: Learner) -> l
     }
     assert learner.record is not None
     return shard_problems(SimpleNamespace(**sizes), Alignment(learner.record, learner.targets))
-
-
-def named_adapters(model: ModelSize, rank: int, targets: str) -> Adapters:
-    """Return adapters that engines serve.
-
-    Args:
-        model: the model's sizes.
-        rank: rank of every adapter.
-        targets: comma-separated.
-
-    Raises:
-        ValueError: the model lacks a target, or no engine serves the rank.
-    """
-    chosen = check_targets(split_targets(targets))
-    require_targets(model, chosen)
-    if rank not in RANKS:
-        raise ValueError(f"lora={rank} is a rank that no engine serves; legal: {', '.join(map(str, RANKS))}")
-    return Adapters(rank, chosen)
 
 
 def refusals(model: Path, learner: Learner, engine: EngineRanks | None = None) -> list[str]:

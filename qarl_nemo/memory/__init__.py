@@ -20,7 +20,7 @@ from qarl_nemo.memory.learner import (
     rank_memory,
 )
 from qarl_nemo.memory.model_size import ModelSize
-from qarl_nemo.memory.requests import named_layouts, named_learner
+from qarl_nemo.memory.requests import named_layouts, named_targets, require_groups
 from qarl_nemo.memory.units import ASLEEP_BYTES, EMBEDDED_PROCESS_BYTES, ENGINE_BYTES, GIB, MIB, OVERHEAD_BYTES
 from qarl_nemo.parallelism import Parallelism
 
@@ -47,9 +47,10 @@ __all__ = [
     "layouts",
     "logprob_bytes",
     "named_layouts",
-    "named_learner",
+    "named_targets",
     "rank_memory",
     "refit_bytes",
+    "require_groups",
     "require_layout",
     "require_targets",
     "served_bytes",

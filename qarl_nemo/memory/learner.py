@@ -69,12 +69,17 @@ class Learner:
         for name, count in (("tokens", self.tokens), ("logprob_chunk", self.logprob_chunk)):
             if count is not None and not 1 <= count <= MAX_TOKENS:
                 problems.append(f"{name}={count} is not from 1 to {MAX_TOKENS}")
-        if problems:
-            raise ValueError("; ".join(problems))
         if self.format not in (None, *(legal := served_formats("cuda"))):
             known = find_format(self.format or "")
             wrong = "vLLM serves no run in format" if known else "unknown format"
-            raise ValueError(f"{wrong} {self.format!r}{why_impossible(self.format or '')}; legal: {', '.join(legal)}")
+            problems.append(f"{wrong} {self.format!r}{why_impossible(self.format or '')}; legal: {', '.join(legal)}")
+        elif self.format is not None:
+            try:
+                get_format(self.format, nested_in=self.nested_in)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
 
     @property
     def record(self) -> QuantFormat | None:

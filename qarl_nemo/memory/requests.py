@@ -1,33 +1,38 @@
-"""What a user asks for by name, checked against a model: a learner and its layouts."""
+"""What a user asks for by name, checked against a model: targets, groups and layouts."""
 
 from collections.abc import Sequence
 
 from qarl_formats import find_format, formats_with_groups
 from qarl_nemo.memory.layouts import require_layout, require_targets
-from qarl_nemo.memory.learner import Learner
 from qarl_nemo.memory.model_size import ModelSize
 from qarl_nemo.names import check_targets, split_targets
 from qarl_nemo.parallelism import Parallelism
 
 
-def named_learner(model: ModelSize, format_name: str, group_size: int | None, targets: str | None) -> Learner:
-    """Return a learner of which everything but its quantization is usual.
+def named_targets(model: ModelSize, targets: str | None) -> tuple[str, ...]:
+    """Return what is quantized.
 
     Args:
         model: the model's sizes.
-        format_name: the executed format.
-        group_size: elements per scale; None: 128.
         targets: comma-separated; None: the model's experts, or its MLP if it is dense.
 
     Raises:
-        ValueError: a name is unknown, the model lacks a target, or the format takes no such group size.
+        ValueError: a name is unknown, or the model lacks a target.
     """
-    usual = "experts" if model.num_experts else "mlp"
-    chosen = check_targets(split_targets(usual if targets is None else targets))
+    chosen = check_targets(split_targets(targets)) if targets is not None else ()
+    chosen = chosen or ("experts" if model.num_experts else "mlp",)
     require_targets(model, chosen)
+    return chosen
+
+
+def require_groups(format_name: str, group_size: int | None) -> None:
+    """Refuse a group size where a known format has none.
+
+    Raises:
+        ValueError: it would change nothing.
+    """
     if group_size is not None and find_format(format_name) and format_name not in (grouped := formats_with_groups()):
         raise ValueError(f"format {format_name!r} takes no group_size; {', '.join(grouped)} have one: remove it")
-    return Learner(format_name, 128 if group_size is None else group_size, chosen)
 
 
 def named_layouts(model: ModelSize, names: Sequence[str], num_gpus: int) -> list[Parallelism]:

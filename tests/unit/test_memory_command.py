@@ -80,6 +80,33 @@ def test_what_is_not_legal_is_one_line_with_what_is(options, problem, qarl):
     assert "Traceback" not in printed
 
 
+def test_all_that_is_not_legal_is_named_at_once(qarl):
+    options = {"gpu-gib": -1, "gpus": 0, "tokens": 0, "logprob-chunk": 0, "gradient-bytes": 3, "targets": "mlp"}
+    options |= {"optimizer": "sgd", "recompute": "some", "layout": "tp0", "engine-tp": 3, "nested-in": "w4"}
+    code, printed = qarl("memory", MODEL, *(f"--{name}={value}" for name, value in options.items()))
+    assert code == 2
+    named = ("gpu_gib=", "tokens=0", "logprob_chunk=0", "gradient_bytes 3", "targets mlp", "'sgd'", "'some'", "'tp0'")
+    for text in (*named, "num_gpus=0", "engine_tp=3", "nested_in='w4'"):
+        assert printed.count(text) == 1, printed
+    code, printed = qarl(
+        "memory", MODEL, "--lora", 3, "--cache-gib", "nan", "--tokens", 0, "--gpus", 2, "--targets", ""
+    )
+    assert code == 2
+    for text in (
+        "lora=3 is a rank",
+        "cache_gib=nan",
+        "tokens=0",
+        "--gpus: of a Megatron learner",
+        "unknown targets: ;",
+    ):
+        assert printed.count(text) == 1, printed
+
+
+def test_what_is_named_twice_stands_in_the_table_once(qarl):
+    twice = ["--layout", "ep8", "--optimizer", "muon", "--recompute", "full"] * 2
+    assert len(rows_of(qarl("memory", MODEL, *twice, "--all")[1])) == 1
+
+
 def test_layouts_that_cut_what_a_format_scales_are_not_proposed(qarl):
     found = {}
     for name in ("w4a16", "int8"):
