@@ -7,16 +7,27 @@ import typer
 
 from qarl_formats import DEFAULT_FORMAT, find_format
 from qarl_nemo.cli import compare_options as options
-from qarl_nemo.cli.options import NestedIn, OwnWidth, ScaleConvention, Targets, require_own_width, settings_of
+from qarl_nemo.cli.options import (
+    NestedIn,
+    OwnWidth,
+    ScaleConvention,
+    Targets,
+    given_options,
+    require_own_width,
+    settings_of,
+)
 from qarl_nemo.cli.program import command
+from qarl_nemo.config.problems import attempt
 from qarl_nemo.names import split_targets
 
 if TYPE_CHECKING:
     from qarl_nemo.measure.compare.run import Comparison
+    from qarl_nemo.measure.compare.settings import CompareSettings
 
 
 @command
 def compare(
+    context: typer.Context,
     checkpoint: options.Checkpoint,
     formats: options.Formats = None,
     group_size: options.GroupSize = None,
@@ -58,10 +69,10 @@ def compare(
 
     chosen = tuple(formats or [DEFAULT_FORMAT])
     settings = settings_of(CompareSettings, given, formats=chosen, targets=tuple(split_targets(targets)))
+    problems = _idle_options(context, settings) + _place_problems(output, record, record_operators)
     if all(map(find_format, chosen)):
-        require_own_width(own_width, chosen)
-    _require_places(output, record, record_operators, layers=settings.layers)
-    result = measure(settings, typer.echo)
+        attempt(problems, require_own_width, own_width, chosen)
+    result = measure(settings, typer.echo, problems)
     _show(result)
     written = [*write_comparison(output, settings, result)]
     written += append_comparison(settings, result, record, record_operators)
@@ -76,26 +87,28 @@ def _show(result: "Comparison") -> None:
     Console().print(*comparison_tables(result), *legend(result), *operator_tables(result), sep="\n")
 
 
-def _require_places(output: Path, record: Path | None, record_operators: Path | None, *, layers: bool) -> None:
-    """Refuse places that cannot be written to before anything is measured; all are listed."""
-    from qarl_nemo.files import FileError, make_folder
-    from qarl_nemo.metrics.results import read_results
+def _idle_options(context: typer.Context, settings: "CompareSettings") -> list[str]:
+    given = given_options(context)
+    problems = []
+    if settings.prompts and "--prompt-tokens" in given:
+        problems.append("--prompt-tokens is the length of random prompts, and --prompts names others; leave one out")
+    if settings.engine == "packed" and "--gpu-memory-utilization" in given:
+        problems.append("--gpu-memory-utilization is vLLM's share; leave it out, or set --engine vllm")
+    if not settings.layers and "--record-operators" in given:
+        problems.append("--record-operators records what --layers measures; add --layers, or leave it out")
+    return problems
+
+
+def _place_problems(output: Path, *records: Path | None) -> list[str]:
+    """Find places that cannot be written to before anything is measured."""
+    from qarl_nemo.files import make_folder
+    from qarl_nemo.metrics.results import require_place
 
     problems = []
-    if record_operators is not None and not layers:
-        problems.append("--record-operators records what --layers measures; add --layers, or leave it out")
-    if output.exists() and not output.is_dir():
+    if output.is_file():
         problems.append(f"--output {output} is a file; name a folder")
     else:
-        try:
-            make_folder(output, "a folder for the comparison")
-        except FileError as error:
-            problems.append(f"--output {error}")
-    for path in (record, record_operators):
-        if path is not None and path.exists():
-            try:
-                read_results(path)
-            except ValueError as error:
-                problems.append(str(error))
-    if problems:
-        raise FileError("\n  ".join([f"{len(problems)} problem(s) with the places of the results:", *problems]))
+        attempt(problems, make_folder, output, "a folder for the comparison")
+    for path in filter(None, records):
+        attempt(problems, require_place, path)
+    return problems

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from qarl_nemo.files import read_json, write_atomic
+from qarl_nemo.files import FileError, read_json, write_atomic
 
 
 class Figure(NamedTuple):
@@ -89,6 +89,20 @@ def read_results(path: Path) -> list[ResultRow]:
         ValueError: the file is not such a list; every offending row and field is named.
     """
     return _validate(read_json(path, "a JSON list of results", list), str(path))
+
+
+def require_place(path: Path) -> None:
+    """Require, before anything is measured, that `append_results` can add rows to a file.
+
+    Raises:
+        ValueError: it is something else, or cannot be made.
+    """
+    if path.exists():
+        read_results(path)
+        return
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not nearest.is_dir():
+        raise FileError(f"{path} cannot be made: {nearest} is a file; choose another place")
 
 
 def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) -> list[ResultRow]:

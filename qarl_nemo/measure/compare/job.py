@@ -1,6 +1,7 @@
 """A comparison whose settings have all been checked, before a weight is read."""
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,18 @@ class Job:
         return getattr(torch, self.settings.precision)
 
 
-def prepare(settings: CompareSettings) -> Job:
+def prepare(settings: CompareSettings, beside: Sequence[str] = ()) -> Job:
     """Check everything and make the prompts, before a weight is read.
+
+    Args:
+        settings: what to compare.
+        beside: what else is wrong, to be listed with it.
 
     Raises:
         ValueError: settings, checkpoint, tokenizer, formats, shapes or prompts are wrong; all that is wrong is listed.
     """
-    problems = _number_problems(settings) + _choice_problems(settings)
+    numbers = _number_problems(settings)
+    problems = [*beside, *numbers, *_choice_problems(settings)]
     formats = _formats(settings, problems)
     device = attempt(problems, resolve_device, settings.device)
     config = attempt(problems, _read_config, settings.checkpoint)
@@ -82,7 +88,9 @@ def prepare(settings: CompareSettings) -> Job:
         if adapter:
             attempt(problems, _require_same_model, adapter, config)
     if config and tokenizer is not None:
-        prompts = attempt(problems, make_prompts, settings, tokenizer, config)
+        # Random ones of illegal sizes cannot be drawn.
+        if settings.prompts or not numbers:
+            prompts = attempt(problems, make_prompts, settings, tokenizer, config)
         stop_ids = attempt(problems, stored_stop_ids, settings.checkpoint, tokenizer)
     if problems:
         raise ValueError(f"{len(problems)} problem(s) with this comparison:\n  " + "\n  ".join(problems))

@@ -32,12 +32,23 @@ def make_prompts(
         ValueError: lines without a prompt, token ids outside the vocabulary, or prompts that are too long; all are
             listed.
     """
-    if settings.prompts is None:
-        prompts = _random_prompts(settings, tokenizer, config)
-    else:
-        prompts = _read_prompts(settings.prompts, tokenizer)[: settings.num_prompts]
     # One token is kept free, because an engine that reads the whole response must be able to add one.
     longest = config.max_position_embeddings - settings.max_new_tokens - 1
+    if longest < 1:
+        raise ValueError(
+            f"max_new_tokens={settings.max_new_tokens} leaves no room for a prompt in the model's "
+            f"{config.max_position_embeddings} positions"
+        )
+    if settings.prompts is not None:
+        prompts = _read_prompts(settings.prompts, tokenizer)[: settings.num_prompts]
+    elif settings.prompt_tokens > longest:
+        # Said once, and before as many are drawn.
+        raise ValueError(
+            f"prompt_tokens={settings.prompt_tokens}: of the model's {config.max_position_embeddings} positions "
+            f"{longest} leave room for max_new_tokens={settings.max_new_tokens}"
+        )
+    else:
+        prompts = _random_prompts(settings, tokenizer, config)
     problems = []
     for number, prompt in enumerate(prompts, 1):
         outside = sorted({token for token in prompt if not 0 <= token < config.vocab_size})
@@ -48,7 +59,7 @@ def make_prompts(
         if len(prompt) > longest:
             problems.append(
                 f"prompt {number} has {len(prompt)} tokens, and the model {config.max_position_embeddings} positions: "
-                f"{max(longest, 0)} leave room for max_new_tokens={settings.max_new_tokens}"
+                f"{longest} leave room for max_new_tokens={settings.max_new_tokens}"
             )
     if problems:
         raise ValueError("\n  ".join(problems))
@@ -63,15 +74,11 @@ def _random_prompts(
     # A damaged tokenizer may know only special tokens.
     ordinary = torch.tensor(sorted(known or set(range(config.vocab_size)) - special))
     shape = (settings.num_prompts or DEFAULT_NUM_PROMPTS, settings.prompt_tokens)
-    if min(shape) < 1:
-        return []
     generator = torch.Generator().manual_seed(settings.seed)
     return ordinary[torch.randint(len(ordinary), shape, generator=generator)].tolist()
 
 
 def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if not path.is_file():
-        raise ValueError(f"there is no file of prompts {path}")
     found, wrong = [], []
     for number, line in enumerate(text_lines(path, "a file of prompts"), 1):
         if not line.strip():

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,12 +44,15 @@ class Comparison:
     operators: list[dict[str, Any]]
 
 
-def compare(settings: CompareSettings, show: Callable[[str], None] = lambda _: None) -> Comparison:
+def compare(
+    settings: CompareSettings, show: Callable[[str], None] = lambda _: None, beside: Sequence[str] = ()
+) -> Comparison:
     """Measure every arm: the engine answers first, in each format, then each learner scores its tokens.
 
     Args:
         settings: what to compare.
         show: called with what happens next.
+        beside: what the caller found wrong, to be listed with the rest.
 
     Returns:
         Rows with `arm`, `format` (the engine's), `decoding`, the figures of `Scores.metrics`, `gap_over_floor`,
@@ -59,7 +62,7 @@ def compare(settings: CompareSettings, show: Callable[[str], None] = lambda _: N
     Raises:
         ValueError: settings, checkpoint or prompts are wrong, all listed; or vLLM did not quantize as requested.
     """
-    job = prepare(settings)
+    job = prepare(settings, beside)
     formats = (get_format(FLOOR), *job.formats)
     served = _serve_all(job, formats, show)
     rows: list[dict[str, Any]] = []

@@ -1,0 +1,63 @@
+"""What `qarl compare` and `qarl eval` refuse of their options before a weight is read, all of it in one error."""
+
+from pathlib import Path
+
+import pytest
+
+from qarl_nemo.measure.compare.job import prepare as prepare_comparison
+from qarl_nemo.measure.compare.settings import CompareSettings
+from qarl_nemo.measure.eval.settings import EvalSettings
+from support.engines import TOKENIZER
+from support.files import write_jsonl
+from support.whole_models import save_sparse
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return save_sparse(tmp_path_factory.mktemp("refusals") / "tiny", TOKENIZER, max_position_embeddings=128)
+
+
+@pytest.fixture
+def sums(tmp_path) -> Path:
+    return Path(write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "1+2=", "answer": "It is\n#### 3"}]))
+
+
+def comparison(checkpoint, **options) -> CompareSettings:
+    return CompareSettings(checkpoint, **{"group_size": 64, "max_new_tokens": 20, "device": "cpu"} | options)
+
+
+def evaluation(tmp_path, sums, *models) -> EvalSettings:
+    return EvalSettings(models, ("gsm8k",), tmp_path / "out" / "r.json", {"gsm8k": sums}, device="cpu")
+
+
+def test_options_without_effect_and_places_are_listed_with_the_rest(qarl, checkpoint, tmp_path):
+    prompts, file = tmp_path / "prompts.txt", tmp_path / "file"
+    prompts.write_bytes(b"1+1=\n\xff\n")
+    file.touch()
+    options = ["--prompts", prompts, "--prompt-tokens", 8, "--gpu-memory-utilization", 0.5, "--num-responses", 0]
+    options += ["--output", file / "out", "--record", file / "a.json", "--record-operators", file]
+    code, printed = qarl("compare", checkpoint, *options)
+    assert code == 2
+    for text in (
+        "8 problem(s) with this comparison",
+        "--prompt-tokens is the length of random prompts, and --prompts names others",
+        "--gpu-memory-utilization is vLLM's share; leave it out, or set --engine vllm",
+        "--record-operators records what --layers measures",
+        f"{file / 'out'} cannot be made as a folder for the comparison",
+        f"{file / 'a.json'} cannot be made: {file} is a file; choose another place",
+        f"{file}: expected a JSON list of results, but it is not JSON",
+        "num_responses=0 must be at least 1",
+        f"{prompts}: expected a file of prompts, but it is not UTF-8: byte 0xff at position 5, in line 2",
+    ):
+        assert text in printed, printed
+
+
+def test_random_prompts_that_are_too_many_or_too_long_are_said_once(checkpoint):
+    for sizes, said in (
+        ({"num_prompts": 10**10}, f"num_prompts={10**10} must be at most 16777216"),
+        ({"prompt_tokens": 10**6}, f"prompt_tokens={10**6}: of the model's 128 positions 107 leave room"),
+        ({"max_new_tokens": 128}, "max_new_tokens=128 leaves no room for a prompt in the model's 128 positions"),
+    ):
+        with pytest.raises(ValueError, match=said) as error:
+            prepare_comparison(comparison(checkpoint, **sizes))
+        assert str(error.value).startswith("1 problem(s)")
