@@ -7,6 +7,7 @@ Temperature, top-p and lengths are the paper's (appendix B). The numbers of answ
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from string import Formatter
 from typing import Any, Literal
 
 from qarl_nemo.data import benchmark_fields as fields
@@ -210,10 +211,13 @@ def with_prompt(benchmark: Benchmark, template: str) -> Benchmark:
     Raises:
         ValueError: the template has no `{}`, or other braces.
     """
+    legal = "a prompt's template has one {} for the question, and braces doubled"
     try:
-        places = template.format("\0").count("\0")
+        places = sum(name is not None for _, name, _, _ in Formatter().parse(template))
+        if places == 1:
+            template.format("")
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"a prompt's template has one {{}} for the question, and braces doubled: {error}") from error
+        raise ValueError(f"{legal}: {error}") from error
     if places != 1:
-        raise ValueError(f"a prompt's template has one {{}} for the question; this one has {places}")
+        raise ValueError(f"{legal}; this one has {places} places in single braces")
     return replace(benchmark, prompt=template)

@@ -340,8 +340,10 @@ def test_prompts_ask_for_a_box_and_can_be_those_of_training():
     asked = with_prompt(gsm8k, "Answer in \\boxed{{}}:\n{}\n").ask("{x}?")
     assert asked == "Answer in \\boxed{}:\n{x}?\n"
     for wrong in ("no place", "{} and {}", "{name}", "{", "{[set]} {}", "{.x} {}"):
-        with pytest.raises(ValueError, match="template"):
+        with pytest.raises(ValueError, match=r"a prompt's template has one {} for the question, and braces doubled"):
             with_prompt(gsm8k, wrong)
+    with pytest.raises(ValueError, match=r"this one has 2 places in single braces$"):
+        with_prompt(gsm8k, "{} and {}")
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda one: one.name)
