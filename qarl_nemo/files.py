@@ -183,6 +183,17 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
+def require_makeable(path: Path) -> None:
+    """Refuse a place under a file, where nothing can be made.
+
+    Raises:
+        FileError: what should be a folder is a file.
+    """
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if not nearest.is_dir():
+        raise FileError(f"{path} cannot be made: {nearest} is a file; choose another place")
+
+
 def make_folder(path: Path, what: str) -> None:
     """Make a folder and those above it, unless it is there.
 

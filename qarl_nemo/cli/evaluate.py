@@ -1,5 +1,6 @@
 """`qarl eval`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from qarl_nemo.cli.options import settings_of
 from qarl_nemo.cli.program import command
+from qarl_nemo.config.problems import attempt
 
 if TYPE_CHECKING:
     from qarl_nemo.measure.eval.settings import EvalSettings
@@ -72,15 +74,16 @@ def eval_(
     given = locals()
     from qarl_nemo.measure.eval.settings import EvalSettings
 
+    problems: list[str] = []
     settings = settings_of(
         EvalSettings,
         given,
         models=tuple(models),
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
-        data=named_copies(data or []),
-        prompts=_prompts(chat_template, chat_template_kwargs),
+        data=attempt(problems, named_copies, data or []) or {},
+        prompts=attempt(problems, _prompts, chat_template, chat_template_kwargs),
     )
-    evaluate(settings)
+    evaluate(settings, problems)
 
 
 def _prompts(template: str | None, options: str | None) -> "TokenizerConfig | None":
@@ -90,7 +93,9 @@ def _prompts(template: str | None, options: str | None) -> "TokenizerConfig | No
 
     if template is None and options is None:
         return None
-    kwargs = parse_json(options, "--chat-template-kwargs", "the template's options") if options else {}
+    if template == "none" and options is not None:
+        raise ValueError("--chat-template-kwargs are a template's, and --chat-template none has none; leave one out")
+    kwargs = {} if options is None else parse_json(options, "--chat-template-kwargs", "the template's options")
     written = {"chat_template": None if template == "none" else template or "default", "chat_template_kwargs": kwargs}
     return validate(written, TokenizerConfig, source="--chat-template")
 
@@ -109,17 +114,24 @@ def named_copies(given: list[str]) -> dict[str, Path]:
     """
     parts = [text.partition("=") for text in given]
     wrong = [text for text, part in zip(given, parts, strict=True) if not all(part)]
-    if wrong:
-        raise ValueError(f"--data {', '.join(wrong)}: write NAME=PATH, for example --data gsm8k=data/test.jsonl")
-    names = [name for name, _, _ in parts]
+    problems = (
+        [f"--data {', '.join(wrong)}: write NAME=PATH, for example --data gsm8k=data/test.jsonl"] if wrong else []
+    )
+    names = [name for name, *rest in parts if all(rest)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"--data names more than one copy of {', '.join(twice)}; choose one")
+        problems.append(f"--data names more than one copy of {', '.join(twice)}; choose one")
+    if problems:
+        raise ValueError("; ".join(problems))
     return {name: Path(path) for name, _, path in parts}
 
 
-def evaluate(settings: "EvalSettings") -> None:
+def evaluate(settings: "EvalSettings", beside: Sequence[str] = ()) -> None:
     """Evaluate, and show and keep the results.
+
+    Args:
+        settings: what to evaluate.
+        beside: what else is wrong, to be listed with the rest.
 
     Raises:
         RunStoppedError: it was interrupted from the keyboard.
@@ -134,7 +146,7 @@ def evaluate(settings: "EvalSettings") -> None:
     from qarl_nemo.train.progress import LiveProgress
     from qarl_nemo.train.run_dir import RunStoppedError
 
-    job = prepare(settings)
+    job = prepare(settings, beside)
     output, answers = settings.output, answers_path(settings.output)
     make_folder(output.parent, "the folder of an evaluation")
     with exclusive(output.with_suffix(".lock"), f"the evaluation {output}"):

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from qarl_nemo.files import FileError, read_json, write_atomic
+from qarl_nemo.files import read_json, require_makeable, write_atomic
 
 
 class Figure(NamedTuple):
@@ -99,10 +99,7 @@ def require_place(path: Path) -> None:
     """
     if path.exists():
         read_results(path)
-        return
-    nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    if not nearest.is_dir():
-        raise FileError(f"{path} cannot be made: {nearest} is a file; choose another place")
+    require_makeable(path)
 
 
 def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) -> list[ResultRow]:

@@ -1,12 +1,16 @@
 """What `qarl compare` and `qarl eval` refuse of their options before a weight is read, all of it in one error."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from qarl_nemo.measure.compare.job import prepare as prepare_comparison
 from qarl_nemo.measure.compare.settings import CompareSettings
+from qarl_nemo.measure.eval.run import plan
 from qarl_nemo.measure.eval.settings import EvalSettings
+from qarl_nemo.measure.eval.settings import prepare as prepare_evaluation
+from qarl_nemo.measure.eval.store import AnswerStore
 from support.engines import TOKENIZER
 from support.files import write_jsonl
 from support.whole_models import save_sparse
@@ -61,3 +65,40 @@ def test_random_prompts_that_are_too_many_or_too_long_are_said_once(checkpoint):
         with pytest.raises(ValueError, match=said) as error:
             prepare_comparison(comparison(checkpoint, **sizes))
         assert str(error.value).startswith("1 problem(s)")
+
+
+def test_options_without_effect_and_without_form_are_in_the_same_error(qarl, checkpoint, tmp_path, sums):
+    options = ["--engine", "packed", "--gpu-memory-utilization", 0.5, "--temperature", 0, "--top-p", 0.5, "--limit", 0]
+    options += ["--chat-template", "none", "--chat-template-kwargs", "{}", "--output", sums / "r.json"]
+    options += ["--data", "gsm8k", "--data", "gpqa=a", "--data", "gpqa=b", "--max-new-tokens", 10**8]
+    options += ["--benchmarks", "gsm8k"]
+    code, printed = qarl("eval", checkpoint, *options)
+    assert code == 2
+    for text in (
+        "7 problem(s) with this evaluation",
+        "--data gsm8k: write NAME=PATH, for example --data gsm8k=data/test.jsonl; --data names more than one copy of",
+        "--chat-template-kwargs are a template's, and --chat-template none has none; leave one out",
+        "limit=0 must be at least 1",
+        f"max_new_tokens={10**8} must be at most 16777216",
+        "top_p=0.5 does nothing beside temperature=0, which draws nothing; leave one out",
+        f"{sums / 'r.json'} cannot be made: {sums} is a file",
+        "gpu_memory_utilization is vLLM's share, and the engine is packed; leave it out",
+    ):
+        assert text in printed, printed
+    code, printed = qarl("eval", checkpoint, "--chat-template-kwargs", "")
+    assert "--chat-template-kwargs: expected the template's options, but it is not JSON" in printed
+
+
+def test_every_models_tokenizer_is_looked_at_before_one_is_asked(checkpoint, tmp_path, sums):
+    models = [shutil.copytree(checkpoint, tmp_path / name) for name in ("cut", "without")]
+    (models[0] / "tokenizer.json").write_text("{")
+    (models[1] / "tokenizer.json").unlink()
+    job = prepare_evaluation(evaluation(tmp_path, sums, checkpoint, *models))
+    with pytest.raises(ValueError, match=r"2 problem.*\n.*cut/tokenizer.json: .*not JSON(.|\n)*without: its tokenizer"):
+        plan(job, AnswerStore(tmp_path / "answers.jsonl", {}))
+
+
+def test_a_copy_that_is_not_there_is_not_asked_of_the_hub(checkpoint, tmp_path):
+    chosen = evaluation(tmp_path, tmp_path / "gsm8k", checkpoint)
+    with pytest.raises(ValueError, match=rf"--data gsm8k={tmp_path / 'gsm8k'} does not exist; name a local file"):
+        prepare_evaluation(chosen)

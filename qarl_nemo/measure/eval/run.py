@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from qarl_nemo.config.problems import attempt
 from qarl_nemo.data.benchmarks import BENCHMARKS, GROUPS
 from qarl_nemo.measure.eval.evaluation import Asked, ModelEvaluation
 from qarl_nemo.measure.eval.scores import average, avg_at_k, pass_at_k, reported_ks
@@ -23,9 +24,13 @@ def plan(job: EvalJob, store: AnswerStore) -> list[ModelEvaluation]:
     """Encode every prompt for every model, so that what cannot be asked is found before anything is.
 
     Raises:
-        ValueError: prompts leave no room for an answer.
+        ValueError: tokenizers cannot be used, or prompts leave no room for an answer; all are listed.
     """
-    return [ModelEvaluation(job, model, store) for model in job.models]
+    problems: list[str] = []
+    found = [attempt(problems, ModelEvaluation, job, model, store) for model in job.models]
+    if problems:
+        raise ValueError("\n  ".join([f"{len(problems)} problem(s) with this evaluation:", *problems]))
+    return [one for one in found if one is not None]
 
 
 def run(evaluations: Sequence[ModelEvaluation], show: Show, keep: Keep) -> list[Row]:

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from qarl_nemo.config.problems import attempt
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
-from qarl_nemo.files import FileError, read_json, read_text
+from qarl_nemo.files import FileError, read_json, read_text, require_makeable
 from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.eval.models import EvalModel, find_model
 from qarl_nemo.measure.served import adapter_problems, cpu_problems
@@ -27,6 +28,7 @@ from qarl_nemo.train.vllm.host import vllm_problem
 
 ENGINES = ("auto", "vllm", "packed")
 PRECISIONS = ("bfloat16", "float32")
+_GPU_SHARE = 0.9
 _BATCH_SIZES = {"packed": 32, "vllm": 256}
 # vLLM is asked for several batches at once: short answers make room for others while long ones go on.
 _BATCHES_A_CHUNK = {"packed": 1, "vllm": 4}
@@ -81,7 +83,7 @@ class EvalSettings:
     prompt_file: Path | None = None
     system_prompt: str | None = None
     prompts: TokenizerConfig | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = _GPU_SHARE
     tensor_parallel_size: int = 1
 
 
@@ -146,13 +148,17 @@ class EvalJob:
         return getattr(torch, self.settings.precision or (stored if stored in PRECISIONS else "bfloat16"))
 
 
-def prepare(settings: EvalSettings) -> EvalJob:
+def prepare(settings: EvalSettings, beside: Sequence[str] = ()) -> EvalJob:
     """Check everything and read the problems, before a weight is read.
+
+    Args:
+        settings: what to evaluate.
+        beside: what else is wrong, to be listed with it.
 
     Raises:
         ValueError: settings, models or data are wrong; all that is wrong is listed.
     """
-    problems = _number_problems(settings) + _choice_problems(settings)
+    problems = [*beside, *_number_problems(settings), *_choice_problems(settings)]
     device = attempt(problems, resolve_device, settings.device)
     models = [model for path in settings.models if (model := attempt(problems, find_model, path)) is not None]
     engine = _engine(settings, models, device, problems) if device else settings.engine
@@ -178,6 +184,8 @@ def _number_problems(settings: EvalSettings) -> list[str]:
     if temperature not in (None, 0) and not lowest <= temperature <= 100:
         legal = f"must be 0 or lie in [{lowest}, 100]"
         problems.append(f"temperature={temperature} {legal}; vLLM samples at {lowest} where less is set")
+    if temperature == 0 and settings.top_p not in (None, 1):
+        problems.append(f"top_p={settings.top_p} does nothing beside temperature=0, which draws nothing; leave one out")
     return problems + share_problems(settings, "top_p", "gpu_memory_utilization")
 
 
@@ -195,6 +203,7 @@ def _choice_problems(settings: EvalSettings) -> list[str]:
         problems.append(f"output {settings.output} is a folder; name a file, such as {settings.output}/results.json")
     elif settings.output.exists() and not _holds_results(settings.output):
         problems.append(f"output {settings.output} holds no results of qarl eval and would be lost; name another file")
+    attempt(problems, require_makeable, settings.output)
     return problems
 
 
@@ -257,6 +266,8 @@ def _model_problems(settings: EvalSettings, models: list[EvalModel], engine: str
         problems.append("engine vllm computes in bfloat16; leave precision out, or set --engine packed")
     if engine == "packed" and settings.tensor_parallel_size > 1:
         problems.append("the built-in sampler takes one device; leave tensor_parallel_size out")
+    if engine == "packed" and settings.gpu_memory_utilization != _GPU_SHARE:
+        problems.append("gpu_memory_utilization is vLLM's share, and the engine is packed; leave it out")
     return problems
 
 
@@ -290,7 +301,11 @@ def _read_questions(settings: EvalSettings, records: list[Benchmark], problems: 
 
 
 def _ask(settings: EvalSettings, benchmark: Benchmark) -> Questions:
-    whole = read_problems(benchmark, settings.data.get(benchmark.name))
+    copy = settings.data.get(benchmark.name)
+    if copy is not None and not copy.exists():
+        # The hub would be asked for it, half a minute long where there is no network.
+        raise FileError(f"--data {benchmark.name}={copy} does not exist; name a local file or folder")
+    whole = read_problems(benchmark, copy)
     chosen = range(len(whole))
     if settings.limit is not None and settings.limit < len(whole):
         # The same sample for every model and seed, and not the head: some sets are sorted by subject.
