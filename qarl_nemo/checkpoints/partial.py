@@ -229,14 +229,14 @@ def check_destination(destination: Path, overwrite: bool) -> None:
     """
     if not destination.exists():
         return
+    if not (destination / RECORD_FILE).is_file():
+        raise ValueError(
+            f"destination {destination} exists and was not written by this tool (no {RECORD_FILE}), so that "
+            "--overwrite does not replace it; choose another one or remove it yourself"
+        )
     if not overwrite:
         raise ValueError(
             f"destination {destination} exists; choose another one, or replace it with --overwrite (overwrite=True)"
-        )
-    if not (destination / RECORD_FILE).is_file():
-        raise ValueError(
-            f"destination {destination} was not written by this tool (no {RECORD_FILE}), so it is not overwritten; "
-            "choose another one or remove it yourself"
         )
     foreign = foreign_files(destination)
     if foreign:

@@ -113,7 +113,7 @@ def quantize_checkpoint(
     destination = Path(destination)
     with _named_os_errors(destination):
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-        _check_device(device)
+        require_device(device)
         for folder in {checkpoint.folder, checkpoint.companions}:
             check_apart(folder, destination)
         plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes, split_channels)
@@ -230,7 +230,12 @@ def _check_space(plan: QuantizePlan, destination: Path) -> None:
     require_space(partial_path(destination), plan.num_bytes - held, "what is still to be written")
 
 
-def _check_device(device: str) -> None:
+def require_device(device: str) -> None:
+    """Require that quantization can run on a device.
+
+    Raises:
+        ValueError: there is no such device; says which are legal.
+    """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"device={device} is not known; legal are cpu, cuda and cuda:<number>")
     if device != "cpu":

@@ -19,7 +19,9 @@ from qarl_nemo.cli.options import (
     require_own_width,
 )
 from qarl_nemo.cli.program import command
-from qarl_nemo.names import split_targets, summarize_names
+from qarl_nemo.config.problems import attempt
+from qarl_nemo.files import require_makeable
+from qarl_nemo.names import check_targets, split_targets, summarize_names
 
 if TYPE_CHECKING:
     from qarl_kernels import QuantFormat
@@ -50,8 +52,10 @@ def quantize(
     """Quantize a Hugging Face checkpoint into one that stock vLLM loads; the same command resumes a killed one."""
     from qarl_nemo.checkpoints import open_checkpoint
 
-    fmt = _format(format_name, group_size, scale_convention, nested_in, own_width)
-    checkpoint = open_checkpoint(source)
+    problems: list[str] = []
+    fmt = attempt(problems, _format, format_name, group_size, scale_convention, nested_in, own_width)
+    checkpoint = attempt(problems, open_checkpoint, source)
+    _require_options(problems, checkpoint, destination, targets, max_shard_bytes, device)
     _quantize(checkpoint, destination, fmt, targets, max_shard_bytes, overwrite, device, split_channels)
 
 
@@ -80,8 +84,10 @@ def convert(
     """
     from qarl_nemo.checkpoints import open_megatron
 
-    fmt = _format(format_name, group_size, scale_convention, nested_in, own_width)
-    checkpoint = open_megatron(source, hf_model, drop_vocab_padding=drop_vocab_padding)
+    problems: list[str] = []
+    fmt = attempt(problems, _format, format_name, group_size, scale_convention, nested_in, own_width)
+    checkpoint = attempt(problems, open_megatron, source, hf_model, drop_vocab_padding=drop_vocab_padding)
+    _require_options(problems, checkpoint, destination, targets, max_shard_bytes, device)
     _quantize(checkpoint, destination, fmt, targets, max_shard_bytes, overwrite, device)
 
 
@@ -94,10 +100,32 @@ def _format(
     return fmt
 
 
-def _quantize(
-    checkpoint: "Checkpoint",
+def _require_options(
+    problems: list[str],
+    checkpoint: "Checkpoint | None",
     destination: Path,
-    fmt: "QuantFormat",
+    targets: str,
+    max_shard_bytes: int,
+    device: str,
+) -> None:
+    """Refuse what is wrong without a look at the weights; all is listed with what was wrong before."""
+    from qarl_nemo.checkpoints.quantize import check_apart, require_device
+
+    for folder in {checkpoint.folder, checkpoint.companions} if checkpoint else ():
+        attempt(problems, check_apart, folder, destination)
+    attempt(problems, require_makeable, destination)
+    attempt(problems, check_targets, split_targets(targets))
+    if max_shard_bytes < 1:
+        problems.append(f"max_shard_bytes={max_shard_bytes} must be at least 1")
+    attempt(problems, require_device, device)
+    if problems:
+        raise ValueError("\n  ".join([f"{len(problems)} problem(s), nothing was written:", *problems]))
+
+
+def _quantize(
+    checkpoint: "Checkpoint | None",
+    destination: Path,
+    fmt: "QuantFormat | None",
     targets: str,
     max_shard_bytes: int,
     overwrite: bool,
@@ -109,6 +137,8 @@ def _quantize(
     from qarl_nemo.files import readable_bytes
     from qarl_nemo.refit.engine_settings import serve_command
 
+    assert checkpoint
+    assert fmt
     chosen = split_targets(targets)
     with shard_progress() as show:
         report = quantize_checkpoint(

@@ -83,3 +83,20 @@ def test_the_module_runs_where_the_command_is_not_installed(hf_model, megatron, 
     subprocess.run([sys.executable, "-m", "qarl_nemo", *map(str, arguments)], check=True, capture_output=True)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "fp8"
+
+
+def test_everything_wrong_with_the_options_is_listed_at_once(qarl, hf_model, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    wrong = ["--format", "nf4", "--targets", "x", "--max-shard-bytes", 0, "--device", "tpu"]
+    for command, source, options, problem in (
+        ("quantize", file, [], f"checkpoint {file} is not a folder"),
+        ("convert", hf_model, ["--hf-model", hf_model], f"{hf_model} is not a torch_dist checkpoint"),
+    ):
+        code, printed = qarl(command, source, file / "out", *options, *wrong)
+        assert code == 2
+        named = ("unknown format 'nf4'", "unknown targets: x", "max_shard_bytes=0 must be at least 1", "device=tpu")
+        for text in ("6 problem(s), nothing was written", problem, f"{file / 'out'} cannot be made: {file}", *named):
+            assert text in printed, printed
+    code, printed = qarl("quantize", hf_model, hf_model / "out", "--max-shard-bytes", 0)
+    assert "must not contain each other\n  max_shard_bytes=0 must be" in printed

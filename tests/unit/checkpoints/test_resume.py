@@ -188,10 +188,11 @@ def test_an_existing_destination_is_refused(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match=r"destination .*out exists; .*--overwrite"):
-        run(source, out)
-    with pytest.raises(ValueError, match="was not written by this tool"):
-        run(source, out, overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(
+            ValueError, match=r"destination .*out exists and was not written by this tool .*choose anothe"
+        ):
+            run(source, out, overwrite=overwrite)
     assert contents(out) == {"thesis.tex": b"x"}
     assert not (tmp_path / "out.partial" / "checkpoint").exists()
 
