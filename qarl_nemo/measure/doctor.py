@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qarl_nemo.config.problems import attempt
+from qarl_nemo.files import require_makeable
 from qarl_nemo.installation import installed_version, pip_command
 from qarl_nemo.train.vllm.host import vllm_problem
 
@@ -102,13 +104,14 @@ def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Pat
     from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, write_speed
     from qarl_nemo.measure.speed.run import measure_speed, num_steps
     from qarl_nemo.measure.speed.settings import prepare_speed
-    from qarl_nemo.metrics.results import append_results, read_results
+    from qarl_nemo.metrics.results import append_results, require_place
     from qarl_nemo.train.progress import LiveProgress
 
-    job = prepare_speed(settings)
-    if record is not None and record.exists():
-        # What is no results file is refused now, not once everything is measured.
-        read_results(record)
+    problems = [f"--output {output} is a file; name a folder"] if output.is_file() else []
+    attempt(problems, require_makeable, output)
+    if record is not None:
+        attempt(problems, require_place, record)
+    job = prepare_speed(settings, problems)
     done = 0
     with LiveProgress("rollout speed", num_steps(job)) as progress:
 

@@ -20,3 +20,17 @@ def test_options_of_a_measurement_need_a_model(options, named, qarl):
     code, printed = qarl("doctor", *options)
     assert code == 2
     assert f"only --rollout has these options: {named}; name its model, or leave them out" in " ".join(printed.split())
+
+
+def test_places_are_refused_with_the_rest_before_an_engine_starts(tmp_path, qarl):
+    file = tmp_path / "file"
+    file.touch()
+    for output, record, said in (
+        (file, file, (f"--output {file} is a file; name a folder", f"{file}: expected a JSON list of results")),
+        (file / "a", file / "b.json", (f"{file / 'a'} cannot be made: {file}", f"{file / 'b.json'} cannot be made")),
+    ):
+        options = ["--rollout", tmp_path, "--repeats", 0, "--output", output, "--record", record]
+        code, printed = qarl("doctor", *options)
+        assert code == 2
+        for text in (*said, "repeats=0 must be at least 1"):
+            assert text in printed, printed

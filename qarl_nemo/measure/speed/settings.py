@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,12 @@ class SpeedJob:
         }
 
 
-def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
+def prepare_speed(settings: RolloutSpeedSettings, beside: Sequence[str] = ()) -> SpeedJob:
     """Check everything, before an engine is started.
+
+    Args:
+        settings: what to measure.
+        beside: what else is wrong, to be listed with it.
 
     Returns:
         The job; formats that no kernel serves in these shapes are in `refused`.
@@ -111,12 +116,11 @@ def prepare_speed(settings: RolloutSpeedSettings) -> SpeedJob:
         ValueError: settings, model or this machine rule it out; every reason is listed, and the refused formats.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    problems = _number_problems(settings)
-    countable = not problems
-    problems += _choice_problems(settings) + _machine_problems(settings, device)
+    numbers = _number_problems(settings)
+    problems = [*beside, *numbers, *_choice_problems(settings), *_machine_problems(settings, device)]
     model = attempt(problems, read_shapes, settings.model)
     problems += _model_problems(settings, model) if model else []
-    formats, refused = _sort_formats(settings, model) if model and countable else ((), {})
+    formats, refused = _sort_formats(settings, model) if model and not numbers else ((), {})
     if problems or model is None:
         # Refused formats stop no measurement, but whoever has to find another machine wants to know them.
         lines = [f"{len(problems)} problem(s) with --rollout:", *problems]
@@ -191,6 +195,8 @@ def _model_problems(settings: RolloutSpeedSettings, model: ModelShapes) -> list[
     parts, heads = settings.tensor_parallel_size, model.architecture.num_attention_heads
     if parts > 0 and heads % parts:
         problems.append(f"tensor_parallel_size={parts} does not divide {heads} heads")
+    if settings.enable_expert_parallel and "experts" not in model.targets:
+        problems.append("--enable-expert-parallel places experts, which this model does not have; leave it out")
     return problems
 
 

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from qarl_kernels import get_format
+from qarl_nemo.files import FileError
 from qarl_nemo.measure.compare.vllm_responses import import_vllm
 from qarl_nemo.measure.speed.advice import recommend, speed_rows
 from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, write_speed
-from qarl_nemo.measure.speed.run import FormatSpeed
+from qarl_nemo.measure.speed.run import FormatSpeed, measure_speed
 from qarl_nemo.measure.speed.settings import RolloutSpeedSettings, SpeedJob, prepare_speed
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.measure.speed.vllm_speed import _randomize_one, _scale_nvfp4
 from qarl_nemo.metrics.results import append_results
+from support.whole_models import DENSE
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b"
 ENGINE = {
@@ -103,6 +105,21 @@ def test_what_does_not_fit_the_model_is_refused(options, message):
     with pytest.raises(ValueError, match="problem") as raised:
         prepare_speed(RolloutSpeedSettings(**{"model": MODEL} | options))
     assert message in str(raised.value)
+
+
+def test_a_dense_model_has_no_experts_to_place(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"max_position_embeddings": 4096}))
+    options = {"targets": ("mlp",), "enable_expert_parallel": True, "tensor_parallel_size": 2}
+    with pytest.raises(ValueError, match="--enable-expert-parallel places experts, which this model does not have"):
+        prepare_speed(RolloutSpeedSettings(tmp_path, **options))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_an_earlier_measurement_that_is_damaged_is_named(content, model, tmp_path):
+    job = SpeedJob(RolloutSpeedSettings(MODEL), model, (get_format("bf16"),), {}, "cuda", "1x NVIDIA H200", "0.25.1")
+    (tmp_path / "bf16.json").write_text(content)
+    with pytest.raises(FileError, match=r"bf16.json: expected an earlier measurement"):
+        measure_speed(job, tmp_path, lambda *_: None)
 
 
 def test_a_machine_without_gpu_hides_no_format_that_no_engine_would_serve(monkeypatch, tmp_path):
