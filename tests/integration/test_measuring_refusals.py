@@ -1,5 +1,6 @@
 """What `qarl compare` and `qarl eval` refuse of their options before a weight is read, all of it in one error."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def test_random_prompts_that_are_too_many_or_too_long_are_said_once(checkpoint):
         with pytest.raises(ValueError, match=said) as error:
             prepare_comparison(comparison(checkpoint, **sizes))
         assert str(error.value).startswith("1 problem(s)")
+
+
+def test_messages_without_words_and_ids_that_are_no_numbers_are_no_prompts(checkpoint, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    wrong = [{"prompt": [{"a": 1}]}, {"prompt": [{"role": "user", "content": 5}]}, {"prompt_token_ids": [True]}]
+    prompts.write_text("\n".join(map(json.dumps, [*wrong, {"prompt_token_ids": [5]}])))
+    with pytest.raises(ValueError, match="line 1, line 2, line 3: no prompt"):
+        prepare_comparison(comparison(checkpoint, prompts=prompts))
 
 
 def test_options_without_effect_and_without_form_are_in_the_same_error(qarl, checkpoint, tmp_path, sums):

@@ -106,12 +106,17 @@ def _parse(line: str) -> Any:
     if not isinstance(row, dict):
         return None
     ids = row.get("prompt_token_ids")
-    if isinstance(ids, list) and all(isinstance(token, int) for token in ids):
+    # True and false would count as 1 and 0.
+    if isinstance(ids, list) and all(type(token) is int for token in ids):
         return ids
     value = row.get("prompt", row.get("problem"))
-    if isinstance(value, list) and not all(isinstance(message, dict) for message in value):
+    if isinstance(value, list) and not all(map(_is_message, value)):
         return None
     return value
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _encode(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
