@@ -146,11 +146,13 @@ def each_line(path: Path, kind: type[BaseModel] | None = None) -> Iterator[dict[
                     cut_short = not isinstance(error, UnicodeDecodeError) or error.reason == "unexpected end of data"
                     if cut_short and not line.endswith(b"\n"):
                         return
+                    if isinstance(error, UnicodeDecodeError):
+                        raise FileError(f"{place}: expected {_LINES}, but it is not UTF-8") from error
                     raise
                 if kind is not None:
                     require_kind(record, kind, place)
                 yield record
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise FileError(f"{path}: expected {_LINES}, but: {error}") from error
 
 

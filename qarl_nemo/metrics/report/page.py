@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qarl_nemo import __version__
-from qarl_nemo.files import FileError, read_text, require_file, write_atomic
+from qarl_nemo.files import FileError, read_text, require_file, require_makeable, write_atomic
 from qarl_nemo.metrics.nemo_rl_logs import find_config
 from qarl_nemo.metrics.report import tables
 from qarl_nemo.metrics.report.arms import group_by_arm
@@ -72,6 +72,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
 
 
 def _require_report_or_nothing(output: Path) -> None:
+    require_makeable(output)
     if not output.exists():
         return
     require_file(output, "a report to replace")

@@ -67,6 +67,9 @@ def test_a_broken_line_is_an_error_that_names_it(tmp_path):
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: expected a JSON object, but it is not JSON"):
         read_lines(path)
+    path.write_bytes(b'{"step": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(FileError, match=r"metrics.jsonl, line 2: expected one JSON object a line, but it is not UTF-8"):
+        read_lines(path)
     path.write_text("[1]\n")
     with pytest.raises(
         ValueError, match=r"metrics.jsonl, line 1: expected a JSON object, an object, but it holds \[1\]"

@@ -324,6 +324,8 @@ def test_a_report_replaces_reports_only(make_run, tmp_path):
     with pytest.raises(ValueError, match=r"notes.html exists and is no report, so it stays as it is"):
         write_report([make_run("a", num_steps=1, diagnostics=False)], notes)
     assert notes.read_text() == "mine"
+    with pytest.raises(ValueError, match=r"report.html cannot be made: .*notes.html is a file; choose another place"):
+        write_report([make_run("b", num_steps=1, diagnostics=False)], notes / "report.html")
 
 
 def test_half_a_character_in_a_run_is_no_obstacle(make_run, tmp_path):
