@@ -40,6 +40,8 @@ def export_run(
             the error says what quantizing the merged weights anew would change.
     """
     base, training = read_run(run)
+    if dequantize and not training.fmt.is_quantized:
+        raise ValueError(f"the run {run} executed BF16 weights: leave --dequantize out")
     merged = merged_checkpoint(base, training)
     if training.fmt.is_quantized and not dequantize:
         raise ValueError(_refusal(base, merged, training))

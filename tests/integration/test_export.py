@@ -82,6 +82,19 @@ def test_merging_into_a_packed_base_is_refused_with_what_it_would_change(runs, t
             export_run(folder / "w4a16", tmp_path / "out", dequantize=False, overwrite=False, progress=lambda _: None)
 
 
+def test_options_and_places_that_cannot_be_meant_are_refused(runs, tmp_path):
+    (tmp_path / "file").touch()
+    for name, out, options, said in (
+        ("bf16", "out", ["--dequantize"], "executed BF16 weights: leave --dequantize out"),
+        ("bf16", "out", ["--packed"], "executed BF16 weights: leave --packed out"),
+        ("w4a16", "file/out", ["--packed"], f"cannot be made: {tmp_path / 'file'} is a file; choose another place"),
+    ):
+        done = export(runs[0] / name, tmp_path / out, *options)
+        assert done.exit_code == 2
+        assert said in done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
+
+
 @pytest.mark.parametrize("name", ["w4a16", "nvfp4"])
 def test_an_adapter_is_added_to_the_weight_that_was_executed_and_the_sum_rounded_once(runs, name):
     base, training = read_run(runs[0] / name)
