@@ -94,7 +94,7 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
         return None, errors
     catch(errors, _require_weights, config)
     made = catch(errors, _empty_model, config)
-    tasks = catch(errors, _tasks, config, hf)
+    tasks = _tasks(config, hf, errors)
     size = None if made is None else catch(errors, _checkpoint_size, config, made[0])
     if errors or device is None or made is None or tasks is None or size is None:
         return None, errors
@@ -129,12 +129,18 @@ def _empty_model(config: LocalConfig) -> tuple[PreTrainedModel, list[InstallRow]
     return model, install(model, config.qarl.targets, config.qarl.served_format).rows, num_parameters
 
 
-def _tasks(config: LocalConfig, hf: PreTrainedConfig) -> tuple[TaskSource, PromptEncoder, dict[str, int]]:
-    longest = longest_prompt(config, hf.max_position_embeddings)
-    source = TaskSource(config.data, config.seed)
-    encode = PromptEncoder(read_tokenizer(config.policy), config.policy.tokenizer)
-    skipped = limit_prompts(source, encode, longest, skip=getattr(config.data, "overlong_prompts", None) == "skip")
-    return source, encode, skipped
+def _tasks(
+    config: LocalConfig, hf: PreTrainedConfig, errors: list[ValueError]
+) -> tuple[TaskSource, PromptEncoder, dict[str, int]] | None:
+    longest = catch(errors, longest_prompt, config, hf.max_position_embeddings)
+    source = catch(errors, TaskSource, config.data, config.seed)
+    tokenizer = catch(errors, read_tokenizer, config.policy)
+    encode = None if tokenizer is None else catch(errors, PromptEncoder, tokenizer, config.policy.tokenizer)
+    if longest is None or source is None or encode is None:
+        return None
+    skip = getattr(config.data, "overlong_prompts", None) == "skip"
+    skipped = catch(errors, limit_prompts, source, encode, longest, skip=skip)
+    return None if skipped is None else (source, encode, skipped)
 
 
 def _checkpoint_size(config: LocalConfig, model: PreTrainedModel) -> int:

@@ -24,7 +24,7 @@ class PromptEncoder:
         settings: the tokenizer block.
 
     Raises:
-        ValueError: the template's file cannot be read.
+        ValueError: the template's file cannot be read, or is empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TokenizerConfig) -> None:
@@ -33,6 +33,8 @@ class PromptEncoder:
         if template is not None and template != DEFAULT_TEMPLATE:
             is_file = template.endswith(".jinja")
             tokenizer.chat_template = read_text(Path(template), "a chat template") if is_file else template
+            if not tokenizer.chat_template.strip():
+                raise ValueError(f"{template}: expected a chat template, but it is empty")
         self._has_template = template is not None and bool(tokenizer.chat_template)
 
     def text(self, prompt: str | Messages) -> str:

@@ -63,6 +63,9 @@ def test_a_template_of_ones_own_is_saved_with_the_tokenizer(tmp_path):
         assert encode.tokenizer.chat_template == own
     with pytest.raises(ValueError, match=r"nowhere.jinja: expected a chat template"):
         encoder(chat_template=str(tmp_path / "nowhere.jinja"))
+    (tmp_path / "own.jinja").write_text(" \n")
+    with pytest.raises(ValueError, match=r"own.jinja: expected a chat template, but it is empty"):
+        encoder(chat_template=str(tmp_path / "own.jinja"))
 
 
 def test_a_templates_options_reach_it():
@@ -132,6 +135,15 @@ def test_a_run_leaves_room_for_the_response(data, tmp_path):
         prepare(config(tmp_path, data, rollout={"max_new_tokens": 16}))
     with pytest.raises(ValueError, match=r"max_new_tokens=8 and data.max_input_seq_length=9 exceed"):
         prepare(config(tmp_path, data | {"max_input_seq_length": 9}))
+
+
+def test_data_and_tokenizer_and_lengths_are_looked_at_whatever_is_wrong_with_the_others(tmp_path):
+    blocks = {"model_init": {"max_position_embeddings": 16}, "tokenizer": {"chat_template": "nowhere.jinja"}}
+    data = {"source": "datasets", "train": {"data_path": str(tmp_path / "no.jsonl")}}
+    with pytest.raises(ValueError, match=r"3 problem\(s\), nothing was started") as error:
+        prepare(config(tmp_path, data, policy=blocks, rollout={"max_new_tokens": 16}))
+    for text in ("no.jsonl does not exist", "nowhere.jinja: expected a chat template", "max_new_tokens=16 exceed"):
+        assert text in str(error.value)
 
 
 def test_the_start_tells_what_is_trained_on_and_shows_the_first_prompt(data, tmp_path):
