@@ -53,11 +53,13 @@ def local_file(config: DatasetConfig) -> Path | None:
     if config.data_path is None:
         return None
     path = Path(config.data_path)
-    if path.suffix in _READERS:
+    if path.suffix in _READERS and not path.is_dir():
         if not path.is_file():
             named = NAMED.get(config.dataset_name)
             copies = f"; data_path takes {named.copies}" if named else ""
             raise FileError(f"data file {path} does not exist{copies}")
+        if path.stat().st_size == 0:
+            raise FileError(f"data file {path} is empty")
         return path
     if path.is_dir():
         named = [path / f"{config.split.partition('[')[0]}{suffix}" for suffix in _READERS]

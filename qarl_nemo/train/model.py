@@ -186,7 +186,7 @@ def checkpoint_config(path: Path) -> PreTrainedConfig:
         raise ValueError(
             f"{path} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}{folder_hint(path)}"
         )
-    read_architecture(path / CONFIG_FILE)
+    read_architecture(path)
     if (path / _GENERATION).exists():
         # transformers passes over one that it cannot read, and answers would end elsewhere.
         read_json(path / _GENERATION, "a model's generation_config.json")

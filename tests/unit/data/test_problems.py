@@ -234,7 +234,16 @@ def test_missing_and_empty_data_are_named(openr1, tmp_path):
     (tmp_path / "test.txt").touch()
     with pytest.raises(ValueError, match=r"data file .*test.txt is not read; files that are end in .jsonl, .json, "):
         read_tasks(DatasetConfig(data_path=str(tmp_path / "test.txt")))
-    (tmp_path / "empty.jsonl").touch()
+    for name in ("none.jsonl", "none.json", "none.csv", "none.parquet"):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=rf"^data file .*{name} is empty$"):
+            read_tasks(DatasetConfig(data_path=str(tmp_path / name)))
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(
+        ValueError, match=r"folder.jsonl, split 'train', cannot be loaded: .*a folder holds train.jsonl"
+    ):
+        read_tasks(DatasetConfig(data_path=str(tmp_path / "folder.jsonl")))
+    (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"empty.jsonl.*split 'train' is empty"):
         read_tasks(DatasetConfig(data_path=str(tmp_path / "empty.jsonl")))
     (tmp_path / "data").mkdir()

@@ -123,6 +123,13 @@ def test_a_file_cut_short_is_named(name, saved):
         load_checkpoint(saved, torch.float32)
 
 
+def test_a_folder_in_the_place_of_a_config_is_said(saved):
+    (saved / "config.json").unlink()
+    (saved / "config.json").mkdir()
+    with pytest.raises(FileError, match=r"/config.json: expected a model's config.json, but it is a folder"):
+        load_checkpoint(saved, torch.float32)
+
+
 def test_a_tokenizer_that_is_another_json_is_named(saved):
     (saved / "tokenizer.json").write_text('{"a": 1}')
     with pytest.raises(
