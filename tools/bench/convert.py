@@ -17,7 +17,7 @@ from pathlib import Path
 
 from synthetic_megatron import CONFIG, write_checkpoint
 
-from qarl_kernels import get_format
+from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.checkpoints import QuantizeProgress, open_megatron, quantize_checkpoint
 from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures
@@ -111,7 +111,7 @@ def main() -> None:
     """Measure one format and record it on request: the peak of sparse checkpoints, speed and CPU time of others."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--format", default="w4a16", help="w4a16, w4a8, fp8_block, fp8_channel, int8, nvfp4 or bf16")
+    parser.add_argument("--format", default="w4a16", help=f"of the experts: {', '.join(FORMAT_NAMES)}")
     parser.add_argument("--sparse", action="store_true", help="measure memory only, with next to no disk")
     parser.add_argument("--folder", type=Path, help="where to work; the system's temporary folder by default")
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/megatron.json")
