@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qarl_nemo.measure.eval.models import find_model
+from qarl_nemo.measure.eval.output import model_record
 from qarl_nemo.train.policy import TransformersPolicy
 from support.runs import STEPS, column, read_metrics, train, without_clocks
 
@@ -67,6 +68,8 @@ def test_moments_are_kept_unless_a_stage_says_otherwise(run, tmp_path):
 def test_a_run_is_evaluated_on_the_grid_of_its_last_step(run):
     model = find_model(run[0])
     assert (model.served.name, model.served.grid_bits) == ("w8a16", 2)
+    written = model_record(model)
+    assert (written["format"], written["grid_bits"]) == ("w8a16", 2)
 
 
 def test_forgotten_moments_leave_a_new_optimizer(run):

@@ -12,6 +12,7 @@ from rich.table import Table
 from qarl_nemo.data.benchmarks import BENCHMARKS, GROUPS
 from qarl_nemo.files import write_atomic
 from qarl_nemo.measure.eval.evaluation import ModelEvaluation
+from qarl_nemo.measure.eval.models import EvalModel
 from qarl_nemo.measure.eval.run import averages
 from qarl_nemo.measure.eval.settings import EvalJob
 from qarl_nemo.measure.eval.store import Row
@@ -44,15 +45,7 @@ def write_results(job: EvalJob, rows: Sequence[Row]) -> None:
     """Write the results so far."""
     content = {
         "settings": job.record(),
-        "models": [
-            {
-                "label": model.label,
-                "checkpoint": str(model.folder),
-                "format": model.format_name,
-                "targets": model.targets,
-            }
-            for model in job.models
-        ],
+        "models": [model_record(model) for model in job.models],
         "complete": len(rows) == len(job.models) * len(job.questions),
         "hardware": hardware(job.device.type, job.settings.tensor_parallel_size),
         "versions": _versions(job),
@@ -61,6 +54,14 @@ def write_results(job: EvalJob, rows: Sequence[Row]) -> None:
         "averages": averages(rows),
     }
     write_atomic(job.settings.output, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def model_record(model: EvalModel) -> dict[str, object]:
+    """Return what the results say of a model."""
+    # The name alone would not tell a run's stages of progressive bits apart.
+    grid = {"grid_bits": model.served.grid_bits} if model.served and model.served.grid_bits else {}
+    served = {"format": model.format_name, **grid, "targets": model.targets}
+    return {"label": model.label, "checkpoint": str(model.folder), **served}
 
 
 def _versions(job: EvalJob) -> dict[str, str]:
