@@ -19,7 +19,7 @@ from qarl_nemo.config.kinds import dump_as_written, without_meaningless
 from qarl_nemo.files import make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, own_share, visible_gpus
-from qarl_nemo.train.run_dir import RunStoppedError, where_it_stands
+from qarl_nemo.train.run_dir import RunStoppedError, is_complete, where_it_stands
 
 _LOG_LINES = 15
 _PATIENCE_S = 10.0
@@ -205,7 +205,7 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
                 failed.append(_failure(one.config, code))
             elapsed = time.perf_counter() - started
             eta = elapsed / finished * (len(runs) - finished)
-            state = "failed" if code else "done"
+            state = "failed" if code else "done" if is_complete(one.config) else where_it_stands(one.config)
             console.print(f"{one.config.run.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
     return failed
 

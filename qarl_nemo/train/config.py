@@ -11,6 +11,7 @@ from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
 from qarl_nemo.train.lora import LoraConfig, lora_problems
 from qarl_nemo.train.rollout_config import LOWEST_TEMPERATURE, PackedRolloutConfig, RolloutConfig
+from qarl_nemo.train.time_limit import limit_seconds
 from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.update_aware import UpdateAwareScale
 
@@ -266,6 +267,15 @@ class CheckpointingConfig(StrictModel):
     enabled: bool = True
     save_period: int = Field(50, ge=1, le=10_000_000)
     keep_last: int = Field(2, ge=1, le=1000)
+    checkpoint_must_save_by: str | None = None
+    """DD:HH:MM:SS from the run's start, as in NeMo-RL: before that time the run tests, saves and ends."""
+
+    @field_validator("checkpoint_must_save_by")
+    @classmethod
+    def _check_limit(cls, value: str | None) -> str | None:
+        if value is not None:
+            limit_seconds(value)
+        return value
 
 
 class WandbConfig(StrictModel):

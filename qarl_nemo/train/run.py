@@ -46,6 +46,9 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
             keep_to_share(prepared.device)
             trainer = Trainer(config, make_learner, prepared)
             trainer.train()
+            if not is_complete(config):
+                limit = f"checkpoint_must_save_by={config.checkpointing.checkpoint_must_save_by} is near"
+                Console().print(f"{config.run.name}: {limit}, {where_it_stands(config)}", soft_wrap=True)
         except KeyboardInterrupt:
             raise RunStoppedError(where_it_stands(config)) from None
         except torch.OutOfMemoryError as error:

@@ -35,6 +35,7 @@ from qarl_nemo.train.sampling import SamplingParams
 from qarl_nemo.train.setup import MakeLearner, build_sampler, starting_model, transformers_learner
 from qarl_nemo.train.step_metrics import FinishedStep, mean_rewards, validation_answers
 from qarl_nemo.train.tasks import Task
+from qarl_nemo.train.time_limit import TimeLimit
 
 
 class Trainer:
@@ -56,6 +57,7 @@ class Trainer:
         prepared: Prepared | None = None,
     ) -> None:
         self.config = config
+        self.limit = TimeLimit(config.checkpointing.checkpoint_must_save_by)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.prepared = prepared = prepared or prepare(config)
@@ -87,7 +89,7 @@ class Trainer:
         self.last_skip = ""
 
     def train(self) -> None:
-        """Run the remaining steps.
+        """Run the remaining steps, or as many as `checkpointing.checkpoint_must_save_by` leaves time for.
 
         Raises:
             RuntimeError: too many non-finite steps in a row; a checkpoint of the last good weights is written first.
@@ -111,15 +113,21 @@ class Trainer:
                 self._save()
             while self.step < total:
                 started = time.perf_counter()
-                metrics = self._one_step(self.step + 1, timer, progress)
+                with self.limit.timed("step"):
+                    metrics = self._one_step(self.step + 1, timer, progress)
                 self.step += 1
+                ends = self.step == total or self.limit.is_up()
+                if ends and self.step < total:
+                    metrics |= self._last_validation(metrics, progress)
                 self.elapsed_s += time.perf_counter() - started
                 events.write(self.step, {"time_s": self.elapsed_s, **metrics})
                 progress.update(self.step, reward=metrics["reward/mean"], gap=metrics["mismatch/abs_gap_mean"])
-                if self.step % config.checkpointing.save_period == 0 or self.step == total:
+                if self.step % config.checkpointing.save_period == 0 or ends:
                     progress.phase("checkpoint")
                     self._save()
                 self._stop_if_diverged()
+                if ends:
+                    break
 
     def _one_step(self, step: int, timer: PhaseTimer, progress: LiveProgress) -> dict[str, float]:
         grpo = self.config.grpo
@@ -162,6 +170,15 @@ class Trainer:
                 progress.phase("refit")
                 self._change_noise(self._noise(step + 1))
         return metrics
+
+    def _last_validation(self, metrics: dict[str, float], progress: LiveProgress) -> dict[str, float]:
+        # Whoever goes on elsewhere, or never, still learns what the weights are worth.
+        if not self.config.grpo.val_period or "validation/reward" in metrics:
+            return {}
+        progress.phase("validation")
+        if self.noise:
+            self._change_noise(None)
+        return self.validate(self.step or 0)
 
     def _enter_stage(self, step: int, timer: PhaseTimer, progress: LiveProgress) -> None:
         # Between two steps no batch is under way: what a stage trains on, it has sampled itself.
@@ -273,14 +290,15 @@ class Trainer:
     def _save(self) -> None:
         checkpointing = self.config.checkpointing
         if checkpointing.enabled and self.step != self.saved_step:
-            save_checkpoint(
-                self.config.run_dir,
-                self.step,
-                self.learner,
-                self.tokenizer,
-                {"elapsed_s": self.elapsed_s, "weight_version": self.learner.weight_version},
-                keep_last=checkpointing.keep_last,
-            )
+            with self.limit.timed("checkpoint"):
+                save_checkpoint(
+                    self.config.run_dir,
+                    self.step,
+                    self.learner,
+                    self.tokenizer,
+                    {"elapsed_s": self.elapsed_s, "weight_version": self.learner.weight_version},
+                    keep_last=checkpointing.keep_last,
+                )
             self.saved_step = self.step
 
     def _stop_if_diverged(self) -> None:

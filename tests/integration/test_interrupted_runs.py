@@ -1,11 +1,14 @@
 """A run that was killed, or stopped and continued, writes the numbers of one that was not."""
 
+import itertools
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.train.run import train_run
+from qarl_nemo.train.time_limit import TimeLimit
 from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
 from support.files import write_jsonl
@@ -213,3 +218,27 @@ def test_a_run_whose_problems_have_changed_does_not_go_on(tmp_path):
         go_on(problems, 2, "{{ messages[0].content }} ")
     go_on(problems, 2)
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_run_whose_time_is_short_validates_saves_and_goes_on_to_the_same_metrics(
+    uninterrupted, tmp_path, monkeypatch, capsys
+):
+    run_dir, ticks = tmp_path / "run", itertools.count()
+    # This clock goes on by a second whenever it is read, on every machine.
+    monkeypatch.setattr("qarl_nemo.train.trainer.TimeLimit", partial(TimeLimit, clock=lambda: next(ticks)))
+    blocks = {"grpo": {"max_num_steps": LONG}, "checkpointing": {"save_period": 4}}
+    limited = blocks | {"checkpointing": {"save_period": 4, "checkpoint_must_save_by": "00:00:00:25"}}
+    train_run(make_config(run_dir, **limited))
+    records = read_metrics(run_dir)
+    last = records[-1]["step"]
+    assert last < LONG
+    assert last % 2 == 1, "the last step should be one without a validation of its own"
+    assert 0 <= records[-1]["validation/reward"] <= 1
+    told = f"checkpoint_must_save_by=00:00:00:25 is near, stopped at step {last}, checkpoint {last}; the same command"
+    assert told in " ".join(capsys.readouterr().out.split())
+    train(run_dir, **blocks)
+    metrics = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    del lines[last - 1]["validation/reward"]
+    write_jsonl(metrics, lines)
+    assert_same_run(run_dir, uninterrupted)

@@ -140,7 +140,8 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
         ),
         (
             {"checkpointing": None},
-            "checkpointing: expected a block with these keys, not null: enabled, keep_last, save_period; enabled=false",
+            "checkpointing: expected a block with these keys, not null: checkpoint_must_save_by, enabled, keep_last, "
+            "save_period; enabled=false",
         ),
         (
             {"data": {"source": "datasets"}},

@@ -101,15 +101,10 @@ def pretend_transformer_engine():
         sys.modules[module.__name__] = module
 
 
-def build(job):
-    """Return the model with random weights, the same on every run."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
+def _config(hf, freq, parallel):
     from megatron.core.transformer import TransformerConfig
 
-    hf, parallel, freq = job["config"], job["parallel"], job.get("moe_layer_freq", 1)
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],
@@ -141,6 +136,16 @@ def build(job):
         persist_layer_norm=False,
         **parallel,
     )
+
+
+def build(job):
+    """Return the model with random weights, the same on every run."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    hf, freq = job["config"], job.get("moe_layer_freq", 1)
+    config = _config(hf, freq, job["parallel"])
     if isinstance(freq, list):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     else:

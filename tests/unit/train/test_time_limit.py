@@ -1,0 +1,41 @@
+"""A run's time: when no other step fits before its last checkpoint has to be there."""
+
+import pytest
+
+from qarl_nemo.train.time_limit import TimeLimit, limit_seconds
+
+
+@pytest.fixture
+def now():
+    return [100.0]
+
+
+def test_a_step_and_a_checkpoint_as_long_as_the_longest_have_to_fit(now):
+    limit = TimeLimit("00:00:01:00", clock=lambda: now[0])
+    for seconds in (20.0, 12.0):
+        assert not limit.is_up()
+        with limit.timed("step"):
+            now[0] += seconds
+    assert not limit.is_up()
+    with limit.timed("checkpoint"):
+        now[0] += 5.0
+    # 37 of 60 s have passed, and 25 more do not fit.
+    assert limit.is_up()
+
+
+def test_without_a_limit_there_is_always_time(now):
+    limit = TimeLimit(None, clock=lambda: now[0])
+    with limit.timed("step"):
+        now[0] += 1e9
+    assert not limit.is_up()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("00:03:45:00", 13500), ("2:00:00:01", 172_801), ("00:00:00:59", 59)])
+def test_days_hours_minutes_and_seconds(text, seconds):
+    assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "3:45", "00:03:45", "00:24:00:00", "00:00:60:00", "-1:00:00:00", "00:00:00:00"])
+def test_what_is_no_time_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match=r"days:hours:minutes:seconds, for example '00:03:45:00'"):
+        limit_seconds(text)
