@@ -16,6 +16,9 @@ Source: arXiv 2502.16982, Eq. 4; arXiv 2604.07853, appendix B.
 
 from typing import Any
 
+# What Megatron-core 0.20 names. In later ones parts that it imports have moved, and it takes them for missing.
+MEGATRONS_PACKAGE = "emerging-optimizers==0.3.0"
+"""What Megatron's Muon is made of, for Python 3.12 and newer, as pip installs it."""
 MOMENTUM = 0.95
 ADAM_BETAS = (0.9, 0.95)
 """AdamW's betas for the embeddings, head, norms and routers, which Muon does not step."""

@@ -6,6 +6,7 @@ Set QARL_MEGATRON_RESULTS to a file to keep the differences as rows of docs/resu
 import json
 import shutil
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,23 @@ def test_update_aware_steps_are_the_transformers_learners(tmp_path):
     found = train_megatron(tmp_path / "run", policy=policy["expected"], qarl=ATTENTION)
     assert largest_difference(found, expected) < SUMS_DIFFER
     assert largest_difference(found, plain) > 100 * SUMS_DIFFER
+
+
+@pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="needs emerging-optimizers, and Python 3.12")
+def test_muons_steps_are_nearly_the_transformers_learners(tmp_path):
+    muon = {"_override_": True, "name": "muon", "lr": 1e-4}
+    policy = {name: {"model_init": MODEL, "optimizer": muon | more}
+              for name, more in (("expected", {}), ("wrong", {"lr": 5e-4}))}  # fmt: skip
+    for name, settings in policy.items():
+        train(tmp_path / name, policy=settings, qarl=ATTENTION)
+    expected, wrong = (without_clocks(read_metrics(tmp_path / name)) for name in policy)
+    sizes = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}
+    found = train_megatron(tmp_path / "run", ranks=2, sizes=sizes, policy=policy["expected"], qarl=ATTENTION)
+    # Its iterations multiply in lower precision. By Megatron's default a step would be five times as long.
+    nearly = 500 * SUMS_DIFFER
+    assert [record["reward/mean"] for record in found] == [record["reward/mean"] for record in expected]
+    assert largest_difference(found, expected) < nearly
+    assert largest_difference(found, wrong) > 5 * nearly
 
 
 def test_stages_are_entered_on_every_rank(tmp_path):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_nemo.installation import installed_version
+from qarl_nemo.muon import MEGATRONS_PACKAGE
 from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
@@ -48,6 +49,6 @@ def _line(config: Mapping[str, Any], where: str = "") -> str:
     name = look_up(config, f"{OPTIMIZER}.optimizer", "")
     return (
         f"{OPTIMIZER}.optimizer={name}: Megatron's Muon needs the package {_PACKAGE}{where}, which this Python "
-        f"lacks; pip install {_PACKAGE}, or set {OPTIMIZER}.optimizer=adam and "
+        f"lacks; pip install {MEGATRONS_PACKAGE}, or set {OPTIMIZER}.optimizer=adam and "
         f"{OPTIMIZER}.use_distributed_optimizer=true"
     )

@@ -1,6 +1,6 @@
 """Megatron's optimizers under the embedded engine's rules for skipped steps, warm-up and checkpoints."""
 
-import importlib.util
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from qarl_nemo.megatron.param_groups import factor_overrides, inner_optimizers, require_factors
 from qarl_nemo.moments import reset_moments
-from qarl_nemo.muon import MEGATRON
+from qarl_nemo.muon import MEGATRON, MEGATRONS_PACKAGE
 from qarl_nemo.train.config import AdamWConfig, MuonConfig
 from qarl_nemo.train.optimizer import warmed_up
 from qarl_nemo.update_aware import lr_factors
@@ -30,13 +30,18 @@ def optimizer_settings(config: AdamWConfig | MuonConfig) -> dict[str, Any]:
     """
     if isinstance(config, AdamWConfig):
         return {"optimizer": "adam", "adam_beta1": config.betas[0], "adam_beta2": config.betas[1]}
-    known = "muon_nesterov" in OptimizerConfig.__dataclass_fields__
-    if not known or importlib.util.find_spec("emerging_optimizers") is None:
+    if "muon_nesterov" not in OptimizerConfig.__dataclass_fields__ or not _has_muon():
         raise ImportError(
-            "Megatron's Muon needs Megatron-core 0.20 and Emerging-Optimizers: "
-            "pip install git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers; or take policy.optimizer.name=adamw"
+            f"Megatron's Muon needs Megatron-core 0.20, Python 3.12 and {MEGATRONS_PACKAGE}, which pip installs; "
+            "or take policy.optimizer.name=adamw"
         )
     return MEGATRON | {"optimizer": "muon", "muon_momentum": config.momentum}
+
+
+def _has_muon() -> bool:
+    # Megatron's own word: a package that is there may be one that it cannot import.
+    module = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
+    return module.HAVE_EMERGING_OPTIMIZERS
 
 
 class MegatronStepper:

@@ -33,7 +33,7 @@ def test_muon_without_its_package_is_refused_where_workers_would_start(machine):
     machine(79.0, None, "1")
     (line,) = problems(MUON)
     assert line.startswith(f"{OPTIMIZER}.optimizer=dist_muon: Megatron's Muon needs the package emerging-optimizers")
-    assert "pip install emerging-optimizers, or set" in line
+    assert "pip install emerging-optimizers==0.3.0, or set" in line
     assert f"{OPTIMIZER}.optimizer=adam" in line
     assert muon_hints(MUON) == []
 

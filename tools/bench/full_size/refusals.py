@@ -12,6 +12,7 @@ from composing import OPTIMIZER, compose
 from host_memory import num_gpus
 
 from qarl_nemo.memory import ASLEEP_BYTES, GIB, OVERHEAD_BYTES
+from qarl_nemo.muon import MEGATRONS_PACKAGE
 from qarl_nemo.nemo_rl.lookup import look_up
 
 # How NeMo-RL's own arms reach engines with GPUs of their own.
@@ -114,7 +115,7 @@ def require_muon(arguments: argparse.Namespace) -> None:
     if found:
         raise ValueError(
             f"--arm {', '.join(found)}: Megatron's Muon needs {_MUON}, which this Python lacks: pip install "
-            "git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers; or train with Adam: --label adam "
+            f"{MEGATRONS_PACKAGE}; or train with Adam: --label adam "
             f"--set {OPTIMIZER}=adam --set policy.megatron_cfg.optimizer.use_distributed_optimizer=true"
         )
 
