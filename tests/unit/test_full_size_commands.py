@@ -1,4 +1,4 @@
-"""The commands of whole steps: what the page and the waiting list run fits, and what cannot is refused at once."""
+"""The commands of whole steps: what the pages and the waiting list run fits, and what cannot is refused at once."""
 
 import importlib.util
 import itertools
@@ -25,7 +25,9 @@ from support.nemo_rl.recipes import own_settings
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = ROOT / "tools" / "on_gpu"
-PAGE, RUN = ROOT / "docs" / "evidence" / "full_size.md", "tools/bench/full_size/run.py"
+# The present version, and all other runs.
+PAGES = [ROOT / "docs" / "evidence" / name for name in ("full_size.md", "full_size_runs.md")]
+RUN = "tools/bench/full_size/run.py"
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +56,15 @@ def waiting() -> list[list[str]]:
     return [words for _, words in jobs()]
 
 
+def on_pages() -> list[list[str]]:
+    """The commands of whole steps that the pages give."""
+    return [words for page in PAGES for words in commands(page) if words[1:2] == [RUN]]
+
+
 def documented() -> list[tuple[str, str, str, float, tuple[str, ...]]]:
     """What is said to run: workload, arm, placement, GiB of a GPU, settings."""
     found = []
-    for words in [*(words for words in commands(PAGE) if words[1:2] == [RUN]), *waiting()]:
+    for words in [*on_pages(), *waiting()]:
         workload, arms, placements = named(words)
         rest = float((options(words, "cap-gib") or ["140"])[0]), tuple(options(words, "set"))
         found += [(workload, arm, place, *rest) for arm, place in itertools.product(arms, placements)]
@@ -84,26 +91,26 @@ def test_what_can_be_run_has_its_rows_or_waits_for_gpus():
         return {f"full_step_s_{row_name(arm, place, label)}_{workload}" for arm in arms for place in placements}
 
     listed = set().union(*map(rows, waiting()))
-    asked = set().union(*(rows(words) for words in commands(PAGE) if words[1:2] == [RUN]))
+    asked = set().union(*map(rows, on_pages()))
     measured = {row.name for row in read_results(ROOT / "docs" / "results" / "full_size.json")}
     assert asked - measured - listed == set()
 
 
-def test_the_page_runs_what_its_rows_ran(tmp_path):
+def test_the_pages_run_what_their_rows_ran(tmp_path):
     def run(words):
         workload, arms, placements = named(words)
         changes = tuple(options(words, "set"))
         composed_of = itertools.product(arms, placements)
         return [(workload, composed(workload, arm, place, 140.0, changes, tmp_path)) for arm, place in composed_of]
 
-    page = [config for words in commands(PAGE) if words[1:2] == [RUN] for config in run(words)]
+    pages = [config for words in on_pages() for config in run(words)]
     ran = {row.command for row in read_results(ROOT / "docs" / "results" / "full_size.json") if RUN in row.command}
     # Those of earlier options run no more.
     told = [words for words in map(shlex.split, ran) if "--gpus" not in words]
     assert len(told) >= 5
     for words in told:
         (config,) = run(words if "--workload" in words else [*words, "--workload", "a"])
-        assert config in page, shlex.join(words)
+        assert config in pages, shlex.join(words)
 
 
 @pytest.mark.parametrize(
