@@ -36,7 +36,7 @@ def read(name: str, index: int, folder: Path, *more: str) -> Any:
     config = {"model_type": "qwen3_moe" if "num_experts" in shape else "qwen2"} | sizes | heads | shape
     (folder / "model" / "config.json").write_text(json.dumps(config))
     for name in ("train.jsonl", "val.jsonl"):
-        (folder / name).touch()
+        (folder / name).write_text('{"input": "1 + 1 = ?", "output": "2"}\n')
     register_omegaconf_resolvers()
     own = overrides(case, case.starts[index], folder, folder)
     config = parse_hydra_overrides(load_config(RECIPE), [*own, *more])

@@ -41,7 +41,7 @@ def read(monkeypatch, tmp_path):
         for dataset in (config.data["train"], config.data["validation"]):
             if "data_path" in dataset:
                 dataset["data_path"] = str(tmp_path / "data.jsonl")
-        (tmp_path / "data.jsonl").touch()
+        (tmp_path / "data.jsonl").write_text('{"question": "1 + 1 = ?", "answer": "#### 2"}\n')
         return config
 
     return read_recipe
@@ -108,7 +108,7 @@ def test_the_launcher_checks_a_recipe_without_starting_ray(tmp_path):
               "num_experts": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
               "num_hidden_layers": 2, "vocab_size": 64, "num_experts_per_tok": 2}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shapes))
-    (tmp_path / "data.jsonl").touch()
+    (tmp_path / "data.jsonl").write_text('{"input": "1 + 1 = ?", "output": "2"}\n')
     data = [f"data.{key}.data_path={tmp_path / 'data.jsonl'}" for key in ("train", "validation")]
     right = launch(model, *data)
     assert right.returncode == 0, right.stderr
