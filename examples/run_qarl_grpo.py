@@ -26,6 +26,7 @@ except ImportError as error:
     )
 
 import torch
+from nemo_rl.package_info import __version__ as nemo_rl_version
 from nemo_rl.utils.config import OverridesError, load_config
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -33,7 +34,7 @@ from yaml import YAMLError
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError
-from qarl_nemo.nemo_rl import plugin
+from qarl_nemo.nemo_rl import plugin, upstream
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.checks.hints import budget_hints, find_hints
 from qarl_nemo.nemo_rl.checks.key_hints import config_types, key_hints
@@ -134,6 +135,7 @@ class _Run:
 
     def checked_config(self, **values: Any) -> Any:
         """Make NeMo-RL's config, checked together with its `qarl:` block."""
+        upstream.require_fitting(nemo_rl_version)
         try:
             config = self.master_config(**values)
         except ValidationError as error:
@@ -146,6 +148,7 @@ class _Run:
         print(launch_summary(as_mapping(config), self.qarl, sys.argv, unchecked))
         hints = [*key_hints(values, config_types(self.master_config)), *muon_hints(as_mapping(config))]
         hints += [*find_hints(as_mapping(config)), *budget_hints(given, self.qarl)]
+        hints += upstream.upstream_hints(_ROOT, nemo_rl_version)
         print(*(f"qarl: hint: {hint}" for hint in hints), sep="\n", flush=True)
         if self.check_only:
             sys.exit(0)

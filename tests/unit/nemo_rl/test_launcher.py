@@ -70,7 +70,7 @@ from types import SimpleNamespace
 from typing import Any
 from pydantic import BaseModel
 from test_nemo_rl_config import config
-from qarl_nemo.nemo_rl import plugin
+from qarl_nemo.nemo_rl import plugin, upstream
 
 class Async(BaseModel):
     enabled: bool
@@ -102,7 +102,7 @@ def sync_weights(timer=None):
 def stand_in(engines, error):
     global failure, colocated
     failure, colocated = error, engines
-    plugin.register = lambda: None
+    plugin.register = upstream.require_fitting = lambda *_: None
     plugin.setup_data = lambda setup, tokenizer, data, env, grpo: setup(tokenizer, data, env)
     plugin.policy_factory = lambda **named: SimpleNamespace()
     plugin.install_refit = lambda *both: SimpleNamespace(sync_weights=sync_weights, failure=failure)

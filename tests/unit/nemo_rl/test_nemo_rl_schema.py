@@ -115,6 +115,7 @@ def test_the_launcher_checks_a_recipe_without_starting_ray(tmp_path):
     assert "rollouts as w4a16 in experts; the learner executes the same" in right.stdout
     assert "1 (1 node(s) of 1), shared by learner and engines" in right.stdout
     assert "command: python " in right.stdout
+    assert "files that this package builds on" not in right.stdout
     wrong = launch(model, *data, "policy.precision=float32", "++policy.generation.vllm_kwargs.moe_backend=triton")
     assert wrong.returncode == 1
     assert "3 conflict(s)" in wrong.stderr

@@ -116,5 +116,5 @@ def test_the_guides_example_asks_all_that_it_names_and_stands_over_a_recipe(tmp_
     # NeMo-RL's recipe below has the environment.
     below = {"env": {"math": {"num_workers": 8}}}
     assert data_conflicts(OmegaConf.to_container(OmegaConf.merge(below, merged))) == []
-    with pytest.raises(TypeError, match="incompatible container types|Cannot merge DictConfig with ListConfig"):
+    with pytest.raises(TypeError, match=r"incompatible container types|Cannot merge DictConfig with ListConfig"):
         OmegaConf.merge(recipe, block)
