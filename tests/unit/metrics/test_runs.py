@@ -209,7 +209,7 @@ def test_arms_have_their_own_colours_and_equal_seeds_are_not_repetitions(make_ru
             b'{"step": 1, "a": ' + b"9" * 5000 + b"}\n",
             "line 1: expected a JSON object, but it is not JSON",
         ),
-        ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: expected one JSON object a line, but: 'utf-8'"),
+        ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl, line 1: expected one JSON object a line, but it is not UTF-8"),
         ("config.yaml", b"run: 5", "config.yaml is damaged, or not a run's: run"),
         ("config.yaml", b"qarl: {alignment: [aligned]}", "config.yaml is damaged, or not a run's: qarl.alignment"),
         ("config.yaml", b"seed: one", "config.yaml is damaged, or not a run's: seed"),
