@@ -206,6 +206,14 @@ def test_whole_steps_have_the_host_whose_memory_and_files_they_write(on_gpu):
     assert {job.alone for job in steps} == {"host"}
 
 
+def test_whole_steps_have_labels_that_rows_can_end_in(on_gpu):
+    jobs, *_ = on_gpu
+    steps = [job.run for job in jobs.read_jobs(FOLDER / "waiting" / "whole_steps.yaml")]
+    labels = [label for run in steps for label in re.findall(r"--label (\S+)", run)]
+    assert len(labels) > 5
+    assert [label for label in labels if not re.fullmatch("[a-z0-9_]+", label)] == []
+
+
 def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     jobs, run, schedule = on_gpu
     job = {"name": "a", "why": "w", "run": "echo $QARL_NO_SUCH ${QARL_NOR_THIS}", "memory_gib": 200, "seconds": 1}
