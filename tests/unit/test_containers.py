@@ -10,10 +10,24 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qarl_nemo import __version__
+from qarl_nemo.nemo_rl.upstream import COMMIT
 from support.linters import assert_clean, shellcheck
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.scratch"]
+# What constraints.txt has newer than Dockerfile.scratch's lock can, by what holds it back there.
+HELD_BACK = {
+    "requirements.in": "datasets numpy omegaconf torch transformers",
+    "botocore": "python-dateutil",
+    "datasets": "fsspec",
+    "hydra-core": "antlr4-python3-runtime",
+    "mlflow": "pyarrow",
+    "multi-storage-client": "tzdata",
+    "swanlab": "protobuf",
+    "transformers": "huggingface-hub tokenizers",
+    "vllm": "setuptools",
+}
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -84,6 +98,28 @@ def test_the_lock_serves_this_package():
     names = [re.match(r"[\w-]+", each)[0] for each in project["dependencies"]]
     assert [name for name in names if name not in locked] == []
     assert project["optional-dependencies"]["vllm"] == [f"vllm=={locked['vllm']}"]
+
+
+@pytest.mark.parametrize("lock", ["constraints.txt", "docker/scratch/requirements.txt"])
+def test_what_a_dockerfile_installs_by_itself_has_the_locked_version(lock):
+    installed = dict(re.findall(r" ([a-z][\w-]*)==(\d[\w.]*)", "".join(path.read_text() for path in DOCKERFILES)))
+    assert set(installed) >= {"jinja2", "typer"}
+    locked = pins(DOCKER.parent / lock)
+    assert {name: locked.get(name) for name in installed} == installed
+
+
+def test_the_lock_has_the_versions_that_tests_run_with():
+    tested, locked = pins(DOCKER.parent / "constraints.txt"), pins(DOCKER / "scratch" / "requirements.txt")
+    differing = {name for name in tested.keys() & locked.keys() if tested[name] != locked[name]}
+    assert differing == set(" ".join(HELD_BACK.values()).split())
+    assert {"requirements.in"} == {name for name in HELD_BACK if name not in locked}
+
+
+def test_images_are_this_version_on_the_nemo_rl_that_tests_know():
+    text = "".join(path.read_text() for path in sorted(DOCKER.rglob("*")) if path.is_file())
+    assert set(re.findall(r"qarl-nemo:(\d+\.\d+\.\d+)", text)) == {__version__}
+    commits = re.findall(r"(?:RL\.git#|NRL_GIT_REF=|NEMO_RL_COMMIT=|nemo-rl:)(\w+)", text)
+    assert {commit[: len(COMMIT)] for commit in commits} == {COMMIT}
 
 
 def test_compose_starts_the_launcher_on_the_shared_folder():
