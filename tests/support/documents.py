@@ -17,3 +17,9 @@ def commands(page: Path) -> list[list[str]]:
             if words:
                 found.append(words)
     return found
+
+
+def named_commands(page: Path) -> list[list[str]]:
+    """The commands that a page's sentences and tables name, as words; arguments may be left out or made up."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return [shlex.split(command) for command in re.findall(r"`((?:make|python|qarl) [^`]+)`", prose)]
