@@ -40,8 +40,7 @@ def decoding(marlin: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     from qarl_kernels.decode_linear import ROW_COUNTS, decode_linear
 
-    @functools.wraps(marlin)
-    def multiply(
+    def int4(
         x: Tensor,
         out: Tensor | None,
         words: Tensor,
@@ -58,15 +57,20 @@ def decoding(marlin: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         extras = (bias, x_scale, global_scale, zeros, group_index, order)
         plain = all(extra is None or not extra.numel() for extra in extras)
-        int4 = b_q_type == scalar_types.uint4b8 and x.dtype == scale.dtype == torch.bfloat16
+        plain = plain and b_q_type == scalar_types.uint4b8 and x.dtype == scale.dtype == torch.bfloat16
         # Made at the first call, whatever its rows: while graphs are captured nothing can be loaded.
-        known = plain and int4 and _has_kernels(words.shape, scale.shape[0], x.device)
+        known = plain and _has_kernels(words.shape, scale.shape[0], x.device)
         few = 1 <= x.shape[0] <= ROW_COUNTS[-1] and x.is_contiguous() and x.data_ptr() % 16 == 0
         if known and few:
             return decode_linear(x, words, scale, out)
         return marlin(
             x, out, words, bias, scale, x_scale, global_scale, zeros, group_index, order, workspace, b_q_type, **named
         )
+
+    @functools.wraps(marlin)
+    def multiply(*operands: Any, **named: Any) -> Tensor:
+        # vLLM's FP4 and FP8 layers name theirs.
+        return int4(*operands, **named) if operands else marlin(**named)
 
     return multiply
 
