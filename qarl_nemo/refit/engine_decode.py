@@ -5,13 +5,13 @@ take. The arithmetic is Marlin's up to the order of FP32 sums, so that the learn
 """
 
 import functools
-import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from qarl_nemo.refit.engine_marlin import compiles, take_place, trying
 
 SWITCH = "QARL_DECODE_EXPERTS"
 """The environment variable that leaves all experts to Marlin if it is 0."""
@@ -20,13 +20,7 @@ SWITCH = "QARL_DECODE_EXPERTS"
 @functools.cache
 def decode_int4_experts() -> None:
     """Make int4 experts in this process decode by the kernel; calling it again changes nothing."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda() or os.environ.get(SWITCH) == "0":
-        return
-    from vllm import _custom_ops as ops
-
-    ops.moe_wna16_marlin_gemm = decoding(ops.moe_wna16_marlin_gemm)
+    take_place("moe_wna16_marlin_gemm", SWITCH, decoding)
 
 
 def decoding(marlin: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -39,40 +33,27 @@ def decoding(marlin: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     from qarl_kernels.decode_experts import BLOCK_ROWS, SortedRows, decode_experts
 
-    @functools.wraps(marlin)
-    def multiply(
+    def decode(
         x: Tensor,
         out: Tensor | None,
         words: Tensor,
-        bias: Tensor | None,
         scale: Tensor,
-        x_scale: Tensor | None,
-        global_scale: Tensor | None,
-        zeros: Tensor | None,
-        group_index: Tensor | None,
-        order: Tensor | None,
-        workspace: Tensor,
         sorted_rows: Tensor,
         experts: Tensor,
         count: Tensor,
         weight: Tensor,
         **named: Any,
-    ) -> Tensor:
-        extras = (bias, x_scale, global_scale, zeros, group_index, order)
-        plain = all(extra is None or not extra.numel() for extra in extras)
-        int4 = named["b_q_type"] == scalar_types.uint4b8 and x.dtype == scale.dtype == torch.bfloat16
+    ) -> Tensor | None:
+        int4 = named["b_q_type"] == scalar_types.uint4b8
         # Made at the first call, whatever its rows: while graphs are captured nothing can be loaded.
-        known = plain and int4 and out is not None and _has_kernel(words.shape, scale.shape[1], x.device)
-        if known and named["moe_block_size"] == BLOCK_ROWS:
-            rows = SortedRows(sorted_rows, experts, count)
-            weights = weight if named["mul_topk_weights"] else None
-            return decode_experts(x, words, scale, rows, named["top_k"], weights, out)
-        return marlin(
-            x, out, words, bias, scale, x_scale, global_scale, zeros, group_index, order, workspace, sorted_rows,
-            experts, count, weight, **named,
-        )  # fmt: skip
+        known = int4 and out is not None and _has_kernel(words.shape, scale.shape[1], x.device)
+        if not known or named["moe_block_size"] != BLOCK_ROWS:
+            return None
+        rows = SortedRows(sorted_rows, experts, count)
+        weights = weight if named["mul_topk_weights"] else None
+        return decode_experts(x, words, scale, rows, named["top_k"], weights, out)
 
-    return multiply
+    return trying(decode, marlin)
 
 
 @functools.cache
@@ -80,9 +61,4 @@ def _has_kernel(shape: torch.Size, groups: int, device: torch.device) -> bool:
     from qarl_kernels.ops.decode_experts import decode_config, decode_kernel
 
     k, n = 16 * shape[1], shape[2] // 2
-    config = decode_config(k, n, k // groups)
-    try:
-        return config is not None and decode_kernel(config, device.index) is not None
-    except (OSError, RuntimeError) as failure:
-        warnings.warn(f"int4 experts decode by Marlin, since the kernel could not be compiled: {failure}", stacklevel=2)
-        return False
+    return compiles(decode_kernel, decode_config(k, n, k // groups), device, "int4 experts")

@@ -6,13 +6,13 @@ Marlin's up to the order of FP32 sums, so that the learner follows either.
 """
 
 import functools
-import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from qarl_nemo.refit.engine_marlin import compiles, take_place, trying
 
 SWITCH = "QARL_DECODE_LINEAR"
 """The environment variable that leaves all dense layers to Marlin if it is 0."""
@@ -21,13 +21,7 @@ SWITCH = "QARL_DECODE_LINEAR"
 @functools.cache
 def decode_int4_linear() -> None:
     """Make dense int4 layers in this process decode by the kernel; calling it again changes nothing."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda() or os.environ.get(SWITCH) == "0":
-        return
-    from vllm import _custom_ops as ops
-
-    ops.marlin_gemm = decoding(ops.marlin_gemm)
+    take_place("marlin_gemm", SWITCH, decoding)
 
 
 def decoding(marlin: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -40,39 +34,14 @@ def decoding(marlin: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     from qarl_kernels.decode_linear import ROW_COUNTS, decode_linear
 
-    def int4(
-        x: Tensor,
-        out: Tensor | None,
-        words: Tensor,
-        bias: Tensor | None,
-        scale: Tensor,
-        x_scale: Tensor | None,
-        global_scale: Tensor | None,
-        zeros: Tensor | None,
-        group_index: Tensor | None,
-        order: Tensor | None,
-        workspace: Tensor,
-        b_q_type: Any,
-        **named: Any,
-    ) -> Tensor:
-        extras = (bias, x_scale, global_scale, zeros, group_index, order)
-        plain = all(extra is None or not extra.numel() for extra in extras)
-        plain = plain and b_q_type == scalar_types.uint4b8 and x.dtype == scale.dtype == torch.bfloat16
+    def decode(x: Tensor, out: Tensor | None, words: Tensor, scale: Tensor, b_q_type: Any, **_: Any) -> Tensor | None:
+        int4 = b_q_type == scalar_types.uint4b8
         # Made at the first call, whatever its rows: while graphs are captured nothing can be loaded.
-        known = plain and _has_kernels(words.shape, scale.shape[0], x.device)
+        known = int4 and _has_kernels(words.shape, scale.shape[0], x.device)
         few = 1 <= x.shape[0] <= ROW_COUNTS[-1] and x.is_contiguous() and x.data_ptr() % 16 == 0
-        if known and few:
-            return decode_linear(x, words, scale, out)
-        return marlin(
-            x, out, words, bias, scale, x_scale, global_scale, zeros, group_index, order, workspace, b_q_type, **named
-        )
+        return decode_linear(x, words, scale, out) if known and few else None
 
-    @functools.wraps(marlin)
-    def multiply(*operands: Any, **named: Any) -> Tensor:
-        # vLLM's FP4 and FP8 layers name theirs.
-        return int4(*operands, **named) if operands else marlin(**named)
-
-    return multiply
+    return trying(decode, marlin)
 
 
 @functools.cache
@@ -82,8 +51,4 @@ def _has_kernels(shape: torch.Size, groups: int, device: torch.device) -> bool:
 
     k, n = 16 * shape[0], shape[1] // 2
     configs = [linear_config(k, n, k // groups, rows) for rows in ROW_COUNTS]
-    try:
-        return all(config is not None and linear_kernel(config, device.index) is not None for config in configs)
-    except (OSError, RuntimeError) as failure:
-        warnings.warn(f"int4 layers decode by Marlin, since a kernel could not be compiled: {failure}", stacklevel=2)
-        return False
+    return all(compiles(linear_kernel, config, device, "int4 layers") for config in configs)

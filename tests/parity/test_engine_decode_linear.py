@@ -1,4 +1,7 @@
-"""The dense decode kernel beside vLLM's Marlin: the same products, and when it runs."""
+"""The dense decode kernel beside vLLM's Marlin: the same products, and when it runs.
+
+tests/unit/refit/test_decode_calls.py has which calls it takes.
+"""
 
 import pytest
 import torch
@@ -14,11 +17,11 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import (  # noqa
 )
 from vllm.scalar_type import scalar_types  # noqa: E402
 
-from qarl_kernels.decode_linear import decode_linear  # noqa: E402
 from qarl_kernels.integer import quantize_integer  # noqa: E402
 from qarl_nemo.refit import engine_decode_linear  # noqa: E402
-from support.asserts import assert_bitwise_equal, assert_snr  # noqa: E402
+from support.asserts import assert_bitwise_equal  # noqa: E402
 from support.marlin import pack_marlin  # noqa: E402
+from support.vllm.decoding import assert_is_marlins, counted  # noqa: E402
 
 K, N, GROUP = 1024, 512, 128
 
@@ -44,18 +47,9 @@ class Layer:
 @pytest.fixture
 def decoded(monkeypatch):
     """Lets vLLM's dense layers decode by the kernel during a test; counts how often it ran."""
-    ran = []
-
-    def count(*arguments):
-        ran.append(arguments)
-        return decode_linear(*arguments)
-
-    monkeypatch.setattr(ops, "marlin_gemm", ops.marlin_gemm)
-    monkeypatch.setattr("qarl_kernels.decode_linear.decode_linear", count)
-    engine_decode_linear.decode_int4_linear.cache_clear()
-    yield ran
-    engine_decode_linear.decode_int4_linear.cache_clear()
-    engine_decode_linear._has_kernels.cache_clear()
+    cached = (engine_decode_linear.decode_int4_linear, engine_decode_linear._has_kernels)
+    with counted(monkeypatch, "marlin_gemm", "qarl_kernels.decode_linear.decode_linear", *cached) as ran:
+        yield ran
 
 
 @pytest.mark.parametrize("rows", [1, 13, 32])
@@ -63,14 +57,8 @@ def test_a_layer_decodes_as_marlin_does(decoded, rows):
     layer = Layer(rows)
     expected = layer.run()
     engine_decode_linear.decode_int4_linear()
-    found = layer.run()
-    assert len(decoded) == 1
-    # Sums in another order change a last bit here and there.
-    assert_snr(found, expected, 60)
-    assert float((found == expected).float().mean()) > 0.98
-    layer.scale[0] *= 1.01
-    with pytest.raises(AssertionError, match="SNR"):
-        assert_snr(layer.run(), expected, 60)
+    assert_is_marlins(layer.run, expected, layer.scale[0])
+    assert len(decoded) == 2
 
 
 @pytest.mark.parametrize(("rows", "biased", "strided"), [(33, False, False), (7, True, False), (7, False, True)])
@@ -85,23 +73,15 @@ def test_larger_batches_biases_and_rows_apart_are_marlins(decoded, rows, biased,
     assert not decoded
 
 
-def test_all_are_marlins_where_someone_says_so(decoded, monkeypatch):
-    monkeypatch.setenv(engine_decode_linear.SWITCH, "0")
+def test_operands_that_a_layer_names_are_marlins(decoded):
+    """As vLLM's dense NVFP4 layers name theirs."""
     layer = Layer(7)
+    expected = layer.run()
     engine_decode_linear.decode_int4_linear()
-    layer.run()
-    assert not decoded
-
-
-def test_a_kernel_that_cannot_be_compiled_leaves_all_to_marlin_and_says_so(decoded, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no NVRTC")
-
-    monkeypatch.setattr("qarl_kernels.ops.decode_linear.linear_kernel", fail)
-    engine_decode_linear._has_kernels.cache_clear()
-    engine_decode_linear.decode_int4_linear()
-    with pytest.warns(
-        UserWarning, match="int4 layers decode by Marlin, since a kernel could not be compiled: no NVRTC"
-    ):
-        Layer(7).run()
+    found = ops.marlin_gemm(
+        a=layer.x, c=None, b_q_weight=layer.words, b_bias=None, b_scales=layer.scale, a_scales=None, global_scale=None,
+        b_zeros=layer.empty, g_idx=layer.empty, perm=layer.empty, workspace=layer.workspace,
+        b_q_type=scalar_types.uint4b8, size_m=7, size_n=N, size_k=K, use_fp32_reduce=True,
+    )  # fmt: skip
+    assert_bitwise_equal(found, expected)
     assert not decoded
