@@ -13,11 +13,11 @@ from torch import Tensor
 
 from qarl_kernels import QuantFormat, narrow_tensor, nvfp4
 from qarl_kernels.integer import unpack_int32
-from qarl_nemo.names import reads_norm
+from qarl_nemo.names import GLOBAL_SCALE, reads_norm
 from qarl_nemo.refit.publish import Layer
 
 _SAMPLE_BYTES = 1 << 18
-_SCALES = ("weight_scale", "weight_scale_inv")
+_SCALES = ("weight_scale", "weight_scale_inv", GLOBAL_SCALE)
 
 
 class _Kind(NamedTuple):
@@ -132,4 +132,4 @@ class FlippedCodes:
 def _sample(tensor: Tensor) -> Tensor:
     # A copy, because the tensor may be the learner's own. An odd step meets other rows in every expert.
     step = -(-tensor.nbytes // _SAMPLE_BYTES) | 1
-    return tensor.detach().flatten(0, -2)[::step].clone()
+    return tensor.detach().reshape(-1, tensor.shape[-1])[::step].clone()

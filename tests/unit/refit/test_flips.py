@@ -67,9 +67,23 @@ def test_nvfp4_has_two_codes_a_byte_and_scales_of_one():
         stored = quantize_weight(weight, get_format("nvfp4")).tensors
         layers.append({f"{UP}.{suffix}": tensor for suffix, tensor in stored.items()})
     assert figures(flips, layers[0]) == {}
+    # One of 64 x 256 codes, and one of 64 x 16 scales and the tensor's own.
     share = 1 / (64 * 256)
-    expected = {"flipped_codes": share, "flipped_codes_in": share, "flipped_scales": 16 * share}
+    expected = {"flipped_codes": share, "flipped_codes_in": share, "flipped_scales": 1 / (64 * 16 + 1)}
     assert figures(flips, layers[1]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (2, 64, 256)])
+def test_nvfp4s_scale_of_a_whole_tensor_is_a_scale(shape):
+    """All that is served changes with it, though neither a code nor a scale of a group does."""
+    stored = quantize_weight(torch.randn(shape), get_format("nvfp4")).tensors
+    flips, layer = FlippedCodes(get_format("nvfp4")), {f"{UP}.{suffix}": tensor for suffix, tensor in stored.items()}
+    divisor = stored["weight_global_scale"]
+    assert figures(flips, layer) == {}
+    moved = layer | {f"{UP}.weight_global_scale": divisor * (1 + 2**-20)}
+    total = stored["weight_scale"].numel() + divisor.numel()
+    expected = {"flipped_codes": 0, "flipped_codes_in": 0, "flipped_scales": divisor.numel() / total}
+    assert figures(flips, moved) == pytest.approx(expected)
 
 
 def test_many_layers_are_compared_in_one_go_and_counted_one_by_one(monkeypatch):
