@@ -187,16 +187,16 @@ def read_state(run_dir: Path, step: int) -> dict[str, float]:
         step: the checkpoint's step.
 
     Returns:
-        `step`, `weight_version` and `elapsed_s`.
+        `step`, `weight_version`, `elapsed_s`, and `TimeLimit.counters` unless an earlier version wrote it.
 
     Raises:
-        FileError: one of them is missing or not a number.
+        FileError: one of the first three is missing, or one is not a number.
     """
     path = checkpoint_dir(run_dir, step) / STATE_FILE
     state = read_json(path, "a checkpoint's counters")
     wrong = [
         f"{key} is {state.get(key)!r}"
-        for key in ("step", "weight_version", "elapsed_s")
+        for key in dict.fromkeys(("step", "weight_version", "elapsed_s", *state))
         if isinstance(state.get(key), bool) or not isinstance(state.get(key), int | float)
     ]
     if wrong:

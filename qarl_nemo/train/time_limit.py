@@ -2,10 +2,12 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+# What is measured, and how a checkpoint calls its longest time.
+_KEYS = {"step": "longest_step_s", "checkpoint": "longest_checkpoint_s"}
 _LIMIT = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
 
@@ -48,6 +50,14 @@ class TimeLimit:
         started = self._clock()
         yield
         self._longest[what] = max(self._longest.get(what, 0.0), self._clock() - started)
+
+    def counters(self) -> dict[str, float]:
+        """Return the longest times so far, for a checkpoint: a part of a run may have none of what its end needs."""
+        return {_KEYS[what]: seconds for what, seconds in self._longest.items()}
+
+    def resume(self, counters: Mapping[str, float]) -> None:
+        """Go on with what a checkpoint holds of `counters`."""
+        self._longest = {what: counters[key] for what, key in _KEYS.items() if key in counters}
 
     def is_up(self) -> bool:
         """Return whether another step and its checkpoint would end too late."""

@@ -81,8 +81,9 @@ class Trainer:
         ran_on = facts(self.device.type, num_gpus(config), packages)
         write_atomic(config.run_dir / FACTS_FILE, json.dumps(ran_on, indent=1) + "\n")
         if self.step is not None:
-            version = int(read_state(config.run_dir, self.step)["weight_version"])
-            self.learner.resume(checkpoint_dir(config.run_dir, self.step), version)
+            state = read_state(config.run_dir, self.step)
+            self.limit.resume(state)
+            self.learner.resume(checkpoint_dir(config.run_dir, self.step), int(state["weight_version"]))
         self.sampler = build_sampler(config, self.model, self.tokenizer, self.device)
         self.flips = FlippedCodes(self.format)
         self.noise = self._noise(done + 1)
@@ -290,13 +291,14 @@ class Trainer:
     def _save(self) -> None:
         checkpointing = self.config.checkpointing
         if checkpointing.enabled and self.step != self.saved_step:
+            counters = {"elapsed_s": self.elapsed_s, "weight_version": self.learner.weight_version}
             with self.limit.timed("checkpoint"):
                 save_checkpoint(
                     self.config.run_dir,
                     self.step,
                     self.learner,
                     self.tokenizer,
-                    {"elapsed_s": self.elapsed_s, "weight_version": self.learner.weight_version},
+                    counters | self.limit.counters(),
                     keep_last=checkpointing.keep_last,
                 )
             self.saved_step = self.step

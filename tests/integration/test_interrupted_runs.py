@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.train.checkpoint import save_checkpoint
 from qarl_nemo.train.run import train_run
 from qarl_nemo.train.time_limit import TimeLimit
 from qarl_nemo.train.trainer import Trainer
@@ -242,3 +243,40 @@ def test_a_run_whose_time_is_short_validates_saves_and_goes_on_to_the_same_metri
     del lines[last - 1]["validation/reward"]
     write_jsonl(metrics, lines)
     assert_same_run(run_dir, uninterrupted)
+
+
+def test_a_run_that_went_on_leaves_time_for_the_validation_and_the_checkpoint_that_it_has_not_done_yet(
+    tmp_path, monkeypatch
+):
+    now, saved = [0.0], []
+
+    class SlowTrainer(Trainer):
+        """Takes 50 s for a step, 100 s for a validation and 20 s for a checkpoint."""
+
+        def rewards(self, *arguments):
+            now[0] += 50
+            return super().rewards(*arguments)
+
+        def validate(self, step):
+            now[0] += 100
+            return super().validate(step)
+
+        def _save(self):
+            super()._save()
+            saved.append((self.step, now[0]))
+
+    def slow_save(*arguments, **options):
+        now[0] += 20
+        return save_checkpoint(*arguments, **options)
+
+    monkeypatch.setattr("qarl_nemo.train.trainer.TimeLimit", partial(TimeLimit, clock=lambda: now[0]))
+    monkeypatch.setattr("qarl_nemo.train.trainer.save_checkpoint", slow_save)
+    blocks = {"grpo": {"max_num_steps": 2, "val_period": 100}, "checkpointing": {"save_period": 100}}
+    SlowTrainer(make_config(tmp_path, **blocks)).train()
+    now[0] = 0.0
+    blocks = {"grpo": {"max_num_steps": LONG, "val_period": 100}}
+    limit = {"save_period": 100, "checkpoint_must_save_by": "00:00:05:00"}
+    SlowTrainer(make_config(tmp_path, **blocks, checkpointing=limit)).train()
+    assert read_metrics(tmp_path)[-1]["validation/reward"] is not None
+    # Three steps, the validation and the checkpoint; another step with a validation would have been too long.
+    assert saved[-1] == (5, 270.0)
