@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.data.problems import Task
@@ -14,7 +15,9 @@ _NAME = "data.json"
 
 
 def hold_data(run_dir: Path, source: TaskSource, encode: PromptEncoder, *, new: bool) -> None:
-    """Remember a run's problems as the model sees them, or require that they are still the same.
+    """Remember a run's problems and its chat template, or require that they are still the same.
+
+    What a template writes is not compared: some write the day, which is another one when a run goes on.
 
     Args:
         run_dir: the run's folder.
@@ -27,7 +30,7 @@ def hold_data(run_dir: Path, source: TaskSource, encode: PromptEncoder, *, new: 
         FileError: what was remembered cannot be read.
     """
     file = run_dir / _NAME
-    digests = {name: _digest(tasks, encode) for name, tasks in source.tasks.items() if tasks}
+    digests = {name: _digest(encode.template, tasks) for name, tasks in source.tasks.items() if tasks}
     if not digests:
         # Made-up problems follow from the config.
         return
@@ -35,7 +38,9 @@ def hold_data(run_dir: Path, source: TaskSource, encode: PromptEncoder, *, new: 
         write_atomic(file, json.dumps(digests, indent=1) + "\n")
         return
     held = read_json(file, "the digests of a run's problems")
-    changed = [f"data.{name}" for name in {**held, **digests} if held.get(name) != digests.get(name)]
+    differing = [name for name in {**held, **digests} if held.get(name) != digests.get(name)]
+    # Runs of earlier versions remember what the template wrote.
+    changed = [f"data.{name}" for name in differing if held.get(name) != _written(source.tasks.get(name, []), encode)]
     if changed:
         raise ConfigError(
             f"{run_dir}: {' and '.join(changed)} or the chat template hold other prompts or answers than when this run "
@@ -43,7 +48,14 @@ def hold_data(run_dir: Path, source: TaskSource, encode: PromptEncoder, *, new: 
         )
 
 
-def _digest(tasks: list[Task], encode: PromptEncoder) -> str:
+def _digest(template: Any, tasks: list[Task]) -> str:
+    digest = hashlib.sha256(json.dumps(template).encode())
+    for task in tasks:
+        digest.update(json.dumps([task.prompt, task.answer]).encode())
+    return digest.hexdigest()
+
+
+def _written(tasks: list[Task], encode: PromptEncoder) -> str:
     digest = hashlib.sha256()
     for task in tasks:
         digest.update(json.dumps([encode.text(task.prompt), task.answer]).encode())

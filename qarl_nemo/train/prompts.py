@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +37,11 @@ class PromptEncoder:
             if not tokenizer.chat_template.strip():
                 raise ValueError(f"{template}: expected a chat template, but it is empty")
         self._has_template = template is not None and bool(tokenizer.chat_template)
+
+    @property
+    def template(self) -> Any:
+        """The chat template in use, or several by name; None for none."""
+        return self.tokenizer.chat_template if self._has_template else None
 
     def text(self, prompt: str | Messages) -> str:
         """Return a prompt as the model sees it.

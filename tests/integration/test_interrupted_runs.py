@@ -1,5 +1,6 @@
 """A run that was killed, or stopped and continued, writes the numbers of one that was not."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -218,6 +220,34 @@ def test_a_run_whose_problems_have_changed_does_not_go_on(tmp_path):
     with pytest.raises(ConfigError, match="the chat template"):
         go_on(problems, 2, "{{ messages[0].content }} ")
     go_on(problems, 2)
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+class Tomorrow(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.now(tz) + timedelta(days=1)
+
+
+def test_a_run_whose_template_writes_the_day_goes_on_the_day_after(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "problems.jsonl", [{"problem": f"{n}+1=", "answer": str(n + 1)} for n in range(8)])
+    data = {"_override_": True, "source": "datasets", "train": {"data_path": str(tmp_path / "problems.jsonl")}}
+    policy = {"tokenizer": {"chat_template": "{{ strftime_now('%d%m') }} {{ messages[0].content }}"}}
+    train(tmp_path / "run", data=data, policy=policy, grpo={"max_num_steps": 1})
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    train(tmp_path / "run", data=data, policy=policy, grpo={"max_num_steps": 2})
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_run_that_remembers_what_its_template_wrote_goes_on(tmp_path):
+    problems = [{"problem": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+    write_jsonl(tmp_path / "problems.jsonl", problems)
+    data = {"_override_": True, "source": "datasets", "train": {"data_path": str(tmp_path / "problems.jsonl")}}
+    train(tmp_path / "run", data=data, grpo={"max_num_steps": 1})
+    written = "".join(json.dumps([problem["problem"], problem["answer"]]) for problem in problems)
+    held = {"train": hashlib.sha256(written.encode()).hexdigest()}
+    (tmp_path / "run" / "data.json").write_text(json.dumps(held))
+    train(tmp_path / "run", data=data, grpo={"max_num_steps": 2})
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
 
 
