@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl_kernels import QuantFormat
@@ -125,8 +126,23 @@ def _empty_model(config: LocalConfig) -> tuple[PreTrainedModel, list[InstallRow]
     # Adapters come on top.
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if has_frozen_base(config.policy):
-        return model, align_model(config, model).rows, num_parameters
+        rows = align_model(config, model).rows
+        _require_matrices(config.policy, model)
+        return model, rows, num_parameters
     return model, install(model, config.qarl.targets, config.qarl.served_format).rows, num_parameters
+
+
+def _require_matrices(policy: PolicyConfig, model: PreTrainedModel) -> None:
+    trained = trained_parameters(model)
+    if isinstance(policy.optimizer, MuonConfig) and not any(_by_muon(policy, *one) for one in trained):
+        raise ValueError(
+            "policy.optimizer.name=muon steps hidden matrices, and all of this model's are frozen; set "
+            "policy.optimizer.name=adamw"
+        )
+
+
+def _by_muon(policy: PolicyConfig, name: str, parameter: nn.Parameter) -> bool:
+    return isinstance(policy.optimizer, MuonConfig) and parameter.ndim >= 2 and tensor_kind(name) in TARGETS
 
 
 def _tasks(
@@ -162,9 +178,9 @@ def checkpoint_bytes(model: PreTrainedModel, policy: PolicyConfig) -> int:
     """
     total = 0
     for name, parameter in trained_parameters(model):
-        one_moment = isinstance(policy.optimizer, MuonConfig) and parameter.ndim >= 2 and tensor_kind(name) in TARGETS
+        moments = 4 if _by_muon(policy, name, parameter) else 8
         masters = 0 if parameter.dtype == torch.float32 else 4
-        total += parameter.numel() * (parameter.element_size() + (4 if one_moment else 8) + masters)
+        total += parameter.numel() * (parameter.element_size() + moments + masters)
     return total
 
 

@@ -195,6 +195,13 @@ def test_conflicts_with_the_checkpoint_are_all_named(packed, tmp_path):
         assert fix in str(error.value)
 
 
+def test_muon_is_refused_where_every_matrix_is_frozen(packed, tmp_path):
+    settings = {"_override_": True, "model_path": str(packed / "w4a16"), "optimizer": {"name": "muon"}}
+    with pytest.raises(ValueError, match=r"all of this model's are frozen; set policy\.optimizer\.name=adamw"):
+        train_run(config_of(tmp_path / "run", packed, policy=settings))
+    assert not (tmp_path / "run").exists()
+
+
 def changed_copy(packed, tmp_path, name, change):
     """A folder with a copy of a packed checkpoint whose tensors `change` has changed; returns them."""
     folder = shutil.copytree(packed / name, tmp_path / name)
