@@ -3,7 +3,7 @@
 from qarl_nemo.config.load import load_config
 from qarl_nemo.config.problems import ConfigError, validate
 from qarl_nemo.config.qarl import Alignment, QarlConfig, StrictModel, Targets
-from qarl_nemo.config.yaml_file import flatten, merge_mappings, read_yaml, write_yaml
+from qarl_nemo.config.yaml_file import flatten, literal, merge_mappings, read_yaml, write_yaml
 
 __all__ = [
     "Alignment",
@@ -12,6 +12,7 @@ __all__ = [
     "StrictModel",
     "Targets",
     "flatten",
+    "literal",
     "load_config",
     "merge_mappings",
     "read_yaml",

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ _MERGED_LATER = ("arms",)
 # For comparison: NeMo-RL's largest config has 20 kB, 400 values and 6 levels, and builds on 3 others.
 _MAX_CHARS, _MAX_VALUES, _MAX_LEVELS, _MAX_FILES = 1 << 18, 20_000, 40, 20
 
+# A reference's begin, and the backslashes before it, of which two stand for one there.
+_REFERENCE = re.compile(r"(\\*)\$\{")
 # What PyYAML calls the text that it parses.
 _UNNAMED = 'in "<unicode string>", '
 
@@ -58,6 +61,19 @@ def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
         FileError: the disk is full, or the folder may not be written.
     """
     write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(values))))
+
+
+def literal(value: Any) -> Any:
+    """Return what `load_config` reads as this value, in which `${...}` refers to nothing.
+
+    Args:
+        value: plain values, as a checked config holds them.
+    """
+    if isinstance(value, dict):
+        return {key: literal(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [literal(each) for each in value]
+    return _REFERENCE.sub(r"\1\1\${", value) if isinstance(value, str) else value
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

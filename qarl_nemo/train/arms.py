@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from qarl_nemo.config import ConfigError, merge_mappings, validate, write_yaml
+from qarl_nemo.config import ConfigError, literal, merge_mappings, validate, write_yaml
 from qarl_nemo.config.kinds import dump_as_written, without_meaningless
 from qarl_nemo.files import make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
@@ -213,7 +213,7 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
 def _start(config: LocalConfig, gpus: list[str], share: float) -> subprocess.Popen[bytes]:
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "arm.yaml"
-    write_yaml(path, _literal(config.model_dump(mode="json", exclude={"compare"})))
+    write_yaml(path, literal(config.model_dump(mode="json", exclude={"compare"})))
     environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
     if gpus:
         # The command may have no more than a share itself.
@@ -247,15 +247,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _literal(value: Any) -> Any:
-    """Return what is read as this value where `${...}` refers to other keys."""
-    if isinstance(value, dict):
-        return {key: _literal(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_literal(each) for each in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _log(config: LocalConfig) -> Path:

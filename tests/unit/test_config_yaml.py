@@ -5,7 +5,16 @@ import os
 import pytest
 from pydantic import Field
 
-from qarl_nemo.config import ConfigError, QarlConfig, StrictModel, load_config, merge_mappings, read_yaml
+from qarl_nemo.config import (
+    ConfigError,
+    QarlConfig,
+    StrictModel,
+    literal,
+    load_config,
+    merge_mappings,
+    read_yaml,
+    write_yaml,
+)
 from qarl_nemo.installation import shipped_configs
 
 
@@ -105,6 +114,13 @@ def test_an_override_can_replace_a_block(write):
 
 def test_interpolation_refers_to_other_keys(write):
     assert load_config(write("name: ${inner.color}"), ["inner.color=teal"], Whole).name == "teal"
+
+
+@pytest.mark.parametrize("text", ["${x}", r"\${x}", r"$\\${x+1}$ \\", "a${", "$ {x}"])
+def test_a_literal_is_read_as_it_was(text, tmp_path):
+    values = {"name": text, "texts": {"a": text}}
+    write_yaml(tmp_path / "run.yaml", literal(values))
+    assert load_config(tmp_path / "run.yaml", [], Whole) == Whole(**values)
 
 
 def test_a_reference_behind_the_end_of_a_list_is_named(write):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qarl_formats import Kernel, OnDevice, OtherStorage, QuantFormat, VllmKernels
-from qarl_nemo.config import load_config, write_yaml
+from qarl_nemo.config import literal, load_config, write_yaml
 from qarl_nemo.failures import run_reported
 from qarl_nemo.files import make_folder
 from qarl_nemo.layers.norm_noise import NormNoise
@@ -47,7 +47,7 @@ def train_with_megatron(config: LocalConfig) -> None:
         return
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "ranks.yaml"
-    write_yaml(path, config.model_dump(mode="json"))
+    write_yaml(path, literal(config.model_dump(mode="json")))
     code = launch_ranks(ranks, ["-m", "qarl_nemo.train.megatron.launch", str(path)])
     if code:
         raise RuntimeError(f"the Megatron learner's ranks ended with code {code}; what went wrong stands above")
