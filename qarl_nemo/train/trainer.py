@@ -111,13 +111,14 @@ class Trainer:
             self._refit()
             if self.step is None:
                 self.step = 0
-                self._save()
+                self._save(self.learner.weight_version)
             while self.step < total:
                 started = time.perf_counter()
                 with self.limit.timed("step"):
                     metrics = self._one_step(self.step + 1, timer, progress)
                 self.step += 1
                 ends = self.step == total or self.limit.is_up()
+                version = self.learner.weight_version
                 if ends and self.step < total:
                     metrics |= self._last_validation(metrics, progress)
                 self.elapsed_s += time.perf_counter() - started
@@ -125,7 +126,7 @@ class Trainer:
                 progress.update(self.step, reward=metrics["reward/mean"], gap=metrics["mismatch/abs_gap_mean"])
                 if self.step % config.checkpointing.save_period == 0 or ends:
                     progress.phase("checkpoint")
-                    self._save()
+                    self._save(version)
                 self._stop_if_diverged()
                 if ends:
                     break
@@ -173,7 +174,8 @@ class Trainer:
         return metrics
 
     def _last_validation(self, metrics: dict[str, float], progress: LiveProgress) -> dict[str, float]:
-        # Whoever goes on elsewhere, or never, still learns what the weights are worth.
+        # Whoever goes on elsewhere, or never, still learns what the weights are worth. The version without noise that
+        # this takes is not saved: a run that is never stopped has none.
         if not self.config.grpo.val_period or "validation/reward" in metrics:
             return {}
         progress.phase("validation")
@@ -288,10 +290,10 @@ class Trainer:
         order = torch.randperm(total, generator=generator).to(self.device)
         return list(order.split(grpo.train_global_batch_size))
 
-    def _save(self) -> None:
+    def _save(self, version: int) -> None:
         checkpointing = self.config.checkpointing
         if checkpointing.enabled and self.step != self.saved_step:
-            counters = {"elapsed_s": self.elapsed_s, "weight_version": self.learner.weight_version}
+            counters = {"elapsed_s": self.elapsed_s, "weight_version": version}
             with self.limit.timed("checkpoint"):
                 save_checkpoint(
                     self.config.run_dir,
@@ -307,7 +309,7 @@ class Trainer:
         skipped = self.learner.skipped_in_a_row
         if skipped < self.config.policy.max_skipped_steps:
             return
-        self._save()
+        self._save(self.learner.weight_version)
         saved = f"saved in {self.config.run_dir}" if self.config.checkpointing.enabled else "not saved"
         raise RuntimeError(
             f"{skipped} optimizer steps in a row had a non-finite loss or gradient (step {self.step}); in the last one "

@@ -291,8 +291,8 @@ def test_a_run_that_went_on_leaves_time_for_the_validation_and_the_checkpoint_th
             now[0] += 100
             return super().validate(step)
 
-        def _save(self):
-            super()._save()
+        def _save(self, version):
+            super()._save(version)
             saved.append((self.step, now[0]))
 
     def slow_save(*arguments, **options):

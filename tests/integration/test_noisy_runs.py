@@ -70,3 +70,16 @@ def test_a_killed_run_goes_on_to_the_same_numbers(run, stopped_at, tmp_path, mon
     weights = [load_file(checkpoint_dir(folder, STEPS) / "model/model.safetensors") for folder in (tmp_path, run[0])]
     for name, weight in weights[0].items():
         assert_bitwise_equal(weight, weights[1][name])
+
+
+def test_a_run_whose_time_is_short_tests_without_noise_and_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
+    noise = {"rollout": {"noise": NOISE}, "grpo": {"max_num_steps": STEPS, "val_period": 9}}
+    train(tmp_path / "whole", **noise)
+    trainer = WatchedTrainer(make_config(tmp_path / "run", **noise))
+    monkeypatch.setattr(trainer.limit, "is_up", lambda: trainer.step == 2)
+    trainer.train()
+    assert trainer.validated == [None, None]
+    train(tmp_path / "run", **noise)
+    found, expected = (without_clocks(read_metrics(tmp_path / name)) for name in ("run", "whole"))
+    assert found[1].pop("validation/reward") is not None
+    assert found == expected
