@@ -105,7 +105,8 @@ def require_place(path: Path) -> None:
 def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) -> list[ResultRow]:
     """Add rows to a results file; one with the name and hardware of an earlier row takes its place. Atomic.
 
-    Each row is one line, so that a figure measured again is one line of a diff.
+    Each row is one line, so that a figure measured again is one line of a diff. Of one name the newest row stays last,
+    behind those of other machines, because it is the one that counts.
 
     Args:
         path: results file, created with its folder when missing.
@@ -119,7 +120,12 @@ def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) ->
     """
     new = _validate([row.model_dump() if isinstance(row, ResultRow) else dict(row) for row in rows], "new rows")
     old = read_results(path) if path.exists() else []
-    merged = {(row.name, row.hardware): row for row in [*old, *new]}
+    merged = {(row.name, row.hardware): row for row in old}
+    last = {row.name: row.hardware for row in old}
+    for row in new:
+        if last.get(row.name) != row.hardware:
+            merged.pop((row.name, row.hardware), None)
+        merged[row.name, row.hardware], last[row.name] = row, row.hardware
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row.model_dump()) for row in merged.values())
     write_atomic(path, f"[\n{lines}\n]\n")

@@ -39,6 +39,15 @@ def test_a_row_of_the_same_name_and_hardware_takes_the_old_ones_place(tmp_path):
     assert json.loads(path.read_text())[0] == row(value=90.0, goal=180.0)
 
 
+def test_of_one_figure_on_several_machines_the_newest_row_comes_last(tmp_path):
+    path, mean = tmp_path / "local.json", "lost_w4a16_mean"
+    # Seeds that ran on one machine, on another, and on the first again.
+    for value, hardware in ((0.12, "1x H100"), (0.11, "1x H200"), (0.10, "1x H100"), (0.09, "1x H100")):
+        append_results(path, [row(mean, value=value, hardware=hardware), row("other", hardware=hardware)])
+        assert {item.name: item.value for item in read_results(path)}[mean] == value
+    assert len(read_results(path)) == 4
+
+
 @pytest.mark.parametrize(
     "changes",
     [
