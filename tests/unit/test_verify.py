@@ -31,6 +31,8 @@ from qarl_nemo.verify import reward, rewards
         (r"\boxed{42.}", "42"),
         (r"so $\boxed{(3,4).}$.", "(3,4)"),
         ("The answer is 18.", "18."),
+        (r"$\boxed{\begin{pmatrix} \dfrac12 \\[6pt] 3 \end{pmatrix}}$", r"\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}"),
+        (r"$\boxed{\begin{pmatrix} 1 \\ 3 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ [0.5 em] 3 \end{pmatrix}"),
     ],
 )
 def test_right_answers(response, answer):
@@ -53,6 +55,7 @@ def test_right_answers(response, answer):
         (r"\boxed{1}", "$1$, $3$"),
         (r"\boxed{43.}", "42"),
         (r"\boxed{5.}", "5.5"),
+        (r"$\boxed{\begin{pmatrix} 1 \\[6pt] 4 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"),
     ],
 )
 def test_wrong_answers(response, answer):
