@@ -169,7 +169,7 @@ def _quantized_problems(checkpoint: Checkpoint) -> list[str]:
     quantized = [
         info.name
         for info in checkpoint.tensors
-        if info.name.endswith(_QUANTIZED_SUFFIXES) or info.dtype.startswith(("F8", "F6", "F4"))
+        if info.name.endswith(_QUANTIZED_SUFFIXES) or info.dtype.startswith(("F8_", "F6_", "F4"))
     ]
     if "quantization_config" not in checkpoint.config and not quantized:
         return []

@@ -4,7 +4,7 @@ import torch
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.architecture import Architecture
 from qarl_nemo.checkpoints.plan import plan_quantization
-from qarl_nemo.checkpoints.reader import open_checkpoint
+from qarl_nemo.checkpoints.reader import FLOAT_DTYPES, open_checkpoint
 from qarl_nemo.checkpoints.shapes import WEIGHT_SHAPE_BYTES, engine_problems, engine_shard, shape_problems, stored_bytes
 from qarl_nemo.files import FileError
 from support.whole_models import DENSE, SPARSE, checkpoint_of, shapes_of
@@ -103,6 +103,12 @@ def test_a_quantized_source_is_told_from_a_damaged_one(where):
         plan_quantization(checkpoint, get_format("w4a16"), ["experts"])
     assert "not part of" not in str(error.value)
     assert "match no weight" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_whatever_is_floating_point_may_be_quantized(dtype):
+    # The names of quantized dtypes begin with F6, too: F6_E2M3.
+    assert plan_quantization(checkpoint_of(DENSE, dtype=dtype), get_format("w4a16"), ["mlp"]).shards
 
 
 def test_large_grids_of_offenders_stay_exact():
