@@ -15,11 +15,9 @@ from torch import Tensor
 
 from qarl_kernels import QuantFormat, QuantizedWeight, largest, quantize_weight, stored_layout
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
-from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
+from qarl_nemo.checkpoints.reader import FLOAT_DTYPES, Checkpoint, TensorInfo, TensorReader
 from qarl_nemo.checkpoints.stored import in_engine_dtype, stored_infos
 from qarl_nemo.names import fused_groups, target_of
-
-_FLOATS = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class MergedReader:
         """Return one weight of the base in BF16, dequantized where the run executed it so."""
         fmt, name = self._training.fmt, info.name
         quantized = fmt.is_quantized and target_of(name) in self._training.targets
-        if name in self._infos and not (quantized and self._infos[name].dtype not in _FLOATS):
+        if name in self._infos and not (quantized and self._infos[name].dtype not in FLOAT_DTYPES):
             weight = self._reader.read(self._infos[name]).to(torch.bfloat16)
             if not quantized:
                 return weight

@@ -1,17 +1,19 @@
 """Merging a run into its base: the numbers that were executed, or a refusal that says what rounding would cost."""
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from qarl_kernels import get_format
-from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_kernels import get_format, quantize_weight
+from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
 from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
+from qarl_nemo.checkpoints.reader import DTYPES, FLOAT_DTYPES
 from qarl_nemo.cli import app
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.measure.eval.models import find_model
@@ -23,7 +25,7 @@ from qarl_nemo.train.export_packed import export_packed
 from qarl_nemo.train.run import train_run
 from support.engines import TOKENIZER, tiny_model
 from support.runs import make_config, train
-from support.whole_models import DENSE, checkpoint_of
+from support.whole_models import DENSE, checkpoint_of, tensors_of
 
 LORA = {"rank": 8, "alpha": 16, "targets": ["attention", "experts"], "norms": True}
 IDS = torch.tensor([[5, 3, 8, 2]])
@@ -188,6 +190,18 @@ def test_a_packed_base_is_copied_with_what_was_trained(odd_rewards, tmp_path):
     ):
         done = export(tmp_path / "run", tmp_path / out, *wrong)
         assert problem in str(done.exception) + done.output
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_a_base_of_any_floats_is_merged_as_it_was_executed(tmp_path, dtype):
+    tensors, fmt = tensors_of(DENSE, DTYPES[dtype]), get_format("w4a16")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    base, training = open_checkpoint(tmp_path), Training(fmt, ("mlp",), {}, 1.0, {}, ())
+    name = "model.layers.0.mlp.up_proj.weight"
+    info = next(one for one in merged_checkpoint(base, training).tensors if one.name == name)
+    with MergedReader(base, training) as reader:
+        assert torch.equal(reader.read(info), quantize_weight(tensors[name].bfloat16(), fmt).dequantize())
 
 
 def test_a_merged_bias_is_read_from_its_bases_file(tmp_path):
