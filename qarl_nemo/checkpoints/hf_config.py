@@ -160,7 +160,8 @@ def _linears(plan: QuantizePlan) -> list[str]:
 
 
 def _output_config(plan: QuantizePlan) -> dict[str, Any]:
-    config = dict(plan.checkpoint.config)
+    # A source is not quantized, and may say so with null.
+    config = {key: value for key, value in plan.checkpoint.config.items() if key != "quantization_config"}
     dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     config.update(dict.fromkeys(dtype_keys, "bfloat16"))
     if plan.splitting is not None:

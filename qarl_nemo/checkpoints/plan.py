@@ -171,7 +171,7 @@ def _quantized_problems(checkpoint: Checkpoint) -> list[str]:
         for info in checkpoint.tensors
         if info.name.endswith(_QUANTIZED_SUFFIXES) or info.dtype.startswith(("F8_", "F6_", "F4"))
     ]
-    if "quantization_config" not in checkpoint.config and not quantized:
+    if checkpoint.config.get("quantization_config") is None and not quantized:
         return []
     where = f" (tensors {names.summarize_names(quantized, 8)})" if quantized else " (config.json says so)"
     return [f"the source is already quantized{where}; start from the BF16 checkpoint"]

@@ -49,7 +49,7 @@ def read_shapes(path: Path) -> ModelShapes:
     file = config_file(path)
     raw = read_json(file, "a model's config.json")
     model = Architecture.parse(raw, str(file))
-    if "quantization_config" in raw:
+    if raw.get("quantization_config") is not None:
         raise ValueError(f"{file} is of a quantized model; name the BF16 model that it was made from")
     context = raw.get("max_position_embeddings")
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:

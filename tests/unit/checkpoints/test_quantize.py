@@ -208,6 +208,15 @@ def test_bf16_writes_no_quantization_config(source, tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("name", ["bf16", "w4a16"])
+def test_a_quantization_config_of_null_says_nothing(make_source, tmp_path, name):
+    # transformers writes it where a dequantized model's was set to None.
+    source = make_source(tensors_of(DENSE), DENSE | {"quantization_config": None})
+    quantize_checkpoint(source, tmp_path / "out", get_format(name), ["mlp"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ("quantization_config" in config) == (name != "bf16")
+
+
 def test_record_and_companion_files(source, tmp_path):
     out = tmp_path / "out"
     report = quantize_checkpoint(source, out, FORMATS["w4a16_g32_narrow"], ["experts"])

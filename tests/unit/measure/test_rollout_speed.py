@@ -107,6 +107,17 @@ def test_what_does_not_fit_the_model_is_refused(options, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("quantization", [None, {"quant_method": "fp8"}])
+def test_a_quantized_model_is_refused_and_one_that_says_null_is_none(tmp_path, quantization):
+    config = DENSE | {"max_position_embeddings": 4096, "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if quantization is None:
+        assert read_shapes(tmp_path).max_position_embeddings == 4096
+    else:
+        with pytest.raises(ValueError, match="is of a quantized model; name the BF16 model"):
+            read_shapes(tmp_path)
+
+
 def test_a_dense_model_has_no_experts_to_place(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"max_position_embeddings": 4096}))
     options = {"targets": ("mlp",), "enable_expert_parallel": True, "tensor_parallel_size": 2}
