@@ -79,7 +79,7 @@ def adapted_memory(
 
     Args:
         model: its sizes.
-        learner: format and targets of the base, tokens of a micro-batch, `logprob_chunk`.
+        learner: format and targets of the base, `keep_operand`, tokens of a micro-batch, `logprob_chunk`.
         adapters: what is trained.
         engine: `packed`, which serves the learner's base, or `vllm`, which has its own.
         cache_bytes: keys and values of the responses that are sampled together.
@@ -88,6 +88,8 @@ def adapted_memory(
         Bytes by purpose.
     """
     base = served_bytes(model, learner)
+    kept = learner.record.operand_bytes if learner.record and learner.keep_operand else 0
+    quantized = model.num_layers * sum(model.linears[target] for target in learner.targets)
     one = rank_memory(model, Parallelism(1), learner).parts
     count = adapters.num_parameters(model)
     rows = learner.tokens * max(model.top_k, 1)
@@ -95,7 +97,7 @@ def adapted_memory(
     added = BF16 * rows * (model.hidden + 2 * model.inner) if set(adapters.targets) - {"attention"} else 0
     served = BF16 * count
     parts = {
-        "base": base,
+        "base": base + kept * quantized,
         "adapters": _TRAINED_BYTES * count,
         "gradients": _GRADIENT_BYTES * count,
         "activations": one["activations"],

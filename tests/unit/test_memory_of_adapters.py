@@ -9,7 +9,7 @@ import pytest
 
 from qarl_formats import get_format, quantization_config
 from qarl_nemo.memory import EMBEDDED_PROCESS_BYTES, GIB, Learner, ModelSize
-from qarl_nemo.memory.lora import Adapters, adapted_memory
+from qarl_nemo.memory.lora import ENGINES, Adapters, adapted_memory
 from qarl_nemo.metrics.results import read_results
 from support.whole_models import quantized_copies, save_sparse
 
@@ -45,6 +45,17 @@ def test_the_base_is_packed_and_the_engine_has_its_own_only_where_it_is_vllm(mod
     # BF16 weight, FP32 master and two moments; gradients of a micro-batch in BF16 and summed in FP32.
     assert held["adapters"] == 14 * ATTENTION.num_parameters(model)
     assert held["gradients"] == 6 * ATTENTION.num_parameters(model)
+
+
+@pytest.mark.parametrize(("name", "kept_bytes"), [("w4a16", 2), ("w4a8", 1), ("int8", 0), ("bf16", 0)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_base_may_keep_what_its_gemms_multiply_beside_its_codes(model, name, kept_bytes, engine):
+    unpacking = replace(BASE, format=name)
+    without = memory(model, engine=engine, learner=unpacking).parts
+    keeping = memory(model, engine=engine, learner=replace(unpacking, keep_operand=True)).parts
+    assert keeping["base"] - without["base"] == pytest.approx(kept_bytes * 28.991e9, rel=1e-3)
+    # vLLM has a base of its own.
+    assert keeping["engine"] == without["engine"]
 
 
 def test_the_built_in_samplers_cache_makes_way_for_the_update(model):
