@@ -45,7 +45,9 @@ def _batch_script(config: ClusterConfig) -> str:
         [
             "#!/usr/bin/env bash",
             "set -euo pipefail",
-            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            # Without `head -n 1`, which ends after a line: scontrol, still writing thousands of names, would fail.
+            'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            "head=${hosts%%$'\\n'*}",
             f"config={shlex.quote(config.as_json())}",
             "# shellcheck disable=SC2016 # each task's own shell expands $1",
             f'{shlex.join([*srun, "bash", "-c", line, "node"])} "$head" <<<"$config"',

@@ -114,6 +114,24 @@ def test_slurm_submits_a_script_that_starts_one_task_a_node():
     assert "srun --ntasks-per-node=1 --kill-on-bad-exit=0" in submit.stdin
 
 
+def test_the_first_of_thousands_of_nodes_is_the_head(tmp_path, monkeypatch):
+    # More names than a pipe holds, so that `scontrol` is still writing when the first one has been read.
+    programs = {"scontrol": "seq -f gpu-%05g 1 10000", "srun": 'echo "$@"; cat'}
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu-[00001-10000]")
+    config = example("slurm", "nodes=10000")
+    done = subprocess.run(
+        ["bash", "-c", plan(config).steps[1].stdin], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    *_, words, sent = done.stdout.splitlines()
+    assert words.split()[-2:] == ["node", "gpu-00001"]
+    assert validate(json.loads(sent), ClusterConfig, source="stdin") == config
+
+
 def test_slurm_containers_go_through_pyxis():
     config = example("slurm", "container={image: /shared/qarl.sqsh, mounts: [/shared:/shared]}")
     script = plan(config).steps[1].stdin
