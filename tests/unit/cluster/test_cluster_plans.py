@@ -106,6 +106,18 @@ def test_containers_share_network_memory_and_mounts():
     assert words[-1].startswith("cd /opt/qarl_nemo && exec python -m qarl_nemo.cluster node worker --lifeline")
 
 
+def test_gpus_are_asked_for_only_where_some_are_expected():
+    # Docker refuses --gpus on a machine without NVIDIA's runtime.
+    hosts, slurm, kubernetes = (
+        plan(example(name, "gpus_per_node=0")).steps[1] for name in ("hosts_container", "slurm", "kubernetes")
+    )
+    asked = [*shlex.split(hosts.command[-1]), *slurm.command]
+    assert not [word for word in asked if word.startswith(("--gpus", "--gres"))]
+    _, job = yaml.safe_load_all(kubernetes.stdin)
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"].keys() == {"cpu", "memory"}
+
+
 def test_slurm_submits_a_script_that_starts_one_task_a_node():
     make, submit = plan(example("slurm", "nodes=4", "launcher.sbatch_args=[--qos=high]")).steps
     assert make.command == ("mkdir", "-p", "/shared/logs/qwen3-30ba3b-w4a16")
