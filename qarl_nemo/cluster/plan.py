@@ -84,8 +84,9 @@ def node_line(config: ClusterConfig, arguments: Sequence[str]) -> str:
         config: the cluster run.
         arguments: our command line's words; they may be `"$1"` and the like, so they are not quoted here.
     """
-    # In braces, and with a line's end: setup may have several lines or commands, and end in a comment.
-    setup = [f"{{ {config.setup.strip()}\n}}"] if config.setup.strip() else []
+    # In braces, and with a line's end: setup may have several lines or commands, and end in a comment. What is on
+    # standard input is the node's.
+    setup = [f"{{ {config.setup.strip()}\n}} </dev/null"] if config.setup.strip() else []
     program = shlex.join([*shlex.split(config.python), *CLI])
     return " && ".join([f"cd {shlex.quote(config.workdir)}", *setup, f"exec {program} {' '.join(arguments)}"])
 

@@ -90,6 +90,15 @@ def test_a_node_sets_itself_up_in_any_number_of_commands(setup, tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
 
 
+def test_a_setup_that_reads_leaves_the_node_its_config(tmp_path):
+    # As ssh and srun do, whatever they are asked to run.
+    changes = {"setup": "export READ=yes; cat >/dev/null", "python": "bash -c 'echo $READ; cat'"}
+    config = example("hosts").model_copy(update=changes | {"workdir": str(tmp_path)})
+    line, sent = node_line(config, ["node"]), config.as_json()
+    done = subprocess.run(["bash", "-c", line], input=sent, capture_output=True, text=True, check=True)
+    assert done.stdout == f"yes\n{sent}"
+
+
 def test_a_pod_reads_the_commands_variables_as_the_launcher_does():
     config = example("kubernetes", "command=python train.py --out \\${HOME}/runs")
     config_map = next(yaml.safe_load_all(plan(config).steps[1].stdin))
