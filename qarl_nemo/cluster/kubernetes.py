@@ -105,7 +105,8 @@ def _pod(config: ClusterConfig, image: ContainerConfig, launcher: KubernetesLaun
         "name": name,
         "image": image.image,
         "workingDir": config.workdir,
-        "env": [{"name": key, "value": value} for key, value in env.items()],
+        # Kubernetes reads $$ as $, and would replace a single one's $(NAME).
+        "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in env.items()],
         **({"envFrom": [{"secretRef": {"name": name}} for name in secrets]} if secrets else {}),
         "resources": {"requests": limits, "limits": dict(limits)},
         "volumeMounts": [

@@ -180,6 +180,17 @@ def test_the_manifests_in_docker_are_the_launchers(kind, capsys):
     )
 
 
+def test_pods_get_the_values_of_variables_as_they_are_written():
+    # In a pod's env Kubernetes replaces $(NAME) and takes one of two dollars away.
+    written = {"A": "$(HOME)", "B": "a$$b", "C": "$HOME", "D": "plain"}
+    config = example("kubernetes").model_copy(update={"env": written})
+    _, job = yaml.safe_load_all(plan(config).steps[1].stdin)
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    given = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    assert {name: given[name].replace("$$", "$") for name in written} == written
+    assert not [value for value in given.values() if "$(" in value.replace("$$", "")]
+
+
 def test_pods_run_as_a_user_share_the_claim_and_hold_all_gpus():
     text = plan(example("kubernetes", "nodes=3")).steps[1].stdin
     config_map, job = yaml.safe_load_all(text)
