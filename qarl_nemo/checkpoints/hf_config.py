@@ -9,22 +9,21 @@ from qarl_kernels import QuantFormat, quantization_config
 from qarl_nemo import __version__, names
 from qarl_nemo.checkpoints.ignored import require_listed
 from qarl_nemo.checkpoints.plan import QuantizePlan
-from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
+from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE, Checkpoint
 from qarl_nemo.files import FileError, read_json, require_file
 
 RECORD_FILE = "qarl_quantization.json"
 TOOL = f"qarl-nemo {__version__}"
-_COPIED_PATTERNS = (
+_TOKENIZER_PATTERNS = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
     "added_tokens.json",
     "special_tokens_map.json",
-    "generation_config.json",
     "chat_template*",
     "*.jinja",
-    "LICENSE*",
 )
+_OTHER_PATTERNS = ("generation_config.json", "LICENSE*")
 _READ_BY_ENGINES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -78,20 +77,20 @@ def settings_record(plan: QuantizePlan) -> dict[str, Any]:
     }
 
 
-def require_readable(companions: Path) -> None:
+def require_readable(checkpoint: Checkpoint) -> None:
     """Require that the JSON files that engines read beside the weights, and that are copied, are JSON.
 
     Args:
-        companions: their folder; files that are not there are not missed.
+        checkpoint: files that are not there are not missed.
 
     Raises:
         FileError: some are not; all are listed.
     """
     problems = []
-    for name in _READ_BY_ENGINES:
-        if (companions / name).is_file():
+    for path in _companions(checkpoint):
+        if path.name in _READ_BY_ENGINES:
             try:
-                read_json(companions / name, "a file that engines read beside the weights")
+                read_json(path, "a file that engines read beside the weights")
             except FileError as error:
                 problems.append(str(error))
     if problems:
@@ -100,7 +99,7 @@ def require_readable(companions: Path) -> None:
 
 def companion_names(plan: QuantizePlan) -> list[str]:
     """Return the names of everything in a checkpoint that is not a shard."""
-    return [*(path.name for path in _copied_files(plan.checkpoint.companions)), INDEX_FILE, CONFIG_FILE, RECORD_FILE]
+    return [*(path.name for path in _companions(plan.checkpoint)), INDEX_FILE, CONFIG_FILE, RECORD_FILE]
 
 
 def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_bytes: int) -> dict[str, bytes]:
@@ -126,7 +125,7 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
         CONFIG_FILE: config,
         RECORD_FILE: {**settings_record(plan), "tensors": record_rows(plan), "dropped": plan.dropped},
     }
-    copied = {path.name: path.read_bytes() for path in _copied_files(plan.checkpoint.companions)}
+    copied = {path.name: path.read_bytes() for path in _companions(plan.checkpoint)}
     return copied | {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in written.items()}
 
 
@@ -138,13 +137,28 @@ def foreign_files(folder: Path) -> list[str]:
     """
     weight_map = read_json(folder / INDEX_FILE, "the index of a quantized checkpoint").get("weight_map")
     shards = weight_map.values() if isinstance(weight_map, dict) else ()
-    own = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *(path.name for path in _copied_files(folder))}
+    copied = (path.name for path in _files_like(folder, *_TOKENIZER_PATTERNS, *_OTHER_PATTERNS))
+    own = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *copied}
     return sorted(path.name for path in folder.iterdir() if path.name not in own and path.name not in shards)
 
 
-def _copied_files(folder: Path) -> list[Path]:
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's tokenizer, its chat template among them.
+
+    Raises:
+        FileError: what has the name of one is no readable file.
+    """
+    return _files_like(folder, *_TOKENIZER_PATTERNS)
+
+
+def _companions(checkpoint: Checkpoint) -> list[Path]:
+    others = _files_like(checkpoint.companions, *_OTHER_PATTERNS)
+    return [*tokenizer_files(checkpoint.tokenizer or checkpoint.companions), *others]
+
+
+def _files_like(folder: Path, *patterns: str) -> list[Path]:
     # A folder named `tokenizer` is the user's own; a folder named `tokenizer.json` is a mistake, which copying reports.
-    found = {path for pattern in _COPIED_PATTERNS for path in folder.glob(pattern)}
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
     paths = sorted(path for path in found if path.suffix or not path.is_dir())
     for path in paths:
         require_file(path, "a file to be copied")

@@ -118,7 +118,7 @@ def quantize_checkpoint(
             check_apart(folder, destination)
         plan = plan_quantization(checkpoint, fmt, targets, max_shard_bytes, split_channels)
         require_loadable(checkpoint.config, str(checkpoint.companions / CONFIG_FILE))
-        require_readable(checkpoint.companions)
+        require_readable(checkpoint)
         require_tied_copy(checkpoint)
         _check_space(plan, destination)
         shards = {shard.file: _source_stamps(plan, shard) for shard in plan.shards}

@@ -87,6 +87,7 @@ class Checkpoint:
         config: content of config.json.
         tensors: every tensor under its Hugging Face name, in the order in which they are best read.
         open_reader: returns a reader of the tensors.
+        tokenizer: where another tokenizer is that belongs to it; None: the one in `companions` does.
     """
 
     folder: Path
@@ -94,6 +95,7 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
     open_reader: Callable[[], TensorReader] = field(compare=False, repr=False)
+    tokenizer: Path | None = None
 
     @property
     def files(self) -> tuple[str, ...]:

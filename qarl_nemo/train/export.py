@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from qarl_nemo.names import TARGETS, fused_groups, target_of
 from qarl_nemo.train.aligned_model import lora_settings
 from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir, require_checkpoint
 from qarl_nemo.train.frozen_run import FrozenRun
+from qarl_nemo.train.prompts import DEFAULT_TEMPLATE
 from qarl_nemo.train.trained import ADAPTER_FILE, TRAINED_FILE, is_trained_alone, read_trained
 
 
@@ -59,7 +61,7 @@ def read_run(run: Path) -> tuple[Checkpoint, Training]:
         run: the run's folder.
 
     Returns:
-        The base's table of contents, and the training.
+        The base's table of contents, with the run's tokenizer if that has a chat template of its own, and the training.
 
     Raises:
         ValueError: it is no such run.
@@ -77,7 +79,8 @@ def read_run(run: Path) -> tuple[Checkpoint, Training]:
     targets = tuple(qarl.targets) if qarl.executed_format.is_quantized else ()
     files = tuple(folder / name for name in (ADAPTER_FILE, TRAINED_FILE) if (folder / name).is_file())
     training = Training(qarl.executed_format, targets, adapters, scaling, trained.parameters(), files)
-    return open_checkpoint(trained.base), training
+    own_template = trained.config.policy.tokenizer.chat_template not in (None, DEFAULT_TEMPLATE)
+    return replace(open_checkpoint(trained.base), tokenizer=folder if own_template else None), training
 
 
 def _by_module(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, quantize_checkpoint
+from qarl_nemo.checkpoints.hf_config import tokenizer_files
 from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
 from qarl_nemo.checkpoints.overlay import write_overlay
 from qarl_nemo.checkpoints.partial import check_destination
@@ -65,9 +66,18 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f"{destination.name}{_UNFINISHED}") as work:
         write_overlay(base, training.parameters, Path(work) / "copy", link=False)
+        if base.tokenizer is not None:
+            _replace_tokenizer(Path(work) / "copy", base.tokenizer)
         if destination.exists():
             os.replace(destination, Path(work) / "replaced")
         os.replace(Path(work) / "copy", destination)
+
+
+def _replace_tokenizer(folder: Path, other: Path) -> None:
+    for path in tokenizer_files(folder):
+        path.unlink()
+    for path in tokenizer_files(other):
+        shutil.copyfile(path, folder / path.name)
 
 
 def _precision(base: Checkpoint) -> str:
