@@ -211,6 +211,12 @@ def test_a_ray_cluster_stays_and_runs_the_job_in_its_head():
     assert titles[-1] == "run the job"
 
 
+def test_the_guides_command_for_another_job_is_the_launchers():
+    # Named as a file, the config would be read as a user's, whose ${...} is still to be resolved.
+    entry = plan(example("kubernetes", "launcher.kind=RayCluster")).steps[-1].command[-1]
+    assert entry.partition(" && exec ")[2] in (ROOT / "docs/guide/clusters.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "says"),
     [
