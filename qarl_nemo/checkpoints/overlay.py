@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,7 +24,8 @@ def write_overlay(
 
     Args:
         checkpoint: quantized or not.
-        tensors: values by name, of the stored shapes; they take the stored dtypes.
+        tensors: values by name, of the stored shapes; they take the stored dtypes, and BF16 in the place of FP16, which
+            holds neither the largest nor the smallest of what is trained and served in BF16.
         folder: made anew.
         link: copies all others, too, if false.
 
@@ -50,10 +52,14 @@ def write_overlay(
     for path in checkpoint.folder.iterdir():
         if path.name in changed:
             held = load_file(path)
-            held |= {name: one.to(held[name].dtype).contiguous() for name, one in tensors.items() if name in held}
+            held |= {name: one.to(_wide(held[name])).contiguous() for name, one in tensors.items() if name in held}
             save_shard(held, folder / path.name, {"format": "pt"})
         elif path.name in copied:
             shutil.copyfile(path, folder / path.name)
         elif path.is_file():
             (folder / path.name).symlink_to(path.resolve())
     return open_checkpoint(folder)
+
+
+def _wide(stored: Tensor) -> torch.dtype:
+    return torch.bfloat16 if stored.dtype == torch.float16 else stored.dtype

@@ -170,6 +170,17 @@ def test_an_overlay_copies_what_it_changes_links_the_rest_and_names_what_does_no
     assert not (tmp_path / "refused").exists()
 
 
+def test_an_overlay_of_an_fp16_base_holds_the_bf16_numbers_that_were_trained(bases, tmp_path):
+    folder = shutil.copytree(bases["bf16"], tmp_path / "fp16")
+    halves = {name: tensor.half() for name, tensor in tensors(folder).items()}
+    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    # In FP16 the first ones would be infinite, and the last ones 0.
+    trained = torch.logspace(17, -30, 256, base=2).bfloat16()
+    held = tensors(write_overlay(open_checkpoint(folder), {NORM: trained}, tmp_path / "overlay").folder)
+    assert_bitwise_equal(held.pop(NORM), trained)
+    assert {tensor.dtype for tensor in held.values()} == {torch.float16}
+
+
 def test_an_overlay_keeps_the_stored_copy_of_a_tied_embedding_one(bases, tmp_path):
     folder = shutil.copytree(bases["bf16"], tmp_path / "tied")
     (folder / "config.json").write_text(
