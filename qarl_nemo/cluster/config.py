@@ -218,7 +218,10 @@ class ClusterConfig(StrictModel):
 
     def _secret_problems(self) -> list[str]:
         launcher, image = self.launcher, self.container
-        texts = {"command": self.command, "setup": self.setup, "container.args": " ".join(image.args if image else ())}
+        texts = {"command": self.command, "setup": self.setup, "python": self.python}
+        texts["container.args"] = " ".join(image.args if image else ())
+        if isinstance(launcher, HostsLauncher):
+            texts["launcher.connect"] = " ".join(launcher.connect)
         if isinstance(launcher, SlurmLauncher):
             texts["launcher.sbatch_args"] = " ".join(launcher.sbatch_args)
         problems = plain_secrets(self.env, texts)

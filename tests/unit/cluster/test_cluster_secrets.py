@@ -22,6 +22,8 @@ NAME = "WANDB_API_KEY"
         ("hosts", f"env.{NAME}={VALUE}"),
         ("slurm", f"command='{NAME}={VALUE} python train.py'"),
         ("slurm", f"setup='export {NAME}={VALUE}'"),
+        ("kubernetes", f"python='env {NAME}={VALUE} python'"),
+        ("hosts", f"launcher.connect=[env, {NAME}={VALUE}, ssh, '{{host}}']"),
         ("kubernetes", f"command='python run.py policy.megatron_cfg.env_vars.{NAME}={VALUE}'"),
         ("kubernetes", f'command="python run.py policy.megatron_cfg.env_vars={{{NAME}: {VALUE}}}"'),
         ("slurm", f"launcher.sbatch_args=['--export=ALL,{NAME}={VALUE}']"),
