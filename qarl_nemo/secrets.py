@@ -8,6 +8,11 @@ HIDDEN = "***"
 # NeMo-RL's key for the variables that it sets in its workers.
 _VARIABLES = "env_vars"
 _SECRET = r"(?:[A-Z0-9]+_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+)*"
+# Keys of a config that hold secrets. A lower-case key with another name, as stop_token_ids or input_key, holds none.
+_SECRET_KEY = (
+    r"(?:\w+_)?(?:api_?key|access_key|secret_key|private_key|secret|password|passwd|credentials?)"
+    r"|(?:(?:access|api|auth|bearer|hf|hub)_)?token"
+)
 # Variables that end like this say where a secret is stored, and are no secrets.
 _PLACES = ("_FILE", "_PATH", "_DIR", "_HOME")
 # Any but a reference to another variable.
@@ -24,7 +29,21 @@ def is_secret(name: str) -> bool:
 
 def assigned_secrets(text: str) -> list[str]:
     """Return the names of secrets to which shell words assign values; references to other variables are none."""
-    return [name for name in (*_ASSIGNED.findall(text), *_IN_BRACES.findall(text)) if is_secret(name)]
+    found = []
+    for match in _ASSIGNED.finditer(text):
+        before = text[: match.start()]
+        in_config = before.endswith(".") and not before.endswith(f"{_VARIABLES}.")
+        found += _if_secret(match[1], in_config=in_config)
+    for name in _IN_BRACES.findall(text):
+        found += _if_secret(name, in_config=True)
+    return found
+
+
+def _if_secret(name: str, *, in_config: bool) -> list[str]:
+    """Return a name if it is a secret's: a variable's or, in lower case within a config, a key's."""
+    if in_config and name.islower() and not re.fullmatch(_SECRET_KEY, name):
+        return []
+    return [name] if is_secret(name) else []
 
 
 def secret_variables(config: Any, place: str = "") -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qarl_nemo.secrets import is_secret, secret_variables, without_secrets, word_without_secrets
+from qarl_nemo.secrets import assigned_secrets, is_secret, secret_variables, without_secrets, word_without_secrets
 
 VALUE = "do-not-print-me"
 NAME = "WANDB_API_KEY"
@@ -24,6 +24,42 @@ def test_names_of_secrets(name):
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_TOKEN_PATH", "HF_HOME", "MONKEY", "KEYS"])
 def test_names_of_other_things(name):
     assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (f"export {NAME}={VALUE}", NAME),
+        (f"hf_token={VALUE} python run.py", "hf_token"),
+        (f"run.py ++policy.megatron_cfg.env_vars.api_token={VALUE}", "api_token"),
+        (f"run.py 'policy.megatron_cfg.env_vars={{A: 1, {NAME}: {VALUE}}}'", NAME),
+        (f"run.py logger.wandb.api_key={VALUE}", "api_key"),
+        (f"run.py +logger.swanlab={{mode: cloud, api_key: {VALUE}}}", "api_key"),
+        (f"run.py +env.judge.token={VALUE}", "token"),
+        (f"run.py +env.judge.hf_token={VALUE}", "hf_token"),
+        (f"run.py +env.database.password={VALUE}", "password"),
+        (f"run.py +env.search.SERPER_KEY={VALUE}", "SERPER_KEY"),
+        (f"serve --token={VALUE}", "token"),
+    ],
+)
+def test_secrets_in_commands(text, name):
+    assert assigned_secrets(text) == [name]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "loss_fn.token_level_loss=false",
+        "loss_fn.sequence_level_importance_ratios=true loss_fn.use_kl_in_reward.token=$KL",
+        "policy.generation.stop_token_ids=[1]",
+        "++policy.tokenizer.pad_token='<pad>' policy.generation.pad_token_id=3",
+        "data.train.input_key=problem data.train.output_key=answer",
+        "'data.train={input_key: problem, output_key: answer, pad_token: 0}'",
+        "'data.validation=[{split: test, prompt_key: problem}]'",
+    ],
+)
+def test_keys_of_configs_that_are_no_secrets(words):
+    assert not assigned_secrets(f"python run.py {words}")
 
 
 def test_secrets_of_a_config_are_named_and_hidden_and_nothing_else():

@@ -45,6 +45,11 @@ def test_a_reference_to_a_variable_is_no_secret_nor_is_a_volume():
     example("slurm", f"setup='export {NAME}=$OTHER HF_TOKEN=\"$X\"'")
 
 
+def test_a_command_may_set_keys_of_the_run_that_name_tokens_and_keys():
+    keys = "loss_fn.token_level_loss=false data.train.input_key=problem policy.generation.stop_token_ids=[1]"
+    example("slurm", f"command='python run.py {keys}'")
+
+
 def test_pods_take_kubernetes_secrets_by_name():
     config = example("kubernetes", "env_from.secrets=[wandb, hugging-face]")
     job = list(yaml.safe_load_all(plan(config).steps[0].stdin))[1]
