@@ -14,7 +14,7 @@ MAX_TOKENS = 2**24
 _STEP = 1024
 Recompute = Literal["none", "full"]
 # Bytes per parameter beside its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
-# and two BF16 moments; master and momentum; nothing, because the state is in the host's memory.
+# and two BF16 moments; master and a hidden matrix's momentum; nothing, because the state is in the host's memory.
 OPTIMIZERS = {"adam": 12.0, "adam_bf16": 6.0, "muon": 8.0, "offloaded": 0.0}
 _CHUNK_BYTES = 28  # of a logit while its chunk is computed: NeMo-RL 7ea279ab, nemo_rl/distributed/model_utils.py
 
@@ -37,6 +37,7 @@ class Learner:
         busiest: rows that the busiest rank's experts get, over the mean.
         nested_in: the finer format whose codes it stores; None: the format's own.
         optimizer_whole: whether every data parallel rank holds all of the state, rather than its share.
+        precision_aware: whether Adam takes BF16 gradients as they are; Muon takes FP32 copies.
     """
 
     format: str | None = DEFAULT_FORMAT
@@ -52,6 +53,7 @@ class Learner:
     logprob_chunk: int | None = None
     nested_in: str | None = None
     optimizer_whole: bool = False
+    precision_aware: bool = True
 
     def __post_init__(self) -> None:
         fmt = find_format(self.format or "")
@@ -96,9 +98,11 @@ class Memory:
 
     Attributes:
         parts: `weights`, `gradients`, `optimizer`, `packed`, `activations`, `working`, `logits`.
+        step: what the optimizer's step needs beside what is held between steps, when activations are gone.
     """
 
     parts: Mapping[str, float]
+    step: float = 0.0
 
     @property
     def static_bytes(self) -> float:
@@ -108,7 +112,16 @@ class Memory:
     @property
     def peak_bytes(self) -> float:
         """The most that is held in a step: logits are freed before a layer's backward needs its working memory."""
-        return self.static_bytes + self.parts["activations"] + max(self.parts["working"], self.parts["logits"])
+        return self.static_bytes + max(self._backward, self.step)
+
+    @property
+    def peak_is_step(self) -> bool:
+        """Whether it is the optimizer's step that holds the most."""
+        return self.step > self._backward
+
+    @property
+    def _backward(self) -> float:
+        return self.parts["activations"] + max(self.parts["working"], self.parts["logits"])
 
 
 def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memory:
@@ -120,19 +133,19 @@ def rank_memory(model: ModelSize, ranks: Parallelism, learner: Learner) -> Memor
     experts, dense = rank_parameters(model, ranks)
     layers = ranks.stage_layers(model.num_layers)
     linears = {target: layers * count / _shares(ranks)[target] for target, count in model.linears.items()}
-    state = OPTIMIZERS[learner.optimizer]
-    shards = (1, 1) if learner.optimizer_whole else (ranks.expert_optimizer_shards, ranks.optimizer_shards)
     activations, working = _activations(model, ranks, learner, layers)
+    optimizer, step = _optimizer_bytes(model, ranks, learner)
     return Memory(
         {
             "weights": BF16 * (experts + dense),
             "gradients": learner.gradient_bytes * (experts + dense),
-            "optimizer": state * (experts / shards[0] + dense / shards[1]),
+            "optimizer": optimizer,
             "packed": _cache_bytes(learner) * sum(linears[target] for target in learner.targets),
             "activations": activations,
             "working": working,
             "logits": _logits_bytes(model, ranks, learner) if learner.logits else 0.0,
-        }
+        },
+        step,
     )
 
 
@@ -148,10 +161,7 @@ def rank_parameters(model: ModelSize, ranks: Parallelism) -> tuple[float, float]
     """
     layers, shares = ranks.stage_layers(model.num_layers), _shares(ranks)
     linears = {target: layers * count / shares[target] for target, count in model.linears.items()}
-    # The first stage has the embedding, the last one the head; without pipelines one rank has both.
-    tables = 1 if model.tied_head or ranks.pp > 1 else 2
-    dense = linears["attention"] + linears["mlp"] + layers * model.small_parameters
-    return linears["experts"], dense + tables * model.vocab_size * model.hidden / ranks.tp + model.hidden
+    return linears["experts"], linears["attention"] + linears["mlp"] + _no_hidden_matrices(model, ranks)
 
 
 def largest_budget(peak_bytes: Callable[[int], float], room: float) -> int | None:
@@ -192,6 +202,30 @@ def logprob_bytes(model: ModelSize, ranks: Parallelism, learner: Learner, *, opt
     # One layer runs at a time, and keeps no more than it does for a backward.
     layer, _ = _layer_bytes(model, ranks, learner)
     return static + max(logits if learner.logits else 0.0, layer)
+
+
+def _no_hidden_matrices(model: ModelSize, ranks: Parallelism) -> float:
+    """Count a rank's parameters of embedding, head, norms and routers, which Muon leaves to Adam."""
+    # The first stage has the embedding, the last one the head; without pipelines one rank has both.
+    tables = 1 if model.tied_head or ranks.pp > 1 else 2
+    small = ranks.stage_layers(model.num_layers) * model.small_parameters + model.hidden
+    return tables * model.vocab_size * model.hidden / ranks.tp + small
+
+
+def _optimizer_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> tuple[float, float]:
+    """Return what an optimizer holds between its steps, and what a step needs beside it."""
+    experts, dense = rank_parameters(model, ranks)
+    shards = (1, 1) if learner.optimizer_whole else (ranks.expert_optimizer_shards, ranks.optimizer_shards)
+    stepped = experts / shards[0] + dense / shards[1]
+    held = OPTIMIZERS[learner.optimizer] * stepped
+    if learner.optimizer == "muon":
+        # Adam has a second moment of them.
+        held += FP32 * _no_hidden_matrices(model, ranks) / shards[1]
+    copies = learner.optimizer == "muon" or (learner.optimizer == "adam" and not learner.precision_aware)
+    if not copies or learner.gradient_bytes == FP32:
+        return held, 0.0
+    # Megatron makes all of them before it steps a parameter. The largest takes as much again; this was measured.
+    return held, FP32 * (stepped + model.vocab_size * model.hidden / ranks.tp / shards[1])
 
 
 def _shares(ranks: Parallelism) -> dict[str, int]:

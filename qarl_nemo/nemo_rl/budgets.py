@@ -141,7 +141,7 @@ def largest_share(needed: Needed, gpu_bytes: float, *, optimizer_stays: bool) ->
     Args:
         needed: what GPUs will hold.
         gpu_bytes: one GPU's memory.
-        optimizer_stays: whether the optimizer stays there; parameters leave if they have to.
+        optimizer_stays: whether the optimizer stays there; parameters leave if they have to and can.
 
     Returns:
         A share with two decimals, rounded down; negative if the learner alone is too large. An engine with GPUs of its
@@ -149,7 +149,7 @@ def largest_share(needed: Needed, gpu_bytes: float, *, optimizer_stays: bool) ->
     """
     held = needed.arriving
     if needed.refit is not None:
-        held = OVERHEAD_BYTES + (needed.learner.parts["optimizer"] if optimizer_stays else 0.0)
+        held = OVERHEAD_BYTES + needed.kept + (needed.learner.parts["optimizer"] if optimizer_stays else 0.0)
     return floor((1 - held / gpu_bytes) * 100) / 100
 
 

@@ -101,7 +101,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         # Ranks wait for each other, so one whose parameters leave would cost all of them its time.
         stay = all(gather_plain(stay, waiting_group()))
         if stay != self._parameters_stay:
-            self._say(f"parameters {'stay' if stay else 'leave'} while the engine runs")
+            self._say(f"parameters {'stay' if stay else _how_they_leave(self.model)} while the engine runs")
         self._parameters_stay = stay
         if not stay:
             if isinstance(self.model, megatron_policy_worker.DistributedDataParallel):
@@ -189,3 +189,12 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         # Those that have left already free nothing more.
         here = (parameter for parameter in self.model.parameters() if parameter.untyped_storage().nbytes())
         return sum(parameter.nbytes for parameter in here)
+
+
+def _how_they_leave(model: Any) -> str:
+    # NeMo-RL moves Megatron's buffers, and parameters are in some only with a distributed optimizer.
+    if isinstance(model, megatron_policy_worker.DistributedDataParallel):
+        buffers = (*model.buffers, *model.expert_parallel_buffers)
+        if all(buffer.param_data is None for buffer in buffers):
+            return "have to stay (only those of a distributed optimizer can leave)"
+    return "leave"

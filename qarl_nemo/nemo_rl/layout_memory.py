@@ -55,6 +55,7 @@ class Needed:
         asleep: what an engine on the learner's GPU keeps while it sleeps.
         arriving: what an engine with GPUs of its own holds on each of them of an update until all of it is there.
         token: an engine's cache of one token on each of its GPUs.
+        kept: what the learner's parameters take beside a generating engine because they cannot leave.
         host: what a node's host memory holds by purpose, as `host_memory` computes it; empty if engines have GPUs of
             their own.
     """
@@ -65,6 +66,7 @@ class Needed:
     asleep: float
     arriving: float
     token: float
+    kept: float
     host: Mapping[str, float]
 
 
@@ -118,7 +120,8 @@ def needed_memory(
     token = model.cache_bytes / min(layout.engine_tp, model.num_kv_heads)
     if not layout.colocated:
         arriving = arriving_bytes(model, served, layout.engine_tp, layout.engine_ep)
-        return Needed(held, None, engine, 0.0, arriving, token, {})
+        return Needed(held, None, engine, 0.0, arriving, token, 0.0, {})
+    leave, stay = parameters_can_leave(config), optimizer_stays if parameters_stay is None else parameters_stay
     both = {"served": served, "engine_tp": layout.engine_tp, "engine_ep": layout.engine_ep}
     layerwise = qarl.layerwise_refit is not False
     refit = refit_bytes(model, layout.ranks, learner, layerwise=layerwise, optimizer_stays=optimizer_stays, **both)
@@ -128,11 +131,23 @@ def needed_memory(
         learner,
         gpus=layout.gpus_per_node,
         engines_forget=engines_forget,
-        parameters_leave=not (optimizer_stays if parameters_stay is None else parameters_stay),
+        parameters_leave=leave and not stay,
         optimizer_leaves=not optimizer_stays,
         **both,
     )
-    return Needed(held, refit, engine, ASLEEP_BYTES, 0.0, token, host)
+    kept = 0.0 if leave else held.parts["weights"]
+    return Needed(held, refit, engine, ASLEEP_BYTES, 0.0, token, kept, host)
+
+
+def parameters_can_leave(config: Mapping[str, Any]) -> bool:
+    """Return whether a learner's parameters can leave the GPU.
+
+    NeMo-RL moves Megatron's buffers, and parameters are in some only with a distributed optimizer.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+    """
+    return bool(look_up(config, f"{_MEGATRON}.optimizer.use_distributed_optimizer", True))
 
 
 def first_gpu_gib() -> float | None:
@@ -173,6 +188,7 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         targets=tuple(qarl.targets),
         keep_operand=qarl.keep_operand,
         optimizer=_optimizer(look_up(megatron, "optimizer", {})),
+        precision_aware=bool(look_up(megatron, "optimizer.use_precision_aware_optimizer", False)),
         optimizer_whole=not _is_distributed(look_up(megatron, "optimizer", {})),
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
         tokens=min(_tokens(policy), _rank_tokens(config)),
@@ -194,7 +210,7 @@ def _served(qarl: Any) -> Learner:
 def _optimizer(optimizer: Mapping[str, Any]) -> str:
     if optimizer.get("optimizer_cpu_offload") and optimizer.get("optimizer_offload_fraction") == 1.0:
         return "offloaded"
-    # SGD keeps what Muon does: master and momentum.
+    # SGD keeps no more: master and momentum.
     if any(name in str(optimizer.get("optimizer", "")) for name in ("muon", "sgd")):
         return "muon"
     return "adam_bf16" if has_16_bit_moments(optimizer) else "adam"

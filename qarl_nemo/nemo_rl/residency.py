@@ -60,7 +60,7 @@ def fits_beside_engine(needed: Needed, share: float | None, gpu_bytes: float) ->
         return True
     if share is None:
         return False
-    generating = needed.learner.parts["optimizer"] + share * gpu_bytes
+    generating = needed.learner.parts["optimizer"] + needed.kept + share * gpu_bytes
     refit = needed.refit + OVERHEAD_BYTES + ASLEEP_BYTES
     return generating + OVERHEAD_BYTES <= gpu_bytes and refit <= gpu_bytes
 

@@ -183,8 +183,8 @@ def test_muon_needs_its_package(command, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("workload", "arm", "words", "gib"),
     [
-        ("8gpu", "w4a16", ["++qarl.gpu_memory_gib=79"], 368),
-        ("8gpu", "bf16", ["++qarl.gpu_memory_gib=79"], 368),
+        ("8gpu", "w4a16", ["++qarl.gpu_memory_gib=79"], 291),
+        ("8gpu", "bf16", ["++qarl.gpu_memory_gib=79"], 291),
         # NeMo-RL's own engines copy their weights.
         ("8gpu", "nemo_rl", [], 618),
         # Its learner parts with its parameters wherever the optimizer is.

@@ -85,12 +85,16 @@ def test_a_host_of_four_gpus_holds_what_is_computed(arm, phase):
     assert (sum(parts.values()) - parts["processes"]) / GIB != pytest.approx(row, rel=MOST)
 
 
-# Runs since ours forget, with their layers and GPUs; the constants were fitted on all but the last six.
+# Runs since ours forget, with their layers and GPUs; the constants were fitted before the last six, and before those
+# with more answers, ran.
 FORGETFUL = [
     ("w4a16_a12_1gpu", "w4a16", 12, 1),
     ("w4a16_a12_2gpu", "w4a16", 12, 2),
     ("fp8_block_a24", "fp8_block", 24, 2),
     ("bf16_second_a24", "bf16", 24, 2),
+    ("w4a16_answers_a24", "w4a16", 24, 2),
+    ("w4a16_answers_a24_128", "w4a16", 24, 2),
+    ("w4a16_answers_a24_256", "w4a16", 24, 2),
     ("w4a16_decoding_a", "w4a16", 48, 4),
     ("w4a16_decoding_a_even", "w4a16", 48, 4),
     ("w4a16_beside_a_even", "w4a16", 48, 4),
@@ -122,6 +126,21 @@ def test_engines_that_forget_leave_nothing_on_a_host(arm, name, layers, gpus, ph
     assert forgetful(name, layers, gpus, engines_forget=False) > 1.2 * row
 
 
+def muon(name: str, *, parameters_leave: bool) -> float:
+    model, ranks = replace(MODEL, num_layers=8), Parallelism(2, tp=2, ep=2)
+    learner = replace(served(name), optimizer="muon", optimizer_whole=True)
+    leave = {"parameters_leave": parameters_leave, "optimizer_leaves": True}
+    return sum(host_memory(model, ranks, learner, learner, gpus=2, engine_tp=1, engines_forget=True, **leave).values())
+
+
+@pytest.mark.parametrize("name", ["w4a16", "bf16", "fp8_block"])
+@pytest.mark.parametrize("phase", ["rollout", "prev_logprobs", "update", "refit"])
+def test_a_host_holds_muons_state_and_no_parameters(name, phase):
+    row = measured()[f"full_memory_host_gib_{phase}_{name}_2gpu"] * GIB
+    assert muon(name, parameters_leave=False) == pytest.approx(row, rel=MOST)
+    assert muon(name, parameters_leave=True) > 1.2 * row
+
+
 def test_the_page_says_what_is_computed():
     page = (ROOT / "docs" / "evidence" / "full_size_memory.md").read_text()
     int4, bf16 = (sum(on_host(name, parameters_leave=name == "bf16").values()) / GIB for name in ("w4a16", "bf16"))
@@ -137,6 +156,8 @@ def test_the_page_says_what_is_computed():
         "`nemo_rl_a`",
     ):
         assert f"| {arms} | {sum(on_four(arms.split('`')[1]).values()) / GIB:.1f} GiB |" in page
+    recipes = muon("w4a16", parameters_leave=False) / GIB
+    assert f"| `w4a16_2gpu`, `bf16_2gpu`, `fp8_block_2gpu` | {recipes:.1f} GiB |" in page
     lines = page.partition("## The host's memory")[2].splitlines()
     for arm, name, layers, gpus in FORGETFUL:
         line = next(line for line in lines if line.startswith("| ") and f"`{arm}`" in line)

@@ -54,9 +54,9 @@ def test_what_arrives_is_what_was_measured():
 def test_an_optimizer_that_leaves_no_room_for_log_probabilities_goes():
     chunks = {"policy.logprob_chunk_size": 1024, "policy.megatron_cfg.defer_fp32_logits": True}
     # Beside this engine there is room for it, but not beside logits of four whole responses.
-    assert not apply_qarl(launch(**{SHARE: 0.5})).resident
-    assert apply_qarl(launch(**chunks | {SHARE: 0.5})).resident
+    assert not apply_qarl(launch(**{SHARE: 0.45})).resident
+    assert apply_qarl(launch(**chunks | {SHARE: 0.45})).resident
     # Who asks for it gets the largest batch that fits.
-    (line,) = problems(launch({"resident": True}, **{SHARE: 0.5}))
+    (line,) = problems(launch({"resident": True}, **{SHARE: 0.45}))
     assert "policy.logprob_batch_size=4: a learner rank needs" in line
     assert "set at most 3" in line

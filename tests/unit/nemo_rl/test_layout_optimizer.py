@@ -6,7 +6,9 @@ from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # no
 from test_nemo_rl_config import problems
 
 from qarl_nemo.config import ConfigError
+from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
+from qarl_nemo.nemo_rl.budgets import largest_share
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.layout_memory import needed_memory
 from qarl_nemo.nemo_rl.optimizer_dtypes import with_torch_dtypes
@@ -24,13 +26,26 @@ def test_an_optimizer_that_is_too_large_may_have_smaller_moments():
         apply_qarl(launch(**{OPTIMIZER: moments} | sizes))
 
 
-@pytest.mark.parametrize(("optimizer", "parameter_bytes"), [("adam", 12), ("muon", 8), ("sgd", 8)])
+@pytest.mark.parametrize(("optimizer", "parameter_bytes"), [("adam", 12), ("muon", 8.29), ("sgd", 8.29)])
 def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank(optimizer, parameter_bytes):
     said = {"optimizer": optimizer, "use_distributed_optimizer": False}
     values = launch(**{OPTIMIZER: said, "cluster": {"num_nodes": 2, "gpus_per_node": 8}})
     parts = needed_memory(values, NemoQarlConfig.model_validate(values["qarl"]), optimizer_stays=False).learner.parts
-    assert parts["optimizer"] == parts["weights"] / 2 * parameter_bytes
+    assert parts["optimizer"] == pytest.approx(parts["weights"] / 2 * parameter_bytes, rel=1e-3)
     assert optimizer != "adam" or any("use_distributed_optimizer=true (of" in line for line in problems(values))
+
+
+def test_parameters_can_leave_only_with_a_distributed_optimizer():
+    found = []
+    for distributed in (True, False):
+        values = launch(**{OPTIMIZER: {"optimizer": "dist_muon", "use_distributed_optimizer": distributed}})
+        found.append(needed_memory(values, NemoQarlConfig.model_validate(values["qarl"]), optimizer_stays=False))
+    leave, stay = found
+    assert (leave.kept, stay.host["parameters"]) == (0.0, 0.0)
+    assert stay.kept == stay.learner.parts["weights"] < leave.host["parameters"]
+    gpu_bytes = 79 * GIB
+    shares = [largest_share(needed, gpu_bytes, optimizer_stays=False) for needed in found]
+    assert shares[0] - shares[1] == pytest.approx(stay.kept / gpu_bytes, abs=0.01)
 
 
 def test_an_optimizer_that_stays_has_to_fit_beside_the_engine():
