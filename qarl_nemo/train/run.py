@@ -10,7 +10,7 @@ from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.gpu_pool import own_share
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
-from qarl_nemo.train.run_dir import RunStoppedError, is_complete, where_it_stands
+from qarl_nemo.train.run_dir import RunStoppedError, holds_run, is_complete, where_it_stands
 from qarl_nemo.train.setup import MakeLearner, transformers_learner
 from qarl_nemo.train.trainer import Trainer
 
@@ -72,7 +72,10 @@ def _finish_deleting(config: LocalConfig) -> None:
 
 
 def _ways_to_need_less(config: LocalConfig) -> list[str]:
-    """List the settings that lower a run's memory on a GPU, from what costs least to what costs most time."""
+    """List the settings that lower a run's memory on a GPU, from what costs least to what costs most time.
+
+    A run that goes on takes all of them; one that needs a folder of its own says so.
+    """
     policy, rollout, ways = config.policy, config.rollout, []
     packing, ours = policy.sequence_packing, policy.megatron_cfg is None
     if packing.enabled:
@@ -86,7 +89,9 @@ def _ways_to_need_less(config: LocalConfig) -> list[str]:
         ways += [f"policy.{key} below {value}" for key, value in sizes.items()]
         ways += ["policy.sequence_packing.enabled=true, which bounds tokens and not responses"] if ours else []
     if isinstance(rollout, VllmRolloutConfig) and not rollout.own_gpu:
-        ways.append(f"rollout.kv_cache_gib below {rollout.kv_cache_gib:g}")
+        # Responses that wait for room in the cache are drawn from other random numbers.
+        begun = " in another run_dir" if holds_run(config.run_dir) else ""
+        ways.append(f"rollout.kv_cache_gib below {rollout.kv_cache_gib:g}{begun}")
     if ours and not policy.activation_checkpointing:
         ways.append("policy.activation_checkpointing=true")
     if own_share() < 1:

@@ -16,8 +16,10 @@ from qarl_nemo.train.checkpoint import (
 )
 from qarl_nemo.train.config import LocalConfig
 
-# Keys that may change when a run is resumed, because they affect no result. num_threads may change as well, but then
-# sums have another order: only with the same num_threads does the run continue bit for bit.
+# Keys that may change when a run is resumed, because they affect no result but for rounding. num_threads and those that
+# divide a step's work over the memory add in another order: only with the same ones does a run continue bit for bit.
+# Those that decide which responses are decoded together, rollout.batch_size and rollout.kv_cache_gib, are not among
+# them: engines draw the tokens of such responses one after the other from the same random numbers.
 _FREE_KEYS = (
     "run_dir",
     "grpo.max_num_steps",
@@ -26,6 +28,13 @@ _FREE_KEYS = (
     "logger.",
     "num_threads",
     "compare",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "policy.logprob_chunk_size",
+    "policy.sequence_packing.",
+    "policy.activation_checkpointing",
+    "qarl.keep_operand",
+    "rollout.keep_operand",
 )
 
 
@@ -68,7 +77,7 @@ def inspect_run_dir(config: LocalConfig) -> int | None:
     folder, metrics = config.run_dir, config.run_dir / METRICS_FILE
     _require_place(folder)
     recorded = recorded_steps(metrics)
-    if recorded or saved_steps(folder):
+    if holds_run(folder):
         _require_same_run(config)
     step = newest_checkpoint(folder)
     if step is not None:
@@ -79,6 +88,11 @@ def inspect_run_dir(config: LocalConfig) -> int | None:
             "run_dir=..., or delete that folder to start again"
         )
     return step
+
+
+def holds_run(folder: Path) -> bool:
+    """Tell whether a folder holds a step or a checkpoint, so that it takes no other run's config any more."""
+    return bool(recorded_steps(folder / METRICS_FILE) or saved_steps(folder))
 
 
 def open_run_dir(config: LocalConfig) -> int | None:

@@ -8,7 +8,7 @@ import torch
 from qarl_nemo.files import FileError, exclusive
 from qarl_nemo.train import preflight
 from qarl_nemo.train.gpu_pool import SHARE
-from qarl_nemo.train.run import LOCK_FILE, train_run
+from qarl_nemo.train.run import LOCK_FILE, _ways_to_need_less, train_run
 from support.runs import make_config, read_metrics, train
 
 OFF = {"enabled": False}
@@ -132,6 +132,21 @@ def test_a_gpu_without_memory_is_an_error_that_says_what_needs_less(policy, said
     with pytest.raises(RuntimeError) as raised:
         train_run(make_config(tmp_path, policy=policy | {"warm_start": {"steps": 0}}), too_large)
     assert str(raised.value) == f"CUDA out of memory. Tried to allocate 2.50 GiB. To need less: {said}"
+
+
+def test_a_run_that_went_out_of_memory_goes_on_with_what_needs_less(tmp_path):
+    train(tmp_path, grpo={"max_num_steps": 1})
+    less = {"train_micro_batch_size": 4, "logprob_batch_size": 8, "activation_checkpointing": True}
+    train(tmp_path, grpo={"max_num_steps": 2}, policy=less | {"sequence_packing": {"enabled": True}})
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_run_that_has_begun_keeps_its_cache_and_is_told_so(tmp_path):
+    rollout = {"engine": "vllm", "max_model_len": 64, "kv_cache_gib": 3}
+    config = make_config(tmp_path, device="auto", rollout=rollout)
+    assert "rollout.kv_cache_gib below 3" in _ways_to_need_less(config)
+    (tmp_path / "checkpoints" / "step_000000").mkdir(parents=True)
+    assert "rollout.kv_cache_gib below 3 in another run_dir" in _ways_to_need_less(config)
 
 
 def test_a_run_that_has_too_small_a_share_of_its_gpu_says_so(tmp_path, monkeypatch):

@@ -89,6 +89,32 @@ def test_keys_that_change_no_number_may_differ(begun):
     assert OmegaConf.load(begun / "config.yaml").grpo.max_num_steps == 7
 
 
+def test_keys_that_only_divide_the_work_over_memory_may_differ(begun):
+    packing = {"enabled": True, "train_mb_tokens": 9, "logprob_mb_tokens": 8}
+    sizes = {"train_micro_batch_size": 7, "logprob_batch_size": 6, "logprob_chunk_size": 5}
+    other = config(
+        begun,
+        policy={"model_init": {}, "sequence_packing": packing, "activation_checkpointing": True, **sizes},
+        qarl={"keep_operand": False},
+        rollout={"keep_operand": False},
+    )
+    assert open_run_dir(other) == 1
+    assert OmegaConf.load(begun / "config.yaml").policy.train_micro_batch_size == 7
+
+
+def test_what_decides_which_responses_are_decoded_together_may_not_differ(tmp_path):
+    vllm = {"engine": "vllm", "max_model_len": 64}
+    open_run_dir(config(tmp_path, rollout=vllm))
+    write_steps(tmp_path, 1)
+    write_checkpoint(tmp_path, 1)
+    with pytest.raises(ConfigError) as raised:
+        open_run_dir(config(tmp_path, rollout=vllm | {"batch_size": 8, "kv_cache_gib": 2}))
+    assert str(raised.value).splitlines()[1:] == [
+        "  rollout.batch_size: there 1024, now 8",
+        "  rollout.kv_cache_gib: there 1.0, now 2.0",
+    ]
+
+
 def test_another_config_is_refused_naming_every_key_and_both_values(begun):
     other = config(
         begun,
