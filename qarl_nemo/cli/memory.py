@@ -45,7 +45,7 @@ def memory(
     group_size: GroupSize = None,
     nested_in: NestedIn = None,
     targets: options.QuantizedTargets = None,
-    keep_operand: options.KeepOperand = False,
+    keep_operand: options.KeepOperand = True,
     tokens: options.Tokens = 8192,
     optimizer: options.Optimizers = None,
     recompute: options.Recomputes = None,

@@ -100,6 +100,7 @@ def _savings(model: ModelSize, one: Candidate) -> Iterator[str]:
         ("--recompute full", {"recompute": "full"}),
         ("--optimizer adam_bf16", {"optimizer": "adam_bf16"}),
         ("--logprob-chunk 1024", {"logprob_chunk": 1024}),
+        ("--no-keep-operand", {"keep_operand": False}),
         ("--gradient-bytes 2", {"gradient_bytes": 2}),
     )
     for option, changed in changes:
@@ -114,6 +115,8 @@ def _changes_of_adapters(nearest: AdaptedCandidate) -> Iterator[str]:
     # The built-in sampler's cache is gone while the learner works, so that a smaller one helps rollouts alone.
     cache_misses = rollouts_miss if memory.shared else nearest.missing_bytes
     tenths = int((memory.parts["cache"] - cache_misses) / GIB * 10)
+    if nearest.kept_bytes:
+        yield f"--no-keep-operand (saves {with_unit(nearest.kept_bytes)})"
     if nearest.tokens:
         yield f"--tokens {nearest.tokens}"
     if cache_misses > 0 and tenths > 0:

@@ -21,7 +21,9 @@ QuantizedTargets = Annotated[
     str | None,
     typer.Option(help="What is quantized: experts, attention, mlp. Default: experts, or a dense model's mlp."),
 ]
-KeepOperand = Annotated[bool, typer.Option(help="Keep what the learner's GEMMs multiply.")]
+KeepOperand = Annotated[
+    bool, typer.Option(help="Keep what the learner's GEMMs multiply, as qarl.keep_operand says, true by default.")
+]
 Tokens = Annotated[int, typer.Option(help="Tokens of a micro-batch, before tp and cp ranks share it.")]
 Optimizers = Annotated[
     list[str] | None,

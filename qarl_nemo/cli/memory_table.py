@@ -43,6 +43,7 @@ def memory_table(
     sums = " + ".join(_HEADERS[name] for name in PARTS[:-2])
     caption = [
         f"peak = {sums} + the larger of working and logits. tokens: the largest micro-batch that fits.",
+        *operand_caption(first.learner, "packed"),
         *([f"The best first: {ORDER}."] if len(shown) > 1 else []),
         *([f"Not shown, because they do not fit: {hidden}; --all shows them."] if hidden else []),
         *([] if engine is None else [_refit_caption(model, first.learner, engine, unit)]),
@@ -68,6 +69,20 @@ def served_by_none(refusals: Sequence[str]) -> list[str]:
         "not served: vLLM does not take these weights on any number of GPUs, only the built-in sampler does:",
         *(f"  {refusal}" for refusal in refusals),
     ]
+
+
+def operand_caption(learner: Learner, part: str) -> list[str]:
+    """Return a line that says whether a part has what GEMMs multiply, too; none where that is the weights themselves.
+
+    Args:
+        learner: its format and `keep_operand`.
+        part: the column that has it.
+    """
+    if learner.record is None or not learner.record.operand_bytes:
+        return []
+    if learner.keep_operand:
+        return [f"{part}: with what GEMMs multiply, which runs keep by default; --no-keep-operand leaves it out."]
+    return [f"{part}: for runs with qarl.keep_operand=false, which is not the default."]
 
 
 def _refit_columns(model: ModelSize, one: Candidate, engine: EngineRanks, unit: Unit) -> Iterator[str]:

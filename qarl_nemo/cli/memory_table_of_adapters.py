@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from qarl_nemo.cli.memory_table import NOT_SERVED, served_by_none
+from qarl_nemo.cli.memory_table import NOT_SERVED, operand_caption, served_by_none
 from qarl_nemo.cli.memory_units import Unit
 from qarl_nemo.memory import EMBEDDED_PROCESS_BYTES, GIB, Learner, ModelSize
 from qarl_nemo.memory.candidates import AdaptedCandidate
@@ -41,6 +41,7 @@ def adapters_table(
         "the larger of working and logits, and the cache, too, where the engine keeps it.",
         f"fits: the larger of the two and {EMBEDDED_PROCESS_BYTES / GIB:g} GiB beside tensors in {gpu_bytes / GIB:g}. "
         "tokens: the largest micro-batch that fits.",
+        *operand_caption(learner, "base"),
         *served_by_none(refusals),
     )
     columns = ("rollouts by", *ADAPTED_PARTS, "rollout", "update", "fits", "tokens")

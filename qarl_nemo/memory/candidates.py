@@ -117,6 +117,7 @@ class AdaptedCandidate:
         update_tokens: the largest micro-batch whose update fits; None: none does, or the engine does not serve the
             base.
         served: whether the engine serves the base beside adapters.
+        kept_bytes: what `keep_operand` adds to the peak.
     """
 
     engine: str
@@ -124,6 +125,7 @@ class AdaptedCandidate:
     room: float
     update_tokens: int | None
     served: bool
+    kept_bytes: float
 
     @property
     def tokens(self) -> int | None:
@@ -163,7 +165,8 @@ def adapted_candidates(
         memory = partial(adapted_memory, model, adapters=adapters, engine=engine, cache_bytes=cache_bytes)
         served = engine != "vllm" or (vllm_serves and beside)
         most = _most(partial(_update_bytes, memory, learner), room, learner.tokens) if served else None
-        found.append(AdaptedCandidate(engine, memory(learner), room, most, served))
+        kept_bytes = memory(learner).peak_bytes - memory(replace(learner, keep_operand=False)).peak_bytes
+        found.append(AdaptedCandidate(engine, memory(learner), room, most, served, kept_bytes))
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qarl_nemo.config import QarlConfig
 from qarl_nemo.memory import ModelSize
 
 ROOT = Path(__file__).parents[2]
@@ -121,16 +122,31 @@ def test_the_answer_comes_first_and_names_the_best(qarl):
     code, printed = qarl("memory", MODEL)
     assert code == 0, printed
     rows = rows_of(printed)
-    assert len(rows) == 21
+    assert len(rows) == 15
     assert all(row[-2] == "yes" for row in rows)
     assert printed.splitlines()[0] == (
-        "Fits 79 GiB: tp2_ep8 + adam_bf16 + no recompute with up to 8,192 tokens a micro-batch; 20 more below."
+        "Fits 79 GiB: tp4_ep8 + adam_bf16 + no recompute with up to 13,312 tokens a micro-batch; 14 more below."
     )
-    assert (*rows[0][:3], rows[0][-1]) == ("tp2_ep8", "adam_bf16", "none", "8192")
+    assert (*rows[0][:3], rows[0][-1]) == ("tp4_ep8", "adam_bf16", "none", "13312")
     said = " ".join(printed.split())
     assert "The best first: state on the GPU, no recomputation" in said
     assert "fewer ranks that share experts (ep x etp), more tokens a micro-batch." in said
-    assert "they do not fit: 27; --all shows them" in said
+    assert "they do not fit: 33; --all shows them" in said
+
+
+def test_a_learner_keeps_what_its_gemms_multiply_as_runs_do(model, qarl):
+    assert QarlConfig().keep_operand
+    asked = ("memory", MODEL, "--layout", "ep8", "--optimizer", "offloaded", "--recompute", "full")
+    kept, dropped, own = (qarl(*asked, *more)[1] for more in ((), ("--no-keep-operand",), ("--format", "int8")))
+    packed = [float(rows_of(printed)[0][6]) for printed in (kept, dropped, own)]
+    # 2 bytes a weight beside codes of 4.125 bits.
+    added = 2 * model.num_layers * model.expert_parameters / 8 / 2**30
+    assert packed[0] - packed[1] == pytest.approx(added, abs=0.1)
+    said = [" ".join(printed.split()) for printed in (kept, dropped, own)]
+    assert "packed: with what GEMMs multiply, which runs keep by default; --no-keep-operand leaves it out." in said[0]
+    assert "packed: for runs with qarl.keep_operand=false, which is not the default." in said[1]
+    # INT8 codes are multiplied as they are.
+    assert "keep" not in said[2]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +154,7 @@ def test_the_answer_comes_first_and_names_the_best(qarl):
     [
         "--gpus 8 --gpu-gib 79",
         "--gpus 4 --gpu-gib 139 --layout tp2_ep4 --optimizer adam_bf16 --tokens 16384",
-        "--optimizer adam --layout ep8 --layout tp2_ep8",
+        "--optimizer adam --layout ep8 --layout tp2_ep8 --no-keep-operand",
     ],
 )
 def test_the_guide_quotes_the_answer(options, qarl):
@@ -153,7 +169,7 @@ def test_the_guide_quotes_the_answer(options, qarl):
 
 
 def test_all_shows_what_does_not_fit_too(qarl):
-    code, printed = qarl("memory", MODEL, "--layout", "ep8", "--recompute", "full", "--all")
+    code, printed = qarl("memory", MODEL, "--layout", "ep8", "--recompute", "full", "--no-keep-operand", "--all")
     assert code == 0, printed
     rows = rows_of(printed)
     assert [(row[1], row[-2]) for row in rows] == [
@@ -165,6 +181,9 @@ def test_all_shows_what_does_not_fit_too(qarl):
 
 def test_where_nothing_fits_the_nearest_says_what_to_change(qarl):
     options = ["--layout", "tp2_ep8", "--layout", "ep8", "--optimizer", "adam"]
+    # Two bytes of 3.6e9 experts' weights, but for a layer's, which the backward then unpacks.
+    assert "--no-keep-operand (saves 6.8 GiB)" in " ".join(qarl("memory", MODEL, *options)[1].split())
+    options.append("--no-keep-operand")
     code, printed = qarl("memory", MODEL, *options)
     assert code == 0, printed
     assert [row[:3] for row in rows_of(printed)] == [["tp2_ep8", "adam", "full"]]

@@ -144,7 +144,7 @@ def test_a_llama_is_a_base_too(tmp_path, qarl):
 
 
 def test_the_command_says_what_fits(qarl):
-    code, printed = qarl("memory", MODEL, "--lora", 32, "--gpu-gib", 79, "--cache-gib", 16)
+    code, printed = qarl("memory", MODEL, "--lora", 32, "--gpu-gib", 79, "--cache-gib", 16, "--no-keep-operand")
     assert code == 0, printed
     assert printed.splitlines()[0].startswith(
         "Fits 79 GiB: rollouts by packed (the built-in sampler) with up to 145,408"
@@ -154,24 +154,37 @@ def test_the_command_says_what_fits(qarl):
     assert "26.7 M parameters" in " ".join(printed.split())
 
 
+def test_a_base_keeps_what_its_gemms_multiply_unless_the_command_says_otherwise(model, qarl):
+    asked = ("memory", MODEL, "--lora", 32, "--gpu-gib", 79)
+    kept, dropped = (" ".join(qarl(*asked, *more)[1].split()) for more in ((), ("--no-keep-operand",)))
+    assert kept.startswith("Nothing fits 79 GiB. ")
+    # 2 bytes of 28.991e9 weights, while the engine samples and no layer is unpacked.
+    assert "Change: --no-keep-operand (saves 54.0 GiB), --cache-gib 5.8 or a larger GPU." in kept
+    assert dropped.startswith("Fits 79 GiB: ")
+    assert "base: with what GEMMs multiply, which runs keep by default; --no-keep-operand leaves it out." in kept
+    assert "base: for runs with qarl.keep_operand=false" in dropped
+    assert "--no-keep-operand" not in " ".join(qarl(*asked[:-1], 10, "--format", "bf16")[1].split())
+
+
 def test_where_adapters_do_not_fit_the_changes_that_help_are_named(qarl):
     # Beside 2 GiB of the process, 17.2 GiB and the cache while the engine samples.
-    code, printed = qarl("memory", MODEL, "--lora", 32, "--gpu-gib", 30)
+    asked = ("memory", MODEL, "--lora", 32, "--gpu-gib", 30, "--no-keep-operand")
+    code, printed = qarl(*asked)
     assert code == 0, printed
     assert " ".join(printed.split()).startswith(
         "Nothing fits 30 GiB. The nearest, rollouts by packed (the built-in sampler), misses by 5.2 GiB with 8,192 "
         "tokens a micro-batch. Change: --cache-gib 10.8 or a larger GPU."
     )
-    fitting = qarl("memory", MODEL, "--lora", 32, "--gpu-gib", 30, "--cache-gib", 10.8)[1]
+    fitting = qarl(*asked, "--cache-gib", 10.8)[1]
     assert fitting.startswith("Fits 30 GiB: rollouts by packed")
-    many = ("memory", MODEL, "--lora", 32, "--gpu-gib", 30, "--cache-gib", 1, "--tokens", 65536)
+    many = (*asked, "--cache-gib", 1, "--tokens", 65536)
     most = re.search(r"Change: --tokens (\d+) or", " ".join(qarl(*many)[1].split()))
     assert most
     assert qarl(*many[:-1], most[1])[1].startswith("Fits 30 GiB: ")
 
 
 def test_where_neither_rollouts_nor_update_fit_two_changes_are_named_together(qarl):
-    asked = ("memory", MODEL, "--lora", 32, "--gpu-gib", 22)
+    asked = ("memory", MODEL, "--lora", 32, "--no-keep-operand", "--gpu-gib", 22)
     said = " ".join(qarl(*asked)[1].split())
     assert "Change: --tokens 3072 together with --cache-gib 2.8 or a larger GPU." in said
     tokens, cache = ("--tokens", 3072), ("--cache-gib", 2.8)
@@ -184,7 +197,7 @@ def test_where_neither_rollouts_nor_update_fit_two_changes_are_named_together(qa
 
 def test_a_lower_rank_is_proposed_only_where_it_frees_enough(qarl):
     # While the engine samples, 10.8 GiB of adapters and 1.5 GiB of their copy, without 4.6 GiB of gradients.
-    asked = ("memory", MODEL, "--lora-targets", "experts", "--cache-gib", 40)
+    asked = ("memory", MODEL, "--no-keep-operand", "--lora-targets", "experts", "--cache-gib", 40)
     for gib, proposed in ((57, False), (60, True)):
         assert ("a lower --lora" in " ".join(qarl(*asked, "--lora", 16, "--gpu-gib", gib)[1].split())) is proposed
         assert qarl(*asked, "--lora", 1, "--gpu-gib", gib)[1].startswith("Fits ") is proposed
