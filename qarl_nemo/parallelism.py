@@ -16,6 +16,14 @@ def divisors(*counts: int) -> list[int]:
     return sorted({*small, *(common // size for size in small)})
 
 
+def shares_kv_heads(tp: int, num_kv_heads: int) -> bool:
+    """Tell whether vLLM gives each of so many ranks whole key-value heads, or each head to equally many ranks.
+
+    Source: vllm 0.25.1, `vllm/model_executor/layers/linear.py`, `QKVParallelLinear`.
+    """
+    return num_kv_heads % tp == 0 or tp % num_kv_heads == 0
+
+
 def either(values: Iterable[object]) -> str:
     """Return e.g. `1, 2 or 4`."""
     *others, last = map(str, values)

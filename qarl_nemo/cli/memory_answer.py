@@ -7,6 +7,7 @@ from typing import Any
 from qarl_nemo.cli.memory_units import with_unit
 from qarl_nemo.memory import GIB, EngineRanks, ModelSize, rank_memory
 from qarl_nemo.memory.candidates import AdaptedCandidate, Candidate
+from qarl_nemo.memory.engine import engine_sizes
 from qarl_nemo.parallelism import divisors, either
 
 _ENGINES = {"packed": "packed (the built-in sampler)", "vllm": "vllm"}
@@ -92,7 +93,7 @@ def _changes(model: ModelSize, found: Sequence[Candidate], engine: EngineRanks |
 def _may_have_more(engine: EngineRanks, model: ModelSize, gpus: int) -> bool:
     experts_shared = max(engine.tp, engine.ep)
     more_for_experts = model.num_experts > 0 and experts_shared < divisors(gpus, model.num_experts)[-1]
-    return more_for_experts or engine.tp < divisors(gpus, model.num_heads)[-1]
+    return more_for_experts or engine.tp < engine_sizes(model, gpus)[-1]
 
 
 def _savings(model: ModelSize, one: Candidate) -> Iterator[str]:

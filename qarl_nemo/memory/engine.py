@@ -1,12 +1,13 @@
 """GPU memory of rollout engines, and of a refit of those that share the learner's GPUs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.memory.learner import Learner, rank_memory, stored_bytes
 from qarl_nemo.memory.model_size import ModelSize
 from qarl_nemo.memory.units import BF16
-from qarl_nemo.parallelism import Parallelism, divisors, either
+from qarl_nemo.parallelism import Parallelism, divisors, either, shares_kv_heads
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,32 @@ class EngineRanks:
         Raises:
             ValueError: they do not; names both sizes' legal values.
         """
-        problems = _uneven("engine_tp", self.tp, {"GPUs": num_gpus, "attention heads": model.num_heads})
+        legal = engine_sizes(model, num_gpus)
+        problems = _uneven("engine_tp", self.tp, {"GPUs": num_gpus, "attention heads": model.num_heads}, legal)
+        if not problems and self.tp not in legal:
+            problems.append(
+                f"engine_tp={self.tp} neither divides {model.num_kv_heads} key-value heads nor is a multiple of them, "
+                f"as vLLM needs it; it may be {either(legal)}"
+            )
         if self.ep != 1 and not model.num_experts:
             problems.append(f"engine_ep={self.ep}: this model has no experts; leave it out")
         elif self.ep != 1:
-            problems += _uneven("engine_ep", self.ep, {"GPUs": num_gpus, "experts": model.num_experts}, of=self.tp)
+            shared = {"GPUs": num_gpus, "experts": model.num_experts}
+            problems += _uneven("engine_ep", self.ep, shared, divisors(*shared.values()), of=self.tp)
         if problems:
             raise ValueError("; ".join(problems))
 
 
-def _uneven(name: str, size: int, shared: dict[str, int], of: int = 1) -> list[str]:
+def engine_sizes(model: ModelSize, num_gpus: int) -> list[int]:
+    """Return how many of some GPUs may share the layers of an engine, ascending."""
+    return [tp for tp in divisors(num_gpus, model.num_heads) if shares_kv_heads(tp, model.num_kv_heads)]
+
+
+def _uneven(name: str, size: int, shared: dict[str, int], legal: Iterable[int], of: int = 1) -> list[str]:
     uneven = [f"{count} {what}" for what, count in shared.items() if size < 1 or count % size]
     wrong = [f"does not divide {' and '.join(uneven)}"] if uneven else []
     wrong += [f"is no multiple of engine_tp={of}"] if of > 1 and size % of else []
-    legal = [each for each in divisors(*shared.values()) if each == 1 or of < 1 or each % of == 0]
+    legal = [each for each in legal if each == 1 or of < 1 or each % of == 0]
     return [f"{name}={size} {' and '.join(wrong)}; it may be {either(legal)}"] if wrong else []
 
 

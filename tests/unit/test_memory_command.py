@@ -81,6 +81,19 @@ def test_what_is_not_legal_is_one_line_with_what_is(options, problem, qarl):
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize(("engine_tp", "legal"), [(1, True), (2, True), (3, True), (4, False), (6, True), (12, True)])
+def test_an_engine_divides_key_value_heads_or_repeats_each_as_often(engine_tp, legal, tmp_path, qarl):
+    save_config(tmp_path, **TINY | {"num_attention_heads": 24, "num_key_value_heads": 6})
+    code, printed = qarl(
+        "memory", tmp_path, "--gpus", 12, "--layout", "dp", "--format", "bf16", "--engine-tp", engine_tp
+    )
+    assert (code == 0) is legal, printed
+    assert legal or (
+        "engine_tp=4 neither divides 6 key-value heads nor is a multiple of them, as vLLM needs it; it may be 1, 2, 3, "
+        "6 or 12"
+    ) in " ".join(printed.split())
+
+
 def test_all_that_is_not_legal_is_named_at_once(qarl):
     options = {"gpu-gib": -1, "gpus": 0, "tokens": 0, "logprob-chunk": 0, "gradient-bytes": 3, "targets": "mlp"}
     options |= {"optimizer": "sgd", "recompute": "some", "layout": "tp0", "engine-tp": 3, "nested-in": "w4"}
