@@ -5,7 +5,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -127,9 +127,24 @@ def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) ->
             merged.pop((row.name, row.hardware), None)
         merged[row.name, row.hardware], last[row.name] = row, row.hardware
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row.model_dump()) for row in merged.values())
-    write_atomic(path, f"[\n{lines}\n]\n")
+    _write(path, merged.values())
     return list(merged.values())
+
+
+def remove_results(path: Path, names: Collection[str]) -> list[ResultRow]:
+    """Remove rows of these names from a results file, whatever machine they are from. Atomic.
+
+    Returns:
+        The rows that it held; without any the file stays as it is.
+
+    Raises:
+        ValueError: the file is not a results file.
+    """
+    rows = read_results(path)
+    removed = [row for row in rows if row.name in names]
+    if removed:
+        _write(path, [row for row in rows if row.name not in names])
+    return removed
 
 
 def result_rows(
@@ -194,6 +209,11 @@ def running_command(program: str, *left_out: str) -> str:
         elif word.partition("=")[0] not in left_out:
             kept.append(word)
     return " ".join([program, shlex.join(kept)]).rstrip()
+
+
+def _write(path: Path, rows: Iterable[ResultRow]) -> None:
+    lines = ",\n".join(json.dumps(row.model_dump()) for row in rows)
+    write_atomic(path, f"[\n{lines}\n]\n")
 
 
 def _validate(content: Any, source: str) -> list[ResultRow]:

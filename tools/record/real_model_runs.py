@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from kept_runs import keep_runs, kept
 from paired_answers import answer_differences
-from recovery import recoveries
+from recovery import recoveries, remove_withdrawn
 from rows import new_figures, parser_of, slug
 from sampled_tokens import token_figures, write_token_scatter
 
@@ -167,8 +167,9 @@ def main() -> None:
     figures = [one for run in whole for one in run_figures(run, prefix)] + differences
     record_runs(arguments.record, figures, whole, config, arguments.command)
     values = {row.name: row.value for row in read_results(arguments.record)}
-    computed = new_figures(arguments.record, recoveries(values, prefix))
-    record_runs(arguments.record, computed, whole, config, arguments.command)
+    computed = recoveries(values, prefix)
+    remove_withdrawn(arguments.record, computed, prefix)
+    record_runs(arguments.record, new_figures(arguments.record, computed), whole, config, arguments.command)
     folder = arguments.record.parent / "runs" / config
     keep_runs(whole, folder)
     if arguments.figure:

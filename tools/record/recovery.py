@@ -14,7 +14,8 @@ by the delta method, over the seeds alone:
 
 in which the covariance that gained and lost have from rollout-only, part of both, cancels seed by seed. Both are rows
 only where rollout-only is behind BF16: mean(lost) is more than t errors, t being Student's 97.5 % point of n - 1
-degrees of freedom. Its error is that over the seeds, but no less than what the problems alone make of it.
+degrees of freedom. Its error is that over the seeds, but no less than what the problems alone make of it. Rows that
+fewer seeds had allowed are removed where more no longer do.
 
 `real_model_runs.py` records these rows with its runs. Run by itself, this computes them again from recorded
 accuracies and adds what the file lacks, with the machine and the day of the newest accuracy behind it:
@@ -26,13 +27,21 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rows import mean_figures, new_figures, parser_of
 
 from qarl_formats import FORMAT_NAMES, NARROW_NAMES
 from qarl_nemo.metrics.estimate import mean_of
-from qarl_nemo.metrics.results import Figure, ResultRow, append_results, read_results, result_rows
+from qarl_nemo.metrics.results import (
+    Figure,
+    ResultRow,
+    append_results,
+    read_results,
+    remove_results,
+    result_rows,
+)
 
 _BASELINE = "bf16"
 # Student's 97.5 % points of 1 to 9 degrees of freedom: chance alone exceeds each in 2.5 % of cases. Two errors, which
@@ -96,6 +105,21 @@ def _recovery(name: str, lost: _BySeed, gained: _BySeed, over_problems: Sequence
     return [Figure(name, ratio, "", ">=", 0.8), Figure(f"{name}_error", rest / cost.value, "", "<=")]
 
 
+def remove_withdrawn(path: Path, figures: Iterable[Figure], prefix: str) -> None:
+    """Remove the rows of recoveries that the accuracies in a file no longer allow, and say so.
+
+    Args:
+        path: a results file.
+        figures: what `recoveries` makes of all of it.
+        prefix: begins their names.
+    """
+    given = {figure.name for figure in figures}
+    computed = [fmt for fmt in (*FORMAT_NAMES, *NARROW_NAMES) if f"{prefix}_lost_{fmt}_mean" in given]
+    names = {f"{prefix}_recovery_{fmt}{kind}" for fmt in computed for kind in ("", "_error")} - given
+    for row in remove_results(path, names):
+        print(f"{row.name}: removed, it was {row.value:g} on {row.date}")
+
+
 def dated_rows(rows: Iterable[ResultRow], figures: Iterable[Figure], prefix: str) -> list[dict[str, Any]]:
     """Return figures of `recoveries` as rows with the machine and the day of the newest accuracy of a format.
 
@@ -123,8 +147,9 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="as the rows are named, e.g. gsm8k")
     arguments = parser.parse_args()
     recorded, prefix = read_results(arguments.record), f"real_{arguments.model}_{arguments.data}"
-    figures = new_figures(arguments.record, recoveries({row.name: row.value for row in recorded}, prefix))
-    new = dated_rows(recorded, figures, prefix)
+    computed = recoveries({row.name: row.value for row in recorded}, prefix)
+    remove_withdrawn(arguments.record, computed, prefix)
+    new = dated_rows(recorded, new_figures(arguments.record, computed), prefix)
     for row in new:
         print(f"{row['name']:70} {row['value']:>10g}")
     append_results(arguments.record, new)

@@ -82,6 +82,23 @@ def test_seeds_that_agree_by_chance_do_not_outdo_what_the_problems_allow(recover
     assert "recovery_w4a16" not in recovered(*arms, **error)
 
 
+def test_a_recovery_that_another_seed_takes_back_is_removed(recovered, capsys, tmp_path):
+    two = recovered([0.34, 0.36], [0.20, 0.20], [0.25, 0.25])
+    assert "recovery_w4a16" in two
+    # Of the same machine, and of another run of this model.
+    others = [f"{PREFIX}_mlp_recovery_w4a16", f"{PREFIX}_recovery_w3a16"]
+    append_results(
+        tmp_path / "rows.json", [FACTS | {"name": name, "value": 0.5, "hardware": "first"} for name in others]
+    )
+    capsys.readouterr()
+    rows = recovered([0.34, 0.36, 0.20], [0.20, 0.20, 0.20], [0.25, 0.25, 0.25])
+    assert not {"recovery_w4a16", "recovery_w4a16_error"} & rows.keys()
+    assert {"mlp_recovery_w4a16", "recovery_w3a16", "lost_w4a16_mean"} <= rows.keys()
+    said = capsys.readouterr().out
+    assert f"{PREFIX}_recovery_w4a16: removed, it was {two['recovery_w4a16'].value:g} on 2026-11-24" in said
+    assert f"{PREFIX}_recovery_w4a16_error: removed" in said
+
+
 def test_rows_are_computed_again_with_the_machine_and_day_of_the_newest_accuracy(recovered, record, tmp_path):
     path, name = tmp_path / "rows.json", f"{PREFIX}_qarl_w4a16_seed2_test_accuracy"
     others = {
