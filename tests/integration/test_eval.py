@@ -24,6 +24,7 @@ from qarl_nemo.measure.eval.store import AnswerStore
 from qarl_nemo.refit.publish import publish
 from qarl_nemo.train.file_list import write_file_list
 from qarl_nemo.train.model import load_checkpoint
+from support.days import let_a_day_pass
 from support.engines import TOKENIZER
 from support.files import write_jsonl
 from support.whole_models import quantized_copies, save_sparse
@@ -223,6 +224,19 @@ def test_kept_answers_of_something_else_are_not_taken(checkpoint, tmp_path, sums
         evaluate(chosen)
 
 
+def test_an_evaluation_whose_template_writes_the_day_goes_on_the_day_after(checkpoint, tmp_path, sums, monkeypatch):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d%m') }}{{ messages[0].content }}")
+    chosen = settings(tmp_path, sums, model)
+    evaluate(chosen)
+    let_a_day_pass(monkeypatch)
+    evaluate(chosen)
+    template.write_text(template.read_text() + "=")
+    with pytest.raises(FileError, match="differs from now in prompt;"):
+        evaluate(chosen)
+
+
 def test_models_stand_side_by_side_and_a_sample_is_said(checkpoint, quantized, tmp_path, sums, capsys):
     chosen = settings(tmp_path, sums, checkpoint, quantized["w4a16"], limit=4)
     evaluate(chosen)
@@ -332,12 +346,6 @@ def test_data_that_is_not_asked_and_prompt_files_without_a_place_are_errors(chec
     assert f"prompt file {prompt_file}: a prompt's template has one {{}} for the question" in str(error.value)
     prompt_file.write_text("{} Answer!")
     assert len(prepare(chosen).questions) == 1
-
-
-def test_a_folder_of_runs_names_them(tmp_path):
-    (tmp_path / "bf16" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(FileError, match=r"it holds 1 runs: name one of .*bf16"):
-        find_model(tmp_path)
 
 
 def test_what_is_no_result_is_not_replaced(checkpoint, tmp_path, sums):

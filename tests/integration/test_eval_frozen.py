@@ -233,3 +233,9 @@ def test_vllm_serves_base_adapters_and_norms_together(case, bases, tmp_path):
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+
+
+def test_a_folder_of_runs_names_them(tmp_path):
+    (tmp_path / "bf16" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(FileError, match=r"it holds 1 runs: name one of .*bf16"):
+        find_model(tmp_path)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from qarl_nemo.train.run import train_run
 from qarl_nemo.train.time_limit import TimeLimit
 from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
+from support.days import let_a_day_pass
 from support.files import write_jsonl
 from support.runs import QARL, make_config, read_metrics, train, without_clocks, write_config
 
@@ -223,18 +223,12 @@ def test_a_run_whose_problems_have_changed_does_not_go_on(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
 
 
-class Tomorrow(datetime):
-    @classmethod
-    def now(cls, tz=None):
-        return datetime.now(tz) + timedelta(days=1)
-
-
 def test_a_run_whose_template_writes_the_day_goes_on_the_day_after(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "problems.jsonl", [{"problem": f"{n}+1=", "answer": str(n + 1)} for n in range(8)])
     data = {"_override_": True, "source": "datasets", "train": {"data_path": str(tmp_path / "problems.jsonl")}}
     policy = {"tokenizer": {"chat_template": "{{ strftime_now('%d%m') }} {{ messages[0].content }}"}}
     train(tmp_path / "run", data=data, policy=policy, grpo={"max_num_steps": 1})
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    let_a_day_pass(monkeypatch)
     train(tmp_path / "run", data=data, policy=policy, grpo={"max_num_steps": 2})
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
 
