@@ -173,6 +173,11 @@ def _quantized_problems(checkpoint: Checkpoint) -> list[str]:
     ]
     if checkpoint.config.get("quantization_config") is None and not quantized:
         return []
+    if not quantized and checkpoint.companions != checkpoint.folder:
+        return [
+            f"--hf-model {checkpoint.companions} is quantized (its config.json says so), and what is converted is not; "
+            "name the BF16 model's folder, of which only config.json and tokenizer are read"
+        ]
     where = f" (tensors {names.summarize_names(quantized, 8)})" if quantized else " (config.json says so)"
     return [f"the source is already quantized{where}; start from the BF16 checkpoint"]
 

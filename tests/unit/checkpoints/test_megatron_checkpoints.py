@@ -200,7 +200,7 @@ def test_a_config_that_is_not_enough_says_what_it_lacks(megatron, tmp_path):
         if message:
             with pytest.raises(ValueError, match=message):
                 open_megatron(source, hf)
-    with pytest.raises(ValueError, match="the source is already quantized"):
+    with pytest.raises(ValueError, match=f"--hf-model {hf} is quantized .* name the BF16 model's folder"):
         quantize_checkpoint(open_megatron(source, hf), tmp_path / "out", get_format("w4a16"), ["experts"])
     with pytest.raises(ValueError, match=r"missing file config\.json"):
         open_megatron(source, tmp_path)
