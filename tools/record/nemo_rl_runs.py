@@ -60,14 +60,16 @@ def read_console(file: Path) -> list[dict[str, Any]]:
         file: the driver's output.
 
     Returns:
-        Records with `step`, ascending, without the metrics that NeMo-RL does not print.
+        Records with `step`, ascending, without the metrics that NeMo-RL does not print; where a later start repeated
+        steps, its own.
     """
     steps: dict[int, dict[str, float]] = {}
     current: dict[str, float] = {}
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         step, value = _PRINTED_STEP.search(line), _PRINTED.match(line)
         if step:
-            current = steps.setdefault(int(step[1]), {})
+            steps = {earlier: values for earlier, values in steps.items() if earlier < int(step[1])}
+            current = steps[int(step[1])] = {}
         elif value:
             name = _PRINTED_NAMES.get(value[1], f"timing/train/{value[1]}")
             current.setdefault(name, float(value[2]))

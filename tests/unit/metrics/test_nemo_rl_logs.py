@@ -306,6 +306,18 @@ def test_what_was_printed_of_finished_steps_stands_in_for_a_lost_log_folder(reco
     assert {row.command for row in rows.values()} == {"python again"}
 
 
+def test_of_a_step_that_was_printed_twice_the_later_start_counts(record, tmp_path):
+    driver, facts = tmp_path / "driver.txt", tmp_path / "run.json"
+    facts.write_text(json.dumps({"command": "elsewhere", "hardware": "1x NVIDIA H200", "versions": {}}))
+    step = "=== Step {}/100 ===\n  \u2022 Avg Reward: {}\n  \u2022 Total step time: {}s\n"
+    # The second start goes on from step 1, and is killed in its third.
+    starts = (step.format(*values) for values in ((1, 0.1, 10), (2, 0.2, 20), (3, 0.3, 30), (2, 0.4, 40)))
+    driver.write_text("".join(starts) + "=== Step 3/100 ===\n  \u2022 Avg Reward: 0.5\n")
+    rows = record("nemo_rl_runs", f"--run=w4a16={driver}", f"--facts={facts}")
+    assert rows["run_steps_w4a16"].value == 2
+    assert rows["step_s_w4a16"].value == pytest.approx(25)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
