@@ -16,6 +16,8 @@ _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 class RewardFunction:
     """Calls `function(response, answer)`, or `function(response, answer, record)` if it takes three.
 
+    A third parameter with a default is an option of the function's own, unless it is called `record`.
+
     A function with verl's `solution_str` and `ground_truth` is called by name, as verl calls it, with the record's
     `data_source` and `extra_info`; of a mapping that a function returns, `score` is the reward.
 
@@ -30,7 +32,7 @@ class RewardFunction:
         self.path = path
         self._function = _load(path)
         self._verl = _verl_parameters(self._function)
-        self._takes_record = _takes(self._function, 3)
+        self._takes_record = _takes(self._function, 3) and not _has_own_option(self._function)
         if not self._verl and not self._takes_record and not _takes(self._function, 2):
             raise ValueError(
                 f"reward function {path} takes {inspect.signature(self._function)}; it is called with response and "
@@ -112,6 +114,16 @@ def _verl_parameters(function: Any) -> list[str]:
     except (TypeError, ValueError):  # it needs others, or is a builtin that does not tell
         return []
     return taken if {"solution_str", "ground_truth"} <= set(taken) else []
+
+
+def _has_own_option(function: Any) -> bool:
+    """Tell whether a third parameter has a default and another name than `record`."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a builtin that does not tell
+        return False
+    third = parameters[2] if len(parameters) > 2 else None
+    return third is not None and third.default is not inspect.Parameter.empty and third.name != "record"
 
 
 def _takes(function: Any, num_arguments: int) -> bool:

@@ -23,6 +23,15 @@ class Judge:
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": (solution_str == ground_truth) + extra_info["index"], "acc": data_source == "gsm8k"}
 
+def with_own_name(response, answer, fields):
+    return fields["level"] / 2
+
+def record_if_any(response, answer, record=None):
+    return record["level"] / 2
+
+def with_option(response, answer, strict=False):
+    return 3 if strict is False else 4
+
 def needs_more(data_source, solution_str, ground_truth, threshold): return 1
 def one(response): return 1
 def fails(response, answer): return {}[answer]
@@ -45,7 +54,16 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "value"), [("score", 1.0), ("with_record", 2.5), ("Judge.score", 2.0), ("compute_score", 8.0)]
+    ("path", "value"),
+    [
+        ("score", 1.0),
+        ("with_record", 2.5),
+        ("with_own_name", 2.5),
+        ("record_if_any", 2.5),
+        ("with_option", 3.0),
+        ("Judge.score", 2.0),
+        ("compute_score", 8.0),
+    ],
 )
 def test_it_is_called_with_what_it_takes(path, value):
     assert RewardFunction(f"own_rewards:{path}")("46", "46", {"level": 5, "extra_info": {"index": 7}}) == value
