@@ -1,6 +1,6 @@
 """The decode kernel beside vLLM's Marlin: the same order of weights, the same products, and when it runs.
 
-tests/unit/refit/test_decode_calls.py has which calls it takes.
+tests/integration/test_vllm_decode_calls.py has which calls it takes.
 """
 
 import pytest

@@ -10,7 +10,7 @@ from qarl_nemo.nemo_rl.checks.batches import batch_problems, count_problems
 from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, RESOURCES, SIZES, Layout, divided_counts, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up, with_value
 from qarl_nemo.nemo_rl.model_shapes import shape_conflicts
-from qarl_nemo.parallelism import divisors, either
+from qarl_nemo.parallelism import divisors, either, shares_kv_heads
 
 _LEARNER_KEYS = {short: f"{MEGATRON}.{name}" for short, name in SIZES.items()}
 _ENGINE_KEYS = {"tp": f"{ENGINE}.tensor_parallel_size", "ep": f"{ENGINE}.expert_parallel_size"}
@@ -44,6 +44,8 @@ class _Side:
         """
         counts = [count for count in self.divided.get(name, {}).values() if count]
         sizes = [size for size in divisors(gpus, *counts) if size == 1 or size % of == 0]
+        if self.keys[name] == _ENGINE_KEYS["tp"] and self.model is not None:
+            sizes = [size for size in sizes if shares_kv_heads(size, self.model.num_key_value_heads)]
         refused = {
             size: len(shape_conflicts(with_value(self.config, self.keys[name], size), self.qarl, self.model))
             for size in sizes
@@ -161,6 +163,11 @@ def _model_problems(layout: Layout, model: Architecture, learner: _Side, engine:
         elif undivided:
             legal = side.legal(name, gpus, of=of)
             problems.append(f"{key}={size}: does not divide the {' and '.join(undivided)}; set {legal}")
+        elif key == _ENGINE_KEYS["tp"] and not shares_kv_heads(size, model.num_key_value_heads):
+            problems.append(
+                f"{key}={size}: neither divides the {model.num_key_value_heads} key-value heads nor is a multiple of "
+                f"them, as vLLM needs it; set {side.legal(name, gpus)}"
+            )
     return problems + _stage_problems(layout, model.num_hidden_layers)
 
 

@@ -1,10 +1,19 @@
-"""Which calls of vLLM's Marlin operators the decode kernels take; beside a vLLM of names alone, on a CPU."""
+"""Which calls of vLLM's Marlin operators the decode kernels take, on a CPU, by the operators' own signatures."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+import inspect
 
 import pytest
 import torch
+
+pytest.importorskip("vllm")
+
+# isort: split
+import qarl_nemo.train  # noqa: F401 hides what CPU vLLM brings broken
+
+# isort: split
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.scalar_type import scalar_types
 
 from qarl_kernels.decode_experts import BLOCK_ROWS, decode_experts
 from qarl_kernels.decode_linear import decode_linear
@@ -32,14 +41,14 @@ class Dense:
         words, scale = (part[0] for part in pack_marlin(codes, scale))
         empty = torch.empty(0, dtype=torch.int32)
         x = torch.randn(rows, K).bfloat16()
-        self.operands = [x, None, words, None, scale, None, None, empty, empty, empty, empty, "uint4b8"]
-        self.named = {"size_m": rows, "is_k_full": True}
+        self.operands = [x, None, words, None, scale, None, None, empty, empty, empty, empty, scalar_types.uint4b8]
+        self.named = {"size_m": rows, "size_n": N, "size_k": K, "is_k_full": True}
 
     def expected(self):
         return decode_linear(self.operands[0], self.operands[2], self.operands[4])
 
     def as_other_type(self):
-        self.operands[11] = "uint8b128"
+        self.operands[11] = scalar_types.uint8b128
 
     def with_many_rows(self):
         self.operands[0] = torch.randn(33, K).bfloat16()
@@ -59,13 +68,15 @@ class Experts:
         self.weight, self.out = torch.rand(3, TOP_K), torch.zeros(3 * TOP_K, N).bfloat16()
         x = torch.randn(3, K).bfloat16()
         self.operands = [x, self.out, words, None, scale, *[None] * 5, torch.empty(0), *self.rows, self.weight]
-        self.named = {"moe_block_size": BLOCK_ROWS, "top_k": TOP_K, "mul_topk_weights": True, "b_q_type": "uint4b8"}
+        self.named = {"moe_block_size": BLOCK_ROWS, "top_k": TOP_K, "mul_topk_weights": True}
+        self.named |= {"b_q_type": scalar_types.uint4b8, "size_m": 3, "size_n": N, "size_k": K, "is_k_full": True}
+        self.named |= {"use_atomic_add": False, "use_fp32_reduce": True, "is_zp_float": False}
 
     def expected(self):
         return decode_experts(self.operands[0], self.operands[2], self.operands[4], self.rows, TOP_K, self.weight)
 
     def as_other_type(self):
-        self.named["b_q_type"] = "uint8b128"
+        self.named["b_q_type"] = scalar_types.uint8b128
 
     def with_many_rows(self):
         self.named["moe_block_size"] = 2 * BLOCK_ROWS
@@ -73,29 +84,22 @@ class Experts:
 
 @pytest.fixture(params=[Dense, Experts], ids=lambda kind: kind.__name__.lower())
 def call(request, monkeypatch):
-    """A call, and vLLM's operators, which keep in `marlins` what they were given."""
+    """A call. In place of vLLM's operator, one with its signature keeps in `marlins` what it is given."""
     torch.manual_seed(0)
     case = request.param()
     case.marlins = []
+    signature = inspect.signature(getattr(ops, case.operator))
 
     def marlin(*operands, **named):
+        signature.bind(*operands, **named)
         case.marlins.append((operands, named))
         return "marlin's"
 
-    case.ops = SimpleNamespace(**{case.operator: marlin})
-    case.platform = SimpleNamespace(is_cuda=lambda: True)
-    modules = {
-        "vllm": {"_custom_ops": case.ops},
-        "vllm.platforms": {"current_platform": case.platform},
-        "vllm.scalar_type": {"scalar_types": SimpleNamespace(uint4b8="uint4b8")},
-    }
-    for name, content in modules.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(ops, case.operator, marlin)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
     monkeypatch.setattr(f"qarl_kernels.ops.{case.kernel}", lambda *_: "a kernel")
     monkeypatch.delenv(case.switch, raising=False)
-    case.run = lambda: getattr(case.ops, case.operator)(*case.operands, **case.named)
+    case.run = lambda: getattr(ops, case.operator)(*case.operands, **case.named)
     for cached in (case.install, case.known):
         cached.cache_clear()
     yield case
@@ -167,10 +171,10 @@ def test_operands_that_a_layer_names_are_marlins(call):
 @pytest.mark.parametrize("cuda", [True, False])
 def test_all_is_marlins_off_cuda_and_where_someone_says_so(call, monkeypatch, cuda):
     monkeypatch.setenv(call.switch, "0" if cuda else "1")
-    call.platform.is_cuda = lambda: cuda
-    before = getattr(call.ops, call.operator)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: cuda)
+    before = getattr(ops, call.operator)
     call.install()
-    assert getattr(call.ops, call.operator) is before
+    assert getattr(ops, call.operator) is before
 
 
 def test_a_kernel_that_cannot_be_compiled_leaves_all_to_marlin_and_says_so_once(call, monkeypatch):
