@@ -25,7 +25,7 @@ _NAMES = {
     "bf16": "qarl_nemo, BF16",
     "w4a16_linear": "qarl_nemo, w4a16, both kernels",
     "w4a16_beside": "qarl_nemo, w4a16, slower host",
-    "w4a16_answers": "qarl_nemo, w4a16",
+    "w4a16_answers": "qarl_nemo, w4a16, one host",
     "w4a16_larger": "qarl_nemo, w4a16, larger micro-batches",
     "w4a16_separate_1_3": "qarl_nemo, w4a16, 1 + 3 GPUs",
     "nemo_rl_best_beside": "NeMo-RL, BF16, slower host",
