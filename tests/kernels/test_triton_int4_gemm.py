@@ -1,12 +1,14 @@
 import pytest
 import torch
 
-from qarl_kernels import integer, nvfp4
+from qarl_kernels import get_format, integer, nvfp4
 from qarl_kernels.ops.grouped_gemm import grouped_gemm_bf16
 from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
-from qarl_kernels.weights import largest_reference
+from qarl_kernels.ops.operand_gemm import quantize_and_multiply
+from qarl_kernels.ops.weights import operand_from_weight
+from qarl_kernels.weights import largest_reference, quantize_weight_reference
 from support.asserts import assert_bitwise_equal, assert_snr
-from support.formats import uneven_weight
+from support.formats import moved, uneven_weight
 from support.groups import offsets_of, product_by_expert
 from support.triton_interpreter import DEVICE, INTERPRETED
 
@@ -97,6 +99,16 @@ def test_nvfp4_product_and_its_weighted_rows(nvfp4_problem):
 def test_every_nvfp4_weight_is_read_exactly(nvfp4_problem):
     _, packed, scale, _ = nvfp4_problem
     assert_read_out(packed.view(torch.int32), scale, nvfp4.unscaled(packed, scale))
+
+
+def test_an_odd_number_of_nvfp4_groups_is_unpacked_first():
+    weight = (torch.randn(2, 24, 48) * 48**-0.5).bfloat16()
+    stored = quantize_weight_reference(weight, get_format("nvfp4"), name="w")
+    x, offsets = torch.randn(9, 48).bfloat16().to(DEVICE), offsets_of([6, 3])
+    operand = operand_from_weight(moved(stored, DEVICE), packed=True)
+    assert operand.is_packed
+    out = quantize_and_multiply(x, operand, offsets, out_dtype=torch.bfloat16, after_swiglu=False)
+    assert_snr(out, product_by_expert(x.cpu(), stored.dequantize(), offsets.cpu()), 40)
 
 
 def test_all_problems_are_named():

@@ -24,6 +24,8 @@ from qarl_kernels.ops.nvfp4 import grid_values
 from qarl_kernels.ops.tiles import expert_tile
 
 CODES_PER_WORD = 8
+COLUMN_MULTIPLE = 32
+"""The copy engine moves rows of 16 bytes, which are 32 codes."""
 # The scales' dtype says what codes are: integers or E2M1.
 GROUP_SIZES = {torch.bfloat16: (32, 64, 128), torch.float8_e4m3fn: (GROUP,)}
 
@@ -208,8 +210,9 @@ def _shape_problems(x: Tensor, packed: Tensor, scale: Tensor) -> list[str]:
     num_experts, n, words = packed.shape
     k = words * CODES_PER_WORD
     problems = []
-    if x.shape[1] != k or k % 32 or k == 0:
-        problems.append(f"x has {x.shape[1]} columns, packed holds {k} (legal: the same multiple of 32)")
+    if x.shape[1] != k or k % COLUMN_MULTIPLE or k == 0:
+        legal = f"the same multiple of {COLUMN_MULTIPLE}"
+        problems.append(f"x has {x.shape[1]} columns, packed holds {k} (legal: {legal})")
     if n % 8 or n == 0:
         problems.append(f"packed has N={n} (legal: multiples of 8)")
     legal = [[num_experts, n, k // size] for size in GROUP_SIZES[scale.dtype] if k % size == 0]

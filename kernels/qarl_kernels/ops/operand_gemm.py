@@ -21,7 +21,7 @@ from qarl_kernels.ops.hopper_fp8 import (
     hopper_grouped_gemm_fp8_block,
     hopper_grouped_gemm_fp8_channel,
 )
-from qarl_kernels.ops.int4_gemm import grouped_gemm_int4
+from qarl_kernels.ops.int4_gemm import COLUMN_MULTIPLE, grouped_gemm_int4
 from qarl_kernels.ops.integer_weights import integer_dequantize
 from qarl_kernels.ops.nvfp4 import nvfp4_unscaled
 from qarl_kernels.ops.swiglu import swiglu, swiglu_quantize_group, swiglu_quantize_token
@@ -154,7 +154,9 @@ def _multiply_packed(
     assert weight.scale is not None
     stored = weight.values, weight.scale
     num_bits, fp4 = weight.format.num_bits, weight.format.weight_kind == "nvfp4"
-    if num_bits == 4 and len(x) <= FUSED_INT4_MAX_ROWS * weight.values.shape[0]:
+    few_rows = len(x) <= FUSED_INT4_MAX_ROWS * weight.values.shape[0]
+    # Groups of NVFP4 have 16 columns, of which there may be an odd number.
+    if num_bits == 4 and few_rows and x.shape[1] % COLUMN_MULTIPLE == 0:
         return grouped_gemm_int4(x, *stored, offsets, row_weight=row_weight, weight_rounding=rounding)
     values = nvfp4_unscaled(stored[0].view(torch.uint8), stored[1]) if fp4 else integer_dequantize(*stored, num_bits)
     return _multiply_bf16(x, values, offsets, row_weight, rounding)
