@@ -47,7 +47,8 @@ def decoding(marlin: Callable[..., Tensor]) -> Callable[..., Tensor]:
         int4 = named["b_q_type"] == scalar_types.uint4b8
         # Made at the first call, whatever its rows: while graphs are captured nothing can be loaded.
         known = int4 and out is not None and _has_kernel(words.shape, scale.shape[1], x.device)
-        if not known or named["moe_block_size"] != BLOCK_ROWS:
+        readable = x.is_contiguous() and x.data_ptr() % 16 == 0
+        if not (known and readable) or named["moe_block_size"] != BLOCK_ROWS:
             return None
         rows = SortedRows(sorted_rows, experts, count)
         weights = weight if named["mul_topk_weights"] else None
