@@ -42,6 +42,8 @@ _RENAMED = {
     f"{_OURS}error_tokens": "error_tokens/rate",
     f"{_OURS}skipped_steps": "optim/skipped_steps",
     "timing/train/total_step_time": "timing/step_s",
+    # Logged by itself, and part of the step's.
+    "timing/validation/total_validation_time": "timing/validation_s",
 }
 # Phases that do not overlap; two with one name belong to the synchronous and the asynchronous loop.
 _PHASES = {
@@ -55,7 +57,6 @@ _PHASES = {
     "training_prep": "training_prep",
     "logprob_inference_prep": "logprob_prep",
     "checkpointing": "checkpointing",
-    "total_validation_time": "validation",
 }
 _TRANSFER = "timing/train/prepare_for_generation/transfer_and_update_weights"
 _DUMP = re.compile(r"train_data_step(\d+)\.jsonl")

@@ -15,6 +15,7 @@ from qarl_nemo.metrics import nemo_rl_dumps, nemo_rl_logs
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector
 from qarl_nemo.metrics.error_tokens import error_token_mask
 from qarl_nemo.metrics.report import write_report
+from qarl_nemo.metrics.report.timings import phase_seconds
 from qarl_nemo.metrics.runs import load_run, load_runs
 from qarl_nemo.metrics.summary import summarize_run
 
@@ -28,8 +29,11 @@ CONFIG = {
 }
 
 
-def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFIG, entropy=None):
-    """What one start of a run leaves behind, by the writer that NeMo-RL's TensorBoard logger uses."""
+def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFIG, entropy=None, more=None):
+    """What one start of a run leaves behind, by the writer that NeMo-RL's TensorBoard logger uses.
+
+    `more` are further scalars of single steps: step -> tag -> value.
+    """
     folder.mkdir(parents=True)
     if config is not None:
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -63,7 +67,7 @@ def write_start(folder, steps, *, reward=0.5, gap=2e-3, slower=1.0, config=CONFI
         }
         if entropy and step in entropy:
             scalars["train/qarl/entropy"] = entropy[step]
-        for tag, value in scalars.items():
+        for tag, value in (scalars | (more or {}).get(step, {})).items():
             writer.add_scalar(tag, value * (slower if tag.startswith("timing/") else 1.0), step)
     writer.close()
     return folder
@@ -110,6 +114,16 @@ def test_columns_carry_the_embedded_engines_names(tmp_path):
     assert run.column("throughput/rollout_tokens_s") == pytest.approx([PROMPTS * GENERATIONS * 50 / 4] * 5)
     assert run.column("time_s")[-1] == pytest.approx(50.0)
     assert (run.arm, run.seed, run.setting("qarl.format")) == ("aligned w4a16 tbpo", 3, "w4a16")
+
+
+def test_a_validations_seconds_are_a_phase_of_its_step(tmp_path):
+    """NeMo-RL logs them apart from the step's own timers, whose total they are part of."""
+    run = load_run(
+        write_start(tmp_path / "exp_001", range(1, 3), more={2: {"timing/validation/total_validation_time": 1.5}})
+    )
+    phases = phase_seconds(run)
+    assert phases["validation"] == pytest.approx([0.0, 1.5])
+    assert phases["other"] == pytest.approx([2.0, 0.5])
 
 
 def test_a_resumed_run_is_one_run_and_its_later_start_wins(tmp_path):
