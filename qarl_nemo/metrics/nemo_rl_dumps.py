@@ -105,7 +105,9 @@ def _response(row: Mapping[str, Any]) -> _Response:
         # Where `force_on_policy_ratio` leaves a forward out, NeMo-RL dumps zeros: nobody knows them.
         columns[0], ids = np.full_like(columns[0], np.nan), None
     errors = None if ids is None else response_error_mask(columns[0], columns[1], ids, mask)[mask]
-    return _Response(np.stack(columns, axis=-1)[mask], errors, float(row.get("rewards") or 0.0))
+    # Under dynamic sampling `rewards` are those of all that was sampled, of which only some are dumped.
+    reward = row.get("filtered_rewards", row.get("rewards"))
+    return _Response(np.stack(columns, axis=-1)[mask], errors, float(reward or 0.0))
 
 
 def _arrays(responses: list[_Response]) -> dict[str, NDArray[Any]]:

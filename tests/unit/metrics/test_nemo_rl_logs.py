@@ -209,6 +209,16 @@ def test_dumps_alone_give_error_tokens_by_position_and_nobody_counts_without_tok
     assert 'alt="Error tokens by position' not in page
 
 
+def test_under_dynamic_sampling_a_response_has_its_own_reward(tmp_path):
+    """There NeMo-RL dumps beside it, as `rewards`, those of all that were sampled, in another order."""
+    folder = write_start(tmp_path / "exp_001", [1])
+    write_dump(folder, 1, gap=0.1)
+    file = folder / "train_data_step1.jsonl"
+    rows = [json.loads(line) | {"rewards": [1.0], "filtered_rewards": [0.0]} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [example["reward"] for example in load_run(folder).diagnostics.examples] == [0.0, 0.0]
+
+
 def test_log_probabilities_that_nobody_computed_are_no_figures(tmp_path):
     """With `force_on_policy_ratio` NeMo-RL dumps zeros in their place."""
     folder = write_start(tmp_path / "exp_001", range(1, 6), config=None)
