@@ -99,7 +99,8 @@ def report_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return known | {
         "seed": grpo.get("seed"),
         "policy": {"model_path": policy.get("model_name")},
-        "grpo": {key: grpo.get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")},
+        "grpo": {key: grpo.get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")}
+        | {key: value for key, value in grpo.items() if key == "batch_multiplier" and value != 1},
     }
 
 
@@ -152,13 +153,20 @@ def step_record(values: Mapping[str, float], config: Mapping[str, Any]) -> dict[
         if f"timing/train/{phase}" in values:
             key = f"timing/{name}_s"
             record[key] = record.get(key, 0.0) + values[f"timing/train/{phase}"]
-    grpo = config.get("grpo") or {}
-    responses = (grpo.get("num_prompts_per_step") or 0) * (grpo.get("num_generations_per_prompt") or 0)
-    tokens = responses * record.get("response_length_tokens/mean", 0.0)
-    for phase in ("rollout", "update"):
-        if tokens and record.get(f"timing/{phase}_s"):
-            record[f"throughput/{phase}_tokens_s"] = tokens / record[f"timing/{phase}_s"]
-    return record
+    return record | _speeds(values, record, config.get("grpo") or {})
+
+
+def _speeds(values: Mapping[str, float], record: Mapping[str, float], grpo: Mapping[str, Any]) -> dict[str, float]:
+    """Return tokens per second of rollouts and updates, as far as a step says what both take."""
+    prompts, generations = grpo.get("num_prompts_per_step") or 0, grpo.get("num_generations_per_prompt") or 0
+    tokens = prompts * generations * record.get("response_length_tokens/mean", 0.0)
+    # Dynamic sampling asks larger batches than it trains on, and several of them.
+    asked = int(prompts * (grpo.get("batch_multiplier") or 1)) / (prompts or 1)
+    asked *= values.get("train/dynamic_sampling_num_gen_batches", 1.0)
+    # The asynchronous loop has no such timer: it notes how long training waits for rollouts, which says nothing here.
+    seconds = {"rollout": values.get("timing/train/generation"), "update": record.get("timing/update_s")}
+    sampled = {"rollout": tokens * asked, "update": tokens}
+    return {f"throughput/{phase}_tokens_s": sampled[phase] / took for phase, took in seconds.items() if took and tokens}
 
 
 def read_newest_diagnostics(path: Path) -> StepDiagnostics | None:

@@ -230,6 +230,28 @@ def test_log_probabilities_that_nobody_computed_are_no_figures(tmp_path):
     assert [row[2] for row in shown_examples(page)] == ["-", "-"]
 
 
+def test_rollouts_speed_counts_all_batches_that_a_step_sampled():
+    """Dynamic sampling asks until enough groups of answers differ; NeMo-RL's timer goes on, and so must the count."""
+    values = {
+        "train/mean_gen_tokens_per_sample": 50.0,
+        "train/dynamic_sampling_num_gen_batches": 3.0,
+        "timing/train/generation": 4.0,
+        "timing/train/policy_training": 2.0,
+    }
+    config = nemo_rl_logs.report_config({**CONFIG, "grpo": {**CONFIG["grpo"], "batch_multiplier": 1.5}})
+    record = nemo_rl_logs.step_record(values, config)
+    assert record["throughput/rollout_tokens_s"] == pytest.approx(PROMPTS * 1.5 * GENERATIONS * 50 * 3 / 4)
+    assert record["throughput/update_tokens_s"] == pytest.approx(PROMPTS * GENERATIONS * 50 / 2)
+
+
+def test_rollouts_beside_training_have_no_speed():
+    """NeMo-RL's asynchronous loop only times how long training waits for them."""
+    values = {"train/mean_gen_tokens_per_sample": 50.0, "timing/train/exposed_generation": 0.01}
+    record = nemo_rl_logs.step_record(values, nemo_rl_logs.report_config(CONFIG))
+    assert record["timing/rollout_s"] == pytest.approx(0.01)
+    assert "throughput/rollout_tokens_s" not in record
+
+
 def test_our_estimate_of_the_mismatch_goes_before_nemo_rls():
     theirs = {"train/gen_kl_error": -2e-3}
     assert nemo_rl_logs.step_record(theirs, {})["mismatch/kl_k3"] == -2e-3
