@@ -67,7 +67,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         )
         self._stages, self._logs_grid = Stages(qarl, self.alignment), qarl.schedule is not None
         self._collective_sender: CollectiveSender | None = None
-        self._flips, self._watched_at = FlippedCodes(self.served), -1
+        self._flips = FlippedCodes(self.served)
         self._always_layerwise = qarl.layerwise_refit
         self._layerwise: bool | None = None
         self._published_bytes = 0
@@ -236,11 +236,9 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         )
 
     def _watch(self, layers: Iterable[Layer]) -> Iterator[Layer]:
-        # Every rank sees every layer; the first one reports. A refit before a validation changes nothing again.
-        if self.rank or self._watched_at == self.alignment.changes.count:
-            return iter(layers)
-        self._watched_at = self.alignment.changes.count
-        return self._flips.watch(layers)
+        # Every rank sees every layer; the first one reports.
+        step = self._stages.step
+        return iter(layers) if self.rank or step is None else self._flips.watch_step(step, layers)
 
     def _is_layerwise(self) -> bool:
         if self._always_layerwise is not None:

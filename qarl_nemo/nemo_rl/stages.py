@@ -20,6 +20,7 @@ class Stages:
     Attributes:
         served: what the engines are sent.
         reset_is_due: whether the optimizer's moments have to be forgotten before it steps again.
+        step: the step that samples with what is published now; None before the first refit.
     """
 
     def __init__(self, qarl: NemoQarlConfig, alignment: Alignment) -> None:
@@ -27,7 +28,7 @@ class Stages:
         self.reset_is_due = False
         self._qarl, self._alignment = qarl, alignment
         self._stage = qarl.stage(0)
-        self._step: int | None = None
+        self.step: int | None = None
 
     def enter(self, model: Sequence[nn.Module], step: int) -> str | None:
         """Enter the stage of a step, if the model is in another one.
@@ -41,8 +42,8 @@ class Stages:
         """
         stage = self._qarl.stage(step)
         # A run that goes on in the middle of a stage has left its first step behind.
-        begins = stage != self._qarl.stage(step - 1 if self._step is None else self._step)
-        self._step = step
+        begins = stage != self._qarl.stage(step - 1 if self.step is None else self.step)
+        self.step = step
         if stage is None or stage == self._stage:
             return None
         self._stage, self.served = stage, self._qarl.served_at(step)

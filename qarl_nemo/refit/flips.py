@@ -55,6 +55,20 @@ class FlippedCodes:
         self._before: dict[str, _Sample] = {}
         self._last: dict[str, _Sample] = {}
         self._figures: dict[str, float] = {}
+        self._step: int | None = None
+
+    def watch_step(self, step: int, layers: Iterable[Layer]) -> Iterator[Layer]:
+        """Pass an update's layers on, and remember rows of them if it is the first with this step's weights.
+
+        Args:
+            step: the step that samples with them; several updates may bring them, as a validation does.
+            layers: the update's.
+
+        Returns:
+            The layers.
+        """
+        seen, self._step = self._step == step, step
+        return iter(layers) if seen else self.watch(layers)
 
     def watch(self, layers: Iterable[Layer]) -> Iterator[Layer]:
         """Pass an update's layers on, and remember rows of them on the way; `figures` compares them."""

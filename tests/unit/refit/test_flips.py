@@ -41,6 +41,21 @@ def test_flips_by_hand(codes, name, num_bits):
     assert set(figures(flips, after).values()) == {0.0}
 
 
+def test_a_step_is_compared_once_however_often_it_is_published(codes):
+    """Engines are refitted before a validation and after it; an update that was skipped has moved nothing."""
+    flips, scale = FlippedCodes(get_format("w4a16", group_size=32)), torch.ones(2, 16, 2).bfloat16()
+
+    def publish(step):
+        layers = [published(codes, scale)]
+        assert list(flips.watch_step(step, iter(layers))) == layers
+        return flips.figures().get("flipped_codes")
+
+    assert publish(1) is None
+    codes[0, 0, 0] = -codes[0, 0, 0] - 1
+    assert publish(2) == publish(2) == pytest.approx(1 / 2048)
+    assert publish(3) == 0.0
+
+
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "int8"])
 def test_values_of_one_byte_are_codes(name):
     fmt, weight = get_format(name), torch.randn(128, 256)
