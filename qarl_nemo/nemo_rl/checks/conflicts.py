@@ -67,11 +67,13 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),
     "data_plane.enabled": (_OFF, "packed refits go through NeMo-RL's own policy class"),
 }
-# What NeMo-RL requires where logits and log-probabilities are computed in one.
+# What NeMo-RL requires where logits and log-probabilities are computed in one, except for the last: it would divide
+# log-probabilities by the temperature, as it divides logits.
 _FUSED_LOGPROBS = {
     "policy.sequence_packing.enabled": False,
     "policy.megatron_cfg.context_parallel_size": 1,
     "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False,
+    "policy.generation.temperature": 1.0,
 }
 # vLLM 0.25.1 samples at this temperature where a lower one is asked for (`SamplingParams.__post_init__`).
 _LOWEST_TEMPERATURE = 0.01

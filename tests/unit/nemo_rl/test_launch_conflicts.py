@@ -49,15 +49,17 @@ def test_an_optimizer_is_one_that_megatron_has_with_settings_that_go_with_it(cha
     apply_qarl(config(**{where: OFFLOADED | {"overlap_cpu_optimizer_d2h_h2d": True}}))
 
 
-def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them():
+def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them_or_scales_them():
     fused = {"policy.megatron_cfg.use_fused_linear_logprobs": True}
     gather = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
     lines = problems(config(**fused | {"policy.sequence_packing": {"enabled": True}}))
     assert [line.partition("=")[0] for line in lines] == ["policy.sequence_packing.enabled", gather]
     assert all("use_fused_linear_logprobs=true does not go with it; set false" in line for line in lines)
     fused |= {gather: False}
-    for key, value, legal in (("top_p", 0.9, "1.0"), ("top_k", 20, "null")):
-        (line,) = problems(config(**fused | {f"policy.generation.{key}": value}))
+    # NeMo-RL refuses no temperature, but divides log-probabilities by it, which only logits may be.
+    for key, value, legal in (("top_p", 0.9, "1.0"), ("top_k", 20, "null"), ("temperature", 0.6, "1.0")):
+        validated = {f"policy.generation.val_{key}": value} if key == "temperature" else {}
+        (line,) = problems(config(**fused | {f"policy.generation.{key}": value} | validated))
         assert line == (
             f"policy.generation.{key}={value}: policy.megatron_cfg.use_fused_linear_logprobs=true does not go with it; "
             f"set {legal}"
