@@ -78,6 +78,7 @@ def require_supported(config: Any, alignment: Alignment) -> None:
         problems.append("activation_func, gated_linear_unit: MLPs must be SwiGLU (silu, True)")
     if "experts" in alignment.targets:
         problems += _value_problems(config)
+    problems += _graph_problems(config, alignment)
     problems += shard_problems(config, alignment)
     if problems:
         raise ValueError(f"{len(problems)} setting(s) rule out an aligned model:\n  " + "\n  ".join(problems))
@@ -124,9 +125,21 @@ def _value_problems(config: Any) -> list[str]:
             f"moe_router_load_balancing_type={balancing!r}, moe_aux_loss_coeff={coefficient}: the aligned router "
             "computes no load-balancing loss; set 'none'"
         )
-    if getattr(config, "cuda_graph_impl", "none") != "none":
-        problems.append(f"cuda_graph_impl={config.cuda_graph_impl!r}: row counts are read on the host; set 'none'")
     return problems
+
+
+def _graph_problems(config: Any, alignment: Alignment) -> list[str]:
+    graphs = getattr(config, "cuda_graph_impl", None) or "none"
+    if graphs == "none":
+        return []
+    if "experts" in alignment.targets:
+        why = "row counts are read on the host"
+    elif alignment.format.is_quantized:
+        # A replay runs no Python, which quantizes weights once they have changed.
+        why = "a replayed graph would multiply by the quantized weights of its capture"
+    else:
+        return []
+    return [f"cuda_graph_impl={graphs!r}: {why}; set 'none'"]
 
 
 def _expert_problems(config: Any, fmt: QuantFormat) -> list[str]:

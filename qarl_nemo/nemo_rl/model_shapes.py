@@ -60,7 +60,10 @@ def shape_conflicts(config: Mapping[str, Any], qarl: Any, model: Architecture | 
             f"qarl.targets={list(qarl.targets)}: the learner aligns a MoE model's experts with all else; add experts"
         ]
     alignment = Alignment(fmt, qarl.targets, engine_rounding=qarl.engine_rounding)
-    return _learner_problems(config, model, alignment) + _engine_problems(policy, model, fmt, qarl.targets)
+    executed = qarl.executed_format.is_quantized
+    return _learner_problems(config, model, alignment, executed=executed) + _engine_problems(
+        policy, model, fmt, qarl.targets
+    )
 
 
 def fetch_model_config(name: str) -> str | None:
@@ -169,9 +172,11 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _learner_problems(config: Mapping[str, Any], model: Architecture, alignment: Alignment) -> list[str]:
+def _learner_problems(
+    config: Mapping[str, Any], model: Architecture, alignment: Alignment, *, executed: bool
+) -> list[str]:
     given = look_up(config, MEGATRON, None) or {}
-    shapes = {
+    shapes: dict[str, Any] = {
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.intermediate_size,
         "moe_ffn_hidden_size": model.moe_intermediate_size or None,
@@ -184,6 +189,9 @@ def _learner_problems(config: Mapping[str, Any], model: Architecture, alignment:
     if layout and any(count % layout.sizes["tp"] for count in counts.values()):
         # The check of layouts refuses that size, and knows what the GPUs leave, too.
         shapes["tensor_model_parallel_size"] = 1
+    if not executed and "experts" not in alignment.targets:
+        # A dense learner that publishes the format and multiplies by its masters may replay graphs.
+        shapes["cuda_graph_impl"] = "none"
     settings = SimpleNamespace(**_DEFAULTS | dict(given) | (given.get("model_overrides") or {}) | shapes)
     try:
         require_supported(settings, alignment)

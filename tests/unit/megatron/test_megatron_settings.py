@@ -129,6 +129,14 @@ def test_a_setting_that_engine_rounding_cannot_follow_is_refused_by_name(setting
     require_supported(wrong, Alignment(fmt))
 
 
+def test_a_graph_is_refused_for_dense_layers_whose_weights_are_quantized_outside_it():
+    graphs = config(cuda_graph_impl="local")
+    for targets in (("mlp",), ("attention",), ("mlp", "attention")):
+        with pytest.raises(ValueError, match=r"cuda_graph_impl='local': .*; set 'none'"):
+            require_supported(graphs, Alignment(get_format("w4a16"), targets))
+        require_supported(graphs, Alignment(get_format("bf16"), targets))
+
+
 def test_a_load_balancing_loss_is_refused():
     balanced = config(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.001)
     with pytest.raises(ValueError, match="moe_aux_loss_coeff"):

@@ -1,5 +1,7 @@
 """Settings that NeMo-RL or Megatron would refuse once Ray has started are refused before: sizes, blocks, optimizers."""
 
+import json
+
 import pytest
 from test_layout import launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
 from test_nemo_rl_config import config, problems
@@ -66,6 +68,18 @@ def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them_or_sc
         )
     for top_p, top_k in ((1.0, None), (None, -1)):
         apply_qarl(config(**fused | {"policy.generation.top_p": top_p, "policy.generation.top_k": top_k}))
+
+
+def test_graphs_are_refused_for_a_dense_learner_where_it_executes_the_format(tmp_path):
+    shapes = {"model_type": "qwen3", "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8,
+              "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    megatron = {"policy.megatron_cfg.expert_model_parallel_size": 1, "policy.megatron_cfg.cuda_graph_impl": "local"}
+    qarl, changes = {"format": "w4a16", "targets": ["mlp"]}, megatron | {"policy.model_name": str(tmp_path)}
+    (line,) = problems(config(qarl, **changes))
+    assert line.startswith("policy.megatron_cfg: cuda_graph_impl='local': a replayed graph")
+    # It multiplies by its masters, which a graph goes on with.
+    apply_qarl(config(qarl | {"alignment": "rollout_only"}, **changes))
 
 
 PACKING, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
