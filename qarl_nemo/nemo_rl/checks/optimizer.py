@@ -9,10 +9,11 @@ from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
 # Those of Megatron's own command line. It compares names exactly, once workers have started.
 _NAMES = ("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap")
-# Those whose state it keeps in the host's memory.
-_OFFLOADED = ("adam", "sgd")
-# What NeMo-RL does not take with Muon, in its guide or once workers have started.
-_NOT_WITH_MUON = (
+# Those that it can divide among ranks, and whose state it keeps in the host's memory.
+_DIVIDED = ("adam", "sgd")
+# What does not go with any other: NeMo-RL's guide says so of Muon, or a worker once it has started. Megatron steps all
+# parameters on every rank then, while data parallel ranks of a distributed optimizer have only parts of the gradients.
+_NOT_WITH_OTHERS = (
     f"{OPTIMIZER}.use_distributed_optimizer",
     f"{OPTIMIZER}.use_precision_aware_optimizer",
     f"{OPTIMIZER}.optimizer_cpu_offload",
@@ -40,26 +41,21 @@ def optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
             f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true: optimizer_cpu_offload=false leaves nothing to overlap; "
             "set false, or optimizer_cpu_offload=true"
         )
-    if "muon" in str(name):
-        return problems + _muon_problems(config, name)
-    return problems + (_offload_problems(optimizer, name) if offloaded else [])
+    if "muon" in str(name) or (name in _NAMES and name not in _DIVIDED):
+        return problems + _undivided_problems(config, name)
+    return problems + (_offload_problems(optimizer) if offloaded else [])
 
 
-def _muon_problems(config: Mapping[str, Any], name: str) -> list[str]:
+def _undivided_problems(config: Mapping[str, Any], name: str) -> list[str]:
     return [
         f"{key}=true: optimizer={name} does not go with it; set false"
-        for key in _NOT_WITH_MUON
+        for key in _NOT_WITH_OTHERS
         if look_up(config, key, False)
     ]
 
 
-def _offload_problems(optimizer: Mapping[str, Any], name: Any) -> list[str]:
+def _offload_problems(optimizer: Mapping[str, Any]) -> list[str]:
     problems, fraction = [], optimizer.get("optimizer_offload_fraction", 0.0)
-    if name in _NAMES and name not in _OFFLOADED:
-        problems.append(
-            f"{OPTIMIZER}.optimizer_cpu_offload=true: optimizer={name} does not go with it; set false, or "
-            f"optimizer={' or '.join(_OFFLOADED)}"
-        )
     if not 0 < fraction <= 1:
         problems.append(
             f"{OPTIMIZER}.optimizer_offload_fraction={fraction}: optimizer_cpu_offload=true keeps that part of the "

@@ -39,16 +39,23 @@ def test_an_optimizer_on_the_host_is_one_that_nemo_rl_keeps_there(changes, line)
             "optimizer=null: Megatron has no such optimizer; legal here: adam, sgd, muon, dist_muon,",
         ),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, "overlap_cpu_optimizer_d2h_h2d=true: optimizer_cpu_offload=false"),
-        (
-            OFFLOADED | {"optimizer": "lion"},
-            "optimizer_cpu_offload=true: optimizer=lion does not go with it; set false",
-        ),
     ],
 )
 def test_an_optimizer_is_one_that_megatron_has_with_settings_that_go_with_it(changes, line):
     where, adam = "policy.megatron_cfg.optimizer", {"optimizer": "adam", "use_distributed_optimizer": True}
     assert [found.startswith(f"{where}.{line}") for found in problems(config(**{where: adam | changes}))] == [True]
     apply_qarl(config(**{where: OFFLOADED | {"overlap_cpu_optimizer_d2h_h2d": True}}))
+
+
+@pytest.mark.parametrize("name", ["lion", "soap"])
+def test_an_optimizer_that_megatron_does_not_divide_gets_whole_gradients(name):
+    """Megatron makes all but Adam and SGD as it makes Muon: each rank steps with the gradients of all parameters."""
+    where, gather = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.distributed_data_parallel_config"
+    lines = problems(config(**{where: OFFLOADED | {"optimizer": name}}))
+    keys = [f"{where}.use_distributed_optimizer", f"{where}.optimizer_cpu_offload", f"{gather}.overlap_param_gather"]
+    assert lines == [f"{key}=true: optimizer={name} does not go with it; set false" for key in keys]
+    whole = {where: {"optimizer": name, "use_distributed_optimizer": False}, f"{gather}.overlap_param_gather": False}
+    apply_qarl(config(**whole))
 
 
 def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them_or_scales_them():
