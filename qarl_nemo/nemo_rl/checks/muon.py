@@ -1,4 +1,4 @@
-"""Looks for the package that Megatron's Muon is made of, without which a learner ends once it has started."""
+"""Looks for the package of Megatron's Muon, Lion and SOAP, without which a learner ends once it has started."""
 
 import os
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from qarl_nemo.nemo_rl.layout_memory import first_gpu_gib
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
+_OPTIMIZERS = ("muon", "lion", "soap")
 # Megatron asks for the distribution of this name, and not for its module.
 _PACKAGE = "emerging-optimizers"
 # NeMo-RL's: workers run in the launcher's environment. Else they have their own, where nobody looks before they start.
@@ -41,14 +42,16 @@ def muon_hints(config: Mapping[str, Any]) -> list[str]:
 
 
 def _lacks_package(config: Mapping[str, Any]) -> bool:
-    here = os.environ.get(_ONE_ENVIRONMENT) == "1" and "muon" in str(look_up(config, f"{OPTIMIZER}.optimizer", ""))
+    name = str(look_up(config, f"{OPTIMIZER}.optimizer", ""))
+    here = os.environ.get(_ONE_ENVIRONMENT) == "1" and any(one in name for one in _OPTIMIZERS)
     return here and installed_version(_PACKAGE) is None
 
 
 def _line(config: Mapping[str, Any], where: str = "") -> str:
     name = look_up(config, f"{OPTIMIZER}.optimizer", "")
+    what = "Muon" if "muon" in name else name
     return (
-        f"{OPTIMIZER}.optimizer={name}: Megatron's Muon needs the package {_PACKAGE}{where}, which this Python "
+        f"{OPTIMIZER}.optimizer={name}: Megatron's {what} needs the package {_PACKAGE}{where}, which this Python "
         f"lacks; pip install {MEGATRONS_PACKAGE}, or set {OPTIMIZER}.optimizer=adam and "
         f"{OPTIMIZER}.use_distributed_optimizer=true"
     )

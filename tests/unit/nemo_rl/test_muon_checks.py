@@ -46,8 +46,17 @@ def test_it_is_not_where_the_package_is_or_may_be_elsewhere(machine, gpu, packag
     apply_qarl(MUON)
 
 
-def test_other_optimizers_need_no_package(machine):
+@pytest.mark.parametrize("name", ["lion", "soap"])
+def test_lion_and_soap_come_from_the_same_package(machine, name):
     machine(79.0, None, "1")
+    (line,) = muon_conflicts(config(**{f"{OPTIMIZER}.optimizer": name}))
+    assert line.startswith(f"{OPTIMIZER}.optimizer={name}: Megatron's {name} needs the package emerging-optimizers")
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_other_optimizers_need_no_package(machine, name):
+    machine(79.0, None, "1")
+    assert muon_conflicts(config(**{f"{OPTIMIZER}.optimizer": name})) == []
     assert muon_conflicts(config()) == []
     machine(None, None, "1")
     assert muon_hints(config()) == []
