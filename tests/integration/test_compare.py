@@ -22,7 +22,7 @@ from qarl_nemo.measure.compare.job import prepare
 from qarl_nemo.measure.compare.operators import PHASES, compare_operators
 from qarl_nemo.measure.compare.record import comparison_rows, gap_figures
 from qarl_nemo.measure.compare.run import Comparison, compare, load_learner
-from qarl_nemo.measure.compare.score import Response, model_scores
+from qarl_nemo.measure.compare.score import Response, model_scores, read_responses
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.machine import hardware, versions
 from qarl_nemo.metrics.results import Figure
@@ -111,7 +111,8 @@ def test_both_sides_add_a_saved_adapter_and_what_was_trained_beside_it(checkpoin
     (fmt,), responses = job.formats, serve(job, job.formats[0]).responses["greedy"]
     without = replace(job, adapter=None), replace(job, adapter=replace(job.adapter, others={}))
     for lacking in without:
-        scores = model_scores(load_learner(lacking, fmt), responses, batch_size=4, pad_id=job.pad_id)
+        read = read_responses(load_learner(lacking, fmt), responses, batch_size=4, pad_id=job.pad_id)
+        scores = model_scores(responses, *read)
         assert (scores.logprobs - scores.generation_logprobs)[scores.mask].abs().mean() > 1e-2
 
 
@@ -174,7 +175,8 @@ def test_tokens_of_another_response_are_far_from_the_engine(checkpoint):
     right = Response(prompt, tokens, chosen, tops, chosen, tops)
     wrong = Response(prompt, tokens[::-1], chosen, tops, chosen, tops)
     short = Response(prompt, tokens[:3], chosen[:3], tops[:3], chosen[:3], tops[:3])
-    scores = model_scores(model, [right, short, wrong], batch_size=2, pad_id=0)
+    responses = [right, short, wrong]
+    scores = model_scores(responses, *read_responses(model, responses, batch_size=2, pad_id=0))
     gaps = (scores.logprobs - scores.generation_logprobs).abs()
     assert scores.mask.sum(-1).tolist() == [8, 3, 8]
     assert gaps[:2][scores.mask[:2]].max() < FP32_NATS < 0.1 < gaps[2].mean()

@@ -4,7 +4,8 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from qarl_nemo.layers.install import install
 from qarl_nemo.measure.compare.engines import Served, serve
 from qarl_nemo.measure.compare.job import Job, prepare
 from qarl_nemo.measure.compare.operators import compare_operators
-from qarl_nemo.measure.compare.score import engine_scores, model_scores
+from qarl_nemo.measure.compare.score import engine_scores, kernel_scores, model_scores, read_responses
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.fidelity import Scores
 from qarl_nemo.train.engine_attention import plain_attention, use_attention
@@ -120,13 +121,14 @@ def _arm_rows(
         arms = {executed.name: "aligned"}
     for name, arm in arms.items():
         for decoding, responses in served[name].responses.items():
-            scores = model_scores(model, responses, batch_size=job.settings.batch_size, pad_id=job.pad_id)
-            yield _row(arm, name, decoding, scores)
+            read = partial(read_responses, model, responses, batch_size=job.settings.batch_size, pad_id=job.pad_id)
+            own = read()
+            yield _row(arm, name, decoding, model_scores(responses, *own))
             if name == executed.name:
                 yield _row("engine", name, decoding, engine_scores(responses))
                 with plain_attention(model):
-                    other = model_scores(model, responses, batch_size=job.settings.batch_size, pad_id=job.pad_id)
-                yield _row("attention", name, decoding, replace(scores, generation_logprobs=other.logprobs))
+                    other = read()
+                yield _row("attention", name, decoding, kernel_scores(responses, own, other))
 
 
 def _row(arm: str, name: str, decoding: str, scores: Scores) -> dict[str, Any]:

@@ -36,27 +36,45 @@ class Response:
 def engine_scores(responses: list[Response]) -> Scores:
     """Compare an engine that reads its responses with itself as it sampled them."""
     read = pad_right([response.read_logprobs for response in responses], 0.0)
-    return _scores(responses, read, pad_right([response.read_top_tokens for response in responses], -1))
+    return model_scores(responses, read, pad_right([response.read_top_tokens for response in responses], -1))
 
 
-def model_scores(model: PreTrainedModel, responses: list[Response], *, batch_size: int, pad_id: int) -> Scores:
+def model_scores(responses: list[Response], logprobs: Tensor, tops: Tensor) -> Scores:
     """Compare a model's and the engine's logprobs of the engine's tokens.
 
     Args:
-        model: the learner.
         responses: B responses.
-        batch_size: responses of one forward.
-        pad_id: filler.
+        logprobs: the model's, from `read_responses`.
+        tops: its likeliest tokens, from there too.
     """
-    sequences = [(response.prompt, response.tokens) for response in responses]
-    return _scores(responses, *read_tokens(model, sequences, batch_size=batch_size, pad_id=pad_id))
-
-
-def _scores(responses: list[Response], logprobs: Tensor, tops: Tensor) -> Scores:
     engine = pad_right([response.logprobs for response in responses], 0.0)
-    mask = pad_right([[True] * len(response.tokens) for response in responses], False)
+    mask = _mask(responses)
     same_top = tops == pad_right([response.top_tokens for response in responses], -1)
     return Scores(logprobs, engine, same_top & mask, mask)
+
+
+def kernel_scores(responses: list[Response], one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Scores:
+    """Compare what two attention kernels of a model make of the engine's tokens.
+
+    Args:
+        responses: B responses.
+        one: `read_responses` with one kernel.
+        other: the same with the other.
+    """
+    mask = _mask(responses)
+    return Scores(one[0], other[0], (one[1] == other[1]) & mask, mask)
+
+
+def read_responses(
+    model: PreTrainedModel, responses: list[Response], *, batch_size: int, pad_id: int
+) -> tuple[Tensor, Tensor]:
+    """Return what `read_tokens` does, of B responses."""
+    sequences = [(response.prompt, response.tokens) for response in responses]
+    return read_tokens(model, sequences, batch_size=batch_size, pad_id=pad_id)
+
+
+def _mask(responses: list[Response]) -> Tensor:
+    return pad_right([[True] * len(response.tokens) for response in responses], False)
 
 
 @torch.inference_mode()

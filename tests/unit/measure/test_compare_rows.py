@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedConfig
 
 from qarl_nemo.measure.compare.output import legend, write_comparison
 from qarl_nemo.measure.compare.prompts import make_prompts
 from qarl_nemo.measure.compare.record import append_comparison, comparison_rows
 from qarl_nemo.measure.compare.run import Comparison
+from qarl_nemo.measure.compare.score import Response, kernel_scores, model_scores
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.results import Figure, read_results, running_command
 from qarl_nemo.train.tokenizer import character_tokenizer
@@ -83,3 +85,12 @@ def test_a_file_of_prompts_may_hold_any_character_of_json(tmp_path, text, prompt
     file.write_text('{"prompt":' + "[" * 100_000)
     with pytest.raises(ValueError, match="line 1: no prompt"):
         make_prompts(asked, tokenizer, config)
+
+
+def test_two_kernels_of_a_learner_agree_on_the_likeliest_token_whatever_the_engine_found():
+    response = Response([1], [2, 3], [-1.0, -1.0], [9, 9], [-1.0, -1.0], [9, 9])
+    logprobs = torch.tensor([[-1.0, -2.0]])
+    one, other = (logprobs, torch.tensor([[2, 3]])), (logprobs - 0.5, torch.tensor([[2, 4]]))
+    assert model_scores([response], *one).metrics()["top1_agreement"] == 0.0
+    found = kernel_scores([response], one, other).metrics()
+    assert (found["top1_agreement"], found["gap_mean"]) == (0.5, 0.5)
