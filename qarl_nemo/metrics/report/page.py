@@ -42,8 +42,9 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
         ValueError: directories that are not runs, all named with what was looked for; a broken file in one; or
             `output` exists and is not a report.
     """
-    _require_report_or_nothing(output)
+    # The page's usual place is in the run's folder: of a path that is no run, say that first.
     runs = load_runs([Path(path) for path in run_dirs])
+    _require_report_or_nothing(output)
     arms = group_by_arm(runs)
     with report_style():
         sections = build_sections(arms)

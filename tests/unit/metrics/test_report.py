@@ -339,3 +339,8 @@ def test_half_a_character_in_a_run_is_no_obstacle(make_run, tmp_path):
 def test_a_page_goes_into_a_file_that_says_so(tmp_path, qarl):
     code, said = qarl("report", tmp_path, "--output", tmp_path / "page.png")
     assert (code, "name a file that ends in .html" in said) == (2, True)
+
+
+def test_a_file_in_a_run_is_named_as_no_run(make_run, qarl):
+    code, said = qarl("report", make_run("run", num_steps=1, diagnostics=False) / "metrics.jsonl")
+    assert (code, "metrics.jsonl: is a file; name the folder of its run" in said) == (2, True)
