@@ -79,9 +79,13 @@ def config_differences(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def module_tables(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Build one table per arm that recorded its modules, name and groups, from its first run that did."""
-    recorded = [(arm, next((run.quantized for run in arm.runs if run.quantized), [])) for arm in arms]
-    return [{"name": arm.name, "color": arm.color, "groups": module_groups(rows)} for arm, rows in recorded if rows]
+    """Build one table per arm that recorded its modules, name, note and groups, from its first run that did."""
+    recorded = [(arm, next((run for run in arm.runs if run.quantized), None)) for arm in arms]
+    return [
+        {"name": arm.name, "color": arm.color, "note": _rollouts_alone(run), "groups": module_groups(run.quantized)}
+        for arm, run in recorded
+        if run is not None
+    ]
 
 
 def module_groups(quantized: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -121,6 +125,14 @@ def _percent(fraction: float) -> str:
 def _group_size(run: Run) -> str:
     size = run.setting("qarl.group_size")
     return f"groups of {size}" if size else ""
+
+
+def _rollouts_alone(run: Run) -> str:
+    """Say in which format rollouts are served, where the learner's modules do not."""
+    if run.setting("qarl.alignment") != "rollout_only":
+        return ""
+    targets = ", ".join(run.setting("qarl.targets") or [])
+    return f"Rollouts alone are in {run.setting('qarl.format')}{targets and f': {targets}'}."
 
 
 def _shapes(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -117,6 +117,14 @@ def test_modules_are_grouped_and_the_config_is_folded_in(single_page):
     assert "<pre>seed: 0" in modules
 
 
+def test_rollouts_that_alone_are_quantized_are_named_beside_the_learners_modules(make_run, tmp_path):
+    runs = [make_run(alignment, alignment=alignment, num_steps=1) for alignment in ("aligned", "rollout_only")]
+    modules = report(runs, tmp_path).split('id="modules"')[1]
+    assert "What the learner executes in low bits" in modules
+    assert modules.count("Rollouts alone are in") == 1
+    assert "Rollouts alone are in w4a16" in modules[modules.index("rollout only") :]
+
+
 def test_arms_are_compared_by_seed(tmp_path, make_run):
     runs = [
         make_run(f"{alignment}-{seed}", alignment=alignment, seed=seed, num_steps=10)
