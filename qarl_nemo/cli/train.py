@@ -77,12 +77,11 @@ def _compare(
     settings: "LocalConfig", source: Path, arms: list[str], overrides: list[str], parallel: int, *, check: bool
 ) -> None:
     from qarl_nemo.files import exclusive, make_folder
-    from qarl_nemo.train.arms import expand_arms, require_effect, run_arms, select_arms
+    from qarl_nemo.train.arms import expand_arms, expand_trained, require_effect, run_arms, select_arms
 
     assert settings.compare is not None
     require_effect(settings.compare, overrides)
-    every = expand_arms(settings, str(source))
-    runs = select_arms(every, arms)
+    runs = select_arms(expand_arms(settings, str(source)), arms)
     if check:
         check_runs(runs)
         return
@@ -91,6 +90,7 @@ def _compare(
     run_arms(runs, parallel)
     # Another command may have trained other runs meanwhile, and may write the report of all of them right now.
     with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}", wait=True):
+        every = expand_trained(settings, str(source))
         _write_report([run.run_dir for run in every if run in runs or _ran_before(run)], settings.run_dir)
 
 

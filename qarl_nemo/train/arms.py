@@ -74,6 +74,23 @@ def expand_arms(config: LocalConfig, source: str) -> list[LocalConfig]:
     return runs
 
 
+def expand_trained(config: LocalConfig, source: str) -> list[LocalConfig]:
+    """Return what `expand_arms` does, arms outermost, also for seeds that other commands trained in the same folder.
+
+    Args:
+        config: a config with a `compare:` block.
+        source: where it came from, for errors.
+    """
+    assert config.compare is not None
+    names = "|".join(re.escape(_slug(arm)) for arm in config.compare.arms)
+    found = (re.fullmatch(rf"(?:{names})-seed(0|[1-9]\d{{0,8}})", path.name) for path in config.run_dir.glob("*-seed*"))
+    seeds = {*config.compare.seeds, *(int(name[1]) for name in found if name)}
+    compare = config.compare.model_copy(update={"seeds": sorted(seeds)})
+    runs = expand_arms(config.model_copy(update={"compare": compare}), source)
+    order = list(compare.arms)
+    return sorted(runs, key=lambda run: order.index(run.run.arm or ""))
+
+
 def select_arms(runs: list[LocalConfig], arms: Sequence[str]) -> list[LocalConfig]:
     """Return the runs of some arms.
 

@@ -222,6 +222,24 @@ def test_a_learner_of_several_ranks_and_an_engine_of_its_own_take_that_many_gpus
     assert GpuPool(["0", "1", "2", "3"]).take(run) == ["0", "1", "2"]
 
 
+def test_the_report_of_one_seed_has_those_of_other_commands_too(qarl, tmp_path, monkeypatch):
+    """As in a Slurm array with a seed in each task: the report that the last one writes is of all runs."""
+    arms = {"ours": {}, "a/b": {"qarl": {"format": "w8a16"}}}
+    path = tmp_path / "compare.yaml"
+    OmegaConf.save(OmegaConf.create(BASE | {"run_dir": str(tmp_path), "compare": {"seeds": [4], "arms": arms}}), path)
+    reported = []
+    monkeypatch.setattr("qarl_nemo.train.arms.run_arms", lambda runs, _: [run.run_dir.mkdir() for run in runs])
+    monkeypatch.setattr("qarl_nemo.train.run_dir.is_complete", lambda run: run.run_dir.is_dir())
+    monkeypatch.setattr(
+        "qarl_nemo.cli.train._write_report", lambda runs, _: reported.append([run.name for run in runs])
+    )
+    for name in ("other-seed7", "ours-seed", "ours-seed02"):
+        (tmp_path / name).mkdir()
+    assert qarl("train", path)[0] == 0
+    assert qarl("train", path, "--arm", "a/b", "compare.seeds=[2]")[0] == 0
+    assert reported == [["ours-seed4", "a-b-seed4"], ["ours-seed4", "a-b-seed2", "a-b-seed4"]]
+
+
 def test_arms_that_a_config_does_not_have_are_refused_before_anything_is_made(qarl, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, said = qarl("train", "demo", "--arm", "BF16", "--parallel", "2")
