@@ -91,7 +91,8 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
     device = catch(errors, _device, config)
     hf = catch(errors, read_config, config.policy)
     if hf is None:
-        # Sizes and tokenizer lie in the same folder.
+        # Sizes and tokenizer lie in the same folder, data elsewhere.
+        catch(errors, TaskSource, config.data, config.seed)
         return None, errors
     catch(errors, _require_weights, config)
     made = catch(errors, _empty_model, config)

@@ -107,6 +107,16 @@ def test_a_check_lists_what_is_wrong_with_machine_data_and_each_arm(qarl, tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_check_without_the_model_still_lists_what_is_wrong_with_the_data(qarl, tmp_path):
+    """As of an example that is started before model and data have been put in their places."""
+    paths = {"policy.model_path": "model", "data.train.data_path": "a.jsonl", "data.validation.data_path": "b.jsonl"}
+    overrides = [f"{key}={tmp_path / name}" for key, name in paths.items()]
+    engine = ("device=cpu", "rollout.engine=packed", "policy.precision=float32")
+    code, printed = qarl("train", "gsm8k", "--check", *engine, *overrides, f"run_dir={tmp_path / 'run'}")
+    assert code == 2
+    assert all(f"{tmp_path / name}" in printed for name in paths.values())
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
