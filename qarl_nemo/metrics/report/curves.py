@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qarl_nemo.metrics.report.arms import Arm, finite_points
-from qarl_nemo.metrics.report.style import HALF_WIDTH_IN, log_ticks, new_figure, percent_axis, step_axis
+from qarl_nemo.metrics.report.style import HALF_WIDTH_IN, MUTED, log_ticks, new_figure, percent_axis, step_axis
 from qarl_nemo.metrics.runs import Floats
 
 MAX_POINTS = 400
@@ -28,7 +28,7 @@ def curve_figure(
         arms: what is compared.
         key: key of metrics.jsonl.
         ylabel: axis label with unit.
-        log: logarithmic y axis; zero is drawn below the smallest other value.
+        log: logarithmic y axis, unless all is zero; zero is drawn below the smallest other value, on a line named so.
         percent: the metric is a fraction, shown in percent.
         smooth: draw the moving mean.
 
@@ -71,9 +71,7 @@ def draw_rewards(axes: Axes, arms: Sequence[Arm]) -> None:
 
 def draw_curves(axes: Axes, arms: Sequence[Arm], key: str, *, log: bool = False, smooth: bool = True) -> None:
     """Draw one metric of every arm on given axes."""
-    lowest = _log_floor(arms, key) if log else -np.inf
-    if log:
-        axes.set_yscale("log")
+    lowest = _set_log_scale(axes, arms, key) if log else -np.inf
     for arm in arms:
         steps, mean, low, high = thin_out(*arm.curve(key, smooth=smooth))
         mean, low, high = (np.maximum(values, lowest) for values in (mean, low, high))
@@ -115,9 +113,19 @@ def thin_out(*columns: Floats) -> tuple[Floats, ...]:
     return tuple(column[kept] for column in columns)
 
 
-def _log_floor(arms: Sequence[Arm], key: str) -> float:
+def _set_log_scale(axes: Axes, arms: Sequence[Arm], key: str) -> float:
+    """Make the y axis logarithmic if a value is positive, and return where zero is drawn."""
     values = np.concatenate([finite_points(run, key)[1] for arm in arms for run in arm.runs])
-    return float(values[values > 0].min(initial=1.0)) / 3
+    positive = values[values > 0]
+    if not len(positive):
+        return -np.inf
+    axes.set_yscale("log")
+    floor = float(positive.min()) / 3
+    if len(positive) < len(values):
+        axes.axhline(floor, color=MUTED, linewidth=0.8, linestyle=(0, (1, 3)), zorder=0)
+        place = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        axes.text(1, floor, "zero", fontsize=8.5, color=MUTED, **place)
+    return floor
 
 
 def has_values(arms: Sequence[Arm], key: str) -> bool:

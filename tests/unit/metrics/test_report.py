@@ -228,17 +228,30 @@ def test_a_learner_that_moves_away_from_its_engine_is_pointed_out(run, drifts, t
     assert ("the learner moves away from its engine" in page) == drifts
 
 
-def test_a_gap_of_exactly_zero_is_drawn(make_run):
-    exact, other = (make_run(name, num_steps=3, diagnostics=False) for name in ("exact", "other"))
-    for run_dir, value in ((exact, "0.0"), (other, "3e-6")):
+def gap_figure(make_run, **gaps):
+    folders = [make_run(name, num_steps=3, diagnostics=False) for name in gaps]
+    for run_dir, value in zip(folders, gaps.values(), strict=True):
         text = (run_dir / "metrics.jsonl").read_text()
         text = re.sub(r'("mismatch/abs_gap_mean"): [^,]+', rf"\1: {value}", text)
         (run_dir / "metrics.jsonl").write_text(text)
-    figure = curve_figure(group_by_arm(load_runs([exact, other])), "mismatch/abs_gap_mean", "gap", log=True)
-    faint, bold, _, _ = figure.axes[0].lines
+    return curve_figure(group_by_arm(load_runs(folders)), "mismatch/abs_gap_mean", "gap", log=True).axes[0]
+
+
+def test_a_gap_of_exactly_zero_is_drawn_on_a_line_that_says_so(make_run):
+    axes = gap_figure(make_run, exact="0.0", other="3e-6")
+    zero, faint, bold, _, _ = axes.lines
     # a third of the smallest value above zero
+    assert set(zero.get_ydata()) == {1e-6}
     assert faint.get_ydata() == pytest.approx([1e-6] * 3)
     assert bold.get_ydata() == pytest.approx([1e-6] * 3)
+    assert [text.get_text() for text in axes.texts] == ["zero"]
+
+
+def test_a_gap_that_is_always_zero_is_drawn_at_zero(make_run):
+    axes = gap_figure(make_run, exact="0.0")
+    assert (axes.get_yscale(), set(axes.lines[-1].get_ydata())) == ("linear", {0.0})
+    axes = gap_figure(make_run, coarse="5.0")
+    assert (axes.get_yscale(), len(axes.lines), list(axes.texts)) == ("log", 2, [])
 
 
 def test_no_page_is_written_for_what_is_not_a_run(tmp_path):
