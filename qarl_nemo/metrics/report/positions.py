@@ -32,6 +32,6 @@ def error_position_figure(arms: Sequence[Arm], width_in: float) -> Figure:
         axes.plot(centers, wrong / np.maximum(tokens, 1), marker="o", markersize=4, color=arm.color, label=arm.name)
     axes.set(xlabel="response token", ylabel="error tokens per token")
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     percent_axis(axes)
     return figure

@@ -117,7 +117,8 @@ def percent_axis(axes: Axes) -> None:
 def step_axis(axes: Axes) -> None:
     """Label the x axis as training steps, with whole numbers."""
     axes.set_xlabel("training step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    # With more ticks at least than one, a single step would stand between fractions.
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
 
 
 def log_ticks(axis: Axis) -> None:

@@ -33,14 +33,15 @@ def phase_seconds(run: Run) -> dict[str, Floats]:
 
 
 def phase_figure(arms: Sequence[Arm]) -> Figure | None:
-    """Draw phase timings: over the steps for one run, as mean seconds per step and arm for several; None if untimed."""
+    """Draw phase timings: over the steps for one run, else as mean seconds per step and arm; None if untimed."""
     per_arm = {arm.name: _mean_phases(arm) for arm in arms}
     names = list(dict.fromkeys(name for phases in per_arm.values() for name in phases))
     if not names:
         return None
     names.sort(key=lambda name: name == "other")
     colors = _phase_colors(names)
-    single = arms[0].runs[0] if len(arms) == 1 and len(arms[0].runs) == 1 else None
+    # One step has no width to stack an area over.
+    single = arms[0].runs[0] if len(arms) == 1 and len(arms[0].runs) == 1 and len(arms[0].runs[0].steps) > 1 else None
     figure = new_figure(HALF_WIDTH_IN, 3.3 if single else 1.5 + 0.45 * len(arms))
     axes = figure.subplots()
     if single:

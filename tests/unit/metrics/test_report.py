@@ -16,6 +16,7 @@ from qarl_nemo.metrics.report.curves import curve_figure, reward_figure
 from qarl_nemo.metrics.report.examples import mark_errors
 from qarl_nemo.metrics.report.style import format_duration, format_number
 from qarl_nemo.metrics.report.tables import module_groups
+from qarl_nemo.metrics.report.timings import phase_figure
 from qarl_nemo.metrics.runs import load_runs
 
 SECTIONS = ["learning", "mismatch", "bands", "errors", "time", "optimizer", "modules", "config"]
@@ -199,6 +200,16 @@ def test_a_run_before_its_first_step_gives_a_page(tmp_path, make_run):
     assert "no training step has finished yet" in page
     assert "Not recorded: reward/mean" in page
     assert figures(page) == []
+
+
+def test_a_run_after_its_first_step_shows_whole_steps_and_its_phases(make_run):
+    arms = group_by_arm(load_runs([make_run("run", num_steps=1, diagnostics=False)]))
+    figure = reward_figure(arms, 6.0, 3.0)
+    figure.draw_without_rendering()
+    low, high = figure.axes[0].get_xlim()
+    assert [tick for tick in figure.axes[0].get_xticks() if low <= tick <= high] == [1.0]
+    bars = phase_figure(arms).axes[0].patches
+    assert sum(bar.get_width() for bar in bars) > 0
 
 
 def test_unknown_objectives_and_skipped_updates_are_pointed_out(tmp_path, make_run):
