@@ -149,6 +149,8 @@ def _draw_histogram(axes: Axes, values: Floats, lines: Interval, scale: _Scale, 
     for line in bounded:
         if scale.low <= line <= scale.high:
             axes.axvline(line, color=INK, linewidth=1.2, linestyle=(0, (5, 3)))
+    # Of no values, matplotlib would centre the axis on zero and show negative shares.
+    axes.set_ylim(0, None if len(values) else 1)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
     percent_axis(axes)
 

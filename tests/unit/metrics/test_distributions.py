@@ -57,6 +57,12 @@ def test_a_line_far_from_the_data_is_named_instead_of_squeezing_it():
     assert 1.0001 < high < 1.001
 
 
+def test_a_histogram_of_no_responses_has_no_negative_shares():
+    lines = dict.fromkeys(SIGN_COLORS, (0.5, 2.0))
+    figure = histogram_figure([ratios([], [1.0], lines)], 6, quantity="prox ratio", line_name="band")
+    assert [axes.get_ylim()[0] for axes in figure.axes] == [0.0, 0.0]
+
+
 def test_histogram_heights_are_shares_and_nothing_is_lost_beyond_the_axis():
     values = np.concatenate([np.linspace(0.99, 1.01, 997), [0.1, 5.0, 9.0]])
     figure = histogram_figure(
