@@ -146,12 +146,17 @@ def _as_number(value: float) -> float | int:
     return value if isinstance(value, int) else float(value)
 
 
+def missing_wandb() -> str:
+    """Return what to do where the package of Weights & Biases is not installed."""
+    return f"logging to W&B needs the package wandb: {pip_command('wandb')}"
+
+
 def _import_wandb() -> Any:
     try:
         # optional and slow to import: only for those who ask for it
         import wandb
     except ImportError as error:
-        raise ImportError(f"logging to W&B needs the package wandb: {pip_command('wandb')}") from error
+        raise ImportError(missing_wandb()) from error
     return wandb
 
 

@@ -1,6 +1,7 @@
-"""Checks before anything is written or trained: device, engine, format, targets, data, disk space, the run's folder."""
+"""Checks before anything is written or trained: device, engine, logger, format, targets, data, disk, run's folder."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.config.problems import catch
 from qarl_nemo.files import readable_bytes, require_space
 from qarl_nemo.layers.install import InstallRow, install
+from qarl_nemo.metrics.events import missing_wandb
 from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base
 from qarl_nemo.train.checkpoint import checkpoint_steps
@@ -58,9 +60,9 @@ def prepare(config: LocalConfig) -> Prepared:
     """Check everything that can be checked without reading the model's weights, and build what a run works with.
 
     Raises:
-        ValueError: no such device, an engine that does not run here, a format, targets or shapes that do not fit the
-            model, weights that are not all there, data that cannot be used, or too little free disk space for the
-            checkpoints; of several problems, and then of the run's folder, too, every one is listed.
+        ValueError: no such device, an engine or a logger that does not run here, a format, targets or shapes that do
+            not fit the model, weights that are not all there, data that cannot be used, or too little free disk space
+            for the checkpoints; of several problems, and then of the run's folder, too, every one is listed.
     """
     prepared, errors = _examine(config)
     if prepared is not None:
@@ -89,6 +91,7 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
     """Check each part, whatever is wrong with the others."""
     errors: list[ValueError] = []
     device = catch(errors, _device, config)
+    catch(errors, _require_logger, config)
     hf = catch(errors, read_config, config.policy)
     if hf is None:
         # Sizes and tokenizer lie in the same folder, data elsewhere.
@@ -110,6 +113,12 @@ def _device(config: LocalConfig) -> torch.device:
     device = learner_device(config)
     require_engine(config, device)
     return device
+
+
+def _require_logger(config: LocalConfig) -> None:
+    # It is imported when the first step's record is near, after the model was loaded and warmed up.
+    if config.logger.wandb is not None and find_spec("wandb") is None:
+        raise ValueError(f"logger.wandb.project={config.logger.wandb.project}: {missing_wandb()}")
 
 
 def _require_weights(config: LocalConfig) -> None:

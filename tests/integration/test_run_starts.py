@@ -1,6 +1,7 @@
 """What is said when a run starts: refusals before anything is written or trained, and runs with nothing left to do."""
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -78,6 +79,13 @@ def test_all_that_keeps_a_run_from_starting_is_said_at_once(monkeypatch, tmp_pat
     # One alone is raised as it is.
     with pytest.raises(ValueError, match=r"^device=cuda, but torch sees no CUDA device"):
         train_run(make_config(tmp_path / "new", device="cuda"))
+
+
+def test_a_logger_that_is_not_installed_is_refused_before_the_model_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"logger.wandb.project=p: logging to W&B needs the package wandb: pip"):
+        preflight.prepare(make_config(tmp_path / "run", logger={"wandb": {"project": "p"}}))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch, tmp_path):
