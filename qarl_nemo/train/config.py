@@ -212,6 +212,8 @@ class GrpoConfig(StrictModel):
     normalize_rewards: bool = True
     """Divide group-centred rewards by the group's standard deviation."""
     val_period: int = Field(50, ge=0, le=10_000_000, description="Steps between validations; 0 turns validation off.")
+    val_at_end: bool = False
+    """Validate after the last step, too, whatever its number."""
     val_num_prompts: int = Field(256, ge=1, le=1_000_000)
     val_temperature: float = Field(0.0, ge=0, le=100, description="0 decodes greedily.")
     val_top_p: float = Field(1.0, gt=0, le=1)
@@ -224,6 +226,13 @@ class GrpoConfig(StrictModel):
             lowest = LOWEST_TEMPERATURE
             raise ValueError(f"vLLM samples at {lowest} where less is set; set 0, which is greedy, or {lowest} or more")
         return value
+
+    @model_validator(mode="after")
+    def validation_is_on_where_it_ends_a_run(self) -> "GrpoConfig":
+        """Require a validation that `val_at_end` can ask for."""
+        if self.val_at_end and not self.val_period:
+            raise ValueError("val_at_end=true: val_period=0 turns validation off; set another val_period")
+        return self
 
     @model_validator(mode="after")
     def minibatches_divide_the_batch(self) -> "GrpoConfig":

@@ -23,6 +23,7 @@ from qarl_nemo.train.config import LocalConfig
 _FREE_KEYS = (
     "run_dir",
     "grpo.max_num_steps",
+    "grpo.val_at_end",
     "policy.max_skipped_steps",
     "checkpointing.",
     "logger.",

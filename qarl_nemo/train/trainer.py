@@ -119,7 +119,7 @@ class Trainer:
                 self.step += 1
                 ends = self.step == total or self.limit.is_up()
                 version = self.learner.weight_version
-                if ends and self.step < total:
+                if ends and (self.step < total or config.grpo.val_at_end):
                     metrics |= self._last_validation(metrics, progress)
                 self.elapsed_s += time.perf_counter() - started
                 events.write(self.step, {"time_s": self.elapsed_s, **metrics})
@@ -175,7 +175,7 @@ class Trainer:
 
     def _last_validation(self, metrics: dict[str, float], progress: LiveProgress) -> dict[str, float]:
         # Whoever goes on elsewhere, or never, still learns what the weights are worth. The version without noise that
-        # this takes is not saved: a run that is never stopped has none.
+        # this takes is not saved: a longer run has none.
         if not self.config.grpo.val_period or "validation/reward" in metrics:
             return {}
         progress.phase("validation")

@@ -269,6 +269,18 @@ def test_a_run_whose_time_is_short_validates_saves_and_goes_on_to_the_same_metri
     assert_same_run(run_dir, uninterrupted)
 
 
+def test_a_run_may_end_with_a_validation_and_still_go_on_to_the_same_metrics(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    train(run_dir, grpo={"max_num_steps": 3, "val_at_end": True})
+    metrics = run_dir / "metrics.jsonl"
+    assert 0 <= read_metrics(run_dir)[-1]["validation/reward"] <= 1
+    train(run_dir, grpo={"max_num_steps": LONG})
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert lines[2].pop("validation/reward") is not None
+    write_jsonl(metrics, lines)
+    assert_same_run(run_dir, uninterrupted)
+
+
 def test_a_run_that_went_on_leaves_time_for_the_validation_and_the_checkpoint_that_it_has_not_done_yet(
     tmp_path, monkeypatch
 ):

@@ -172,6 +172,7 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
             "grpo.num_generations_per_prompt: Input should be greater than or equal to 2 (given 1)",
         ),
         ({"grpo": {"val_temperature": 0.005}}, "grpo.val_temperature: vLLM samples at 0.01 where less is set"),
+        ({"grpo": {"val_period": 0, "val_at_end": True}}, "grpo: val_at_end=true: val_period=0 turns validation off"),
         ({"grpo": {"max_num_steps": None}}, "grpo.max_num_steps: Input should be a valid integer (given null)"),
         ({"grpo": {"num_prompts_per_step": 60000, "num_generations_per_prompt": 4096}}, "a step has at most 1048576"),
         (
