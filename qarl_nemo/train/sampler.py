@@ -179,8 +179,7 @@ class PackedSampler:
         for column in range(params.max_new_tokens):
             with self.routes.record() as chosen:
                 logits = self._step(step_ids, attention, cache)
-            if column == 0:
-                require_finite(logits, "logits", version)
+            require_finite(logits, "logits", version)
             routes.append(_stack_routes(chosen, step_ids.shape))
             token, logprob = draw(logits, params, generator)
             token = torch.where(alive, token, self.pad_id)

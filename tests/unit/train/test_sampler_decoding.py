@@ -173,3 +173,18 @@ def test_weights_that_give_no_finite_logits_are_reported_with_their_version(valu
     engine.refit()
     with pytest.raises(RuntimeError, match="weight version 1 gives NaN or infinite logits for 4 of 4 prompts"):
         sample(engine)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_policy_that_diverges_within_a_response_is_an_error(temperature, monkeypatch):
+    engine = make_engine()
+    step, steps = engine.sampler._step, []
+
+    def break_third(*arguments):
+        logits = step(*arguments)
+        steps.append(logits)
+        return logits if len(steps) < 3 else torch.full_like(logits, torch.nan)
+
+    monkeypatch.setattr(engine.sampler, "_step", break_third)
+    with pytest.raises(RuntimeError, match="gives NaN or infinite logits for 4 of 4 prompts: the policy has diverged"):
+        sample(engine, temperature=temperature)
