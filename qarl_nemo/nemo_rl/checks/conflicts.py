@@ -22,7 +22,7 @@ from qarl_nemo.nemo_rl.checks.memory import memory_conflicts
 from qarl_nemo.nemo_rl.checks.muon import muon_conflicts
 from qarl_nemo.nemo_rl.checks.objective import objective_conflicts
 from qarl_nemo.nemo_rl.checks.optimizer import optimizer_conflicts
-from qarl_nemo.nemo_rl.checks.resume import resume_conflicts
+from qarl_nemo.nemo_rl.checks.resume import metric_conflicts, resume_conflicts
 from qarl_nemo.nemo_rl.checks.sequence_lengths import length_conflicts
 from qarl_nemo.nemo_rl.checks.validation import validation_batch_conflicts
 from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
@@ -136,6 +136,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *data_conflicts(config),
         *validation_batch_conflicts(config),
         *dtype_conflicts(config),
+        *metric_conflicts(config),
         *resume_conflicts(config),
         *unknown,
         *([] if unknown else length_conflicts(config)),

@@ -1,4 +1,4 @@
-"""Checks a run that goes on from a checkpoint: Megatron holds it to the schedule that it began with."""
+"""Checks a run's checkpoints: which it keeps, and that it goes on with the schedule that it began with."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +11,7 @@ from qarl_nemo.nemo_rl.layout import MEGATRON
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
+_METRIC = "checkpointing.metric_name"
 _FOLDER, _STEPS = "checkpointing.checkpoint_dir", "grpo.max_num_steps"
 _SCHEDULER = f"{MEGATRON}.scheduler"
 _NEW = f"{_SCHEDULER}.override_opt_param_scheduler"
@@ -33,6 +34,26 @@ _COMPARED = (
         )
     ),
 )
+
+
+def metric_conflicts(config: Mapping[str, Any]) -> list[str]:
+    """Say where NeMo-RL would find out at its first checkpoint that it cannot tell which ones are the best.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Source: NeMo-RL 7ea279ab, `algorithms/grpo.py`.
+    """
+    name = look_up(config, _METRIC, None)
+    if name is None or not look_up(config, "checkpointing.enabled", False):
+        return []
+    where, _, metric = str(name).partition(":")
+    if where in ("train", "val") and metric:
+        return []
+    return [
+        f"{_METRIC}={name}: NeMo-RL ends at its first checkpoint unless this is train: or val: and a metric's name; "
+        "set val:accuracy, or null to keep the newest ones"
+    ]
 
 
 def resume_conflicts(config: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from test_nemo_rl_config import config as recipe
 from test_nemo_rl_config import problems
 
 from qarl_nemo.config import merge_mappings, write_yaml
-from qarl_nemo.nemo_rl.checks.resume import resume_conflicts
+from qarl_nemo.nemo_rl.checks.resume import metric_conflicts, resume_conflicts
 from qarl_nemo.nemo_rl.lookup import with_value
 
 _OVERRIDE = "policy.megatron_cfg.scheduler.override_opt_param_scheduler"
@@ -87,3 +87,15 @@ def test_the_launcher_refuses_it(tmp_path):
     save("step_2", config(tmp_path, steps=2), train_iters=2)
     found = problems(recipe(**{"checkpointing.checkpoint_dir": str(tmp_path), "grpo.max_num_steps": 4}))
     assert [line for line in found if "the run goes on from step_2" in line]
+
+
+@pytest.mark.parametrize("name", ["val_reward", "val:", "test:accuracy"])
+def test_a_metric_that_no_checkpoint_could_be_kept_by_is_refused(name):
+    saves = {"checkpointing.enabled": True, "checkpointing.metric_name": name}
+    (line,) = problems(recipe(**saves))
+    assert line.startswith(f"checkpointing.metric_name={name}: NeMo-RL ends at its first checkpoint unless")
+    assert line.endswith("set val:accuracy, or null to keep the newest ones")
+    for others in ("val:accuracy", "train:reward", None):
+        assert metric_conflicts(recipe(**saves | {"checkpointing.metric_name": others})) == []
+    # Nothing is saved.
+    assert metric_conflicts(recipe(**saves | {"checkpointing.enabled": False})) == []
