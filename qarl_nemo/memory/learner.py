@@ -115,9 +115,9 @@ class Memory:
         return self.static_bytes + max(self._backward, self.step)
 
     @property
-    def peak_is_step(self) -> bool:
-        """Whether it is the optimizer's step that holds the most."""
-        return self.step > self._backward
+    def fp32_gradients_help(self) -> bool:
+        """Whether the peak would be lower with FP32 gradients, twice as large, of which a step makes no copies."""
+        return self.step > self.parts["gradients"] + self._backward
 
     @property
     def _backward(self) -> float:
@@ -224,7 +224,8 @@ def _optimizer_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> 
     copies = learner.optimizer == "muon" or (learner.optimizer == "adam" and not learner.precision_aware)
     if not copies or learner.gradient_bytes == FP32:
         return held, 0.0
-    # Megatron makes all of them before it steps a parameter. The largest takes as much again; this was measured.
+    # Megatron makes all of them before it steps a parameter. What was measured beside them is as much as the largest
+    # table takes in FP32.
     return held, FP32 * (stepped + model.vocab_size * model.hidden / ranks.tp / shards[1])
 
 

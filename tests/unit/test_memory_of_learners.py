@@ -112,11 +112,21 @@ def test_muons_step_holds_what_was_measured(model, arm):
         tokens=19456, recompute="full", logprob_chunk=1024,
     )  # fmt: skip
     held = rank_memory(replace(model, num_layers=8), Parallelism(2, tp=2, ep=2), learner)
-    assert held.peak_is_step
     assert held.peak_bytes == pytest.approx(measured, rel=0.01)
     # The backward alone is far from it, and FP32 gradients need no copies.
     assert held.static_bytes + held.parts["activations"] + held.parts["working"] < 0.97 * measured
-    assert rank_memory(model, Parallelism(2, tp=2, ep=2), replace(learner, gradient_bytes=4)).step == 0
+    wide = rank_memory(replace(model, num_layers=8), Parallelism(2, tp=2, ep=2), replace(learner, gradient_bytes=4))
+    assert wide.step == 0
+    # They are twice as large, so that they help only where a backward needs little beside them.
+    assert not held.fp32_gradients_help
+    assert wide.peak_bytes > held.peak_bytes
+    short = replace(learner, tokens=1024)
+    less, lesser = (
+        rank_memory(replace(model, num_layers=8), Parallelism(2, tp=2, ep=2), replace(short, gradient_bytes=size))
+        for size in (2, 4)
+    )
+    assert less.fp32_gradients_help
+    assert lesser.peak_bytes < less.peak_bytes
 
 
 def test_adam_copies_gradients_unless_it_is_precision_aware(model):

@@ -69,7 +69,7 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
         fixes.append(f"{_GRANULARITY}=full" if look_up(config, _RECOMPUTE, False) else f"{_RECOMPUTE}=true")
     if budget.trains and learner.optimizer_whole:
         fixes.append(f"use_distributed_optimizer=true (of Muon: optimizer=dist_muon) in {OPTIMIZER}")
-    if budget.trains and needed.learner.peak_is_step:
+    if budget.trains and needed.learner.fp32_gradients_help:
         fixes.append(f"{_MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32=true")
     if budget.trains and learner.optimizer == "adam":
         keys = ", ".join(f"{key}=bfloat16" for key in MOMENTS)
