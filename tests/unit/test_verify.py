@@ -33,6 +33,7 @@ from qarl_nemo.verify import reward, rewards
         ("The answer is 18.", "18."),
         (r"$\boxed{\begin{pmatrix} \dfrac12 \\[6pt] 3 \end{pmatrix}}$", r"\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}"),
         (r"$\boxed{\begin{pmatrix} 1 \\ 3 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ [0.5 em] 3 \end{pmatrix}"),
+        (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", r"\begin{pmatrix} 1/5 \\ 2/5 \end{pmatrix}"),
     ],
 )
 def test_right_answers(response, answer):
@@ -56,6 +57,8 @@ def test_right_answers(response, answer):
         (r"\boxed{43.}", "42"),
         (r"\boxed{5.}", "5.5"),
         (r"$\boxed{\begin{pmatrix} 1 \\[6pt] 4 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"),
+        (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", r"\begin{pmatrix} 1/5 \\ 3/5 \end{pmatrix}"),
+        (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", "0.0001"),
     ],
 )
 def test_wrong_answers(response, answer):
