@@ -126,7 +126,7 @@ def _number(candidates: list[Any]) -> complex | None:
         return None
     try:
         return complex(value)
-    except (TypeError, ValueError, ArithmeticError):
+    except (TypeError, ValueError, ArithmeticError, AttributeError, RecursionError):
         return None
 
 
