@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from qarl_nemo.installation import installed_version
+
+_THEN = ", then "
 
 
 def hardware(device: str, num_gpus: int = 1) -> str:
@@ -47,6 +49,25 @@ def facts(device: str, num_gpus: int = 1, packages: Sequence[str] = ()) -> dict[
     """
     found = {name: number for name in packages if (number := installed_version(name) or _imported_version(name))}
     return {"hardware": hardware(device, num_gpus), "versions": versions() | found}
+
+
+def went_on(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a resumed run ran on: `A, then B` for each fact that has changed.
+
+    Args:
+        before: what it had run on, as `facts` returns it, or as this does.
+        now: what it goes on with.
+
+    Returns:
+        `hardware` and `versions`.
+    """
+    had = before["versions"]
+    went = {name: _then(had.get(name), value) for name, value in now["versions"].items()}
+    return {"hardware": _then(before["hardware"], now["hardware"]), "versions": had | went}
+
+
+def _then(before: str | None, now: str) -> str:
+    return now if before is None else before if before.split(_THEN)[-1] == now else before + _THEN + now
 
 
 def _imported_version(package: str) -> str | None:

