@@ -17,24 +17,22 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from qarl_nemo.nemo_rl import plugin, upstream
+
 try:
     import nemo_rl
+    from nemo_rl.package_info import __version__ as nemo_rl_version
+    from nemo_rl.utils.config import OverridesError, load_config
 except ImportError as error:
-    sys.exit(
-        f"{Path(sys.argv[0]).name}: NeMo-RL is not importable ({error}); put its repository and what it needs on "
-        "PYTHONPATH (NEMO_RL_ROOT alone only says where its configs are): docs/guide/nemo_rl.md, step 1"
-    )
+    sys.exit(f"{Path(sys.argv[0]).name}: {upstream.not_importable(error)}")
 
 import torch
-from nemo_rl.package_info import __version__ as nemo_rl_version
-from nemo_rl.utils.config import OverridesError, load_config
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
 from qarl_nemo.config import ConfigError
 from qarl_nemo.files import FileError
-from qarl_nemo.nemo_rl import plugin, upstream
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.checks.hints import budget_hints, find_hints
 from qarl_nemo.nemo_rl.checks.key_hints import config_types, key_hints
@@ -69,16 +67,24 @@ def main() -> None:
     # Our recipes build on NeMo-RL's, which they find through this variable.
     os.environ.setdefault("NEMO_RL_ROOT", str(_ROOT))
     check_only = _parse_arguments()
-    sys.path.insert(0, str(_ROOT / "examples"))
     with closing(StartProgress()) as progress:
-        import run_grpo
-
+        run_grpo = _import_launcher()
         run = _Run(run_grpo, check_only, progress)
         run.bind()
         _run_launcher(run_grpo)
     # NeMo-RL's asynchronous loop prints why its first refit failed, and returns.
     if run.synchronizer is not None and run.synchronizer.failure is not None:
         sys.exit(f"{Path(sys.argv[0]).name}: a refit failed: {run.synchronizer.failure}")
+
+
+def _import_launcher() -> Any:
+    """Import NeMo-RL's own launcher, and with it all that NeMo-RL needs."""
+    sys.path.insert(0, str(_ROOT / "examples"))
+    try:
+        import run_grpo
+    except ImportError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {upstream.not_importable(error)}")
+    return run_grpo
 
 
 def _run_launcher(launcher: Any) -> None:

@@ -37,6 +37,18 @@ FILES = {
 }
 
 
+def not_importable(error: ImportError) -> str:
+    """Say that NeMo-RL, or a package that it needs, cannot be imported, and where it belongs.
+
+    Args:
+        error: what its import raised.
+    """
+    return (
+        f"NeMo-RL is not importable ({error}); put its repository and what it needs on PYTHONPATH (NEMO_RL_ROOT alone "
+        "only says where its configs are): docs/guide/nemo_rl.md, step 1"
+    )
+
+
 def require_fitting(version: str) -> None:
     """Require that NeMo-RL's loop can call our refit, which it would otherwise find out with engines running.
 

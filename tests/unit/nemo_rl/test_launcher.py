@@ -10,17 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def test_without_nemo_rl_one_line_says_what_is_missing(tmp_path):
-    (tmp_path / "nemo_rl.py").write_text("raise ImportError('No module named nemo_rl')")
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT}/kernels", "NEMO_RL_ROOT": str(tmp_path), "PATH": ""}
-    command = [sys.executable, str(ROOT / "examples" / "run_qarl_grpo.py"), "--config", "any.yaml", "--check"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "NEMO_RL_ROOT alone" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
 # The little of NeMo-RL that the launcher reads a config with.
 STAND_IN = {
     "nemo_rl/__init__.py": "",
@@ -34,6 +23,26 @@ STAND_IN = {
     "examples/run_grpo.py": "from omegaconf.errors import OmegaConfBaseException\nMasterConfig = setup = None\n"
     "setup_response_data = None\ndef main(): raise OmegaConfBaseException('policy.megatron_cfg is not a container')",
 }
+
+
+def check(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Lay these files out and let the launcher check config.yaml among them."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    env = {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT}/kernels", "PATH": ""}
+    command = [sys.executable, str(ROOT / "examples" / "run_qarl_grpo.py"), "--config", "config.yaml", "--check"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=folder)
+
+
+@pytest.mark.parametrize("name", ["nemo_rl/__init__.py", "nemo_rl/utils/config.py", "examples/run_grpo.py"])
+def test_what_nemo_rl_needs_and_is_not_there_is_named_in_one_line(tmp_path, name):
+    files = STAND_IN | {"config.yaml": "defaults: config.yaml", name: "import a_package_that_it_needs"}
+    done = check(tmp_path, files)
+    assert done.returncode == 1
+    assert "NeMo-RL is not importable (No module named 'a_package_that_it_needs')" in done.stderr
+    assert "NEMO_RL_ROOT alone" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -52,13 +61,7 @@ STAND_IN = {
     ],
 )
 def test_a_config_that_cannot_be_read_is_no_traceback(tmp_path, written, said):
-    for name, text in STAND_IN.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "config.yaml").write_text(written)
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT}/kernels", "PATH": ""}
-    command = [sys.executable, str(ROOT / "examples" / "run_qarl_grpo.py"), "--config", "config.yaml", "--check"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = check(tmp_path, STAND_IN | {"config.yaml": written})
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert said in done.stderr
 
