@@ -1,5 +1,6 @@
 """Looks for the local files that data sets of NeMo-RL's `data:` block name, before Ray starts."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -52,11 +53,18 @@ def _missing(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
         for key in ("prompt_file", "system_prompt_file"):
             path = whole.get(key)
             if _is_plain(path) and not Path(path).is_file():
-                said = f"{where(place, dataset, key)}={path}: there is no such file; set one that is there"
-                yield Path(path), f"{said}, or null for none"
+                yield Path(path), f"{where(place, dataset, key)}={path}: {_no_prompt_file(path)}, or null for none"
         path = whole.get("data_path")
         if _is_plain(path) and (why := _unread(path, whole)):
             yield Path(path), f"{where(place, dataset, 'data_path')}{why}"
+
+
+def _no_prompt_file(path: str) -> str:
+    """Say that it is not there, and where it is if only NeMo-RL's folder has it, for which its recipes name it."""
+    root = os.environ.get("NEMO_RL_ROOT")
+    if root and (own := Path(root) / path).is_file():
+        return f"there is no such file here; set NeMo-RL's, {own}, one of your own"
+    return "there is no such file; set one that is there"
 
 
 def _unread(path: str, whole: Mapping[str, Any]) -> str | None:

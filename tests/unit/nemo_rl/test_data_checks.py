@@ -229,3 +229,15 @@ def test_data_sets_have_names_of_their_own(file):
         "gsm8k-train", "gsm8k-test", "gsm8k-train#2", f"{folder}-a.jsonl-train", None,
         "math500", "math500#2", "gsm8k-train#3",
     ]  # fmt: skip
+
+
+def test_a_prompt_file_of_nemo_rls_own_recipes_is_named_by_its_whole_path(monkeypatch, tmp_path):
+    prompt = tmp_path / "examples" / "prompts" / "cot.txt"
+    prompt.parent.mkdir(parents=True)
+    prompt.write_text("{}")
+    monkeypatch.setenv("NEMO_RL_ROOT", str(tmp_path))
+    (line,) = conflicts(train=GSM8K | {"prompt_file": "examples/prompts/cot.txt"})
+    assert line.startswith("data.train.prompt_file=examples/prompts/cot.txt: there is no such file here")
+    assert line.endswith(f"set NeMo-RL's, {prompt}, one of your own, or null for none")
+    (line,) = conflicts(train=GSM8K | {"prompt_file": "examples/prompts/nothing.txt"})
+    assert line.endswith("there is no such file; set one that is there, or null for none")
