@@ -180,6 +180,7 @@ def test_the_readme_states_the_memory_that_is_computed(path):
     ranks = Parallelism(8 * settings["cluster"]["num_nodes"], tp=2, ep=8)
     learner = Learner(
         format=qarl["format"] if arm(path)[0] == "aligned" else "bf16",
+        group_size=qarl.get("group_size") or 128,
         targets=tuple(qarl["targets"]),
         keep_operand=qarl["keep_operand"],
         optimizer="muon",
