@@ -107,7 +107,8 @@ def _refusal(base: Checkpoint, merged: Checkpoint, training: Training) -> str:
             if math.isfinite(loss)
             else f", and the adapter of {name} has learned nothing yet"
         )
+    beside = ", with adapters beside it" if training.adapters else ""
     return (
         f"the run executed a base in {training.fmt.name}{effect}. Pass --packed for the quantized checkpoint that was "
-        "served, with adapters beside it, or --dequantize for a BF16 checkpoint of what was executed"
+        f"served{beside}, or --dequantize for a BF16 checkpoint of what was executed"
     )

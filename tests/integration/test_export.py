@@ -264,6 +264,14 @@ def test_a_packed_checkpoint_is_merged_from_its_own_codes(tmp_path):
     assert torch.equal(load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")[name], held[3, 256:])
 
 
+def test_a_refusal_names_adapters_only_where_a_run_has_some(tmp_path):
+    trained_on_int8(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"a base in int8\. Pass --packed for the quantized checkpoint that was served, or"
+    ):
+        export_run(tmp_path / "run", tmp_path / "out", dequantize=False, overwrite=False, progress=lambda _: None)
+
+
 def test_a_run_that_trained_all_weights_is_a_checkpoint_already(tmp_path):
     train(tmp_path / "run", grpo={"max_num_steps": 2})
     with pytest.raises(ValueError, match="is a whole Hugging Face checkpoint already"):
