@@ -14,6 +14,7 @@ from torch import nn
 
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.spec import align_spec
+from qarl_nemo.megatron.translatable import require_translatable
 
 # Embedding and head are split over tensor-parallel ranks in multiples of this many rows.
 _VOCAB_MULTIPLE = 128
@@ -35,7 +36,7 @@ def gpt_model(
         ValueError: the model has features that are not translated, or settings rule out aligned experts; all are
             listed.
     """
-    _require_translatable(hf)
+    require_translatable(hf)
     config = TransformerConfig(**_settings(hf, dtype, transformer_engine) | settings)
     moe = {"num_experts": hf.num_experts, "qk_layernorm": True}
     if transformer_engine:
@@ -68,21 +69,6 @@ def _leave_padding_alone(weight: nn.Parameter, pad_token_id: int) -> None:
     if 0 <= row < len(weight):
         index = torch.tensor([row], device=weight.device)
         weight.register_hook(lambda grad: grad.index_fill(0, index, 0))
-
-
-def _require_translatable(hf: Any) -> None:
-    wrong = {
-        "model_type": (hf.model_type, "qwen3_moe"),
-        "mlp_only_layers": (list(hf.mlp_only_layers or []), []),
-        "decoder_sparse_step": (hf.decoder_sparse_step, 1),
-        "attention_bias": (hf.attention_bias, False),
-        "use_sliding_window": (hf.use_sliding_window, False),
-        "hidden_act": (hf.hidden_act, "silu"),
-        "rope_parameters.rope_type": (hf.rope_parameters.get("rope_type", "default"), "default"),
-    }
-    problems = [f"{name}={found!r}: legal is {legal!r}" for name, (found, legal) in wrong.items() if found != legal]
-    if problems:
-        raise ValueError("no Megatron model for this one:\n  " + "\n  ".join(problems))
 
 
 def _settings(hf: Any, dtype: torch.dtype, transformer_engine: bool) -> dict[str, Any]:
