@@ -73,6 +73,14 @@ def _devices() -> Iterator[Finding]:
     yield Finding("fast kernels", usable, f"{found}; SM90 or newer, for policy.precision=bfloat16")
 
 
+def _sees_gpu() -> bool:
+    if installed_version("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _engines() -> Iterator[Finding]:
     wanted = {
         "vllm": ("serve quantized checkpoints", pip_command("vllm")),
@@ -81,7 +89,9 @@ def _engines() -> Iterator[Finding]:
     }
     for package, (capability, install) in wanted.items():
         found = installed_version(package)
-        yield Finding(capability, found is not None, f"{package} {found}" if found else f"{package} missing; {install}")
+        lacks = "; it computes on GPUs, and torch sees none" if package == "megatron-core" and not _sees_gpu() else ""
+        reason = f"{package} {found}{lacks}" if found else f"{package} missing; {install}"
+        yield Finding(capability, found is not None and not lacks, reason)
     nemo = importlib.util.find_spec("nemo_rl") is not None
     yield Finding("NeMo-RL", nemo, "nemo_rl found" if nemo else "nemo_rl missing; put its source on PYTHONPATH")
     problem = vllm_problem()

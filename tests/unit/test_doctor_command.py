@@ -1,12 +1,26 @@
 """What `qarl doctor` says without a model, and which options it then refuses."""
 
 import pytest
+import torch
+
+from qarl_nemo.measure import doctor
 
 
 def test_it_says_what_the_machine_can_run(qarl):
     code, printed = qarl("doctor")
     assert code == 0, printed
     assert "Python >= 3.11" in printed
+
+
+def test_a_megatron_learner_needs_a_gpu_beside_its_package(monkeypatch):
+    monkeypatch.setattr(doctor, "installed_version", lambda _: "1.0")
+    for gpus, usable, reason in (
+        (True, True, "megatron-core 1.0"),
+        (False, False, "megatron-core 1.0; it computes on GPUs, and torch sees none"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus)
+        (found,) = (finding for finding in doctor._engines() if finding.capability == "Megatron learner")
+        assert (found.usable, found.reason) == (usable, reason)
 
 
 @pytest.mark.parametrize(
