@@ -35,6 +35,20 @@ def engine_attention_problem() -> str | None:
     return vllm_problem("cuda", quantized=False)
 
 
+def require_attention(attention: str) -> None:
+    """Refuse an attention kernel that cannot run here.
+
+    Args:
+        attention: `torch`, or `engine` for vLLM's own.
+
+    Raises:
+        ValueError: it is vLLM's; says what is missing for it.
+    """
+    problem = engine_attention_problem() if attention == "engine" else None
+    if problem:
+        raise ValueError(f"attention=engine does not run here: {problem}; set attention=torch")
+
+
 @cache
 def _kernel() -> Any:
     spec = importlib.util.find_spec("vllm")
@@ -149,9 +163,7 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
     Raises:
         ValueError: vLLM's kernel cannot run here.
     """
-    problem = engine_attention_problem() if attention == "engine" else None
-    if problem:
-        raise ValueError(f"attention=engine does not run here: {problem}; set attention=torch")
+    require_attention(attention)
     model.config._attn_implementation = _implementation(attention)
 
 

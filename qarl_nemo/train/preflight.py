@@ -19,6 +19,7 @@ from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base
 from qarl_nemo.train.checkpoint import checkpoint_steps
 from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
+from qarl_nemo.train.engine_attention import require_attention
 from qarl_nemo.train.megatron.needs import require_machine
 from qarl_nemo.train.model import is_packed, read_config, read_tokenizer
 from qarl_nemo.train.packed_base import require_packed_base
@@ -93,6 +94,7 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
     """Check each part, whatever is wrong with the others."""
     errors: list[ValueError] = []
     device = catch(errors, _device, config)
+    catch(errors, require_attention, config.policy.attention)
     catch(errors, _require_logger, config)
     hf = catch(errors, read_config, config.policy)
     if hf is None:

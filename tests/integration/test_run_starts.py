@@ -83,6 +83,14 @@ def test_all_that_keeps_a_run_from_starting_is_said_at_once(monkeypatch, tmp_pat
         train_run(make_config(tmp_path / "new", device="cuda"))
 
 
+def test_an_attention_kernel_that_does_not_run_here_is_said_with_the_rest(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = make_config(tmp_path / "run", device="cpu", policy={"attention": "engine"}, qarl={"targets": ["mlp"]})
+    _, problems = preflight.check(config)
+    assert problems[0].startswith("attention=engine does not run here: ")
+    assert "match no module" in problems[1]
+
+
 def test_a_megatron_learner_that_cannot_run_is_refused_before_anything_is_trained(monkeypatch, tmp_path):
     Qwen2Config().save_pretrained(tmp_path / "qwen2")
     policy = {"_override_": True, "model_path": str(tmp_path / "qwen2"), "megatron_cfg": {}}
