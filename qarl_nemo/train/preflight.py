@@ -27,6 +27,7 @@ from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
 from qarl_nemo.train.run_dir import inspect_run_dir
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
+from qarl_nemo.train.template_options import require_options
 from qarl_nemo.train.trained import trained_parameters
 
 
@@ -170,6 +171,8 @@ def _tasks(
     source = catch(errors, TaskSource, config.data, config.seed)
     tokenizer = catch(errors, read_tokenizer, config.policy)
     encode = None if tokenizer is None else catch(errors, PromptEncoder, tokenizer, config.policy.tokenizer)
+    if encode is not None:
+        catch(errors, require_options, [encode])
     if longest is None or source is None or encode is None:
         return None
     skip = getattr(config.data, "overlong_prompts", None) == "skip"

@@ -60,7 +60,7 @@ class ModelEvaluation:
         self.job, self.model, self.store = job, model, store
         self._identity = {"model": model.label, "checkpoint": str(model.folder), "weights": model.fingerprint()}
         self.tokenizer = load_tokenizer(model.folder, model.checkpoint.folder)
-        self._encoder = PromptEncoder(self.tokenizer, job.settings.prompts or model.prompts)
+        self.encoder = PromptEncoder(self.tokenizer, job.settings.prompts or model.prompts)
         self.asked = [self._ask(questions) for questions in job.questions]
         self.engine: PackedEngine | VllmEngine | None = None
 
@@ -167,13 +167,13 @@ class ModelEvaluation:
     def _as_seen(self, text: str) -> str:
         system = self.job.settings.system_prompt
         if system is None:
-            return self._encoder.text(text)
+            return self.encoder.text(text)
         if not self.tokenizer.chat_template:
             return f"{system}\n\n{text}"
-        return self._encoder.text(({"role": "system", "content": system}, {"role": "user", "content": text}))
+        return self.encoder.text(({"role": "system", "content": system}, {"role": "user", "content": text}))
 
     def _source(self, text: str) -> str:
-        encoder = self._encoder
+        encoder = self.encoder
         written_from = [text, self.job.settings.system_prompt, encoder.template, encoder.settings.chat_template_kwargs]
         return hashlib.sha256(json.dumps(written_from, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -13,6 +13,7 @@ from qarl_nemo.measure.eval.scores import average, avg_at_k, pass_at_k, reported
 from qarl_nemo.measure.eval.settings import EvalJob
 from qarl_nemo.measure.eval.store import AnswerStore, Row
 from qarl_nemo.metrics.estimate import Estimate
+from qarl_nemo.train.template_options import require_options
 
 # Called with what is under way, and how many new answers came: none when it begins.
 Show = Callable[[str, int], None]
@@ -24,13 +25,17 @@ def plan(job: EvalJob, store: AnswerStore) -> list[ModelEvaluation]:
     """Encode every prompt for every model, so that what cannot be asked is found before anything is.
 
     Raises:
-        ValueError: tokenizers cannot be used, or prompts leave no room for an answer; all are listed.
+        ValueError: tokenizers cannot be used, prompts leave no room for an answer, or no template reads an option; all
+            are listed.
     """
     problems: list[str] = []
     found = [attempt(problems, ModelEvaluation, job, model, store) for model in job.models]
+    evaluations = [one for one in found if one is not None]
+    if not problems and job.settings.prompts is not None:
+        attempt(problems, require_options, [one.encoder for one in evaluations])
     if problems:
         raise ValueError("\n  ".join([f"{len(problems)} problem(s) with this evaluation:", *problems]))
-    return [one for one in found if one is not None]
+    return evaluations
 
 
 def run(evaluations: Sequence[ModelEvaluation], show: Show, keep: Keep) -> list[Row]:

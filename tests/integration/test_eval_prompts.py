@@ -1,0 +1,44 @@
+"""How `qarl eval` writes prompts for models with and without a chat template."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qarl_nemo.measure.eval.evaluation import ModelEvaluation
+from qarl_nemo.measure.eval.run import plan
+from qarl_nemo.measure.eval.settings import EvalSettings, prepare
+from qarl_nemo.measure.eval.store import AnswerStore
+from qarl_nemo.train.config import TokenizerConfig
+from support.engines import TOKENIZER
+from support.files import write_jsonl
+from support.whole_models import save_sparse
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if is_calm is defined %}={% endif %}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """A model without a chat template, and a copy with one."""
+    folder = tmp_path_factory.mktemp("prompts")
+    bare = save_sparse(folder / "bare", TOKENIZER, num_hidden_layers=1, num_experts=4, max_position_embeddings=256)
+    (shutil.copytree(bare, folder / "chat") / "chat_template.jinja").write_text(TEMPLATE)
+    return {"bare": bare, "chat": folder / "chat"}
+
+
+def planned(tmp_path, *models, **options) -> list[ModelEvaluation]:
+    data = Path(write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "1+1=", "answer": "#### 2"}]))
+    sizes = {"max_new_tokens": 6, "device": "cpu", "precision": "float32"}
+    asked = EvalSettings(models, ("gsm8k",), tmp_path / "r.json", {"gsm8k": data}, **sizes | options)
+    return plan(prepare(asked), AnswerStore(tmp_path / "answers.jsonl", {}))
+
+
+def test_an_option_counts_if_one_of_the_models_reads_it(models, tmp_path):
+    calm = TokenizerConfig(chat_template_kwargs={"is_calm": True})
+    bare, chat = planned(tmp_path, *models.values(), prompts=calm)
+    assert chat.asked[0].texts[0] == bare.asked[0].texts[0] + "="
+    with pytest.raises(ValueError, match=r"\n  chat_template_kwargs.is_calm: there is no chat template to read it"):
+        planned(tmp_path, models["bare"], prompts=calm)
+    misspelt = TokenizerConfig(chat_template_kwargs={"is_clam": True})
+    with pytest.raises(ValueError, match=r"\n  chat_template_kwargs.is_clam: .*; did you mean 'is_calm'\? legal here"):
+        planned(tmp_path, *models.values(), prompts=misspelt)
