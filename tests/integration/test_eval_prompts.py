@@ -42,3 +42,12 @@ def test_an_option_counts_if_one_of_the_models_reads_it(models, tmp_path):
     misspelt = TokenizerConfig(chat_template_kwargs={"is_clam": True})
     with pytest.raises(ValueError, match=r"\n  chat_template_kwargs.is_clam: .*; did you mean 'is_calm'\? legal here"):
         planned(tmp_path, *models.values(), prompts=misspelt)
+
+
+@pytest.mark.parametrize("template", [None, "default"])
+def test_a_system_prompt_stands_before_the_question_alike_where_no_template_is_used(template, models, tmp_path):
+    written = TokenizerConfig(chat_template=template)
+    used = models.values() if template is None else [models["bare"]]
+    texts = [one.asked[0].texts[0] for one in planned(tmp_path, *used, prompts=written, system_prompt="1-1")]
+    between = "" if template is None else "\n\n"
+    assert {text.partition("1+1=")[0] for text in texts} == {f"1-1{between}"}

@@ -168,7 +168,8 @@ class ModelEvaluation:
         system = self.job.settings.system_prompt
         if system is None:
             return self.encoder.text(text)
-        if not self.tokenizer.chat_template:
+        # With `none` every model sees the joined texts, as in training, whatever template its tokenizer has.
+        if self.encoder.settings.chat_template is not None and not self.encoder.template:
             return f"{system}\n\n{text}"
         return self.encoder.text(({"role": "system", "content": system}, {"role": "user", "content": text}))
 
