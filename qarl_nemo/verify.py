@@ -22,6 +22,8 @@ _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 _STOP_IN_BOX = re.compile(r"\.\s*\}(?=[^{}]*\Z)")
 # Space below a matrix's row, which the parser takes for factors of the next one.
 _ROW_SPACE = re.compile(r"(?<=\\\\)\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
+# A space between thousands (`12\,500`), which the parser takes for a product.
+_THOUSANDS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d{3}(?!\d))")
 # Python refuses to convert numbers of more than 4300 digits; math-verify copes with them.
 _INTEGERS = re.compile(r"\s*-?\d{1,1000}(\s+-?\d{1,1000})*\s*")
 # Parsing so many characters takes half a second; starting the processes takes two, but only once.
@@ -99,7 +101,7 @@ def _answer_requests() -> None:
 def _verified(response: str, answer: str) -> float:
     from math_verify import parse, verify
 
-    response, answer = (_ROW_SPACE.sub(" ", text) for text in (response, answer))
+    response, answer = (_THOUSANDS.sub("", _ROW_SPACE.sub(" ", text)) for text in (response, answer))
     # Outside of an environment, the parser finds no words (`\text{east}`).
     gold = parse(_without_stop(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}"))
     found = parse(_without_stop(response))

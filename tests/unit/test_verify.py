@@ -34,6 +34,11 @@ from qarl_nemo.verify import reward, rewards
         (r"$\boxed{\begin{pmatrix} \dfrac12 \\[6pt] 3 \end{pmatrix}}$", r"\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}"),
         (r"$\boxed{\begin{pmatrix} 1 \\ 3 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ [0.5 em] 3 \end{pmatrix}"),
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", r"\begin{pmatrix} 1/5 \\ 2/5 \end{pmatrix}"),
+        (r"$\boxed{12\,500}$", "12500"),
+        (r"so $x = 1\ 234\;567.8$.", "1234567.8"),
+        (r"\boxed{12{,}500}", r"12\,500"),
+        (r"\boxed{(1, \,200)}", "(1, 200)"),
+        (r"$\boxed{\begin{pmatrix} 1 \\ 200 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ 200 \end{pmatrix}"),
     ],
 )
 def test_right_answers(response, answer):
@@ -59,6 +64,7 @@ def test_right_answers(response, answer):
         (r"$\boxed{\begin{pmatrix} 1 \\[6pt] 4 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"),
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", r"\begin{pmatrix} 1/5 \\ 3/5 \end{pmatrix}"),
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", "0.0001"),
+        (r"$\boxed{12\,000}$", "0"),
     ],
 )
 def test_wrong_answers(response, answer):
