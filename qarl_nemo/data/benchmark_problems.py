@@ -32,7 +32,9 @@ _NAMED = r"(?:(?i:option|choice)s?\b\s*)?\(?"
 _JOINED = r"\)?(?:[\s,;/&+|\\]|\b(?:and|or)\b)+"
 # A small letter alone, or with what follows an option's letter: `a dog` and `x = 3` choose nothing.
 _SMALL = r"[a-z](?=\s*(?:[).:,;/&]|(?:and|or)\b|$))"
-_BOXED_LETTER = re.compile(rf"\s*{_NAMED}([A-Z]|{_SMALL})(?![\w'])")
+# Not the article or pronoun before a word, nor the variable of a formula: `A dog` and `F = 20` choose nothing either.
+_CAPITAL = r"(?:[B-HJ-Z]|[AI](?!\s+(?!(?:and|or|is|because|since)\b)[a-z]))(?!\s*[=^<>+])"
+_BOXED_LETTER = re.compile(rf"\s*{_NAMED}({_CAPITAL}|{_SMALL})(?![\w'])")
 # Alone in the box: `(C) V = IR` is one option with its text.
 _BOXED_LETTERS = re.compile(
     "|".join(rf"\s*{_NAMED}{case}(?:{_JOINED}{_NAMED}{case})+\)?[\s.]*" for case in ("[A-Z]", "[a-z]"))
