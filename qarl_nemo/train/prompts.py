@@ -1,6 +1,6 @@
 """Prompts as the model sees them: the tokenizer's chat template, and how long a prompt may be."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class PromptEncoder:
             prompt: text, which is a user's message where there is a template, or messages.
 
         Raises:
-            ValueError: messages without a template, or ones that the template refuses.
+            ValueError: messages without a template, or ones that the template refuses or leaves out.
         """
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         if self.settings.chat_template is None or (isinstance(prompt, str) and not self._has_template):
@@ -75,6 +75,7 @@ class PromptEncoder:
                 f"the chat template writes nothing of the messages {str(messages)[:_MAX_QUOTED]}; "
                 "policy.tokenizer.chat_template sets another one, null none"
             )
+        _require_whole(messages, text)
         return text
 
     def __call__(self, tasks: Sequence[Task]) -> list[list[int]]:
@@ -96,6 +97,19 @@ class PromptEncoder:
                 f"{empty[0][:_MAX_QUOTED]!r}; leave them out, or use the tokenizer that the model was trained with"
             )
         return prompts
+
+
+def _require_whole(messages: Sequence[Mapping[str, str]], text: str) -> None:
+    """Refuse a template that leaves out a message, as most do with roles that they do not know."""
+    written = "".join(text.split())
+    for message in messages:
+        # Of earlier answers templates leave out the reasoning.
+        if message["role"] != "assistant" and "".join(message["content"].split()) not in written:
+            raise ValueError(
+                f"the chat template leaves out the message of the role {message['role']!r}: "
+                f"{message['content'][:_MAX_QUOTED]!r}; give it a role that the template writes (system, user), leave "
+                "it out, or set policy.tokenizer.chat_template to another template, or to null for none"
+            )
 
 
 def longest_prompt(config: LocalConfig, max_position_embeddings: int) -> int:

@@ -81,6 +81,18 @@ def test_messages_that_cannot_be_written_are_refused_with_the_fix():
         encoder(template="{% for message in messages %}{% endfor %}").text("1+2")
 
 
+@pytest.mark.parametrize("role", ["System", "human"])
+def test_a_message_that_the_template_leaves_out_is_refused(role):
+    knows_two = (
+        "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.content | trim }};"
+        "{% elif m.role == 'assistant' %}{{ m.content.split('=')[1] }};{% endif %}{% endfor %}"
+    )
+    turns = ({"role": "assistant", "content": "1+1=2"}, {"role": "user", "content": " 3+4 "})
+    assert encoder(template=knows_two).text((CHAT[0], *turns)) == "12;2;3+4;"
+    with pytest.raises(ValueError, match=rf"leaves out the message of the role '{role}': '12'; give it a role that"):
+        encoder(template=knows_two).text(({"role": role, "content": "12"}, *turns))
+
+
 @pytest.fixture
 def data(tmp_path):
     """Prompts of 1, 2, 3 and 9 tokens."""
