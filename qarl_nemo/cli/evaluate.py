@@ -139,7 +139,7 @@ def evaluate(settings: "EvalSettings", beside: Sequence[str] = ()) -> None:
     from rich.console import Console
 
     from qarl_nemo.files import exclusive, make_folder
-    from qarl_nemo.measure.eval.output import answers_path, first_prompts, notes, results_table, write_results
+    from qarl_nemo.measure.eval.output import answers_path, first_prompts, lock_for, notes, results_table, write_results
     from qarl_nemo.measure.eval.run import plan, run
     from qarl_nemo.measure.eval.settings import prepare
     from qarl_nemo.measure.eval.store import AnswerStore
@@ -149,7 +149,7 @@ def evaluate(settings: "EvalSettings", beside: Sequence[str] = ()) -> None:
     job = prepare(settings, beside)
     output, answers = settings.output, answers_path(settings.output)
     make_folder(output.parent, "the folder of an evaluation")
-    with exclusive(output.with_suffix(".lock"), f"the evaluation {output}"):
+    with exclusive(lock_for(output), f"the evaluation {output}"):
         evaluations = plan(job, AnswerStore(answers, job.fixed_settings()))
         total, done = (
             sum(counts) for counts in zip(*((one.num_answers, one.num_kept) for one in evaluations), strict=True)

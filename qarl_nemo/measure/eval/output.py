@@ -23,7 +23,17 @@ _MAX_QUOTED = 4000
 
 def answers_path(output: Path) -> Path:
     """Return the file of all answers, beside the file of results."""
-    return output.with_suffix(".answers.jsonl")
+    return _beside(output, ".answers.jsonl")
+
+
+def lock_for(output: Path) -> Path:
+    """Return the file that keeps a second process from the same results."""
+    return _beside(output, ".lock")
+
+
+def _beside(output: Path, ending: str) -> Path:
+    # Only .json gives way: the 3.1 and 3.2 of two models' names are no endings.
+    return output.with_name(output.name.removesuffix(".json") + ending)
 
 
 def first_prompts(evaluations: Sequence[ModelEvaluation]) -> Iterator[str]:

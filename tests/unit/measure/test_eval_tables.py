@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from qarl_nemo.cli.evaluate import named_copies
-from qarl_nemo.measure.eval.output import results_table
+from qarl_nemo.measure.eval.output import answers_path, results_table
 from qarl_nemo.measure.eval.run import averages
 
 
@@ -33,6 +33,12 @@ def test_long_names_are_told_apart_in_a_narrow_table():
     console.print(results_table([row | {"model": name} for name in names]))
     (names_end,) = [line for line in console.file.getvalue().splitlines() if line.startswith("benchmark")]
     assert [cell[-1] for cell in names_end.split()[1:]] == list("012345")
+
+
+def test_results_with_dots_in_their_names_have_answers_of_their_own():
+    assert answers_path(Path("out/results.json")) == Path("out/results.answers.jsonl")
+    names = ("Llama-3.1-8B", "Llama-3.2-8B", "Llama-3.1-8B.json.old")
+    assert [answers_path(Path(name)).name for name in names] == [f"{name}.answers.jsonl" for name in names]
 
 
 def test_a_copy_is_named_once():
