@@ -69,8 +69,21 @@ def read_text(path: Path, what: str) -> str:
         _refuse(path, what, error)
 
 
+def read_words(path: Path, what: str) -> str:
+    """Read what a model will see, without the byte order mark with which some editors begin a file.
+
+    Args:
+        path: the file.
+        what: what it should be, for the error.
+
+    Raises:
+        FileError: as `read_text`.
+    """
+    return read_text(path, what).removeprefix("\ufeff")
+
+
 def text_lines(path: Path, what: str) -> list[str]:
-    """Read the lines of a UTF-8 file, without the byte order mark with which some editors begin one.
+    """Read the lines of a UTF-8 file as `read_words` does.
 
     They end in a line feed alone: strings of JSON may hold the other separators that `str.splitlines` splits at.
 
@@ -81,7 +94,7 @@ def text_lines(path: Path, what: str) -> list[str]:
     Raises:
         FileError: as `read_text`.
     """
-    return read_text(path, what).removeprefix("\ufeff").split("\n")
+    return read_words(path, what).split("\n")
 
 
 def read_json(path: Path, what: str, kind: type = dict) -> Any:

@@ -12,7 +12,7 @@ from nemo_rl.data.processors import math_hf_data_processor
 from qarl_nemo.config import ConfigError, validate
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.problems import Messages, Task, read_tasks
-from qarl_nemo.files import read_text
+from qarl_nemo.files import read_words
 from qarl_nemo.nemo_rl.data_sets import DATA_SETS, READ
 from qarl_nemo.nemo_rl.data_sets import task_name as named_task
 
@@ -117,7 +117,7 @@ def _read(name: str, named: str, given: dict[str, Any], system: str | None) -> t
     values = {"dataset_name": named} | {key: given[key] for key in READ if key in given}
     try:
         if system is not None:
-            values["system_prompt"] = read_text(Path(system), "a system prompt")
+            values["system_prompt"] = read_words(Path(system), "a system prompt")
         config = validate(values, DatasetConfig, source=f"data set {name}")
         return config, read_tasks(config, one_turn=True)
     except ConfigError:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl_nemo.config.problems import attempt
 from qarl_nemo.data.problems import Messages, Task
-from qarl_nemo.files import read_text
+from qarl_nemo.files import read_words
 from qarl_nemo.train.config import LocalConfig, TokenizerConfig
 from qarl_nemo.train.tasks import TaskSource
 
@@ -33,7 +33,7 @@ class PromptEncoder:
         template = settings.chat_template
         if template is not None and template != DEFAULT_TEMPLATE:
             is_file = template.endswith(".jinja")
-            tokenizer.chat_template = read_text(Path(template), "a chat template") if is_file else template
+            tokenizer.chat_template = read_words(Path(template), "a chat template") if is_file else template
             if not tokenizer.chat_template.strip():
                 raise ValueError(f"{template}: expected a chat template, but it is empty")
         self._has_template = template is not None and bool(tokenizer.chat_template)

@@ -51,3 +51,9 @@ def test_a_system_prompt_stands_before_the_question_alike_where_no_template_is_u
     texts = [one.asked[0].texts[0] for one in planned(tmp_path, *used, prompts=written, system_prompt="1-1")]
     between = "" if template is None else "\n\n"
     assert {text.partition("1+1=")[0] for text in texts} == {f"1-1{between}"}
+
+
+def test_a_byte_order_mark_before_a_prompt_file_is_none_of_the_prompt(models, tmp_path):
+    (tmp_path / "words.txt").write_text("\ufeff1*{}")
+    (asked,) = planned(tmp_path, models["bare"], prompt_file=tmp_path / "words.txt")[0].asked
+    assert asked.texts[0] == "1*1+1="

@@ -16,7 +16,7 @@ from qarl_nemo.config.problems import attempt
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmark_problems import read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, Benchmark, find_benchmarks, with_prompt
-from qarl_nemo.files import FileError, read_json, read_text, require_makeable
+from qarl_nemo.files import FileError, read_json, read_words, require_makeable
 from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.eval.models import EvalModel, find_model
 from qarl_nemo.measure.served import adapter_problems, cpu_problems
@@ -165,7 +165,7 @@ def prepare(settings: EvalSettings, beside: Sequence[str] = ()) -> EvalJob:
     problems += _model_problems(settings, models, engine)
     found = attempt(problems, find_benchmarks, list(settings.benchmarks)) or []
     problems += _unasked_data(settings, found)
-    template = attempt(problems, read_text, settings.prompt_file, "a prompt file") if settings.prompt_file else None
+    template = attempt(problems, read_words, settings.prompt_file, "a prompt file") if settings.prompt_file else None
     records = [attempt(problems, _sampled_as, settings, one, template) for one in found]
     # Data is read once all else is right.
     questions = [] if problems else _read_questions(settings, [one for one in records if one], problems)

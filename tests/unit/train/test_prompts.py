@@ -61,6 +61,8 @@ def test_a_template_of_ones_own_is_saved_with_the_tokenizer(tmp_path):
         encode = encoder(chat_template=chat_template)
         assert encode.text("1") == "+1"
         assert encode.tokenizer.chat_template == own
+    (tmp_path / "own.jinja").write_text("\ufeff" + own)
+    assert encoder(chat_template=str(tmp_path / "own.jinja")).text("1") == "+1"
     with pytest.raises(ValueError, match=r"nowhere.jinja: expected a chat template"):
         encoder(chat_template=str(tmp_path / "nowhere.jinja"))
     (tmp_path / "own.jinja").write_text(" \n")
