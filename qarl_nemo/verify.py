@@ -24,6 +24,8 @@ _STOP_IN_BOX = re.compile(r"\.\s*\}(?=[^{}]*\Z)")
 _ROW_SPACE = re.compile(r"(?<=\\\\)\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
 # A space between thousands (`12\,500`), which the parser takes for a product.
 _THOUSANDS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d{3}(?!\d))")
+# A number as programs write it, which the parser knows with a capital E alone; `2e-1` may as well be 2 e - 1.
+_EXPONENT = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=e(?:\d|[+-]0)))e(?=[+-]?\d+(?![\w^]))")
 # Python refuses to convert numbers of more than 4300 digits; math-verify copes with them.
 _INTEGERS = re.compile(r"\s*-?\d{1,1000}(\s+-?\d{1,1000})*\s*")
 # Parsing so many characters takes half a second; starting the processes takes two, but only once.
@@ -101,11 +103,15 @@ def _answer_requests() -> None:
 def _verified(response: str, answer: str) -> float:
     from math_verify import parse, verify
 
-    response, answer = (_THOUSANDS.sub("", _ROW_SPACE.sub(" ", text)) for text in (response, answer))
+    response, answer = map(_as_parsed, (response, answer))
     # Outside of an environment, the parser finds no words (`\text{east}`).
     gold = parse(_without_stop(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}"))
     found = parse(_without_stop(response))
     return float(verify(gold, found) and not _is_small_and_apart(gold, found))
+
+
+def _as_parsed(text: str) -> str:
+    return _EXPONENT.sub(r"\1E", _THOUSANDS.sub("", _ROW_SPACE.sub(" ", text)))
 
 
 def _without_stop(text: str) -> str:

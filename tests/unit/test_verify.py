@@ -35,6 +35,10 @@ from qarl_nemo.verify import reward, rewards
         (r"$\boxed{\begin{pmatrix} 1 \\ 3 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ [0.5 em] 3 \end{pmatrix}"),
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", r"\begin{pmatrix} 1/5 \\ 2/5 \end{pmatrix}"),
         (r"$\boxed{12\,500}$", "12500"),
+        (r"\boxed{1.5e3}", "1500"),
+        (r"\boxed{1.5 \times 10^{-7}}", "1.5e-07"),
+        (r"\boxed{0.00001}", "1e-05"),
+        (r"\boxed{2e - 1}", "2e-1"),
         (r"so $x = 1\ 234\;567.8$.", "1234567.8"),
         (r"\boxed{12{,}500}", r"12\,500"),
         (r"\boxed{(1, \,200)}", "(1, 200)"),
@@ -65,6 +69,8 @@ def test_right_answers(response, answer):
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", r"\begin{pmatrix} 1/5 \\ 3/5 \end{pmatrix}"),
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", "0.0001"),
         (r"$\boxed{12\,000}$", "0"),
+        (r"\boxed{0.2}", "2e-1"),
+        (r"\boxed{1.6e-07}", "1.5e-07"),
     ],
 )
 def test_wrong_answers(response, answer):
