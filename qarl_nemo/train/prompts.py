@@ -23,13 +23,22 @@ class PromptEncoder:
     Args:
         tokenizer: the model's; a template of the config's own becomes its template, and is saved with it.
         settings: the tokenizer block.
+        key: where the user sets the template, for errors.
+        none: what stands there for no template.
 
     Raises:
         ValueError: the template's file cannot be read, or is empty.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TokenizerConfig) -> None:
-        self.tokenizer, self.settings = tokenizer, settings
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: TokenizerConfig,
+        *,
+        key: str = "policy.tokenizer.chat_template",
+        none: str = "null",
+    ) -> None:
+        self.tokenizer, self.settings, self._key, self._none = tokenizer, settings, key, none
         template = settings.chat_template
         if template is not None and template != DEFAULT_TEMPLATE:
             is_file = template.endswith(".jinja")
@@ -58,24 +67,30 @@ class PromptEncoder:
         if not self._has_template:
             raise ValueError(
                 "the data holds chat messages, or has a system_prompt, but the tokenizer has no chat_template; set "
-                "policy.tokenizer.chat_template to one, or to null, which joins the messages' texts"
+                f"{self._key} to one, or to {self._none}, which joins the messages' texts"
             )
+        another = f"{self._key} sets another one, {self._none} none"
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False, **self.settings.chat_template_kwargs
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program of others
+            name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ValueError(
-                f"the chat template refuses the messages {str(messages)[:_MAX_QUOTED]}: {error}; "
-                "policy.tokenizer.chat_template sets another one, null none"
+                f"the chat template refuses the messages {str(messages)[:_MAX_QUOTED]}: {name}{error}; {another}"
             ) from error
         assert isinstance(text, str), "without tokenize, templates give text"
         if not text:
             raise ValueError(
-                f"the chat template writes nothing of the messages {str(messages)[:_MAX_QUOTED]}; "
-                "policy.tokenizer.chat_template sets another one, null none"
+                f"the chat template writes nothing of the messages {str(messages)[:_MAX_QUOTED]}; {another}"
             )
-        _require_whole(messages, text)
+        left_out = _left_out(messages, text)
+        if left_out is not None:
+            raise ValueError(
+                f"the chat template leaves out the message of the role {left_out['role']!r}: "
+                f"{left_out['content'][:_MAX_QUOTED]!r}; give it a role that the template writes (system, user), or "
+                f"leave it out; {another}"
+            )
         return text
 
     def __call__(self, tasks: Sequence[Task]) -> list[list[int]]:
@@ -99,17 +114,12 @@ class PromptEncoder:
         return prompts
 
 
-def _require_whole(messages: Sequence[Mapping[str, str]], text: str) -> None:
-    """Refuse a template that leaves out a message, as most do with roles that they do not know."""
+def _left_out(messages: Sequence[Mapping[str, str]], text: str) -> Mapping[str, str] | None:
+    """Return a message that a template did not write, as most do not under a role that they do not know."""
     written = "".join(text.split())
-    for message in messages:
-        # Of earlier answers templates leave out the reasoning.
-        if message["role"] != "assistant" and "".join(message["content"].split()) not in written:
-            raise ValueError(
-                f"the chat template leaves out the message of the role {message['role']!r}: "
-                f"{message['content'][:_MAX_QUOTED]!r}; give it a role that the template writes (system, user), leave "
-                "it out, or set policy.tokenizer.chat_template to another template, or to null for none"
-            )
+    # Of earlier answers templates leave out the reasoning.
+    asked = (message for message in messages if message["role"] != "assistant")
+    return next((message for message in asked if "".join(message["content"].split()) not in written), None)
 
 
 def longest_prompt(config: LocalConfig, max_position_embeddings: int) -> int:

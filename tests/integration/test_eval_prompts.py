@@ -57,3 +57,10 @@ def test_a_byte_order_mark_before_a_prompt_file_is_none_of_the_prompt(models, tm
     (tmp_path / "words.txt").write_text("\ufeff1*{}")
     (asked,) = planned(tmp_path, models["bare"], prompt_file=tmp_path / "words.txt")[0].asked
     assert asked.texts[0] == "1*1+1="
+
+
+def test_a_template_that_fails_names_the_model_and_the_option_that_sets_another(models, tmp_path):
+    for template, said in (("{{ messages + 1 }}", "refuses"), ("{{ messages[0].content }}", "leaves out")):
+        failing = TokenizerConfig(chat_template=template)
+        with pytest.raises(ValueError, match=rf"{models['bare']}: the chat template {said} .*; --chat-template sets"):
+            planned(tmp_path, models["bare"], prompts=failing, system_prompt="1-1")

@@ -95,6 +95,11 @@ def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[i
         )
     if not found:
         raise ValueError(f"{path} holds no prompt")
+    if not tokenizer.chat_template and any(isinstance(value[0], dict) for value in found):
+        raise ValueError(
+            f"{path} holds messages, and the model's tokenizer has no chat template; write each prompt as text, or as "
+            "prompt_token_ids"
+        )
     return [value if isinstance(value[0], int) else _encode(value, tokenizer) for value in found]
 
 

@@ -60,7 +60,8 @@ class ModelEvaluation:
         self.job, self.model, self.store = job, model, store
         self._identity = {"model": model.label, "checkpoint": str(model.folder), "weights": model.fingerprint()}
         self.tokenizer = load_tokenizer(model.folder, model.checkpoint.folder)
-        self.encoder = PromptEncoder(self.tokenizer, job.settings.prompts or model.prompts)
+        prompts = job.settings.prompts or model.prompts
+        self.encoder = PromptEncoder(self.tokenizer, prompts, key="--chat-template", none="none")
         self.asked = [self._ask(questions) for questions in job.questions]
         self.engine: PackedEngine | VllmEngine | None = None
 
@@ -149,7 +150,10 @@ class ModelEvaluation:
     def _ask(self, questions: Questions) -> Asked:
         benchmark = questions.benchmark
         asked = {index: benchmark.ask(problem.question) for index, problem in questions.problems.items()}
-        texts = {index: self._as_seen(text) for index, text in asked.items()}
+        try:
+            texts = {index: self._as_seen(text) for index, text in asked.items()}
+        except ValueError as error:
+            raise ValueError(f"{self.model.label}: {error}") from error
         # The template writes all special tokens that the model expects.
         encoded = {index: self.tokenizer(text, add_special_tokens=False)["input_ids"] for index, text in texts.items()}
         prompts = {index: ids for index, ids in encoded.items() if len(ids) <= benchmark.max_prompt_tokens}

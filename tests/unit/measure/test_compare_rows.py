@@ -82,6 +82,11 @@ def test_a_file_of_prompts_may_hold_any_character_of_json(tmp_path, text, prompt
     config = PreTrainedConfig(vocab_size=len(tokenizer), max_position_embeddings=99)
     found = make_prompts(asked, tokenizer, config)
     assert found == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
+    file.write_text('{"prompt": [{"role": "user", "content": "1"}]}')
+    with pytest.raises(
+        ValueError, match=r"jsonl holds messages, .*; write each prompt as text, or as prompt_token_ids"
+    ):
+        make_prompts(asked, tokenizer, config)
     file.write_text('{"prompt":' + "[" * 100_000)
     with pytest.raises(ValueError, match="line 1: no prompt"):
         make_prompts(asked, tokenizer, config)

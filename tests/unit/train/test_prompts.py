@@ -79,6 +79,8 @@ def test_messages_that_cannot_be_written_are_refused_with_the_fix():
         encoder(template=None).text(CHAT)
     with pytest.raises(ValueError, match=r"refuses the messages .*: no system messages here; policy.tokenizer"):
         encoder(chat_template_kwargs={"no_system": True}).text(CHAT)
+    with pytest.raises(ValueError, match=r"refuses the messages .*: ZeroDivisionError: division by zero; policy.token"):
+        encoder(template="{{ messages[0].content }}{{ 1 / 0 }}").text("1+2")
     with pytest.raises(ValueError, match=r"writes nothing of the messages .*; policy.tokenizer"):
         encoder(template="{% for message in messages %}{% endfor %}").text("1+2")
 
