@@ -104,10 +104,20 @@ def _measure(job: SpeedJob, fmt: QuantFormat, sizes: list[int], speed: FormatSpe
             if kind == "batch":
                 speed.batches[size] = event
             else:
-                speed.engine |= event
+                speed.engine = _of_both(speed.engine, event)
             _write(folder, job, fmt, speed)
             if kind == "batch":
                 yield size
+
+
+def _of_both(earlier: dict[str, Any], event: dict[str, Any]) -> dict[str, Any]:
+    """Add an engine's facts to those of an earlier one, which measured other batch sizes."""
+    known = earlier | event
+    # One engine for all sizes would have had the lesser room and the higher peak.
+    for key, choose in (("kv_cache_tokens", min), ("peak_gib", max)):
+        found = [facts[key] for facts in (earlier, event) if facts.get(key) is not None]
+        known |= {key: choose(found)} if found else {}
+    return known
 
 
 def engine_request(job: SpeedJob, fmt: QuantFormat, sizes: list[int], folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from qarl_kernels import get_format
 from qarl_nemo.files import FileError
 from qarl_nemo.measure.compare.vllm_responses import import_vllm
+from qarl_nemo.measure.speed import run
 from qarl_nemo.measure.speed.advice import recommend, speed_rows
 from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, write_speed
 from qarl_nemo.measure.speed.run import FormatSpeed, measure_speed
@@ -131,6 +132,24 @@ def test_an_earlier_measurement_that_is_damaged_is_named(content, model, tmp_pat
     (tmp_path / "bf16.json").write_text(content)
     with pytest.raises(FileError, match=r"bf16.json: expected an earlier measurement"):
         measure_speed(job, tmp_path, lambda *_: None)
+
+
+def test_sizes_that_are_measured_later_do_not_make_the_engine_roomier(model, tmp_path, monkeypatch):
+    asked = {512: {"kv_cache_tokens": 600_000, "peak_gib": 130.0}, 32: {"kv_cache_tokens": 700_000, "peak_gib": 110.0}}
+
+    def events(request, *_):
+        (size,) = json.loads(request.read_text())["batch_sizes"]
+        yield {"event": "started", "methods": {}, **ENGINE, **asked[size]}
+        yield {"event": "batch", "batch_size": size, "decode_tokens_s": [1.0], "prefill_tokens_s": [1.0]}
+
+    monkeypatch.setattr(run, "_events", events)
+    monkeypatch.setattr(run, "_method_problems", lambda *_: [])
+    for sizes in ((512,), (512, 32)):
+        settings = RolloutSpeedSettings(MODEL, batch_sizes=sizes)
+        job = SpeedJob(settings, model, (get_format("bf16"),), {}, "cuda", "1x NVIDIA H200", "0.25.1")
+        (measured,) = measure_speed(job, tmp_path, lambda *_: None)
+    assert set(measured.batches) == {512, 32}
+    assert (measured.engine["kv_cache_tokens"], measured.engine["peak_gib"]) == (600_000, 130.0)
 
 
 def test_a_machine_without_gpu_hides_no_format_that_no_engine_would_serve(monkeypatch, tmp_path):
