@@ -20,13 +20,14 @@ def _in_braces(depth: int) -> str:
 
 _MAX_QUOTED = 200
 _LETTER = r"(?:(?i:option|choice)\s*)?\(?([A-Z])\)?(?![\w'])"
-# What LaTeX and Markdown write before a letter: \textbf{, \(, **.
-_MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s*${])*"
+# What may stand before a letter: a colon, LaTeX's and Markdown's \textbf{, \(, **. It takes all space there: with two
+# ways to read it, a response that ends in nothing else would take for ever.
+_MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s:*${])*"
 # A box that was cut off ends with the response; in braces at most four deep.
 _BOX = re.compile(rf"\\boxed\s*\{{({_in_braces(4)})")
 _BOX_MARKUP = re.compile(r"\\boxed\s*|\\(?:text|math|rm|bf)[a-z]*|\\[()\[\]{},;:! ]|[{}$*~]")
 # Spaces that markup leaves: (\text{C}).
-_IN_PARENTHESES = re.compile(r"(?<=\()\s+|\s+(?=\))")
+_IN_PARENTHESES = re.compile(r"(?<=\()\s+|(?<!\s)\s+(?=\))")
 # What joins letters takes all space between them: with two ways to read each gap, a long list would take for ever.
 _NAMED = r"(?:(?i:option|choice)s?\b\s*)?\(?"
 _JOINED = r"\)?(?:[\s,;/&+|\\]|\b(?:and|or)\b)+"
@@ -43,7 +44,7 @@ _BOXED_LETTERS = re.compile(
 _BOXED_VARIABLE = re.compile(r"\s*[a-z][\s.]*")
 # Not "let us analyze each option: A. Water", with which a response begins that was cut off before its answer.
 _SAID = r"(?i:(?<!each )(?<!every )answer|(?:correct|right|best|final)\s+(?:option|choice))"
-_SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?\s*:?{_MARKUP}(?:(?i:either|both)\b{_MARKUP})?{_LETTER}")
+_SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?{_MARKUP}(?:(?i:either|both)\b{_MARKUP})?{_LETTER}")
 # What else that statement names, up to its end: `C, and A is wrong` and `B, I think` name one.
 _SAID_OTHERS = re.compile(
     rf"(?=[\s)]*(?:[,;/&+|]|and\b|or\b))(?:{_JOINED}{_NAMED}[A-Z](?![\w'-]))+"

@@ -298,6 +298,9 @@ def test_letters_without_end_are_read_at_once():
     assert chosen_letter("The answer is " + "A,  " * 5000 + "C") is None
     assert chosen_letter("The answer is A" + ", (" * 5000) == "A"
     assert chosen_letter("The answer is A" + " or" * 5000) == "A"
+    assert chosen_letter(r"\boxed{" + "$ " * 100_000 + "C}") == "C"
+    # A model that loops may write nothing but line ends.
+    assert chosen_letter("The answer is" + "\n" * 100_000) is None
 
 
 def test_answers_are_checked_as_each_set_asks():
